@@ -1,0 +1,34 @@
+# `make train` and `make test` set up everything they need on a machine that has Python, then run.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+READY   = $(VENV)/.ready
+TORCH   = $(shell grep -m1 '^torch==' constraints.txt)
+
+.PHONY: train test lint format clean
+
+train: $(READY)  ## the main job: make train ARGS="--steps 100 --placement ddp"
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: lint  ## every check: make test ARGS="-k launch"
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# torch first and by exact version: a range would look at, and might fetch, other builds of several GB.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,examples]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,76 @@
+"""Fully sharded data parallelism as a pure transform: parameters and a placement spec in, a sharded State out.
+
+state, params = fsdp.unshard(state)
+grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+state = fsdp.reduce(state, grads)
+state = fsdp.step(state)
+"""
+
+from ._checkpoint import latest, load, save
+from ._errors import CommError, FsdpError, RestartError, ScheduleError, SpecError, StaleStateError, TreeError
+from ._export import full_params, local_shards
+from ._flat import FlatBuffer, Partial, Replicate, Shard
+from ._init import init
+from ._launch import LaunchError, launch, local_mesh
+from ._layout import Bucket, Layout, Leaf, Unit
+from ._module import bind, functionalize
+from ._optim import Optimizer, adamw, from_updates, sgd
+from ._shard import layout, shard
+from ._spec import Placement, Precision, Spec, ddp, hfsdp, hsdp, zero1, zero2, zero3
+from ._state import State
+from ._units import units
+from ._verbs import finish, pmean, reduce, release, step, unshard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bucket",
+    "CommError",
+    "FlatBuffer",
+    "FsdpError",
+    "LaunchError",
+    "Layout",
+    "Leaf",
+    "Optimizer",
+    "Partial",
+    "Placement",
+    "Precision",
+    "Replicate",
+    "RestartError",
+    "ScheduleError",
+    "Shard",
+    "Spec",
+    "SpecError",
+    "StaleStateError",
+    "State",
+    "TreeError",
+    "Unit",
+    "adamw",
+    "bind",
+    "ddp",
+    "finish",
+    "from_updates",
+    "full_params",
+    "functionalize",
+    "hfsdp",
+    "hsdp",
+    "init",
+    "latest",
+    "launch",
+    "layout",
+    "load",
+    "local_mesh",
+    "local_shards",
+    "pmean",
+    "reduce",
+    "release",
+    "save",
+    "sgd",
+    "shard",
+    "step",
+    "units",
+    "unshard",
+    "zero1",
+    "zero2",
+    "zero3",
+]

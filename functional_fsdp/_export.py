@@ -1,0 +1,66 @@
+"""Out again: whole parameters, and zero-copy views of the local shards, by path. None of these consumes the state."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from ._flat import FlatBuffer, Replicate, leaves_of
+from ._state import State
+
+__all__ = ["full_params", "local_shards"]
+
+
+@torch.no_grad()
+def full_params(state: State) -> Any:
+    """The whole parameters on every rank, in `Precision.main`: shards [n / ranks] -> leaves of global shapes.
+
+    Returns:
+        the tree that was sharded, with tensors of your own; tied leaves are the same tensor at each path. When the tree
+        came from `functionalize`, `module.load_state_dict` takes it (with strict=False if the module has buffers).
+
+    Raises:
+        StaleStateError: a state that `step` has consumed.
+
+    Collective: one all-gather a bucket and sharded axis, on a lane of its own: every rank must call it.
+
+    Example: `torch.save(fsdp.full_params(state), "model.pt")`.
+    """
+    state.valid("full_params")
+    views: dict[str, torch.Tensor] = {}
+    for name, bucket in state.layout.buckets.items():
+        main = state.main[name]
+        start, stop = main.span()
+        whole = main.local.new_empty(bucket.numel)
+        whole[start:stop].copy_(main.local)
+        target = {axis: Replicate for axis, _ in main.states}
+        main.but(whole[start:stop]).redistribute(target, out=whole, lane="side")
+        views |= {path: leaf.clone() for path, leaf in leaves_of(bucket, whole).items()}
+    return state.treedef.unflatten([views[path] for path in state.layout.source])
+
+
+def local_shards(state: State, kind: Literal["main", "weights", "grads"] = "main") -> dict[str, torch.Tensor]:
+    """This rank's part of every leaf, as 1-D views of the state's own buffers: no copy, no communication.
+
+    Returns:
+        `{path: [elements of this leaf that this rank holds]}`; empty where it holds none. Since a bucket is cut
+        whatever the leaf boundaries, a part is a run of the flattened leaf, not whole rows. Tied leaves
+        appear once. Frozen leaves have no gradients; placements without compute copies have no "weights".
+
+    Raises:
+        StaleStateError: a state that `step` has consumed.
+    """
+    state.valid("local_shards")
+    tree = getattr(state, kind)
+    if kind == "grads" and tree:
+        state.token.ledger.enter(state.token.serial, "local_shards")
+    found: dict[str, torch.Tensor] = {}
+    for buffer in (tree or {}).values():
+        assert isinstance(buffer, FlatBuffer)
+        start, stop = buffer.span()
+        for leaf in buffer.bucket.leaves:
+            a = min(max(leaf.offset, start), stop)
+            b = max(min(leaf.offset + leaf.numel, stop), a)
+            found[leaf.path] = buffer.local[a - start : b - start]
+    return found

@@ -1,0 +1,163 @@
+"""`local_mesh`, the mesh of the ranks that are there, and `launch`, a function on every rank of this machine."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from . import _byvalue
+from ._workers import CUDA, STORE, TIMEOUT, LaunchError, Pool
+
+__all__ = ["LaunchError", "launch", "local_mesh", "stop_workers"]
+
+T = TypeVar("T")
+_pools: dict[tuple[int, int], Pool] = {}  # by the caller's process and the number of ranks
+_numbers = itertools.count()  # of the process groups that this process was in: each has keys of its own in the store
+
+
+def local_mesh(device: str | None = None, /, **axes: int) -> DeviceMesh:
+    """The mesh of all ranks, whose process group is created if there is none: one rank needs no set-up at all.
+
+    Args:
+        device: "cpu" or "cuda"; by default CUDA where there is any.
+        **axes: sizes by name, outermost first, one of which may be -1. Default: one axis, `data=-1`.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks, or a rank has no GPU of its own.
+
+    >>> local_mesh(replica=1, shard=-1).mesh_dim_names
+    ('replica', 'shard')
+    """
+    if not dist.is_initialized():
+        _init_process_group(device or ("cuda" if torch.cuda.device_count() else "cpu"))
+    device = device or ("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+    axes = axes or {"data": -1}
+    return _mesh(dist.group.WORLD, device, tuple(axes), _sizes(axes, dist.get_world_size()))
+
+
+@lru_cache(maxsize=16)
+def _mesh(world: Any, device: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+    """One mesh for each shape, since a mesh of several axes brings new process groups."""
+    return init_device_mesh(device, sizes, mesh_dim_names=names)
+
+
+def _init_process_group(device: str) -> None:
+    if device == "cuda":
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= gpus:
+            raise ValueError(
+                f"local_mesh(): this machine has {gpus} GPU(s), none for local rank {local}. "
+                f'Start at most {gpus} rank(s) here, or use local_mesh("cpu", ...)'
+            )
+        try:
+            torch.cuda.set_device(local)
+        except RuntimeError as error:
+            if STORE in os.environ:
+                raise RuntimeError(CUDA) from error
+            raise
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    timeout = timedelta(seconds=float(os.environ.get(TIMEOUT, "600")))
+    if STORE in os.environ:  # a file: a TCPStore looks up every peer's host name, which can take seconds
+        file = dist.FileStore(os.environ[STORE])  # type: ignore[attr-defined]
+        store: Any = dist.PrefixStore(f"group/{next(_numbers)}", file)  # type: ignore[attr-defined]
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        store, rank, world = None, -1, -1  # all from the environment
+    else:
+        store, rank, world = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    # gloo's threads need the interpreter once more to drop the last collective's tensors; without it they abort.
+    atexit.register(time.sleep, 0.1)
+
+
+def _sizes(axes: dict[str, int], world: int) -> tuple[int, ...]:
+    """The axis sizes with -1 worked out.
+
+    >>> _sizes({"replica": 2, "shard": -1}, 8)
+    (2, 4)
+    """
+    call = f"local_mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"
+    free = [name for name, size in axes.items() if size == -1]
+    bad = [name for name, size in axes.items() if not isinstance(size, int) or (size < 1 and size != -1)]
+    if bad or len(free) > 1:
+        reason = f"{bad[0]}={axes[bad[0]]} is no size" if bad else f"{' and '.join(free)} are all -1"
+        raise ValueError(
+            f"{call}: {reason}. Give whole numbers from 1 on, one of which may be -1 (the rest of the ranks)"
+        )
+    given = math.prod(size for size in axes.values() if size != -1)
+    if world % given or (not free and given != world):
+        hint = "a divisor of it" if free else "exactly that, or give one axis as -1"
+        raise ValueError(f"{call}: the sizes multiply to {given}, the world has {world} rank(s). Make it {hint}")
+    return tuple(world // given if size == -1 else size for size in axes.values())
+
+
+def launch(
+    fn: Callable[..., T], nproc: int | None = None, *args: Any, timeout: float = 600.0, **kwargs: Any
+) -> list[T]:
+    """Runs `fn(*args, **kwargs)` on `nproc` ranks of this machine and returns every rank's result, in rank order.
+
+    Each rank is a process with the environment of torchrun, so `local_mesh()` in `fn` spans them. The processes stay
+    for the next call with the same `nproc`: process groups, compiled code and globals that only the workers assign
+    are still there. `fn` and what it refers to are sent anew each time, as the caller sees them now; modules are
+    as they were at the first import. What ranks print is shown, other ranks than 0 with their number before it.
+
+    Args:
+        fn: any function, also one from a notebook cell, a lambda or a closure.
+        nproc: number of ranks. Default: one for each GPU, or 2 where there is none.
+        timeout: seconds a collective may wait for the other ranks, for the groups that are created in this call.
+
+    Raises:
+        LaunchError: a rank raised or died. The workers survive if every rank came to an end.
+        RuntimeError: forking is no good here: CUDA is in use, or this process is itself a rank.
+        TypeError: `fn` or its arguments hold something that cannot be sent.
+
+    >>> launch(lambda x: x * 2, 2, 21)
+    [42, 42]
+    """
+    nproc = (torch.cuda.device_count() or 2) if nproc is None else nproc
+    if nproc < 1:
+        raise ValueError(f"launch({_name(fn)}, {nproc}): nproc is the number of ranks, at least 1")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        raise RuntimeError(f"launch(): this process already is rank {rank} of {world}. Call {_name(fn)}(...) itself")
+    try:
+        task = _byvalue.dumps((os.getcwd(), list(sys.path), timeout, fn, args, kwargs))
+    except Exception as error:
+        raise TypeError(
+            f"launch(): {_name(fn)} cannot be sent to the workers: {error}. Create what belongs to one process (a "
+            "lock, "
+            "an open file, a mesh) inside the function, not in a global or an argument"
+        ) from error
+    key = (os.getpid(), nproc)
+    if key in _pools and not _pools[key].alive():
+        _pools.pop(key).kill()
+    if key not in _pools:
+        _pools[key] = Pool(nproc, [pipe for other in _pools.values() for pipe in other.pipes])
+    try:
+        return _pools[key].run(task, _name(fn))
+    finally:
+        if not _pools[key].idle:
+            _pools.pop(key).kill()
+
+
+@atexit.register
+def stop_workers() -> None:
+    """Ends the workers of every `launch` so far; the next call forks new ones. Runs by itself at exit."""
+    for key in [key for key in _pools if key[0] == os.getpid()]:
+        _pools.pop(key).kill()
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return str(getattr(fn, "__qualname__", fn))

@@ -1,0 +1,240 @@
+"""Modules as functions: `functionalize` splits a module into parameters and a skeleton, `bind` puts weights back in.
+
+A skeleton is a copy of the module with its structure and buffers but no weights: each parameter is a placeholder
+on the meta device that says "bind weights first" when it is used. Your module is not touched. Ties live
+in the pytree (the same tensor at two paths), not in the skeleton.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+import torch.nn as nn
+from torch.nn.utils.stateless import _reparametrize_module
+
+from ._errors import TreeError
+
+M = TypeVar("M", bound=nn.Module)
+
+__all__ = ["Bound", "bind", "functionalize", "skeleton_of"]
+
+
+class Placeholder(nn.Parameter):
+    """Where a weight belongs in a skeleton: has a shape and a dtype, and refuses everything else."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise TreeError(
+            f"bind weights first: this is a skeleton, its parameters have no values ({name or func} was called on "
+            "one of "
+            f"shape {_shape(args)}). Call fsdp.bind(model, weights)(...), with weights from unshard."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+        return memo.setdefault(id(self), _placeholder(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (tuple(self.shape), self.dtype, self.requires_grad)
+
+
+_METADATA = {
+    "__get__",
+    "__set__",
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "is_floating_point",
+    "is_complex",
+}
+_METADATA |= {
+    "element_size",
+    "storage_offset",
+    "__hash__",
+    "__repr__",
+    "__len__",
+    "is_contiguous",
+    "type",
+    "__format__",
+}
+
+# what torch.compile asks of a tensor that it only passes along
+_METADATA |= {"_is_view", "is_neg", "is_conj", "untyped_storage"}
+
+
+def _shape(args: Any) -> Any:
+    return next((tuple(a.shape) for a in args if isinstance(a, Placeholder)), "?")
+
+
+def _rebuild(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Placeholder:
+    return Placeholder(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
+
+
+def _placeholder(param: torch.Tensor) -> Placeholder:
+    return _rebuild(tuple(param.shape), param.dtype, param.requires_grad)
+
+
+def functionalize(module: M) -> tuple[dict[str, torch.Tensor], M]:
+    """Split a module into its parameters and a skeleton.
+
+    Returns:
+        `{path: parameter}`, the module's own tensors, tied ones at each of their paths; and the skeleton, for `bind`.
+
+    Example:
+        >>> params, model = functionalize(nn.Linear(2, 3))
+        >>> bind(model, params)(torch.ones(1, 2)).shape
+        torch.Size([1, 3])
+    """
+    params: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return params, skeleton_of(module)
+
+
+def skeleton_of(module: M) -> M:
+    """A copy of the module whose parameters are placeholders. Buffers are copied, weights never."""
+    memo: dict[int, Any] = {id(p): _placeholder(p) for p in module.parameters()}
+    skeleton = copy.deepcopy(module, memo)
+    for path, param in list(skeleton.named_parameters(remove_duplicate=False)):
+        owner, _, name = path.rpartition(".")
+        skeleton.get_submodule(owner)._parameters[name] = _placeholder(param)  # one each: ties live in the pytree
+    return skeleton
+
+
+class Bound:
+    """A module with weights: call it, call its methods, read its attributes and submodules. Made by `bind`."""
+
+    _module: Any
+    _weights: Mapping[str, torch.Tensor]
+
+    def __init__(self, module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+        self.__dict__.update(_module=module, _weights=weights)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._lend(type(self._module).__call__, *args, **kwargs)
+
+    def _lend(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call a function of the module while the module has these weights and its buffers (at each of their paths)."""
+        tensors = {**dict(self._module.named_buffers(remove_duplicate=False)), **self._weights}
+        with _reparametrize_module(self._module, tensors, tie_weights=False, strict=True):
+            return function(self._module, *args, **kwargs)
+
+    def _child(self, name: str) -> Bound:
+        return Bound(self._module._modules[name], _below(self._weights, name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._weights:
+            return self._weights[name]
+        module = self._module
+        if name in module._modules:
+            return self._child(name)
+        of_class = _of_class(type(module), name)
+        if isinstance(of_class, property):
+            return self._lend(of_class.fget)
+        if isinstance(of_class, FunctionType) and of_class is not _of_class(nn.Module, name):
+            return partial(self._lend, of_class)
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"cannot set {name!r} on a bound module: it is a pure function of its weights. Set it on the skeleton."
+        )
+
+    # containers: nn.ModuleList, nn.Sequential, nn.ModuleDict
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            part = self._module[index]
+            names = list(self._module._modules)[index]
+            weights = {new + key[len(old):]: w for new, old in zip(part._modules, names, strict=True)
+                       for key, w in self._weights.items() if key.startswith(old + ".")}  # fmt: skip
+            return Bound(part, weights)
+        if isinstance(index, str):
+            return self._child(index)
+        self._module[index]  # raises IndexError
+        return self._child(list(self._module._modules)[index])
+
+    def __iter__(self) -> Any:
+        if isinstance(self._module, nn.ModuleDict):
+            return iter(self._module)
+        return (self._child(name) for name in self._module._modules)
+
+    def __len__(self) -> int:
+        return len(self._module)
+
+    def __contains__(self, name: Any) -> bool:
+        return name in self._module._modules
+
+    def items(self) -> Any:
+        """(name, bound submodule) pairs of an nn.ModuleDict."""
+        return ((name, self._child(name)) for name in self._module._modules)
+
+    def values(self) -> Any:
+        """The bound submodules of an nn.ModuleDict."""
+        return (self._child(name) for name in self._module._modules)
+
+    def parameters(self) -> Any:
+        """The weights it is bound to."""
+        return iter(self._weights.values())
+
+    def named_parameters(self) -> Any:
+        """(path, weight) pairs."""
+        return iter(self._weights.items())
+
+    def __repr__(self) -> str:
+        return f"Bound({self._module!r})"
+
+
+def _of_class(cls: type, name: str) -> Any:
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+
+
+def _below(weights: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {k[len(name) + 1 :]: v for k, v in weights.items() if k.startswith(name + ".")}
+
+
+def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
+    """A strict functional call that behaves as the module: `bind(model, params)(x)`, `bind(model.blocks[0], w)(h)`.
+
+    Args:
+        model: a skeleton, or a submodule of one (any module works; its own weights are never used).
+        weights: `{path relative to the module: tensor}`, all of its parameters and nothing else: what `unshard` gives.
+
+    Returns:
+        a callable with the module's methods, attributes and submodules, all seeing these weights.
+
+    Raises:
+        TreeError: keys that are missing, unknown, or of another shape.
+    """
+    if isinstance(model, Bound):
+        model = model._module
+    if not isinstance(weights, Mapping):
+        raise TreeError(f"bind: weights is a {type(weights).__name__}; expected {{path: tensor}}, as unshard gives.")
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    missing, extra = [k for k in wanted if k not in weights], [k for k in weights if k not in wanted]
+    if missing or extra:
+        said = " and ".join(f"{what} {', '.join(map(repr, keys[:3]))}{'...' if len(keys) > 3 else ''}"
+                            for what, keys in (("lacks", missing), ("has the unknown", extra)) if keys)  # fmt: skip
+        raise TreeError(
+            f"bind: {type(model).__name__} has {len(wanted)} parameters and was given {len(weights)} weights: it "
+            f"{said}. Give exactly the weights of "
+            f"this module, by paths relative to it (a tied weight is a unit of its own: add it under the module's key)."
+        )
+    for key, placeholder in wanted.items():
+        if weights[key].shape != placeholder.shape:
+            raise TreeError(
+                f"bind: the weight {key!r} has shape {tuple(weights[key].shape)}; expected {tuple(placeholder.shape)}."
+            )
+    return Bound(model, weights)

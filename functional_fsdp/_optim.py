@@ -1,0 +1,181 @@
+"""Optimizers as `(init, update)` pairs over buckets, and adamw and sgd on torch's fused kernels.
+
+    init(main) -> opt                               trees over trainable buckets: {name: FlatBuffer}
+    update(grads, opt, main, count) -> main, opt    new trees, or the same ones changed in place
+
+`main` and `grads` have the same structure, dtype and placement, so `tree_map` works on them elementwise; a rank sees
+its own shards only. `count` is an int64 tensor [], the number of steps taken before this one. `FlatBuffer.by_label`
+gives views by label, for settings that differ. Results are copied into the state's buffers where they are not already
+there, so a pure update is as good as an in-place one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+
+from ._errors import SpecError
+from ._flat import FlatBuffer
+
+__all__ = ["AdamState", "AdamW", "Optimizer", "Sgd", "adamw", "as_optimizer", "from_updates", "sgd"]
+
+Tree = dict[str, FlatBuffer]
+Rate = float | Callable[[torch.Tensor], torch.Tensor]
+PerLabel = float | Mapping[str, float]
+
+
+class Optimizer(NamedTuple):
+    """A pair of pure functions; any object with these two attributes will do.
+
+    >>> def update(grads, opt, main, count):  # plain gradient descent
+    ...     return pytree.tree_map(lambda p, g: p - 0.1 * g, main, grads), opt
+    >>> descent = Optimizer(init=lambda main: (), update=update)
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any, torch.Tensor], tuple[Any, Any]]
+
+
+def from_updates(pair: Any) -> Optimizer:
+    """Adapt an optax-style pair (TorchOpt's too): its `update(grads, opt, params=)` returns what is to be added."""
+
+    def update(grads: Any, opt: Any, main: Any, count: torch.Tensor) -> tuple[Any, Any]:
+        updates, opt = pair.update(grads, opt, params=main)
+        return pytree.tree_map(lambda p, u: p.add_(u), main, updates), opt
+
+    return Optimizer(pair.init, update)
+
+
+def as_optimizer(value: Any) -> Any:
+    """Check what the user gave as an optimizer: an `(init, update)` pair, or an object with those attributes."""
+    if value is None or (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+        return value
+    if isinstance(value, tuple) and len(value) == 2 and all(map(callable, value)):
+        return Optimizer(*value)
+    raise SpecError(
+        f"optimizer: expected a pair (init, update), as fsdp.adamw(lr=3e-4), not {type(value).__name__}. For an "
+        "optax-style pair "
+        f"use fsdp.from_updates(pair)."
+    )
+
+
+def _by_label(name: str, value: PerLabel, label: str) -> float:
+    if not isinstance(value, Mapping):
+        return value
+    if label not in value and "default" not in value:
+        raise SpecError(
+            f"{name}={dict(value)}: nothing for the label {label!r}. Add {{{label!r}: ...}} or {{'default': ...}}."
+        )
+    return value[label] if label in value else value["default"]
+
+
+def _groups(*trees: Tree) -> dict[str, list[list[torch.Tensor]]]:
+    """{label: [views of tree 0, views of tree 1, ...]} over all buckets; empty views left out."""
+    groups: dict[str, list[list[torch.Tensor]]] = {}
+    for name in trees[0]:
+        for labelled in zip(*(tree[name].by_label() for tree in trees), strict=True):
+            if labelled[0][1].numel():
+                lists = groups.setdefault(labelled[0][0], [[] for _ in trees])
+                for views, (_, view) in zip(lists, labelled, strict=True):
+                    views.append(view)
+    return groups
+
+
+def _rate(lr: Rate | Mapping[str, Rate], label: str, count: torch.Tensor) -> Any:
+    rate = _by_label("lr", lr, label) if isinstance(lr, Mapping) else lr  # type: ignore[arg-type]
+    return rate(count) if callable(rate) else rate
+
+
+class AdamState(NamedTuple):
+    """First and second moments, as main weights: {bucket: FlatBuffer}, [n / ranks of main], `Precision.main`."""
+
+    mean: Tree
+    square: Tree
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019) on torch's fused kernel: one launch a label, for all buckets."""
+
+    lr: Any
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: Any
+
+    def init(self, main: Tree) -> AdamState:
+        return AdamState(*(pytree.tree_map(torch.zeros_like, main) for _ in range(2)))
+
+    def update(self, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor) -> tuple[Tree, AdamState]:
+        taken = (count + 1).float()
+        for label, (p, g, m, v) in _groups(main, grads, opt.mean, opt.square).items():
+            lr = _rate(self.lr, label, count)
+            torch.autograd.graph.increment_version([*p, *m, *v])  # the fused kernel does not
+            torch._fused_adamw_(
+                p, g, m, v, [], [taken] * len(p),
+                lr=lr, beta1=self.betas[0], beta2=self.betas[1], eps=self.eps,
+                weight_decay=_by_label("weight_decay", self.weight_decay, label), amsgrad=False, maximize=False,
+            )  # fmt: skip
+        return main, opt
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.betas, self.eps))
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """SGD with momentum (torch.optim.SGD's rule) on torch's fused kernel."""
+
+    lr: Any
+    momentum: float
+    weight_decay: Any
+    nesterov: bool
+
+    def init(self, main: Tree) -> Tree | tuple[()]:
+        return pytree.tree_map(torch.zeros_like, main) if self.momentum else ()
+
+    def update(self, grads: Tree, opt: Tree | tuple[()], main: Tree, count: torch.Tensor) -> tuple[Tree, Any]:
+        trees = (main, grads, opt) if opt else (main, grads)
+        for label, (p, g, *momentum) in _groups(*trees).items():
+            torch.autograd.graph.increment_version([*p, *(momentum[0] if momentum else ())])
+            torch._fused_sgd_(
+                p, g, momentum[0] if momentum else [],
+                weight_decay=_by_label("weight_decay", self.weight_decay, label), momentum=self.momentum,
+                lr=_rate(self.lr, label, count), dampening=0.0, nesterov=self.nesterov, maximize=False,
+                is_first_step=False,
+            )  # fmt: skip
+        return main, opt
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.momentum, self.nesterov))
+
+
+def adamw(
+    lr: Rate | Mapping[str, Rate] = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: PerLabel = 0.01,
+) -> AdamW:
+    """AdamW with torch.optim.AdamW's defaults.
+
+    Args:
+        lr: a number, or a function of the count tensor (int64 [], steps taken so far) that returns a tensor []; or
+            either by label.
+        weight_decay: a number, or `{label: number}` for the labels of `Spec(labels=...)`; "default" covers the others.
+
+    >>> adamw(lr=lambda count: 3e-4 * (count / 100).clamp(max=1), weight_decay={"norm": 0.0, "default": 0.1}).eps
+    1e-08
+    """
+    return AdamW(lr, (betas[0], betas[1]), eps, weight_decay)
+
+
+def sgd(
+    lr: Rate | Mapping[str, Rate] = 1e-3, momentum: float = 0.0, weight_decay: PerLabel = 0.0, nesterov: bool = False
+) -> Sgd:
+    """SGD as torch.optim.SGD; arguments as for `adamw`."""
+    if nesterov and not momentum:
+        raise SpecError("sgd(nesterov=True) needs momentum: give a positive one, or leave nesterov out.")
+    return Sgd(lr, momentum, weight_decay, nesterov)

@@ -1,0 +1,223 @@
+"""Where a State comes from: `shard` takes a pytree of whole parameters and keeps this rank's slices of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.utils._pytree as pytree
+
+from ._comm import Runtime, runtime_of
+from ._errors import SpecError, TreeError
+from ._flat import FlatBuffer, states_of
+from ._layout import Bucket, Layout, LeafInfo, plan_layout
+from ._optim import as_optimizer
+from ._spec import FLOATS, Spec
+from ._state import Ledger, State, Token
+from ._tree import flatten
+from ._weights import keeps_copy, refresh
+
+__all__ = ["build", "describe", "layout", "shard"]
+
+Fetch = Callable[[Any], Any]
+
+
+def describe(tree: Any) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpec]:
+    """What a layout needs to know of the leaves: tied ones once, with aliases; and the tree's paths and structure.
+
+    Raises:
+        TreeError: a leaf that is no tensor, or of a kind that cannot be sharded.
+    """
+    if isinstance(tree, nn.Module):
+        raise TreeError(
+            f"the tree of parameters is a module ({type(tree).__name__}). Split it: params, model = "
+            f"functionalize(module), then shard(params, spec); or build it as shards: init(make, spec)."
+        )
+    paths, leaves, treedef = flatten(tree)
+    if not paths:
+        raise TreeError("the tree of parameters has no leaves.")
+    if len(set(paths)) != len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise TreeError(f"two leaves have the path {twice!r}: a key contains a dot and collides. Rename it.")
+    infos: dict[Any, LeafInfo] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            raise TreeError(
+                f"the leaf {path!r} is a {type(leaf).__name__}; expected a tensor. Keep what is not a parameter out "
+                "of the tree."
+            )
+        if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.is_sparse or leaf.is_quantized or leaf.is_complex():
+            raise TreeError(
+                f"the leaf {path!r} is a {type(leaf).__name__} of layout {leaf.layout} and dtype {leaf.dtype}; "
+                "expected a plain, dense, real "
+                f"tensor. Convert it first (a DTensor: .full_tensor())."
+            )
+        if leaf.dtype is torch.float16:
+            raise SpecError(
+                f"the leaf {path!r} is float16, which needs loss scaling. Convert it: leaf.bfloat16() or leaf.float()."
+            )
+        if leaf.dtype.is_floating_point and leaf.dtype not in FLOATS:
+            raise SpecError(
+                f"the leaf {path!r} is {leaf.dtype}; expected one of {', '.join(map(str, FLOATS))}, or integers."
+            )
+        key = _identity(leaf, path)
+        if key in infos:
+            first = infos[key]
+            infos[key] = LeafInfo(first.path, first.shape, first.dtype, first.trainable, (*first.aliases, path))
+        else:
+            trainable = leaf.requires_grad if isinstance(leaf, nn.Parameter) else True
+            infos[key] = LeafInfo(path, tuple(leaf.shape), leaf.dtype, trainable)
+    return list(infos.values()), paths, treedef
+
+
+def _identity(leaf: torch.Tensor, path: str) -> Any:
+    """Equal for two leaves that are the same tensor, or views of the same bytes in the same way."""
+    if leaf.device.type == "meta":
+        return id(leaf)
+    if not leaf.numel():
+        return path
+    return (leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
+
+
+def layout(params: Any, spec: Spec) -> Layout:
+    """The layout that `shard(params, spec)` would use; `params` may be on the meta device. Pure, needs no process
+    group.
+
+    >>> print(layout({"w": torch.empty(1000, 1000, device="meta")}, Spec({"data": 1024})).padding() < 0.05)
+    True
+    """
+    infos, paths, _ = describe(params)
+    return plan_layout(infos, spec, paths)
+
+
+def shard(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (), seed: int = 0) -> State:
+    """Shard a pytree of whole parameters: leaves of global shape -> flat shards [n / ranks].
+
+    Args:
+        params: a pytree of tensors, the same on every rank (the parameters of `functionalize`, or any dicts, lists,
+            ...). They are copied, never changed. The same tensor at two paths is tied: stored once, handed out at both.
+        spec: placement, precision, units.
+        optimizer: an `(init, update)` pair, as `adamw(lr=3e-4)`; None for inference.
+        buffers: a pytree of tensors that ride along (`State.buffers`).
+        seed: what `State.rng` starts from.
+
+    Returns:
+        a State between steps, on the mesh's device.
+
+    Raises:
+        TreeError: a leaf that is no plain tensor; ranks whose trees or values differ, naming the first leaf that does.
+        SpecError: whatever is wrong with units, patterns or dtypes.
+
+    Collective: a check that ranks agree (bytes, not weights); an all-gather where a placement keeps a compute copy.
+
+    Example:
+        >>> from functional_fsdp import adamw, local_mesh, shard
+        >>> state = shard({"w": torch.ones(4, 4)}, Spec(local_mesh()), adamw(lr=1e-3))
+        >>> state.units
+        ('w',)
+    """
+    infos, paths, treedef = describe(params)
+    _, leaves, _ = flatten(params)
+    for path, leaf in zip(paths, leaves, strict=True):
+        if leaf.device.type == "meta":
+            raise TreeError(
+                f"shard: the leaf {path!r} is on the meta device and has no values. Use init(lambda: Model(...), "
+                "spec), "
+                f"which materialises one unit at a time."
+            )
+    plan = plan_layout(infos, spec, paths)
+    run = runtime_of(spec.mesh)
+    values = {path: leaf.detach() for path, leaf in zip(paths, leaves, strict=True)}
+    _agree(
+        run,
+        [f"{i.path} {i.shape} {i.dtype} {i.aliases}" for i in infos],
+        plan.hash,
+        "shard: ranks have different trees",
+    )
+    _agree(run, _checksums([i.path for i in infos], values), "", "shard: ranks have different values")
+    return build(plan, spec, optimizer, treedef, lambda unit: values, buffers=buffers, seed=seed)
+
+
+def build(
+    plan: Layout, spec: Spec, optimizer: Any, treedef: pytree.TreeSpec, fetch: Fetch, *, buffers: Any, seed: int
+) -> State:
+    """Assemble a State from a layout; `fetch(unit)` gives the unit's whole leaves by path, one unit at a time."""
+    run = runtime_of(spec.mesh)
+    optimizer = as_optimizer(optimizer)
+    main: dict[str, FlatBuffer] = {}
+    with torch.no_grad():
+        for unit in plan.units:
+            values = fetch(unit)
+            for bucket in unit.buckets:
+                states = states_of(bucket, "main")
+                start, stop = bucket.span(bucket.placement.main, run.coordinate)
+                local = torch.zeros(stop - start, dtype=bucket.main, device=run.device)
+                main[bucket.name] = FlatBuffer(_slice(bucket, values, start, local), bucket, states, spec.mesh)
+        weights: dict[str, FlatBuffer] = {}
+        for name, bucket in plan.buckets.items():
+            if keeps_copy(bucket):
+                n = bucket.numel // bucket.slices("weights")
+                local = torch.empty(n, dtype=bucket.compute, device=run.device)
+                weights[name] = FlatBuffer(local, bucket, states_of(bucket, "weights"), spec.mesh)
+                refresh(main[name], weights[name])
+        opt = optimizer.init({name: main[name] for name in plan.trainable}) if optimizer else ()
+    ledger = Ledger(run)
+    ledger.enroll()
+    count = torch.zeros((), dtype=torch.int64, device=run.device)
+    rng = torch.tensor(seed, dtype=torch.int64)
+    return State(
+        main, weights or (), (), opt, buffers, count, rng, (), spec, plan, optimizer, treedef, Token(ledger, 0)
+    )
+
+
+def _slice(bucket: Bucket, values: Any, start: int, local: torch.Tensor) -> torch.Tensor:
+    """Copy what of the leaves lies in [start, start + len(local)) of the bucket. Never builds the whole bucket."""
+    stop = start + local.numel()
+    for leaf in bucket.leaves:
+        a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
+        if a < b:
+            flat = values[leaf.path].detach().reshape(-1)
+            local[a - start : b - start].copy_(flat[a - leaf.offset : b - leaf.offset])
+    return local
+
+
+def _checksums(paths: Sequence[str], values: dict[str, torch.Tensor]) -> list[str]:
+    """A sum over the bits of each leaf: equal values give equal sums on every rank."""
+    views = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [values[p].reshape(-1).view(views[values[p].element_size()]).sum(dtype=torch.int64).cpu() for p in paths]
+    numbers = torch.stack(sums).tolist()
+    return [f"{path} checksum {number}" for path, number in zip(paths, numbers, strict=True)]
+
+
+def _agree(run: Runtime, lines: list[str], extra: str, what: str) -> None:
+    """Raise TreeError on every rank, naming the first line that differs, unless all ranks have the same lines."""
+    if run.size == 1:
+        return
+    theirs: list[Any] = [None] * run.size
+    digest = (len(lines), hash_text("\n".join([*lines, extra])))
+    dist.all_gather_object(theirs, digest, group=run.control)
+    if len(set(theirs)) == 1:
+        return
+    everyone: list[Any] = [None] * run.size
+    dist.all_gather_object(everyone, lines, group=run.control)
+    first = everyone[0]
+    rank = next((r for r, other in enumerate(everyone) if other != first), None)
+    if rank is None:
+        raise TreeError(f"{what}: the leaves agree, the specs do not. Build the same Spec on every rank.")
+    other = everyone[rank]
+    i = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    a, b = (lines[i] if i < len(lines) else "nothing" for lines in (first, other))
+    raise TreeError(
+        f"{what}. The first leaf that differs: rank {run.ranks[0]} has {a}, rank {run.ranks[rank]} has {b}. Build "
+        "the same parameters "
+        f"on every rank (seed them alike, or use init)."
+    )
+
+
+def hash_text(text: str) -> str:
+    import hashlib
+
+    return hashlib.sha256(text.encode()).hexdigest()

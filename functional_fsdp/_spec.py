@@ -1,0 +1,338 @@
+"""What a user asks for: placements and their presets, precision, and the Spec that ties them to a mesh.
+
+Nothing here touches a device or a process group. A placement says, for each kind of state, over which mesh axes it is
+sharded (everywhere else it is replicated):
+
+| preset                      | weights | grads | main           | Megatron's name     | DeepSpeed's |
+|-----------------------------|---------|-------|----------------|---------------------|-------------|
+| ddp("data")                 | -       | -     | -              | no_shard            | ZeRO-0      |
+| zero1("data")               | -       | -     | data           | optim               | ZeRO-1      |
+| zero2("data")               | -       | data  | data           | optim_grads         | ZeRO-2      |
+| zero3("data")               | data    | data  | data           | optim_grads_params  | ZeRO-3      |
+| hsdp("replica", "shard")    | shard   | shard | shard          | HSDP                | MiCS        |
+| hfsdp("replica", "shard")   | shard   | shard | replica, shard | HFSDP               | hpZ         |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._errors import SpecError
+from ._tree import first_match, table
+
+__all__ = ["Placement", "Precision", "Spec", "ddp", "hfsdp", "hsdp", "zero1", "zero2", "zero3"]
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "-" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Over which mesh axes each kind of state is sharded; over the other axes of `data` it is replicated.
+
+    Attributes:
+        weights: axes that shard what compute sees, outermost first.
+        grads: axes that shard what is accumulated; contains `weights`.
+        main: axes that shard main weights and optimizer state; contains `grads`.
+        data: the axes over which gradients are averaged; contains `main` (default: `main`).
+        name: what tables print.
+
+    Raises:
+        SpecError: if `weights ⊆ grads ⊆ main ⊆ data` does not hold.
+
+    >>> Placement(grads=("data",), main=("data",)) == zero2("data")
+    True
+    """
+
+    weights: tuple[str, ...] = ()
+    grads: tuple[str, ...] = ()
+    main: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    name: str = field(default="", compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            object.__setattr__(self, "data", self.main)
+        kinds = ("weights", "grads", "main", "data")
+        for kind in kinds:
+            axes = getattr(self, kind)
+            if isinstance(axes, str) or len(set(axes)) != len(axes):
+                raise SpecError(
+                    f"Placement.{kind}={axes!r}: expected a tuple of distinct mesh axis names, as ('data',)."
+                )
+            object.__setattr__(self, kind, tuple(axes))
+        for small, large in pairwise(kinds):
+            extra = [a for a in getattr(self, small) if a not in getattr(self, large)]
+            if extra:
+                raise SpecError(
+                    f"Placement must satisfy weights ⊆ grads ⊆ main ⊆ data, but {small}={getattr(self, small)} is "
+                    "sharded "
+                    f"over {extra} and {large}={getattr(self, large)} is not. Add {extra} to {large}, or drop it "
+                    f"from {small}."
+                )
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """The axes that split a bucket, first split first: of weights, then of grads, then of main; innermost first.
+
+        Every kind's shards are then contiguous, and a shard of main lies inside the shard of weights of the same rank.
+        """
+        order: list[str] = []
+        for axes in (self.weights, self.grads, self.main):
+            order += [a for a in reversed(axes) if a not in order]
+        return tuple(order)
+
+    def __str__(self) -> str:
+        if self.name:
+            return self.name
+        return ", ".join(f"{k}={'×'.join(getattr(self, k)) or '-'}" for k in ("weights", "grads", "main"))
+
+
+def ddp(*axes: str) -> Placement:
+    """Everything replicated over `axes`; gradients all-reduced. DDP, ZeRO-0, Megatron's `no_shard`."""
+    return Placement(data=_axes("ddp", axes), name=_call("ddp", axes))
+
+
+def zero1(*axes: str) -> Placement:
+    """Main weights and optimizer state sharded over `axes`. ZeRO-1, Megatron's `optim`."""
+    return Placement(main=_axes("zero1", axes), name=_call("zero1", axes))
+
+
+def zero2(*axes: str) -> Placement:
+    """Main weights, optimizer state and gradients sharded over `axes`. ZeRO-2, Megatron's `optim_grads`."""
+    return Placement(grads=_axes("zero2", axes), main=axes, name=_call("zero2", axes))
+
+
+def zero3(*axes: str) -> Placement:
+    """Everything sharded over `axes`, weights gathered on use. ZeRO-3, FSDP, Megatron's `optim_grads_params`."""
+    return Placement(weights=_axes("zero3", axes), grads=axes, main=axes, name=_call("zero3", axes))
+
+
+def hsdp(replica: str, shard: str) -> Placement:
+    """Everything sharded over `shard` (inner) and replicated over `replica` (outer). HSDP."""
+    s = (shard,)
+    return Placement(
+        weights=s, grads=s, main=s, data=_axes("hsdp", (replica, shard)), name=_call("hsdp", (replica, shard))
+    )
+
+
+def hfsdp(replica: str, shard: str) -> Placement:
+    """As `hsdp`, with main weights and optimizer state sharded over both axes. HFSDP."""
+    both = _axes("hfsdp", (replica, shard))
+    return Placement(weights=(shard,), grads=(shard,), main=both, name=_call("hfsdp", both))
+
+
+def _axes(preset: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+    if not axes or not all(isinstance(a, str) for a in axes):
+        raise SpecError(f"{preset}{axes!r}: expected names of mesh axes, as {preset}('data').")
+    return axes
+
+
+def _call(preset: str, axes: tuple[str, ...]) -> str:
+    return f"{preset}({', '.join(axes)})"
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype of each stage of a weight's and a gradient's life.
+
+    Attributes:
+        main: main weights and optimizer state. None: float32, or float64 for float64 leaves.
+        compute: gathered weights, and so compute. None: as `main` if that was given, else each leaf's own dtype.
+        grads: main gradients (accumulated, and read by the optimizer). None: as `main`.
+        wire: what travels in a reduction. Only None (as `compute`) so far.
+        sum: where a reduction is added up. Only "auto" (by the backend, in the wire's dtype) so far.
+
+    Integer and boolean leaves keep their dtype throughout.
+
+    Raises:
+        SpecError: for float16 (use bfloat16, which needs no loss scaling), for other dtypes than float64, float32 and
+            bfloat16, and for values of `wire` and `sum` that are not there yet.
+
+    >>> Precision(compute=torch.bfloat16).resolve(torch.float32)
+    (torch.float32, torch.bfloat16, torch.float32)
+    """
+
+    main: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    grads: torch.dtype | None = None
+    wire: torch.dtype | None = None
+    sum: str = "auto"
+
+    def __post_init__(self) -> None:
+        for kind in ("main", "compute", "grads", "wire"):
+            dtype = getattr(self, kind)
+            if dtype is torch.float16:
+                raise SpecError(
+                    f"Precision({kind}=torch.float16): float16 needs loss scaling, which is not supported. "
+                    f"Use torch.bfloat16, which has float32's range."
+                )
+            if dtype is not None and dtype not in FLOATS:
+                raise SpecError(f"Precision({kind}={dtype}): expected one of {', '.join(map(str, FLOATS))} or None.")
+        if self.wire is not None:
+            raise SpecError(
+                f"Precision(wire={self.wire}): only wire=None (gradients travel in the compute dtype) is supported so "
+                f"far. Set compute={self.wire} to choose what travels, or leave wire out."
+            )
+        if self.sum != "auto":
+            raise SpecError(
+                f"Precision(sum={self.sum!r}): only sum='auto' (the backend adds up, in the wire's dtype) is supported "
+                f"so far. Leave sum out."
+            )
+
+    def resolve(self, leaf: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """(main, compute, grads) dtypes of a leaf whose own dtype is `leaf`."""
+        if not leaf.is_floating_point:
+            return leaf, leaf, leaf
+        main = self.main or torch.promote_types(leaf, torch.float32)
+        return main, self.compute or self.main or leaf, self.grads or main
+
+    def __str__(self) -> str:
+        main = _name(self.main) if self.main else "float32 (float64 where leaves are)"
+        compute = _name(self.compute) if self.compute else "as main" if self.main else "as the leaf"
+        return (
+            f"main {main}, compute {compute}, grads {_name(self.grads) if self.grads else 'as main'}, wire as compute"
+        )
+
+
+Rules = tuple[tuple[str, Any], ...]
+
+
+def _rules(value: Mapping[str, Any] | None) -> Rules:
+    return tuple((value or {}).items())
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Spec:
+    """How a pytree of parameters is placed on a mesh. Frozen, hashable, equal by value; printing it gives a table.
+
+    Args:
+        mesh: a torch `DeviceMesh` with named axes, or `{"data": 1024}` to plan without a process group.
+        placement: a `Placement`, or rules `{pattern: Placement}` (first match wins). Default: `zero3` over all axes.
+        precision: dtypes of main weights, compute and gradients.
+        units: how leaves are grouped. None finds them from the paths: the outermost repeated blocks (`blocks.0`,
+            `blocks.1`, ...), and the rest by top-level name. A list of patterns makes one unit of each distinct
+            prefix that a pattern matches, and of each tuple of patterns one unit. `{name: pattern or patterns}` names
+            them. What matches nothing is grouped by top-level name.
+        labels: `{pattern: label}` for optimizers (weight decay, learning rate); first match wins, else "default".
+        trainable: `{pattern: bool}`, first match wins. Otherwise parameters of modules go by their `requires_grad`,
+            plain tensors are trainable when they are of a floating dtype.
+        average: gradients are averaged over the data ranks ("mean") or summed ("sum").
+
+    Raises:
+        SpecError: an axis that the mesh does not have, or a mesh whose axes have no names.
+
+    >>> Spec({"data": 8}).placement_of("blocks.0.weight") == zero3("data")
+    True
+    """
+
+    mesh: DeviceMesh | tuple[tuple[str, int], ...]
+    placements: tuple[tuple[str, Placement], ...]
+    precision: Precision
+    units: Hashable
+    labels: Rules
+    trainable: Rules
+    average: str
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | Mapping[str, int],
+        placement: Placement | Mapping[str, Placement] | None = None,
+        *,
+        precision: Precision | None = None,
+        units: Sequence[str | Sequence[str]] | Mapping[str, str | Sequence[str]] | None = None,
+        labels: Mapping[str, str] | None = None,
+        trainable: Mapping[str, bool] | None = None,
+        average: Literal["mean", "sum"] = "mean",
+    ) -> None:
+        put: Callable[[str, Any], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        put("mesh", mesh if isinstance(mesh, DeviceMesh) else tuple(mesh.items()))
+        names = tuple(self.axes)
+        if placement is None:
+            placement = zero3(*names)
+        rules = placement if isinstance(placement, Mapping) else {"*": placement}
+        for pattern, rule in rules.items():
+            if not isinstance(rule, Placement):
+                raise SpecError(
+                    f"Spec(placement): {pattern!r} maps to {rule!r}; expected a Placement, as zero3('data')."
+                )
+            missing = [axis for axis in rule.data if axis not in names]
+            if missing:
+                raise SpecError(
+                    f"Spec(placement): {rule} names the axis {missing[0]!r}, which the mesh does not have. Its axes "
+                    "are "
+                    f"{', '.join(map(repr, names))}. Use one of them, or name the mesh's axes accordingly."
+                )
+        if average not in ("mean", "sum"):
+            raise SpecError(f"Spec(average={average!r}): expected 'mean' or 'sum' over the data ranks.")
+        put("placements", tuple(rules.items()))
+        put("precision", precision or Precision())
+        put("units", _freeze_units(units))
+        put("labels", _rules(labels))
+        put("trainable", _rules(trainable))
+        put("average", average)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Mesh axes and their sizes (ranks), outermost first."""
+        if not isinstance(self.mesh, DeviceMesh):
+            return dict(self.mesh)
+        names = self.mesh.mesh_dim_names
+        if not names:
+            raise SpecError(
+                f"Spec(mesh): the axes of this mesh of shape {tuple(self.mesh.shape)} have no names. "
+                f"Give them: init_device_mesh(..., mesh_dim_names=('data',))."
+            )
+        return dict(zip(names, self.mesh.shape, strict=True))
+
+    def placement_of(self, path: str, *aliases: str) -> Placement:
+        """The placement of the leaf at `path`. Raises SpecError when no rule matches."""
+        found = first_match(self.placements, (path, *aliases))
+        if isinstance(found, Placement):
+            return found
+        raise SpecError(
+            f"Spec(placement): no rule matches the leaf {path!r}; the patterns are "
+            f"{', '.join(repr(p) for p, _ in self.placements)}. Add a last rule {{'*': ...}}."
+        )
+
+    def label_of(self, path: str, *aliases: str) -> str:
+        """The label of the leaf at `path`, "default" when no pattern matches."""
+        return str(first_match(self.labels, (path, *aliases)) or "default")
+
+    def __repr__(self) -> str:
+        def rules(pairs: Rules) -> str:
+            return ", ".join(f"{k}: {v}" for k, v in pairs)
+
+        whole = len(self.placements) == 1 and self.placements[0][0] == "*"
+        rows = [
+            ("mesh", " × ".join(f"{axis} {size}" for axis, size in self.axes.items())),
+            ("placement", str(self.placements[0][1]) if whole else rules(self.placements)),
+            ("precision", str(self.precision)),
+            ("units", "found from the paths" if self.units is None else str(self.units)),
+            ("labels", rules(self.labels) or "default"),
+            ("trainable", rules(self.trainable) or "as given"),
+            ("gradients", f"{self.average} over data ranks"),
+        ]
+        return table(("Spec", ""), rows)
+
+
+def _freeze_units(units: Any) -> Hashable:
+    """Lists and mappings of patterns as nested tuples: `(name or None, (pattern, ...))` each."""
+    if units is None:
+        return None
+    if isinstance(units, str):
+        raise SpecError(f"Spec(units={units!r}): expected a list of patterns, as [{units!r}], or a mapping of names.")
+    pairs = units.items() if isinstance(units, Mapping) else ((None, patterns) for patterns in units)
+    return tuple(
+        (name, (p,) if isinstance(p, str) and name else p if isinstance(p, str) else tuple(p)) for name, p in pairs
+    )

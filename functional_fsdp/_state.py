@@ -1,0 +1,269 @@
+"""State: everything that training owns, as one frozen pytree; and the ledger that makes a step a transaction.
+
+    base ──unshard──▶ ◦ ──reduce──▶ ◦ ──step──▶ base'
+      ▲                                          (base is consumed)
+      └── stays valid until step commits: using it again drops what was in flight and starts the step anew
+
+Every verb takes the newest state of a step, or the base; anything else raises `StaleStateError`, naming the call that
+consumed it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from ._comm import Runtime, runtime_of
+from ._errors import StaleStateError
+from ._flat import FlatBuffer
+from ._layout import Layout
+from ._spec import Spec
+from ._tree import bytes_text, register, table
+
+__all__ = ["Context", "Ledger", "State", "Token"]
+
+REMEMBER = 256  # how many consumed states a ledger can name the consumer of
+
+
+class Ledger:
+    """The mutable side of one lineage of states (a `shard` and all steps from it): which state is the newest.
+
+    `live` maps a unit to the whole buckets that its weights are borrowed from, as long as this step lasts.
+    """
+
+    def __init__(self, runtime: Runtime, steps: int = 0) -> None:
+        self.runtime = runtime
+        self.steps = steps
+        self.base = self.head = self.latest = 0
+        self.epoch = runtime.epoch
+        self.consumed: dict[int, str] = {}
+        self.live: dict[str, Any] = {}
+        self.broken = ""
+
+    def enroll(self) -> None:
+        """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""
+        self.runtime.lineages += 1
+        self.runtime.ledgers[self.runtime.lineages] = self
+
+    def advance(self, serial: int, verb: str) -> int:
+        """Consume the state `serial` for `verb`, after a restart if it is a base used again. Returns the new serial."""
+        self.enter(serial, verb)
+        self.latest += 1
+        if serial != self.base:
+            self._consume(serial, verb)
+        self.head = self.latest
+        return self.head
+
+    def enter(self, serial: int, verb: str) -> None:
+        """Check that the state `serial` may be used; begin the step anew if it is the base of an abandoned one."""
+        if self.broken:
+            raise StaleStateError(f"{verb}: {self.broken}")
+        if serial not in (self.base, self.head):
+            raise StaleStateError(self._stale(serial, verb))
+        if serial == self.base:
+            if self.head != self.base:
+                if self.epoch == self.runtime.epoch:
+                    self.runtime.restart()
+                self._consume(self.head, "the restart of its step (the state before the step was used again)")
+            self.head, self.epoch = self.base, self.runtime.epoch
+            if self.live:
+                self.live = {}
+        elif self.epoch != self.runtime.epoch:
+            self._consume(serial, "the restart of its step (a rank abandoned it)")
+            self.head = self.base
+            raise StaleStateError(self._stale(serial, verb))
+
+    def commit(self, serial: int) -> int:
+        """The step that ends with `serial` is taken: its base is consumed, its result is the new base."""
+        self._consume(self.base, f"step() number {self.steps + 1}")
+        self._consume(serial, f"step() number {self.steps + 1}")
+        self.steps += 1
+        self.latest += 1
+        self.base = self.head = self.latest
+        self.live = {}
+        return self.base
+
+    def _consume(self, serial: int, what: str) -> None:
+        self.consumed[serial] = what
+        if len(self.consumed) > REMEMBER:
+            del self.consumed[next(iter(self.consumed))]
+
+    def _stale(self, serial: int, verb: str) -> str:
+        by = self.consumed.get(serial, "an earlier call")
+        return (
+            f"{verb}: this State was consumed by {by}. Use the State that that call returned"
+            f"{'' if 'step()' in by else ', or begin again from the state before the step'}; "
+            f"to keep an old one, copy.deepcopy it between steps."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Token:
+    """Which state of which lineage this is. Outside equality: trees of two states of one spec compare equal."""
+
+    ledger: Ledger
+    serial: int
+
+
+class Context:
+    """The static side of a State's tree: compared by (spec, layout, optimizer); the token rides along."""
+
+    __slots__ = ("key", "layout", "optimizer", "spec", "token", "treedef")
+
+    def __init__(self, state: State) -> None:
+        self.spec, self.layout, self.optimizer = state.spec, state.layout, state.optimizer
+        self.treedef, self.token = state.treedef, state.token
+        self.key = (self.spec, self.layout, self.optimizer)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Context) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash((self.layout.hash, type(self.optimizer)))
+
+    def __repr__(self) -> str:
+        return f"Context(layout={self.layout.hash})"
+
+
+def _empty() -> Any:
+    return ()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class State:
+    """Parameters, gradients and optimizer state, sharded. A pytree; frozen; verbs return a new one.
+
+    Attributes (b: bucket name; n_b: padded elements of the bucket; all tensors are flat local shards):
+        main: {b: FlatBuffer}, main weights, [n_b / ranks of main] elements of `Precision.main`.
+        weights: {b: FlatBuffer}, compute copies that persist between steps, [n_b / ranks of weights] elements of
+            `Precision.compute`; only where the placement needs one, else `()`.
+        grads: {b: FlatBuffer} of trainable buckets, elements of `Precision.grads`; `()` when there are none.
+        opt: whatever the optimizer's `init` returned, `()` without one.
+        buffers: {path: tensor}, what modules keep beside parameters; `()` when there are none.
+        count: int64 tensor [], steps taken.
+        rng: int64 tensor [], the seed that everything random derives from.
+        extras: {name: pytree}, what transforms carry along; `()` when there is nothing.
+        spec, layout, optimizer, treedef: static. token: which state of its lineage this is.
+
+    Printing a State gives a table. Between steps it can be pickled and deep-copied (the copy is a lineage of its own).
+    """
+
+    main: dict[str, FlatBuffer]
+    weights: Any
+    grads: Any
+    opt: Any
+    buffers: Any
+    count: torch.Tensor
+    rng: torch.Tensor
+    extras: Any
+    spec: Spec = field(metadata={"static": True})
+    layout: Layout = field(metadata={"static": True})
+    optimizer: Any = field(metadata={"static": True})
+    treedef: pytree.TreeSpec = field(metadata={"static": True})
+    token: Token = field(metadata={"static": True})
+
+    def evolve(self, **changes: Any) -> State:
+        """A State with some fields replaced (dataclasses.replace, without its cost: this runs for every verb)."""
+        new = object.__new__(State)
+        new.__dict__.update(self.__dict__, **changes)
+        return new
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """Names of the units, in order of use in a forward."""
+        return tuple(unit.name for unit in self.layout.units)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether this is a base: nothing gathered, nothing in flight, no gradients."""
+        ledger = self.token.ledger
+        return self.token.serial == ledger.base and not self.grads
+
+    def valid(self, what: str) -> None:
+        """Raise StaleStateError if a step has consumed this state."""
+        ledger, serial = self.token.ledger, self.token.serial
+        if ledger.broken:
+            raise StaleStateError(f"{what}: {ledger.broken}")
+        if serial < ledger.base:
+            raise StaleStateError(ledger._stale(serial, what))
+
+    # ---- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.valid("pickle")
+        if not self.between_steps:
+            raise StaleStateError(
+                "pickle: this State is in the middle of a step. Pickle or copy the state before the step, or after "
+                "step()."
+            )
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "token"}
+        example = self.treedef.unflatten(
+            range(self.treedef.num_leaves)
+        )  # a TreeSpec is not unpickled without a warning
+        return {**kept, "treedef": example, "steps": self.token.ledger.steps}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        token = Token(Ledger(runtime_of(kept["spec"].mesh), kept.pop("steps")), 0)
+        kept["treedef"] = pytree.tree_structure(kept["treedef"])
+        for name, value in {**kept, "token": token}.items():
+            object.__setattr__(self, name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> State:
+        steps = self.__getstate__()["steps"]
+
+        def clone(x: Any) -> Any:
+            return x.clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x, memo)
+
+        trees = {name: pytree.tree_map(clone, getattr(self, name)) for name in CHILDREN}
+        return self.evolve(**trees, token=Token(Ledger(self.token.ledger.runtime, steps), 0))
+
+    def __copy__(self) -> State:
+        return copy.deepcopy(self)  # two lineages must not share buffers: step reuses them
+
+    # ---- pictures
+
+    def __repr__(self) -> str:
+        def size(tree: Any) -> str:
+            return bytes_text(
+                sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
+            )
+
+        ledger = self.token.ledger
+        if self.token.serial < ledger.base:
+            status = f"consumed by {ledger.consumed.get(self.token.serial, 'an earlier call')}"
+        elif self.between_steps:
+            status = "between steps"
+        elif self.token.serial == ledger.head:
+            status = "in the middle of a step"
+        else:
+            status = f"consumed by {ledger.consumed.get(self.token.serial, 'an earlier call')}"
+        axes = " × ".join(f"{axis} {n}" for axis, n in self.spec.axes.items())
+        rows: list[Sequence[Any]] = []
+        for name in ("main", "weights", "grads", "opt", "buffers", "extras"):
+            tree = getattr(self, name)
+            tensors = [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+            dtypes = "/".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+            buffer = (
+                next((b for b in tree.values() if isinstance(b, FlatBuffer)), None) if isinstance(tree, dict) else None
+            )
+            states = ", ".join(f"{axis}: {s}" for axis, s in buffer.states) if buffer else ""
+            rows.append((name, len(tensors), size(tree), dtypes or "-", states or "-"))
+        what = f"State of {len(self.units)} units, {len(self.layout.paths)} leaves"
+        header = ("field", "tensors", "bytes a rank", "dtype", "placed")
+        return f"{what}, mesh {axes}, step {ledger.steps}, {status}\n{table(header, rows)}"
+
+
+CHILDREN = tuple(f.name for f in fields(State) if not f.metadata)
+
+
+def _unflatten(context: Context, children: tuple[Any, ...]) -> State:
+    static = (context.spec, context.layout, context.optimizer, context.treedef, context.token)
+    return State(*children, *static)  # type: ignore[call-arg]
+
+
+register(State, lambda s: (tuple(getattr(s, name) for name in CHILDREN), Context(s)), CHILDREN, _unflatten)

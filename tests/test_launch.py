@@ -1,0 +1,530 @@
+"""`local_mesh` and `launch`: order, persistence, by-value code from anywhere, and what failures look like."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from functional_fsdp import LaunchError, _byvalue, _launch, _workers, launch, local_mesh
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_script(text: str, *command: str, **kwargs: Any) -> str:
+    """What a script prints, in a process of its own (from stdin unless a command is given)."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *(command or ("-",))],
+        input=textwrap.dedent(text),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        **kwargs,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def rank_and_sum() -> tuple[int, float]:
+    rank = local_mesh().get_rank()
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    return rank, total.item()
+
+
+# ---------------------------------------------------------------------------------------------------- results, workers
+
+
+def test_results_come_in_rank_order() -> None:
+    assert launch(rank_and_sum, 3) == [(0, 6.0), (1, 6.0), (2, 6.0)]
+
+
+def test_arguments_and_environment() -> None:
+    def work(a: int, *, b: str) -> tuple[int, str, dict[str, str]]:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", _workers.TIMEOUT)
+        return a, b, {name: os.environ[name] for name in names}
+
+    for rank, (a, b, env) in enumerate(launch(work, 2, 1, b="x", timeout=77)):
+        assert (a, b) == (1, "x")
+        assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
+        assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2"
+        assert (env["MASTER_ADDR"], float(env[_workers.TIMEOUT])) == ("127.0.0.1", 77)
+
+
+def test_workers_and_their_state_are_kept_and_sizes_live_side_by_side() -> None:
+    def keep() -> int:
+        sys.modules[__name__].__dict__["kept"] = os.getpid()
+        local_mesh()
+        return os.getpid()
+
+    def look() -> tuple[int, bool]:
+        return sys.modules[__name__].__dict__["kept"], dist.is_initialized()
+
+    two = launch(keep, 2)
+    three = launch(os.getpid, 3)
+    assert launch(look, 2) == [(pid, True) for pid in two]
+    assert not set(two) & set(three)
+
+
+def test_a_mesh_is_made_once() -> None:
+    def work() -> bool:
+        return local_mesh(a=2, b=-1) is local_mesh(a=2, b=1)
+
+    assert launch(work, 2) == [True, True]
+
+
+def test_workers_follow_the_callers_folder_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(os.getcwd, 2)
+    (tmp_path / "module_written_later.py").write_text("def answer():\n    return 42\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert launch(os.getcwd, 2) == [str(tmp_path)] * 2
+    from module_written_later import answer  # type: ignore[import-not-found]
+
+    assert launch(answer, 2) == [42, 42]
+
+
+def test_threads_after_a_parallel_caller() -> None:
+    """A child of a process that computed in parallel hangs in OpenMP, unless it is forked from a thread of its own."""
+    run_script("""
+        import torch
+        from functional_fsdp import launch
+
+        def work(threads):
+            torch.set_num_threads(threads)
+            x = torch.randn(700, 700, requires_grad=True)
+            (grad,) = torch.autograd.grad((x @ x).exp().relu().sum(), x)
+            return grad.shape
+
+        torch.set_num_threads(4)
+        work(4)
+        assert launch(torch.get_num_threads, 2) == [2, 2]
+        for threads in (1, 4):
+            assert launch(work, 2, threads) == [(700, 700)] * 2
+    """)
+
+
+def test_groups_of_the_caller_stay_with_the_caller() -> None:
+    run_script("""
+        import torch.distributed as dist
+        from functional_fsdp import launch, local_mesh
+
+        mesh = local_mesh()
+        assert launch(lambda: local_mesh().size(), 2) == [2, 2]
+        assert mesh.size() == local_mesh().size() == 1 and dist.get_world_size() == 1
+    """)
+
+
+# ------------------------------------------------------------------------------------------------------ code by value
+
+DEFINITIONS_AFTER_THE_WORKERS = """
+    import os
+    from functional_fsdp import launch, LaunchError
+
+    pids = launch(os.getpid, 2)  # the workers start here: all that follows is unknown to them
+
+    from dataclasses import dataclass
+    import torch
+    from torch import nn
+
+    @dataclass(frozen=True)
+    class Config:
+        width: int = 4
+
+    class Block(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.linear = nn.Linear(config.width, config.width)
+
+        def forward(self, x):
+            return helper(self.linear(x))
+
+    class Net(Block):
+        def forward(self, x):
+            return super().forward(x) * SCALE
+
+    def helper(x):
+        return x.relu()
+
+    SCALE = 2.0
+
+    def work(config):
+        return os.getpid(), config, type(Net(config)(torch.ones(1, config.width))).__name__
+
+    assert launch(work, 2, Config(3)) == [(pid, Config(3), "Tensor") for pid in pids]
+
+    SCALE = 3.0  # globals are sent as they are now
+    assert launch(lambda: SCALE, 2) == [3.0, 3.0]
+
+    def remember():
+        global only_there
+        only_there = os.getpid()
+
+    launch(remember, 2)
+    assert launch(lambda: only_there, 2) == pids and "only_there" not in globals()
+
+    (net, _) = launch(lambda: Net(Config()), 2)
+    assert type(net) is Net
+"""
+
+
+def test_definitions_in_main_after_the_workers_started(tmp_path: Path) -> None:
+    run_script(DEFINITIONS_AFTER_THE_WORKERS)
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(DEFINITIONS_AFTER_THE_WORKERS))
+    run_script("", str(script))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    cells = [
+        "import os, torch\nfrom functional_fsdp import launch, local_mesh\npids = launch(os.getpid, 2)",
+        "class Model(torch.nn.Linear):\n    def forward(self, x):\n        return super().forward(x)",
+        "def work():\n    print('hello from', local_mesh().get_rank())\n    return os.getpid(), Model(2, 2)\n"
+        "assert [(pid, type(m)) for pid, m in launch(work, 2)] == [(pid, Model) for pid in pids]",
+        "def broken():\n    raise ValueError('in a cell')\n"
+        "try:\n    launch(broken, 2)\nexcept RuntimeError as error:\n    print(error)",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(book, timeout=60).execute()
+    said, failed = ("".join(output.text for output in book.cells[i].outputs) for i in (2, 3))
+    assert sorted(said.splitlines()) == ["[rank 1] hello from 1", "hello from 0"]
+    assert "raise ValueError('in a cell')" in failed  # the source line, from a cell
+
+
+def there_and_back(obj: Any) -> Any:
+    """Through both ends in this process, as if the other had never seen a class before."""
+    data = _byvalue.dumps(obj)
+    known = dict(_byvalue._classes)
+    _byvalue._classes.clear()
+    try:
+        return _byvalue.loads(data)
+    finally:
+        _byvalue._classes.update(known)
+
+
+def test_closures_share_their_cells_and_recur() -> None:
+    count = 0
+
+    def add() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    def read() -> int:
+        return count
+
+    def factorial(n: int) -> int:
+        return n * factorial(n - 1) if n else 1
+
+    add_there, read_there, factorial_there = there_and_back((add, read, factorial))
+    add_there()
+    assert (read_there(), count, factorial_there(5)) == (1, 0, 120)
+
+
+def test_classes_by_value() -> None:
+    class Base:
+        def name(self) -> str:
+            return "base"
+
+    @dataclasses.dataclass
+    class Point(Base):
+        x: int
+        many: list[int] = dataclasses.field(default_factory=list, metadata={"unit": "m"})
+        scale: typing.ClassVar[int] = 2
+
+        def name(self) -> str:
+            return super().name() + __class__.__name__  # type: ignore[name-defined]
+
+        @property
+        def double(self) -> int:
+            return self.x * self.scale
+
+        @functools.cached_property
+        def square(self) -> int:
+            return self.x**2
+
+        @classmethod
+        def origin(cls) -> Point:
+            return cls(0)
+
+        @staticmethod
+        def version() -> int:
+            return 1
+
+    class Color(enum.Enum):
+        RED = "r"
+
+        def shout(self) -> str:
+            return self.name + "!"
+
+    class Pair(typing.NamedTuple):
+        a: int
+        b: int = 5
+
+    point_class, point, color, pair = there_and_back((Point, Point(3), Color.RED, Pair(1)))
+    assert point_class is not Point
+    assert type(point) is point_class
+    assert (point.name(), point.double, point.square, point.version()) == ("basePoint", 6, 9, 1)
+    assert point_class.origin() == point_class(0)
+    assert [field.name for field in dataclasses.fields(point_class)] == ["x", "many"]
+    assert color.shout() == "RED!"
+    assert color is type(color)("r")
+    assert (tuple(pair), pair.b) == ((1, 5), 5)
+
+
+def test_autograd_functions_by_value() -> None:
+    class Triple(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 3
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return g * 3
+
+    def work() -> float:
+        x = torch.ones((), requires_grad=True)
+        return torch.autograd.grad(Triple.apply(x), x)[0].item()
+
+    assert launch(work, 2) == [3.0, 3.0]
+
+
+def test_what_can_be_imported_goes_by_reference() -> None:
+    for obj in (rank_and_sum, torch.nn.Linear, launch, functools.reduce, type(None), Path):
+        assert there_and_back(obj) is obj
+
+
+def test_only_globals_that_the_code_names_travel() -> None:
+    scope = {"data": threading.Lock(), "__name__": "__main__"}
+    exec("def f(x):\n    return x.data", scope)
+    assert there_and_back(scope["f"])(torch.ones(1)) == 1
+
+
+def test_what_cannot_be_sent() -> None:
+    lock = threading.Lock()
+    with pytest.raises(
+        TypeError, match=r"<lambda> cannot be sent to the workers: cannot pickle .*lock.* inside the function"
+    ):
+        launch(lambda: lock, 2)
+    with pytest.raises(LaunchError, match=r"what it returned cannot be sent back: cannot pickle"):
+        launch(threading.Lock, 2)
+
+
+# ------------------------------------------------------------------------------------------------------------- output
+
+
+def test_output_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        print("one", 1)
+        print("two", end="")
+        print("err", file=sys.stderr)
+
+    launch(work, 2)
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == ["[rank 1] one 1", "[rank 1] two", "one 1", "two"]
+    assert sorted(err.splitlines()) == ["[rank 1] err", "err"]
+
+
+# ----------------------------------------------------------------------------------------------------------- failures
+
+
+def test_every_failing_rank_is_shown_and_the_workers_live_on() -> None:
+    def deep(rank: int) -> None:
+        raise ValueError(f"boom {rank}")
+
+    def work() -> None:
+        rank = int(os.environ["RANK"])
+        time.sleep(0.2 * (1 - rank))
+        deep(rank)
+
+    pids = launch(os.getpid, 2)
+    with pytest.raises(LaunchError, match=r"launch\(.*work\): rank 1 of 2 failed: ValueError: boom 1\n") as caught:
+        launch(work, 2)
+    assert caught.value.rank == 1
+    assert list(caught.value.reports) == [1, 0]
+    for rank, report in caught.value.reports.items():
+        assert report.startswith("Traceback")
+        assert "in deep" in report
+        assert report.endswith(f"ValueError: boom {rank}")
+        assert report in str(caught.value)
+    assert launch(os.getpid, 2) == pids
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_leaving_is_a_failure_too(stop: type[BaseException]) -> None:
+    def work() -> None:
+        raise stop
+
+    with pytest.raises(LaunchError, match=stop.__name__):
+        launch(work, 2)
+
+
+def test_a_rank_that_fails_while_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_workers, "GRACE", 0.5)
+
+    def work() -> None:
+        if local_mesh().get_rank() == 1:
+            raise ValueError("boom")
+        dist.barrier()
+
+    pids = launch(os.getpid, 2)
+    with pytest.raises(LaunchError, match=r"(?s)rank 1 of 2 failed.*still running: rank 0.*starts new ones"):
+        launch(work, 2)
+    assert not set(launch(os.getpid, 2)) & set(pids)
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: os._exit(3), "exited with code 3"),
+    ],
+)
+def test_a_rank_that_dies(end: Any, text: str) -> None:
+    def work() -> None:
+        if local_mesh().get_rank() == 1:
+            end()
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match=rf"rank 1 of 2 failed: the process {text}"):
+        launch(work, 2)
+    assert time.monotonic() - start < 5
+    assert launch(rank_and_sum, 2) == [(0, 3.0), (1, 3.0)]
+
+
+def test_a_worker_that_dies_between_calls_is_replaced() -> None:
+    pids = launch(os.getpid, 2)
+    os.kill(pids[0], signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while _launch._pools[os.getpid(), 2].alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not set(launch(os.getpid, 2)) & set(pids)
+
+
+def test_interrupting_the_caller_stops_the_workers() -> None:
+    pids = launch(os.getpid, 2)
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(time.sleep, 2, 60)
+    timer.join()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert launch(rank_and_sum, 2) == [(0, 3.0), (1, 3.0)]
+
+
+def test_workers_end_with_the_caller() -> None:
+    pids = run_script("import os, functional_fsdp as f\nprint(*f.launch(os.getpid, 2))").split()
+    killed = """
+        import os, signal, functional_fsdp as f
+        print(*f.launch(os.getpid, 2), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with pytest.raises(AssertionError) as caught:
+        run_script(killed)
+    pids += [word for word in str(caught.value).split() if word.isdigit()][:2]
+    assert len(pids) == 4
+    deadline = time.monotonic() + 5
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_cuda_that_is_already_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    _launch.stop_workers()
+    with pytest.raises(
+        RuntimeError, match=r"CUDA was initialised in this process before launch\(\).*[Rr]estart.*torchrun"
+    ):
+        launch(rank_and_sum, 2)
+
+
+def test_a_rank_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RuntimeError, match=r"already is rank 1 of 4. Call rank_and_sum\(...\) itself"):
+        launch(rank_and_sum, 2)
+
+
+def test_nproc_must_be_positive() -> None:
+    with pytest.raises(ValueError, match=r"launch\(rank_and_sum, 0\): nproc is the number of ranks, at least 1"):
+        launch(rank_and_sum, 0)
+
+
+# --------------------------------------------------------------------------------------------------------- local_mesh
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        ({"a": 3}, r"local_mesh\(a=3\): the sizes multiply to 3, the world has 4 rank\(s\). Make it exactly that"),
+        ({"a": 3, "b": -1}, r"local_mesh\(a=3, b=-1\): the sizes multiply to 3, the world has 4 .* a divisor"),
+        ({"a": -1, "b": -1}, r"a and b are all -1"),
+        ({"a": 0}, r"a=0 is no size"),
+        ({"a": 2.0, "b": 2}, r"a=2.0 is no size"),
+    ],
+)
+def test_sizes_that_do_not_fit(axes: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        _launch._sizes(axes, 4)
+
+
+def test_axes_outermost_first() -> None:
+    def work() -> tuple[Any, list[int], int, int]:
+        mesh = local_mesh(replica=2, shard=-1)
+        return mesh.mesh_dim_names, mesh.mesh.flatten().tolist(), mesh["replica"].get_local_rank(), mesh["shard"].size()
+
+    names = ("replica", "shard")
+    assert launch(work, 4) == [(names, [0, 1, 2, 3], rank // 2, 2) for rank in range(4)]
+
+
+def test_a_world_of_one_needs_no_set_up() -> None:
+    printed = run_script("""
+        import os, torch, torch.distributed as dist
+        from functional_fsdp import local_mesh
+
+        before = dict(os.environ)
+        mesh, deep = local_mesh(), local_mesh(replica=1, shard=-1)
+        dist.all_reduce(torch.ones(1), group=deep["shard"].get_group())
+        assert before == dict(os.environ)
+        print(mesh.mesh_dim_names, mesh.size(), mesh.device_type)
+    """)
+    assert printed.split()[:2] == ["('data',)", "1"]
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from functional_fsdp import local_mesh\n"
+        "mesh = local_mesh(replica=2, shard=-1)\n"
+        "total = torch.ones(1)\n"
+        "dist.all_reduce(total, group=mesh['replica'].get_group())\n"
+        "print(f'rank {mesh.get_rank()} total {total.item()}\\n', end='')\n"
+        "dist.destroy_process_group()\n"
+    )
+    printed = run_script("", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+    assert sorted(printed.splitlines()) == ["rank 0 total 2.0", "rank 1 total 2.0"]

@@ -1,0 +1,90 @@
+"""Rules for the source itself: no hooks, no `.grad`, arrows that point one way, and documented public names."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import functional_fsdp as fsdp
+from functional_fsdp import transforms
+
+ROOT = Path(__file__).parents[1]
+CORE = sorted((ROOT / "functional_fsdp").glob("*.py"))
+TRANSFORMS = sorted((ROOT / "transforms").glob("*.py"))
+
+
+def nodes(file: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(file.read_text(), str(file)))
+
+
+def attributes(file: Path) -> Iterator[tuple[str, ast.Attribute]]:
+    return ((node.attr, node) for node in nodes(file) if isinstance(node, ast.Attribute))
+
+
+@pytest.mark.parametrize("file", CORE + TRANSFORMS, ids=lambda f: f.name)
+class TestEveryFile:
+    def test_registers_no_hooks(self, file: Path) -> None:
+        assert not [name for name, _ in attributes(file) if name.startswith("register_") and name.endswith("hook")]
+
+    def test_calls_no_backward(self, file: Path) -> None:
+        """`def backward` of an autograd Function is fine, `loss.backward()` is not."""
+        calls = (node.func for node in nodes(file) if isinstance(node, ast.Call))
+        assert not [f.lineno for f in calls if isinstance(f, ast.Attribute) and f.attr == "backward"]
+
+    def test_assigns_no_grad(self, file: Path) -> None:
+        assert not [n.lineno for name, n in attributes(file) if name == "grad" and not isinstance(n.ctx, ast.Load)]
+
+    def test_says_what_it_is_for_and_lists_its_names(self, file: Path) -> None:
+        tree = ast.parse(file.read_text())
+        assert ast.get_docstring(tree), f"{file.name} has no docstring"
+        assigned = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
+        assert "__all__" in assigned, f"{file.name} has no __all__"
+
+    def test_is_one_noun(self, file: Path) -> None:
+        lines = len(file.read_text().splitlines())
+        assert lines <= 400, f"{file.name} has {lines} lines; past 400 there is a second noun in it"
+
+
+@pytest.mark.parametrize("file", CORE, ids=lambda f: f.name)
+def test_the_core_imports_no_transform(file: Path) -> None:
+    for node in nodes(file):
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        assert not [name for name in names if "transforms" in name.split(".")], f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("module", [fsdp, transforms], ids=lambda m: m.__name__)
+def test_public_names_are_explicit_sorted_and_documented(module: object) -> None:
+    names: list[str] = module.__all__  # type: ignore[attr-defined]
+    assert list(names) == sorted(set(names))
+    for name in names:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            # A dataclass without a docstring of its own gets its signature, an Exception gets its base's.
+            own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+            assert own, f"{name} is public and has no docstring"
+            assert not own.startswith(f"{name}("), f"{name} is public and has no docstring"
+
+
+def test_every_public_import_is_listed() -> None:
+    tree = ast.parse((ROOT / "functional_fsdp" / "__init__.py").read_text())
+    imported = [alias.asname or alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names]
+    assert {name for name in imported if not name.startswith("_")} <= set(fsdp.__all__)
+
+
+def test_the_transforms_have_one_import_name() -> None:
+    link = ROOT / "functional_fsdp" / "transforms"
+    assert link.is_symlink()
+    assert link.readlink() == Path("../transforms")
+    assert transforms.__name__ == "functional_fsdp.transforms"
+    for file in CORE + TRANSFORMS:
+        names = [n.module for n in nodes(file) if isinstance(n, ast.ImportFrom) and not n.level]
+        assert "transforms" not in names

@@ -1,0 +1,31 @@
+"""The README's Python runs as it stands, top to bottom, and does what it says."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_readme_runs(capsys: Any) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(blocks) >= 5
+    space: dict[str, Any] = {"__name__": "__main__"}
+    losses = []
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), space)
+        if "loss" in space:
+            losses.append(float(space["loss"]))
+    printed = capsys.readouterr().out
+    assert "zero3(data)" in printed
+    assert "between steps" in printed
+    assert "the step was dropped" in printed
+    assert losses[-1] < losses[0] or math.isclose(losses[-1], losses[0], rel_tol=0.5)
+    assert len(space["losses"]) == 2
+    assert int(space["state"].count) == 3
+    assert torch.isfinite(space["loss"])

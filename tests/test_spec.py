@@ -1,0 +1,350 @@
+"""Placements, precision and Spec: the presets are the documented table; what cannot be honoured is refused."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+import functional_fsdp as fsdp
+from functional_fsdp import Placement, Precision, Spec, SpecError
+
+# preset, weights, grads, main, data, name: the table, row by row
+TABLE: list[tuple[Placement, tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...], str]] = [
+    (fsdp.ddp("data"), (), (), (), ("data",), "ddp(data)"),
+    (fsdp.zero1("data"), (), (), ("data",), ("data",), "zero1(data)"),
+    (fsdp.zero2("data"), (), ("data",), ("data",), ("data",), "zero2(data)"),
+    (fsdp.zero3("data"), ("data",), ("data",), ("data",), ("data",), "zero3(data)"),
+    (fsdp.hsdp("replica", "shard"), *(("shard",),) * 3, ("replica", "shard"), "hsdp(replica, shard)"),
+    (
+        fsdp.hfsdp("replica", "shard"),
+        *(("shard",),) * 2,
+        *(("replica", "shard"),) * 2,
+        "hfsdp(replica, shard)",
+    ),
+]
+
+
+# -------------------------------------------------------------------------------- placements
+
+
+@pytest.mark.parametrize(
+    ("placement", "weights", "grads", "main", "data", "name"), TABLE, ids=[row[5] for row in TABLE]
+)
+def test_presets_are_the_table(
+    placement: Placement,
+    weights: tuple[str, ...],
+    grads: tuple[str, ...],
+    main: tuple[str, ...],
+    data: tuple[str, ...],
+    name: str,
+) -> None:
+    assert (placement.weights, placement.grads, placement.main, placement.data) == (weights, grads, main, data)
+    assert str(placement) == name
+
+
+def test_the_presets_differ() -> None:
+    placements = [row[0] for row in TABLE]
+    assert len(set(placements)) == len(placements)
+
+
+@pytest.mark.parametrize("preset", [fsdp.ddp, fsdp.zero1, fsdp.zero2, fsdp.zero3])
+def test_presets_take_several_axes(preset: Any) -> None:
+    placement = preset("node", "gpu")
+    assert placement.data == ("node", "gpu")
+    assert str(placement) == f"{preset.__name__}(node, gpu)"
+    assert preset is fsdp.ddp or placement.main == ("node", "gpu")
+
+
+def test_a_placement_written_out_equals_its_preset() -> None:
+    written = Placement(grads=("data",), main=("data",))
+    assert written == fsdp.zero2("data")
+    assert hash(written) == hash(fsdp.zero2("data"))
+    assert str(written) == "weights=-, grads=data, main=data"
+
+
+def test_lists_become_tuples() -> None:
+    placement = Placement(main=["data"])  # type: ignore[arg-type]
+    assert placement == fsdp.zero1("data")
+    assert hash(placement) == hash(fsdp.zero1("data"))
+
+
+def test_the_innermost_axis_splits_first() -> None:
+    assert fsdp.zero3("node", "gpu").order == ("gpu", "node")
+    assert fsdp.hfsdp("replica", "shard").order == ("shard", "replica")
+    assert fsdp.hsdp("replica", "shard").order == ("shard",)
+    assert fsdp.ddp("data").order == ()
+    assert Placement(("c",), ("b", "c"), ("a", "b", "c")).order == ("c", "b", "a")
+
+
+axes = st.sets(st.sampled_from("abc")).map(lambda s: tuple(sorted(s)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(axes, axes, axes, axes)
+def test_the_subset_law(
+    weights: tuple[str, ...], grads: tuple[str, ...], main: tuple[str, ...], data: tuple[str, ...]
+) -> None:
+    lawful = set(weights) <= set(grads) <= set(main) <= set(data or main)
+    if lawful:
+        placement = Placement(weights, grads, main, data)
+        order = placement.order
+        assert set(order) == set(main)
+        assert len(order) == len(main)
+        for kind in ("weights", "grads", "main"):  # every kind is sharded over leading axes of the order
+            sharded = getattr(placement, kind)
+            assert set(order[: len(sharded)]) == set(sharded)
+    else:
+        with pytest.raises(SpecError, match="must satisfy weights ⊆ grads ⊆ main ⊆ data"):
+            Placement(weights, grads, main, data)
+
+
+def test_a_violation_names_both_kinds_and_the_remedy() -> None:
+    with pytest.raises(SpecError) as caught:
+        Placement(weights=("data",), main=("data",))
+    text = str(caught.value)
+    assert "weights=('data',) is sharded over ['data'] and grads=() is not" in text
+    assert "Add ['data'] to grads, or drop it from weights." in text
+
+
+@pytest.mark.parametrize("wrong", ["data", ("data", "data")])
+def test_axes_must_be_distinct_names_in_a_tuple(wrong: Any) -> None:
+    with pytest.raises(SpecError, match=r"Placement\.main=.*expected a tuple of distinct mesh axis names"):
+        Placement(main=wrong)
+
+
+@pytest.mark.parametrize("preset", [fsdp.ddp, fsdp.zero1, fsdp.zero2, fsdp.zero3])
+@pytest.mark.parametrize("wrong", [(), (3,), (("data",),)])
+def test_presets_want_names(preset: Any, wrong: tuple[Any, ...]) -> None:
+    with pytest.raises(SpecError, match="expected names of mesh axes, as " + preset.__name__):
+        preset(*wrong)
+
+
+# -------------------------------------------------------------------------------- precision
+
+F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("precision", "leaf", "resolved"),
+    [
+        (Precision(), F32, (F32, F32, F32)),
+        (Precision(), F64, (F64, F64, F64)),
+        (Precision(), BF16, (F32, BF16, F32)),
+        (Precision(compute=BF16), F32, (F32, BF16, F32)),
+        (Precision(compute=BF16), F64, (F64, BF16, F64)),
+        (Precision(main=F64), F32, (F64, F64, F64)),
+        (Precision(main=BF16), F32, (BF16, BF16, BF16)),
+        (Precision(main=F32, compute=BF16, grads=BF16), F32, (F32, BF16, BF16)),
+        (Precision(main=BF16, grads=F32), F32, (BF16, BF16, F32)),
+        (Precision(main=F64, compute=F32, grads=BF16), torch.int64, (torch.int64,) * 3),
+        (Precision(main=F64, compute=F32, grads=BF16), torch.bool, (torch.bool,) * 3),
+    ],
+)
+def test_resolve(precision: Precision, leaf: torch.dtype, resolved: tuple[torch.dtype, ...]) -> None:
+    assert precision.resolve(leaf) == resolved
+
+
+@pytest.mark.parametrize("kind", ["main", "compute", "grads", "wire"])
+def test_float16_is_refused_with_a_pointer_to_bfloat16(kind: str) -> None:
+    with pytest.raises(SpecError, match=rf"Precision\({kind}=torch.float16\).*loss scaling.*Use torch.bfloat16"):
+        Precision(**cast(Any, {kind: torch.float16}))
+
+
+@pytest.mark.parametrize("kind", ["main", "compute", "grads"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn])
+def test_other_dtypes_are_refused(kind: str, dtype: torch.dtype) -> None:
+    with pytest.raises(
+        SpecError, match=rf"Precision\({kind}={dtype}\): expected one of torch.float64, torch.float32, torch"
+    ):
+        Precision(**cast(Any, {kind: dtype}))
+
+
+@pytest.mark.parametrize("dtype", [F64, F32, BF16])
+def test_wire_is_refused_not_ignored(dtype: torch.dtype) -> None:
+    with pytest.raises(SpecError, match=rf"Precision\(wire={dtype}\): only wire=None.*Set compute={dtype}"):
+        Precision(wire=dtype)
+
+
+@pytest.mark.parametrize("how", ["fp32", "wire", "fp64"])
+def test_sum_is_refused_not_ignored(how: str) -> None:
+    with pytest.raises(SpecError, match=rf"Precision\(sum='{how}'\): only sum='auto'"):
+        Precision(sum=how)
+
+
+def test_precision_is_a_value() -> None:
+    assert Precision(compute=BF16) == Precision(compute=BF16) != Precision()
+    assert len({Precision(compute=BF16), Precision(compute=BF16), Precision()}) == 2
+
+
+# -------------------------------------------------------------------------------- Spec
+
+
+def test_the_default_is_zero3_over_all_axes() -> None:
+    assert Spec({"data": 8}).placements == (("*", fsdp.zero3("data")),)
+    assert Spec({"a": 2, "b": 4}).placement_of("x") == fsdp.zero3("a", "b")
+
+
+def test_axes_of_a_plan_and_of_a_mesh() -> None:
+    assert Spec({"a": 2, "b": 4}).axes == {"a": 2, "b": 4}
+    assert Spec(fsdp.local_mesh()).axes == {"data": 1}
+
+
+def test_a_mesh_without_names_is_refused() -> None:
+    fsdp.local_mesh()
+    with pytest.raises(SpecError, match=r"axes of this mesh of shape \(1,\) have no names"):
+        Spec(init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize(
+    ("placement", "axis"),
+    [(fsdp.zero3("dta"), "dta"), (fsdp.ddp("x"), "x"), (fsdp.hsdp("replica", "data"), "replica")],
+)
+def test_an_unknown_axis_is_named_with_those_that_exist(placement: Placement, axis: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        Spec({"data": 8}, placement)
+    text = str(caught.value)
+    assert f"names the axis '{axis}', which the mesh does not have. Its axes are 'data'." in text
+    assert str(placement) in text
+
+
+def test_an_unknown_axis_in_a_rule() -> None:
+    with pytest.raises(SpecError, match="names the axis 'expert'"):
+        Spec({"data": 8}, {"experts.*": fsdp.zero3("expert"), "*": fsdp.zero3("data")})
+
+
+def test_rules_first_match_wins() -> None:
+    spec = Spec({"data": 8}, {"*.norm": fsdp.ddp("data"), "blocks.*": fsdp.zero2("data"), "*": fsdp.zero3("data")})
+    assert spec.placement_of("blocks.0.norm.weight") == fsdp.ddp("data")
+    assert spec.placement_of("blocks.0.w") == fsdp.zero2("data")
+    assert spec.placement_of("head") == fsdp.zero3("data")
+
+
+def test_a_leaf_without_a_rule_is_named() -> None:
+    spec = Spec({"data": 8}, {"blocks.*": fsdp.zero3("data")})
+    with pytest.raises(SpecError, match=r"no rule matches the leaf 'head\.weight'; the patterns are 'blocks\.\*'"):
+        spec.placement_of("head.weight")
+
+
+@pytest.mark.parametrize("wrong", ["zero3", None, ("data",)])
+def test_a_rule_that_is_no_placement(wrong: Any) -> None:
+    with pytest.raises(SpecError, match=r"'\*' maps to .*; expected a Placement, as zero3\('data'\)"):
+        Spec({"data": 8}, {"*": wrong})
+
+
+@pytest.mark.parametrize("wrong", ["zero3", fsdp.zero3, 3])
+def test_a_placement_that_is_none(wrong: Any) -> None:
+    with pytest.raises(SpecError, match=r"expected a Placement, as zero3\('data'\)"):
+        Spec({"data": 8}, wrong)
+
+
+def test_labels_first_match_wins_else_default() -> None:
+    spec = Spec({"data": 8}, labels={"*.bias": "no_decay", "*norm*": "norm"})
+    paths = ("a.bias", "norm.bias", "norm.weight", "a.weight")
+    assert [spec.label_of(path) for path in paths] == ["no_decay", "no_decay", "norm", "default"]
+
+
+@pytest.mark.parametrize("average", ["median", "", None])
+def test_average_is_mean_or_sum(average: Any) -> None:
+    with pytest.raises(SpecError, match="expected 'mean' or 'sum'"):
+        Spec({"data": 8}, average=average)
+
+
+def test_one_pattern_for_units_wants_a_list() -> None:
+    with pytest.raises(
+        SpecError, match=r"Spec\(units='blocks\.\*'\): expected a list of patterns, as \['blocks\.\*'\]"
+    ):
+        Spec({"data": 8}, units="blocks.*")
+
+
+def variants() -> list[dict[str, Any]]:
+    return [
+        {},
+        {"mesh": {"data": 4}},
+        {"mesh": {"data": 8, "model": 1}, "placement": fsdp.zero3("data")},
+        {"placement": fsdp.ddp("data")},
+        {"placement": {"*.bias": fsdp.ddp("data"), "*": fsdp.zero3("data")}},
+        {"precision": Precision(compute=BF16)},
+        {"units": ["a.*"]},
+        {"units": [("a.*", "b")]},
+        {"units": {"first": "a.*"}},
+        {"labels": {"*.bias": "x"}},
+        {"trainable": {"*.bias": False}},
+        {"average": "sum"},
+    ]
+
+
+def test_specs_are_equal_by_value_and_hash_alike() -> None:
+    for change in variants():
+        one, two = (Spec(**{"mesh": {"data": 8}, **change}) for _ in range(2))
+        assert one == two
+        assert hash(one) == hash(two)
+
+
+def test_every_argument_counts_for_equality() -> None:
+    specs = [Spec(**{"mesh": {"data": 8}, **change}) for change in variants()]
+    for one, two in itertools.combinations(specs, 2):
+        assert one != two
+    assert len(set(specs)) == len(specs)
+
+
+def test_a_mapping_given_to_spec_may_change_afterwards() -> None:
+    labels = {"*.bias": "a"}
+    spec = Spec({"data": 2}, labels=labels)
+    labels["*.bias"] = "b"
+    assert spec.label_of("x.bias") == "a"
+
+
+def test_specs_are_frozen() -> None:
+    with pytest.raises(AttributeError, match="cannot assign"):
+        Spec({"data": 2}).average = "sum"  # type: ignore[misc]
+
+
+def test_a_plan_spec_can_be_pickled() -> None:
+    spec = Spec({"data": 8}, fsdp.zero1("data"), units=["a.*"], precision=Precision(compute=BF16))
+    again = pickle.loads(pickle.dumps(spec))
+    assert again == spec
+    assert hash(again) == hash(spec)
+
+
+def test_a_spec_prints_as_a_table() -> None:
+    spec = Spec({"replica": 2, "shard": 4}, fsdp.hsdp("replica", "shard"), labels={"*.bias": "no_decay"}, average="sum")
+    lines = str(spec).splitlines()
+    assert lines[0].strip() == "Spec"
+    assert set(lines[1]) == {"-", " "}
+    rows = dict(line.split(maxsplit=1) for line in lines[2:])
+    assert rows == {
+        "mesh": "replica 2 × shard 4",
+        "placement": "hsdp(replica, shard)",
+        "precision": "main float32 (float64 where leaves are), compute as the leaf, grads as main, wire as compute",
+        "units": "found from the paths",
+        "labels": "*.bias: no_decay",
+        "trainable": "as given",
+        "gradients": "sum over data ranks",
+    }
+
+
+def test_the_table_says_rules_dtypes_and_patterns() -> None:
+    text = repr(
+        Spec(
+            {"data": 8},
+            {"*.bias": fsdp.ddp("data"), "*": fsdp.zero3("data")},
+            precision=Precision(main=F32, compute=BF16, grads=BF16),
+            units=["blocks.*"],
+            trainable={"head": False},
+        )
+    )
+    for expected in (
+        "*.bias: ddp(data), *: zero3(data)",
+        "main float32, compute bfloat16, grads bfloat16",
+        "blocks.*",
+        "head: False",
+        "mean over data ranks",
+    ):
+        assert expected in text

@@ -1,0 +1,213 @@
+"""A step is a transaction: whatever stops it, on all ranks or one, the state before it trains on to the same bits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import LOOPS, batch, loss_fn, mesh_and_placement, net, on
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+
+STEPS, BAD = 4, 2
+PLACES = ("before", "unshard", "grad", "reduce")
+
+
+class Boom(Exception):
+    pass
+
+
+def start(preset: str = "zero3") -> tuple[fsdp.State, Any]:
+    mesh, placement = mesh_and_placement(preset)
+    params, model = fsdp.functionalize(net(torch.float32))
+    return fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.adamw(lr=1e-2)), model
+
+
+def train_step(state: fsdp.State, model: Any, step: int, at: Callable[[str], None]) -> fsdp.State:
+    at("before")
+    state, params = fsdp.unshard(state)
+    at("unshard")
+    data = on(state, batch(step, dist.get_rank()))
+    grads, _ = torch.func.grad_and_value(lambda p: loss_fn(fsdp.bind(model, p), data))(params)
+    at("grad")
+    state = fsdp.reduce(state, grads)
+    at("reduce")
+    return fsdp.step(state)
+
+
+def undisturbed(preset: str) -> dict[str, torch.Tensor]:
+    state, model = start(preset)
+    for step in range(STEPS):
+        state = train_step(state, model, step, lambda place: None)
+    return fsdp.full_params(state)
+
+
+def raising(error: type[BaseException], place: str) -> Callable[[str], None]:
+    def at(here: str) -> None:
+        if here == place:
+            raise error("on purpose")
+
+    return at
+
+
+def disturbed(preset: str, place: str, who: list[int], error: type[BaseException]) -> tuple[dict[str, Any], int, int]:
+    """Train; in step BAD, ranks in `who` raise `error` at `place`. All go on from the state before the step."""
+    state, model = start(preset)
+    raised = restarts = 0
+    for step in range(STEPS):
+        while True:
+            bad = step == BAD and dist.get_rank() in who and not raised
+            try:
+                state = train_step(state, model, step, raising(error, place if bad else ""))
+                break
+            except (Boom, KeyboardInterrupt):
+                raised += 1
+            except fsdp.RestartError:
+                restarts += 1
+    return fsdp.full_params(state), raised, restarts
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("preset", ["zero3", "zero1", "hfsdp"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_exception_on_every_rank_costs_nothing(ranks: int, preset: str, place: str) -> None:
+    expected = launch(undisturbed, ranks, preset)[0]
+    for weights, raised, restarts in launch(disturbed, ranks, preset, place, list(range(ranks)), Boom):
+        assert raised == 1
+        assert restarts == 0
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("place", PLACES[1:])
+@pytest.mark.parametrize("preset", ["zero3", "ddp", "hsdp"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_exception_on_one_rank_restarts_the_others(ranks: int, preset: str, place: str) -> None:
+    expected = launch(undisturbed, ranks, preset)[0]
+    for rank, (weights, raised, restarts) in enumerate(launch(disturbed, ranks, preset, place, [ranks - 1], Boom)):
+        assert (raised, restarts) == ((1, 0) if rank == ranks - 1 else (0, 1))
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("who", [[0, 1], [0]])
+def test_an_interrupt_between_two_verbs(who: list[int]) -> None:
+    expected = launch(undisturbed, 2, "zero3")[0]
+    for weights, _, _ in launch(disturbed, 2, "zero3", "grad", who, KeyboardInterrupt):
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+def stops_at_different_units() -> tuple[str, bool]:
+    """Rank 0 stops after two units, rank 1 after four; both begin again, by another route, on clean lanes."""
+    state, _ = start()
+    before = fsdp.full_params(state)
+    middle = state
+    for unit in state.units[: 2 if dist.get_rank() == 0 else 4]:
+        try:
+            middle, _ = fsdp.unshard(middle, unit)
+        except fsdp.RestartError:
+            break
+    state, params = fsdp.unshard(state)
+    same = all(torch.equal(params[key], before[key]) for key in params)
+    with pytest.raises(fsdp.StaleStateError) as error:
+        fsdp.unshard(middle, state.units[0])
+    return str(error.value), same
+
+
+def test_ranks_that_stopped_at_different_units_do_not_mix_them_up() -> None:
+    (first, same), (second, same_too) = launch(stops_at_different_units, 2)
+    assert same
+    assert same_too
+    assert "consumed by the restart of its step" in first  # nothing was waiting there
+    assert "consumed by unshard('blocks.1')" in second  # that is where it waited when rank 0 began again
+
+
+def skipping() -> str:
+    """Rank 0 gathers two units of equal size in another order than rank 1: never trained on."""
+    state, _ = start()
+    order = ["blocks.0", "blocks.1"] if dist.get_rank() == 0 else ["blocks.1", "blocks.0"]
+    for unit in order:
+        state, w = fsdp.unshard(state, unit)
+        state = fsdp.reduce(state, {key: torch.ones_like(t) for key, t in w.items()}, unit)
+    with pytest.raises(fsdp.ScheduleError) as error:
+        fsdp.step(state)
+    return str(error.value)
+
+
+def test_ranks_that_issue_different_collectives_do_not_commit() -> None:
+    for text in launch(skipping, 2):
+        assert "different collectives" in text
+        assert "the step was not taken" in text
+
+
+def evaluates_between() -> bool:
+    state, model = start()
+    _, params = fsdp.unshard(state)  # a look that keeps the old state
+    loss = loss_fn(fsdp.bind(model, params), on(state, batch(0, 0)))
+    state = train_step(state, model, 0, lambda place: None)
+    return bool(torch.isfinite(loss)) and state.between_steps
+
+
+def test_an_evaluation_that_drops_its_state_costs_nothing() -> None:
+    assert launch(evaluates_between, 2) == [True, True]
+
+
+def dies() -> None:
+    state, _ = start()
+    if dist.get_rank() == 1:
+        import os
+
+        os._exit(3)
+    begun = time.monotonic()
+    try:
+        fsdp.unshard(state)
+    except fsdp.CommError as error:
+        raise RuntimeError(f"after {time.monotonic() - begun:.0f} s: {error}") from None
+
+
+def test_a_process_that_died_is_an_error_not_a_hang() -> None:
+    begun = time.monotonic()
+    with pytest.raises(fsdp.LaunchError) as error:
+        launch(dies, 2, timeout=8.0)
+    assert time.monotonic() - begun < 30
+    assert "rank 1" in str(error.value)
+
+
+def hangs() -> str:
+    state, _ = start()
+    if dist.get_rank() == 1:
+        time.sleep(6)
+        return ""
+    with pytest.raises(fsdp.CommError) as error:
+        fsdp.unshard(state)
+    return str(error.value)
+
+
+def test_a_rank_that_never_comes_is_a_timeout_that_says_so() -> None:
+    text = launch(hangs, 3, timeout=3.0)[0]  # the only test on three ranks: its process groups have this timeout
+    assert "all_gather over the axis 'data'" in text
+    assert "a rank died, hangs, or issued another collective" in text
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_state_is_consumed_by_name(loop: str) -> None:
+    def look() -> list[str]:
+        state, model = start()
+        base = state
+        middle, loss = LOOPS[loop](model, state, batch(0, dist.get_rank()), True)
+        done = fsdp.step(middle)
+        texts = []
+        for stale in (base, middle):
+            with pytest.raises(fsdp.StaleStateError) as error:
+                fsdp.unshard(stale)
+            texts.append(str(error.value))
+        assert done.between_steps
+        assert torch.isfinite(loss)
+        return texts
+
+    for base, middle in launch(look, 2):
+        assert "consumed by step() number 1" in base
+        assert "consumed by step() number 1" in middle or "consumed by finish()" in middle
