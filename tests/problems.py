@@ -176,7 +176,13 @@ def full_grads(state: fsdp.State) -> Tree:
 
 
 def sharded(
-    preset: str, loop: str, steps: int, micro: int, dtype: torch.dtype = torch.float64, **spec: Any
+    preset: str,
+    loop: str,
+    steps: int,
+    micro: int,
+    dtype: torch.dtype = torch.float64,
+    flags: tuple[bool, ...] | None = None,
+    **spec: Any,
 ) -> list[tuple[float, Tree, Tree]]:
     """As `reference`, on this rank of a sharded run: (this rank's loss, gradients, weights after) a step."""
     mesh, placement = mesh_and_placement(preset)
@@ -185,7 +191,7 @@ def sharded(
     rank, seen = dist.get_rank(), []
     for step in range(steps):
         for k in range(micro):
-            state, loss = LOOPS[loop](model, state, batch(step, rank, k), k == micro - 1)
+            state, loss = LOOPS[loop](model, state, batch(step, rank, k), flags[k] if flags else k == micro - 1)
         state = fsdp.finish(state)
         grads = full_grads(state)
         state = fsdp.step(state)

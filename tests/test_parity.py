@@ -52,6 +52,18 @@ def test_zero3_and_ddp_are_equal_bit_for_bit(ranks: int, loop: str) -> None:
             assert all(torch.equal(a[key], b[key]) for key in a)
 
 
+@pytest.mark.parametrize(
+    "flags", [(True, True, True), (False, False, False), (False, True, False), (True, False, True)]
+)
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "hsdp", "hfsdp"])
+def test_a_wrong_last_flag_costs_time_only(preset: str, flags: tuple[bool, ...]) -> None:
+    _, ref_grads, ref_weights = next(iter(reference(2, 1, 3)))
+    for loop in LOOPS:
+        _, grads, weights = launch(sharded, 2, preset, loop, 1, 3, flags=flags)[1][0]
+        assert largest(grads, ref_grads) < 1e-12
+        assert largest(weights, ref_weights) < 1e-9
+
+
 def test_sum_over_ranks_instead_of_mean() -> None:
     _, ref_grads, _ = next(iter(reference(2, 1, 1, average="sum")))
     for preset in ("zero3", "zero1", "hsdp"):

@@ -1,0 +1,154 @@
+"""What a run says and keeps: the progress bar, the files in its folder, the loss curve. Rank 0 speaks for all."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import resource
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+import functional_fsdp as fsdp
+
+
+class Log:
+    """The folder of a run, and its voice.
+
+    out/
+      run.json        what decides the bits of a run beside its layout: steps and seed
+      checkpoints/    step_N, each complete
+      losses.txt      one a line, up to the newest checkpoint
+      loss.png, result.json
+    """
+
+    def __init__(self, args: argparse.Namespace, rank: int) -> None:
+        self.out, self.rank, self.resume = args.out, rank, args.resume
+        self.checkpoints = self.out / "checkpoints"
+        self.run = {"steps": args.steps, "seed": args.seed}
+        self.bar: Any = None
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint, after a look whether it belongs to the same run. None if there is none."""
+        newest = fsdp.latest(self.checkpoints)
+        if newest and (there := json.loads((self.out / "run.json").read_text())) != self.run:
+            raise ValueError(
+                f"--resume: the run in {self.out} has {there}, this one {self.run}. Give it the same, or another --out"
+            )
+        return newest
+
+    def begin(self, start: int) -> list[Any]:
+        """The losses of the steps before `start`. A run from scratch replaces the checkpoints in its folder."""
+        if start:
+            self.say(f"resumed    after step {start} from {self.out}")
+            return [float(line) for line in (self.out / "losses.txt").read_text().split()[:start]]
+        if self.rank == 0:
+            self.out.mkdir(parents=True, exist_ok=True)
+            for old in self.checkpoints.glob("step_*/layout.json"):
+                shutil.rmtree(old.parent)
+            (self.out / "run.json").write_text(json.dumps(self.run))
+        return []
+
+    def progress(self, start: int, steps: int) -> Iterable[int]:
+        self.bar = tqdm(
+            range(start, steps),
+            initial=start,
+            total=steps,
+            disable=self.rank > 0,
+            unit="step",
+            ncols=110,
+            mininterval=0.5,
+        )
+        return self.bar
+
+    def show(self, loss: float, speed: float, memory: int) -> None:
+        if self.bar is not None:
+            self.bar.set_postfix_str(
+                f"loss {loss:.3f}, {speed:,.0f} tokens/s, {memory / 2**20:,.0f} MiB", refresh=False
+            )
+
+    def save(self, losses: Sequence[Any]) -> None:
+        if self.rank == 0:
+            (self.out / "losses.txt").write_text("".join(f"{float(loss)!r}\n" for loss in losses))
+
+    def end(self, **result: Any) -> None:
+        """Write result.json, show the sample, then the figures."""
+        (self.out / "result.json").write_text(json.dumps(result, indent=1))
+        r = argparse.Namespace(**result)
+        nats, bits = r.held_out, r.held_out / math.log(2)
+        beaten = f"{abs(r.bigram - nats):.3f} {'below' if nats < r.bigram else 'ABOVE'}"
+        rule = "─" * 110
+        self.say(f"\n{rule}\n{r.sample}\n{rule}")
+        self.say(
+            f"held out   {nats:.3f} nats ({bits:.3f} bits) a byte: {beaten} the bigram entropy {r.bigram:.3f} "
+            f"(unigram {r.unigram:.3f})"
+        )
+        if r.check:
+            self.say(
+                f"check      largest differences from unsharded training: losses {r.check['losses']:.1e}, "
+                f"weights {r.check['weights']:.1e} ({r.check['where']})"
+            )
+        self.say(
+            f"figures    {r.steps} steps, {r.tokens / 1e6:.2f} M tokens in {r.seconds:.0f} s "
+            f"({r.tokens / r.seconds:,.0f} a second), {r.memory / 2**20:,.0f} MiB on rank 0, weights {r.weights}, "
+            f"{self.out}/loss.png"
+        )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes so far: allocated by torch on a GPU, resident in this process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def digest(params: Mapping[str, Tensor]) -> str:
+    """A hash of every bit of the weights."""
+    seen = hashlib.sha256()
+    for name in sorted(params):
+        seen.update(name.encode())
+        seen.update(params[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return seen.hexdigest()[:16]
+
+
+def draw(losses: Sequence[float], held_out: float, unigram: float, bigram: float, title: str, path: Path) -> None:
+    """The loss curve, and what it has to beat, as PNG."""
+    from matplotlib.figure import Figure
+
+    steps = range(1, len(losses) + 1)
+    smooth = []
+    for i in range(len(losses)):  # means of what lies around, as many before as after, so that the curve does not lag
+        reach = min(i, len(losses) - 1 - i, len(losses) // 40)
+        smooth.append(fmean(losses[i - reach : i + reach + 1]))
+
+    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="training, each step")
+    axes.plot(steps, smooth, color="#08519c", linewidth=2, label="training, running mean")
+    label = f"held-out files, at the end: {held_out:.2f}"
+    axes.plot(len(losses), held_out, "o", color="#d94801", markersize=8, zorder=5, clip_on=False, label=label)
+    for name, entropy, color, line in (("unigram", unigram, "#969696", ":"), ("bigram", bigram, "#525252", "--")):
+        label = f"{name} entropy of the held-out text: {entropy:.2f}"
+        axes.axhline(entropy, color=color, linestyle=line, linewidth=1.5, label=label)
+    axes.set(xlim=(0, len(losses)), ylim=(0, max(losses[0], unigram) * 1.04), xlabel="step", ylabel="nats a byte")
+    bits = axes.twinx()
+    bits.set(ylim=[y / math.log(2) for y in axes.get_ylim()], ylabel="bits a byte")
+    axes.set_title(f"{title},\nlearns to write Python's standard library", loc="left", fontsize=11)
+    axes.grid(axis="y", color="#eeeeee")
+    for part in (axes, bits):
+        part.spines["top"].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path)

@@ -1,0 +1,192 @@
+"""The main job: a byte-level GPT on the source text of Python's standard library, sharded over all ranks of a machine.
+
+    python examples/train_gpt.py                              # every GPU, or 2 processes where there is none
+    python examples/train_gpt.py --placement ddp --steps 200
+    python examples/train_gpt.py --resume                     # go on from the newest checkpoint, with the same bits
+    python examples/train_gpt.py --check --dtype float64      # the same steps unsharded beside it: how far apart?
+    torchrun --nproc-per-node 2 examples/train_gpt.py         # the same by torch's launcher
+
+What to read: `train_step`, ten lines, and the loop in `main`. The model is in _gpt.py, the text in _corpus.py.
+
+    runs/train_gpt/
+      loss.png, result.json    the loss curve; the figures, a hash of the weights, a sample of what it writes
+      checkpoints/step_N       four a run, by torch.distributed.checkpoint
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import _corpus
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from _gpt import GPT, Config
+from _report import Log, digest, draw, peak_memory
+from _unsharded import Unsharded
+from torch import Tensor, nn
+
+import functional_fsdp as fsdp
+
+PLACEMENTS = {
+    "ddp": fsdp.ddp("data"),
+    "zero1": fsdp.zero1("data"),
+    "zero2": fsdp.zero2("data"),
+    "zero3": fsdp.zero3("data"),
+    "hsdp": fsdp.hsdp("replica", "shard"),
+    "hfsdp": fsdp.hfsdp("replica", "shard"),
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DECAY = {"no_decay": 0.0, "default": 0.1}
+
+
+def loss_fn(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    """Mean nats per byte of predicting each byte of the windows [b, t + 1] from those before it."""
+    return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def train_step(model: nn.Module, state: fsdp.State, batch: Tensor) -> tuple[fsdp.State, Tensor]:
+    state, params = fsdp.unshard(state)  # whole weights, ordinary tensors
+
+    def loss_of(params: dict[str, Tensor]) -> Tensor:
+        return loss_fn(fsdp.bind(model, params), batch)
+
+    grads, loss = torch.func.grad_and_value(loss_of)(params)
+    state = fsdp.reduce(state, grads)  # averaged over the ranks
+    state = fsdp.step(state)  # each rank updates its shard
+    return fsdp.pmean(state, loss)
+
+
+def schedule(steps: int, peak: float = 3e-3) -> Callable[[Tensor], Tensor]:
+    """Learning rate as a function of the count of steps taken: warm-up over a twentieth of them, a cosine to zero."""
+    warmup = max(1, steps // 20)
+
+    def rate(count: Tensor) -> Tensor:
+        return peak * torch.clamp((count + 1) / warmup, max=1.0) * (1 + torch.cos(count * (math.pi / steps))) / 2
+
+    return rate
+
+
+def main(args: argparse.Namespace) -> None:
+    """What every rank runs."""
+    two_axes = args.placement in ("hsdp", "hfsdp")
+    mesh = fsdp.local_mesh(replica=2, shard=-1) if two_axes else fsdp.local_mesh()
+    rank, ranks, device = dist.get_rank(), dist.get_world_size(), torch.device(mesh.device_type)
+    if device.type == "cuda":  # else two runs of the same steps may differ in the last bit
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    log = Log(args, rank)
+
+    # Data: a batch is a pure function of (seed, step, rank), so that a run that resumes sees what it would have seen.
+    corpus = _corpus.load()
+    size, context = (2, 32) if args.tiny else (8, 128)
+    config = Config(width=64, depth=2, heads=2) if args.tiny else Config()
+
+    def batch_of(step: int, rank: int) -> Tensor:
+        return _corpus.batch(corpus.train, size, context, args.seed, step, rank).to(device)
+
+    # State: what is sharded how, in which dtypes, and the optimizer.
+    dtype, rate = DTYPES[args.dtype], schedule(args.steps)
+    precision = fsdp.Precision(main=torch.promote_types(dtype, torch.float32), compute=dtype)
+    spec = fsdp.Spec(mesh, PLACEMENTS[args.placement], precision=precision, labels={"*norm*": "no_decay"})
+    optimizer = fsdp.adamw(lr=rate, betas=(0.9, 0.95), weight_decay=DECAY)
+    state, model = fsdp.init(lambda: GPT(config), spec, optimizer, seed=args.seed)
+    if args.resume and (newest := log.latest()):
+        state = fsdp.load(state, newest)
+    start = int(state.count)
+    losses = log.begin(start)
+    log.say(
+        f"text       {len(corpus.train):,} bytes of {corpus.files[0]} files to train on, "
+        f"{len(corpus.held_out):,} bytes of {corpus.files[1]} others held out\n"
+        f"baselines  {corpus.bigram:.3f} nats a byte knowing the byte before (bigram), "
+        f"{corpus.unigram:.3f} without (unigram)\n"
+        f"model      {sum(leaf.numel() for leaf in model.parameters()):,} parameters\n\n{spec}\n\n{state}\n"
+    )
+    beside = None
+    if args.check:
+        beside = Unsharded(GPT(config), fsdp.full_params(state), dtype, rate, optimizer.betas, DECAY)
+
+    # Training.
+    begin, saves = time.perf_counter(), max(1, args.steps // 4)
+    for step in log.progress(start, args.steps):
+        state, loss = train_step(model, state, batch_of(step, rank))
+        losses.append(loss)
+        if beside and rank == 0:
+            beside.step(loss_fn, [batch_of(step, r) for r in range(ranks)], loss)
+        if (step + 1) % 10 == 0 or step + 1 == args.steps:  # reading a loss waits for the device
+            speed = (step + 1 - start) * ranks * size * context / (time.perf_counter() - begin)
+            losses[-10:] = map(float, losses[-10:])  # small tensors kept for long would fragment the heap
+            log.show(losses[-1], speed, peak_memory(device))
+        if (step + 1) % saves == 0 or step + 1 == args.steps:
+            log.save(losses)
+            fsdp.save(state, log.checkpoints / f"step_{step + 1}")
+    seconds = time.perf_counter() - begin
+
+    # What came of it: a loss on files it never saw, each rank reading its part of the windows.
+    params = fsdp.full_params(state)
+    trained = fsdp.bind(model, params)
+    windows = _corpus.windows(corpus.held_out, (64 if args.tiny else 1024) // ranks * ranks, context)
+    state, held_out = fsdp.pmean(state, evaluate(trained, windows[rank::ranks].to(device)))
+    if rank == 0:
+        title = f"GPT of {sum(p.numel() for p in params.values()):,} parameters, {args.placement} on {ranks} ranks"
+        draw(losses, float(held_out), corpus.unigram, corpus.bigram, title, log.out / "loss.png")
+        text = sample(trained, 32 if args.tiny else 500, context, args.seed, device)
+        log.end(
+            steps=args.steps, losses=losses, held_out=float(held_out), bigram=corpus.bigram, unigram=corpus.unigram,
+            seconds=seconds, tokens=(args.steps - start) * ranks * size * context, memory=peak_memory(device),
+            weights=digest(params), sample=text, check=beside.differences(params) if beside else None,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def evaluate(model: Callable[[Tensor], Tensor], windows: Tensor, at_once: int = 32) -> Tensor:
+    """Mean nats a byte over the windows [n, t + 1]."""
+    losses = [loss_fn(model, some) * len(some) for some in windows.split(at_once)]
+    return torch.stack(losses).sum() / len(windows)
+
+
+@torch.no_grad()
+def sample(
+    model: Callable[[Tensor], Tensor], length: int, context: int, seed: int, device: torch.device, prompt: str = "def "
+) -> str:
+    """Text that the model writes after the prompt, a byte at a time."""
+    generator = torch.Generator(device).manual_seed(seed)
+    text = torch.tensor([list(prompt.encode())], device=device)
+    for _ in range(length):
+        logits = model(text[:, -context:])[:, -1].float()
+        text = torch.cat((text, torch.multinomial((logits / 0.7).softmax(-1), 1, generator=generator)), dim=1)
+    return bytes(text[0].tolist()).decode(errors="replace")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Train a byte-level GPT on Python's standard library, sharded.")
+    add: Any = parser.add_argument
+    add("--placement", choices=PLACEMENTS, default="zero3", help="what is sharded (default: %(default)s)")
+    add("--steps", type=int, help="steps to train (default: 800, with --check 20)")
+    add("--ranks", type=int, help="processes (default: one a GPU, or 2)")
+    add("--dtype", choices=DTYPES, default="float32", help="of compute; main weights are float32 at least")
+    add("--seed", type=int, default=0, help="decides weights, data and sample (default: %(default)s)")
+    add("--out", type=Path, default=Path("runs/train_gpt"), help="folder of results; a new run replaces the one there")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in the folder")
+    add("--check", action="store_true", help="train unsharded beside it, on all ranks' batches, and compare")
+    add("--tiny", action="store_true", help=argparse.SUPPRESS)  # for tests
+    args = parser.parse_args()
+    if args.check and args.resume:
+        parser.error("--check compares from the first step on: leave out --resume")
+    args.steps = args.steps or (20 if args.check else 800)
+    return args
+
+
+if __name__ == "__main__":
+    args = arguments()
+    if "RANK" in os.environ:  # torchrun has started the ranks
+        main(args)
+        dist.destroy_process_group()
+    else:
+        fsdp.launch(main, args.ranks, args)

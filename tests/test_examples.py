@@ -1,0 +1,114 @@
+"""The examples as a user runs them: as commands, in processes of their own, with warnings as errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import _corpus  # noqa: E402
+
+PYTHON = [sys.executable, "-W", "error"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+def command(*line: str | Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    # CPU on every machine, so that the figures are the same; a process of its own knows nothing of pytest's ranks
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*map(str, line)], env=env, capture_output=True, text=True, timeout=100)
+
+
+def train(out: Path, *flags: str, by: list[str] = PYTHON) -> dict[str, Any]:
+    """Figures of a run of train_gpt with 2 ranks, 8 steps and a tiny model."""
+    done = command(*by, EXAMPLES / "train_gpt.py", "--tiny", "--steps", "8", "--out", out, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures: dict[str, Any] = json.loads((out / "result.json").read_text())
+    assert figures["weights"] in done.stdout.splitlines()[-1]
+    return figures | {"printed": done.stdout}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run without interruption; tests that change its folder work on a copy."""
+    out = tmp_path_factory.mktemp("straight")
+    return out, train(out, "--ranks", "2")
+
+
+def test_train_gpt_learns_and_leaves_its_figures(straight: tuple[Path, dict[str, Any]]) -> None:
+    out, figures = straight
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6", "step_8"]
+    assert len(figures["losses"]) == 8
+    assert figures["losses"][-1] < figures["losses"][0]
+    assert 1 < figures["bigram"] < figures["unigram"] < 5
+    assert f"held out   {figures['held_out']:.3f} nats" in figures["printed"]
+    assert f"bigram entropy {figures['bigram']:.3f}" in figures["printed"]
+    assert figures["sample"].startswith("def ")
+
+
+def test_train_gpt_resumes_with_the_same_bits(straight: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out = tmp_path / "interrupted"
+    shutil.copytree(straight[0], out)
+    for newer in ("step_6", "step_8"):  # as if it had been stopped after step 4
+        shutil.rmtree(out / "checkpoints" / newer)
+    (out / "result.json").unlink()
+    figures = train(out, "--ranks", "2", "--resume")
+    assert "resumed    after step 4" in figures["printed"]
+    for same in ("weights", "losses", "held_out", "sample"):
+        assert figures[same] == straight[1][same]
+
+
+def test_train_gpt_refuses_to_resume_another_run(straight: tuple[Path, dict[str, Any]]) -> None:
+    done = command(*PYTHON, EXAMPLES / "train_gpt.py", "--tiny", "--steps", "9", "--out", straight[0], "--resume")
+    assert done.returncode != 0
+    assert "has {'steps': 8, 'seed': 0}, this one {'steps': 9, 'seed': 0}" in done.stderr
+
+
+def test_train_gpt_under_torchrun_with_ddp_gives_the_bits_of_zero3(
+    straight: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    figures = train(tmp_path, "--placement", "ddp", by=TORCHRUN)
+    assert figures["weights"] == straight[1]["weights"]
+    assert figures["losses"] == straight[1]["losses"]
+
+
+def test_train_gpt_equals_unsharded_training(tmp_path: Path) -> None:
+    figures = train(tmp_path, "--ranks", "2", "--placement", "hfsdp", "--check", "--dtype", "float64")
+    assert figures["check"]["losses"] < 1e-9
+    assert figures["check"]["weights"] < 1e-9
+    assert "check      largest differences from unsharded training" in figures["printed"]
+
+
+def test_the_corpus_is_split_by_file_and_its_entropies_are_those_of_counted_tables() -> None:
+    corpus = _corpus.load()
+    assert _corpus.load().files == corpus.files
+    assert 0.03 < len(corpus.held_out) / len(corpus.train) < 0.3
+    opening = bytes(corpus.held_out[:200].tolist())
+    assert opening not in bytes(corpus.train.tolist())
+    text = torch.randint(4, (100_000,), generator=torch.Generator().manual_seed(0)) // 2 * 2  # bytes 0 and 2, fair
+    unigram, bigram = _corpus.entropies(text)
+    assert unigram == pytest.approx(0.6931, abs=1e-3)
+    assert bigram == pytest.approx(0.6931, abs=1e-3)
+
+
+def test_batches_depend_on_seed_step_and_rank_only() -> None:
+    text = torch.arange(250, dtype=torch.uint8)
+    first = _corpus.batch(text, 4, 16, seed=0, step=7, rank=1)
+    assert torch.equal(first, _corpus.batch(text, 4, 16, seed=0, step=7, rank=1))
+    assert torch.equal(first[:, 1:], first[:, :-1] + 1)
+    for other in ((1, 7, 1), (0, 8, 1), (0, 7, 0)):
+        assert not torch.equal(first, _corpus.batch(text, 4, 16, *other))
+    windows = _corpus.windows(text, 3, 16)
+    assert windows[0, 0] == 0
+    assert windows[-1, -1] == 249
