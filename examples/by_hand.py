@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 def batch_of(step: int, rank: int) -> Batch:
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    byte = torch.randint(256, (128,), generator=generator)
+    byte = torch.randint(256, (128,), generator=generator, device="cpu")
     return {"byte": byte, "next": (5 * byte + 3) % 256}
 
 

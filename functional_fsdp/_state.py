@@ -234,9 +234,7 @@ class State:
             )
 
         ledger = self.token.ledger
-        if self.token.serial < ledger.base:
-            status = f"consumed by {ledger.consumed.get(self.token.serial, 'an earlier call')}"
-        elif self.between_steps:
+        if self.between_steps:
             status = "between steps"
         elif self.token.serial == ledger.head:
             status = "in the middle of a step"
@@ -248,9 +246,8 @@ class State:
             tree = getattr(self, name)
             tensors = [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
             dtypes = "/".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
-            buffer = (
-                next((b for b in tree.values() if isinstance(b, FlatBuffer)), None) if isinstance(tree, dict) else None
-            )
+            nodes = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
+            buffer = next((node for node in nodes if isinstance(node, FlatBuffer)), None)
             states = ", ".join(f"{axis}: {s}" for axis, s in buffer.states) if buffer else ""
             rows.append((name, len(tensors), size(tree), dtypes or "-", states or "-"))
         what = f"State of {len(self.units)} units, {len(self.layout.paths)} leaves"

@@ -100,7 +100,7 @@ def test_a_state_prints_as_a_table() -> None:
         f"main 3 {size} float32 data: Shard",
         f"weights 3 {size} float32 data: Replicate",
         "grads 0 0 B - -",
-        "opt 6 5.0 KiB float32 -",
+        "opt 6 5.0 KiB float32 data: Shard",
         "buffers 0 0 B - -",
         "extras 0 0 B - -",
     ]

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 def script(text: str, **environment: str) -> str:
     """Standard output and error of a script in a process of its own."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": path} | environment
     done = subprocess.run(
         [sys.executable, "-"], input=textwrap.dedent(text), env=env, capture_output=True, text=True, timeout=300
     )
