@@ -55,7 +55,7 @@ from torch.nn.parallel import DistributedDataParallel
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
-LR = 3e-4
+LR = 3e-5  # low: larger ones make the first steps of an untrained model chaotic, and then losses cannot be compared
 
 # ---------------------------------------------------------------- the model
 
