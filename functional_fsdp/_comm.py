@@ -63,6 +63,7 @@ class Runtime:
         self.mesh = mesh
         self.sizes = dict(zip(names, mesh.shape, strict=True))
         self.coordinate = {axis: mesh.get_local_rank(axis) for axis in names}
+        self.position = tuple(self.coordinate.items())
         self.size = mesh.size()
         self.device = torch.device(mesh.device_type)
         if self.device.type == "cuda":

@@ -1,23 +1,16 @@
 """FlatBuffer: one rank's part of a bucket, and the one operation on it, `redistribute`.
 
-| from -> to             | collective                 | bytes a rank receives, n = the larger side |
-|------------------------|----------------------------|--------------------------------------------|
-| Shard -> Replicate     | all-gather                 | (r-1)/r · n                                 |
-| Partial -> Replicate   | all-reduce                 | 2 · (r-1)/r · n                             |
-| Partial -> Shard       | reduce-scatter             | (r-1)/r · n                                 |
-| Replicate -> Shard     | none, a local slice        | 0                                           |
+    FlatBuffer(local [n / ranks], bucket, (("data", Shard),), mesh)
+        .redistribute({"data": Replicate})         all-gather: local [n]
 
-Anything else is an error. On two axes the steps follow the bucket's split order: gathers undo the last split first,
-reductions do the first split first, and what stays whole is all-reduced last, when it is smallest.
+What a transition issues is a `Route` (see `_route`), found once and kept; this file only follows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import torch
@@ -26,32 +19,10 @@ from torch._utils import _unflatten_dense_tensors
 from ._comm import runtime_of
 from ._errors import SpecError
 from ._layout import Bucket
+from ._route import Axis, Partial, Replicate, Shard, States, route, states_of
 from ._tree import register
 
 __all__ = ["Axis", "FlatBuffer", "Partial", "Replicate", "Shard", "leaves_of", "states_of", "write_leaves"]
-
-
-class Axis(Enum):
-    """How a buffer lies along one mesh axis."""
-
-    SHARD = "Shard"  # each rank has its slice
-    REPLICATE = "Replicate"  # each rank has all of it, the same
-    PARTIAL = "Partial"  # each rank has a summand of all of it
-
-    def __str__(self) -> str:
-        return str(self.value)
-
-    __repr__ = __str__
-
-
-Shard, Replicate, Partial = Axis.SHARD, Axis.REPLICATE, Axis.PARTIAL
-States = tuple[tuple[str, Axis], ...]
-
-
-def states_of(bucket: Bucket, kind: str, rest: Axis = Replicate) -> States:
-    """The per-axis states of "weights", "grads" or "main" of a bucket; axes that do not shard it are `rest`."""
-    sharded = getattr(bucket.placement, kind)
-    return tuple((axis, Shard if axis in sharded else rest) for axis in bucket.placement.data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,68 +90,35 @@ class FlatBuffer:
         Example, [n / ranks] -> [n]: `FlatBuffer(shard, bucket, (("data", Shard),), mesh).redistribute({"data":
         Replicate})`
         """
-        have, want = dict(self.states), dict(self.states) | dict(target)
-        self._check(have, want)
         run = runtime_of(self.mesh)
-        order = [a for a in self.bucket.placement.order if a in have]
-        order += [a for a in have if a not in order]
-        n = self.bucket.numel // prod(run.sizes[a] for a, state in want.items() if state is Shard)
-        if out is not None and (out.shape != (n,) or out.dtype != self.local.dtype):
+        wanted = target if isinstance(target, tuple) else tuple(target.items())
+        way = route(self.bucket, self.states, wanted, run.position)
+        if out is not None and (out.shape != (way.numel,) or out.dtype != self.local.dtype):
             raise SpecError(
                 f"redistribute({self.bucket.name!r}): out has shape {tuple(out.shape)} and dtype {out.dtype}; expected "
-                f"({n},) and {self.local.dtype}."
+                f"({way.numel},) and {self.local.dtype}."
             )
-        local = self.local
-        gathers = [a for a in reversed(order) if have[a] is Shard and want[a] is Replicate]
-        splits = [a for a in order if have[a] is not Shard and want[a] is Shard]
-        whole_sums = [a for a in order if have[a] is Partial and want[a] is Replicate]
-        # leading axes of the split order are sharded before and after, so there are gathers or splits, never both
-        if gathers:
-            whole = out if out is not None else local.new_empty(n)
-            begin = self.bucket.span([a for a in order if want[a] is Shard], run.coordinate)[0]
-            for i, axis in enumerate(gathers):
-                still = [a for a in order if have[a] is Shard and a not in gathers[: i + 1]]
-                start = self.bucket.span(still, run.coordinate)[0] - begin
-                part = whole[start : start + local.numel() * run.sizes[axis]]
-                run.all_gather(part, local, axis, lane or "gather", self.bucket.name)
-                local = part
-        if Partial in (have[axis] for axis in (*splits, *whole_sums)) and not donate:
+        local, name = self.local, self.bucket.name
+        if way.sums and not donate:
             local = local.clone()
-        for axis in splits:
-            size = local.numel() // run.sizes[axis]
-            if have[axis] is Replicate:
-                local = local[run.coordinate[axis] * size : (run.coordinate[axis] + 1) * size]
-            else:
-                part = out if out is not None and axis is splits[-1] else local.new_empty(size)
-                run.reduce_scatter(part, local, axis, average, lane or "reduce", self.bucket.name)
+        for i, (kind, axis, start, size) in enumerate(way.hops):
+            if kind == "gather":
+                if i == 0:
+                    whole = out if out is not None else local.new_empty(way.numel)
+                part = whole[start : start + size]
+                run.all_gather(part, local, axis, lane or "gather", name)
                 local = part
-        for axis in whole_sums:
-            run.all_reduce(local, axis, average, lane or "reduce", self.bucket.name)
+            elif kind == "slice":
+                local = local[start : start + size]
+            elif kind == "scatter":
+                part = out if out is not None and size == way.numel else local.new_empty(size)
+                run.reduce_scatter(part, local, axis, average, lane or "reduce", name)
+                local = part
+            else:
+                run.all_reduce(local, axis, average, lane or "reduce", name)
         if out is not None and local is not out:
             local = out if local.data_ptr() == out.data_ptr() else out.copy_(local)
-        return self.but(local, tuple(want.items()))
-
-    def _check(self, have: dict[str, Axis], want: dict[str, Axis]) -> None:
-        where = f"redistribute({self.bucket.name!r})"
-        for axis, state in want.items():
-            if axis not in have:
-                raise SpecError(f"{where}: unknown axis {axis!r}; this buffer lies on {', '.join(map(repr, have))}.")
-            if (have[axis], state) not in _ALLOWED and have[axis] is not state:
-                allowed = ", ".join(f"{a} -> {b}" for a, b in _ALLOWED)
-                raise SpecError(
-                    f"{where}: {have[axis]} -> {state} on the axis {axis!r} is not a transition. There are {allowed}."
-                )
-        order = self.bucket.placement.order
-        for states in (have, want):
-            sharded = {axis for axis, state in states.items() if state is Shard}
-            if sharded != set(order[: len(sharded)]):
-                raise SpecError(
-                    f"{where}: sharded over {sorted(sharded)}, but this bucket is split in the order {order}; "
-                    f"only leading axes of that order can be sharded."
-                )
-
-
-_ALLOWED = ((Shard, Replicate), (Partial, Replicate), (Partial, Shard), (Replicate, Shard))
+        return self.but(local, way.states)
 
 
 register(

@@ -82,6 +82,9 @@ class Bucket:
     grads: torch.dtype
     trainable: bool
 
+    def __hash__(self) -> int:  # buckets are keys of caches in every verb: leave the leaves out
+        return hash((self.name, self.numel, self.placement, self.compute))
+
     @cached_property
     def ranks(self) -> dict[str, int]:
         return dict(self.sizes)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import functional_fsdp as fsdp
 from functional_fsdp import FlatBuffer, Partial, Replicate, Shard, launch
-from functional_fsdp._flat import Axis
 from functional_fsdp._layout import Bucket
+from functional_fsdp._route import Axis
 
 ONE = ("data",)
 TWO = ("replica", "shard")
