@@ -15,6 +15,8 @@ from ._launch import LaunchError, launch, local_mesh
 from ._layout import Bucket, Layout, Leaf, Unit
 from ._module import bind, functionalize
 from ._optim import Optimizer, adamw, from_updates, sgd
+from ._plan import Plan, plan
+from ._schedule import Schedule
 from ._shard import layout, shard
 from ._spec import Placement, Precision, Spec, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._state import State
@@ -34,9 +36,11 @@ __all__ = [
     "Optimizer",
     "Partial",
     "Placement",
+    "Plan",
     "Precision",
     "Replicate",
     "RestartError",
+    "Schedule",
     "ScheduleError",
     "Shard",
     "Spec",
@@ -61,6 +65,7 @@ __all__ = [
     "load",
     "local_mesh",
     "local_shards",
+    "plan",
     "pmean",
     "reduce",
     "release",
