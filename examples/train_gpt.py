@@ -173,7 +173,11 @@ def arguments() -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="float32", help="of compute; main weights are float32 at least")
     add("--seed", type=int, default=0, help="decides weights, data and sample (default: %(default)s)")
     add("--out", type=Path, default=Path("runs/train_gpt"), help="folder of results; a new run replaces the one there")
-    add("--resume", action="store_true", help="go on from the newest checkpoint in the folder")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in the folder, of a run with the same --steps and --seed",
+    )
     add("--check", action="store_true", help="train unsharded beside it, on all ranks' batches, and compare")
     add("--tiny", action="store_true", help=argparse.SUPPRESS)  # for tests
     args = parser.parse_args()

@@ -84,8 +84,15 @@ class _Pickler(pickle.Pickler):
             return NotImplemented if _importable(obj) else self._function(obj)
         if isinstance(obj, torch.Tensor) and obj.is_cuda and self.home:
             return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        if isinstance(obj, DeviceMesh) and dist.is_initialized() and not self.home:
-            raise TypeError(f"{obj} belongs to this process and its group; call local_mesh() inside the function")
+        if isinstance(obj, DeviceMesh) and dist.is_initialized():
+            raise TypeError(
+                f"{obj} belongs to this process and its group; "
+                + (
+                    "return tensors, not a State, Spec or mesh"
+                    if self.home
+                    else "call local_mesh() inside the function"
+                )
+            )
         reduce = _REDUCE.get(type(obj))
         return reduce(obj) if reduce else NotImplemented
 

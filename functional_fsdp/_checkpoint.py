@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 import torch.utils._pytree as pytree
 
 from ._comm import runtime_of
-from ._errors import SpecError, StaleStateError
+from ._errors import SpecError, StaleStateError, TreeError
 from ._flat import FlatBuffer
 from ._state import Ledger, State, Token
 from ._tree import flatten
@@ -44,7 +44,8 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
     are not.
 
     Raises:
-        StaleStateError: a state in the middle of a step. FileExistsError: the folder exists.
+        StaleStateError: a state in the middle of a step. FileExistsError: the folder exists. TreeError: an optimizer
+            state or extra that is no tensor. OSError: what the first rank met, on every rank.
 
     Example: `fsdp.save(state, f"checkpoints/step_{n}")`.
     """
@@ -54,23 +55,27 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
             "save: this State is in the middle of a step. Save the state before the step, or after step()."
         )
     run, final = runtime_of(state.spec.mesh), Path(folder)
-    if final.exists():
-        raise FileExistsError(f"save: {final} exists. Choose another folder, or remove it first.")
     partial = final.with_name(final.name + ".partial")
-    first = run.size == 1 or run.rank == 0
-    if first:
+    tensors = _tensors(state)
+    about = {**_about(state), "step": state.token.ledger.steps}
+    state.token.ledger.look(state.token.serial)
+
+    def prepare() -> None:
+        if final.exists():
+            raise FileExistsError(f"save: {final} exists. Choose another folder, or remove it first.")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    _barrier(run)
-    with _quiet():
-        dcp.save(  # type: ignore[attr-defined]
-            _tensors(state), checkpoint_id=str(partial), process_group=_group(run), no_dist=run.size == 1
-        )
-    if first:
-        about = {**_about(state), "step": state.token.ledger.steps}
+
+    def complete() -> None:
         (partial / "layout.json").write_text(json.dumps(about, indent=1))
         os.replace(partial, final)
-    _barrier(run)
+
+    _first(run, prepare)
+    with _quiet():
+        dcp.save(  # type: ignore[attr-defined]
+            tensors, checkpoint_id=str(partial), process_group=_group(run), no_dist=run.size == 1
+        )
+    _first(run, complete)
     return final
 
 
@@ -78,7 +83,8 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
     """Read what `save` wrote, into a new state of the same spec. `state` is the template; it is not changed.
 
     Args:
-        state: a state of the same placement, world size and units, as `init` or `shard` gives.
+        state: a state of the same placement, world size and units, as `init` or `shard` gives; also one that `step`
+            consumed, or that an error left half updated.
         folder: what was given to `save`.
 
     Returns:
@@ -90,7 +96,6 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
 
     Collective: every rank calls it.
     """
-    state.valid("load")
     path = Path(folder)
     if not (path / "layout.json").is_file():
         raise FileNotFoundError(f"load: {path} is not a complete checkpoint (it has no layout.json).")
@@ -103,7 +108,7 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
             f"placement, world size, units and dtypes only, so far."
         )
     run = runtime_of(state.spec.mesh)
-    trees = {name: pytree.tree_map(torch.empty_like, getattr(state, name)) for name in SAVED}
+    trees = {name: pytree.tree_map_only(torch.Tensor, torch.empty_like, getattr(state, name)) for name in SAVED}
     fresh = state.evolve(**trees)
     with _quiet():
         dcp.load(  # type: ignore[attr-defined]
@@ -151,6 +156,11 @@ def _tensors(state: State) -> dict[str, torch.Tensor]:
                 found[f"{name}.{path}[{start}:{stop}]"] = node.local
             elif isinstance(node, torch.Tensor):
                 found[f"{name}.{path}"] = node
+            elif node is not None:
+                raise TreeError(
+                    f"checkpoint: State.{name} holds a {type(node).__name__} at {path!r}; only tensors are written. "
+                    "Keep it as a tensor."
+                )
     return found
 
 
@@ -158,9 +168,18 @@ def _group(run: Any) -> dist.ProcessGroup | None:
     return None if run.size == 1 else run.control
 
 
-def _barrier(run: Any) -> None:
+def _first(run: Any, do: Callable[[], None]) -> None:
+    """Run `do` on the first rank. All ranks wait for it, and raise what it raised."""
+    result: list[BaseException | None] = [None]
+    if run.size == 1 or run.rank == 0:
+        try:
+            do()
+        except OSError as error:
+            result = [error]
     if run.size > 1:
-        dist.barrier(group=run.control)
+        dist.broadcast_object_list(result, src=run.ranks[0], group=run.control)
+    if result[0] is not None:
+        raise result[0]
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._collectives import Collective, all_gather, all_reduce, reduce_scatter
 from ._errors import CommError, RestartError, ScheduleError, SpecError
 
-__all__ = ["Runtime", "runtime_of"]
+__all__ = ["Runtime", "any_failed", "runtime_of"]
 
 LANES = ("gather", "reduce", "side")
 POLL = timedelta(seconds=0.1)
@@ -68,11 +68,13 @@ class Runtime:
         self.device = torch.device(mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.epoch = 0
+        self.epoch = 0  # how often a restart dropped what was under way
+        self.meetings = 0  # restarts, and meetings that found every rank at the same place
         self.count = 0
         self.tail: deque[Issued] = deque(maxlen=REMEMBER)
         self.digest = 0
         self.pending: list[Collective] = []
+        self.failed = False  # a collective never came to an end: the communicators are of no more use
         self.lineages = 0
         self.ledgers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}
@@ -160,23 +162,26 @@ class Runtime:
             except RuntimeError as error:
                 spent, limit = time.monotonic() - begun, self.timeout.total_seconds()
                 if collective.failed() or spent > limit:
+                    self.failed = True
                     raise CommError(
                         f"{entry.kind} over the axis {entry.axis!r} ({entry.lane} lane, {entry.what}, {entry.numel} "
                         f"elements) failed after {spent:.1f} s of {limit:.0f} s: a rank died, hangs, or issued another "
                         f"collective. Restart the job from its last checkpoint. The backend says: {str(error)[:300]}"
                     ) from error
-            if self.store.check([f"restart/{self.epoch}"]):
-                self.restart()
+            if self.store.check([f"restart/{self.meetings}"]):
+                self.restart(noticed=True)
                 raise RestartError(
-                    "another rank abandoned this step and restarted. Nothing is lost: go on from the state that "
-                    "the step "
-                    "started from (it is still valid), on every rank."
+                    "another rank abandoned this step and restarted. Nothing is lost: go on from the state that the "
+                    "step started from (it is still valid), on every rank."
                 )
 
     # ---- agreement
 
     def vote(self) -> None:
-        """Before `step` commits: every rank arrived here, having issued the same collectives. Host only, 16 bytes.
+        """Before `step` commits: every rank arrived here, having issued the same collectives. Host, twice 16 bytes.
+
+        In the first round ranks wait for the slowest; whoever is interrupted there abandons the step, which its peers
+        hear in the second. Nobody waits in the second for longer than a message takes.
 
         Raises:
             ScheduleError: ranks issued different collectives since the last step.
@@ -189,29 +194,36 @@ class Runtime:
         mine = self.digest
         self._wait(self._start(entry, ballot, ballot), entry)
         most, least = ballot[0].item(), -ballot[1].item()
+        self._wait(self._start(entry, ballot, ballot), entry)
         self.digest = 0
         self.tail.clear()
         if most != least:
             raise ScheduleError(
                 f"ranks issued different collectives in this step (this rank's digest is {mine}, the digests lie "
-                "between "
-                f"{least} and {most}), so their results were mixed up and the step was not taken. Call "
-                "unshard and reduce for the same units, in the same order, on every rank. The state before the "
-                "step is valid."
+                f"between {least} and {most}), so their results were mixed up and the step was not taken. Call unshard "
+                "and reduce for the same units, in the same order, on every rank. The state before the step is valid."
             )
 
-    def restart(self) -> None:
+    def restart(self, lineage: int = 0, noticed: bool = False) -> None:
         """Meet every rank of the mesh, drain what any of them had issued, and begin a new epoch. Collective.
+
+        When every rank comes of its own accord, for the same lineage and from the same place (all look at the state
+        before a step, say), nothing was abandoned by some ranks only, and the epoch goes on.
+
+        Args:
+            lineage: whose state before the step is used again (0: nobody's in particular).
+            noticed: this rank comes because a peer announced a restart.
 
         Raises:
             CommError: a rank did not answer within the timeout, or is a step ahead or behind.
         """
         if self.size == 1:
             return
-        epoch = self.epoch
+        epoch = self.meetings
+        here = (self.count, self.digest, 0 if noticed else lineage)
         steps = {key: ledger.steps for key, ledger in self.ledgers.items()}
         self.store.set(f"restart/{epoch}", "1")
-        self.store.set(f"status/{epoch}/{self.rank}", pickle.dumps((self.count, steps, list(self.tail))))  # type: ignore[arg-type]
+        self.store.set(f"status/{epoch}/{self.rank}", pickle.dumps((here, steps, list(self.tail))))  # type: ignore[arg-type]
         deadline = time.monotonic() + self.timeout.total_seconds()
         keys = [f"status/{epoch}/{r}" for r in range(self.size)]
         while missing := [r for r, key in enumerate(keys) if not self.store.check([key])]:
@@ -230,9 +242,9 @@ class Runtime:
                         f"restart: this rank's state is at step {steps[key]}, that of rank {self.ranks[rank]} at step "
                         f"{theirs[key]}. Restart the job from its last checkpoint."
                     )
-        furthest, _, log = max(statuses, key=lambda status: status[0])
+        (furthest, _, _), _, log = max(statuses, key=lambda status: status[0][0])
         behind = furthest - self.count
-        if furthest - min(status[0] for status in statuses) > len(log):
+        if furthest - min(status[0][0] for status in statuses) > len(log):
             raise CommError(
                 f"restart: ranks are {behind} collectives apart, more than the {len(log)} that are remembered."
             )
@@ -248,7 +260,9 @@ class Runtime:
         self.pending.clear()
         self.tail.clear()
         self.digest = 0
-        self.epoch += 1
+        self.meetings += 1
+        if not (here[-1] and all(status[0] == here for status in statuses)):
+            self.epoch += 1
         self.store.delete_key(f"status/{epoch - 1}/{self.rank}")
 
 
@@ -271,6 +285,11 @@ def runtime_of(mesh: Any) -> Runtime:
     if key not in _RUNTIMES:
         _RUNTIMES[key] = Runtime(mesh)
     return _RUNTIMES[key]
+
+
+def any_failed() -> bool:
+    """Whether the communicators of any mesh of this process are of no more use."""
+    return any(run.failed for run in _RUNTIMES.values())
 
 
 def _timeout(mesh: DeviceMesh, device: torch.device) -> timedelta:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from ._errors import TreeError
 from ._flat import FlatBuffer, Replicate, leaves_of
 from ._state import State
 
@@ -28,6 +29,7 @@ def full_params(state: State) -> Any:
     Example: `torch.save(fsdp.full_params(state), "model.pt")`.
     """
     state.valid("full_params")
+    state.token.ledger.look(state.token.serial)
     views: dict[str, torch.Tensor] = {}
     for name, bucket in state.layout.buckets.items():
         main = state.main[name]
@@ -52,6 +54,8 @@ def local_shards(state: State, kind: Literal["main", "weights", "grads"] = "main
         StaleStateError: a state that `step` has consumed.
     """
     state.valid("local_shards")
+    if kind not in ("main", "weights", "grads"):
+        raise TreeError(f"local_shards(state, {kind!r}): expected one of 'main', 'weights', 'grads'.")
     tree = getattr(state, kind)
     if kind == "grads" and tree:
         state.token.ledger.enter(state.token.serial, "local_shards")

@@ -16,6 +16,7 @@ Recording initialisation on fake tensors is the idea of torchdistX's deferred_in
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -182,9 +183,15 @@ def init(make: Callable[[], M], spec: Spec, optimizer: Any = None, *, seed: int 
     Example: `state, model = fsdp.init(lambda: GPT(config), spec, fsdp.adamw(lr=3e-4), seed=0)`.
     """
     device = runtime_of(spec.mesh).device
+    if isinstance(make, nn.Module):
+        raise SpecError(
+            f"init: expected a function that builds the module, as lambda: {type(make).__name__}(...), not a module. "
+            f"For weights that exist use functionalize(module) and shard(params, spec)."
+        )
     recorder = Recorder(seed, device)
     try:
-        with torch.device(device), recorder.fake, recorder:
+        with warnings.catch_warnings(), torch.device(device), recorder.fake, recorder:
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by copy.deepcopy(layer)
             module = make()
     except SpecError:
         raise
@@ -194,6 +201,8 @@ def init(make: Callable[[], M], spec: Spec, optimizer: Any = None, *, seed: int 
             f"{str(error).split(chr(10))[0]}). If its construction looks at values, build it for real and use "
             f"functionalize(module) and shard(params, spec)."
         ) from error
+    if not isinstance(module, nn.Module):
+        raise SpecError(f"init: make() returned a {type(module).__name__}; expected a module.")
     params = dict(module.named_parameters(remove_duplicate=False))
     shapes = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in params.values()}
     infos, paths, treedef = describe({path: shapes[id(p)] for path, p in params.items()})

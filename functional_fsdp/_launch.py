@@ -137,8 +137,7 @@ def launch(
     except Exception as error:
         raise TypeError(
             f"launch(): {_name(fn)} cannot be sent to the workers: {error}. Create what belongs to one process (a "
-            "lock, "
-            "an open file, a mesh) inside the function, not in a global or an argument"
+            "lock, an open file, a mesh) inside the function, not in a global or an argument"
         ) from error
     key = (os.getpid(), nproc)
     if key in _pools and not _pools[key].alive():

@@ -292,8 +292,7 @@ def _trains(leaf: LeafInfo, spec: Spec) -> bool:
     if said and not leaf.dtype.is_floating_point:
         raise SpecError(
             f"Spec(trainable): the leaf {leaf.path!r} is marked trainable, but its dtype is {leaf.dtype} and only "
-            "floating "
-            f"dtypes have gradients. Put {{{leaf.path!r}: False}} before that rule."
+            f"floating dtypes have gradients. Put {{{leaf.path!r}: False}} before that rule."
         )
     return (leaf.trainable and leaf.dtype.is_floating_point) if said is None else said
 

@@ -34,9 +34,9 @@ class Placeholder(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise TreeError(
-            f"bind weights first: this is a skeleton, its parameters have no values ({name or func} was called on "
-            "one of "
-            f"shape {_shape(args)}). Call fsdp.bind(model, weights)(...), with weights from unshard."
+            f"bind weights first: this is a skeleton, its parameters have no values ({name or func} was called on one "
+            f"of shape {_shape((*args, *(kwargs or {}).values()))}). Call fsdp.bind(model, weights)(...), with weights "
+            "from unshard."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -58,8 +58,7 @@ def as_optimizer(value: Any) -> Any:
         return Optimizer(*value)
     raise SpecError(
         f"optimizer: expected a pair (init, update), as fsdp.adamw(lr=3e-4), not {type(value).__name__}. For an "
-        "optax-style pair "
-        f"use fsdp.from_updates(pair)."
+        "optax-style pair use fsdp.from_updates(pair)."
     )
 
 
@@ -67,10 +66,16 @@ def _by_label(name: str, value: PerLabel, label: str) -> float:
     if not isinstance(value, Mapping):
         return value
     if label not in value and "default" not in value:
-        raise SpecError(
-            f"{name}={dict(value)}: nothing for the label {label!r}. Add {{{label!r}: ...}} or {{'default': ...}}."
-        )
+        keys = " or ".join(dict.fromkeys((repr(label), "'default'")))
+        raise SpecError(f"{name}={dict(value)}: nothing for the label {label!r}. Add a number under {keys}.")
     return value[label] if label in value else value["default"]
+
+
+def _check_labels(main: Tree, **settings: Any) -> None:
+    """Refuse settings that say nothing for a label, on every rank and before any weight has changed."""
+    for label in dict.fromkeys(label for buffer in main.values() for label, _, _ in buffer.bucket.labels):
+        for name, value in settings.items():
+            _by_label(name, value, label)
 
 
 def _groups(*trees: Tree) -> dict[str, list[list[torch.Tensor]]]:
@@ -107,6 +112,7 @@ class AdamW:
     weight_decay: Any
 
     def init(self, main: Tree) -> AdamState:
+        _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
         return AdamState(*(pytree.tree_map(torch.zeros_like, main) for _ in range(2)))
 
     def update(self, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor) -> tuple[Tree, AdamState]:
@@ -135,6 +141,7 @@ class Sgd:
     nesterov: bool
 
     def init(self, main: Tree) -> Tree | tuple[()]:
+        _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
         return pytree.tree_map(torch.zeros_like, main) if self.momentum else ()
 
     def update(self, grads: Tree, opt: Tree | tuple[()], main: Tree, count: torch.Tensor) -> tuple[Tree, Any]:

@@ -46,8 +46,8 @@ def describe(tree: Any) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpe
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):
             raise TreeError(
-                f"the leaf {path!r} is a {type(leaf).__name__}; expected a tensor. Keep what is not a parameter out "
-                "of the tree."
+                f"the leaf {path!r} is a {type(leaf).__name__}; expected a tensor. Keep what is not a parameter out of "
+                "the tree."
             )
         if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.is_sparse or leaf.is_quantized or leaf.is_complex():
             raise TreeError(
@@ -125,8 +125,7 @@ def shard(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (), 
         if leaf.device.type == "meta":
             raise TreeError(
                 f"shard: the leaf {path!r} is on the meta device and has no values. Use init(lambda: Model(...), "
-                "spec), "
-                f"which materialises one unit at a time."
+                "spec), which materialises one unit at a time."
             )
     plan = plan_layout(infos, spec, paths)
     run = runtime_of(spec.mesh)
@@ -211,9 +210,8 @@ def _agree(run: Runtime, lines: list[str], extra: str, what: str) -> None:
     i = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     a, b = (lines[i] if i < len(lines) else "nothing" for lines in (first, other))
     raise TreeError(
-        f"{what}. The first leaf that differs: rank {run.ranks[0]} has {a}, rank {run.ranks[rank]} has {b}. Build "
-        "the same parameters "
-        f"on every rank (seed them alike, or use init)."
+        f"{what}. The first leaf that differs: rank {run.ranks[0]} has {a}, rank {run.ranks[rank]} has {b}. Build the "
+        "same parameters on every rank (seed them alike, or use init)."
     )
 
 

@@ -76,9 +76,8 @@ class Placement:
             if extra:
                 raise SpecError(
                     f"Placement must satisfy weights ⊆ grads ⊆ main ⊆ data, but {small}={getattr(self, small)} is "
-                    "sharded "
-                    f"over {extra} and {large}={getattr(self, large)} is not. Add {extra} to {large}, or drop it "
-                    f"from {small}."
+                    f"sharded over {extra} and {large}={getattr(self, large)} is not. Add {extra} to {large}, or drop "
+                    f"it from {small}."
                 )
 
     @cached_property
@@ -187,7 +186,7 @@ class Precision:
         if self.sum != "auto":
             raise SpecError(
                 f"Precision(sum={self.sum!r}): only sum='auto' (the backend adds up, in the wire's dtype) is supported "
-                f"so far. Leave sum out."
+                "so far. Leave sum out."
             )
 
     def resolve(self, leaf: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
@@ -256,6 +255,11 @@ class Spec:
         average: Literal["mean", "sum"] = "mean",
     ) -> None:
         put: Callable[[str, Any], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        if not isinstance(mesh, (DeviceMesh, Mapping)):
+            raise SpecError(
+                f"Spec(mesh): expected a DeviceMesh, as fsdp.local_mesh(), or {{axis: ranks}}, not "
+                f"{type(mesh).__name__}. The mesh comes first: Spec(mesh, placement)."
+            )
         put("mesh", mesh if isinstance(mesh, DeviceMesh) else tuple(mesh.items()))
         names = tuple(self.axes)
         if placement is None:
@@ -270,8 +274,7 @@ class Spec:
             if missing:
                 raise SpecError(
                     f"Spec(placement): {rule} names the axis {missing[0]!r}, which the mesh does not have. Its axes "
-                    "are "
-                    f"{', '.join(map(repr, names))}. Use one of them, or name the mesh's axes accordingly."
+                    f"are {', '.join(map(repr, names))}. Use one of them, or name the mesh's axes accordingly."
                 )
         if average not in ("mean", "sum"):
             raise SpecError(f"Spec(average={average!r}): expected 'mean' or 'sum' over the data ranks.")

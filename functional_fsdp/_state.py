@@ -40,6 +40,7 @@ class Ledger:
         self.runtime = runtime
         self.steps = steps
         self.base = self.head = self.latest = 0
+        self.number = 0  # the same on every rank for one lineage; 0 for copies
         self.epoch = runtime.epoch
         self.consumed: dict[int, str] = {}
         self.live: dict[str, Any] = {}
@@ -48,7 +49,8 @@ class Ledger:
     def enroll(self) -> None:
         """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""
         self.runtime.lineages += 1
-        self.runtime.ledgers[self.runtime.lineages] = self
+        self.number = self.runtime.lineages
+        self.runtime.ledgers[self.number] = self
 
     def advance(self, serial: int, verb: str) -> int:
         """Consume the state `serial` for `verb`, after a restart if it is a base used again. Returns the new serial."""
@@ -68,7 +70,7 @@ class Ledger:
         if serial == self.base:
             if self.head != self.base:
                 if self.epoch == self.runtime.epoch:
-                    self.runtime.restart()
+                    self.runtime.restart(self.number)
                 self._consume(self.head, "the restart of its step (the state before the step was used again)")
             self.head, self.epoch = self.base, self.runtime.epoch
             if self.live:
@@ -77,6 +79,14 @@ class Ledger:
             self._consume(serial, "the restart of its step (a rank abandoned it)")
             self.head = self.base
             raise StaleStateError(self._stale(serial, verb))
+
+    def look(self, serial: int) -> None:
+        """Before ranks communicate about the base outside a step: they meet if one of them may have abandoned it.
+
+        Never consumes: where all ranks look from the same place, the step goes on afterwards.
+        """
+        if serial == self.base != self.head and self.epoch == self.runtime.epoch:
+            self.runtime.restart(self.number)
 
     def commit(self, serial: int) -> int:
         """The step that ends with `serial` is taken: its base is consumed, its result is the new base."""

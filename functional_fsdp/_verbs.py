@@ -44,8 +44,8 @@ def _verb(fn: F) -> F:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ScheduleError(
                 f"{fn.__name__} was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see "
-                f"through a collective. Call unshard before the transform and reduce after it; inside, compute on the "
-                f"weights only."
+                "through a collective. Call unshard before the transform and reduce after it; inside, compute on the "
+                "weights only."
             )
         if args and not isinstance(args[0], State):
             raise TypeError(f"{fn.__name__}(state, ...): the first argument is a State, not {type(args[0]).__name__}.")
@@ -313,6 +313,7 @@ def step(state: State) -> State:
                 if state.layout.buckets[name].trainable:
                     refresh(state.main[name], kept)
         state.count.add_(1)
+        token = Token(ledger, ledger.commit(state.token.serial))
     except BaseException as error:
         if versions != [leaf._version for leaf in touched]:
             ledger.broken = (
@@ -320,7 +321,7 @@ def step(state: State) -> State:
                 f"weights, so this State is half updated. Load the last checkpoint."
             )
         raise
-    return state.evolve(grads=(), opt=opt, token=Token(ledger, ledger.commit(state.token.serial)))
+    return state.evolve(grads=(), opt=opt, token=token)
 
 
 def _cast(buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:

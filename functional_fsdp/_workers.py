@@ -6,6 +6,7 @@ They are forked, so they have everything that the caller has imported and start 
         |----------------- fork --------------------->|  RANK, WORLD_SIZE, ... as torchrun sets them
         |---- fn, args (by value: _byvalue.py) ------->|  fn(*args); its process group and globals stay
         |<--- "stdout" | "stderr", what it prints ----|
+        |<--- "spoilt" -------------------------------|  a collective failed: end these workers after the call
         |<--- "done", result | "failed", traceback ---|
 
 The fork happens in a thread of its own. OpenMP keeps a pool for each thread that computed in parallel; the child of
@@ -38,6 +39,7 @@ import torch
 import torch.distributed as dist
 
 from . import _byvalue
+from ._comm import any_failed
 from ._errors import FsdpError
 
 __all__ = ["CUDA", "STORE", "TIMEOUT", "LaunchError", "Pool"]
@@ -117,7 +119,7 @@ class Pool:
         self.idle = False
         results: dict[int, bytes] = {}
         reports: dict[int, tuple[str, str]] = {}  # what happened, and the traceback
-        deadline = math.inf
+        deadline, spoilt = math.inf, False
         for pipe in self.pipes:
             with contextlib.suppress(ConnectionError):
                 pipe.send_bytes(task)
@@ -134,7 +136,9 @@ class Pool:
                     deadline = min(deadline, time.monotonic() + (GRACE if kind == "failed" else 0))
                 elif kind in ("stdout", "stderr"):
                     print(content, end="", file=getattr(sys, kind), flush=True)
-        self.idle = not busy and self.alive()
+                elif kind == "spoilt":
+                    spoilt = True
+        self.idle = not busy and not spoilt and self.alive()
         if reports:
             raise _error(name, len(self.pipes), reports, busy, self.idle)
         return [_byvalue.loads(results[rank]) for rank in sorted(results)]
@@ -154,6 +158,8 @@ class Pool:
 
 
 def _error(name: str, nproc: int, reports: dict[int, tuple[str, str]], busy: list[int], kept: bool) -> LaunchError:
+    # A process that died comes first: what its peers raised is that it was gone.
+    reports = dict(sorted(reports.items(), key=lambda report: bool(report[1][1])))
     first, (reason, _) = next(iter(reports.items()))
     texts = {rank: (text or what).strip() for rank, (what, text) in reports.items()}
     parts = [f"launch({name}): rank {first} of {nproc} failed: {reason}"]
@@ -185,6 +191,8 @@ def _work(
             message = _serve(pipe.recv_bytes())
             out.finish()
             err.finish()
+            if any_failed():
+                send("spoilt", "")
             send(*message)
     except (EOFError, OSError):
         shutil.rmtree(os.path.dirname(env[STORE]), ignore_errors=True)

@@ -101,3 +101,22 @@ def test_clear_errors_for_what_is_not_a_checkpoint(tmp_path: Path) -> None:
     middle, _ = LOOPS["whole"](model, state, batch(0, 0), True)
     with pytest.raises(fsdp.StaleStateError, match="in the middle of a step"):
         fsdp.save(middle, tmp_path / "y")
+
+
+def cannot_be_written(folder: str) -> tuple[str, int]:
+    state = fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw())
+    with pytest.raises(OSError, match=r"saved\.partial") as error:
+        fsdp.save(state, folder)
+    return type(error.value).__name__, int(fsdp.step(fsdp.reduce(*fsdp.unshard(state))).count)
+
+
+def test_what_the_first_rank_cannot_write_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert launch(cannot_be_written, 2, str(tmp_path / "file" / "saved")) == [("NotADirectoryError", 1)] * 2
+
+
+def test_a_number_in_the_optimizer_state_is_refused_not_dropped(tmp_path: Path) -> None:
+    optimizer = fsdp.Optimizer(lambda main: {"steps": 3}, lambda grads, opt, main, count: (main, opt))
+    state = fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh()), optimizer)
+    with pytest.raises(fsdp.TreeError, match=r"State\.opt holds a int at 'steps'"):
+        fsdp.save(state, tmp_path / "saved")

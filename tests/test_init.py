@@ -546,3 +546,18 @@ def test_a_module_without_parameters() -> None:
 def test_other_shapes_of_specs_are_checked() -> None:
     with pytest.raises(SpecError, match="matches nothing"):
         init(GPT, units=["layers.*"])
+
+
+def test_what_is_given_and_returned_is_checked() -> None:
+    spec = Spec(fsdp.local_mesh())
+    with pytest.raises(SpecError, match=r"expected a function that builds the module, as lambda: Linear\(\.\.\.\)"):
+        fsdp.init(nn.Linear(2, 2), spec)
+    with pytest.raises(SpecError, match=r"make\(\) returned a int; expected a module"):
+        fsdp.init(lambda: 3, spec)  # type: ignore[type-var]
+
+
+def test_construction_may_copy_layers() -> None:
+    def make() -> nn.Module:
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+
+    assert fsdp.init(make, Spec(fsdp.local_mesh()))[0].units == ("layers.0", "layers.1")  # warnings are errors here

@@ -158,13 +158,14 @@ def test_functions_by_label() -> None:
 
 
 def test_a_label_without_a_setting() -> None:
-    state = fsdp.shard(
-        tree(0), spec(labels=LABELS), fsdp.adamw(weight_decay={"bias": 0.0, "default": 0.1}, lr={"norm": 1.0})
-    )
+    """Found at `shard`, on every rank: in `step` some labels would have been updated, and only on some ranks."""
+    optimizer = fsdp.adamw(weight_decay={"bias": 0.0, "default": 0.1}, lr={"norm": 1.0})
     with pytest.raises(SpecError, match=r"lr=\{'norm': 1\.0\}: nothing for the label '(default|bias)'\. Add"):
-        fsdp.step(fsdp.reduce(state, tree(1)))
-    fsdp.full_params(state)  # still valid: nothing was changed
-    assert torch.equal(fsdp.full_params(state)["norm"], tree(0)["norm"])
+        fsdp.shard(tree(0), spec(labels=LABELS), optimizer)
+    with pytest.raises(
+        SpecError, match=r"weight_decay=\{'bias': 0\.0\}: nothing for the label 'default'\. Add a number"
+    ):
+        fsdp.shard(tree(0), spec(labels=LABELS), fsdp.sgd(weight_decay={"bias": 0.0}))
 
 
 # -------------------------------------------------------------------------------- sgd

@@ -348,3 +348,8 @@ def test_the_table_says_rules_dtypes_and_patterns() -> None:
         "mean over data ranks",
     ):
         assert expected in text
+
+
+def test_the_mesh_comes_first() -> None:
+    with pytest.raises(SpecError, match=r"Spec\(mesh\): expected a DeviceMesh.*not Placement\. The mesh comes first"):
+        Spec(fsdp.zero3("data"))  # type: ignore[arg-type]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,3 +213,89 @@ def test_a_state_is_consumed_by_name(loop: str) -> None:
     for base, middle in launch(look, 2):
         assert "consumed by step() number 1" in base
         assert "consumed by step() number 1" in middle or "consumed by finish()" in middle
+
+
+def looks_at_the_base(how: str, folder: str) -> tuple[str, bool]:
+    """Rank 1 abandons a step and, before it trains on, exports or saves the state before it; its peer is in reduce."""
+    state, _ = start()
+    before = fsdp.full_params(state)
+    met = ""
+    try:
+        middle, params = fsdp.unshard(state)
+        if dist.get_rank() == 1:
+            raise Boom
+        fsdp.reduce(middle, params)
+    except (Boom, fsdp.RestartError) as error:
+        met = type(error).__name__
+    if how == "save":
+        state = fsdp.load(state, fsdp.save(state, folder))
+    after = fsdp.full_params(state)
+    state = fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
+    return met, all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("how", ["full_params", "save"])
+def test_a_rank_that_abandoned_a_step_may_look_at_the_state_before_it(how: str, tmp_path: Path) -> None:
+    assert launch(looks_at_the_base, 2, how, str(tmp_path / "saved")) == [("RestartError", True), ("Boom", True)]
+
+
+def looks_in_the_middle() -> bool:
+    """All ranks look at the base in the middle of its step, and of another state's: both steps go on."""
+    state, _ = start()
+    other, _ = start("ddp")
+    middle, params = fsdp.unshard(state)
+    other_middle, _ = fsdp.unshard(other)
+    fsdp.full_params(state)
+    fsdp.unshard(other)  # begins the other's step anew
+    state = fsdp.step(fsdp.reduce(middle, params))
+    with pytest.raises(fsdp.StaleStateError):
+        fsdp.reduce(other_middle, params)
+    return state.between_steps
+
+
+def test_a_look_at_the_base_on_all_ranks_drops_nothing() -> None:
+    assert launch(looks_in_the_middle, 2) == [True, True]
+
+
+def interrupted_in_the_vote() -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Rank 1 waits for rank 0 in `step` when an alarm interrupts it."""
+    state, _ = start()
+    met: list[str] = []
+
+    def alarm(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, alarm)
+    while len(met) < STEPS:
+        try:
+            middle = fsdp.reduce(*fsdp.unshard(state))
+            if len(met) == 1 and dist.get_rank() == 0:
+                time.sleep(1.0)
+            if len(met) == 1 and dist.get_rank() == 1:
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
+            state = fsdp.step(middle)
+            met.append("step")
+        except (KeyboardInterrupt, fsdp.RestartError) as error:
+            met.append(type(error).__name__)
+    return met, fsdp.full_params(state)
+
+
+def test_an_interrupt_while_waiting_for_a_slower_rank_in_step() -> None:
+    (first, a), (second, b) = launch(interrupted_in_the_vote, 2)
+    assert first == ["step", "RestartError", "step", "step"]
+    assert second == ["step", "KeyboardInterrupt", "step", "step"]
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def never_comes() -> str:
+    state, _ = start()
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(fsdp.CommError) as error:
+        fsdp.unshard(state)
+    return str(error.value)
+
+
+def test_workers_whose_collective_failed_are_not_used_again() -> None:
+    assert "failed after" in launch(never_comes, 3, timeout=2.0)[0]
+    assert launch(looks_in_the_middle, 3) == [True] * 3
