@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from ._errors import TreeError
-from ._flat import FlatBuffer, Replicate, leaves_of
+from ._flat import FlatBuffer, leaves_of
 from ._state import State
 
 __all__ = ["full_params", "local_shards"]
@@ -33,11 +33,7 @@ def full_params(state: State) -> Any:
     views: dict[str, torch.Tensor] = {}
     for name, bucket in state.layout.buckets.items():
         main = state.main[name]
-        start, stop = main.span()
-        whole = main.local.new_empty(bucket.numel)
-        whole[start:stop].copy_(main.local)
-        target = {axis: Replicate for axis, _ in main.states}
-        main.but(whole[start:stop]).redistribute(target, out=whole, lane="side")
+        whole = main.gather(main.local.new_empty(bucket.numel), lane="side")
         views |= {path: leaf.clone() for path, leaf in leaves_of(bucket, whole).items()}
     return state.treedef.unflatten([views[path] for path in state.layout.source])
 

@@ -62,6 +62,13 @@ class FlatBuffer:
         cuts = ((label, max(a, start), min(b, stop)) for label, a, b in self.bucket.labels)
         return [(label, self.local[a - start : b - start]) for label, a, b in cuts if a < b]
 
+    def gather(self, whole: torch.Tensor, lane: str | None = None) -> torch.Tensor:
+        """Cast `local` into its own place in `whole` [n] (of any dtype) and gather in place: no copy-out."""
+        start, stop = self.span()
+        own = self.but(whole[start:stop].copy_(self.local))
+        own.redistribute(tuple((axis, Replicate) for axis, _ in self.states), whole, lane=lane)
+        return whole
+
     def redistribute(
         self,
         target: Mapping[str, Axis] | States,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -196,7 +197,7 @@ def _agree(run: Runtime, lines: list[str], extra: str, what: str) -> None:
     if run.size == 1:
         return
     theirs: list[Any] = [None] * run.size
-    digest = (len(lines), hash_text("\n".join([*lines, extra])))
+    digest = (len(lines), hashlib.sha256("\n".join([*lines, extra]).encode()).hexdigest())
     dist.all_gather_object(theirs, digest, group=run.control)
     if len(set(theirs)) == 1:
         return
@@ -213,9 +214,3 @@ def _agree(run: Runtime, lines: list[str], extra: str, what: str) -> None:
         f"{what}. The first leaf that differs: rank {run.ranks[0]} has {a}, rank {run.ranks[rank]} has {b}. Build the "
         "same parameters on every rank (seed them alike, or use init)."
     )
-
-
-def hash_text(text: str) -> str:
-    import hashlib
-
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ._flat import FlatBuffer, Replicate, leaves_of
+from ._flat import FlatBuffer, leaves_of
 from ._layout import Bucket, Unit
 from ._state import State
 
@@ -35,10 +35,7 @@ def gather(state: State, bucket: Bucket, whole: torch.Tensor | None = None) -> t
     kept = _read(state, bucket)
     if whole is None:
         whole = kept.local.new_empty(bucket.numel, dtype=bucket.compute)
-    start, stop = kept.span()
-    own = whole[start:stop].copy_(kept.local)
-    kept.but(own).redistribute({axis: Replicate for axis, _ in kept.states}, out=whole)
-    return whole
+    return kept.gather(whole)
 
 
 def _read(state: State, bucket: Bucket) -> FlatBuffer:
