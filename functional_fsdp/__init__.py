@@ -9,13 +9,14 @@ state = fsdp.step(state)
 from ._checkpoint import latest, load, save
 from ._errors import CommError, FsdpError, RestartError, ScheduleError, SpecError, StaleStateError, TreeError
 from ._export import full_params, local_shards
-from ._flat import FlatBuffer, Partial, Replicate, Shard
+from ._flat import FlatBuffer
 from ._init import init
 from ._launch import LaunchError, launch, local_mesh
 from ._layout import Bucket, Layout, Leaf, Unit
 from ._module import bind, functionalize
 from ._optim import Optimizer, adamw, from_updates, sgd
 from ._plan import Plan, plan
+from ._route import Partial, Replicate, Shard
 from ._schedule import Schedule
 from ._shard import layout, shard
 from ._spec import Placement, Precision, Spec, ddp, hfsdp, hsdp, zero1, zero2, zero3

@@ -85,14 +85,10 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor) and obj.is_cuda and self.home:
             return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, DeviceMesh) and dist.is_initialized():
-            raise TypeError(
-                f"{obj} belongs to this process and its group; "
-                + (
-                    "return tensors, not a State, Spec or mesh"
-                    if self.home
-                    else "call local_mesh() inside the function"
-                )
+            instead = (
+                "return tensors, not a State, Spec or mesh" if self.home else "call local_mesh() inside the function"
             )
+            raise TypeError(f"{obj} belongs to this process and its group; {instead}")
         reduce = _REDUCE.get(type(obj))
         return reduce(obj) if reduce else NotImplemented
 

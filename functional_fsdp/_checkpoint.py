@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 import torch.utils._pytree as pytree
 
 from ._comm import runtime_of
-from ._errors import SpecError, StaleStateError, TreeError
+from ._errors import SpecError, TreeError
 from ._flat import FlatBuffer
 from ._state import Ledger, State, Token
 from ._tree import flatten
@@ -49,11 +49,7 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
 
     Example: `fsdp.save(state, f"checkpoints/step_{n}")`.
     """
-    state.valid("save")
-    if not state.between_steps:
-        raise StaleStateError(
-            "save: this State is in the middle of a step. Save the state before the step, or after step()."
-        )
+    state.resting("save")
     run, final = runtime_of(state.spec.mesh), Path(folder)
     partial = final.with_name(final.name + ".partial")
     tensors = _tensors(state)

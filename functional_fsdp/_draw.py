@@ -214,15 +214,14 @@ def draw(plan: Plan, timeline: Timeline, path: str | PathLike[str]) -> None:
         for side in axes.spines.values():
             side.set_visible(False)
 
-    over = 100 * (plan.arena / plan.bound - 1) if plan.bound else 0.0
     title = f"One step: {timeline.seconds * scale:,.3g} {unit_of_time}, arena {bytes_text(plan.arena)}"
     figure.text(left, 0.945, title, fontsize=15, color=INK, weight="bold", va="center")
     shares = (f"{timeline.hidden(lane):.0%} of the {lane} lane" for lane in ("gather", "reduce"))
     hidden = f"compute hides {' and '.join(shares)}; it waits where hatched"
     figure.text(left, 0.9, hidden, fontsize=10.5, color="#5b6270", va="center")
     note = (
-        f"pale: being gathered; full: ready, until released    ·    {plan.rule}, {over:+.1f} % over the lower bound"
-        f"    ·    staging {bytes_text(plan.staging)} beside it"
+        f"pale: being gathered; full: ready, until released    ·    {plan.rule}, {plan.excess:+.1f} % over the lower "
+        f"bound    ·    staging {bytes_text(plan.staging)} beside it"
     )
     figure.text(left, 0.545, note, fontsize=10.5, color="#5b6270", va="center")
     figure.savefig(path, format="png")

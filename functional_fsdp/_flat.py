@@ -19,10 +19,10 @@ from torch._utils import _unflatten_dense_tensors
 from ._comm import runtime_of
 from ._errors import SpecError
 from ._layout import Bucket
-from ._route import Axis, Partial, Replicate, Shard, States, route, states_of
+from ._route import Axis, Replicate, Shard, States, route
 from ._tree import register
 
-__all__ = ["Axis", "FlatBuffer", "Partial", "Replicate", "Shard", "leaves_of", "states_of", "write_leaves"]
+__all__ = ["FlatBuffer", "leaves_of", "write_leaves"]
 
 
 @dataclass(frozen=True, eq=False)

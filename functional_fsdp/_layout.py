@@ -31,10 +31,15 @@ from ._spec import Placement, Spec
 from ._tree import Paths, bytes_text, first_match, match, table
 from ._units import find_units, relative_keys
 
-__all__ = ["ALIGN", "Bucket", "Layout", "Leaf", "LeafInfo", "Unit", "plan_layout"]
+__all__ = ["ALIGN", "Bucket", "Layout", "Leaf", "LeafInfo", "Unit", "aligned", "plan_layout"]
 
 ALIGN = 128  # elements
 KINDS = ("weights", "grads", "main")
+
+
+def aligned(n: int, to: int) -> int:
+    """`n` rounded up to a multiple of `to`."""
+    return -(-n // to) * to
 
 
 @dataclass(frozen=True)
@@ -312,8 +317,7 @@ def _bucket(
     placed, at = [], 0
     for label, leaf, key in sorted(labelled, key=lambda item: first.index(item[0])):
         placed.append(Leaf(leaf.path, key, leaf.shape, at, label))
-        at += -(-leaf.numel // ALIGN) * ALIGN
-    unit_size = prod(size for _, size in sizes) * ALIGN
-    numel = -(-at // unit_size) * unit_size
+        at += aligned(leaf.numel, ALIGN)
+    numel = aligned(at, prod(size for _, size in sizes) * ALIGN)
     main, compute, grads = dtypes
     return Bucket(name, unit, tuple(placed), numel, placement, sizes, main, compute, grads, trainable)

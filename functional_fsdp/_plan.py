@@ -29,12 +29,12 @@ from os import PathLike
 from typing import Any
 
 from ._errors import ScheduleError, SpecError
-from ._layout import Bucket, Layout
+from ._layout import Bucket, Layout, aligned
 from ._pack import Interval, pack
 from ._schedule import Schedule, means
 from ._tree import bytes_text, table
 
-__all__ = ["Part", "Plan", "PlannedUnit", "Reduction", "Schedule", "Use", "plan"]
+__all__ = ["Part", "Plan", "PlannedUnit", "Reduction", "Use", "plan"]
 
 ALIGN = 512  # bytes: every bucket in the arena and in staging starts at a multiple
 SLOTS = 2  # reductions that may hold staging at once
@@ -132,6 +132,11 @@ class Plan:
         """A fingerprint (16 hex digits) of the program and of every address, to compare between ranks."""
         return hashlib.sha256(repr((self.schedule, self.uses, self.units, self.reductions)).encode()).hexdigest()[:16]
 
+    @property
+    def excess(self) -> float:
+        """By how many percent the arena exceeds the lower bound."""
+        return 100 * (self.arena / self.bound - 1) if self.bound else 0.0
+
     @cached_property
     def by_name(self) -> dict[str, PlannedUnit]:
         return {unit.name: unit for unit in self.units}
@@ -191,7 +196,6 @@ class Plan:
             place = (bytes_text(unit.nbytes), f"{unit.address:,}", lives) if unit.parts else ("resident", "-", "-")
             kept = "yes" if unit.kept else "-"
             rows.append((unit.name, *place, unit.gathers or "-", kept, reduces.get(unit.name) or "-"))
-        over = 100 * (self.arena / self.bound - 1) if self.bound else 0.0
         depth = self.schedule.prefetch
         return "\n".join(
             (
@@ -199,8 +203,8 @@ class Plan:
                 f"{len(self.uses)} uses, {sum(u.gathers for u in self.units)} gathers, {len(self.reductions)} "
                 f"reductions a step; prefetch {depth if isinstance(depth, int) else dict(depth)}"
                 + (", debug" if self.schedule.debug else ""),
-                f"arena {bytes_text(self.arena)} ({self.rule}; lower bound {bytes_text(self.bound)}, {over:+.1f} %), "
-                f"staging {bytes_text(self.staging)}",
+                f"arena {bytes_text(self.arena)} ({self.rule}; lower bound {bytes_text(self.bound)}, "
+                f"{self.excess:+.1f} %), staging {bytes_text(self.staging)}",
             )
         )
 
@@ -300,7 +304,7 @@ def _order(layout: Layout, schedule: Schedule) -> tuple[str, ...]:
 
 def _nbytes(bucket: Bucket) -> int:
     """Bytes of the whole bucket in the compute dtype (gathered, or on the wire), aligned."""
-    return -(-bucket.numel * bucket.compute.itemsize // ALIGN) * ALIGN
+    return aligned(bucket.numel * bucket.compute.itemsize, ALIGN)
 
 
 def _parts(buckets: Sequence[Bucket], address: int) -> tuple[Part, ...]:

@@ -63,14 +63,12 @@ class Ledger:
 
     def enter(self, serial: int, verb: str) -> None:
         """Check that the state `serial` may be used; begin the step anew if it is the base of an abandoned one."""
-        if self.broken:
-            raise StaleStateError(f"{verb}: {self.broken}")
+        self.valid(serial, verb)
         if serial not in (self.base, self.head):
-            raise StaleStateError(self._stale(serial, verb))
+            raise self._stale(serial, verb)
         if serial == self.base:
             if self.head != self.base:
-                if self.epoch == self.runtime.epoch:
-                    self.runtime.restart(self.number)
+                self.look(serial)
                 self._consume(self.head, "the restart of its step (the state before the step was used again)")
             self.head, self.epoch = self.base, self.runtime.epoch
             if self.live:
@@ -78,7 +76,18 @@ class Ledger:
         elif self.epoch != self.runtime.epoch:
             self._consume(serial, "the restart of its step (a rank abandoned it)")
             self.head = self.base
-            raise StaleStateError(self._stale(serial, verb))
+            raise self._stale(serial, verb)
+
+    def valid(self, serial: int, verb: str) -> None:
+        """Check that what the state `serial` owns still has its values: no step consumed it, none was cut short."""
+        if self.broken:
+            raise StaleStateError(f"{verb}: {self.broken}")
+        if serial < self.base:
+            raise self._stale(serial, verb)
+
+    def consumer(self, serial: int) -> str:
+        """What consumed the state `serial`, in words."""
+        return self.consumed.get(serial, "an earlier call")
 
     def look(self, serial: int) -> None:
         """Before ranks communicate about the base outside a step: they meet if one of them may have abandoned it.
@@ -103,9 +112,9 @@ class Ledger:
         if len(self.consumed) > REMEMBER:
             del self.consumed[next(iter(self.consumed))]
 
-    def _stale(self, serial: int, verb: str) -> str:
-        by = self.consumed.get(serial, "an earlier call")
-        return (
+    def _stale(self, serial: int, verb: str) -> StaleStateError:
+        by = self.consumer(serial)
+        return StaleStateError(
             f"{verb}: this State was consumed by {by}. Use the State that that call returned"
             f"{'' if 'step()' in by else ', or begin again from the state before the step'}; "
             f"to keep an old one, copy.deepcopy it between steps."
@@ -196,25 +205,22 @@ class State:
 
     def valid(self, what: str) -> None:
         """Raise StaleStateError if a step has consumed this state."""
-        ledger, serial = self.token.ledger, self.token.serial
-        if ledger.broken:
-            raise StaleStateError(f"{what}: {ledger.broken}")
-        if serial < ledger.base:
-            raise StaleStateError(ledger._stale(serial, what))
+        self.token.ledger.valid(self.token.serial, what)
+
+    def resting(self, what: str) -> None:
+        """Raise StaleStateError unless this is a valid state between steps, as whoever copies or saves it needs."""
+        self.valid(what)
+        if not self.between_steps:
+            raise StaleStateError(
+                f"{what}: this State is in the middle of a step. Use the state before the step, or after step()."
+            )
 
     # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        self.valid("pickle")
-        if not self.between_steps:
-            raise StaleStateError(
-                "pickle: this State is in the middle of a step. Pickle or copy the state before the step, or after "
-                "step()."
-            )
+        self.resting("pickle")
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "token"}
-        example = self.treedef.unflatten(
-            range(self.treedef.num_leaves)
-        )  # a TreeSpec is not unpickled without a warning
+        example = self.treedef.unflatten(range(self.treedef.num_leaves))  # torch warns when it unpickles a TreeSpec
         return {**kept, "treedef": example, "steps": self.token.ledger.steps}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
@@ -224,13 +230,14 @@ class State:
             object.__setattr__(self, name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
-        steps = self.__getstate__()["steps"]
+        self.resting("copy")
+        ledger = self.token.ledger
 
         def clone(x: Any) -> Any:
             return x.clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x, memo)
 
         trees = {name: pytree.tree_map(clone, getattr(self, name)) for name in CHILDREN}
-        return self.evolve(**trees, token=Token(Ledger(self.token.ledger.runtime, steps), 0))
+        return self.evolve(**trees, token=Token(Ledger(ledger.runtime, ledger.steps), 0))
 
     def __copy__(self) -> State:
         return copy.deepcopy(self)  # two lineages must not share buffers: step reuses them
@@ -249,7 +256,7 @@ class State:
         elif self.token.serial == ledger.head:
             status = "in the middle of a step"
         else:
-            status = f"consumed by {ledger.consumed.get(self.token.serial, 'an earlier call')}"
+            status = f"consumed by {ledger.consumer(self.token.serial)}"
         axes = " × ".join(f"{axis} {n}" for axis, n in self.spec.axes.items())
         rows: list[Sequence[Any]] = []
         for name in ("main", "weights", "grads", "opt", "buffers", "extras"):

@@ -24,8 +24,9 @@ import torch.utils._pytree as pytree
 
 from ._comm import runtime_of
 from ._errors import ScheduleError, TreeError
-from ._flat import FlatBuffer, Partial, leaves_of, states_of, write_leaves
+from ._flat import FlatBuffer, leaves_of, write_leaves
 from ._layout import Bucket, Unit
+from ._route import Partial, states_of
 from ._state import State, Token
 from ._tree import flatten
 from ._weights import Gathered, gather, refresh, whole_of
