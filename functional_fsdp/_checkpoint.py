@@ -24,9 +24,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.utils._pytree as pytree
 
-from ._comm import runtime_of
 from ._errors import SpecError, TreeError
 from ._flat import FlatBuffer
+from ._runtime import runtime_of
 from ._state import Ledger, State, Token
 from ._tree import flatten
 from ._weights import refresh

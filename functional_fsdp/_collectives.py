@@ -1,24 +1,23 @@
 """The three collectives on NCCL and on gloo, each a generator: it issues asynchronous works, yields them, and goes on
 when they are done.
 
-NCCL has each as one kernel. gloo's own all-gather and reduce-scatter copy through temporary buffers; its broadcast and
-reduce work in place, so here a gather is one broadcast a slice, a reduce-scatter one reduce a slice, and an all-reduce
-both, one after the other. That is several times faster, and makes reduce-scatter and all-reduce equal bit for bit at
-every world size: the same reduces, in the same order.
+NCCL has each as one kernel, which runs on the current stream, and nothing is yielded. gloo's own all-gather and
+reduce-scatter copy through temporary buffers; its broadcast and reduce work in place, so here a gather is one broadcast
+a slice, a reduce-scatter one reduce a slice, and an all-reduce both, one after the other. That is several times faster,
+and makes reduce-scatter and all-reduce equal bit for bit at every world size: the same reduces, in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Collective", "all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
 
-Works = Iterator[list[Any]]
+Works = Iterator[list[Any] | str]
 OPS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch renamed these two after 2.11
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,7 +29,7 @@ def all_gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) 
     if not out.is_floating_point():  # integers and booleans travel as bytes
         out, mine = out.view(torch.uint8), mine.view(torch.uint8)
     if out.device.type == "cuda":
-        yield [_gather(out, mine, group=group, async_op=True)]
+        _gather(out, mine, group=group)  # on the current stream; the host does not wait
         return
     slices = out.chunk(group.size()) if out.numel() else ()
     if slices and slices[group.rank()].data_ptr() != mine.data_ptr():
@@ -41,7 +40,7 @@ def all_gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) 
 def reduce_scatter(out: torch.Tensor, full: torch.Tensor, op: str, group: dist.ProcessGroup) -> Works:
     """`full` [ranks · n] -> `out` [n]. `full` is scratch afterwards."""
     if out.device.type == "cuda":
-        yield [_scatter(out, full, op=OPS[op], group=group, async_op=True)]
+        _scatter(out, full, op=OPS[op], group=group)
         return
     slices = full.chunk(group.size()) if full.numel() else ()
     yield _reduces(slices, op, group)
@@ -51,7 +50,10 @@ def reduce_scatter(out: torch.Tensor, full: torch.Tensor, op: str, group: dist.P
 
 def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, sliced: bool = True) -> Works:
     """`tensor` [n], in place. On gloo `sliced` is for large tensors, whose n divides by the ranks."""
-    if tensor.device.type == "cuda" or not sliced:
+    if tensor.device.type == "cuda":
+        dist.all_reduce(tensor, op=OPS[op], group=group)
+        return
+    if not sliced:
         yield [dist.all_reduce(tensor, op=OPS[op], group=group, async_op=True)]
         return
     slices = tensor.chunk(group.size()) if tensor.numel() else ()
@@ -61,32 +63,3 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, sliced: 
 
 def _reduces(slices: tuple[torch.Tensor, ...], op: str, group: dist.ProcessGroup) -> list[Any]:
     return [dist.reduce(part, group_dst=r, op=OPS[op], group=group, async_op=True) for r, part in enumerate(slices)]
-
-
-class Collective:
-    """A collective under way: the generator, and the works that it waits for now."""
-
-    def __init__(self, works: Works) -> None:
-        self.generator = works
-        self.works: list[Any] = next(works)
-
-    def wait(self, patience: timedelta | None = None) -> None:
-        """Until it is done. With `patience` (CPU) RuntimeError when a work takes longer; call again to go on."""
-        while True:
-            while self.works:
-                self.works[0].wait(patience) if patience else self.works[0].wait()
-                self.works.pop(0)
-            following = next(self.generator, None)
-            if following is None:
-                return
-            self.works = following
-
-    def failed(self) -> bool:
-        """Whether the work that it waits for has ended with an error. (It may have ended well since `wait` gave up.)"""
-        if not self.works or not self.works[0].is_completed():
-            return False
-        try:
-            self.works[0].wait()
-        except RuntimeError:
-            return True
-        return False

@@ -1,299 +1,385 @@
-"""Runtime: the communicators of one mesh, the log of what was issued on them, and how ranks that parted meet again.
+"""Comm: a plan and where a rank stands in it. Pure: unit names in, numbers of gathers and reductions out.
 
-Every lane has a communicator of its own on every axis, so that gathers and reductions are never ordered behind each
-other, and so that a user's own collectives on the mesh are never paired with ours.
+    plan     a    b    c  |  c    b    a        uses, forward and backward; `|` is the turn
+    cursor             ^                        the use that is expected next
 
-    lane      collectives
-    gather    all-gather of weights
-    reduce    reduce-scatter and all-reduce of gradients
-    side      what is outside a step: exports, metrics, checks
-    control   (gloo, all ranks of the mesh) the vote before `step` commits
+Every rank issues gathers in the plan's order, and reductions in the plan's order, whatever it uses itself. So a use is
+matched with the program, and everything that the plan issues up to there is issued:
 
-Restart. A rank that abandons a step and goes back to the state before it must not pair its first collective with
-whatever its peers are waiting in. So it announces a restart in the store; peers notice while they wait for a
-collective; each publishes its log; whoever is behind issues the missing collectives with scratch buffers, until every
-log is equal and every lane is drained; then all continue in a new epoch, on the same communicators. Ranks that had not
-abandoned the step themselves get a `RestartError`. A peer that never answers is a `CommError` within the group's
-timeout.
+| a unit that is asked for                           | is taken for                                                 |
+|----------------------------------------------------|--------------------------------------------------------------|
+| is the one expected                                | that use                                                     |
+| comes later, past units that this rank passes over | that use; what lies between is issued all the same           |
+| is held                                            | no use: it is handed out, the cursor stays                   |
+| anything else in the program                       | the next pass: evaluation, another microbatch                |
+| is not in the program                              | a use outside the plan: every rank must come with the same   |
+
+A rank must come to the backward of what it used in the forward, until its gradient came, and to no other.
+
+Gradients come in any order. One that is early waits until those before it came, or until this rank has passed their
+uses without using the unit: then zeros are reduced in their stead, since peers may have something to add. A gradient
+for a unit whose turn is over begins the next round.
 """
 
 from __future__ import annotations
 
-import math
-import pickle
-import time
-import uuid
-import weakref
-import zlib
-from collections import deque
-from datetime import timedelta
-from typing import Any, NamedTuple
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from ._errors import ScheduleError
+from ._plan import Plan
+from ._tree import bytes_text, table
 
-from ._collectives import Collective, all_gather, all_reduce, reduce_scatter
-from ._errors import CommError, RestartError, ScheduleError, SpecError
-
-__all__ = ["Runtime", "any_failed", "runtime_of"]
-
-LANES = ("gather", "reduce", "side")
-POLL = timedelta(seconds=0.1)
-REMEMBER = 1 << 14  # collectives: how far apart two ranks may be and still be drained
+__all__ = ["Comm"]
 
 
-class Issued(NamedTuple):
-    """One collective, as the log keeps it: enough to issue its twin on a rank that missed it."""
+class Comm:
+    """Where a step stands. `print(state.comm)` shows it.
 
-    lane: str
-    axis: str
-    kind: str
-    numel: int  # elements of the larger side
-    dtype: torch.dtype
-    op: str
-    what: str  # the bucket, for the digest
+    Attributes:
+        plan: what is followed; cursor: the use expected next; issued: gathers issued in this pass.
+        live: {unit: its gather}, whose bytes are good or under way; held: units handed out and not released.
+        waiting: reductions whose gradient came early; reduced: reductions issued in this round.
+        flying: units whose gather is under way; reducing: reductions under way (snapshots only).
+    """
 
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.opens = _opens(plan)
+        self.sharing = {unit: frozenset(others) for unit, others in plan.sharing.items()}
+        self.flying: tuple[str, ...] = ()
+        self.reducing = 0
+        self.reset()
 
-class Runtime:
-    """What all states on one mesh share. Made once per mesh and process, by `runtime_of`."""
+    def reset(self) -> None:
+        """Back to the state between steps."""
+        self.cursor = self.issued = self.reduced = self.passes = 0
+        self.jumped = False  # whether the last use was another than the one expected
+        self.live: dict[str, int] = {}
+        self.held: set[str] = set()
+        self.lapsed: list[tuple[int, bool]] = []  # reductions that the end of a pass makes due
+        self.used: set[str] = set()  # units, in this pass
+        self.owing: set[str] = set()  # units used in this pass whose gradient has not come
+        self.seen: set[int] = set()  # uses, in this pass
+        self.waiting: set[int] = set()  # reductions whose gradient came early
+        self.training = False  # whether a gradient came in this pass
+        self.through = False  # whether the last reduction of a round was issued in this pass
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        names = mesh.mesh_dim_names or ()
-        self.mesh = mesh
-        self.sizes = dict(zip(names, mesh.shape, strict=True))
-        self.coordinate = {axis: mesh.get_local_rank(axis) for axis in names}
-        self.position = tuple(self.coordinate.items())
-        self.size = mesh.size()
-        self.device = torch.device(mesh.device_type)
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        self.epoch = 0  # how often a restart dropped what was under way
-        self.meetings = 0  # restarts, and meetings that found every rank at the same place
-        self.count = 0
-        self.tail: deque[Issued] = deque(maxlen=REMEMBER)
-        self.digest = 0
-        self.pending: list[Collective] = []
-        self.failed = False  # a collective never came to an end: the communicators are of no more use
-        self.lineages = 0
-        self.ledgers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}
-        if self.size == 1:
-            return
-        if mesh.get_coordinate() is None:
-            raise SpecError(f"rank {dist.get_rank()} is not part of the mesh of ranks {mesh.mesh.flatten().tolist()}.")
-        self.timeout = _timeout(mesh, self.device)
-        for i, axis in enumerate(names):
-            mine = mesh.mesh.movedim(i, -1).reshape(-1, mesh.shape[i])
-            ranks = next(row.tolist() for row in mine if dist.get_rank() in row)
-            if len(ranks) > 1:
-                for lane in LANES:
-                    self.groups[lane, axis] = self._group(ranks, f"{lane} {axis}")
-        self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
-        self.rank = self.ranks.index(dist.get_rank())
-        self.control = self._group(self.ranks, "control", backend="gloo")
-        name = [uuid.uuid4().hex]
-        dist.broadcast_object_list(name, src=self.ranks[0], group=self.control)
-        self.store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"functional_fsdp/{name[0]}", dist.distributed_c10d._get_default_store()
-        )
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has happened since the last step."""
+        return not (self.cursor or self.live or self.held or self.reduced or self.waiting or self.passes)
 
-    def _group(self, ranks: list[int], what: str, backend: str | None = None) -> dist.ProcessGroup:
-        return dist.new_group(
-            ranks,
-            timeout=self.timeout,
-            backend=backend or ("nccl" if self.device.type == "cuda" else "gloo"),
-            use_local_synchronization=True,
-            group_desc=f"functional_fsdp {what}",
-        )
+    # ---------------------------------------------------------------- gathers
 
-    # ---- collectives: each is logged, issued, and waited for (on CUDA by the current stream, not by the host)
-
-    def all_gather(
-        self, out: torch.Tensor, mine: torch.Tensor, axis: str, lane: str = "gather", what: str = ""
-    ) -> None:
-        """`mine` [n] -> `out` [ranks · n]; in place where `mine` is the rank's own slice of `out`."""
-        self._issue(Issued(lane, axis, "all_gather", out.numel(), out.dtype, "", what), out, mine)
-
-    def reduce_scatter(
-        self, out: torch.Tensor, full: torch.Tensor, axis: str, op: str, lane: str = "reduce", what: str = ""
-    ) -> None:
-        """`full` [ranks · n] -> `out` [n], averaged ("mean") or summed ("sum") over the axis."""
-        self._issue(Issued(lane, axis, "reduce_scatter", full.numel(), full.dtype, op, what), out, full)
-
-    def all_reduce(self, tensor: torch.Tensor, axis: str, op: str, lane: str = "reduce", what: str = "") -> None:
-        """`tensor` [n], in place, averaged ("mean"), summed ("sum") or the largest ("max") over the axis."""
-        self._issue(Issued(lane, axis, "all_reduce", tensor.numel(), tensor.dtype, op, what), tensor, tensor)
-
-    def _issue(self, entry: Issued, out: torch.Tensor, given: torch.Tensor) -> None:
-        if self.sizes.get(entry.axis, self.size) == 1:
-            if out.data_ptr() != given.data_ptr():
-                out.copy_(given)
-            return
-        self._wait(self._start(entry, out, given), entry)
-
-    def _start(self, entry: Issued, out: torch.Tensor, given: torch.Tensor) -> Collective:
-        group = self.control if entry.lane == "control" else self.groups[entry.lane, entry.axis]
-        if entry.kind == "all_gather":
-            works = all_gather(out, given, group)
-        elif entry.kind == "reduce_scatter":
-            works = reduce_scatter(out, given, entry.op, group)
-        else:
-            works = all_reduce(out, entry.op, group, sliced=entry.lane == "reduce")
-        collective = Collective(works)
-        self.pending.append(collective)
-        self.count += 1
-        self.tail.append(entry)
-        self.digest = zlib.crc32(f"{entry.kind} {entry.axis} {entry.what}".encode(), self.digest)
-        return collective
-
-    def _wait(self, collective: Collective, entry: Issued) -> None:
-        """Until it is done. On the CPU this listens for restarts; a peer that is gone becomes a CommError."""
-        if self.device.type == "cuda" and entry.lane != "control":
-            collective.wait()  # the current stream waits, the host does not
-            self.pending.remove(collective)
-            return
-        begun = time.monotonic()
-        while True:
-            try:
-                collective.wait(POLL)
-                self.pending.remove(collective)
-                return
-            except RuntimeError as error:
-                spent, limit = time.monotonic() - begun, self.timeout.total_seconds()
-                if collective.failed() or spent > limit:
-                    self.failed = True
-                    raise CommError(
-                        f"{entry.kind} over the axis {entry.axis!r} ({entry.lane} lane, {entry.what}, {entry.numel} "
-                        f"elements) failed after {spent:.1f} s of {limit:.0f} s: a rank died, hangs, or issued another "
-                        f"collective. Restart the job from its last checkpoint. The backend says: {str(error)[:300]}"
-                    ) from error
-            if self.store.check([f"restart/{self.meetings}"]):
-                self.restart(noticed=True)
-                raise RestartError(
-                    "another rank abandoned this step and restarted. Nothing is lost: go on from the state that the "
-                    "step started from (it is still valid), on every rank."
-                )
-
-    # ---- agreement
-
-    def vote(self) -> None:
-        """Before `step` commits: every rank arrived here, having issued the same collectives. Host, twice 16 bytes.
-
-        In the first round ranks wait for the slowest; whoever is interrupted there abandons the step, which its peers
-        hear in the second. Nobody waits in the second for longer than a message takes.
+    def use(self, names: Sequence[str]) -> tuple[list[int], list[str]]:
+        """Units are asked for, at once. Returns the gathers to issue now, in order, and units outside the plan.
 
         Raises:
-            ScheduleError: ranks issued different collectives since the last step.
-            RestartError, CommError: as for every collective.
+            ScheduleError: a gather would write over a unit that was not released. Nothing has changed then.
         """
-        if self.size == 1:
-            return
-        ballot = torch.tensor([self.digest, -self.digest])
-        entry = Issued("control", "", "all_reduce", 2, torch.int64, "max", "vote")
-        mine = self.digest
-        self._wait(self._start(entry, ballot, ballot), entry)
-        most, least = ballot[0].item(), -ballot[1].item()
-        self._wait(self._start(entry, ballot, ballot), entry)
-        self.digest = 0
-        self.tail.clear()
-        if most != least:
-            raise ScheduleError(
-                f"ranks issued different collectives in this step (this rank's digest is {mine}, the digests lie "
-                f"between {least} and {most}), so their results were mixed up and the step was not taken. Call unshard "
-                "and reduce for the same units, in the same order, on every rank. The state before the step is valid."
-            )
+        plan, cursor = self.plan, self.cursor
+        if (
+            len(names) == 1
+            and cursor < len(plan.uses)
+            and plan.uses[cursor].unit == names[0]
+            and (self.opens[cursor] or names[0] in self.owing)
+        ):  # nearly always
+            due = self._due(cursor, self.issued, cursor, dict.fromkeys(self.held, -1) if self.held else {})
+            self._take(due, (cursor,), names)
+            self.jumped = False
+            return due, []
+        outside: list[str] = []
+        mine: dict[str, int] = {}  # what is handed out -> the gather since which it is good
+        taken: list[int] = []
+        last, wraps, issued = cursor - 1, False, self.issued
+        for name in sorted(names, key=lambda name: (name not in self.held, self._ahead(name))):
+            found = self._find(name, last + 1, names, may_wrap=not wraps and last < cursor)
+            wrapping = found is not None and 0 <= found <= last
+            first = 0 if wrapping else issued
+            if found is not None and found >= 0 and not plan.by_name[name].nbytes and (
+                self._over(range(first, plan.due[found]), dict.fromkeys(self.held, -1)) is not None
+            ):  # fmt: skip
+                found = -1  # it is resident: good whatever is gathered
+            if found is None or (found >= 0 and self._over(range(first, self._needed(first, found)), mine)):
+                outside.append(name)  # not in the program, or the plan has it after others that are named at once
+                continue
+            if found >= 0:
+                last, wraps, issued = found, wraps or wrapping, self._needed(first, found)
+                taken.append(found)
+            mine[name] = issued - 1 if found >= 0 else -1
+        handed = [name for name in names if name not in outside]
+        if not taken:
+            self.held.update(handed)
+            return [], outside
+        closing = list(range(self.issued, self._end())) if wraps else []
+        good = dict.fromkeys(self.held, -1) | mine
+        over = self._over(closing, {name: since for name, since in good.items() if since < 0})
+        if over is not None:
+            self._refuse(*over)
+        due = self._due(last, 0 if wraps else self.issued, last, good)
+        if wraps:
+            self._issue(closing)
+            self._next_pass()
+        self._take(due, taken, handed)
+        self.jumped = True
+        return closing + due, outside
 
-    def restart(self, lineage: int = 0, noticed: bool = False) -> None:
-        """Meet every rank of the mesh, drain what any of them had issued, and begin a new epoch. Collective.
+    def _ahead(self, name: str) -> int:
+        """The next use of a unit in this pass; after all others if there is none."""
+        planned = self.plan.by_name.get(name)
+        uses = planned.uses if planned else ()
+        return next((k for k in uses if k >= self.cursor), len(self.plan.uses))
 
-        When every rank comes of its own accord, for the same lineage and from the same place (all look at the state
-        before a step, say), nothing was abandoned by some ranks only, and the epoch goes on.
+    def _needed(self, issued: int, use: int) -> int:
+        """How many gathers are issued once a use has what it needs, of which `issued` are already."""
+        for i in range(self.plan.due[use], issued, -1):
+            if self.plan.gathers[i - 1].first <= use:
+                return i
+        return issued
+
+    def _over(self, gathers: Iterable[int], good: Mapping[str, int]) -> tuple[int, str] | None:
+        """The first of these gathers that would write over one of the units, and which. Gathers before a unit's own
+        one, which come to `good[unit]`, do not matter."""
+        for i in gathers if good else ():
+            shares = self.sharing[self.plan.gathers[i].unit]
+            for name in sorted(good):
+                if i > good[name] and name in shares:
+                    return i, name
+        return None
+
+    def _find(self, name: str, at: int, names: Sequence[str], may_wrap: bool) -> int | None:
+        """Which use this is; -1 if none, since the bytes are good; None if it is outside the plan."""
+        plan = self.plan
+        planned = plan.by_name.get(name)
+        if planned is None:
+            return None
+        if name in self.held:
+            return -1
+        ahead = next((k for k in planned.uses if k >= at and (self.opens[k] or name in self.owing)), None)
+        if ahead is not None and not any(self._owed(k, names) for k in range(at, ahead)):
+            return ahead
+        return planned.uses[0] if may_wrap else None
+
+    def _owed(self, use: int, names: Sequence[str]) -> bool:
+        """Whether this rank still has to come here, before it comes to `names`."""
+        unit = self.plan.uses[use].unit
+        return self.plan.uses[use].reduces and unit in self.owing and unit not in names
+
+    def _due(self, use: int, issued: int, needed: int, good: Mapping[str, int]) -> list[int]:
+        """The gathers that the plan issues at `use`, without those that have to wait and can: for uses past `needed`.
+
+        Raises:
+            ScheduleError: one has to wait, for a unit that must stay `good`, and cannot.
+        """
+        due = range(issued, self.plan.due[use])
+        over = self._over(due, good)
+        if over is None:
+            return list(due)
+        if self.plan.gathers[over[0]].first <= needed or any(
+            self.plan.gathers[i].first <= needed for i in range(over[0], self.plan.due[use])
+        ):
+            self._refuse(*over)
+        return list(range(issued, over[0]))  # what is ahead of its use starts when the bytes are released
+
+    def _refuse(self, gather: int, over: str) -> NoReturn:
+        raise ScheduleError(
+            f"gathering {self.plan.gathers[gather].unit!r} would write over {over!r}, which was not released "
+            f"(they share bytes of the arena). Call state = release(state, {over!r}) first, or keep it: "
+            f"Schedule(keep={{{over!r}}}), or name units that are used at once in one call and in Schedule(order=...)."
+        )
+
+    def _take(self, gathers: Sequence[int], uses: Sequence[int], names: Sequence[str]) -> None:
+        self._issue(gathers)
+        self.cursor = uses[-1] + 1
+        self.seen.update(uses)
+        self.used.update(names)
+        self.owing.update(self.plan.uses[k].unit for k in uses if self.opens[k])
+        self.held.update(names)
+
+    def _issue(self, gathers: Sequence[int]) -> None:
+        for i in gathers:
+            unit = self.plan.gathers[i].unit
+            shares = self.sharing[unit]
+            for other in [other for other in self.live if other in shares]:
+                del self.live[other]
+            self.live[unit] = i
+        self.issued += len(gathers)
+
+    def _end(self) -> int:
+        """The gathers of this pass up to where it ends: after the forward, if it is an evaluation."""
+        plan = self.plan
+        if not self.cursor:
+            return self.issued
+        last = len(plan.uses) if self.training or self.cursor > plan.turn else plan.turn
+        return max(self.issued, plan.due[last - 1])
+
+    def _next_pass(self) -> None:
+        if self.training and (self.reduced or self.waiting):  # gradients that will not come any more
+            self.through = False
+            while not self.through:
+                given = self.reduced in self.waiting
+                if not given and self.plan.reductions[self.reduced].unit in self.used:
+                    break
+                self.lapsed.append((self.reduced, given))
+                self._reduced()
+        self.issued = self.cursor = 0
+        self.used.clear()
+        self.owing.clear()
+        self.seen.clear()
+        self.training = self.through = False
+        self.passes += 1
+
+    def release(self, names: Sequence[str]) -> tuple[list[int], list[str]]:
+        """Units are given back. Returns gathers that waited for their bytes, and the units whose bytes are free now."""
+        free = []
+        for name in names:
+            self.held.discard(name)
+            gather = self.live.get(name)
+            if gather is not None and self.plan.gathers[gather].last < self.cursor:
+                del self.live[name]
+                free.append(name)
+        if not self.cursor or self.issued >= self.plan.due[self.cursor - 1]:
+            return [], free
+        due = self._due(self.cursor - 1, self.issued, -1, dict.fromkeys(self.held, -1))
+        self._issue(due)
+        return due, free
+
+    # ---------------------------------------------------------------- reductions
+
+    def turn_of(self, unit: str) -> int | None:
+        """Which reduction of this round a gradient of the unit is for, -1 if its turn is over; None: of no round."""
+        reductions = self.plan.reductions
+        if not reductions:
+            return None
+        if reductions[self.reduced].unit == unit:  # nearly always
+            return self.reduced
+        which = [i for i, reduction in enumerate(reductions) if reduction.unit == unit]
+        if not which:
+            return None
+        return next((i for i in which if i >= self.reduced and i not in self.waiting), -1)
+
+    def reduce(self, mine: int) -> list[tuple[int, bool]]:
+        """A gradient came for reduction `mine`. Returns (reduction, whether its gradient came, else zeros) to issue."""
+        self.training = True
+        self.owing.discard(self.plan.reductions[mine].unit)
+        self.waiting.add(mine)
+        done = self.lapse()
+        while self.waiting:
+            given = self.reduced in self.waiting
+            if not given and not self._skipped(self.reduced):
+                break
+            done.append((self.reduced, given))
+            self._reduced()
+        return done
+
+    def skipped(self) -> None:
+        """Let the reductions of units that this rank has passed over for good lapse, if it is their turn."""
+        reductions = self.plan.reductions
+        while reductions and not self.through and reductions[self.reduced].use < self.cursor:
+            given = self.reduced in self.waiting
+            if not given and reductions[self.reduced].unit in self.used:
+                break
+            self.lapsed.append((self.reduced, given))
+            self._reduced()
+
+    def _reduced(self) -> None:
+        """One more reduction of this round is issued."""
+        self.waiting.discard(self.reduced)
+        self.reduced += 1
+        if self.reduced == len(self.plan.reductions):
+            self.reduced, self.through = 0, True
+
+    def lapse(self) -> list[tuple[int, bool]]:
+        """Reductions that the end of a pass made due: what waited, and zeros for what did not come."""
+        due, self.lapsed = self.lapsed, []
+        return due
+
+    def _skipped(self, reduction: int) -> bool:
+        """Whether this rank has passed a reduction without having used its unit."""
+        use, unit = self.plan.reductions[reduction].use, self.plan.reductions[reduction].unit
+        if use >= self.cursor or unit in self.held:
+            return False
+        return use not in self.seen if self.plan.uses[use].unit == unit else unit not in self.used
+
+    def close(self) -> list[tuple[int, bool]]:
+        """End this round: everything that waits, and zeros for what did not come. Nothing if no round is under way."""
+        rest = self.lapse()
+        if not self.reduced and not self.waiting:
+            return rest
+        rest += [(i, i in self.waiting) for i in range(self.reduced, len(self.plan.reductions))]
+        self.waiting.clear()
+        self.reduced = 0
+        return rest
+
+    def finish(self, step: bool = True) -> list[int]:
+        """The pass ends: the gathers that peers issue in it and this rank passed over.
 
         Args:
-            lineage: whose state before the step is used again (0: nobody's in particular).
-            noticed: this rank comes because a peer announced a restart.
+            step: so does the step, and what is held need not stay good.
 
         Raises:
-            CommError: a rank did not answer within the timeout, or is a step ahead or behind.
+            ScheduleError: a gather would write over a unit that was not released.
         """
-        if self.size == 1:
-            return
-        epoch = self.meetings
-        here = (self.count, self.digest, 0 if noticed else lineage)
-        steps = {key: ledger.steps for key, ledger in self.ledgers.items()}
-        self.store.set(f"restart/{epoch}", "1")
-        self.store.set(f"status/{epoch}/{self.rank}", pickle.dumps((here, steps, list(self.tail))))  # type: ignore[arg-type]
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        keys = [f"status/{epoch}/{r}" for r in range(self.size)]
-        while missing := [r for r, key in enumerate(keys) if not self.store.check([key])]:
-            if time.monotonic() > deadline:
-                raise CommError(
-                    f"restart: rank(s) {[self.ranks[r] for r in missing]} did not answer within "
-                    f"{self.timeout.total_seconds():.0f} s. They died, hang, or never use the state again. "
-                    f"Restart the job from its last checkpoint."
-                )
-            time.sleep(0.002)
-        statuses = [pickle.loads(self.store.get(key)) for key in keys]
-        for rank, (_, theirs, _) in enumerate(statuses):
-            for key in steps.keys() & theirs.keys():
-                if steps[key] != theirs[key]:
-                    raise CommError(
-                        f"restart: this rank's state is at step {steps[key]}, that of rank {self.ranks[rank]} at step "
-                        f"{theirs[key]}. Restart the job from its last checkpoint."
-                    )
-        (furthest, _, _), _, log = max(statuses, key=lambda status: status[0][0])
-        behind = furthest - self.count
-        if furthest - min(status[0][0] for status in statuses) > len(log):
-            raise CommError(
-                f"restart: ranks are {behind} collectives apart, more than the {len(log)} that are remembered."
+        rest = list(range(self.issued, self._end()))
+        over = None if step else self._over(rest, dict.fromkeys(self.held, -1))
+        if over is not None:
+            self._refuse(*over)
+        self._issue(rest)
+        if self.cursor:
+            self._next_pass()
+        return rest
+
+    # ---------------------------------------------------------------- pictures
+
+    def snapshot(self, flying: Sequence[str], reducing: int) -> Comm:
+        """A copy that does not change any more, with what the lanes are doing."""
+        new = copy.copy(self)
+        new.live, new.held, new.waiting = dict(self.live), set(self.held), set(self.waiting)
+        new.used, new.owing, new.seen = set(self.used), set(self.owing), set(self.seen)
+        new.lapsed = list(self.lapsed)
+        new.flying, new.reducing = tuple(flying), reducing
+        return new
+
+    def status(self, unit: str) -> str:
+        """What a unit is: resident, in flight, live, held or released."""
+        if not self.plan.by_name[unit].parts:
+            return "resident, held" if unit in self.held else "resident"
+        if unit not in self.live:
+            return "held, overwritten" if unit in self.held else "released"
+        found = "in flight" if unit in self.flying else "live"
+        return f"{found}, held" if unit in self.held else found
+
+    def __repr__(self) -> str:
+        plan, count = self.plan, len(self.plan.uses)
+        rows = []
+        for unit in plan.units:
+            lives = ", ".join(f"{a}–{b}" if a < b else str(a) for a, b in unit.lives)
+            place = (bytes_text(unit.nbytes), f"{unit.address:,}", lives) if unit.parts else ("-", "-", "-")
+            rows.append((unit.name, *place, unit.gathers or "-", self.status(unit.name)))
+        where = "between steps" if self.idle else (
+            f"use {self.cursor} of {count} comes next"
+            + (f" ({plan.uses[self.cursor].unit})" if self.cursor < count else " (the program is through)")
+            + f", pass {self.passes + 1}"
+        )  # fmt: skip
+        waiting = f", {len(self.waiting)} gradients wait for their turn" if self.waiting else ""
+        return "\n".join(
+            (
+                table(("unit", "bytes", "address", "gathered in uses", "gathers", "now"), rows),
+                f"{where}; {self.issued} of {len(plan.gathers)} gathers and {self.reduced} of {len(plan.reductions)} "
+                f"reductions of this pass issued, {self.reducing} reductions in flight{waiting}",
             )
-        for collective in self.pending:  # one after the other, as every rank does
-            collective.wait()
-        for entry in log[len(log) - behind :] if behind else []:
-            device = torch.device("cpu") if entry.lane == "control" else self.device
-            whole = torch.zeros(entry.numel, dtype=entry.dtype, device=device)
-            part = whole if entry.kind == "all_reduce" else whole.new_zeros(entry.numel // self.sizes[entry.axis])
-            self._start(entry, *((part, whole) if entry.kind == "reduce_scatter" else (whole, part))).wait()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.pending.clear()
-        self.tail.clear()
-        self.digest = 0
-        self.meetings += 1
-        if not (here[-1] and all(status[0] == here for status in statuses)):
-            self.epoch += 1
-        self.store.delete_key(f"status/{epoch - 1}/{self.rank}")
-
-
-# Communicators belong to the process, as torch's own do: one Runtime for all equal meshes of one process group.
-_RUNTIMES: dict[tuple[int, DeviceMesh], Runtime] = {}
-
-
-def runtime_of(mesh: Any) -> Runtime:
-    """The Runtime of a mesh. The first call for a mesh is collective: it makes the communicators.
-
-    Raises:
-        SpecError: for a mesh that is only a mapping of axis sizes: that plans, but cannot run.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise SpecError(
-            f"the mesh {dict(mesh)} is a plan without ranks. To run, give Spec a DeviceMesh: fsdp.local_mesh(), or "
-            f"torch's init_device_mesh(device, {tuple(dict(mesh).values())}, mesh_dim_names={tuple(dict(mesh))})."
         )
-    key = (id(dist.group.WORLD), mesh)
-    if key not in _RUNTIMES:
-        _RUNTIMES[key] = Runtime(mesh)
-    return _RUNTIMES[key]
 
 
-def any_failed() -> bool:
-    """Whether the communicators of any mesh of this process are of no more use."""
-    return any(run.failed for run in _RUNTIMES.values())
-
-
-def _timeout(mesh: DeviceMesh, device: torch.device) -> timedelta:
-    """The timeout of the mesh's own groups, which ours inherit."""
-    options = getattr(mesh.get_group(0)._get_backend(device), "options", None)
-    found = getattr(options, "_timeout", None)
-    return found if isinstance(found, timedelta) and math.isfinite(found.total_seconds()) else timedelta(minutes=10)
+def _opens(plan: Plan) -> list[bool]:
+    """For each use whether it may be a unit's first one in a pass: in the forward, or after its reduction."""
+    done: set[str] = set()
+    found = []
+    for k, use in enumerate(plan.uses):
+        found.append(k < plan.turn or use.unit in done)
+        done.discard(use.unit)
+        if use.reduces:
+            done.add(use.unit)
+    return found

@@ -16,6 +16,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ._errors import SpecError
+from ._plan import SLOTS
 from ._tree import bytes_text
 
 if TYPE_CHECKING:
@@ -98,26 +99,26 @@ def predict(
     spans: list[Span] = []
     free = dict.fromkeys(LANES, 0.0)
     ready: dict[int, float] = {}
-    holding: list[tuple[int, float]] = []  # staging: (use that needs the bytes, when the reduction is done)
-    reductions = {reduction.use: reduction for reduction in plan.reductions}
+    reduced: list[float] = []  # when each reduction is done
     for k, use in enumerate(plan.uses):
         here = free["compute"]
-        for j in plan.starts[k]:
-            unit = plan.uses[j].unit
+        for item in plan.gathers[len(ready) : plan.due[k]]:
             begin = max(here, free["gather"])
-            ready[j] = free["gather"] = begin + plan.by_name[unit].nbytes / gather
-            spans.append(Span("gather", unit, j, begin, ready[j]))
+            ready[item.first] = free["gather"] = begin + plan.by_name[item.unit].nbytes / gather
+            spans.append(Span("gather", item.unit, item.first, begin, ready[item.first]))
         begin = max(here, ready.get(k, 0.0))
         factor = backward if use.reduces else 1.0
         free["compute"] = done = begin + times.get(use.unit, 0.0) * factor
         spans.append(Span("compute", use.unit, k, begin, done))
-        if k in reductions:
-            due = [end for until, end in holding if until <= k]  # the copy into staging waits for their bytes
-            free["compute"] = done = max([done, *due])
+        for reduction in plan.reductions[len(reduced) :]:
+            if reduction.use > k:
+                break
+            if len(reduced) >= SLOTS:  # the copy into staging waits for the bytes of the last but one
+                free["compute"] = done = max(done, reduced[-SLOTS])
             begin = max(done, free["reduce"])
-            free["reduce"] = begin + reductions[k].nbytes / reduce
-            holding = [(until, end) for until, end in holding if until > k] + [(reductions[k].until, free["reduce"])]
-            spans.append(Span("reduce", use.unit, k, begin, free["reduce"]))
+            free["reduce"] = begin + reduction.nbytes / reduce
+            reduced.append(free["reduce"])
+            spans.append(Span("reduce", reduction.unit, k, begin, free["reduce"]))
     return Timeline(tuple(sorted(spans, key=lambda span: (span.begin, span.end, LANES.index(span.lane)))))
 
 
@@ -230,5 +231,5 @@ def draw(plan: Plan, timeline: Timeline, path: str | PathLike[str]) -> None:
 def _lives(unit: PlannedUnit, timeline: Timeline) -> list[tuple[float, float, float]]:
     """(gather begins, gather ends, bytes are free) in seconds, for each life of a unit."""
     gathers = [span for span in timeline.lane("gather") if span.unit == unit.name]
-    last = {span.use: span.end for span in timeline.lane("compute") if span.unit == unit.name}
-    return [(span.begin, span.end, last[end]) for span, (_, end) in zip(gathers, unit.lives, strict=True)]
+    done = {span.use: span.end for span in timeline.lane("compute")}
+    return [(span.begin, span.end, done[end]) for span, (_, end) in zip(gathers, unit.lives, strict=True)]

@@ -33,7 +33,7 @@ def full_params(state: State) -> Any:
     views: dict[str, torch.Tensor] = {}
     for name, bucket in state.layout.buckets.items():
         main = state.main[name]
-        whole = main.gather(main.local.new_empty(bucket.numel), lane="side")
+        whole = main.gather(main.local.new_empty(bucket.numel))
         views |= {path: leaf.clone() for path, leaf in leaves_of(bucket, whole).items()}
     return state.treedef.unflatten([views[path] for path in state.layout.source])
 
@@ -55,6 +55,7 @@ def local_shards(state: State, kind: Literal["main", "weights", "grads"] = "main
     tree = getattr(state, kind)
     if kind == "grads" and tree:
         state.token.ledger.enter(state.token.serial, "local_shards")
+        state.executor.settle()
     found: dict[str, torch.Tensor] = {}
     for buffer in (tree or {}).values():
         assert isinstance(buffer, FlatBuffer)

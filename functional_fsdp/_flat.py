@@ -3,7 +3,8 @@
     FlatBuffer(local [n / ranks], bucket, (("data", Shard),), mesh)
         .redistribute({"data": Replicate})         all-gather: local [n]
 
-What a transition issues is a `Route` (see `_route`), found once and kept; this file only follows it.
+What a transition issues is a `Route` (see `_route`), found once and kept; this file only follows it, on the side lane.
+Gathers and reductions that a plan names are jobs on lanes of their own: see `_arena` and `_staging`.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import Any
 import torch
 from torch._utils import _unflatten_dense_tensors
 
-from ._comm import runtime_of
 from ._errors import SpecError
+from ._lanes import Issued
 from ._layout import Bucket
 from ._route import Axis, Replicate, Shard, States, route
+from ._runtime import runtime_of
 from ._tree import register
 
-__all__ = ["FlatBuffer", "leaves_of", "write_leaves"]
+__all__ = ["FlatBuffer", "leaves_of", "templates", "write_leaves"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +64,11 @@ class FlatBuffer:
         cuts = ((label, max(a, start), min(b, stop)) for label, a, b in self.bucket.labels)
         return [(label, self.local[a - start : b - start]) for label, a, b in cuts if a < b]
 
-    def gather(self, whole: torch.Tensor, lane: str | None = None) -> torch.Tensor:
+    def gather(self, whole: torch.Tensor) -> torch.Tensor:
         """Cast `local` into its own place in `whole` [n] (of any dtype) and gather in place: no copy-out."""
         start, stop = self.span()
         own = self.but(whole[start:stop].copy_(self.local))
-        own.redistribute(tuple((axis, Replicate) for axis, _ in self.states), whole, lane=lane)
+        own.redistribute(tuple((axis, Replicate) for axis, _ in self.states), whole)
         return whole
 
     def redistribute(
@@ -75,7 +77,6 @@ class FlatBuffer:
         out: torch.Tensor | None = None,
         *,
         average: str = "mean",
-        lane: str | None = None,
         donate: bool = False,
     ) -> FlatBuffer:
         """Move to other per-axis states, by the collectives in the table at the top of this file.
@@ -85,7 +86,6 @@ class FlatBuffer:
             out: 1-D destination of the result's size and this buffer's dtype. A gather is in place when `self.local` is
                 this rank's own slice of `out`.
             average: "mean" or "sum" for what was Partial.
-            lane: the lane to issue on; default "gather" or "reduce" by the collective.
             donate: a reduction may use `self.local` as scratch, and need not copy it.
 
         Returns:
@@ -113,16 +113,16 @@ class FlatBuffer:
                 if i == 0:
                     whole = out if out is not None else local.new_empty(way.numel)
                 part = whole[start : start + size]
-                run.all_gather(part, local, axis, lane or "gather", name)
+                run.now(Issued("side", axis, "all_gather", size, local.dtype, "", name), part, local)
                 local = part
             elif kind == "slice":
                 local = local[start : start + size]
             elif kind == "scatter":
                 part = out if out is not None and size == way.numel else local.new_empty(size)
-                run.reduce_scatter(part, local, axis, average, lane or "reduce", name)
+                run.now(Issued("side", axis, "reduce_scatter", local.numel(), local.dtype, average, name), part, local)
                 local = part
             else:
-                run.all_reduce(local, axis, average, lane or "reduce", name)
+                run.now(Issued("side", axis, "all_reduce", size, local.dtype, average, name), local, local)
         if out is not None and local is not out:
             local = out if local.data_ptr() == out.data_ptr() else out.copy_(local)
         return self.but(local, way.states)
@@ -137,13 +137,13 @@ register(
 
 
 @lru_cache(maxsize=65536)
-def _templates(bucket: Bucket) -> tuple[torch.Tensor, ...]:
+def templates(bucket: Bucket) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty(shape, device="meta") for shape in bucket.pieces)
 
 
 def leaves_of(bucket: Bucket, whole: torch.Tensor) -> dict[str, torch.Tensor]:
     """The leaves by path, as views of the whole bucket [numel], each of its global shape; one call for all."""
-    pieces = _unflatten_dense_tensors(whole, _templates(bucket))
+    pieces = _unflatten_dense_tensors(whole, templates(bucket))
     views = {leaf.path: pieces[i] for leaf, i in zip(bucket.leaves, bucket.leaf_pieces, strict=True)}
     for leaf in bucket.empty:  # the one call forgets their shapes
         views[leaf.path] = whole.new_empty(leaf.shape)
@@ -152,7 +152,7 @@ def leaves_of(bucket: Bucket, whole: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def write_leaves(bucket: Bucket, whole: torch.Tensor, values: Mapping[str, torch.Tensor | None]) -> None:
     """Copy and cast `values` (by path; None means zeros) into the whole bucket, and zero its padding."""
-    pieces = _unflatten_dense_tensors(whole, _templates(bucket))
+    pieces = _unflatten_dense_tensors(whole, templates(bucket))
     at = dict(zip(bucket.leaf_pieces, bucket.leaves, strict=True))
     given = {i: values[leaf.path] for i, leaf in at.items()}
     zero = [piece for i, piece in enumerate(pieces) if given.get(i) is None]

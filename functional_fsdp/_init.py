@@ -27,10 +27,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ._comm import runtime_of
 from ._errors import SpecError
 from ._layout import Unit, plan_layout
 from ._module import skeleton_of
+from ._runtime import runtime_of
 from ._shard import build, describe
 from ._spec import Spec
 from ._state import State

@@ -163,6 +163,12 @@ class Unit:
     paths: Paths
     buckets: tuple[Bucket, ...]
 
+    @cached_property
+    def trains(self) -> tuple[tuple[int, ...] | None, ...]:
+        """The shape of each leaf that trains, as `paths`; None for frozen ones."""
+        shapes = {leaf.path: leaf.shape for bucket in self.buckets if bucket.trainable for leaf in bucket.leaves}
+        return tuple(shapes.get(path) for path in self.paths)
+
 
 @dataclass(frozen=True, repr=False)
 class Layout:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
@@ -113,23 +113,120 @@ def skeleton_of(module: M) -> M:
     return skeleton
 
 
+class Slots:
+    """Where a skeleton keeps parameters and buffers: noted once, compared with what is there whenever weights go in.
+
+    A slot is a dict of parameters and a name in it. `usable`: each has a placeholder and a path of its own.
+    """
+
+    def __init__(self, skeleton: nn.Module) -> None:
+        modules, paths = [skeleton], [""]
+        for module, path in zip(modules, paths, strict=True):  # breadth first; both grow as it goes
+            parts = {name: part for name, part in module._modules.items() if part is not None}
+            modules += parts.values()
+            paths += [f"{path}{name}." for name in parts]
+        found = [(m._parameters, path) for m, path in zip(modules, paths, strict=True)]
+        held = [(params, path, name) for params, path in found for name, p in params.items() if p is not None]
+        self.keys = [path + name for _, path, name in held]
+        self.slots: list[tuple[dict[str, Any], str]] = [(params, name) for params, _, name in held]
+        self.placeholders = [params[name] for params, name in self.slots]
+        self.shapes = [torch.Size(p.size()) for p in self.placeholders]
+        self.buffers: list[dict[str, Any]] = [m._buffers for m in modules]
+        self.dicts: list[Any] = [m._modules for m in modules] + [m._parameters for m in modules]
+        self.noted = [dict(d) for d in self.dicts]
+        apart = len({(id(params), name) for params, name in self.slots}) == len(self.slots)
+        self.usable = apart and all(type(p) is Placeholder for p in self.placeholders)
+
+    def fit(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
+        """The weights in the order of the slots, if they are tensors with the right keys and shapes."""
+        if len(weights) != len(self.keys):
+            return None
+        try:
+            given = [weights[key] for key in self.keys]
+            return given if [*map(torch.Tensor.size, given)] == self.shapes else None
+        except (KeyError, TypeError):  # TypeError: not a tensor
+            return None
+
+    def same(self) -> bool:
+        """Whether the parts and the placeholders are those that were noted: identities, compared in C."""
+        try:
+            return self.dicts == self.noted
+        except TreeError:  # a placeholder was compared, by value, with what is in its place
+            return False
+
+
+Place = tuple[Slots, list[torch.Tensor]]
+_NOTED: WeakKeyDictionary[nn.Module, Slots] = WeakKeyDictionary()
+
+
+def _place(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Place | None:
+    """A skeleton's slots, and the weights that fit them. None where only the long way can tell, see `Bound._lend`."""
+    if torch.compiler.is_compiling():
+        return None
+    slots = _NOTED.get(module)
+    if slots is None or not slots.same():  # first seen, changed, or weights are in it just now
+        if type(next(module.parameters(), None)) is not Placeholder:
+            return None
+        slots = Slots(module)
+        if not slots.usable:
+            return None
+        _NOTED[module] = slots
+    given = slots.fit(weights)
+    return None if given is None else (slots, given)
+
+
+def _put(module: nn.Module, held: dict[str, Any], name: str, tensor: Any) -> None:
+    """Put a tensor back where it was held, also if the module's code deleted it, or put something else in its place."""
+    if name not in held:
+        for m in module.modules():
+            if held is m._parameters or held is m._buffers:
+                for place in (vars(m), m._parameters, m._buffers, m._modules):
+                    place.pop(name, None)
+    held[name] = tensor
+
+
 class Bound:
     """A module with weights: call it, call its methods, read its attributes and submodules. Made by `bind`."""
 
     _module: Any
     _weights: Mapping[str, torch.Tensor]
+    _place: Place | None
 
-    def __init__(self, module: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-        self.__dict__.update(_module=module, _weights=weights)
+    def __init__(self, module: nn.Module, weights: Mapping[str, torch.Tensor], place: Place | None = None) -> None:
+        own = self.__dict__
+        own["_module"], own["_weights"], own["_place"] = module, weights, place
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._lend(type(self._module).__call__, *args, **kwargs)
+        return self._lend(type(self._module).__call__, args, kwargs)
 
-    def _lend(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function of the module while the module has these weights and its buffers (at each of their paths)."""
-        tensors = {**dict(self._module.named_buffers(remove_duplicate=False)), **self._weights}
-        with _reparametrize_module(self._module, tensors, tie_weights=False, strict=True):
-            return function(self._module, *args, **kwargs)
+    def _lend(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of the module while the module has these weights and its buffers (at each of their paths).
+
+        The short way is for skeletons whose slots are known. The long way, torch.func's, is for every module, for
+        calls within calls that bind other weights, and for torch.compile.
+        """
+        module = self._module
+        place = None if torch.compiler.is_compiling() else self._place or _place(module, self._weights)
+        if place is None or not place[0].same():
+            tensors = {**dict(module.named_buffers(remove_duplicate=False)), **self._weights}
+            with _reparametrize_module(module, tensors, tie_weights=False, strict=True, stack_weights=True):
+                return function(module, *args, **kwargs)
+        slots, weights = place
+        buffers = [(held, held.copy()) for held in slots.buffers if held] if any(slots.buffers) else ()
+        try:
+            for (held, name), weight in zip(slots.slots, weights, strict=True):
+                held[name] = weight
+            return function(module, *args, **kwargs)
+        finally:
+            for (held, name), placeholder in zip(slots.slots, slots.placeholders, strict=True):
+                if name in held:
+                    held[name] = placeholder
+                else:
+                    _put(module, held, name, placeholder)
+            for held, before in buffers:
+                for name, buffer in before.items():
+                    if buffer is not None:
+                        _put(module, held, name, buffer)
 
     def _child(self, name: str) -> Bound:
         return Bound(self._module._modules[name], _below(self._weights, name))
@@ -142,9 +239,9 @@ class Bound:
             return self._child(name)
         of_class = _of_class(type(module), name)
         if isinstance(of_class, property):
-            return self._lend(of_class.fget)
+            return self._lend(of_class.fget, (), {})
         if isinstance(of_class, FunctionType) and of_class is not _of_class(nn.Module, name):
-            return partial(self._lend, of_class)
+            return lambda *args, **kwargs: self._lend(of_class, args, kwargs)
         return getattr(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -222,6 +319,14 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
         model = model._module
     if not isinstance(weights, Mapping):
         raise TreeError(f"bind: weights is a {type(weights).__name__}; expected {{path: tensor}}, as unshard gives.")
+    place = _place(model, weights)
+    if place is None:
+        _validate(model, weights)
+    return Bound(model, weights, place)
+
+
+def _validate(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Say what is wrong with the weights of a module, if anything is."""
     wanted = dict(model.named_parameters(remove_duplicate=False))
     missing, extra = [k for k in wanted if k not in weights], [k for k in weights if k not in wanted]
     if missing or extra:
@@ -233,8 +338,10 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
             f"this module, by paths relative to it (a tied weight is a unit of its own: add it under the module's key)."
         )
     for key, placeholder in wanted.items():
-        if weights[key].shape != placeholder.shape:
+        weight: Any = weights[key]
+        if not isinstance(weight, torch.Tensor):
+            raise TreeError(f"bind: the weight {key!r} is a {type(weight).__name__}; expected a tensor.")
+        if weight.shape != placeholder.shape:
             raise TreeError(
-                f"bind: the weight {key!r} has shape {tuple(weights[key].shape)}; expected {tuple(placeholder.shape)}."
+                f"bind: the weight {key!r} has shape {tuple(weight.shape)}; expected {tuple(placeholder.shape)}."
             )
-    return Bound(model, weights)

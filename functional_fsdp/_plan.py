@@ -13,28 +13,29 @@ While a use computes, the gathers of the next `prefetch` uses are in flight; a u
 gather runs past the last use. Gradients leave through staging, sized by what travels: a reduction holds its staging
 until the next but one needs some, so that compute waits for a reduction only when two more are due.
 
-    schedule + layout -> lives of each unit (simulated) -> addresses (_pack.py) -> Plan (a value: hash, print, draw)
+    schedule + layout -> uses (_program.py) -> lives (_lives.py) -> addresses (_pack.py) -> Plan (hash, print, draw)
 """
 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from os import PathLike
 from typing import Any
 
-from ._errors import ScheduleError, SpecError
 from ._layout import Bucket, Layout, aligned
+from ._lives import Gather, choose_kept, simulate
 from ._pack import Interval, pack
-from ._schedule import Schedule, means
+from ._program import Program, program
+from ._schedule import Schedule
 from ._tree import bytes_text, table
 
-__all__ = ["Part", "Plan", "PlannedUnit", "Reduction", "Use", "plan"]
+__all__ = ["SLOTS", "Gather", "Part", "Plan", "PlannedUnit", "Reduction", "Use", "plan"]
 
 ALIGN = 512  # bytes: every bucket in the arena and in staging starts at a multiple
 SLOTS = 2  # reductions that may hold staging at once
@@ -55,19 +56,23 @@ class Use:
 
     Attributes:
         start: the use whose `unshard` starts this one's gather, its own at the latest; None: nothing to gather.
-        end: the use after which the bytes are free: this one, or a later one if the unit stays gathered.
-        reduces: its gradient is complete here and is reduced.
+        end: the use after which the bytes are free: the last one of its group, or a later one if the unit stays
+            gathered.
+        group: the first and the last of the uses at once with it, itself included; it alone: `(k, k)`.
+        reduces: the gradient of this unit is complete here and is reduced. It may also be complete at another unit's
+            use, if it is not used in the backward: `Plan.reductions` has them all.
     """
 
     unit: str
     start: int | None
     end: int
+    group: Interval
     reduces: bool
 
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """A unit's place in the arena (bytes) and its lives: (first use, last use) of each, both included.
+    """A unit's place in the arena (bytes) and its lives: (first use, last use) during which its bytes are taken.
 
     A unit without `parts` is resident: its weights are not sharded, so nothing is gathered.
     """
@@ -92,7 +97,10 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction's staging: bytes from `use` up to and without the use `until` (the number of uses: until `step`)."""
+    """A reduction's staging: bytes from `use` on. The next but one may take them, at `until` (all uses: nobody does).
+
+    Several may fall on one `use`, of units that are used in the forward only; no two in a row share bytes.
+    """
 
     unit: str
     use: int
@@ -142,13 +150,23 @@ class Plan:
         return {unit.name: unit for unit in self.units}
 
     @cached_property
-    def starts(self) -> tuple[tuple[int, ...], ...]:
-        """For each use, the uses whose gathers its `unshard` starts, in the order of issue: its own first."""
-        found: list[list[int]] = [[] for _ in self.uses]
-        for k, use in enumerate(self.uses):
-            if use.start is not None:
-                found[use.start].append(k)
-        return tuple(map(tuple, found))
+    def turn(self) -> int:
+        """Uses of the forward, which is what evaluation uses: up to the first use of the last new unit and, where tied
+        units follow, up to where the backward begins."""
+        groups = dict.fromkeys(use.group for use in self.uses)
+        calls = tuple(tuple(use.unit for use in self.uses[a : b + 1]) for a, b in groups)
+        return Program(calls, once=self.schedule.order is None).turn
+
+    @cached_property
+    def gathers(self) -> tuple[Gather, ...]:
+        """Every gather in order of issue: by the use that starts it, then by the use that waits for it."""
+        found = (Gather(use.unit, use.start, k, use.end) for k, use in enumerate(self.uses) if use.start is not None)
+        return tuple(sorted(found, key=lambda gather: (gather.start, gather.first)))
+
+    @cached_property
+    def due(self) -> tuple[int, ...]:
+        """For each use, how many of `gathers` its `unshard` and those before it start."""
+        return tuple(bisect_right(self.gathers, k, key=lambda gather: gather.start) for k in range(len(self.uses)))
 
     @cached_property
     def sharing(self) -> dict[str, tuple[str, ...]]:
@@ -162,27 +180,6 @@ class Plan:
                 found[unit.name].append(other.name)
             open_.append(unit)
         return {name: tuple(others) for name, others in found.items()}
-
-    def next(self, cursor: int, unit: str) -> int:
-        """Which use it is when `unit` is used while use number `cursor` is expected: that one, or else the next of this
-        unit, going round (evaluation between steps, several microbatches). What comes after use k is `(k + 1) % uses`.
-
-        Raises:
-            ScheduleError: the unit is not part of the program.
-
-        >>> program = Plan(Schedule(("a", "b", "a")), (), (PlannedUnit("a", 0, 1, (), (0, 2), ()),), (), 1, 1, 0, "")
-        >>> program.next(0, "a"), program.next(1, "a"), program.next(3, "a")
-        (0, 2, 0)
-        """
-        planned = self.by_name.get(unit)
-        if planned is None:
-            names = ", ".join(repr(u.name) for u in self.units[:4])
-            raise ScheduleError(
-                f"the unit {unit!r} is not one of the {len(self.units)} units of this plan ({names}, ...). "
-                f"Add its uses to Schedule(order=...), or leave the order to the units' own."
-            )
-        at = bisect_left(planned.uses, cursor)
-        return planned.uses[at if at < len(planned.uses) else 0]
 
     def live(self, use: int) -> tuple[str, ...]:
         """The units whose bytes are live during a use: gathered, or being gathered."""
@@ -242,6 +239,7 @@ def plan(layout: Layout, schedule: Schedule | None = None) -> Plan:
 
     Raises:
         SpecError: the order, `prefetch` or `keep` names what the layout does not have.
+        ScheduleError: the order is "recorded": it is not known before the first step.
 
     >>> from ._layout import LeafInfo, plan_layout
     >>> from ._spec import Spec
@@ -257,17 +255,15 @@ def plan(layout: Layout, schedule: Schedule | None = None) -> Plan:
     arena 8.0 KiB (two sides; lower bound 8.0 KiB, +0.0 %), staging 8.0 KiB
     """
     schedule = schedule or Schedule()
-    order = _order(layout, schedule)
-    where: dict[str, list[int]] = {}
-    for k, name in enumerate(order):
-        where.setdefault(name, []).append(k)
+    found = program(layout, schedule)
+    where = found.uses
     buckets = {name: [b for b in layout.by_name[name].buckets if b.placement.weights] for name in where}
     sizes = {name: sum(map(_nbytes, buckets[name])) for name in where}
-    kept = _kept(schedule, order, sizes)
-    held = _simulate(schedule, order, sizes, kept)
+    kept = choose_kept(schedule, found, sizes)
+    held = simulate(schedule, found, sizes, kept)
 
     gathered = [name for name in where if sizes[name]]
-    lives = {name: tuple((start, last) for start, _, last in held[name]) for name in where}
+    lives = {name: tuple((gather.start, gather.last) for gather in held[name]) for name in where}
     long = [i for i, name in enumerate(gathered) if name in kept]
     packing = pack([sizes[name] for name in gathered], [lives[name] for name in gathered], long)
     address = dict(zip(gathered, packing.addresses, strict=True))
@@ -277,29 +273,15 @@ def plan(layout: Layout, schedule: Schedule | None = None) -> Plan:
         )
         for name in where
     )
-    reductions, staging = _stage(layout, order)
-    starts = {first: start for gathers in held.values() for start, first, _ in gathers}
-    ends = {k: last for name in where for _, first, last in held[name] for k in where[name] if first <= k <= last}
-    reducing = {reduction.use for reduction in reductions}
-    uses = tuple(Use(name, starts.get(k), ends.get(k, k), k in reducing) for k, name in enumerate(order))
+    reductions, staging = _stage(layout, found)
+    starts = {gather.first: gather.start for gathers in held.values() for gather in gathers}
+    ends = {k: g.last for name in where for g in held[name] for k in where[name] if g.first <= k <= g.last}
+    reducing = {(reduction.unit, reduction.use) for reduction in reductions}
+    uses = tuple(
+        Use(name, starts.get(k), ends.get(k, k), found.groups[k], (name, k) in reducing)
+        for k, name in enumerate(found.order)
+    )
     return Plan(schedule, uses, units, reductions, packing.total, packing.bound, staging, packing.rule)
-
-
-def _order(layout: Layout, schedule: Schedule) -> tuple[str, ...]:
-    """The order of use. Every name that the schedule mentions is checked here."""
-    names = tuple(layout.by_name)
-    order = schedule.order or (*names, *reversed(names))
-    keep = schedule.keep if isinstance(schedule.keep, tuple) else ()
-    depths = () if isinstance(schedule.prefetch, int) else tuple(name for name, _ in schedule.prefetch)
-    for what, wanted in (("order", set(order) - set(names)), ("keep", keep), ("prefetch", depths)):
-        for name in wanted:
-            if what == "order" or (name != "*" and not any(means(name, unit) for unit in names)):
-                raise SpecError(
-                    f"Schedule({what}): {name!r} {'is not a unit' if what == 'order' else 'matches no unit'} of this "
-                    f"layout. Its {len(names)} units are {', '.join(map(repr, names[:4]))}"
-                    f"{', ...' if len(names) > 4 else ''}. Use one of them, or leave {what} out."
-                )
-    return order
 
 
 def _nbytes(bucket: Bucket) -> int:
@@ -312,72 +294,15 @@ def _parts(buckets: Sequence[Bucket], address: int) -> tuple[Part, ...]:
     return tuple(Part(b.name, at, b.numel * b.compute.itemsize) for b, at in zip(buckets, offsets, strict=False))
 
 
-def _simulate(
-    schedule: Schedule, order: Sequence[str], sizes: Mapping[str, int], kept: Collection[str]
-) -> dict[str, list[tuple[int, int, int]]]:
-    """Each unit's gathers as (use that starts it, first use, last use). Resident units' uses do not count as ahead."""
-    found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in sizes}
-    moments = [k for k, name in enumerate(order) if sizes[name]]
-    before: dict[str, int] = {}
-    for i, k in enumerate(moments):
-        name = order[k]
-        begin = max(0, i - schedule.depth(name))
-        if name in before:
-            begin = max(begin, before[name] + 1)  # its bytes are in use until then
-            idle = begin > before[name] + 1
-            if name in kept or not (idle or isinstance(schedule.keep, tuple)):
-                start, first, _ = found[name][-1]
-                found[name][-1] = (start, first, k)
-                before[name] = i
-                continue
-        found[name].append((moments[begin], k, k))
-        before[name] = i
-    return found
-
-
-def _kept(schedule: Schedule, order: Sequence[str], sizes: Mapping[str, int]) -> set[str]:
-    """The units that stay gathered from first use to last, beside those that do so anyway."""
-    keep = schedule.keep
-    if keep is None or keep == "all":
-        return set(sizes) if keep else set()
-    if isinstance(keep, tuple):
-        return {name for name in sizes if any(means(pattern, name) for pattern in keep)}
-    saves: dict[int, list[str]] = {}
-    for name, gathers in _simulate(schedule, order, sizes, ()).items():
-        if len(gathers) > 1:
-            saves.setdefault(len(gathers) - 1, []).append(name)
-    # Among units that save as many gathers each, the smallest first (of equal ones the last, whose lives are short), so
-    # it remains to choose how many of each kind: gathers saved -> (fewest bytes, those units).
-    best: dict[int, tuple[int, tuple[str, ...]]] = {0: (0, ())}
-    for save, names in saves.items():
-        names.reverse()
-        names.sort(key=lambda name: sizes[name])
-        costs = list(accumulate((sizes[name] for name in names), initial=0))
-        grown: dict[int, tuple[int, tuple[str, ...]]] = {}
-        for saved, (spent, chosen) in best.items():
-            for n in range(bisect_right(costs, keep - spent)):
-                total = saved + n * save
-                if total not in grown or spent + costs[n] < grown[total][0]:
-                    grown[total] = (spent + costs[n], (*chosen, *names[:n]))
-        best = grown
-    return set(best[max(best)][1])
-
-
-def _stage(layout: Layout, order: Sequence[str]) -> tuple[tuple[Reduction, ...], int]:
-    """Reductions at the last use of every trainable unit in each pass, and their staging, in the wire's dtype.
-
-    An explicit order of several equal passes, each of which uses units twice, is one of several microbatches.
-    """
-    count = len(order)
-    lengths = (n for n in range(1, count) if count % n == 0 and order[n:] == order[:-n] and len(set(order[:n])) < n)
-    length = next(lengths, count)
-    trains = {name: [b for b in layout.by_name[name].buckets if b.trainable] for name in dict.fromkeys(order)}
-    last = {name: k for k, name in enumerate(order[:length]) if sum(map(_nbytes, trains[name]))}
-    uses = [first + k for first in range(0, count, length) for k in sorted(last.values())]
-    until = [*uses[SLOTS:], *[count] * SLOTS][: len(uses)]
-    sizes = [sum(map(_nbytes, trains[order[k]])) for k in uses]
-    packing = pack(sizes, [[(k, end - 1)] for k, end in zip(uses, until, strict=True)])
-    placed = zip(uses, until, packing.addresses, sizes, strict=True)
+def _stage(layout: Layout, program: Program) -> tuple[tuple[Reduction, ...], int]:
+    """A reduction of every trainable unit wherever its gradient is complete, and their staging, in the wire's dtype."""
+    trains = {name: [b for b in layout.by_name[name].buckets if b.trainable] for name in program.uses}
+    nbytes = {name: sum(map(_nbytes, buckets)) for name, buckets in trains.items()}
+    due = [(name, k) for name, k in program.completed() if nbytes[name]]
+    until = [*(k for _, k in due[SLOTS:]), *[len(program.order)] * SLOTS]
+    sizes = [nbytes[name] for name, _ in due]
+    packing = pack(sizes, [[(i, i + SLOTS - 1)] for i in range(len(due))])  # in order of issue: uses may coincide
+    placed = zip(due, until, packing.addresses, sizes, strict=False)
     return tuple(
-        Reduction(order[k], k, end, at, size, _parts(trains[order[k]], at)) for k, end, at, size in placed
+        Reduction(name, k, end, at, size, _parts(trains[name], at)) for (name, k), end, at, size in placed
     ), packing.total

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ._errors import SpecError
 from ._layout import Bucket
 
-__all__ = ["Axis", "Hop", "Partial", "Replicate", "Route", "Shard", "States", "route", "states_of"]
+__all__ = ["Axis", "Hop", "Partial", "Replicate", "Route", "Shard", "States", "partial_states", "route", "states_of"]
 
 
 class Axis(Enum):
@@ -68,6 +68,11 @@ def states_of(bucket: Bucket, kind: str, rest: Axis = Replicate) -> States:
     """The per-axis states of "weights", "grads" or "main" of a bucket; axes that do not shard it are `rest`."""
     sharded = getattr(bucket.placement, kind)
     return tuple((axis, Shard if axis in sharded else rest) for axis in bucket.placement.data)
+
+
+def partial_states(bucket: Bucket) -> States:
+    """Of gradients fresh from a backward: each rank has a summand of the whole bucket."""
+    return tuple((axis, Partial) for axis in bucket.placement.data)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ._errors import SpecError
-from ._tree import match
+from ._tree import bytes_text, match
 
-__all__ = ["Schedule", "means"]
+__all__ = ["Order", "Schedule", "means"]
+
+Order = tuple[str | tuple[str, ...], ...]  # units in order of use; a tuple of them is used at once
 
 
 @dataclass(frozen=True, init=False)
@@ -17,7 +19,9 @@ class Schedule:
     """What is used when, how far ahead it is gathered, and what stays gathered. Frozen, hashable, equal by value.
 
     Args:
-        order: the units in order of use, with repeats; None: all units forward, then backward.
+        order: the units in order of use, with repeats; None: all units forward, then backward, a tied one again where
+            its further paths lie. A group is used at once: `("embed", "b0", ("embed", "head"), "b0", "embed")`.
+            "recorded": the order is recorded in the first step.
         prefetch: how many uses ahead of its own a unit's gather starts; 0 gathers when the unit is asked for. A mapping
             sets it per unit: `{"embed": 0, "blocks.*": 2}`, first match wins, 1 where nothing matches.
         keep: what stays gathered from its first use to its last. None: what would occupy its bytes in between anyway
@@ -26,33 +30,27 @@ class Schedule:
         debug: released bytes are filled with NaN, so that a weight used past its release shows.
 
     Raises:
-        SpecError: a value of the wrong kind, a negative depth or budget, an empty order.
+        SpecError: a value of the wrong kind, a negative depth or budget, an empty order or group, a group that
+            names a unit twice.
 
     >>> Schedule(prefetch=2, keep={"head"}) == Schedule(prefetch=2, keep=["head"])
     True
+    >>> print(Schedule(prefetch=2, keep={"head"}))
+    forward, then backward; prefetch 2; keeps head
     """
 
-    order: tuple[str, ...] | None
+    order: Order | Literal["recorded"] | None
     prefetch: int | tuple[tuple[str, int], ...]
     keep: Literal["all"] | int | tuple[str, ...] | None
     debug: bool
 
     def __init__(
         self,
-        order: Sequence[str] | None = None,
+        order: Sequence[str | Sequence[str]] | Literal["recorded"] | None = None,
         prefetch: int | Mapping[str, int] = 1,
         keep: Literal["all"] | int | Collection[str] | None = None,
         debug: bool = False,
     ) -> None:
-        if order is not None:
-            if isinstance(order, str) or not all(map(_text, order)):
-                raise SpecError(
-                    f"Schedule(order={order!r}): expected the names of units in order of use, as ('a', 'b', 'b', 'a')."
-                )
-            if not order:
-                raise SpecError(
-                    "Schedule(order=()): expected at least 1 use, got 0. None means forward, then backward."
-                )
         depths = prefetch if isinstance(prefetch, Mapping) else {"*": prefetch}
         for name, depth in depths.items():
             if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
@@ -73,7 +71,7 @@ class Schedule:
         if isinstance(keep, int) and keep < 0:
             raise SpecError(f"Schedule(keep={keep}): a budget is at least 0 bytes. () keeps nothing.")
         put = object.__setattr__
-        put(self, "order", None if order is None else tuple(order))
+        put(self, "order", order if order is None or order == "recorded" else _order(order))
         put(self, "prefetch", tuple(prefetch.items()) if isinstance(prefetch, Mapping) else prefetch)
         put(self, "keep", keep if keep is None or isinstance(keep, int | str) else tuple(sorted(set(keep))))
         put(self, "debug", bool(debug))
@@ -84,9 +82,49 @@ class Schedule:
             return self.prefetch
         return next((depth for pattern, depth in self.prefetch if means(pattern, unit)), 1)
 
+    def ordered(self, order: Sequence[str | Sequence[str]] | None) -> Schedule:
+        """The same with this order: what a recorded schedule becomes after its first step."""
+        return Schedule(
+            order, self.prefetch if isinstance(self.prefetch, int) else dict(self.prefetch), self.keep, self.debug
+        )
+
+    def __str__(self) -> str:
+        order = "forward, then backward"
+        if self.order is not None:
+            order = (
+                "order recorded in the first step" if self.order == "recorded" else f"{len(self.order)} uses in order"
+            )
+        prefetch = self.prefetch if isinstance(self.prefetch, int) else ", ".join(f"{k}: {v}" for k, v in self.prefetch)
+        said = [order, f"prefetch {prefetch}"]
+        if self.keep is not None:
+            kept = ", ".join(self.keep) or "nothing" if isinstance(self.keep, tuple) else "everything"
+            said.append(f"keeps {f'{bytes_text(self.keep)} more' if isinstance(self.keep, int) else kept}")
+        return "; ".join([*said, "debug"] if self.debug else said)
+
 
 def _text(value: object) -> bool:
     return isinstance(value, str)
+
+
+def _order(order: Sequence[str | Sequence[str]]) -> Order:
+    """Lists as tuples. A group of one is that unit."""
+    groups = [None if isinstance(one, str) else one for one in order]
+    if isinstance(order, str) or not all(
+        isinstance(g, Sequence) and all(map(_text, g)) for g in groups if g is not None
+    ):
+        raise SpecError(
+            f"Schedule(order={order!r}): expected the names of units in order of use, as ('a', 'b', 'b', 'a'), a tuple "
+            "of names where several are used at once, or 'recorded'."
+        )
+    if not order:
+        raise SpecError("Schedule(order=()): expected at least 1 use, got 0. None means forward, then backward.")
+    for k, group in enumerate(groups):
+        if group is not None and not 0 < len(group) == len(set(group)):
+            raise SpecError(
+                f"Schedule(order): use {k} is the group {tuple(group)!r}; expected at least 1 unit, each once. What is "
+                "used at once is named once."
+            )
+    return tuple(one if isinstance(one, str) else one[0] if len(one) == 1 else tuple(one) for one in order)
 
 
 def means(pattern: str, unit: str) -> bool:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
-from ._comm import Runtime, runtime_of
 from ._errors import SpecError, TreeError
 from ._flat import FlatBuffer
 from ._layout import Bucket, Layout, LeafInfo, plan_layout
 from ._optim import as_optimizer
 from ._route import states_of
+from ._runtime import Runtime, runtime_of
 from ._spec import FLOATS, Spec
 from ._state import Ledger, State, Token
 from ._tree import flatten

@@ -25,6 +25,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import SpecError
+from ._schedule import Schedule
 from ._tree import first_match, table
 
 __all__ = ["Placement", "Precision", "Spec", "ddp", "hfsdp", "hsdp", "zero1", "zero2", "zero3"]
@@ -227,9 +228,10 @@ class Spec:
         trainable: `{pattern: bool}`, first match wins. Otherwise parameters of modules go by their `requires_grad`,
             plain tensors are trainable when they are of a floating dtype.
         average: gradients are averaged over the data ranks ("mean") or summed ("sum").
+        schedule: when units are gathered and what stays gathered. Default: forward, then backward, one use ahead.
 
     Raises:
-        SpecError: an axis that the mesh does not have, or a mesh whose axes have no names.
+        SpecError: an axis that the mesh does not have, a mesh whose axes have no names, or a value of the wrong kind.
 
     >>> Spec({"data": 8}).placement_of("blocks.0.weight") == zero3("data")
     True
@@ -242,6 +244,7 @@ class Spec:
     labels: Rules
     trainable: Rules
     average: str
+    schedule: Schedule
 
     def __init__(
         self,
@@ -253,6 +256,7 @@ class Spec:
         labels: Mapping[str, str] | None = None,
         trainable: Mapping[str, bool] | None = None,
         average: Literal["mean", "sum"] = "mean",
+        schedule: Schedule | None = None,
     ) -> None:
         put: Callable[[str, Any], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         if not isinstance(mesh, (DeviceMesh, Mapping)):
@@ -278,12 +282,15 @@ class Spec:
                 )
         if average not in ("mean", "sum"):
             raise SpecError(f"Spec(average={average!r}): expected 'mean' or 'sum' over the data ranks.")
+        if not isinstance(schedule, Schedule | None):
+            raise SpecError(f"Spec(schedule={schedule!r}): expected a Schedule, as fsdp.Schedule(prefetch=2).")
         put("placements", tuple(rules.items()))
         put("precision", precision or Precision())
         put("units", _freeze_units(units))
         put("labels", _rules(labels))
         put("trainable", _rules(trainable))
         put("average", average)
+        put("schedule", schedule or Schedule())
 
     @property
     def axes(self) -> dict[str, int]:
@@ -325,6 +332,7 @@ class Spec:
             ("labels", rules(self.labels) or "default"),
             ("trainable", rules(self.trainable) or "as given"),
             ("gradients", f"{self.average} over data ranks"),
+            ("schedule", str(self.schedule)),
         ]
         return table(("Spec", ""), rows)
 

@@ -18,22 +18,24 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ._comm import Runtime, runtime_of
+from ._comm import Comm
 from ._errors import StaleStateError
+from ._executor import Executor
 from ._flat import FlatBuffer
 from ._layout import Layout
+from ._runtime import Runtime, runtime_of
 from ._spec import Spec
 from ._tree import bytes_text, register, table
 
 __all__ = ["Context", "Ledger", "State", "Token"]
 
-REMEMBER = 256  # how many consumed states a ledger can name the consumer of
+REMEMBER = 256  # how many consumed states, at least, a ledger can name the consumer of
 
 
 class Ledger:
     """The mutable side of one lineage of states (a `shard` and all steps from it): which state is the newest.
 
-    `live` maps a unit to the whole buckets that its weights are borrowed from, as long as this step lasts.
+    `executor` has what the lineage has in flight; it is made when a state first needs it.
     """
 
     def __init__(self, runtime: Runtime, steps: int = 0) -> None:
@@ -43,7 +45,7 @@ class Ledger:
         self.number = 0  # the same on every rank for one lineage; 0 for copies
         self.epoch = runtime.epoch
         self.consumed: dict[int, str] = {}
-        self.live: dict[str, Any] = {}
+        self.executor: Executor | None = None
         self.broken = ""
 
     def enroll(self) -> None:
@@ -52,9 +54,13 @@ class Ledger:
         self.number = self.runtime.lineages
         self.runtime.ledgers[self.number] = self
 
+    @property
+    def midway(self) -> bool:
+        """Whether a verb was stopped in the middle, so that what is in flight is ahead of every state."""
+        return self.executor is not None and self.executor.midway
+
     def advance(self, serial: int, verb: str) -> int:
-        """Consume the state `serial` for `verb`, after a restart if it is a base used again. Returns the new serial."""
-        self.enter(serial, verb)
+        """Consume the state `serial`, which has entered, for `verb`. Returns the new serial."""
         self.latest += 1
         if serial != self.base:
             self._consume(serial, verb)
@@ -67,16 +73,27 @@ class Ledger:
         if serial not in (self.base, self.head):
             raise self._stale(serial, verb)
         if serial == self.base:
-            if self.head != self.base:
+            if self.begun:
                 self.look(serial)
-                self._consume(self.head, "the restart of its step (the state before the step was used again)")
+                if self.head != self.base:
+                    self._consume(self.head, "the restart of its step (the state before the step was used again)")
+                if self.executor is not None:
+                    self.executor.reset()
             self.head, self.epoch = self.base, self.runtime.epoch
-            if self.live:
-                self.live = {}
+        elif self.midway and self.epoch == self.runtime.epoch:
+            self._consume(serial, "a call that was stopped")
+            raise self._stale(serial, verb)
         elif self.epoch != self.runtime.epoch:
             self._consume(serial, "the restart of its step (a rank abandoned it)")
             self.head = self.base
+            if self.executor is not None:
+                self.executor.reset()
             raise self._stale(serial, verb)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step is under way, if only because its first verb was interrupted."""
+        return self.head != self.base or self.midway
 
     def valid(self, serial: int, verb: str) -> None:
         """Check that what the state `serial` owns still has its values: no step consumed it, none was cut short."""
@@ -94,7 +111,7 @@ class Ledger:
 
         Never consumes: where all ranks look from the same place, the step goes on afterwards.
         """
-        if serial == self.base != self.head and self.epoch == self.runtime.epoch:
+        if serial == self.base and self.begun and self.epoch == self.runtime.epoch:
             self.runtime.restart(self.number)
 
     def commit(self, serial: int) -> int:
@@ -104,13 +121,12 @@ class Ledger:
         self.steps += 1
         self.latest += 1
         self.base = self.head = self.latest
-        self.live = {}
         return self.base
 
     def _consume(self, serial: int, what: str) -> None:
         self.consumed[serial] = what
-        if len(self.consumed) > REMEMBER:
-            del self.consumed[next(iter(self.consumed))]
+        if len(self.consumed) > 2 * REMEMBER:
+            self.consumed = dict(list(self.consumed.items())[REMEMBER:])
 
     def _stale(self, serial: int, verb: str) -> StaleStateError:
         by = self.consumer(serial)
@@ -121,12 +137,14 @@ class Ledger:
         )
 
 
-@dataclass(frozen=True, eq=False)
 class Token:
     """Which state of which lineage this is. Outside equality: trees of two states of one spec compare equal."""
 
-    ledger: Ledger
-    serial: int
+    __slots__ = ("ledger", "serial")
+
+    def __init__(self, ledger: Ledger, serial: int) -> None:
+        self.ledger = ledger
+        self.serial = serial
 
 
 class Context:
@@ -189,13 +207,32 @@ class State:
     def evolve(self, **changes: Any) -> State:
         """A State with some fields replaced (dataclasses.replace, without its cost: this runs for every verb)."""
         new = object.__new__(State)
-        new.__dict__.update(self.__dict__, **changes)
+        fields_of = new.__dict__
+        fields_of.update(self.__dict__)
+        fields_of.update(changes)
         return new
 
     @property
     def units(self) -> tuple[str, ...]:
         """Names of the units, in order of use in a forward."""
         return tuple(unit.name for unit in self.layout.units)
+
+    @property
+    def executor(self) -> Executor:
+        """What carries out this lineage's schedule."""
+        ledger = self.token.ledger
+        if ledger.executor is None:
+            ledger.executor = Executor(ledger.runtime, self.layout, self.spec)
+        return ledger.executor
+
+    @property
+    def comm(self) -> Comm:
+        """The schedule as it stands: the plan, the cursor, what is in flight, live, held, released. Printing it gives a
+        table.
+
+        A snapshot of this rank's lineage: it does not change any more, and looking at it waits for nothing.
+        """
+        return self.executor.snapshot()
 
     @property
     def between_steps(self) -> bool:

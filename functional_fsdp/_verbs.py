@@ -2,7 +2,8 @@
 
     state ── unshard ──▶ weights ── your loss, torch.func ──▶ gradients ── reduce ──▶ state.grads ── step ──▶ state
 
-Each is one `redistribute` a bucket (see `_flat`); which collective that is follows from the placement:
+What each starts, and when, is the plan's to say (see `_comm`, and `_executor` for how); compute waits for what it needs
+and nothing else. Which collective it is follows from the placement:
 
 | verb    | zero3          | zero2          | zero1                | ddp                | hsdp                       |
 |---------|----------------|----------------|----------------------|--------------------|----------------------------|
@@ -15,21 +16,21 @@ Each is one `redistribute` a bucket (see `_flat`); which collective that is foll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast, overload
 
 import torch
 import torch.utils._pytree as pytree
 
-from ._comm import runtime_of
 from ._errors import ScheduleError, TreeError
-from ._flat import FlatBuffer, leaves_of, write_leaves
-from ._layout import Bucket, Unit
-from ._route import Partial, states_of
+from ._flat import FlatBuffer, leaves_of
+from ._gradients import of_tree, of_unit
+from ._lanes import Issued
+from ._layout import Unit
+from ._runtime import runtime_of
 from ._state import State, Token
-from ._tree import flatten
-from ._weights import Gathered, gather, refresh, whole_of
+from ._weights import gather, refresh, whole_of
 
 __all__ = ["finish", "pmean", "reduce", "release", "step", "unshard"]
 
@@ -50,16 +51,26 @@ def _verb(fn: F) -> F:
             )
         if args and not isinstance(args[0], State):
             raise TypeError(f"{fn.__name__}(state, ...): the first argument is a State, not {type(args[0]).__name__}.")
-        with torch.no_grad():
+        before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
             return fn(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
 
     return cast(F, verb)
 
 
-def _then(state: State, verb: str, **changes: Any) -> State:
-    """The state after `verb`: consumes `state`, applies `changes`."""
+def _then(state: State, verb: str, grads: Any = None) -> State:
+    """The state after `verb`: consumes `state`, which has entered. This runs for every verb, so it is spelled out."""
     ledger = state.token.ledger
-    return state.evolve(**changes, token=Token(ledger, ledger.advance(state.token.serial, verb)))
+    new = object.__new__(State)
+    fields = new.__dict__
+    fields.update(state.__dict__)
+    fields["token"] = Token(ledger, ledger.advance(state.token.serial, verb))
+    if grads is not None:
+        fields["grads"] = grads
+    return new
 
 
 def _unit(state: State, name: Any, verb: str) -> Unit:
@@ -101,7 +112,9 @@ def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[Stat
 
     Example: `state, params = fsdp.unshard(state)`; `state, w = fsdp.unshard(state, "blocks.0")`.
     """
+    ledger = state.token.ledger
     if unit is None:
+        ledger.enter(state.token.serial, "unshard")
         state = _then(state, "unshard()")
         views: dict[str, torch.Tensor] = {}
         for bucket in state.layout.buckets.values():
@@ -109,39 +122,43 @@ def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[Stat
             views |= leaves_of(bucket, gather(state, bucket) if whole is None else whole)
         return state, state.treedef.unflatten([views[path] for path in state.layout.source])
 
-    names = [unit] if isinstance(unit, str) else list(unit)
-    units = [_unit(state, name, "unshard") for name in names]
-    state = _then(state, f"unshard({', '.join(map(repr, names))})")
-    live = state.token.ledger.live
-    for one in units:
-        if one.name not in live:
-            live[one.name] = Gathered(state, one)
-        if not live[one.name].held:
-            live[one.name].gather(state)
-    found = {name: dict(live[name].weights) for name in names}
-    return state, found[names[0]] if isinstance(unit, str) else found
+    if isinstance(unit, str):
+        _unit(state, unit, "unshard")
+        ledger.enter(state.token.serial, "unshard")
+        executor = state.executor
+        found = executor.unshard(state, (unit,))[unit]
+        return _then(state, f"unshard({unit!r})", grads=executor.grads or state.grads), found
+
+    names = tuple(dict.fromkeys(unit))
+    for name in names:
+        _unit(state, name, "unshard")
+    ledger.enter(state.token.serial, "unshard")
+    executor = state.executor
+    weights = executor.unshard(state, names)
+    return _then(state, f"unshard({', '.join(map(repr, names))})", grads=executor.grads or state.grads), weights
 
 
 @_verb
 def release(state: State, unit: str | Sequence[str]) -> State:
     """Give back a unit's gathered weights. They must not be used until the unit is gathered again, to the same tensors.
 
+    Nothing waits: the gather that reuses the bytes waits, on its own lane, until compute has passed this point. A unit
+    that the schedule keeps stays gathered. `Schedule(debug=True)` fills the bytes with NaN.
+
     Raises:
         ScheduleError: an unknown unit, or one that is not gathered.
     """
-    names = [unit] if isinstance(unit, str) else list(unit)
-    state.token.ledger.enter(state.token.serial, "release()")
-    live = state.token.ledger.live
+    names = (unit,) if isinstance(unit, str) else tuple(dict.fromkeys(unit))
+    state.token.ledger.enter(state.token.serial, "release")
+    executor = state.executor
     for name in names:
         _unit(state, name, "release")
-        if name not in live or not live[name].held:
+        if not executor.held(name):
             raise ScheduleError(
                 f"release: the unit {name!r} is not gathered. Call state, w = unshard(state, {name!r}) first."
             )
-    state = _then(state, f"release({', '.join(map(repr, names))})")
-    for name in names:
-        live[name].release()
-    return state
+    executor.release(state, names)
+    return _then(state, f"release({unit!r})")
 
 
 # ---------------------------------------------------------------- reduce
@@ -168,82 +185,32 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     Collective: reduce-scatter where gradients are sharded, and on the last call what the placement's
     table row says; in the compute dtype.
     """
-    layout = state.layout
-    if unit is None:
-        chosen: Iterable[Unit] = layout.units
-        paths, leaves, _ = flatten(grads)
-        values = _match(layout.paths, paths, leaves, "reduce(state, grads)")
-        named = [(path, source, values[path]) for path, source in zip(layout.paths, layout.source, strict=True)]
-    else:
+    ledger = state.token.ledger
+    if unit is not None:
         one = _unit(state, unit, "reduce")
-        chosen = [one]
-        if not isinstance(grads, Mapping):
-            raise TreeError(
-                f"reduce(state, grads, {unit!r}): grads is a {type(grads).__name__}; expected {{key: tensor}}."
-            )
-        values = _match(one.keys, list(grads), list(grads.values()), f"reduce(state, grads, {unit!r})")
-        named = [(key, path, values[key]) for key, path in zip(one.keys, one.paths, strict=True)]
+        values = of_unit(one, grads)
+        ledger.enter(state.token.serial, "reduce")
+        executor = state.executor
+        executor.adopt(state.grads)
+        if values:
+            executor.reduce(one.name, values, last)
+        return _then(state, f"reduce({unit!r})", grads=executor.grads)
 
-    buckets = [bucket for one in chosen for bucket in one.buckets if bucket.trainable]
-    shapes = {leaf.path: leaf.shape for bucket in buckets for leaf in bucket.leaves}
-    total: dict[str, torch.Tensor | None] = {}
-    for name, source, value in named:
-        if source not in shapes or value is None:
-            continue
-        if not isinstance(value, torch.Tensor) or value.shape != shapes[source]:
-            got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            raise TreeError(
-                f"reduce: the gradient of {name!r} has {got}; expected a tensor of the parameter's global shape "
-                f"{shapes[source]} (or None for zero)."
-            )
-        before = total.get(source)
-        total[source] = value if before is None else before + value
-
-    state = _then(state, f"reduce({unit!r})" if unit else "reduce()")
-    new = dict(state.grads or {})
-    for bucket in buckets:
-        new[bucket.name] = _accumulate(state, bucket, new.get(bucket.name), total, last)
-    return state.evolve(grads=new)
+    total = of_tree(state.layout, grads)
+    ledger.enter(state.token.serial, "reduce")
+    executor = state.executor
+    executor.adopt(state.grads)
+    for one in reversed(state.layout.units):
+        if any(one.trains[i] is not None for i in range(len(one.trains))):
+            executor.reduce(one.name, [total.get(path) for path in one.paths], last, whole_tree=True)
+    return _then(state, "reduce()", grads=executor.grads)
 
 
-def _match(wanted: Sequence[str], paths: Sequence[str], leaves: Sequence[Any], where: str) -> dict[str, Any]:
-    values = dict(zip(paths, leaves, strict=True))
-    if values.keys() != set(wanted):
-        missing = [p for p in wanted if p not in values]
-        extra = [p for p in paths if p not in set(wanted)]
-        said = [f"{what} {names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
-                for what, names in (("lacks", missing), ("has the unknown", extra)) if names]  # fmt: skip
-        raise TreeError(
-            f"{where}: the gradient tree has another structure than the parameters: it {' and '.join(said)} "
-            f"({len(paths)} leaves, expected {len(wanted)}). Return a gradient, or None, for each."
-        )
-    return values
-
-
-def _accumulate(
-    state: State, bucket: Bucket, have: FlatBuffer | None, values: Mapping[str, torch.Tensor | None], last: bool
-) -> FlatBuffer:
-    """Stage the bucket's gradients, reduce them as far as they need be now, and add them to what is there."""
-    main = state.main[bucket.name]
-    stage = main.local.new_empty(bucket.numel, dtype=bucket.compute)
-    write_leaves(bucket, stage, {leaf.path: values.get(leaf.path) for leaf in bucket.leaves})
-    new = FlatBuffer(stage, bucket, tuple((axis, Partial) for axis in bucket.placement.data), main.mesh)
-    partial, final = states_of(bucket, "grads", Partial), states_of(bucket, "main")
-    whole = have.states == final if have is not None else last
-    target = final if whole else partial
-    new = new.redistribute(target, average=state.spec.average, donate=True)
-    new = new.but(new.local.to(bucket.grads)) if have is None else have.but(have.local.add_(new.local))
-    return _finished(state, new) if last else new
-
-
-def _finished(state: State, grads: FlatBuffer) -> FlatBuffer:
-    """Reduce what is still Partial. The identity when nothing is."""
-    final = states_of(grads.bucket, "main")
-    if grads.states == final:
-        return grads
-    wire = grads.but(grads.local.to(grads.bucket.compute))
-    done = wire.redistribute(final, average=state.spec.average, donate=True)
-    return done.but(done.local.to(grads.bucket.grads))
+def _has_gradients(state: State) -> None:
+    if not state.layout.trainable:
+        raise ScheduleError("step: nothing is trainable: every leaf is frozen. See print(state.layout).")
+    if not state.grads and not (state.token.ledger.executor and state.token.ledger.executor.early):
+        raise ScheduleError("step: this state has no gradients. Call state = reduce(state, grads) first.")
 
 
 @_verb
@@ -258,19 +225,15 @@ def finish(state: State) -> State:
 
     Collective: as `reduce`, for what was left over; none when nothing was.
     """
-    if not state.layout.trainable:
-        raise ScheduleError("step: nothing is trainable: every leaf is frozen. See print(state.layout).")
-    if not state.grads:
-        raise ScheduleError("step: this state has no gradients. Call state = reduce(state, grads) first.")
-    final = {name: states_of(bucket, "main") for name, bucket in state.layout.trainable.items()}
-    if all(name in state.grads and state.grads[name].states == final[name] for name in final):
-        return state
-    state = _then(state, "finish()")
-    new = dict(state.grads)
-    for name, bucket in state.layout.trainable.items():
-        have = new.get(name)
-        new[name] = _accumulate(state, bucket, None, {}, True) if have is None else _finished(state, have)
-    return state.evolve(grads={name: new[name] for name in state.layout.trainable})
+    _has_gradients(state)
+    state.token.ledger.enter(state.token.serial, "finish")
+    executor = state.executor
+    executor.adopt(state.grads)
+    if not executor.complete:
+        executor.finish(state, step=False)
+        state = _then(state, "finish()", grads=executor.grads)
+    executor.settle()
+    return state
 
 
 # ---------------------------------------------------------------- step
@@ -294,26 +257,36 @@ def step(state: State) -> State:
             "step: this state has no optimizer. Give one to shard(params, spec, optimizer), as fsdp.adamw(lr=3e-4)."
         )
     state.valid("step")
-    state = finish(state)
+    _has_gradients(state)
     ledger = state.token.ledger
     ledger.enter(state.token.serial, "step")
+    executor = state.executor
+    executor.adopt(state.grads)
+    executor.finish(state)
+    vote = ledger.runtime.vote(executor.digest)
     trainable = state.layout.trainable
     main = {name: state.main[name] for name in trainable}
-    grads = {name: _cast(state.grads[name], bucket.main) for name, bucket in trainable.items()}
-    ledger.runtime.vote()
-
     touched = [leaf for leaf in pytree.tree_leaves((main, state.opt)) if isinstance(leaf, torch.Tensor)]
     versions = [leaf._version for leaf in touched]
+    ledger.runtime.compare(vote)
+    executor.settle()
+    grads = {name: _cast(executor.grads[name], bucket.main) for name, bucket in trainable.items()}
+    ledger.runtime.confirm()
+
     try:
         new_main, new_opt = state.optimizer.update(grads, state.opt, main, state.count)
-        _check(main, new_main, "main")
-        _check(state.opt, new_opt, "opt")
-        _, opt = _install((main, state.opt), (new_main, new_opt))
+        opt = state.opt
+        same = new_main is main and all(main[name] is state.main[name] for name in trainable)
+        if not same or new_opt is not opt:  # else it was all done in place
+            _check(main, new_main, "main")
+            _check(opt, new_opt, "opt")
+            _, opt = _install((main, opt), (new_main, new_opt))
         if state.weights:
             for name, kept in state.weights.items():
                 if state.layout.buckets[name].trainable:
                     refresh(state.main[name], kept)
         state.count.add_(1)
+        executor.commit()
         token = Token(ledger, ledger.commit(state.token.serial))
     except BaseException as error:
         if versions != [leaf._version for leaf in touched]:
@@ -388,7 +361,7 @@ def pmean(state: State, tree: Any) -> tuple[State, Any]:
         which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
         flat = torch.cat([tensors[i].reshape(-1) for i in which])
         for axis in axes:
-            run.all_reduce(flat, axis, "mean", lane="side")
+            run.now(Issued("side", axis, "all_reduce", flat.numel(), dtype, "mean", ""), flat, flat)
         parts = flat.split([tensors[i].numel() for i in which])
         done |= {i: part.view(tensors[i].shape) for i, part in zip(which, parts, strict=True)}
     return state, pytree.tree_unflatten([done[i] for i in range(len(tensors))], treedef)

@@ -8,13 +8,36 @@ Placements that replicate weights, or shard them less than main weights, keep a 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
 import torch
 
 from ._flat import FlatBuffer, leaves_of
 from ._layout import Bucket, Unit
-from ._state import State
 
-__all__ = ["Gathered", "gather", "keeps_copy", "refresh", "whole_of"]
+if TYPE_CHECKING:
+    from ._state import State
+
+__all__ = ["Gathered", "Lease", "alias_of", "gather", "keeps_copy", "lease_of", "poison", "read", "refresh", "whole_of"]
+
+_LEASES: WeakValueDictionary[int, Lease] = WeakValueDictionary()
+
+
+class Lease:
+    """The tensors of a unit, the same objects whenever it is gathered, and whether they may be used now."""
+
+    def __init__(self, unit: str, weights: dict[str, torch.Tensor]) -> None:
+        self.unit = unit
+        self.weights = weights
+        self.held = False
+        for tensor in weights.values():  # they live as long as the lease, so an id means one tensor
+            _LEASES[id(tensor)] = self
+
+
+def lease_of(tensor: Any) -> Lease | None:
+    """The lease of a tensor that `unshard(state, unit)` gave, None for every other tensor."""
+    return _LEASES.get(id(tensor))
 
 
 def keeps_copy(bucket: Bucket) -> bool:
@@ -26,19 +49,20 @@ def keeps_copy(bucket: Bucket) -> bool:
 
 def whole_of(state: State, bucket: Bucket) -> torch.Tensor | None:
     """The whole bucket in the compute dtype where the state has it (weights are replicated), else None."""
-    kept = _read(state, bucket)
+    kept = read(state, bucket)
     return kept.local if not kept.sharded() and kept.local.dtype is bucket.compute else None
 
 
 def gather(state: State, bucket: Bucket, whole: torch.Tensor | None = None) -> torch.Tensor:
     """Cast the shard into its own place in `whole` (by default a new tensor) and gather in place. All-gather."""
-    kept = _read(state, bucket)
+    kept = read(state, bucket)
     if whole is None:
         whole = kept.local.new_empty(bucket.numel, dtype=bucket.compute)
     return kept.gather(whole)
 
 
-def _read(state: State, bucket: Bucket) -> FlatBuffer:
+def read(state: State, bucket: Bucket) -> FlatBuffer:
+    """What a gather of this bucket reads: the compute copy where there is one, else main weights."""
     return state.weights[bucket.name] if bucket.name in state.weights else state.main[bucket.name]
 
 
@@ -49,26 +73,29 @@ def refresh(main: FlatBuffer, kept: FlatBuffer) -> None:
     main.but(own).redistribute(kept.states, out=kept.local)
 
 
-class Gathered:
-    """A unit's weights while they are gathered. `release` gives their storage back, the next gather fills it again.
+def alias_of(whole: torch.Tensor) -> torch.Tensor:
+    """The same bytes with a version counter of their own: what is written to `whole` is no change to autograd."""
+    alias = torch.empty(0, dtype=whole.dtype, device=whole.device)
+    return alias.set_(whole.untyped_storage(), whole.storage_offset(), whole.shape, (1,))
 
-    `whole` is written to; the views handed out lie on the same bytes but have a version counter of their own, so that
-    gathering again does not look like an in-place change to autograd. Buckets that need no gather are not in `whole`.
+
+class Gathered:
+    """A unit's weights outside the arena. `release` gives their storage back, the next gather fills it again.
+
+    For uses that no plan names: slower, since compute waits for the gather, but always possible. Residuals stay good,
+    as they lie on the same storage. Buckets that need no gather are not in `whole`.
     """
 
     def __init__(self, state: State, unit: Unit) -> None:
         self.whole: dict[str, torch.Tensor] = {}
-        self.held = False
         views: dict[str, torch.Tensor] = {}
         for bucket in unit.buckets:
             resident = whole_of(state, bucket)
             if resident is None:
                 local = state.main[bucket.name].local
                 resident = self.whole[bucket.name] = local.new_empty(bucket.numel, dtype=bucket.compute)
-            alias = torch.empty(0, dtype=resident.dtype, device=resident.device)
-            alias.set_(resident.untyped_storage(), resident.storage_offset(), resident.shape, (1,))
-            views |= leaves_of(bucket, alias)
-        self.weights = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
+            views |= leaves_of(bucket, alias_of(resident))
+        self.lease = Lease(unit.name, {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)})
 
     def gather(self, state: State) -> None:
         for name, whole in self.whole.items():
@@ -76,9 +103,17 @@ class Gathered:
             if not storage.size():
                 storage.resize_(whole.numel() * whole.element_size())
             gather(state, state.layout.buckets[name], whole)
-        self.held = True
 
-    def release(self) -> None:
+    def release(self, debug: bool) -> None:
+        """On CUDA the bytes are given back; on the CPU they stay, so that a late reader does not crash."""
         for whole in self.whole.values():
-            whole.untyped_storage().resize_(0)
-        self.held = False
+            if debug:
+                poison(whole)
+            elif whole.is_cuda:
+                whole.untyped_storage().resize_(0)
+
+
+def poison(whole: torch.Tensor) -> None:
+    """Fill released bytes with NaN (integers: the largest number), so that a use past the release shows."""
+    kind = whole.dtype
+    whole.fill_(float("nan") if kind.is_floating_point else 1 if kind is torch.bool else torch.iinfo(kind).max)

@@ -39,8 +39,8 @@ import torch
 import torch.distributed as dist
 
 from . import _byvalue
-from ._comm import any_failed
 from ._errors import FsdpError
+from ._runtime import any_failed
 
 __all__ = ["CUDA", "STORE", "TIMEOUT", "LaunchError", "Pool"]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import functional_fsdp as fsdp
 from functional_fsdp import TreeError
@@ -252,6 +255,13 @@ def test_weights_must_be_a_mapping(weights: Any) -> None:
         fsdp.bind(skeleton, weights)
 
 
+@pytest.mark.parametrize("weight", [None, 1.0, [[1.0, 2.0], [3.0, 4.0]]])
+def test_a_weight_that_is_no_tensor(weight: Any) -> None:
+    params, skeleton = fsdp.functionalize(nn.Linear(2, 2))
+    with pytest.raises(TreeError, match=r"bind: the weight 'weight' is a (NoneType|float|list); expected a tensor\."):
+        fsdp.bind(skeleton, {**params, "weight": weight})
+
+
 def test_weights_of_another_dtype_are_fine() -> None:
     params, skeleton = fsdp.functionalize(nn.Linear(2, 2))
     weights = {name: p.double() for name, p in params.items()}
@@ -425,6 +435,242 @@ def test_shared_buffers_and_shared_modules() -> None:
     assert set(params) == {"first.weight", "first.bias", "second.weight", "second.bias"}
     h = torch.randn(4, 3)
     assert torch.equal(fsdp.bind(skeleton, params)(h), module(h))
+
+    assert untouched(skeleton)
+
+
+# -------------------------------------------------------------------------------- nothing is left behind
+
+
+def untouched(skeleton: nn.Module) -> bool:
+    return all(type(p).__name__ == "Placeholder" for p in skeleton.parameters())
+
+
+class Recursive(nn.Module):
+    """Calls itself with other weights, as weight-shared recurrences and fixed-point solvers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, h: torch.Tensor, others: Any = ()) -> torch.Tensor:
+        before = self.inner(h)
+        if others:
+            before = fsdp.bind(self, others[0])(before, others[1:])
+        return before + self.inner(h)
+
+
+def test_a_module_may_call_itself_with_other_weights() -> None:
+    modules = [Recursive() for _ in range(3)]
+    weights = [dict(m.named_parameters()) for m in modules]
+    _, skeleton = fsdp.functionalize(modules[0])
+    h = torch.randn(4, 2)
+
+    def want(h: torch.Tensor, i: int) -> torch.Tensor:
+        out = modules[i].inner(h)
+        return (want(out, i + 1) if i < 2 else out) + modules[i].inner(h)
+
+    for _ in range(2):
+        assert torch.equal(fsdp.bind(skeleton, weights[0])(h, weights[1:]), want(h, 0))
+        assert untouched(skeleton)
+
+
+def test_other_weights_while_weights_are_in_and_a_wrong_one() -> None:
+    """Also a part of the module; and an error inside leaves the outer weights where they were."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Linear(2, 2)
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            before = self.part.weight
+            with pytest.raises(TreeError, match="lacks 'bias'"):
+                fsdp.bind(self.part, {"weight": torch.ones(2, 2)})
+            with pytest.raises(RuntimeError):
+                fsdp.bind(self.part, {"weight": torch.ones(2, 2), "bias": torch.ones(2)})(h[:, :1])
+            twos = fsdp.bind(self.part, {"weight": 2 * torch.ones(2, 2), "bias": torch.zeros(2)})(h)
+            assert self.part.weight is before
+            return twos + self.part(h)
+
+    module = Outer()
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.randn(4, 2)
+    want = h @ (2 * torch.ones(2, 2)) + module.part(h)
+    for _ in range(2):
+        torch.testing.assert_close(fsdp.bind(skeleton, params)(h), want)
+        assert untouched(skeleton)
+
+
+def test_checkpoints_that_bind_in_backward() -> None:
+    module = Block(3)
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.randn(4, 3)
+
+    def loss(p: dict[str, torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(lambda p, h: fsdp.bind(skeleton, p)(h), p, h, use_reentrant=False)
+        return out.square().sum()
+
+    weights = {name: p.detach().requires_grad_() for name, p in params.items()}
+    grads = torch.autograd.grad(loss(weights), list(weights.values()))
+    wanted = torch.autograd.grad(module(h).square().sum(), list(module.parameters()))
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, want)
+    assert untouched(skeleton)
+
+
+class Stateful(nn.Module):
+    """Does to its own parameters and buffers what modules do."""
+
+    count: torch.Tensor
+    mean: torch.Tensor
+    seen: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False)
+        self.gain = nn.Parameter(torch.ones(2))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("seen", None)
+
+    def forward(self, h: torch.Tensor, what: str) -> torch.Tensor:
+        out = self.layer(h) * self.gain
+        if what == "in place":
+            self.count.add_(1)
+        elif what == "replace a buffer":
+            self.mean = out.detach().mean(0)
+            assert self.mean.abs().sum() > 0
+        elif what == "fill a buffer":
+            self.seen = h
+        elif what == "delete a buffer":
+            del self.mean
+        elif what == "replace a parameter":
+            self.gain = nn.Parameter(2 * torch.ones(2))
+        elif what == "delete a parameter":
+            del self.gain
+        elif what == "an attribute in its place":
+            gain = self.gain
+            del self.gain
+            self.gain = 2 * gain  # type: ignore[assignment]
+        return out
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "in place",
+        "replace a buffer",
+        "fill a buffer",
+        "delete a buffer",
+        "replace a parameter",
+        "delete a parameter",
+        "an attribute in its place",
+    ],
+)
+def test_what_a_module_does_to_itself(what: str, known: bool) -> None:
+    """Parameters and buffers are as before the call; in-place changes of buffers and new buffers stay."""
+    module = Stateful()
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.randn(4, 2)
+    if known:
+        fsdp.bind(skeleton, params)(h, "nothing")
+    want = module.layer(h) * module.gain
+    for calls in (1, 2):
+        assert torch.equal(fsdp.bind(skeleton, params)(h, what), want)
+        assert untouched(skeleton)
+        assert set(dict(skeleton.named_parameters())) == {"layer.weight", "gain"}
+        assert "gain" not in vars(skeleton)
+        assert skeleton.mean.tolist() == [0.0, 0.0]
+        assert skeleton.count == (calls if what == "in place" else 0)
+        assert (skeleton.seen is h) == (what == "fill a buffer")
+
+
+# -------------------------------------------------------------------------------- a structure that changes
+
+
+class Chain(nn.Module):
+    """Whatever parts it has, one after the other."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        for i, part in enumerate(parts):
+            self.add_module(f"part{i}", part)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        for part in self.children():
+            h = part(h)
+        return h
+
+
+@pytest.mark.parametrize("change", ["added", "replaced", "removed", "parameter", "shape", "none", "name", "real"])
+def test_a_skeleton_that_changes_is_looked_at_again(change: str) -> None:
+    module = Chain(nn.Linear(2, 2), nn.Tanh(), Chain(nn.Linear(2, 2)))
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.randn(4, 2)
+    old = fsdp.bind(skeleton, params)
+    old(h)
+    for m in (module, skeleton):
+        inner: Any = m.part2
+        if change == "added":
+            inner.part1 = nn.Linear(2, 3)
+        elif change == "replaced":
+            inner.part0 = nn.LayerNorm(2)
+        elif change == "removed":
+            del inner.part0
+        elif change == "parameter":
+            inner.part0.extra = nn.Parameter(torch.ones(1))
+        elif change == "shape":
+            inner.part0.weight, inner.part0.bias = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
+        elif change == "none":
+            inner.part0.bias = None
+        elif change == "name":
+            inner.other = inner.part0
+            del inner.part0
+        else:
+            inner.part0 = nn.Linear(2, 2)
+    new = {name: (p + 1).detach() for name, p in module.named_parameters()}
+    if change != "real":
+        with pytest.raises(TreeError):
+            fsdp.bind(skeleton, params)
+    if change not in ("real", "shape", "replaced"):
+        with pytest.raises(RuntimeError, match="reparametrizing"):
+            old(h)
+    for _ in range(2):
+        assert torch.equal(fsdp.bind(skeleton, new)(h), torch.func.functional_call(module, new, (h,)))
+    params, skeleton = fsdp.functionalize(skeleton)
+    assert torch.equal(fsdp.bind(skeleton, new)(h), torch.func.functional_call(module, new, (h,)))
+
+
+def test_parts_that_change_places() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.randn(4, 2)
+    fsdp.bind(skeleton, params)(h)
+    skeleton[0], skeleton[1] = skeleton[1], skeleton[0]
+    assert torch.equal(fsdp.bind(skeleton, params)(h), module(h))
+
+
+def test_a_skeleton_that_was_bound_can_go() -> None:
+    params, skeleton = fsdp.functionalize(model())
+    fsdp.bind(skeleton, params)(IDS)
+    bound: Any = fsdp.bind(skeleton, params)
+    bound.blocks[0](torch.ones(1, 4))
+    gone: list[weakref.ref[Any]] = [weakref.ref(skeleton), *map(weakref.ref, params.values())]
+    del skeleton, bound, params
+    gc.collect()
+    assert [r() for r in gone] == [None] * len(gone)
+
+
+def test_a_module_with_weights_is_as_it_was() -> None:
+    module = model()
+    before = [id(p) for p in module.parameters()]
+    zeros = {name: torch.zeros_like(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    for _ in range(2):
+        assert fsdp.bind(module, zeros)(IDS).abs().sum() == 0
+        assert [id(p) for p in module.parameters()] == before
 
 
 # -------------------------------------------------------------------------------- transforms

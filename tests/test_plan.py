@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from functional_fsdp import Layout, Precision, ScheduleError, Spec, SpecError
 from functional_fsdp._draw import predict
 from functional_fsdp._layout import LeafInfo, plan_layout
 from functional_fsdp._pack import pack
-from functional_fsdp._plan import ALIGN, Plan, PlannedUnit, Reduction, plan
+from functional_fsdp._plan import ALIGN, Gather, Plan, PlannedUnit, Reduction, plan
 from functional_fsdp._schedule import Schedule
 
 MIB = 1 << 20
@@ -51,8 +52,10 @@ def check(p: Plan) -> None:
     for a, b in combinations([u for u in p.units if u.nbytes], 2):
         if any(s <= e2 and s2 <= e for s, e in a.lives for s2, e2 in b.lives):
             assert a.address + a.nbytes <= b.address or b.address + b.nbytes <= a.address, (a, b)
-    for r, q in combinations(p.reductions, 2):
-        if r.use < q.until and q.use < r.until:
+    for i, (r, q) in enumerate(pairwise(p.reductions)):
+        assert r.use <= q.use
+        assert r.until == (p.reductions[i + 2].use if i + 2 < len(p.reductions) else len(p.uses))
+        if r.nbytes and q.nbytes:
             assert r.address + r.nbytes <= q.address or q.address + q.nbytes <= r.address, (r, q)
     owners: list[PlannedUnit | Reduction] = [*p.units, *p.reductions]
     for owner in owners:
@@ -74,10 +77,36 @@ def check(p: Plan) -> None:
         assert use.end == (lives[0][1] if lives else k)
         assert use.start is None or use.start == lives[0][0] <= k
         assert k in unit.uses
-    assert sorted(k for ks in p.starts for k in ks) == [k for k, use in enumerate(p.uses) if use.start is not None]
+        assert use.reduces == any((r.unit, r.use) == (use.unit, k) for r in p.reductions)
+        first, last = use.group
+        assert first <= k <= last
+        assert all(p.uses[j].group == use.group for j in range(first, last + 1))
+        assert {p.uses[j].unit for j in range(first, last + 1) if p.by_name[p.uses[j].unit].parts} <= set(p.live(k))
+    assert sorted(g.first for g in p.gathers) == [k for k, use in enumerate(p.uses) if use.start is not None]
+    assert sorted((g.start, g.last) for g in p.gathers) == sorted(life for u in p.units for life in u.lives)
+    assert p.due == tuple(sum(g.start <= k for g in p.gathers) for k in range(len(p.uses)))
+    run(p)
     for unit in p.units:
         assert len([k for k in unit.uses if p.uses[k].start is not None]) == unit.gathers
         assert all(first[1] < second[0] for first, second in pairwise(unit.lives)), "gathered over its own bytes"
+
+
+def run(p: Plan) -> None:
+    """Gathers in order of issue, releases at the planned ends: nothing is ever gathered over bytes in use."""
+    live: dict[str, int] = {}  # until which use
+    issued = 0
+    for k, use in enumerate(p.uses):
+        for gather in p.gathers[issued : p.due[k]]:
+            mine = p.by_name[gather.unit]
+            assert gather.unit not in live, "gathered over its own bytes"
+            for other in map(p.by_name.__getitem__, live):
+                assert other.address + other.nbytes <= mine.address or mine.address + mine.nbytes <= other.address
+            live[gather.unit] = gather.last
+        issued = p.due[k]
+        assert use.unit in live or not p.by_name[use.unit].parts, "gathered in time"
+        live = {name: last for name, last in live.items() if last > k}
+    assert issued == len(p.gathers)
+    assert not live
 
 
 # -------------------------------------------------------------------------------- packing
@@ -229,7 +258,10 @@ def test_the_drawing() -> None:
         ("u1", ((0, 1), (3, 4))),
         ("u2", ((1, 3),)),
     ]
-    assert p.starts == ((0, 1), (2,), (), (4,), (5,), ())
+    assert p.turn == 3
+    assert p.gathers == (("u0", 0, 0, 0), ("u1", 0, 1, 1), ("u2", 1, 2, 3), ("u1", 3, 4, 4), ("u0", 4, 5, 5))
+    assert p.gathers[2] == Gather(unit="u2", start=1, first=2, last=3)
+    assert p.due == (2, 3, 3, 4, 5, 5)
     assert [(use.unit, use.start, use.end, use.reduces) for use in p.uses] == [
         ("u0", 0, 0, False),
         ("u1", 0, 1, False),
@@ -271,7 +303,7 @@ def test_depth_may_differ_by_unit_and_takes_patterns() -> None:
     assert [schedule.depth(f"u{i}") for i in range(5)] == [1, 1, 0, 3, 3]
     p = plan(stack([1] * 5), schedule)
     assert [use.start for use in p.uses[:5]] == [0, 0, 2, 0, 1]
-    assert p.starts[0] == (0, 1, 3)
+    assert [g.first for g in p.gathers[: p.due[0]]] == [0, 1, 3]
     check(p)
 
 
@@ -320,12 +352,14 @@ def test_a_budget_takes_the_cheaper_way_to_save_as_many_gathers() -> None:
 
 def test_passes_are_told_from_one_pass_by_units_used_twice() -> None:
     layout = stack([1, 2])
-    for order, uses in {
+    passes: dict[tuple[Any, ...], list[int]] = {
         ("u0", "u0"): [1],
         ("u0", "u1", "u0", "u1"): [2, 3],
         ("u0", "u0", "u0", "u0"): [1, 3],
         ("u0", "u1", "u1", "u0"): [2, 3],
-    }.items():
+        (("u0", "u1"), "u0", ("u0", "u1"), "u0"): [1, 2, 4, 5],
+    }
+    for order, uses in passes.items():
         assert [r.use for r in plan(layout, Schedule(order)).reductions] == uses
 
 
@@ -351,30 +385,149 @@ def test_three_microbatches_written_out_prefetch_across_and_reduce_each_time() -
     assert {u.gathers for u in plan(layout, Schedule(once * 3, keep="all")).units} == {1}
 
 
-def test_three_microbatches_of_the_default_order_go_round() -> None:
-    p = plan(stack([1] * 4))
-    cursor, seen = 0, []
-    for _ in range(3):
-        for use in p.uses:
-            at = p.next(cursor, use.unit)
-            seen.append(at)
-            cursor = (at + 1) % len(p.uses)
-    assert seen == list(range(8)) * 3
+groups = st.lists(st.sampled_from(["u0", "u1", "u2", "u3", "u4"]), min_size=1, max_size=4, unique=True).map(tuple)
+calls = st.lists(st.one_of(groups, st.sampled_from(["u0", "u1", "u2", "u3", "u4"])), min_size=1, max_size=10)
 
 
-def test_a_use_that_does_not_match_jumps_to_the_next_occurrence() -> None:
-    """Evaluation: forward only, again and again, then a training step."""
-    p = plan(stack([1] * 4))
-    cursor, seen = 0, []
-    for unit in ["u0", "u1", "u2", "u3"] * 2 + ["u0", "u1", "u2", "u3", "u3", "u2", "u1", "u0"]:
-        at = p.next(cursor, unit)
-        seen.append(at)
-        cursor = (at + 1) % len(p.uses)
-    # After a forward, `u0` is expected last: only that use is taken for another, and the next ones are right again.
-    assert seen == [0, 1, 2, 3, 7, 1, 2, 3, 7, 1, 2, 3, 4, 5, 6, 7]
-    assert p.next(3, "u1") == 6  # u2 was skipped
-    with pytest.raises(ScheduleError, match=r"'lm_head' is not one of the 4 units of this plan \('u0', 'u1'.*order="):
-        p.next(0, "lm_head")
+@relaxed
+@given(st.lists(st.integers(1, 40), min_size=5, max_size=5), calls, st.integers(0, 3), st.data())
+def test_every_order_of_groups_is_sound(kibs: list[int], order: list[Any], depth: int, data: Any) -> None:
+    """Also with `u4` resident, and with any set of units kept."""
+    keep = data.draw(st.one_of(st.none(), st.just("all"), st.integers(0, 100 << 10), st.just(("u[02]",))))
+    placement = {"u4": fsdp.ddp("data"), "*": fsdp.zero3("data")} if data.draw(st.booleans()) else None
+    p = plan(stack(kibs, Spec({"data": 2}, placement)), Schedule(order, depth, keep))
+    check(p)
+    assert tuple(use.unit for use in p.uses) == tuple(n for c in order for n in ([c] if isinstance(c, str) else c))
+
+
+def test_what_is_used_at_once_is_live_at_once_and_freed_at_once() -> None:
+    """A tied embedding, asked for together with the head."""
+    order = ("u0", "u1", ("u0", "u2"), "u1", "u0")
+    p = plan(stack([4, 1, 2]), Schedule(order, keep=()))
+    check(p)
+    assert [(use.unit, use.group, use.end) for use in p.uses] == [
+        ("u0", (0, 0), 0),
+        ("u1", (1, 1), 1),
+        ("u0", (2, 3), 3),
+        ("u2", (2, 3), 3),
+        ("u1", (4, 4), 4),
+        ("u0", (5, 5), 5),
+    ]
+    assert [g.start for g in p.gathers if g.first in (2, 3)] == [1, 1]  # a group counts as one use ahead
+    assert p.uses[4].start == 2
+    assert p.turn == 4
+    assert p.live(2) == p.live(3) == ("u0", "u1", "u2")
+    assert p.arena == p.bound == 7 << 10
+
+
+@pytest.mark.parametrize(
+    ("order", "turn"),
+    [
+        ("abc cba", 3),
+        ("abc ba", 3),  # c is used once for both
+        ("abc cb", 3),  # the backward of a needs no weights
+        ("abc ccbbaa", 3),  # recomputed
+        ("abc cba abc cba", 3),
+        ("abca acba", 4),  # a is tied
+        ("abca acb", 4),
+        ("abca cb", 4),
+        ("abcad dacba", 5),
+        ("ababcab bacbaba", 7),
+        ("abc", 3),
+        ("abc abc", 3),
+        ("ab[cb] [cb]ba", 4),
+        ("abc[ad] [ad]cba", 5),
+        ("abc[ad] dacba", 5),
+    ],
+)
+def test_the_forward_ends_where_the_rest_is_its_reverse(order: str, turn: int) -> None:
+    names = [tuple(f"u{'abcd'.index(c)}" for c in g) for g in re.findall(r"(?<=\[)\w+|\w", order)]
+    p = plan(stack([1] * 4), Schedule(names))
+    assert p.turn == turn
+    check(p)
+
+
+def test_the_turn_is_not_inside_a_group() -> None:
+    p = plan(stack([1] * 3), Schedule(("u0", "u1", ("u2", "u0"), "u1", "u0")))
+    assert p.turn == 4
+    assert [(r.unit, r.use) for r in p.reductions] == [("u2", 2), ("u1", 4), ("u0", 5)]
+
+
+def test_a_tied_leaf_is_used_again_where_its_further_path_lies() -> None:
+    def forward(paths: str, tied: dict[str, str]) -> str:
+        """Leaves of the units a, b, ... in the tree's order; an upper-case letter is a further path of that unit."""
+        names = [f"{c}.w{i}" for i, c in enumerate(paths)]
+        again = {c: tuple(n for n in names if n[0] == c.upper()) for c in tied}
+        leaves = [LeafInfo(n, (256,), FP32, aliases=again.get(n[0], ())) for n in names if n[0].islower()]
+        p = plan(plan_layout(leaves, Spec({"data": 2}), names))
+        check(p)
+        order = "".join(use.unit[0] for use in p.uses)
+        half = len(order) // 2
+        assert p.turn == half
+        assert order[half:] == order[:half][::-1], "the backward is the forward reversed"
+        assert len(p.reductions) == len(p.units), "one pass, even where the forward is its own reverse"
+        return order[:half]
+
+    tied = {"a": "A"}
+    assert forward("abcAd", tied) == "abcad"
+    assert forward("abcA", tied) == "abca"
+    assert forward("abAbc", tied) == "abac"  # inside b: before the next unit
+    assert forward("abAAc", tied) == "abac"
+    assert forward("aAbc", tied) == "abc", "never directly after itself"
+    assert forward("abAcAd", tied) == "abacad"
+    assert forward("aAbA", tied) == "aba"
+    assert forward("abcABAd", {"a": "A", "b": "B"}) == "abcabd"
+    assert forward("abBAB", {"a": "A", "b": "B"}) == "aba" + "b"
+
+
+def test_a_model_with_a_tied_head() -> None:
+    paths = ("embed.weight", "blocks.0.w", "blocks.1.w", "head.weight", "tail.w")
+    leaves = [LeafInfo(n, (256,), FP32) for n in paths if n != "head.weight"]
+    leaves[0] = LeafInfo("embed.weight", (1024,), FP32, aliases=("head.weight",))
+    p = plan(plan_layout(leaves, Spec({"data": 2}), paths))
+    check(p)
+    forward = ["embed.weight", "blocks.0", "blocks.1", "embed.weight", "tail"]
+    assert [use.unit for use in p.uses] == forward + forward[::-1]
+    assert p.turn == 5
+    assert [(r.unit, r.use) for r in p.reductions] == [
+        ("tail", 5),
+        ("blocks.1", 7),
+        ("blocks.0", 8),
+        ("embed.weight", 9),
+    ]
+
+
+def test_what_is_used_in_the_forward_only_is_reduced_when_the_backward_is_through() -> None:
+    layout = stack([1, 2, 3, 4, 5])
+    p = plan(layout, Schedule(("u0", "u1", "u2", "u3", "u3", "u2", "u1")))
+    check(p)
+    assert [(r.unit, r.use) for r in p.reductions] == [("u3", 4), ("u2", 5), ("u1", 6), ("u0", 6)]
+    assert [k for k, use in enumerate(p.uses) if use.reduces] == [4, 5, 6]
+    # `u0` and `u1` after `u2`, not only after the last; `u4` is the only one after which the forward is over.
+    p = plan(layout, Schedule(("u0", "u2", "u1", "u3", "u4", "u3", "u2")))
+    check(p)
+    assert [(r.unit, r.use) for r in p.reductions] == [("u4", 4), ("u3", 5), ("u1", 5), ("u2", 6), ("u0", 6)]
+    # A forward only: everything at its end, last first.
+    p = plan(layout, Schedule(("u0", "u1", "u2")))
+    assert [(r.unit, r.use, r.until) for r in p.reductions] == [("u2", 2, 2), ("u1", 2, 3), ("u0", 2, 3)]
+    assert p.staging == (3 + 2) << 10
+    check(p)
+
+
+def test_what_is_used_in_the_forward_only_waits_for_frozen_units_and_in_each_microbatch() -> None:
+    leaves = [LeafInfo(f"{n}.w", (256,), FP32, n != "f") for n in "afb"]
+    once = ("a", "f", "b", "b", "f")
+    p = plan(plan_layout(leaves, Spec({"data": 2})), Schedule(once * 2))
+    check(p)
+    assert [(r.unit, r.use) for r in p.reductions] == [("b", 3), ("a", 4), ("b", 8), ("a", 9)]
+    assert p.turn == 3
+
+
+def test_a_recorded_order_is_not_known_before_the_first_step() -> None:
+    schedule = Schedule("recorded", {"u0": 2}, ["u1"], debug=True)
+    with pytest.raises(ScheduleError, match=r"'recorded'\) has no order before the first step\. Give an order, as"):
+        plan(stack([1, 2]), schedule)
+    assert schedule.ordered(["u0", ["u1", "u0"]]) == Schedule(("u0", ("u1", "u0")), {"u0": 2}, ["u1"], debug=True)
 
 
 def test_resident_and_frozen_units() -> None:
@@ -408,6 +561,7 @@ def test_schedules_and_plans_are_values() -> None:
     assert Schedule() == Schedule(None, 1, None, False)
     one, two = Schedule(["u0", "u0"], {"u0": 2}, {"u1", "u0"}), Schedule(("u0", "u0"), {"u0": 2}, ["u0", "u1"])
     assert one == two
+    assert Schedule([["u0", "u1"], ["u2"]]) == Schedule((("u0", "u1"), "u2")) != Schedule(("u0", "u1", "u2"))
     assert len({one, two, Schedule(), Schedule(prefetch=2), Schedule(keep=0), Schedule(debug=True)}) == 5
     layouts = stack([1, 2, 3]), stack([1, 2, 3])
     a, b = map(plan, layouts)
@@ -422,6 +576,11 @@ def test_schedules_and_plans_are_values() -> None:
     ("arguments", "text"),
     [
         ({"order": "abc"}, r"Schedule\(order='abc'\): expected the names of units in order of use"),
+        ({"order": ["a", 1]}, r"Schedule\(order=\['a', 1\]\): expected the names"),
+        ({"order": ["a", ("b", 1)]}, r"expected the names of units .* a tuple of names where several are used at once"),
+        ({"order": ["a", {"b", "c"}]}, r"Schedule\(order=.*expected the names of units"),
+        ({"order": ["a", ()]}, r"Schedule\(order\): use 1 is the group \(\); expected at least 1 unit, each once"),
+        ({"order": [("a", "a")]}, r"Schedule\(order\): use 0 is the group \('a', 'a'\); expected at least 1 unit"),
         ({"order": ()}, r"Schedule\(order=\(\)\): expected at least 1 use, got 0. None means"),
         ({"prefetch": -1}, r"Schedule\(prefetch\): -1; expected a number of uses of at least 0"),
         ({"prefetch": {"u0": 1.5}}, r"Schedule\(prefetch\): 'u0' maps to 1.5; expected a number"),
@@ -441,11 +600,31 @@ def test_a_schedule_says_what_is_wrong_with_it(arguments: dict[str, Any], text: 
         Schedule(**arguments)
 
 
+def test_a_schedule_in_words() -> None:
+    order = ("u0", ("u1", "u0"))
+    assert [
+        str(s)
+        for s in (
+            Schedule(),
+            Schedule("recorded", prefetch=2, keep="all"),
+            Schedule(order, {"u0": 0, "*": 2}, keep=()),
+            Schedule(keep=["b", "a"], debug=True),
+            Schedule(keep=3 << 20),
+        )
+    ] == [
+        "forward, then backward; prefetch 1",
+        "order recorded in the first step; prefetch 2; keeps everything",
+        "2 uses in order; prefetch u0: 0, *: 2; keeps nothing",
+        "forward, then backward; prefetch 1; keeps a, b; debug",
+        "forward, then backward; prefetch 1; keeps 3.0 MiB more",
+    ]
+
+
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
         (
-            Schedule(("u0", "head")),
+            Schedule(("u0", ("u1", "head"))),
             r"Schedule\(order\): 'head' is not a unit .* Its 5 units are 'u0', 'u1', 'u2', 'u3', ...",
         ),
         (Schedule(keep=["blocks.*"]), r"Schedule\(keep\): 'blocks.\*' matches no unit .* or leave keep out"),
@@ -498,8 +677,18 @@ def test_compute_waits_for_staging_when_reductions_are_slow() -> None:
     assert compute[7].begin >= reduces[0].end  # the third reduction's copy waited for the first one's staging
 
 
+def test_several_reductions_after_one_use_take_turns_in_staging() -> None:
+    p = plan(stack([4] * 4), Schedule(("u0", "u1", "u2", "u3")))
+    timeline = predict(p, gather=4e9, reduce=4096, compute=1.0)
+    assert [(s.unit, s.use) for s in timeline.lane("reduce")] == [(f"u{i}", 3) for i in (3, 2, 1, 0)]
+    assert all(a.end <= b.begin for a, b in pairwise(timeline.lane("reduce")))
+
+
 def test_the_timeline_is_drawn(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
+    plan(stack([1, 2]), Schedule((("u0", "u1"), "u0"))).timeline(
+        tmp_path / "group.png", gather=1e3, reduce=1e3, compute=1.0
+    )
     p = plan(hybrid(), Schedule(prefetch=2, keep=2_000_000_000))
     seconds = {u.name: 1e-3 + u.nbytes / 4e11 for u in p.units}
     timeline = p.timeline(tmp_path / "plan.png", gather=300e9, reduce=200e9, compute=seconds)

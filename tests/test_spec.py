@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import functional_fsdp as fsdp
-from functional_fsdp import Placement, Precision, Spec, SpecError
+from functional_fsdp import Placement, Precision, Schedule, Spec, SpecError
 
 # preset, weights, grads, main, data, name: the table, row by row
 TABLE: list[tuple[Placement, tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...], str]] = [
@@ -256,6 +256,18 @@ def test_average_is_mean_or_sum(average: Any) -> None:
         Spec({"data": 8}, average=average)
 
 
+@pytest.mark.parametrize("wrong", ["recorded", 2, ("a", "a"), Schedule])
+def test_a_schedule_is_a_schedule(wrong: Any) -> None:
+    with pytest.raises(SpecError, match=r"Spec\(schedule=.*\): expected a Schedule, as fsdp.Schedule\(prefetch=2\)"):
+        Spec({"data": 8}, schedule=wrong)
+
+
+def test_the_schedule_is_the_default_unless_given() -> None:
+    assert Spec({"data": 8}).schedule == Schedule()
+    assert Spec({"data": 8}, schedule=Schedule()) == Spec({"data": 8}) == Spec({"data": 8}, schedule=None)
+    assert Spec({"data": 8}, schedule=Schedule(prefetch=3)).schedule.depth("a") == 3
+
+
 def test_one_pattern_for_units_wants_a_list() -> None:
     with pytest.raises(
         SpecError, match=r"Spec\(units='blocks\.\*'\): expected a list of patterns, as \['blocks\.\*'\]"
@@ -277,6 +289,9 @@ def variants() -> list[dict[str, Any]]:
         {"labels": {"*.bias": "x"}},
         {"trainable": {"*.bias": False}},
         {"average": "sum"},
+        {"schedule": Schedule(prefetch=2)},
+        {"schedule": Schedule("recorded")},
+        {"schedule": Schedule(("a", ("a", "b")))},
     ]
 
 
@@ -307,7 +322,7 @@ def test_specs_are_frozen() -> None:
 
 
 def test_a_plan_spec_can_be_pickled() -> None:
-    spec = Spec({"data": 8}, fsdp.zero1("data"), units=["a.*"], precision=Precision(compute=BF16))
+    spec = Spec({"data": 8}, fsdp.zero1("data"), units=["a.*"], schedule=Schedule(("a", ("a", "b"))))
     again = pickle.loads(pickle.dumps(spec))
     assert again == spec
     assert hash(again) == hash(spec)
@@ -327,6 +342,7 @@ def test_a_spec_prints_as_a_table() -> None:
         "labels": "*.bias: no_decay",
         "trainable": "as given",
         "gradients": "sum over data ranks",
+        "schedule": "forward, then backward; prefetch 1",
     }
 
 

@@ -110,6 +110,7 @@ def stops_at_different_units() -> tuple[str, bool]:
     for unit in state.units[: 2 if dist.get_rank() == 0 else 4]:
         try:
             middle, _ = fsdp.unshard(middle, unit)
+            middle = fsdp.release(middle, unit)
         except fsdp.RestartError:
             break
     state, params = fsdp.unshard(state)
@@ -123,26 +124,53 @@ def test_ranks_that_stopped_at_different_units_do_not_mix_them_up() -> None:
     (first, same), (second, same_too) = launch(stops_at_different_units, 2)
     assert same
     assert same_too
-    assert "consumed by the restart of its step" in first  # nothing was waiting there
-    assert "consumed by unshard('blocks.1')" in second  # that is where it waited when rank 0 began again
+    assert "consumed by the restart of its step" in first
+    assert "consumed by the restart of its step" in second
 
 
-def skipping() -> str:
-    """Rank 0 gathers two units of equal size in another order than rank 1: never trained on."""
+def another_order() -> dict[str, torch.Tensor]:
+    """Rank 0 reduces two units in another order than rank 1, and neither reduces the others."""
     state, _ = start()
-    order = ["blocks.0", "blocks.1"] if dist.get_rank() == 0 else ["blocks.1", "blocks.0"]
-    for unit in order:
+    grads = {}
+    for unit in ("blocks.0", "blocks.1"):
         state, w = fsdp.unshard(state, unit)
-        state = fsdp.reduce(state, {key: torch.ones_like(t) for key, t in w.items()}, unit)
+        grads[unit] = {key: torch.full_like(t, dist.get_rank() + 1.0) for key, t in w.items()}
+        state = fsdp.release(state, unit)
+    for unit in sorted(grads, reverse=dist.get_rank() == 0):
+        state = fsdp.reduce(state, grads[unit], unit)
+    return fsdp.local_shards(fsdp.finish(state), "grads")
+
+
+def test_ranks_that_reduce_units_in_another_order_are_not_mixed_up() -> None:
+    for grads in launch(another_order, 2):
+        for path, part in grads.items():
+            expected = 1.5 if path.startswith(("blocks.0.", "blocks.1.")) else 0.0
+            assert torch.equal(part, torch.full_like(part, expected)), path
+
+
+def outside_the_plan() -> tuple[str, bool]:
+    """Rank 1 uses a unit that the order does not name, rank 0 does not."""
+    params, _ = fsdp.functionalize(net(torch.float32))
+    order = [f"blocks.{i}" for i in (0, 1, 2, 2, 1, 0)]
+    schedule = fsdp.Schedule(order)
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=schedule), fsdp.adamw(lr=1e-2))
+    before = fsdp.full_params(state)
+    middle, weights = fsdp.unshard(state)
+    middle = fsdp.reduce(middle, {**weights, "head.weight": None})
     with pytest.raises(fsdp.ScheduleError) as error:
-        fsdp.step(state)
-    return str(error.value)
+        fsdp.unshard(middle, "tail") if dist.get_rank() else fsdp.step(middle)
+    after = fsdp.full_params(state)
+    return str(error.value), all(torch.equal(before[key], after[key]) for key in before)
 
 
 def test_ranks_that_issue_different_collectives_do_not_commit() -> None:
-    for text in launch(skipping, 2):
-        assert "different collectives" in text
-        assert "the step was not taken" in text
+    (stepped, same), (outside, same_too) = launch(outside_the_plan, 2)
+    assert "ranks issued different collectives" in stepped
+    assert "the step was not taken" in stepped
+    assert "unshard('tail') is not what the schedule expects here" in outside
+    assert "ranks came with step and 'tail'" in outside
+    assert same
+    assert same_too
 
 
 def evaluates_between() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,10 +12,12 @@ import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, TreeError
 from functional_fsdp import transforms as T
+from functional_fsdp._weights import Lease
 
 Tree = Any
 reference: Any = torch.func.vjp
@@ -185,20 +189,64 @@ def test_an_in_place_change_of_a_primal_is_an_error() -> None:
 # -------------------------------------------------------------------------------- residuals
 
 
-def test_weights_at_the_same_place_use_the_residuals() -> None:
+def test_the_same_tensors_use_the_residuals_once() -> None:
     fn, w, x = Counted(), weights(), randn(4, 3)
     out, pullback = T.vjp(fn, w, x)
-    pullback(w, torch.ones_like(out))
+    pullback(dict(w), torch.ones_like(out))
     assert fn.calls == 1
-    pullback({name: p.view(p.shape) for name, p in w.items()}, torch.ones_like(out))  # used up: now it recomputes
+    pullback(w, torch.ones_like(out))  # used up: now it recomputes
     assert fn.calls == 2
 
 
-def test_views_of_the_same_bytes_are_the_same_place() -> None:
+def test_the_order_of_a_dict_does_not_matter() -> None:
     fn, w, x = Counted(), weights(), randn(4, 3)
     out, pullback = T.vjp(fn, w, x)
-    pullback({name: p.view(p.shape) for name, p in w.items()}, torch.ones_like(out))
+    found = pullback(dict(reversed(w.items())), torch.ones_like(out))
     assert fn.calls == 1
+    close(found, reference(mlp, w, x)[1](torch.ones_like(out)))
+
+
+def test_another_object_at_the_same_address_recomputes() -> None:
+    fn, w, x = Counted(), weights(), randn(4, 3)
+    out, pullback = T.vjp(fn, w, x)
+    views = {name: p.view(p.shape) for name, p in w.items()}
+    close(pullback(views, torch.ones_like(out)), reference(mlp, w, x)[1](torch.ones_like(out)))
+    assert fn.calls == 2
+
+
+def test_units_that_take_turns_at_one_address() -> None:
+    """In an arena another unit's weights may lie where the forward's lay, and autograd is not told."""
+    place = torch.empty(100, dtype=torch.float64)
+
+    def views() -> dict[str, torch.Tensor]:
+        alias = torch.empty(0, dtype=torch.float64).set_(place.untyped_storage(), 0, place.shape, (1,))
+        return {"up": alias[:15].view(3, 5), "bias": alias[15:20], "down": alias[20:30].view(5, 2)}
+
+    def fill(of: dict[str, torch.Tensor]) -> None:
+        place[:30] = torch.cat([of[name].flatten() for name in ("up", "bias", "down")])
+
+    one, two, x = views(), views(), randn(4, 3)
+    fill(weights(1))
+    fn = Counted()
+    out, pullback = T.vjp(fn, one, x)
+    fill(weights(2))
+    assert all(one[name].data_ptr() == two[name].data_ptr() for name in one)
+    close(pullback(two, torch.ones_like(out)), reference(mlp, weights(2), x)[1](torch.ones_like(out)))
+    assert fn.calls == 2
+    fill(weights(1))
+    close(pullback(one, torch.ones_like(out)), reference(mlp, weights(1), x)[1](torch.ones_like(out)))
+    assert fn.calls == 2  # the residuals were still there
+
+
+def test_a_new_tensor_is_never_taken_for_one_that_is_gone() -> None:
+    """An id may be given out again: so the pullback keeps the tensors that it compares with."""
+    w = weights()
+    gone = [weakref.ref(p) for p in w.values()]
+    _, pullback = T.vjp(mlp, w, randn(4, 3))
+    del w
+    assert all(p() is not None for p in gone)
+    del pullback
+    assert all(p() is None for p in gone)
 
 
 def test_weights_elsewhere_recompute() -> None:
@@ -209,20 +257,21 @@ def test_weights_elsewhere_recompute() -> None:
     assert fn.calls == 2
 
 
-def test_one_leaf_elsewhere_is_enough() -> None:
+def test_one_other_leaf_is_enough() -> None:
     fn, w, x = Counted(), weights(), randn(4, 3)
     out, pullback = T.vjp(fn, w, x)
     pullback({**w, "bias": w["bias"].clone()}, torch.ones_like(out))
     assert fn.calls == 2
 
 
-def test_another_offset_of_the_same_storage_is_another_place() -> None:
-    storage = torch.arange(6.0)
-    fn = Counted(lambda w, x: w**2 * x)
-    _, pullback = T.vjp(fn, storage[:3], torch.ones(3))
-    dw, _ = pullback(storage[3:], torch.ones(3))
-    assert fn.calls == 2
-    assert dw.tolist() == [6.0, 8.0, 10.0]
+def test_a_storage_that_is_gone_is_an_error() -> None:
+    w = weights()
+    out, pullback = T.vjp(mlp, w, randn(4, 3))
+    w["down"].untyped_storage().resize_(0)
+    with pytest.raises(ScheduleError, match=r"pullback: these weights were released\. Gather them first"):
+        pullback(w, torch.ones_like(out))
+    with pytest.raises(ScheduleError, match=r"vjp: these weights were released"):
+        T.vjp(mlp, w, randn(4, 3))
 
 
 def test_other_values_elsewhere_give_their_own_gradient() -> None:
@@ -250,6 +299,213 @@ def test_weights_changed_in_place_are_an_error_not_a_wrong_gradient() -> None:
         pullback(w, torch.ones_like(out))
 
 
+# -------------------------------------------------------------------------------- weights on loan
+
+
+def lend(w: dict[str, torch.Tensor], unit: str = "blocks.0") -> Lease:
+    """What stands behind a unit's weights while they are gathered."""
+    lease = Lease(unit, w)
+    lease.held = True
+    return lease
+
+
+def several(w: Tree, x: torch.Tensor, y: Any, scale: torch.Tensor) -> Tree:
+    out = mlp(w, x) * scale
+    return {"out": out, "more": (out.sum(), x.argmax(), None), "y": y}
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_lent_weights_give_the_same(grad_mode: bool) -> None:
+    w, x, dout = weights(), randn(4, 3), randn(4, 2, seed=8)
+    lease, fn = lend(w), Counted()
+    with torch.set_grad_enabled(grad_mode):
+        for _ in range(3):
+            out, pullback = T.vjp(fn, dict(lease.weights), x)
+            found = pullback(dict(lease.weights), dout)
+            want, pull = reference(mlp, w, x)
+            close(out, want)
+            close(found, pull(dout))
+            assert list(found[0]) == list(w)
+            assert not any(t.requires_grad for t in (out, found[1], *found[0].values(), *w.values()))
+    assert fn.calls == 3
+    assert all(p.grad is None for p in w.values())
+
+
+def test_lent_weights_with_any_output_and_any_primal() -> None:
+    w, x, scale = weights(), randn(4, 3), torch.tensor(2.0).double()
+    lease = lend(w)
+    for y in (None, torch.arange(3), 5, {"z": randn(2)}):
+        out, pullback = T.vjp(several, lease.weights, x, y, scale)
+        close(out, several(w, x, y, scale))
+        dout = pytree.tree_map(lambda t: torch.ones_like(t) if isinstance(t, torch.Tensor) else None, out)
+        dw, dx, dy, dscale = pullback(lease.weights, dout)
+
+        def loss(w: Tree, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            out = mlp(w, x) * scale
+            return out.sum() * 2
+
+        close((dw, dx, dscale), torch.func.grad(loss, argnums=(0, 1, 2))(w, x, scale))
+        close(dy, {"z": torch.ones(2).double()} if isinstance(y, dict) else None)
+
+
+def test_lent_weights_of_which_some_are_not_used_or_have_no_gradient() -> None:
+    w = {"a": randn(3), "unused": randn(2), "ids": torch.tensor([2, 0])}
+    lease = lend(w)
+    out, pullback = T.vjp(lambda w, x: w["a"][w["ids"]] * x, lease.weights, randn(2, seed=1))
+    dw, _ = pullback(w, torch.ones_like(out))
+    assert dw["unused"] is dw["ids"] is None
+    assert dw["a"][1] == 0
+    del w["ids"]
+    lease = lend(w, "blocks.1")
+    out, pullback = T.vjp(lambda w: w["a"] * 2, lease.weights)
+    assert pullback(w, torch.ones(3))[0]["unused"] is None
+    out, pullback = T.vjp(lambda w: torch.ones(2), lease.weights)
+    assert pullback(w, torch.ones(2)) == ({"a": None, "unused": None},)
+
+
+def test_lent_weights_and_cotangents_that_do_not_fit() -> None:
+    w = weights()
+    lease = lend(w)
+    out, pullback = T.vjp(mlp, lease.weights, randn(4, 3))
+    for wrong in ([torch.ones_like(out)], {"out": torch.ones_like(out)}, 1.0):
+        with pytest.raises((TreeError, AttributeError, TypeError)):
+            pullback(w, wrong)
+    assert pullback(w, None) == ({"up": None, "bias": None, "down": None}, None)  # zero
+    with pytest.raises(TreeError, match=r"(?s)pullback: weights of structure .*; the forward had"):
+        pullback({"up": w["up"]}, torch.ones_like(out))
+    out, pullback = T.vjp(mlp, lease.weights, x := randn(4, 3))
+    found = pullback(dict(reversed(w.items())), torch.ones_like(out))
+    close(found, reference(mlp, w, x)[1](torch.ones_like(out)))
+
+
+def test_graphs_of_several_microbatches_at_once() -> None:
+    w, fn = weights(), Counted()
+    lease = lend(w)
+    xs = [randn(4, 3, seed=i) for i in range(3)]
+    pullbacks = [T.vjp(fn, lease.weights, x)[1] for x in xs]
+    for x, pullback in zip(reversed(xs), reversed(pullbacks), strict=True):
+        close(pullback(w, torch.ones(4, 2).double()), reference(mlp, w, x)[1](torch.ones(4, 2).double()))
+    assert fn.calls == 3
+
+
+def test_another_units_weights_recompute() -> None:
+    w, other, fn, x = weights(), weights(1), Counted(), randn(4, 3)
+    leases = lend(w), lend(other, "blocks.1")
+    _, pullback = T.vjp(fn, leases[0].weights, x)
+    dout = torch.ones(4, 2).double()
+    close(pullback(leases[1].weights, dout), reference(mlp, other, x)[1](dout))
+    close(pullback(leases[0].weights, dout), reference(mlp, w, x)[1](dout))
+    assert fn.calls == 2
+
+
+def test_lent_weights_changed_in_place_are_an_error() -> None:
+    w = weights()
+    lease = lend(w)
+    out, pullback = T.vjp(mlp, lease.weights, randn(4, 3))
+    w["down"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pullback(w, torch.ones_like(out))
+
+
+def test_an_error_in_fn_does_no_harm() -> None:
+    w, x = weights(), randn(4, 3)
+    lease = lend(w)
+
+    def boom(w: Tree, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        T.vjp(boom, lease.weights, x)
+    dout = torch.ones(4, 2).double()
+    close(T.vjp(mlp, lease.weights, x)[1](w, dout), reference(mlp, w, x)[1](dout))
+
+
+SAID = r"the weights of the unit 'tied' were released\. Gather them first: state, w = unshard\(state, 'tied'\)\."
+
+
+def test_a_tied_weight_is_of_another_unit() -> None:
+    w, tied, x = weights(), {"weight": randn(5, 2, seed=4)}, randn(4, 3)
+    lease, other = lend(w), lend(tied, "tied")
+    both = {**w, "down": tied["weight"]}
+    fn = Counted()
+    out, pullback = T.vjp(fn, both, x)
+    other.held = False
+    with pytest.raises(ScheduleError, match="pullback: " + SAID):
+        pullback(both, torch.ones_like(out))
+    with pytest.raises(ScheduleError, match="vjp: " + SAID):
+        T.vjp(fn, both, x)
+    other.held, lease.held = True, False
+    with pytest.raises(ScheduleError, match=r"pullback: the weights of the unit 'blocks\.0' were released"):
+        pullback(both, torch.ones_like(out))
+    lease.held = True
+    close(pullback(dict(both), torch.ones_like(out)), reference(mlp, both, x)[1](torch.ones_like(out)))
+    assert fn.calls == 1
+
+
+def test_a_weight_among_the_primals() -> None:
+    w, tied, x = weights(), {"weight": randn(2, 2, seed=4)}, randn(4, 3)
+    lease, other = lend(w), lend(tied, "tied")
+    out, pullback = T.vjp(lambda w, x, t: mlp(w, x) @ t, lease.weights, x, tied["weight"])
+    other.held = False
+    with pytest.raises(ScheduleError, match="pullback: " + SAID):
+        pullback(lease.weights, torch.ones_like(out))
+    with pytest.raises(ScheduleError, match="vjp: " + SAID):
+        T.vjp(lambda w, x, t: mlp(w, x) @ t, lease.weights, x, tied["weight"])
+    other.held = True
+    assert pullback(lease.weights, torch.ones_like(out))[2].shape == (2, 2)
+
+
+def test_the_weights_of_several_units() -> None:
+    leases = {"blocks.0": lend(weights()), "tied": lend({"bias": randn(2)}, "tied")}
+    fn, x = Counted(lambda w, x: mlp(w["blocks.0"], x) + w["tied"]["bias"]), randn(4, 3)
+
+    def gathered() -> Tree:
+        return {unit: dict(lease.weights) for unit, lease in leases.items()}
+
+    out, pullback = T.vjp(fn, gathered(), x)
+    leases["tied"].held = False
+    with pytest.raises(ScheduleError, match="pullback: " + SAID):
+        pullback(gathered(), torch.ones_like(out))
+    leases["tied"].held = True
+    found = pullback(gathered(), torch.ones_like(out))
+    assert fn.calls == 1
+    close(found, reference(fn.fn, gathered(), x)[1](torch.ones_like(out)))
+
+
+def test_released_weights_under_a_transform() -> None:
+    tied = {"weight": randn(3)}
+    lease = lend(tied, "tied")
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return T.vjp(lambda w, x: w["weight"] * x, tied, x)[1](tied, torch.ones(3).double())[1].sum() * x.sum()
+
+    x = randn(3, seed=2)
+    close(torch.func.grad(loss)(x), torch.ones(3).double() * tied["weight"].sum())
+    lease.held = False
+    with pytest.raises(ScheduleError, match="vjp: " + SAID):
+        torch.func.grad(loss)(x)
+
+
+def test_lent_weights_under_a_dispatch_mode() -> None:
+    w, x = weights(), randn(4, 3)
+    lease = lend(w)
+    with FlopCounterMode(display=False) as counter:
+        found = T.vjp(mlp, lease.weights, x)[1](w, torch.ones(4, 2).double())
+    assert counter.get_total_flops() > 0
+    close(found, reference(mlp, w, x)[1](torch.ones(4, 2).double()))
+
+
+def test_nothing_is_kept_of_a_lease_that_is_gone() -> None:
+    w = weights()
+    lease = lend(w)
+    out, pullback = T.vjp(mlp, lease.weights, randn(4, 3))
+    pullback(w, torch.ones_like(out))
+    gone = [weakref.ref(t) for t in (lease, *w.values())]
+    del w, lease, pullback
+    gc.collect()
+    assert [r() for r in gone] == [None] * len(gone)
+
+
 # -------------------------------------------------------------------------------- with a state
 
 
@@ -263,8 +519,8 @@ def cast_mlp(w: Tree, x: torch.Tensor) -> torch.Tensor:
     return mlp(w, x.to(w["up"].dtype))
 
 
-def test_gathered_again_is_the_same_place() -> None:
-    """In another dtype weights are gathered even in a world of one: released, and gathered to the same address."""
+def test_gathered_again_are_the_same_tensors() -> None:
+    """In another dtype weights are gathered even in a world of one: released, and gathered into the same tensors."""
     state, plain = unit_state(torch.float32)
     fn, x = Counted(cast_mlp), randn(4, 3)
     state, w = fsdp.unshard(state, "blocks.0")
@@ -284,8 +540,11 @@ def test_released_weights_are_an_error() -> None:
     state, w = fsdp.unshard(state, "blocks.0")
     out, pullback = T.vjp(cast_mlp, w, randn(4, 3))
     state = fsdp.release(state, "blocks.0")
-    with pytest.raises(ScheduleError, match=r"pullback: these weights were released\. Gather them first"):
+    said = SAID.replace("tied", r"blocks\.0")
+    with pytest.raises(ScheduleError, match="pullback: " + said):
         pullback(w, torch.ones_like(out))
+    with pytest.raises(ScheduleError, match="vjp: " + said):
+        T.vjp(cast_mlp, w, randn(4, 3))
     state, w = fsdp.unshard(state, "blocks.0")
     assert pullback(w, torch.ones_like(out))[0].keys() == w.keys()  # and nothing is lost
 
@@ -301,15 +560,14 @@ def test_resident_weights_need_no_gather() -> None:
     assert fn.calls == 1
 
 
-def test_weights_of_the_next_attempt_recompute() -> None:
+def test_weights_of_the_next_attempt() -> None:
     """An abandoned step's pullback, called with weights of the new one."""
     base, plain = unit_state(torch.float32)
-    fn, x = Counted(cast_mlp), randn(4, 3)
+    x = randn(4, 3)
     _, w = fsdp.unshard(base, "blocks.0")
-    out, pullback = T.vjp(fn, w, x)
+    out, pullback = T.vjp(cast_mlp, w, x)
     _, again = fsdp.unshard(base, "blocks.0")
     dw, _ = pullback(again, torch.ones_like(out))
-    assert fn.calls == 2
     single = {name: p.float() for name, p in plain.items()}
     want, _ = reference(cast_mlp, single, x)[1](torch.ones_like(out))
     torch.testing.assert_close(dw, want, rtol=1e-6, atol=1e-6)

@@ -3,20 +3,28 @@
 A unit's weights are gathered for its forward, released, and gathered again for its backward. A pullback that closed
 over the first gather would keep those bytes alive. So here it is a function of the weights:
 
-    out, pullback = vjp(fn, w, h)        w lies at some address, residuals point there
-    dw, dh = pullback(w, dout)           w has been gathered again: at the same address the residuals are
-                                         good and are used; anywhere else fn is run again from the new w
+    out, pullback = vjp(fn, w, h)        residuals point into w
+    dw, dh = pullback(w, dout)           the same tensors, gathered again: the residuals are good and are used;
+                                         with any other tensor in w fn is run again, from this w
+
+The same means the same objects: `unshard` gives a unit the same tensors each time. An address proves nothing, since
+units of equal structure take turns at one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import compress
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import optree
 import torch
 import torch.utils._pytree as pytree
 
 from functional_fsdp import ScheduleError, TreeError
+from functional_fsdp._weights import Lease, lease_of
 
 __all__ = ["vjp"]
 
@@ -34,11 +42,12 @@ def vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple[Any, Pullb
     Returns:
         `(out, pullback)`; `pullback(weights, dout) -> (dweights, *dprimals)`, each with the structure of its argument,
         None for leaves without a gradient (integers, None, numbers, what `fn` did not use). Residuals live until the
-        first call of the pullback at the same place, or until it is dropped; every other call runs `fn` again.
+        first call of the pullback with the tensors of the forward, or until it is dropped; every other call runs `fn`
+        again.
 
     Raises:
-        ScheduleError: `pullback` with weights that were released and not gathered again.
-        TreeError: weights or cotangents of another structure than before.
+        ScheduleError: weights that were released and not gathered again.
+        TreeError: `pullback` with weights or cotangents of another structure than before.
 
     In eager mode this is autograd's graph, so that `fn` may contain compiled modules and activation checkpointing.
     Under torch.func transforms and when traced it is torch.func.vjp, run from the weights that the pullback is given.
@@ -49,66 +58,210 @@ def vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple[Any, Pullb
         ({'a': tensor(2.)}, tensor(3.))
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return fn(weights, *primals), lambda w, dout: _functional(fn, (w, *primals))(dout)
-    out, pull = _eager(fn, (weights, *primals))
-    residual: list[Pullback] = [pull]  # used once; autograd frees it then
-    place = _place(weights)
-    structure = pytree.tree_structure(weights)
+        return _under_transforms(fn, weights, primals)
+    lease = lease_of(next(iter(weights.values()), None)) if type(weights) is dict else None
+    if lease is not None and _PLAIN.issuperset(map(type, primals)) and not any(map(lease_of, primals)):
+        unit = _unit_of(lease)
+        if unit is not None and [*weights] == unit.keys and all(map(is_, weights.values(), unit.leaves)):
+            return _of_unit(fn, lease, unit, primals)
+    return _of_trees(fn, weights, primals)
+
+
+# ---------------------------------------------------------------- a unit's weights, and tensors: the short way
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
+
+
+class Unit(NamedTuple):
+    """A unit's weights as they are lent, each time the same, and as they enter graphs: made once, they cost nothing."""
+
+    keys: list[str]
+    leaves: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+
+
+_UNITS: WeakKeyDictionary[Lease, Unit | None] = WeakKeyDictionary()
+
+
+def _unit_of(lease: Lease) -> Unit | None:
+    """None where leaves have no gradient, and under a dispatch mode, whose tensors are not for keeping."""
+    if torch._C._len_torch_dispatch_stack():
+        return None
+    try:
+        return _UNITS[lease]
+    except KeyError:
+        keys, leaves = [*lease.weights], [*lease.weights.values()]
+        plain = all(map(_differentiable, leaves))
+        unit = Unit(keys, leaves, [t.detach().requires_grad_() for t in leaves]) if plain else None
+        _UNITS[lease] = unit
+        return unit
+
+
+def _of_unit(fn: Callable[..., Any], lease: Lease, unit: Unit, primals: tuple[Any, ...]) -> tuple[Any, Pullback]:
+    """As `_of_trees`, with as little as possible on the way: this is what a train step calls for each unit."""
+    keys, leaves, inputs = unit
+    if not lease.held:
+        _refuse("vjp", lease)
+    try:
+        others = [t if t is None else t.detach().requires_grad_() for t in primals]
+    except RuntimeError:  # integers among them
+        return _of_trees(fn, dict(zip(keys, leaves, strict=True)), primals)
+    if torch.is_grad_enabled():
+        out = fn(dict(zip(keys, inputs, strict=True)), *others)
+    else:
+        with torch.enable_grad():
+            out = fn(dict(zip(keys, inputs, strict=True)), *others)
+    detached, outs, structure = (out.detach(), [out], None) if isinstance(out, torch.Tensor) else _output(out)
+    residual = [(others, outs)]  # used once
 
     def pullback(w: Any, dout: Any) -> Any:
-        if pytree.tree_structure(w) != structure:
-            raise TreeError(f"pullback: weights of structure {pytree.tree_structure(w)}; the forward had {structure}.")
-        here = _place(w)
-        if any(isinstance(p, tuple) and p[-1] for p in here):
-            raise ScheduleError(
-                "pullback: these weights were released. Gather them first: state, w = unshard(state, unit)."
-            )
-        if residual and here == place:
-            return residual.pop()(dout)
-        return _eager(fn, (w, *primals))[1](dout)
+        if type(w) is not dict or [*w] != keys:
+            w = _arranged(w, keys)
+        if not residual or not all(map(is_, w.values(), leaves)):
+            return _again(fn, w, primals, dout)
+        if not lease.held:
+            _refuse("pullback", lease)
+        others, outs = residual.pop()
+        grads = iter(_gradients(outs, structure, dout, inputs + [t for t in others if t is not None]))
+        return dict(zip(keys, grads, strict=False)), *[None if t is None else next(grads) for t in others]
 
-    return out, pullback
+    return detached, pullback
 
 
-def _place(weights: Any) -> list[Any]:
-    """Where each leaf lies: (storage, offset, whether the storage is gone)."""
-    return [
-        (t.untyped_storage()._cdata, t.storage_offset(), t.numel() > 0 and not t.untyped_storage().size())
-        if isinstance(t, torch.Tensor)
-        else t
-        for t in pytree.tree_leaves(weights)
+def _arranged(w: Any, keys: list[str]) -> dict[str, Any]:
+    """A dict of leaves in the order of these keys."""
+    found, want = _flatten(w)[1], _flatten(dict.fromkeys(keys))[1]
+    if found != want:
+        raise TreeError(f"pullback: weights of structure {found}; the forward had {want}.")
+    return {key: w[key] for key in keys}
+
+
+# ---------------------------------------------------------------- any trees
+
+
+def _of_trees(fn: Callable[..., Any], weights: Any, primals: tuple[Any, ...]) -> tuple[Any, Pullback]:
+    """From any pytrees. What the pullback needs of the forward is in `residual`, so that it can be let go."""
+    leaves, structure = _flatten(weights)
+    others, rest = _flatten(primals)
+    loans = _loans("vjp", leaves, others)
+    n, every = len(leaves), leaves + others
+    active = [_differentiable(leaf) for leaf in every]
+    inputs = [leaf.detach().requires_grad_() if on else leaf for leaf, on in zip(every, active, strict=True)]
+    with torch.enable_grad():
+        out = fn(structure.unflatten(inputs[:n]), *rest.unflatten(inputs[n:]))
+    detached, outs, out_structure = _output(out)
+    residual = [(leaves, loans, outs, [*compress(inputs, active)])]
+
+    def pullback(w: Any, dout: Any) -> Any:
+        given, found = _flatten(w)
+        if found != structure:
+            raise TreeError(f"pullback: weights of structure {found}; the forward had {structure}.")
+        if not residual or not all(map(is_, given, residual[0][0])):
+            return _again(fn, w, primals, dout)
+        _check("pullback", *residual[0][1])
+        _, _, outs, wanted = residual.pop()
+        grads = iter(_gradients(outs, out_structure, dout, wanted))
+        full = [next(grads) if on else None for on in active]
+        return structure.unflatten(full[:n]), *rest.unflatten(full[n:])
+
+    return detached, pullback
+
+
+def _again(fn: Callable[..., Any], weights: Any, primals: tuple[Any, ...], dout: Any) -> Any:
+    """The pullback without residuals."""
+    _loans("pullback", _flatten(weights)[0], _flatten(primals)[0])
+    return vjp(fn, weights, *primals)[1](weights, dout)
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure, by optree, in C++; by torch's pytree where the tree has nodes that only torch knows."""
+    leaves, structure = optree.tree_flatten(tree, none_is_leaf=True)
+    return (leaves, structure) if all(map(pytree.tree_is_leaf, leaves)) else pytree.tree_flatten(tree)
+
+
+def _output(out: Any) -> tuple[Any, list[Any], Any]:
+    """The output without its graph, its leaves, and its structure: None for one tensor."""
+    if isinstance(out, torch.Tensor):
+        return out.detach(), [out], None
+    outs, structure = _flatten(out)
+    return structure.unflatten([o.detach() if isinstance(o, torch.Tensor) else o for o in outs]), outs, structure
+
+
+def _gradients(outs: list[Any], structure: Any, dout: Any, inputs: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Of the inputs, from cotangents of the output; None where there is none."""
+    if structure is None and isinstance(dout, torch.Tensor) and outs[0].requires_grad and inputs:
+        return _grad(outs, inputs, [dout])
+    douts, found = _flatten(dout)
+    want = _flatten(None)[1] if structure is None else structure
+    if found != want:
+        raise TreeError(f"pullback: cotangents of structure {found}; the output has {want}.")
+    pairs = [
+        (o, d)
+        for o, d in zip(outs, douts, strict=True)
+        if isinstance(o, torch.Tensor) and o.requires_grad and d is not None
     ]
+    if not pairs or not inputs:
+        return (None,) * len(inputs)
+    return _grad([o for o, _ in pairs], inputs, [d for _, d in pairs])
+
+
+def _grad(outs: list[Any], inputs: list[torch.Tensor], douts: list[Any]) -> tuple[Any, ...]:
+    """autograd, on this thread: a unit's backward is too short to be worth waking the device's thread."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return torch.autograd.grad(outs, inputs, douts, allow_unused=True)
 
 
 def _differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _eager(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Pullback]:
-    leaves, treedef = pytree.tree_flatten(args)
-    inputs = [leaf.detach().requires_grad_() if _differentiable(leaf) else leaf for leaf in leaves]
-    with torch.enable_grad():
-        out = fn(*pytree.tree_unflatten(inputs, treedef))
-    outs, out_def = pytree.tree_flatten(out)
-    wanted = [leaf for leaf in inputs if _differentiable(leaf)]
+# ---------------------------------------------------------------- loans
 
-    def pullback(dout: Any) -> Any:
-        douts, given = pytree.tree_flatten(dout)
-        if given != out_def:
-            raise TreeError(f"pullback: cotangents of structure {given}; the output has {out_def}.")
-        pairs = [
-            (o, d)
-            for o, d in zip(outs, douts, strict=True)
-            if isinstance(o, torch.Tensor) and o.requires_grad and d is not None
-        ]
-        grads: tuple[Any, ...] = (None,) * len(wanted)
-        if pairs and wanted:
-            grads = torch.autograd.grad([o for o, _ in pairs], wanted, [d for _, d in pairs], allow_unused=True)
-        found = iter(grads)
-        return pytree.tree_unflatten([next(found) if _differentiable(leaf) else None for leaf in inputs], treedef)
 
-    detached = [o.detach() if isinstance(o, torch.Tensor) else o for o in outs]
-    return pytree.tree_unflatten(detached, out_def), pullback
+def _loans(verb: str, weights: list[Any], primals: list[Any]) -> tuple[list[Lease], list[torch.Tensor]]:
+    """The leases of these leaves, and the weights that have none; checked."""
+    leases = [lease_of(leaf) for leaf in (*weights, *primals)]
+    free = [t for t, lease in zip(weights, leases, strict=False) if lease is None and isinstance(t, torch.Tensor)]
+    held = [lease for lease in dict.fromkeys(leases) if lease is not None]
+    _check(verb, held, free)
+    return held, free
+
+
+def _check(verb: str, leases: list[Lease], free: list[torch.Tensor]) -> None:
+    """Refuse what was released: a lease that is not held, a storage that is gone."""
+    for lease in leases:
+        if not lease.held:
+            _refuse(verb, lease)
+    for t in free:
+        if t.numel() and not t.untyped_storage().size():
+            raise ScheduleError(
+                f"{verb}: these weights were released. Gather them first: state, w = unshard(state, unit)."
+            )
+
+
+def _refuse(verb: str, lease: Lease) -> None:
+    raise ScheduleError(
+        f"{verb}: the weights of the unit {lease.unit!r} were released. Gather them first: "
+        f"state, w = unshard(state, {lease.unit!r})."
+    )
+
+
+# ---------------------------------------------------------------- under transforms
+
+
+def _under_transforms(fn: Callable[..., Any], weights: Any, primals: tuple[Any, ...]) -> tuple[Any, Pullback]:
+    _lent("vjp", weights, primals)
+
+    def pullback(w: Any, dout: Any) -> Any:
+        _lent("pullback", w, primals)
+        return _functional(fn, (w, *primals))(dout)
+
+    return fn(weights, *primals), pullback
+
+
+def _lent(verb: str, *trees: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _check(verb, [lease for lease in map(lease_of, pytree.tree_leaves(trees)) if lease is not None], [])
 
 
 def _functional(fn: Callable[..., Any], args: tuple[Any, ...]) -> Pullback:

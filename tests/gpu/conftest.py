@@ -1,4 +1,6 @@
-"""GPU tests, run by hand where there are two GPUs or more: `pytest tests/gpu`. Elsewhere they fail, never skip."""
+"""GPU tests, run by hand where there are two GPUs or more: `pytest tests/gpu/test_nccl.py`, each
+file in a process of its own, since workers are forked and CUDA must not have been touched before. Elsewhere they fail;
+only what needs four GPUs skips where there are two."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from test_checkpoint import resumed
 from test_flat import ONE, TWO, moves
 from test_parity import largest
 from test_ranks import initialised
-from test_transactions import Boom, disturbed, skipping, undisturbed
+from test_transactions import Boom, another_order, disturbed, outside_the_plan, undisturbed
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -70,9 +70,21 @@ def test_an_exception_on_one_rank_restarts_the_others(preset: str, place: str) -
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
+def test_ranks_that_use_units_in_another_order_are_not_mixed_up() -> None:
+    for grads in launch(another_order, RANKS):
+        for path, part in grads.items():
+            expected = 1.5 if path.startswith(("blocks.0.", "blocks.1.")) else 0.0
+            assert torch.equal(part, torch.full_like(part, expected)), path
+
+
 def test_ranks_that_issue_different_collectives_do_not_commit() -> None:
-    for text in launch(skipping, RANKS):
-        assert "different collectives" in text
+    (stepped, same), (outside, same_too) = launch(outside_the_plan, RANKS)
+    assert "ranks issued different collectives" in stepped
+    assert "the step was not taken" in stepped
+    assert "unshard('tail') is not what the schedule expects here" in outside
+    assert "ranks came with step and 'tail'" in outside
+    assert same
+    assert same_too
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -1,0 +1,159 @@
+"""Arena: the bytes in which gathered units lie at planned addresses, and the jobs that fill them.
+
+    main shard ──cast──▶ own slice of the unit's place ──all-gather, in place──▶ the unit's weights, as views
+
+The arena is one allocation. Where the plan has two sides, units that stand on the bottom and units that hang from the
+top, it is two, each as large as the unit that is there: a step's peak then need not hold the largest pair.
+
+A unit's views are made once and handed out again and again, so that residuals that point at them stay good. They lie
+on the arena's bytes and have a version counter of their own: filling a place again is no in-place change to autograd.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ._flat import leaves_of
+from ._lanes import Issued, Mark, Steps, together
+from ._layout import Bucket, Unit
+from ._plan import Plan
+from ._route import Replicate, route
+from ._runtime import Runtime
+from ._weights import Lease, alias_of, poison, read, whole_of
+
+if TYPE_CHECKING:
+    from ._state import State
+
+__all__ = ["Arena", "Place"]
+
+
+class Part(NamedTuple):
+    """A bucket's place: where this rank's slice goes, and the gathers that complete the whole."""
+
+    bucket: Bucket
+    whole: torch.Tensor
+    own: torch.Tensor
+    hops: tuple[tuple[Issued, torch.Tensor], ...]  # and where each one lands
+
+
+class Place:
+    """A unit's place: its parts, and the tensors that are handed out."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        parts: tuple[Part, ...],
+        resident: tuple[tuple[Bucket, torch.Tensor], ...],
+        aliases: list[torch.Tensor],
+    ) -> None:
+        self.lease = lease
+        self.parts = parts
+        self.resident = resident
+        self.aliases = aliases  # of each bucket: the base of what is handed out, with its version counter
+        self.issued = tuple(hop for part in parts for hop, _ in part.hops)
+        self.key = lease.unit.encode()  # for the digest that ranks compare
+        self.single = all(len(part.hops) <= 1 for part in parts)
+        self.gathered: Mark = None  # the end of its last gather
+        self.released: Mark = None  # the point on compute where it was last given back
+
+    def poison(self) -> None:
+        for part in self.parts:
+            poison(part.whole)
+
+    def fill(self, run: Runtime, state: State) -> Steps:
+        """The job: cast the shards into this rank's slices, gather in place. Parts travel together."""
+        jobs = [self._fill(run, part, read(state, part.bucket).local) for part in self.parts]
+        return jobs[0] if len(jobs) == 1 else together(jobs)
+
+    def _fill(self, run: Runtime, part: Part, source: torch.Tensor) -> Steps:
+        given = part.own
+        if source.dtype is part.whole.dtype:
+            given = source  # no cast: the first gather reads the shard itself
+        else:
+            part.own.copy_(source)
+        for hop, out in part.hops:
+            yield from run.collective(hop, out, given)
+            given = out
+        if not part.hops and given is source:
+            part.own.copy_(source)
+
+
+class Arena:
+    """The bytes, and a `Place` for each unit, made when it is first used."""
+
+    def __init__(self, run: Runtime, plan: Plan) -> None:
+        self.run = run
+        self.plan = plan
+        self.places: dict[str, Place] = {}
+        sides = all(unit.address in (0, plan.arena - unit.nbytes) for unit in plan.units if unit.nbytes)
+        #: where each unit lies: (which allocation, the address in it)
+        self.where = {u.name: (int(u.address > 0), 0) if sides else (0, u.address) for u in plan.units}
+        self.sizes = {u.name: u.nbytes if sides else plan.arena for u in plan.units}
+        self.memory = [torch.empty(0, dtype=torch.uint8, device=run.device).untyped_storage() for _ in range(1 + sides)]
+
+    def place(self, state: State, unit: str) -> Place:
+        found = self.places.get(unit)
+        if found is None or (
+            found.resident and any(whole_of(state, bucket) is not whole for bucket, whole in found.resident)
+        ):
+            found = self.places[unit] = self._make(state, state.layout.by_name[unit])
+        return found
+
+    def take(self, unit: str) -> bool:
+        """Have the bytes for a unit, before it is gathered. Returns whether they are new: views come back to life.
+
+        What lay there was released, and compute has waited for all that wrote it.
+        """
+        memory, size = self.memory[self.where[unit][0]], self.sizes[unit]
+        if memory.size() == size or (memory.size() > size and (self.plan.schedule.debug or not self.run.cuda)):
+            return False
+        memory.resize_(0)
+        memory.resize_(size)
+        return True
+
+    def free(self) -> None:
+        """Give all bytes back, when compute has waited for all that reads or writes them; in debug mode poison them.
+
+        On the CPU they stay, so that reading weights after the step is wrong, but no crash.
+        """
+        if self.plan.schedule.debug:
+            for place in self.places.values():
+                place.poison()
+        elif self.run.cuda:
+            for memory in self.memory:
+                memory.resize_(0)
+
+    def _make(self, state: State, unit: Unit) -> Place:
+        planned = self.plan.by_name[unit.name]
+        starts = {part.bucket: part.address - planned.address for part in planned.parts}
+        views: dict[str, torch.Tensor] = {}
+        parts, resident, aliases = [], [], []
+        for bucket in unit.buckets:
+            if bucket.name in starts:
+                memory, address = self.where[unit.name]
+                whole = torch.empty(0, dtype=bucket.compute, device=self.run.device)
+                at = (address + starts[bucket.name]) // bucket.compute.itemsize
+                whole.set_(self.memory[memory], at, (bucket.numel,), (1,))
+                parts.append(self._part(state, bucket, whole))
+            else:
+                kept = whole_of(state, bucket)
+                assert kept is not None
+                whole = kept
+                resident.append((bucket, whole))
+            aliases.append(alias_of(whole))
+            views |= leaves_of(bucket, aliases[-1])
+        weights = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
+        return Place(Lease(unit.name, weights), tuple(parts), tuple(resident), aliases)
+
+    def _part(self, state: State, bucket: Bucket, whole: torch.Tensor) -> Part:
+        states = read(state, bucket).states
+        start, stop = read(state, bucket).span()
+        way = route(bucket, states, tuple((axis, Replicate) for axis, _ in states), self.run.position)
+        hops = [
+            (Issued("gather", axis, "all_gather", size, bucket.compute, "", bucket.name), whole[at : at + size])
+            for _, axis, at, size in way.hops
+            if self.run.sizes[axis] > 1
+        ]
+        return Part(bucket, whole, whole[start:stop], tuple(hops))

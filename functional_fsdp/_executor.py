@@ -1,0 +1,352 @@
+"""Executor: carries out on the lanes what `Comm` says. One for each lineage of states; owns the arena and the staging.
+
+    unshard ─▶ Comm.use ─────▶ gathers to start now ─▶ gather lane      compute waits for the unit's own mark only
+    release ─▶ Comm.release ─▶ a mark on compute; the gather that reuses the bytes waits for it
+    reduce ──▶ Comm.reduce ──▶ reductions whose turn it is ─▶ staging ─▶ reduce lane
+
+Where no plan says what to do (an order that is being recorded in the first step, a unit that the order does not
+name), ranks first agree on the unit, and compute waits for its gather: slower, never wrong.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ._arena import Arena, Place
+from ._comm import Comm
+from ._flat import FlatBuffer, write_leaves
+from ._lanes import Job, Mark
+from ._layout import Layout, Unit
+from ._plan import Plan, plan
+from ._route import Partial, Replicate, partial_states, states_of
+from ._runtime import Runtime
+from ._spec import Spec
+from ._staging import Staging, Values
+from ._weights import Gathered, Lease, lease_of
+
+if TYPE_CHECKING:
+    from ._state import State
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """What one lineage has in flight. `grads` are the main gradients of the step so far."""
+
+    def __init__(self, run: Runtime, layout: Layout, spec: Spec) -> None:
+        self.run = run
+        self.layout = layout
+        self.spec = spec
+        self.units = tuple(layout.by_name)
+        self.recording: list[tuple[str, ...]] | None = None
+        self.loose: dict[str, Gathered] = {}
+        self.warned: set[str] = set()
+        self.grads: dict[str, FlatBuffer] = {}
+        self.early: dict[int, Values] = {}  # gradients whose turn has not come
+        self.last = True  # as the newest gradient came with: zeros in a unit's stead follow it
+        kinds = (("grads", Partial), ("main", Replicate))
+        self.eager = all(len({states_of(b, *kind) for kind in kinds}) == 1 for b in layout.trainable.values())
+        self.midway = False  # whether a verb was stopped in the middle
+        self.digests = [0, 0]  # of the gathers and of the reductions issued in this step
+        if spec.schedule.order == "recorded":
+            self.recording = []
+            self._install(plan(layout, spec.schedule.ordered(None)))
+        else:
+            self._install(plan(layout, spec.schedule))
+
+    def _install(self, program: Plan) -> None:
+        self.plan = program
+        self.comm = Comm(program)
+        self.arena = Arena(self.run, program)
+        self.staging = Staging(self.run, program, self.spec.average)
+        self.fence = True  # the next gather waits for all that compute has done
+        self.newest: Mark = None  # the end of the newest gather
+        self.flying: dict[str, Place] = {}  # gathers that compute has not waited for
+        self.released: dict[str, Mark] = {}  # the point from which a unit's bytes are free, in order
+
+    # ---------------------------------------------------------------- gathers
+
+    def unshard(self, state: State, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
+        """The weights of units, once they are there; starts what the plan names next."""
+        if self.recording is None:
+            wanted = [name for name in names if not self._loosely(name)] if self.loose else names
+            gathers, outside = self.comm.use(wanted)
+            self.midway = True
+            if self.comm.jumped and self.eager:
+                self.comm.skipped()
+                self._in_order(state, gathers, self.comm.lapse())
+            else:
+                for i in gathers:
+                    self._gather(state, i)
+        else:
+            self.midway = True
+            self.recording.append(tuple(names))
+            outside = list(names)
+        for name in outside:
+            self._gather_loose(state, name)
+        found = {}
+        for name in names:
+            lease = self._lend(state, name, name in outside)
+            found[name] = dict(lease.weights)
+        self.midway = False
+        return found
+
+    def _in_order(self, state: State, gathers: Sequence[int], due: Iterable[tuple[int, bool]]) -> None:
+        """Gathers and reductions in the order in which peers come to them: on the CPU, where the host waits, ranks
+        would else wait for each other on different lanes."""
+        left = deque(due)
+        if left:
+            self.adopt(state.grads)
+        before = -1
+        for i in gathers:
+            while left and (i < before or self.plan.reductions[left[0][0]].use < self.plan.gathers[i].start):
+                self._issue([left.popleft()])
+            self._gather(state, i)
+            before = i
+        self._issue(left)
+
+    def _lend(self, state: State, name: str, outside: bool) -> Lease:
+        if outside or self._loosely(name):
+            lease = self.loose[name].lease
+        else:
+            place = self.arena.place(state, name)
+            if name in self.flying:
+                self.run.wait(place.gathered)
+                del self.flying[name]
+            lease = place.lease
+        lease.held = True
+        return lease
+
+    def _gather(self, state: State, index: int) -> None:
+        unit = self.plan.gathers[index].unit
+        after = self._free(unit)
+        fresh = self.arena.take(unit)
+        place = self.arena.place(state, unit)
+        self.digests[0] = zlib.crc32(place.key, self.digests[0])
+        if fresh or self.fence:  # waits for all that compute has done: the bytes or the weights may be new
+            self.fence = False
+            after = self.run.mark()
+        place.gathered = self.newest = self.run.submit(
+            "gather", place.issued, place.fill(self.run, state), after, place.single, mark=place.gathered
+        )
+        self.flying[unit] = place
+
+    def _free(self, unit: str) -> Mark:
+        """The point from which a unit's place may be written: the newest release of what lay there."""
+        shares = self.comm.sharing[unit]
+        for name in [name for name in self.flying if name in shares or name == unit]:
+            self.run.wait(self.flying.pop(name).gathered)  # skipped: nobody waited for it
+        mark = None
+        for name in [name for name in self.released if name in shares or name == unit]:
+            mark = self.released.pop(name)  # the dict is in order of release
+        return mark
+
+    def _gather_loose(self, state: State, name: str) -> None:
+        if self._loosely(name):
+            return
+        self._outside(name, "unshard")
+        if name not in self.loose:
+            self.loose[name] = Gathered(state, self.layout.by_name[name])
+        self.loose[name].gather(state)
+
+    def _outside(self, name: str, verb: str) -> None:
+        self.run.agree(self.units.index(name), self.units, verb)
+        if self.recording is None and name not in self.warned:
+            self.warned.add(name)
+            warnings.warn(
+                f"{verb}({name!r}) is not what the schedule expects here: it works, but nothing is overlapped. Give "
+                "the order of use, Schedule(order=[...]), or have it recorded: Schedule(order='recorded').",
+                stacklevel=5,
+            )
+
+    def held(self, name: str) -> bool:
+        """Whether a unit is handed out and not released."""
+        return name in self.comm.held or self._loosely(name)
+
+    def _loosely(self, name: str) -> bool:
+        """Whether it is outside the arena."""
+        return name in self.loose and self.loose[name].lease.held
+
+    def release(self, state: State, names: Sequence[str]) -> None:
+        """Units are given back: a mark on compute, and gathers that waited for their bytes."""
+        self.midway = True
+        mine = []
+        for name in names:
+            if self._loosely(name):
+                self.loose[name].release(self.plan.schedule.debug)
+                self.loose[name].lease.held = False
+            else:
+                mine.append(name)
+                self.arena.places[name].lease.held = False
+        if not mine:
+            self.midway = False
+            return
+        gathers, free = self.comm.release(mine)
+        if free and self.plan.schedule.debug:
+            for name in free:
+                self.arena.places[name].poison()
+        if self.run.cuda:
+            place = self.arena.places[mine[-1]]
+            place.released = self.run.mark(place.released)
+            for name in mine:
+                self.released.pop(name, None)
+                self.released[name] = place.released
+        for i in gathers:
+            self._gather(state, i)
+        self.midway = False
+
+    # ---------------------------------------------------------------- reductions
+
+    def adopt(self, grads: Any) -> None:
+        """Go on from these main gradients: a transform may have put others in the state's place."""
+        if grads is not self.grads:
+            self.grads = dict(grads or {})
+
+    def reduce(self, unit: str, values: Values, last: bool, whole_tree: bool = False) -> None:
+        """A unit's gradients, as `Unit.paths`, on their way into `grads`: now, or when their turn comes."""
+        self.midway = True
+        mine = self.comm.turn_of(unit)
+        if mine is None:
+            if not whole_tree:
+                self._outside(unit, "reduce")
+            self._reduce_outside(self.layout.by_name[unit], values, last)
+            self.midway = False
+            return
+        if mine < 0:
+            self._issue(self.comm.close())
+            mine = self.comm.turn_of(unit)
+            assert mine is not None
+        elif self.comm.lapsed:
+            self._issue(self.comm.lapse())
+        self.last = last
+        self.early[mine] = values
+        self._issue(self.comm.reduce(mine))
+        if mine in self.early:  # it waits, and what was borrowed may be released meanwhile
+            self.early[mine] = [v.clone() if v is not None and lease_of(v) is not None else v for v in values]
+        self.midway = False
+
+    def _issue(self, due: Iterable[tuple[int, bool]]) -> None:
+        for index, given in due:
+            unit = self.layout.by_name[self.plan.reductions[index].unit]
+            self.digests[1] = zlib.crc32(unit.name.encode(), self.digests[1])
+            values = self.early.pop(index) if given else ()
+            self.staging.reduce(index, unit, values, self.grads, self.last, self.spec.mesh)
+
+    def _reduce_outside(self, unit: Unit, values: Values, last: bool) -> None:
+        self.staging.settle()
+        for bucket in unit.buckets:
+            if not bucket.trainable:
+                continue
+            have = self.grads.get(bucket.name)
+            final, rest = states_of(bucket, "main"), states_of(bucket, "grads", Partial)
+            stage = torch.empty(bucket.numel, dtype=bucket.compute, device=self.run.device)
+            write_leaves(bucket, stage, dict(zip(unit.paths, values, strict=True)))
+            whole = have.states == final if have is not None else last
+            new = FlatBuffer(stage, bucket, partial_states(bucket), self.spec.mesh).redistribute(
+                final if whole else rest, average=self.spec.average, donate=True
+            )
+            if have is None:
+                self.grads[bucket.name] = new.but(new.local.to(bucket.grads))
+            else:
+                have.local.add_(new.local)
+            if last:
+                self.staging.complete(bucket, self.grads)
+
+    # ---------------------------------------------------------------- the end of a step
+
+    @property
+    def complete(self) -> bool:
+        """Whether every main gradient is there and whole."""
+        if self.early or self.comm.reduced or self.comm.lapsed:
+            return False
+        grads, trainable = self.grads, self.layout.trainable
+        return all(n in grads and grads[n].states == states_of(b, "main") for n, b in trainable.items())
+
+    def finish(self, state: State, step: bool = True) -> None:
+        """Start what the main gradients still lack: early gradients, zeros where none came, what is partial. And the
+        gathers that peers started in this pass and this rank passed over."""
+        gathers = self.comm.finish(step) if self.recording is None else []
+        self._in_order(state, gathers, self.comm.close())
+        for name, bucket in self.layout.trainable.items():
+            if name in self.grads:
+                self.staging.complete(bucket, self.grads)
+            else:  # of a unit that the plan does not name, and so no rank has a gradient
+                states = states_of(bucket, "main")
+                n = bucket.numel // bucket.slices("main")
+                local = torch.zeros(n, dtype=bucket.grads, device=self.run.device)
+                self.grads[name] = FlatBuffer(local, bucket, states, self.spec.mesh)
+
+    def settle(self) -> None:
+        """Compute waits for everything under way."""
+        self.staging.settle()
+        self.run.wait(self.newest)
+        self.newest = None
+
+    @property
+    def digest(self) -> int:
+        """Of the collectives issued in this step, lane by lane."""
+        return zlib.crc32(repr(self.digests).encode())
+
+    def reset(self) -> None:
+        """Back to the state between steps, whether the step was taken or abandoned."""
+        self.settle()
+        self.grads = {}
+        self.early.clear()
+        self.midway = False
+        self.digests = [0, 0]
+        self.last = True
+        self.comm.reset()
+        self.flying.clear()
+        self.released.clear()
+        for place in self.arena.places.values():
+            place.lease.held = False
+        for gathered in self.loose.values():
+            gathered.lease.held = False
+        self.loose.clear()
+        self.arena.free()
+        self.fence = True
+        if self.recording is not None:
+            self.recording.clear()
+
+    def commit(self) -> None:
+        """The step was taken: install the order that it recorded."""
+        order = tuple(self.recording or ())
+        self.reset()
+        for place in self.arena.places.values():
+            # The next step gathers other numbers: autograd shall refuse residuals that are kept until then.
+            torch.autograd.graph.increment_version(place.aliases)
+        if order:
+            if self.run.size > 1:
+                theirs = [order]
+                dist.broadcast_object_list(theirs, src=self.run.ranks[0], group=self.run.control)
+                order = theirs[0]
+            self.recording = None
+            self._install(plan(self.layout, self.spec.schedule.ordered(order)))
+
+    def snapshot(self) -> Comm:
+        """What `state.comm` shows."""
+        flying = [name for name, place in self.flying.items() if not _passed(place.gathered)]
+        reducing = sum(not _passed(mark) for mark in (stage.done for stage in self.staging.busy))
+        return self.comm.snapshot(flying, reducing)
+
+    def __del__(self) -> None:
+        if getattr(self, "staging", None) is None:
+            return
+        if not self.run.cuda:  # jobs hold what they write: let go of those that are done
+            for queue in self.run.queues.values():
+                queue.reap()
+            return
+        for mark in (*self.staging.marks.values(), self.newest):  # what is freed now may still be in use
+            if mark is not None and torch.cuda.is_initialized():
+                self.run.wait(mark)
+
+
+def _passed(mark: Mark) -> bool:
+    return mark is None or (mark.done if isinstance(mark, Job) else bool(mark.query()))

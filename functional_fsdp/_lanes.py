@@ -1,0 +1,174 @@
+"""Lanes and marks: ordered queues of device work, and points on them.
+
+What runs on a lane is a job, a generator that issues collectives:
+
+|       | CUDA                                        | CPU                                                        |
+|-------|---------------------------------------------|------------------------------------------------------------|
+| lane  | a stream                                    | a queue of jobs, done in order                             |
+| job   | runs to its end at once, on the stream      | issues asynchronous works, yields them, goes on when done  |
+| mark  | an event                                    | the job                                                    |
+| wait  | the current stream waits, the host does not | the host waits                                             |
+
+A job that yields the name of another lane goes on there (on the CPU it stays where it is). Marks may be used again: who
+waits for one waits for the point where it was set last.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Issued", "Job", "Log", "Mark", "Queue", "Steps", "Streams", "together"]
+
+Steps = Iterator[list[Any] | str]
+REMEMBER = 1 << 14  # jobs: how far apart two ranks may be and still be drained
+
+
+class Issued(NamedTuple):
+    """One collective, as the log keeps it: enough to issue its twin on a rank that missed it."""
+
+    lane: str
+    axis: str
+    kind: str
+    numel: int  # elements of the larger side
+    dtype: torch.dtype
+    op: str
+    what: str  # the bucket, for the digest
+
+
+class Log:
+    """The jobs issued on one lane: how many, and the last of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.tail: deque[tuple[Issued, ...]] = deque(maxlen=REMEMBER)
+
+    def append(self, hops: tuple[Issued, ...]) -> None:
+        self.count += 1
+        self.tail.append(hops)
+
+
+class Job:
+    """A job on the CPU, under way: the generator, and the works that it waits for now. It is its own mark."""
+
+    def __init__(self, steps: Steps, lane: str, hops: tuple[Any, ...] = (), single: bool = False) -> None:
+        self.steps = steps
+        self.lane = lane
+        self.hops = hops  # for error texts
+        self.single = single  # all its collectives are issued by now
+        self.works: list[Any] = []
+        self.done = False
+        self._advance()
+
+    def _advance(self) -> None:
+        for item in self.steps:
+            if not isinstance(item, str) and item:
+                self.works = item
+                return
+        self.done = True
+
+    def wait(self, patience: timedelta | None = None) -> None:
+        """Until it is done. With `patience` RuntimeError when a work takes longer; call again to go on."""
+        while not self.done:
+            while self.works:
+                self.works[0].wait(patience) if patience else self.works[0].wait()
+                self.works.pop(0)
+            self._advance()
+
+    def ready(self) -> bool:
+        """Whether `wait` would not wait for what is issued now."""
+        return self.done or (self.single and all(work.is_completed() for work in self.works) and not self.failed())
+
+    def failed(self) -> bool:
+        """Whether the work that it waits for has ended with an error. (It may have ended well since `wait` gave up.)"""
+        if not self.works or not self.works[0].is_completed():
+            return False
+        try:
+            self.works[0].wait()
+        except RuntimeError:
+            return True
+        return False
+
+
+class Queue:
+    """A lane on the CPU: jobs under way, oldest first."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[Job] = deque()
+
+    def reap(self) -> None:
+        """Forget jobs that are done."""
+        while self.jobs and self.jobs[0].ready():
+            self.jobs.popleft().wait()
+
+    def drain(self) -> None:
+        """Finish every job, in order."""
+        while self.jobs:
+            self.jobs[0].wait()
+            self.jobs.popleft()
+
+
+class Streams:
+    """The lanes on a GPU, each a stream, beside the compute lane, which is whatever stream is current.
+
+    `torch.cuda.stream` and `torch.cuda.current_stream` take longer than the rest of a verb; this asks for ids only.
+    """
+
+    def __init__(self, device: torch.device, names: Iterable[str]) -> None:
+        self.device = device
+        self.lanes = {name: torch.cuda.Stream(device, priority=-1) for name in names}
+        self.known = torch.cuda.current_stream(device)
+
+    def current(self) -> torch.cuda.Stream:
+        found = torch._C._cuda_getCurrentStream(self.device.index)
+        if found[0] != self.known.stream_id:
+            self.known = torch.cuda.Stream(stream_id=found[0], device_index=found[1], device_type=found[2])
+        return self.known
+
+    def set(self, stream: torch.cuda.Stream) -> None:
+        torch._C._cuda_setStream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+
+    def run(self, lane: str, job: Steps, after: Mark, mark: Mark) -> Mark:
+        """Issue all of a job on a lane's stream ("side": on the current one). The host waits for nothing."""
+        home = stream = self.current()
+        event = mark or torch.cuda.Event()
+        try:
+            if lane in self.lanes:
+                stream = self.lanes[lane]
+                self.set(stream)
+            if after is not None:
+                stream.wait_event(after)
+            for item in job:
+                if isinstance(item, str):
+                    turn = torch.cuda.Event()
+                    turn.record(stream)
+                    stream = self.lanes[item]
+                    self.set(stream)
+                    stream.wait_event(turn)
+                else:
+                    for work in item:
+                        work.wait()
+            event.record(stream)
+        finally:
+            self.set(home)
+        return event
+
+
+Mark = Any  # torch.cuda.Event, Job, or None: nothing to wait for
+
+
+def together(jobs: list[Steps]) -> Steps:
+    """Jobs side by side, as one: all issue their first collectives, then all their second ones."""
+    while jobs:
+        steps = [(job, next(job, None)) for job in jobs]
+        works = [work for _, step in steps if isinstance(step, list) for work in step]
+        if works:
+            yield works
+        yield from dict.fromkeys(step for _, step in steps if isinstance(step, str))
+        jobs = [job for job, step in steps if step is not None]

@@ -1,0 +1,167 @@
+"""Program: which units are used one after another, and at which use each gradient is complete. Pure.
+
+The default order, where `a` is tied to a leaf between `c` and `d` (and so used there again):
+
+    use      0    1    2    3    4  |  5    6    7    8    9
+    unit     a    b    c    a    d  |  d    a    c    b    a        backward is forward reversed
+    reduces                            d         c    b    a        each at its last use
+
+A unit whose backward needs no weights may be used in the forward only, as `a` here. Its gradient is complete when the
+backward is through with all that came after it:
+
+    use      0    1    2 |  3    4
+    unit     a    b    c |  c    b
+    reduces                 c    b, a
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+
+from ._errors import ScheduleError, SpecError
+from ._layout import Layout
+from ._pack import Interval
+from ._schedule import Order, Schedule, means
+
+__all__ = ["Program", "program"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Units in order of use, each use of a group counted on its own.
+
+    Attributes:
+        calls: the units, one or a group each.
+        once: it is one pass, even if it looks like several.
+    """
+
+    calls: Order
+    once: bool = False
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """The unit of each use."""
+        return tuple(name for names in map(_names, self.calls) for name in names)
+
+    @cached_property
+    def groups(self) -> tuple[Interval, ...]:
+        """For each use, the first and the last of those at once with it: `(k, k)` where it is alone."""
+        ends = accumulate((len(_names(call)) for call in self.calls), initial=0)
+        return tuple((first, end - 1) for first, end in pairwise(ends) for _ in range(first, end))
+
+    @cached_property
+    def uses(self) -> dict[str, list[int]]:
+        """Each unit's uses; units in order of first use."""
+        found: dict[str, list[int]] = {}
+        for k, name in enumerate(self.order):
+            found.setdefault(name, []).append(k)
+        return found
+
+    @cached_property
+    def length(self) -> int:
+        """Uses of one pass. Several equal passes, each of which uses units twice, are one of several microbatches."""
+        calls, count = self.calls, len(self.calls)
+        for n in range(1, 1 if self.once else count):
+            if count % n == 0 and calls[n:] == calls[:-n]:
+                once = Program(calls[:n])
+                if len(once.uses) < len(once.order):
+                    return len(once.order)
+        return len(self.order)
+
+    @cached_property
+    def newest(self) -> int:
+        """How many uses there are up to the first one of the last new unit, its group included."""
+        return 1 + self.groups[max(ks[0] for ks in self.uses.values())][1]
+
+    @cached_property
+    def turn(self) -> int:
+        """Uses of the forward: up to the last new unit, and then tied ones for as long as what is left is no backward.
+
+        >>> Program(("a", "b", "c", "c", "b", "a")).turn, Program(("a", "b", "c", "a", "a", "c", "b", "a")).turn
+        (3, 4)
+        """
+        ends = dict.fromkeys(last + 1 for _, last in self.groups[self.newest - 1 : self.length])
+        for end in ends:
+            left = self.order[end : self.length]
+            if end - self.newest < len(left) and self._reverses(left, end):
+                return end
+        return self.newest
+
+    def _reverses(self, left: tuple[str, ...], end: int) -> bool:
+        """Whether the units in `left` come in the reverse order of the first `end` uses, of which it may skip some."""
+        back = [self.order[a : b + 1] for a, b in reversed(dict.fromkeys(self.groups[:end]))]
+        at = 0
+        for name in left:
+            while at < len(back) and name not in back[at]:
+                at += 1
+        return at < len(back)
+
+    def completed(self) -> list[tuple[str, int]]:
+        """(unit, use) in order of time: where the gradient of each unit is complete, in each pass.
+
+        That is its last use; or, where that lies before the last new unit's first one, where all units that were new
+        after it are complete. Within one use: reverse order of first use.
+        """
+        uses = {name: [k for k in ks if k < self.length] for name, ks in self.uses.items()}
+        found: list[tuple[str, int]] = []
+        latest = 0
+        for name in reversed(uses):
+            last = uses[name][-1]
+            at = last if self.groups[last][1] >= self.newest - 1 else latest
+            latest = max(latest, at)
+            found.append((name, at))
+        found.sort(key=lambda item: item[1])  # stable: reverse order of first use
+        return [(name, begin + k) for begin in range(0, len(self.order), self.length) for name, k in found]
+
+
+def program(layout: Layout, schedule: Schedule) -> Program:
+    """The program of a schedule. Every name that the schedule mentions is checked here.
+
+    Raises:
+        SpecError: a name that the layout does not have.
+        ScheduleError: the order is still to be recorded.
+    """
+    if schedule.order == "recorded":
+        raise ScheduleError(
+            "plan: Schedule(order='recorded') has no order before the first step. Give an order, as "
+            "Schedule(order=('a', 'b', 'b', 'a')), or look at state.comm after a step."
+        )
+    found = Program(schedule.order) if schedule.order is not None else Program(_default(layout), once=True)
+    names = tuple(layout.by_name)
+    keep = schedule.keep if isinstance(schedule.keep, tuple) else ()
+    depths = () if isinstance(schedule.prefetch, int) else tuple(name for name, _ in schedule.prefetch)
+    unknown = tuple(name for name in found.uses if name not in layout.by_name)
+    for what, wanted in (("order", unknown), ("keep", keep), ("prefetch", depths)):
+        for name in wanted:
+            if what == "order" or (name != "*" and not any(means(name, unit) for unit in names)):
+                raise SpecError(
+                    f"Schedule({what}): {name!r} {'is not a unit' if what == 'order' else 'matches no unit'} of this "
+                    f"layout. Its {len(names)} units are {', '.join(map(repr, names[:4]))}"
+                    f"{', ...' if len(names) > 4 else ''}. Use one of them, or leave {what} out."
+                )
+    return found
+
+
+def _names(call: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (call,) if isinstance(call, str) else call
+
+
+def _default(layout: Layout) -> tuple[str, ...]:
+    """All units forward, then backward. A tied unit is used again before the unit that comes after its further path."""
+    owner = {path: unit.name for unit in layout.units for path in unit.paths}
+    forward: list[str] = []
+    seen: set[str] = set()
+    tied: list[str] = []  # used again before the next new unit
+    for path, source in zip(layout.paths, layout.source, strict=True):
+        name = owner[source]
+        if path != source:
+            if name not in (tied or forward[-1:]):
+                tied.append(name)
+        elif name not in seen:
+            seen.add(name)
+            forward += [*tied, name]
+            tied = []
+    forward = [name for name, _ in groupby([*forward, *tied])]
+    return (*forward, *reversed(forward))

@@ -1,0 +1,297 @@
+"""Runtime: the lanes and communicators of one mesh, the log of what was issued, and how ranks that parted meet again.
+
+Every lane has a communicator of its own on every axis, so that gathers and reductions are never ordered behind each
+other, and so that a user's own collectives on the mesh are never paired with ours.
+
+    lane      collectives
+    gather    all-gather of weights
+    reduce    reduce-scatter and all-reduce of gradients
+    outer     what follows on a second axis of the mesh
+    side      what no plan names: whole trees, exports, metrics; on the compute lane's stream
+    control   (gloo, all ranks of the mesh) the vote before `step` commits; uses outside the plan
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+import weakref
+import zlib
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ._collectives import all_gather, all_reduce, reduce_scatter
+from ._errors import CommError, RestartError, ScheduleError, SpecError
+from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
+from ._restart import QUEUES, restart
+
+__all__ = ["Runtime", "any_failed", "runtime_of"]
+
+LANES = ("gather", "reduce", "outer", "side")  # with communicators on every axis
+POLL = timedelta(seconds=0.1)
+OUTSIDE = 1 << 40  # ballots from here on name a unit that is used outside the plan
+
+
+class Vote(NamedTuple):
+    """A vote under way: this rank's value, the largest of (value, -value) in the end, and the job."""
+
+    mine: int
+    ballot: torch.Tensor
+    job: Mark
+
+
+class Runtime:
+    """What all states on one mesh share. Made once per mesh and process, by `runtime_of`."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        names = mesh.mesh_dim_names or ()
+        self.mesh = mesh
+        self.sizes = dict(zip(names, mesh.shape, strict=True))
+        self.coordinate = {axis: mesh.get_local_rank(axis) for axis in names}
+        self.position = tuple(self.coordinate.items())
+        self.size = mesh.size()
+        self.device = torch.device(mesh.device_type)
+        self.cuda = self.device.type == "cuda"
+        if self.cuda:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.epoch = 0  # how often a restart dropped what was under way
+        self.meetings = 0  # restarts, and meetings that found every rank at the same place
+        self.logs = {name: Log() for name in QUEUES}
+        self.digest = 0  # of the side lane, since the last vote
+        self.queues = {name: Queue() for name in QUEUES}
+        self.streams = Streams(self.device, ("gather", "reduce", "outer")) if self.cuda else None
+        self.failed = False  # a collective never came to an end: the communicators are of no more use
+        self.lineages = 0
+        self.ledgers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+        if self.size == 1:
+            return
+        if mesh.get_coordinate() is None:
+            raise SpecError(f"rank {dist.get_rank()} is not part of the mesh of ranks {mesh.mesh.flatten().tolist()}.")
+        self.timeout = _timeout(mesh, self.device)
+        for i, axis in enumerate(names):
+            mine = mesh.mesh.movedim(i, -1).reshape(-1, mesh.shape[i])
+            ranks = next(row.tolist() for row in mine if dist.get_rank() in row)
+            if len(ranks) > 1:
+                for lane in LANES:
+                    self.groups[lane, axis] = self._group(ranks, f"{lane} {axis}")
+        self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
+        self.rank = self.ranks.index(dist.get_rank())
+        self.control = self._group(self.ranks, "control", backend="gloo")
+        name = [uuid.uuid4().hex]
+        dist.broadcast_object_list(name, src=self.ranks[0], group=self.control)
+        self.store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"functional_fsdp/{name[0]}", dist.distributed_c10d._get_default_store()
+        )
+
+    def _group(self, ranks: list[int], what: str, backend: str | None = None) -> dist.ProcessGroup:
+        return dist.new_group(
+            ranks,
+            timeout=self.timeout,
+            backend=backend or ("nccl" if self.device.type == "cuda" else "gloo"),
+            use_local_synchronization=True,
+            group_desc=f"functional_fsdp {what}",
+        )
+
+    # ---- jobs
+
+    def collective(self, hop: Issued, out: torch.Tensor, given: torch.Tensor) -> Steps:
+        """One collective, as a part of a job. `given` may be the rank's own slice of `out`, or the same tensor."""
+        if self.sizes.get(hop.axis, self.size) == 1:
+            if out.data_ptr() != given.data_ptr():
+                out.copy_(given)
+            return iter(())
+        group = self.control if hop.lane == "control" else self.groups[hop.lane, hop.axis]
+        if hop.kind == "all_gather":
+            return all_gather(out, given, group)
+        if hop.kind == "reduce_scatter":
+            return reduce_scatter(out, given, hop.op, group)
+        return all_reduce(out, hop.op, group, sliced=hop.lane != "control" and bool(hop.what))
+
+    def submit(
+        self,
+        lane: str,
+        hops: tuple[Issued, ...],
+        job: Steps,
+        after: Mark = None,
+        single: bool = False,
+        ordered: bool = False,
+        mark: Mark = None,
+    ) -> Mark:
+        """Log a job and start it on its lane once the mark `after` has passed. Returns the mark at its end.
+
+        Args:
+            hops: the collectives that it will issue, for the log.
+            single: its collectives all start at once (on the CPU the next job then need not wait for its end).
+            mark: an old one that may be used again.
+            ordered: it begins with what the job before it ends with (on the CPU it waits for that one's end).
+        """
+        jobs = self.queues[lane].jobs
+        if jobs and (ordered or not jobs[-1].single):
+            self.wait(jobs[-1])
+        if self.size > 1 and hops:
+            self.logs[lane].append(hops)
+        if self.streams is not None and lane != "control":
+            return self.streams.run(lane, job, after, mark)
+        jobs.append(Job(job, lane, hops, single))
+        return jobs[-1]
+
+    def now(self, hop: Issued, out: torch.Tensor, given: torch.Tensor) -> None:
+        """One collective on the side lane; the compute lane waits for it."""
+        self.digest = zlib.crc32(f"{hop.kind} {hop.axis} {hop.what}".encode(), self.digest)
+        self.wait(self.submit("side", (hop,), self.collective(hop, out, given)))
+
+    def mark(self, mark: Mark = None) -> Mark:
+        """A point on the compute lane; None on the CPU, where it is the host's present. May use an old one again."""
+        if self.streams is None:
+            return None
+        event = mark or torch.cuda.Event()
+        event.record(self.streams.current())
+        return event
+
+    def wait(self, mark: Mark) -> None:
+        """The compute lane waits. On the CPU this listens for restarts; a peer that is gone becomes a CommError."""
+        if mark is None:
+            return
+        if not isinstance(mark, Job):
+            assert self.streams is not None
+            self.streams.current().wait_event(mark)
+            return
+        jobs = self.queues[mark.lane].jobs
+        while not mark.done and jobs:
+            self._finish(jobs[0])
+            jobs.popleft()
+        while jobs and jobs[0].done:
+            jobs.popleft()
+
+    def _finish(self, job: Job) -> None:
+        begun = time.monotonic()
+        while not job.done:
+            try:
+                job.wait(POLL)
+            except RuntimeError as error:
+                spent, limit = time.monotonic() - begun, self.timeout.total_seconds()
+                if job.failed() or spent > limit:
+                    self.failed = True
+                    hop = job.hops[0]
+                    raise CommError(
+                        f"{hop.kind} over the axis {hop.axis!r} ({hop.lane} lane, {hop.what}, {hop.numel} "
+                        f"elements) failed after {spent:.1f} s of {limit:.0f} s: a rank died, hangs, or issued another "
+                        f"collective. Restart the job from its last checkpoint. The backend says: {str(error)[:300]}"
+                    ) from error
+                if self.store.check([f"restart/{self.meetings}"]):
+                    self.restart(noticed=True)
+                    raise RestartError(
+                        "another rank abandoned this step and restarted. Nothing is lost: go on from the state that "
+                        "the step started from (it is still valid), on every rank."
+                    ) from None
+
+    # ---- agreement
+
+    def _ballot(self, value: int, what: str) -> Vote:
+        """Start comparing every rank's `value`. Host, 16 bytes."""
+        ballot = torch.tensor([value, -value])
+        hop = Issued("control", "", "all_reduce", 2, torch.int64, "max", what)
+        return Vote(value, ballot, self.submit("control", (hop,), self.collective(hop, ballot, ballot)))
+
+    def vote(self, digest: int) -> Vote | None:
+        """Start the vote before `step` commits; the host may do something else before it waits in `compare`.
+
+        Args:
+            digest: of what this lineage issued since its last step.
+        """
+        if self.size == 1:
+            return None
+        mine, self.digest = zlib.crc32(f"{digest} {self.digest}".encode()), 0
+        return self._ballot(mine, "vote")
+
+    def compare(self, vote: Vote | None) -> None:
+        """The first round: every rank arrived at `step`, having issued the same collectives.
+
+        In this round ranks wait for the slowest; whoever is interrupted there, or before `confirm`, abandons the step,
+        which its peers hear in `confirm`.
+
+        Raises:
+            ScheduleError: ranks issued different collectives since the last step.
+            RestartError, CommError: as for every collective.
+        """
+        if vote is None:
+            return
+        most, least = self._count(vote)
+        if most != least:
+            raise ScheduleError(
+                f"ranks issued different collectives in this step (this rank's digest is {vote.mine}, the digests lie "
+                f"between {least} and {most}), so the step was not taken. Call unshard and reduce for the same units, "
+                "in the same order, on every rank; only units of the schedule may be left out. The state before the "
+                "step is valid."
+            )
+
+    def _count(self, vote: Vote) -> tuple[int, int]:
+        """The largest and the smallest of every rank's value, once all have come."""
+        self.wait(vote.job)
+        return int(vote.ballot[0]), -int(vote.ballot[1])
+
+    def confirm(self) -> None:
+        """The second round: nobody waits here for longer than a message takes, and then all commit."""
+        if self.size > 1:
+            self._count(self._ballot(0, "confirm"))
+
+    def agree(self, number: int, names: tuple[str, ...], verb: str) -> None:
+        """Before a use outside the plan: every rank is about to `verb` the unit `names[number]`. Host, 16 bytes.
+
+        Raises:
+            ScheduleError: ranks came with different units, or are elsewhere.
+        """
+        if self.size == 1:
+            return
+        most, least = self._count(self._ballot(OUTSIDE + number, f"{verb} {names[number]}"))
+        if most != least:
+            both = [repr(names[n - OUTSIDE]) if n >= OUTSIDE else "step" for n in (least, most)]
+            raise ScheduleError(
+                f"{verb}({names[number]!r}) is not what the schedule expects here, so every rank must do the same, but "
+                f"ranks came with {both[0]} and {both[1]}. Use the same units in the same order on every rank, or "
+                "give the order: Schedule(order=...). The state before the step is valid."
+            )
+
+    def restart(self, lineage: int = 0, noticed: bool = False) -> None:
+        """Meet every rank of the mesh; see `_restart`."""
+        if self.size > 1:
+            restart(self, lineage, noticed)
+
+
+# Communicators belong to the process, as torch's own do: one Runtime for all equal meshes of one process group.
+_RUNTIMES: dict[tuple[int, DeviceMesh], Runtime] = {}
+
+
+def runtime_of(mesh: Any) -> Runtime:
+    """The Runtime of a mesh. The first call for a mesh is collective: it makes the communicators.
+
+    Raises:
+        SpecError: for a mesh that is only a mapping of axis sizes: that plans, but cannot run.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise SpecError(
+            f"the mesh {dict(mesh)} is a plan without ranks. To run, give Spec a DeviceMesh: fsdp.local_mesh(), or "
+            f"torch's init_device_mesh(device, {tuple(dict(mesh).values())}, mesh_dim_names={tuple(dict(mesh))})."
+        )
+    key = (id(dist.group.WORLD), mesh)
+    if key not in _RUNTIMES:
+        _RUNTIMES[key] = Runtime(mesh)
+    return _RUNTIMES[key]
+
+
+def any_failed() -> bool:
+    """Whether the communicators of any mesh of this process are of no more use."""
+    return any(run.failed for run in _RUNTIMES.values())
+
+
+def _timeout(mesh: DeviceMesh, device: torch.device) -> timedelta:
+    """The timeout of the mesh's own groups, which ours inherit."""
+    options = getattr(mesh.get_group(0)._get_backend(device), "options", None)
+    found = getattr(options, "_timeout", None)
+    return found if isinstance(found, timedelta) and math.isfinite(found.total_seconds()) else timedelta(minutes=10)

@@ -1,0 +1,231 @@
+"""Staging: gradients on their way from a backward to the main gradients.
+
+    gradients ──copy and cast──▶ staging [n] ──reduce-scatter, in place──▶ own slice ──(outer axis)──▶ main gradients
+    compute lane                              reduce lane                              outer lane
+
+A reduction's staging is there from its copy until compute has waited for it, which it does when the next but one needs
+some: two at a time, and no more bytes than the plan says. The first reduction of a step lands in the main gradients,
+which are allocated then; later ones are added, in their dtype. What was announced with `last=False` may stay partial
+(see `Placement`); `complete` reduces the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch._utils import _unflatten_dense_tensors
+
+from ._flat import FlatBuffer, templates
+from ._lanes import Issued, Mark, Steps, together
+from ._layout import Bucket, Unit
+from ._plan import SLOTS, Plan
+from ._route import Hop, Partial, States, partial_states, route, states_of
+from ._runtime import Runtime
+
+__all__ = ["Staging"]
+
+Values = Sequence[torch.Tensor | None]  # a unit's gradients, in the order of `Unit.paths`; None means zeros
+
+
+class Move(NamedTuple):
+    """How a partial buffer gets to some states: hops, all in place in the buffer, and the elements at the end."""
+
+    states: States
+    hops: tuple[Hop, ...]
+    issued: tuple[Issued, ...]
+    numel: int
+    single: bool  # no more than one collective, which starts at once
+    ends: str  # the lane on which it ends
+
+
+class Slot(NamedTuple):
+    """A bucket's staging in one reduction: the whole, its leaves, which of a unit's gradients they are, and the gaps.
+
+    moves: how it gets to the main gradients; True: to their final place, False: as far as it needs be now.
+    """
+
+    bucket: Bucket
+    whole: torch.Tensor
+    leaves: list[torch.Tensor]
+    which: tuple[int, ...]
+    gaps: list[torch.Tensor]
+    moves: dict[bool, Move]
+
+    def write(self, values: Values) -> None:
+        """Copy and cast a unit's gradients; no values means zeros. On the compute lane."""
+        given = [values[i] for i in self.which] if values else []
+        leaves, tensors = self.leaves, [value for value in given if value is not None]
+        if len(tensors) < len(leaves):
+            leaves = [leaf for leaf, value in zip(leaves, given, strict=False) if value is not None]
+            self.whole.zero_()
+        elif self.gaps:
+            torch._foreach_zero_(self.gaps)
+        if leaves:
+            torch._foreach_copy_(leaves, tensors)
+
+
+class Stage:
+    """The staging of one reduction: its bytes, which come and go, the slots in them, and marks."""
+
+    def __init__(self, memory: torch.Tensor, slots: list[Slot]) -> None:
+        self.memory = memory
+        self.slots = slots
+        self.staged: Mark = None
+        self.done: Mark = None
+
+    def take(self) -> None:
+        """Have the bytes. Views made on them come back to life."""
+        storage = self.memory.untyped_storage()
+        if not storage.size():
+            storage.resize_(self.memory.numel())
+
+    def give(self) -> None:
+        """Give the bytes back: compute has waited for `done`."""
+        self.memory.untyped_storage().resize_(0)
+
+
+class Staging:
+    """Every reduction's stage, and those that are under way, oldest first."""
+
+    def __init__(self, run: Runtime, plan: Plan, average: str) -> None:
+        self.run = run
+        self.plan = plan
+        self.average = average
+        self.stages: dict[int, Stage] = {}
+        self.busy: deque[Stage] = deque()
+        self.moves: dict[tuple[str, States, States], Move] = {}
+        self.marks: dict[str, Mark] = {}  # the end of the newest reduction, by the lane that it ends on
+
+    def reduce(
+        self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object
+    ) -> None:
+        """Stage a unit's gradients for reduction number `index` of the plan and start reducing them into `grads`."""
+        stage = self.stages.get(index) or self._make(index, unit)
+        while len(self.busy) >= SLOTS or stage in self.busy:
+            oldest = self.busy.popleft()
+            self.run.wait(oldest.done)
+            oldest.give()
+        stage.take()
+        jobs: list[Steps] = []
+        moves: list[Move] = []
+        partial: list[Bucket] = []
+        for slot in stage.slots:
+            slot.write(values)
+            bucket = slot.bucket
+            have = grads.get(bucket.name)
+            whole = last if have is None else have.states == slot.moves[True].states
+            move = slot.moves[whole]
+            if have is None:
+                local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
+                grads[bucket.name] = FlatBuffer(local, bucket, move.states, mesh)
+            else:
+                local = have.local
+            jobs.append(self._job(move, slot.whole, local, have is not None))
+            moves.append(move)
+            if last and not whole:
+                partial.append(bucket)
+        stage.staged = self.run.mark(stage.staged)
+        stage.done = self._submit(jobs, moves, stage.staged, stage.done)
+        self.busy.append(stage)
+        for bucket in partial:
+            self.complete(bucket, grads)
+
+    def complete(self, bucket: Bucket, grads: dict[str, FlatBuffer]) -> None:
+        """Reduce what is still partial of a bucket's main gradients. Nothing to do when nothing is."""
+        have = grads[bucket.name]
+        final = states_of(bucket, "main")
+        if have.states == final:
+            return
+        move = self.move(bucket, have.states, final)
+        local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
+        grads[bucket.name] = FlatBuffer(local, bucket, move.states, have.mesh)
+        self._submit([self._complete(move, have.local, local)], [move], self.run.mark(), ordered=True)
+
+    def _complete(self, move: Move, have: torch.Tensor, out: torch.Tensor) -> Steps:
+        wire = have.to(move.issued[0].dtype) if move.issued else have
+        yield from self._job(move, wire, out, False)
+        if self.run.streams is not None:  # they are given back while the lanes may still read them
+            for tensor in (have, wire):
+                for lane in ("reduce", "outer"):
+                    tensor.record_stream(self.run.streams.lanes[lane])
+
+    def _submit(
+        self, jobs: list[Steps], moves: list[Move], after: Mark, mark: Mark = None, ordered: bool = False
+    ) -> Mark:
+        if len(jobs) == 1:
+            job, issued, single, ends = jobs[0], moves[0].issued, moves[0].single, moves[0].ends
+        else:
+            job, issued = together(jobs), tuple(one for move in moves for one in move.issued)
+            single, ends = all(move.single for move in moves), max((move.ends for move in moves), key="outer".__eq__)
+        done = self.marks[ends] = self.run.submit("reduce", issued, job, after, single, ordered, mark)
+        return done
+
+    def _job(self, move: Move, stage: torch.Tensor, out: torch.Tensor, add: bool) -> Steps:
+        """The hops, in place in `stage`, the last one straight into `out` if that is possible; else copied or added."""
+        local = stage
+        direct = not add and stage.dtype is out.dtype
+        lane = "reduce"
+        for i, (hop, issued) in enumerate(zip(move.hops, move.issued, strict=True)):
+            if issued.lane != lane:
+                lane = issued.lane
+                yield lane
+            if hop.kind == "scatter":
+                last = direct and i == len(move.hops) - 1
+                part = out if last else local[hop.start : hop.start + hop.size]
+                yield from self.run.collective(issued, part, local)
+                local = part
+            else:
+                yield from self.run.collective(issued, local, local)
+        if add:
+            out.add_(local)
+        elif local is not out:
+            out.copy_(local)
+
+    def move(self, bucket: Bucket, states: States, target: States) -> Move:
+        """The hops from `states` to `target`; the first axis on the reduce lane, further ones on the outer lane."""
+        key = (bucket.name, states, target)
+        found = self.moves.get(key)
+        if found is None:
+            way = route(bucket, states, target, self.run.position)
+            hops = tuple(hop for hop in way.hops if self.run.sizes[hop.axis] > 1)
+            issued = []
+            for i, hop in enumerate(hops):
+                kind = "reduce_scatter" if hop.kind == "scatter" else "all_reduce"
+                size = hop.size * self.run.sizes[hop.axis] if hop.kind == "scatter" else hop.size
+                lane = "outer" if i else "reduce"
+                issued.append(Issued(lane, hop.axis, kind, size, bucket.compute, self.average, bucket.name))
+            single = len(issued) <= 1 and all(one.kind == "reduce_scatter" for one in issued)
+            ends = "outer" if len(issued) > 1 else "reduce"
+            found = self.moves[key] = Move(way.states, hops, tuple(issued), way.numel, single, ends)
+        return found
+
+    def _make(self, index: int, unit: Unit) -> Stage:
+        reduction = self.plan.reductions[index]
+        memory = torch.empty(reduction.nbytes, dtype=torch.uint8, device=self.run.device)
+        by_name = {bucket.name: bucket for bucket in unit.buckets}
+        slots = []
+        for part in reduction.parts:
+            bucket = by_name[part.bucket]
+            start = part.address - reduction.address
+            whole = memory[start : start + part.nbytes].view(bucket.compute)
+            pieces = _unflatten_dense_tensors(whole, templates(bucket))
+            placed = zip(bucket.leaf_pieces, bucket.leaves, strict=True)
+            chosen = [(pieces[i], unit.paths.index(leaf.path)) for i, leaf in placed if leaf.numel]
+            gaps = [piece for i, piece in enumerate(pieces) if i not in set(bucket.leaf_pieces)]
+            rest, final = states_of(bucket, "grads", Partial), states_of(bucket, "main")
+            moves = {done: self.move(bucket, partial_states(bucket), final if done else rest) for done in (True, False)}
+            leaves, which = [piece for piece, _ in chosen], tuple(i for _, i in chosen)
+            slots.append(Slot(bucket, whole, leaves, which, gaps, moves))
+        self.stages[index] = Stage(memory, slots)
+        return self.stages[index]
+
+    def settle(self) -> None:
+        """Compute waits for every reduction; their staging is given back."""
+        for mark in self.marks.values():
+            self.run.wait(mark)
+        self.marks.clear()
+        while self.busy:
+            self.busy.popleft().give()
