@@ -177,9 +177,7 @@ class Comm:
         over = self._over(due, good)
         if over is None:
             return list(due)
-        if self.plan.gathers[over[0]].first <= needed or any(
-            self.plan.gathers[i].first <= needed for i in range(over[0], self.plan.due[use])
-        ):
+        if any(self.plan.gathers[i].first <= needed for i in range(over[0], self.plan.due[use])):
             self._refuse(*over)
         return list(range(issued, over[0]))  # what is ahead of its use starts when the bytes are released
 
@@ -218,12 +216,7 @@ class Comm:
     def _next_pass(self) -> None:
         if self.training and (self.reduced or self.waiting):  # gradients that will not come any more
             self.through = False
-            while not self.through:
-                given = self.reduced in self.waiting
-                if not given and self.plan.reductions[self.reduced].unit in self.used:
-                    break
-                self.lapsed.append((self.reduced, given))
-                self._reduced()
+            self._pass_over(len(self.plan.uses))
         self.issued = self.cursor = 0
         self.used.clear()
         self.owing.clear()
@@ -276,8 +269,12 @@ class Comm:
 
     def skipped(self) -> None:
         """Let the reductions of units that this rank has passed over for good lapse, if it is their turn."""
+        self._pass_over(self.cursor)
+
+    def _pass_over(self, end: int) -> None:
+        """Let the reductions before the use `end` lapse, up to the first whose gradient may still come."""
         reductions = self.plan.reductions
-        while reductions and not self.through and reductions[self.reduced].use < self.cursor:
+        while reductions and not self.through and reductions[self.reduced].use < end:
             given = self.reduced in self.waiting
             if not given and reductions[self.reduced].unit in self.used:
                 break

@@ -201,7 +201,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     executor = state.executor
     executor.adopt(state.grads)
     for one in reversed(state.layout.units):
-        if any(one.trains[i] is not None for i in range(len(one.trains))):
+        if any(shape is not None for shape in one.trains):
             executor.reduce(one.name, [total.get(path) for path in one.paths], last, whole_tree=True)
     return _then(state, "reduce()", grads=executor.grads)
 

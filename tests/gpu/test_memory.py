@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
+from gpu.layers import Layer
 from problems import mesh_and_placement
 
 import functional_fsdp as fsdp
@@ -38,18 +38,6 @@ pytestmark = pytest.mark.timeout(400)  # the first launch starts CUDA and NCCL o
 RANKS = torch.cuda.device_count()
 MIB = 2**20
 SPLIT = MIB  # bytes: what a block may be larger than what was asked for
-
-
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return y
 
 
 class Stack(nn.Module):

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
+from gpu.layers import Layer
 from gpu.traces import Kernel, hidden, length, recorded, waits
 from problems import mesh_and_placement
 
@@ -229,18 +229,6 @@ def test_hsdp_has_an_outer_lane() -> None:
 
 
 # ---------------------------------------------------------------- bits
-
-
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return y
 
 
 class Stack(nn.Module):
