@@ -8,7 +8,7 @@ state = fsdp.step(state)
 
 from ._checkpoint import latest, load, save
 from ._errors import CommError, FsdpError, RestartError, ScheduleError, SpecError, StaleStateError, TreeError
-from ._export import full_params, local_shards
+from ._export import buffers, full_params, local_shards, state_dict
 from ._flat import FlatBuffer
 from ._init import init
 from ._launch import LaunchError, launch, local_mesh
@@ -52,6 +52,7 @@ __all__ = [
     "Unit",
     "adamw",
     "bind",
+    "buffers",
     "ddp",
     "finish",
     "from_updates",
@@ -73,6 +74,7 @@ __all__ = [
     "save",
     "sgd",
     "shard",
+    "state_dict",
     "step",
     "units",
     "unshard",

@@ -27,6 +27,7 @@ from ._layout import Layout, Unit
 from ._plan import Plan, plan
 from ._route import Partial, Replicate, partial_states, states_of
 from ._runtime import Runtime
+from ._schedule import Order
 from ._spec import Spec
 from ._staging import Staging, Values
 from ._weights import Gathered, Lease, lease_of
@@ -53,6 +54,9 @@ class Executor:
         self.last = True  # as the newest gradient came with: zeros in a unit's stead follow it
         kinds = (("grads", Partial), ("main", Replicate))
         self.eager = all(len({states_of(b, *kind) for kind in kinds}) == 1 for b in layout.trainable.values())
+        self.observing = False
+        self.open = spec.schedule.order is None  # whether the order of use is anyone's to say
+        self.observed: list[tuple[str, ...]] = []
         self.midway = False  # whether a verb was stopped in the middle
         self.digests = [0, 0]  # of the gathers and of the reductions issued in this step
         if spec.schedule.order == "recorded":
@@ -70,6 +74,25 @@ class Executor:
         self.newest: Mark = None  # the end of the newest gather
         self.flying: dict[str, Place] = {}  # gathers that compute has not waited for
         self.released: dict[str, Mark] = {}  # the point from which a unit's bytes are free, in order
+
+    # ---------------------------------------------------------------- the order of use
+
+    def follow(self, order: Order) -> None:
+        """Go by this order, the same on every rank, if the schedule left it open and nothing is under way."""
+        if self.open and self.comm.idle and not self.grads:
+            self.open = False
+            self.observing = True
+            self._reorder(order)
+
+    def observe(self, order: Iterable[tuple[str, ...]]) -> None:
+        """A step did this. If the first one of all ranks did the same, and not what the plan says, the plan follows."""
+        if self.observing and not self.observed:
+            self.observed += order
+
+    def _reorder(self, order: Order) -> None:
+        schedule = self.spec.schedule.ordered(order)
+        if schedule.order != self.plan.schedule.order:
+            self._install(plan(self.layout, schedule))
 
     # ---------------------------------------------------------------- gathers
 
@@ -312,12 +335,18 @@ class Executor:
         self.loose.clear()
         self.arena.free()
         self.fence = True
+        self.observed.clear()
         if self.recording is not None:
             self.recording.clear()
 
+    def rest(self, state: State) -> None:
+        """Weights were looked at, on every rank, and nothing more. Starts what peers started, and begins anew."""
+        self._in_order(state, self.comm.finish() if self.recording is None else [], [])
+        self.reset()
+
     def commit(self) -> None:
         """The step was taken: install the order that it recorded."""
-        order = tuple(self.recording or ())
+        order, observed = tuple(self.recording or ()), tuple(self.observed)
         self.reset()
         for place in self.arena.places.values():
             # The next step gathers other numbers: autograd shall refuse residuals that are kept until then.
@@ -329,6 +358,14 @@ class Executor:
                 order = theirs[0]
             self.recording = None
             self._install(plan(self.layout, self.spec.schedule.ordered(order)))
+        if self.observing and observed:
+            self.observing = False
+            everyone: list[Any] = [observed] * self.run.size
+            if self.run.size > 1:
+                dist.all_gather_object(everyone, observed, group=self.run.control)
+            names = {name for call in observed for name in call}
+            if all(other == observed for other in everyone) and names.issuperset(u.name for u in self.plan.units):
+                self._reorder(observed)
 
     def snapshot(self) -> Comm:
         """What `state.comm` shows."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+import torch.nn as nn
+import torch.utils._pytree as pytree
 
 from ._errors import TreeError
 from ._flat import FlatBuffer, leaves_of
 from ._state import State
+from ._tree import flatten
 
-__all__ = ["full_params", "local_shards"]
+__all__ = ["buffers", "full_params", "local_shards", "state_dict"]
 
 
 @torch.no_grad()
@@ -65,3 +68,24 @@ def local_shards(state: State, kind: Literal["main", "weights", "grads"] = "main
             b = max(min(leaf.offset + leaf.numel, stop), a)
             found[leaf.path] = buffer.local[a - start : b - start]
     return found
+
+
+def buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The persistent buffers of a module by path, for `shard(params, spec, optimizer, buffers=buffers(module))`."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, part in module.named_modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and name not in part._non_persistent_buffers_set
+    }
+
+
+def state_dict(state: State) -> dict[str, torch.Tensor]:
+    """Whole parameters and the state's buffers by path, on every rank: `module.load_state_dict(state_dict(state))`.
+
+    Raises, collective: as `full_params`.
+    """
+    tensors = pytree.tree_leaves(full_params(state))
+    found = dict(zip(state.layout.paths, tensors, strict=True))
+    paths, values, _ = flatten(state.buffers)
+    return found | {path: value.clone() for path, value in zip(paths, values, strict=True)}

@@ -21,7 +21,7 @@ from ._errors import TreeError
 
 M = TypeVar("M", bound=nn.Module)
 
-__all__ = ["Bound", "bind", "functionalize", "skeleton_of"]
+__all__ = ["METADATA", "Bound", "Placeholder", "bind", "functionalize", "skeleton_of"]
 
 
 class Placeholder(nn.Parameter):
@@ -30,7 +30,7 @@ class Placeholder(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _METADATA:
+        if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise TreeError(
@@ -49,7 +49,7 @@ class Placeholder(nn.Parameter):
         return _rebuild, (tuple(self.shape), self.dtype, self.requires_grad)
 
 
-_METADATA = {
+METADATA = {
     "__get__",
     "__set__",
     "size",
@@ -61,7 +61,7 @@ _METADATA = {
     "is_floating_point",
     "is_complex",
 }
-_METADATA |= {
+METADATA |= {
     "element_size",
     "storage_offset",
     "__hash__",
@@ -73,7 +73,7 @@ _METADATA |= {
 }
 
 # what torch.compile asks of a tensor that it only passes along
-_METADATA |= {"_is_view", "is_neg", "is_conj", "untyped_storage"}
+METADATA |= {"_is_view", "is_neg", "is_conj", "untyped_storage"}
 
 
 def _shape(args: Any) -> Any:

@@ -31,6 +31,9 @@ PerLabel = float | Mapping[str, float]
 class Optimizer(NamedTuple):
     """A pair of pure functions; any object with these two attributes will do.
 
+    An optimizer may have a third, `update_unless(skip, grads, opt, main, count)`, which changes nothing where the bool
+    tensor `skip` [] is true; `step(skip=)` else copies what it may have to put back.
+
     >>> def update(grads, opt, main, count):  # plain gradient descent
     ...     return pytree.tree_map(lambda p, g: p - 0.1 * g, main, grads), opt
     >>> descent = Optimizer(init=lambda main: (), update=update)
@@ -116,6 +119,11 @@ class AdamW:
         return AdamState(*(pytree.tree_map(torch.zeros_like, main) for _ in range(2)))
 
     def update(self, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor) -> tuple[Tree, AdamState]:
+        return self.update_unless(None, grads, opt, main, count)
+
+    def update_unless(
+        self, skip: torch.Tensor | None, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor
+    ) -> tuple[Tree, AdamState]:
         taken = (count + 1).float()
         for label, (p, g, m, v) in _groups(main, grads, opt.mean, opt.square).items():
             lr = _rate(self.lr, label, count)
@@ -124,6 +132,7 @@ class AdamW:
                 p, g, m, v, [], [taken] * len(p),
                 lr=lr, beta1=self.betas[0], beta2=self.betas[1], eps=self.eps,
                 weight_decay=_by_label("weight_decay", self.weight_decay, label), amsgrad=False, maximize=False,
+                found_inf=None if skip is None else skip.float(),
             )  # fmt: skip
         return main, opt
 
@@ -145,6 +154,11 @@ class Sgd:
         return pytree.tree_map(torch.zeros_like, main) if self.momentum else ()
 
     def update(self, grads: Tree, opt: Tree | tuple[()], main: Tree, count: torch.Tensor) -> tuple[Tree, Any]:
+        return self.update_unless(None, grads, opt, main, count)
+
+    def update_unless(
+        self, skip: torch.Tensor | None, grads: Tree, opt: Tree | tuple[()], main: Tree, count: torch.Tensor
+    ) -> tuple[Tree, Any]:
         trees = (main, grads, opt) if opt else (main, grads)
         for label, (p, g, *momentum) in _groups(*trees).items():
             torch.autograd.graph.increment_version([*p, *(momentum[0] if momentum else ())])
@@ -152,7 +166,7 @@ class Sgd:
                 p, g, momentum[0] if momentum else [],
                 weight_decay=_by_label("weight_decay", self.weight_decay, label), momentum=self.momentum,
                 lr=_rate(self.lr, label, count), dampening=0.0, nesterov=self.nesterov, maximize=False,
-                is_first_step=False,
+                is_first_step=False, found_inf=None if skip is None else skip.float(),
             )  # fmt: skip
         return main, opt
 

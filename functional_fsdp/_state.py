@@ -114,6 +114,12 @@ class Ledger:
         if serial == self.base and self.begun and self.epoch == self.runtime.epoch:
             self.runtime.restart(self.number)
 
+    def rest(self, verb: str) -> None:
+        """The step so far only looked at weights: back to the base, which every rank goes on from."""
+        if self.head != self.base:
+            self._consume(self.head, verb)
+        self.head = self.base
+
     def commit(self, serial: int) -> int:
         """The step that ends with `serial` is taken: its base is consumed, its result is the new base."""
         self._consume(self.base, f"step() number {self.steps + 1}")

@@ -1,11 +1,12 @@
 """Units: which leaves are gathered and reduced together. Pure functions of paths, sizes and the spec's patterns.
 
-embed.weight          embed            by top-level name
-blocks.0.attn.qkv     blocks.0         the outermost repeated blocks (an integer in the path)
-blocks.0.mlp.up       blocks.0
-blocks.1.attn.qkv     blocks.1
-ln.weight             ln               by top-level name
-head.weight = embed   (no unit)        a tied leaf is a unit of its own, called by its first path
+model.embed.weight          model.embed        the largest part that contains no block
+model.blocks.0.attn.qkv     model.blocks.0     the outermost repeated blocks (an integer in the path)
+model.blocks.0.mlp.up       model.blocks.0
+model.blocks.1.attn.qkv     model.blocks.1
+model.norm.weight           model.norm         the largest part that contains no block
+head.proj.weight            head               the same
+head.weight = model.embed   (no unit)          a tied leaf is a unit of its own, called by its first path
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def find_units(
         SpecError: a pattern that matches nothing, or a leaf that belongs to two units.
     """
     owner: dict[int, str] = {}
+    above: set[str] = set()  # paths that have a block below them
     free = [i for i, path in enumerate(paths) if path not in tied]
 
     def claim(i: int, unit: str) -> None:
@@ -74,6 +76,7 @@ def find_units(
             block = next((p for p in prefixes(paths[i]) if p.rsplit(".", 1)[-1].isdigit()), None)
             if block and block != paths[i]:
                 claim(i, block)
+                above.update(_ancestors(block))
     else:
         for name, group in patterns:
             named = name or ("+".join(group) if isinstance(group, tuple) else None)
@@ -86,15 +89,17 @@ def find_units(
                 for i, prefix in hits:
                     if prefix is not None and paths[i] not in tied:
                         claim(i, named or prefix)
+                        above.update(_ancestors(prefix))
     blocks = set(owner.values())
     for i in free:
-        top = paths[i].split(".", 1)[0]
-        if i not in owner and top in {name for name, _ in patterns or ()}:
+        if i in owner:
+            continue
+        owner[i] = next(prefix for prefix in prefixes(paths[i]) if prefix not in above)
+        if owner[i] in {name for name, _ in patterns or ()}:
             raise SpecError(
-                f"{where}: the name {top!r} is also the top-level name of {paths[i]!r}, which no pattern covers. "
+                f"{where}: the name {owner[i]!r} is also the unit of {paths[i]!r}, which no pattern covers. "
                 f"Choose another name for the unit."
             )
-        owner.setdefault(i, top)
     for i, path in enumerate(paths):
         if path in tied:
             owner[i] = path
@@ -103,7 +108,11 @@ def find_units(
     for i in range(len(paths)):
         found.setdefault(owner[i], []).append(i)
     sizes = {unit: sum(nbytes[i] for i in leaves) for unit, leaves in found.items()}
-    rest = {unit: size for unit, size in sizes.items() if unit not in blocks and unit not in tied}
+    largest_leaf = {unit: max(nbytes[i] for i in leaves) for unit, leaves in found.items()}
+    rest = {  # what naming a block type could split: not one big leaf, as embeddings and heads are
+        unit: size for unit, size in sizes.items()
+        if unit not in blocks and unit not in tied and 4 * largest_leaf[unit] < 3 * size
+    }  # fmt: skip
     if blocks and rest and max(rest.values()) > max(sizes[unit] for unit in blocks):
         largest, left = max(blocks, key=lambda unit: sizes[unit]), max(rest, key=lambda unit: rest[unit])
         warnings.warn(
@@ -113,6 +122,10 @@ def find_units(
             stacklevel=2,
         )
     return found
+
+
+def _ancestors(path: str) -> list[str]:
+    return list(prefixes(path))[:-1]
 
 
 def relative_keys(unit: str, paths: Sequence[str]) -> list[str]:

@@ -32,7 +32,7 @@ from ._runtime import runtime_of
 from ._state import State, Token
 from ._weights import gather, refresh, whole_of
 
-__all__ = ["finish", "pmean", "reduce", "release", "step", "unshard"]
+__all__ = ["finish", "pmean", "reduce", "release", "step", "then", "unshard"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Weights = dict[str, torch.Tensor]
@@ -61,7 +61,7 @@ def _verb(fn: F) -> F:
     return cast(F, verb)
 
 
-def _then(state: State, verb: str, grads: Any = None) -> State:
+def then(state: State, verb: str, grads: Any = None) -> State:
     """The state after `verb`: consumes `state`, which has entered. This runs for every verb, so it is spelled out."""
     ledger = state.token.ledger
     new = object.__new__(State)
@@ -115,7 +115,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[Stat
     ledger = state.token.ledger
     if unit is None:
         ledger.enter(state.token.serial, "unshard")
-        state = _then(state, "unshard()")
+        state = then(state, "unshard()")
         views: dict[str, torch.Tensor] = {}
         for bucket in state.layout.buckets.values():
             whole = whole_of(state, bucket)
@@ -127,7 +127,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[Stat
         ledger.enter(state.token.serial, "unshard")
         executor = state.executor
         found = executor.unshard(state, (unit,))[unit]
-        return _then(state, f"unshard({unit!r})", grads=executor.grads or state.grads), found
+        return then(state, f"unshard({unit!r})", grads=executor.grads or state.grads), found
 
     names = tuple(dict.fromkeys(unit))
     for name in names:
@@ -135,7 +135,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[Stat
     ledger.enter(state.token.serial, "unshard")
     executor = state.executor
     weights = executor.unshard(state, names)
-    return _then(state, f"unshard({', '.join(map(repr, names))})", grads=executor.grads or state.grads), weights
+    return then(state, f"unshard({', '.join(map(repr, names))})", grads=executor.grads or state.grads), weights
 
 
 @_verb
@@ -158,7 +158,7 @@ def release(state: State, unit: str | Sequence[str]) -> State:
                 f"release: the unit {name!r} is not gathered. Call state, w = unshard(state, {name!r}) first."
             )
     executor.release(state, names)
-    return _then(state, f"release({unit!r})")
+    return then(state, f"release({unit!r})")
 
 
 # ---------------------------------------------------------------- reduce
@@ -194,7 +194,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
         executor.adopt(state.grads)
         if values:
             executor.reduce(one.name, values, last)
-        return _then(state, f"reduce({unit!r})", grads=executor.grads)
+        return then(state, f"reduce({unit!r})", grads=executor.grads)
 
     total = of_tree(state.layout, grads)
     ledger.enter(state.token.serial, "reduce")
@@ -203,7 +203,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     for one in reversed(state.layout.units):
         if any(shape is not None for shape in one.trains):
             executor.reduce(one.name, [total.get(path) for path in one.paths], last, whole_tree=True)
-    return _then(state, "reduce()", grads=executor.grads)
+    return then(state, "reduce()", grads=executor.grads)
 
 
 def _has_gradients(state: State) -> None:
@@ -231,7 +231,7 @@ def finish(state: State) -> State:
     executor.adopt(state.grads)
     if not executor.complete:
         executor.finish(state, step=False)
-        state = _then(state, "finish()", grads=executor.grads)
+        state = then(state, "finish()", grads=executor.grads)
     executor.settle()
     return state
 
@@ -240,8 +240,12 @@ def finish(state: State) -> State:
 
 
 @_verb
-def step(state: State) -> State:
+def step(state: State, *, skip: torch.Tensor | None = None) -> State:
     """Update main weights with the optimizer, refresh the compute copies, and drop the gradients. Consumes `state`.
+
+    Args:
+        skip: a bool tensor [], the same on every rank. Where it is true, on the device, weights, optimizer state and
+            count stay what they are (see `transforms.skip_nonfinite`). Nothing waits for it.
 
     Everything is checked first, and every rank votes before anything changes (on the host; devices are not
     synchronised). The buffers of the state are reused, so the states of this step raise StaleStateError from here on.
@@ -252,6 +256,8 @@ def step(state: State) -> State:
 
     Collective: what `reduce` left unfinished; an all-gather a bucket where weights are less sharded than main weights.
     """
+    if skip is not None and (skip.dtype is not torch.bool or skip.dim()):
+        raise TreeError(f"step: skip has shape {tuple(skip.shape)} and dtype {skip.dtype}; expected [] and torch.bool.")
     if state.optimizer is None:
         raise ScheduleError(
             "step: this state has no optimizer. Give one to shard(params, spec, optimizer), as fsdp.adamw(lr=3e-4)."
@@ -274,7 +280,7 @@ def step(state: State) -> State:
     ledger.runtime.confirm()
 
     try:
-        new_main, new_opt = state.optimizer.update(grads, state.opt, main, state.count)
+        new_main, new_opt = _update(state, grads, main, skip)
         opt = state.opt
         same = new_main is main and all(main[name] is state.main[name] for name in trainable)
         if not same or new_opt is not opt:  # else it was all done in place
@@ -285,7 +291,7 @@ def step(state: State) -> State:
             for name, kept in state.weights.items():
                 if state.layout.buckets[name].trainable:
                     refresh(state.main[name], kept)
-        state.count.add_(1)
+        state.count.add_(1 if skip is None else ~skip)
         executor.commit()
         token = Token(ledger, ledger.commit(state.token.serial))
     except BaseException as error:
@@ -296,6 +302,22 @@ def step(state: State) -> State:
             )
         raise
     return state.evolve(grads=(), opt=opt, token=token)
+
+
+def _update(state: State, grads: Any, main: Any, skip: torch.Tensor | None) -> tuple[Any, Any]:
+    """The optimizer's update; with `skip`, of which only what the tensor says is there afterwards."""
+    optimizer, opt = state.optimizer, state.opt
+    if skip is None:
+        return optimizer.update(grads, opt, main, state.count)
+    if hasattr(optimizer, "update_unless"):
+        return optimizer.update_unless(skip, grads, opt, main, state.count)
+    before = pytree.tree_map_only(torch.Tensor, torch.clone, (main, opt))
+    after = optimizer.update(grads, opt, main, state.count)
+
+    def choose(old: Any, new: Any) -> Any:
+        return torch.where(skip, old, new) if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) else new
+
+    return pytree.tree_map(choose, before, after)
 
 
 def _cast(buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:

@@ -53,7 +53,7 @@ def test_the_outermost_repetition_counts() -> None:
 
 def test_blocks_deep_in_the_tree() -> None:
     tree = leaves("model.embed", "model.layers.0.w", "model.layers.10.w", "model.layers.2.w", "lm.w")
-    assert list(grouped(tree)) == ["model", "model.layers.0", "model.layers.10", "model.layers.2", "lm"]
+    assert list(grouped(tree)) == ["model.embed", "model.layers.0", "model.layers.10", "model.layers.2", "lm"]
 
 
 def test_units_keep_the_order_of_the_tree() -> None:
@@ -97,12 +97,18 @@ def test_a_pattern_makes_a_unit_of_each_prefix_that_it_matches() -> None:
     assert list(found)[:2] == ["wte", "wpe"]
     assert found["blocks.1.attn"] == ("blocks.1.attn.qkv",)
     assert found["blocks.1.mlp"] == ("blocks.1.mlp.up.weight", "blocks.1.mlp.up.bias")
-    assert found["blocks"] == ("blocks.0.ln.weight", "blocks.1.ln.weight", "blocks.2.ln.weight")
+    assert found["blocks.1.ln"] == ("blocks.1.ln.weight",)
 
 
 def test_patterns_replace_what_would_be_found() -> None:
     found = grouped(leaves(*GPT), units=["blocks.0"])
-    assert list(found) == ["wte", "wpe", "blocks.0", "blocks", "ln_f"]
+    assert list(found) == ["wte", "wpe", "blocks.0", "blocks.1", "blocks.2", "ln_f"]
+
+
+def test_what_no_block_covers_is_split_where_blocks_are_below() -> None:
+    found = grouped(leaves("net.embed.w", "net.embed.norm.w", "net.h.0.w", "net.norm.w", "net.scale", "head.a.w"))
+    assert list(found) == ["net.embed", "net.h.0", "net.norm", "net.scale", "head"]
+    assert found["net.embed"] == ("net.embed.w", "net.embed.norm.w")
 
 
 def test_a_tuple_of_patterns_is_one_unit() -> None:

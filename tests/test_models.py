@@ -1,0 +1,101 @@
+"""forward_backward drives every model of tests/models.py: gradients, weights and buffers as the plain module's."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, batch_of, made
+from problems import full_grads, mesh_and_placement
+from test_parity import largest
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+
+Tree = dict[str, torch.Tensor]
+Seen = list[tuple[float, Tree, Tree]]
+RANKS = 2
+
+
+def cast(batch: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in batch.items()}
+
+
+def plain(name: str, steps: int, dtype: torch.dtype) -> Seen:
+    """The module itself on each rank's batches, gradients and buffers averaged: losses, gradients, weights a step."""
+    case = CASES[name]
+    model = made(case, dtype)
+    trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.1)
+    seen: Seen = []
+    for step in range(steps):
+        before = {key: b.clone() for key, b in model.named_buffers()}
+        after: dict[str, list[torch.Tensor]] = {key: [] for key in before}
+        for p in trained.values():
+            p.grad = torch.zeros_like(p)  # a weight that no rank uses has a gradient of zero
+        losses = []
+        for rank in range(RANKS):
+            for key, b in model.named_buffers():
+                b.copy_(before[key])
+            loss = case.loss_fn(model, cast(batch_of(case, step, rank), dtype))
+            (loss / RANKS).backward()
+            losses.append(loss.item())
+            for key, b in model.named_buffers():
+                after[key].append(b.clone())
+        for key, b in model.named_buffers():
+            if b.is_floating_point():
+                b.copy_(torch.stack(after[key]).mean(0))
+        grads = {key: p.grad.clone() for key, p in trained.items() if p.grad is not None}
+        optimizer.step()
+        seen.append((losses[0], grads, {key: t.clone() for key, t in model.state_dict().items()}))
+    return seen
+
+
+def driven(name: str, preset: str, steps: int, dtype: torch.dtype, debug: bool = False) -> tuple[Seen, bool]:
+    """The same, by forward_backward on this rank; and whether the user's module is what it was."""
+    case = CASES[name]
+    mesh, placement = mesh_and_placement(preset)
+    module = made(case, dtype)
+    before = {key: t.clone() for key, t in module.state_dict().items()}
+    parts = [(part, type(part), sorted(vars(part))) for part in module.modules()]
+    params, model = fsdp.functionalize(module)
+    spec = fsdp.Spec(mesh, placement, schedule=fsdp.Schedule(debug=debug), **case.spec)
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2, weight_decay=0.1), buffers=fsdp.buffers(module))
+    forward_backward = T.forward_backward(model, case.loss_fn)
+    seen = []
+    for step in range(steps):
+        state, loss = forward_backward(state, cast(batch_of(case, step, mesh.get_rank()), dtype))
+        state = fsdp.finish(state)
+        grads = full_grads(state)
+        state = fsdp.step(state)
+        seen.append((loss.item(), grads, fsdp.state_dict(state)))
+    same = all(torch.equal(before[key], t) for key, t in module.state_dict().items())
+    same &= all(type(part) is kind and sorted(vars(part)) == names for part, kind, names in parts)
+    return seen, same
+
+
+@cache
+def expected(name: str, steps: int, dtype: torch.dtype) -> Seen:
+    return plain(name, steps, dtype)
+
+
+def compare(name: str, preset: str, steps: int, dtype: torch.dtype, debug: bool, bounds: tuple[float, float]) -> None:
+    ranks = launch(driven, RANKS, name, preset, steps, dtype, debug)
+    for seen, untouched in ranks:
+        assert untouched
+        for (_, grads, weights), (_, ref_grads, ref_weights) in zip(seen, expected(name, steps, dtype), strict=True):
+            ref_grads = {key: ref_grads[key] for key in grads}
+            assert largest(grads, ref_grads) < bounds[0]
+            assert weights.keys() == ref_weights.keys()
+            assert largest(weights, ref_weights) < bounds[1]
+    for (loss, _, _), (ref_loss, _, _) in zip(ranks[0][0], expected(name, steps, dtype), strict=True):
+        assert abs(loss - ref_loss) < bounds[0]
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero2"])
+@pytest.mark.parametrize("name", CASES)
+def test_five_steps_in_float64(name: str, preset: str) -> None:
+    compare(name, preset, 5, torch.float64, False, (1e-9, 1e-9))

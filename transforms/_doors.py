@@ -1,0 +1,259 @@
+"""Doors: how an entry of a driven module is called, and what the backward does when it comes to it.
+
+    call of an entry   unshard(state, units), weights into its slots, the module's own code, slots emptied
+    its weights        go in through `Weights`, whose backward has all of their gradients:    reduce(state, grads, unit)
+    its outputs        go out through `Outputs`, whose backward comes before anything in it:  unshard(state, units)
+
+autograd runs what was made last first, so between an entry's `Outputs` and its `Weights` there is nothing but the
+entry, and what its residuals point at is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+
+from functional_fsdp import Layout, ScheduleError
+
+from ._entries import Entry, Leaf, slots_of
+from ._outputs import map_tensors
+
+if TYPE_CHECKING:
+    from ._driver import Driver
+
+__all__ = ["Call", "Door", "Gradients", "Start", "Weights"]
+
+Gradients = list[torch.Tensor | None]
+
+
+class Door:
+    """Where an entry's module is called. Its class is a subclass of the module's own, made here, on the copy only."""
+
+    def __init__(self, driver: Driver, module: nn.Module, entry: Entry, layout: Layout) -> None:
+        self.driver, self.module, self.entry = driver, module, entry
+        self.units = entry.units
+        slots = {path: (held, name) for path, held, name in slots_of(driver.model)}
+        self.leaves = list(dict.fromkeys(leaf for _, leaf in entry.leaves))
+        number = {leaf: i for i, leaf in enumerate(self.leaves)}
+        self.slots = [(*slots[path], number[leaf]) for path, leaf in entry.leaves]
+        self.guests = [held[name] for held, name, _ in self.slots]
+        self.trained = [i for i, leaf in enumerate(self.leaves) if driver.trains(leaf)]
+        buckets = {
+            (unit.name, leaf.key): bucket.name
+            for unit in layout.units for bucket in unit.buckets for leaf in bucket.leaves
+        }  # fmt: skip
+        firsts = {buckets[leaf]: i for i, leaf in reversed([*enumerate(self.leaves)])}
+        self.firsts = list(firsts.values())  # a leaf of each bucket: they share its storage
+        self.inside = 0
+        self.own_class = type(module)
+        module.__class__ = _entered(self.own_class)
+        module.__dict__["_door"] = self
+
+    def remove(self) -> None:
+        """The module as it was."""
+        self.module.__class__ = self.own_class
+        del self.module.__dict__["_door"]
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Weights into the slots."""
+        self.inside += 1
+        for held, name, i in self.slots:
+            held[name] = tensors[i]
+
+    def take(self) -> None:
+        """Weights out of the slots, once for each `put`."""
+        self.inside -= 1
+        if not self.inside:
+            for (held, name, _), guest in zip(self.slots, self.guests, strict=True):
+                held[name] = guest
+
+    def empty(self) -> None:
+        """Weights out of the slots, whatever happened."""
+        if self.inside:
+            self.inside = 1
+            self.take()
+
+    def enter(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the module's own code with its weights."""
+        driver = self.driver
+        if self.inside or driver.state is None:
+            return function(self.module, *args, **kwargs)
+        driver.gather(self.units, [*driver.stack, *(call.door for call in driver.active if call.door)])
+        tensors = [driver.weights[unit][key] for unit, key in self.leaves]
+        storages = [tensors[i].untyped_storage()._cdata for i in self.firsts]
+        call = None
+        if driver.backward:  # activation checkpointing runs it again: the same, with nothing to come of it
+            for i in self.trained:
+                tensors[i] = tensors[i].detach().requires_grad_()
+        elif torch.is_grad_enabled():
+            call = Call(driver, self, [self.leaves[i] for i in self.trained])
+            driver.calls.append(call)
+            if self.trained:
+                through = Weights.apply(driver.token, call, *[tensors[i] for i in self.trained])
+                call.node = through[0].grad_fn
+                for i, tensor in zip(self.trained, through, strict=True):
+                    tensors[i] = tensor
+            call.tensors = tensors
+        driver.stack.append(self)
+        self.put(tensors)
+        try:
+            out = function(self.module, *args, **kwargs)
+        finally:
+            driver.stack.pop()
+            self.take()
+        return _out(out, storages, call)
+
+
+def _out(out: Any, storages: list[int], call: Call | None) -> Any:
+    """An entry's output: copied where it is a weight itself, and through `Outputs` where it is differentiated."""
+    found: list[torch.Tensor] = []
+
+    def look(t: torch.Tensor) -> torch.Tensor:
+        if t.layout is torch.strided and t.untyped_storage()._cdata in storages:
+            t = t.clone()
+        if call is not None and t.requires_grad:
+            found.append(t)
+        return t
+
+    out = map_tensors(look, out)
+    if not found:
+        return out
+    assert call is not None
+    through = Outputs.apply(call, *found)
+    call.out = through[0].grad_fn
+    passed = {id(t): new for t, new in zip(found, through, strict=True)}
+    return map_tensors(lambda t: passed.get(id(t), t), out)
+
+
+class Call:
+    """One call of an entry in the forward; without a door, one use of a single weight outside its entry."""
+
+    def __init__(self, driver: Driver, door: Door | None, leaves: list[Leaf]) -> None:
+        self.driver, self.door, self.leaves = driver, door, leaves
+        self.parents = list(driver.stack)
+        self.tensors: list[torch.Tensor] = []
+        self.node: Any = None  # of Weights, in the graph
+        self.out: Any = None  # of Outputs
+        self.trained: dict[str, list[tuple[int, int]]] = {}  # for each unit: (which of `leaves`, which of its keys)
+        for i, (unit, key) in enumerate(leaves):
+            self.trained.setdefault(unit, []).append((i, driver.keys[unit].index(key)))
+
+    def begin(self) -> None:
+        """The backward comes to this call: its weights are needed again."""
+        driver, door = self.driver, self.door
+        if not driver.backward:
+            raise ScheduleError(
+                "a backward was run inside the loss function, through a sharded model. Gather the whole tree for that: "
+                "state, params = unshard(state)."
+            )
+        assert door is not None
+        for other in driver.active:
+            if other.door not in self.parents:
+                other.end()
+        driver.active = [other for other in driver.active if other.door in self.parents]
+        driver.gather(door.units, self.parents)
+        driver.active.append(self)
+        door.put(self.tensors)
+
+    def end(self) -> None:
+        if self.door is not None and self.tensors:
+            self.tensors = []
+            self.door.take()
+
+    def gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """All gradients of this call's weights are there."""
+        driver = self.driver
+        if not driver.backward:
+            raise ScheduleError("a backward was run through a sharded model outside forward_backward.")
+        if self.door is not None:
+            self.end()
+            driver.active.remove(self)
+        for unit, which in self.trained.items():
+            full: Gradients = [None] * len(driver.keys[unit])
+            for i, k in which:
+                full[k] = grads[i]
+            driver.collect(unit, full)
+
+
+# ---------------------------------------------------------------- autograd
+
+
+def _first_order() -> None:
+    if torch.is_grad_enabled():
+        raise ScheduleError(
+            "a gradient of a gradient was asked for (create_graph=True), through units that are gathered one at a "
+            "time. Gather the whole tree for that: state, params = unshard(state)."
+        )
+
+
+class Start(torch.autograd.Function):
+    """The loss. Its backward is the first thing that runs."""
+
+    @staticmethod
+    def forward(ctx: Any, driver: Driver, loss: torch.Tensor) -> torch.Tensor:
+        ctx.driver = driver
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dloss: torch.Tensor) -> Any:
+        ctx.driver.begin()
+        return None, dloss
+
+
+class Weights(torch.autograd.Function):
+    """Weights as they go into an entry. Its backward runs when all of their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, call: Call, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple([weight.detach() for weight in weights])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        _first_order()
+        ctx.call.gradients(grads)
+        return (None,) * (2 + len(grads))
+
+
+class Outputs(torch.autograd.Function):
+    """What an entry returns. Its backward runs before anything in the entry."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *outs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple([out.detach() for out in outs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        _first_order()
+        ctx.call.begin()
+        return None, *grads
+
+
+# ---------------------------------------------------------------- classes
+
+
+_ENTERED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _entered(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module with a door."""
+    if cls in _ENTERED:
+        return _ENTERED[cls]
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._door.enter(cls.__call__, args, kwargs)
+
+    @wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._door.enter(cls.forward, args, kwargs)
+
+    body = {"__call__": __call__, "forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    _ENTERED[cls] = type(cls.__name__, (cls,), body)
+    return _ENTERED[cls]

@@ -1,0 +1,199 @@
+"""Driver: a private copy of a module, whose entries gather their weights when they are called. No hooks, no globals.
+
+    _entries   which modules use which units, and in what order, found from the module's structure (pure)
+    _doors     an entry's class: weights in, the module's own code, outputs out; and what the backward does there
+    _guests    what stands in a parameter's place while its weight is not there
+    Driver     which units are gathered now, and the state as it goes on
+
+A unit is released when the next one is gathered, so parts of one unit that are called in a row are one use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from functional_fsdp import Layout, ScheduleError, State, reduce, release, unshard
+from functional_fsdp._module import skeleton_of
+from functional_fsdp._runtime import runtime_of
+
+from ._doors import Call, Door, Gradients, Start, Weights
+from ._entries import Leaf, find_entries, order_of, slots_of
+from ._guests import Guest
+
+__all__ = ["Driver"]
+
+
+class Driver:
+    """A module's copy, and what it is doing: one forward, or one forward and its backward, at a time.
+
+    Attributes:
+        model: the copy, of the user's own class; weights are in it only while an entry runs.
+        state: the state as it is now; None when nothing runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = skeleton_of(model)
+        self.layout: Layout | None = None
+        self.doors: list[Door] = []
+        self.state: Any = None
+        self.order: Any = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.weights: dict[str, dict[str, torch.Tensor]] = {}  # of the units that are gathered
+        self.stack: list[Door] = []  # entries that are being called, outermost first
+        self.calls: list[Call] = []  # of this forward
+        self.active: list[Call] = []  # whose backward is under way
+        self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
+        self.sums: dict[str, Gradients] = {}
+        self.trace: list[tuple[str, ...]] = []
+        self.backward = False
+        self.token: torch.Tensor | None = None
+
+    # ---------------------------------------------------------------- a state's layout
+
+    def attach(self, state: State) -> None:
+        """Fit the copy to a layout: doors where its entries are, guests in the place of parameters."""
+        if state.layout is self.layout:
+            return
+        self.device = runtime_of(state.spec.mesh).device
+        entries = find_entries(self.model, state.layout)
+        for door in self.doors:
+            door.remove()
+        dtypes = {leaf.path: b.compute for b in state.layout.buckets.values() for leaf in b.leaves}
+        source = dict(zip(state.layout.paths, state.layout.source, strict=True))
+        of_leaf = {path: (u.name, key) for u in state.layout.units for path, key in zip(u.paths, u.keys, strict=True)}
+        for path, held, name in slots_of(self.model):
+            old, first = held[name], source[path]
+            shape = torch.empty(tuple(old.size()), dtype=dtypes[first], device="meta")
+            held[name] = Guest(shape, requires_grad=old.requires_grad)
+            held[name].home = (self, of_leaf[first])
+        self.trainable = {
+            (unit.name, key) for unit in state.layout.units
+            for key, shape in zip(unit.keys, unit.trains, strict=True) if shape is not None
+        }  # fmt: skip
+        self.doors = [Door(self, self.model.get_submodule(entry.path), entry, state.layout) for entry in entries]
+        self.order = order_of(entries, state.layout)
+        self.keys = {unit.name: unit.keys for unit in state.layout.units}
+        self.layout = state.layout
+
+    @contextmanager
+    def running(self, state: State, verb: str) -> Iterator[None]:
+        """Within, the model computes with this state's weights; `self.state` goes on from it."""
+        if self.state is not None:
+            raise ScheduleError(
+                "this transformed model is running: it was called again from within its own loss function. "
+                "Call the model that the loss function is given."
+            )
+        self.attach(state)
+        state.token.ledger.enter(state.token.serial, verb)
+        state.executor.follow(self.order)
+        self.state = state
+        try:
+            yield
+            self.release()
+            state.executor.observe(self.trace)
+        finally:
+            for door in self.doors:
+                door.empty()
+            for call in self.calls:
+                call.node = call.out = None
+            self.state = None
+            self._clear()
+
+    # ---------------------------------------------------------------- weights
+
+    def gather(self, units: tuple[str, ...], keep: Sequence[Door]) -> None:
+        """Have these units gathered, and give back all others but those of the doors in `keep`."""
+        weights = self.weights
+        if not all(unit in weights for unit in units):
+            kept = {unit for door in keep for unit in door.units}
+            stale = tuple(unit for unit in weights if unit not in kept and unit not in units)
+            if stale:
+                for unit in stale:
+                    del weights[unit]
+                self.state = release(self.state, stale if len(stale) > 1 else stale[0])
+            self.trace.append(units)
+            if len(units) == 1:
+                self.state, weights[units[0]] = unshard(self.state, units[0])
+            else:
+                self.state, found = unshard(self.state, units)
+                weights.update(found)
+
+    def release(self) -> None:
+        """Give back all units."""
+        if self.weights:
+            names, self.weights = tuple(self.weights), {}
+            self.state = release(self.state, names)
+
+    def leaf(self, leaf: Leaf) -> torch.Tensor:
+        """A copy of one weight, for a use outside its entry."""
+        if self.state is None:
+            raise ScheduleError(f"the weight {leaf[1]!r} of the unit {leaf[0]!r} was used after the model had run.")
+        unit, key = leaf
+        self.gather((unit,), [*self.stack, *(call.door for call in self.active if call.door)])
+        weight = self.weights[unit][key]
+        if self.backward or not torch.is_grad_enabled() or not self.trains(leaf):
+            copy = weight.detach().clone()
+            return copy.requires_grad_() if self.backward and self.trains(leaf) else copy
+        call = Call(self, None, [leaf])
+        (through,) = Weights.apply(self.token, call, weight)
+        call.node = through.grad_fn
+        self.calls.append(call)
+        copied: torch.Tensor = through.clone()
+        return copied
+
+    def trains(self, leaf: Leaf) -> bool:
+        """Whether a weight is trained."""
+        return leaf in self.trainable
+
+    # ---------------------------------------------------------------- backward
+
+    def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool) -> None:
+        """Backward from the loss: gathers, reduces and releases unit by unit."""
+        self.last = last
+        assert self.token is not None
+        self.release()
+        with torch.autograd.set_multithreading_enabled(False):  # on this thread, as everything that this drives
+            torch.autograd.grad(Start.apply(self, loss), self.token, scale, allow_unused=True)
+
+    def begin(self) -> None:
+        """The backward begins: which gradients are to come is known now."""
+        self.backward = True
+        executes = torch._C._will_engine_execute_node
+        used: dict[str, int] = {}
+        for call in self.calls:
+            if call.node is None:
+                continue  # frozen
+            comes = executes(call.node)
+            if comes and call.door is not None and (call.out is None or not executes(call.out)):
+                raise ScheduleError(
+                    f"the loss hangs on the units {', '.join(map(repr, call.door.units))} only by a tensor that is no "
+                    f"output of the module {call.door.entry.path!r} (one kept in an attribute, or captured). Return it."
+                )
+            for unit in call.trained:
+                used[unit] = used.get(unit, 0) + comes
+        for unit in reversed(used):
+            if used[unit]:
+                self.pending[unit] = used[unit]
+            else:
+                self._reduce(unit, [None] * len(self.keys[unit]))
+
+    def collect(self, unit: str, grads: Gradients) -> None:
+        """Gradients of one call; a unit's are reduced when those of all of its calls are there."""
+        before = self.sums.pop(unit, None)
+        if before is not None:
+            grads = [b if a is None else a if b is None else a + b for a, b in zip(before, grads, strict=True)]
+        self.pending[unit] -= 1
+        if self.pending[unit]:
+            self.sums[unit] = grads
+        else:
+            self._reduce(unit, grads)
+
+    def _reduce(self, unit: str, grads: Gradients) -> None:
+        self.state = reduce(self.state, dict(zip(self.keys[unit], grads, strict=True)), unit, last=self.last)

@@ -1,0 +1,38 @@
+"""A state's gradients as flat shards, and sums over the ranks that hold them, each element counted once."""
+
+from __future__ import annotations
+
+import torch
+
+from functional_fsdp import State
+from functional_fsdp._lanes import Issued
+from functional_fsdp._runtime import runtime_of
+
+__all__ = ["shards", "total"]
+
+Axes = tuple[str, ...]
+
+
+def shards(state: State) -> dict[Axes, list[torch.Tensor]]:
+    """{mesh axes that shard them: flat local gradients}, empty ones left out. The state's gradients are whole."""
+    found: dict[Axes, list[torch.Tensor]] = {}
+    for buffer in state.grads.values():
+        axes = tuple(axis for axis in buffer.sharded() if runtime_of(state.spec.mesh).sizes[axis] > 1)
+        found.setdefault(axes, []).append(buffer.local)
+    return found
+
+
+def total(state: State, values: dict[Axes, torch.Tensor]) -> torch.Tensor:
+    """The sum over all shards of a tensor [] from each group of `shards`: one all-reduce an axis.
+
+    Ranks that hold the same shard are counted once: a group is summed over the axes that shard it only.
+    """
+    run = runtime_of(state.spec.mesh)
+    left = dict(values)
+    for axis in run.sizes:
+        mine = [axes for axes in left if axis in axes]
+        if mine:
+            flat = torch.stack([left[axes] for axes in mine])
+            run.now(Issued("side", axis, "all_reduce", flat.numel(), flat.dtype, "sum", "total"), flat, flat)
+            left |= dict(zip(mine, flat.unbind(), strict=True))
+    return torch.stack([*left.values()]).sum()

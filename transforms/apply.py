@@ -1,0 +1,64 @@
+"""apply: any module's forward without gradients, gathered and released unit by unit, for evaluation and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from functional_fsdp import State
+
+from ._buffers import Buffers
+from ._driver import Driver
+from ._seed import seeded
+
+__all__ = ["apply"]
+
+
+def apply(
+    model: nn.Module, fn: Callable[..., Any] | None = None, *, training: bool = False
+) -> Callable[..., tuple[State, Any]]:
+    """A function that computes with the model: `f(state, *args, **kwargs) -> state, fn(model, *args, **kwargs)`.
+
+    Args:
+        model: as for `forward_backward`: copied, never touched.
+        fn: what to do with it; by default it is called. It may call the model, or its methods, as often as it likes.
+        training: False puts the copy into evaluation mode, True leaves the modes that the model has.
+
+    Between steps the state is as good afterwards as before: it is returned as it was, with nothing gathered.
+
+    Every rank must use the same units in the same order: in generation, let all ranks make the same number of tokens
+    (in Hugging Face models `generate(..., synced_gpus=True)`, or equal lengths).
+
+    Collective: as `unshard` for each unit that is used.
+
+    Example:
+        >>> predict = T.apply(model)  # doctest: +SKIP
+        >>> state, logits = predict(state, tokens)  # doctest: +SKIP
+        >>> generate = T.apply(model, lambda model, ids: model.generate(ids, max_new_tokens=20))  # doctest: +SKIP
+        >>> state, ids = generate(state, ids)  # doctest: +SKIP
+    """
+    driver = Driver(model)
+    if not training:
+        driver.model.eval()
+    buffers = Buffers(driver.model, "local")
+
+    def applied(state: State, *args: Any, **kwargs: Any) -> tuple[State, Any]:
+        resting = state.between_steps
+        with driver.running(state, "apply"), seeded(state, 0), torch.no_grad():
+            buffers.lend(state, driver.device)
+            try:
+                out = driver.model(*args, **kwargs) if fn is None else fn(driver.model, *args, **kwargs)
+            finally:
+                buffers.restore()
+            driver.release()
+            done = driver.state
+        if resting:
+            done.executor.rest(done)
+            done.token.ledger.rest("apply()")
+            done = state
+        return done, out
+
+    return applied

@@ -1,0 +1,119 @@
+"""forward_backward: any module's loss and gradients, gathered, reduced and released unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from functional_fsdp import ScheduleError, State, TreeError
+
+from ._buffers import Buffers, Rule
+from ._driver import Driver
+from ._outputs import map_tensors
+from ._seed import seeded
+
+__all__ = ["ForwardBackward", "forward_backward"]
+
+
+def forward_backward(
+    model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool = False, *, buffers: Rule = "mean"
+) -> ForwardBackward:
+    """A function that computes the loss and adds the averaged gradients to the state, unit by unit.
+
+    Args:
+        model: the skeleton that `init` or `functionalize` gave, or any module (its weights are not used). It is copied
+            and never touched; training and evaluation modes are those that it has now.
+        loss_fn: `loss_fn(model, *args, **kwargs)` returns a scalar tensor; the model that it gets is of the same class,
+            with all methods and attributes.
+        has_aux: `loss_fn` returns `(loss, aux)`.
+        buffers: what is kept of buffers that the forward changes (BatchNorm statistics): "mean" over the data ranks,
+            the "first" rank's, or "local", each rank's own (exports and checkpoints then have the first rank's).
+
+    Returns:
+        `f(state, *args, **kwargs) -> state, loss`, or `state, (loss, aux)`; loss and aux are this rank's and detached.
+        Two keywords are its own: `last=False` says that more microbatches follow, `scale` multiplies the gradients.
+
+    Random numbers are those of (state.rng, step, microbatch, rank): dropout differs by rank and comes again.
+    Activation checkpointing works if it is not reentrant.
+
+    Raises (from f):
+        TreeError: the state is of another model, or the loss is no scalar.
+        ScheduleError: nothing to differentiate; gradients of gradients; a backward inside `loss_fn`; reentrant
+            checkpointing; a loss that hangs on a unit other than by what its module returns.
+
+    Collective: as `unshard` and `reduce` for each unit that is used; one small all-reduce if buffers changed.
+
+    Example:
+        >>> forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())  # doctest: +SKIP
+        >>> state, loss = forward_backward(state, x)  # doctest: +SKIP
+    """
+    return ForwardBackward(model, loss_fn, has_aux, buffers)
+
+
+class ForwardBackward:
+    """What `forward_backward` returns."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool, buffers: Rule) -> None:
+        self.driver = Driver(model)
+        self.buffers = Buffers(self.driver.model, buffers)
+        self.loss_fn = loss_fn
+        self.has_aux = has_aux
+        self.microbatch = 0
+
+    def __call__(
+        self, state: State, *args: Any, last: bool = True, scale: float | torch.Tensor = 1.0, **kwargs: Any
+    ) -> tuple[State, Any]:
+        driver = self.driver
+        self.microbatch = 0 if state.between_steps else self.microbatch + 1
+        with driver.running(state, "forward_backward"), seeded(state, self.microbatch):
+            driver.token = torch.zeros((), device=driver.device, requires_grad=True)
+            self.buffers.lend(state, driver.device)
+            try:
+                with torch.enable_grad():
+                    out = self.loss_fn(driver.model, *args, **kwargs)
+                loss, aux = self._parts(out)
+                factor = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device).expand(loss.shape)
+                self._differentiate(loss, factor, last)
+                kept = self.buffers.collect(driver.state)
+            finally:
+                self.buffers.restore()
+            loss = loss.detach()
+            driver.release()
+            state = driver.state
+        if kept is not state.buffers:
+            state = state.evolve(buffers=kept)
+        return state, (loss, map_tensors(torch.Tensor.detach, aux)) if self.has_aux else loss
+
+    def _parts(self, out: Any) -> tuple[torch.Tensor, Any]:
+        if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TreeError(
+                f"forward_backward: loss_fn returned a {type(out).__name__}; with has_aux=True expected (loss, aux)."
+            )
+        loss, aux = out if self.has_aux else (out, None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TreeError(
+                f"forward_backward: loss_fn returned {got}; expected a tensor with 1 element. Reduce it, as with "
+                ".mean(), and return what else there is with has_aux=True."
+            )
+        if not loss.requires_grad:
+            raise ScheduleError(
+                "forward_backward: the loss does not depend on any weight that trains. Is everything frozen, or was "
+                "the model called under torch.no_grad()? For a forward only, use T.apply(model)."
+            )
+        return loss, aux
+
+    def _differentiate(self, loss: torch.Tensor, factor: torch.Tensor, last: bool) -> None:
+        try:
+            self.driver.differentiate(loss, factor, last)
+        except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                raise ScheduleError(
+                    "forward_backward: the model uses reentrant activation checkpointing, which needs .backward(). Use "
+                    "checkpoint(..., use_reentrant=False); in Hugging Face models "
+                    "gradient_checkpointing_enable({'use_reentrant': False})."
+                ) from error
+            raise

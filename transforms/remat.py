@@ -1,0 +1,82 @@
+"""remat: recompute in the backward instead of keeping activations, by torch's activation checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar, overload
+
+import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
+
+from functional_fsdp import SpecError
+from functional_fsdp._module import skeleton_of
+from functional_fsdp._tree import match
+
+__all__ = ["remat"]
+
+M = TypeVar("M", bound=nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def remat(what: M, *patterns: str) -> M: ...
+@overload
+def remat(what: F) -> F: ...
+def remat(what: Any, *patterns: str) -> Any:
+    """Keep only the inputs of a function, or of some of a model's modules; the rest is computed again in the backward.
+
+    Args:
+        what: a function, as a stage that goes to `T.vjp`; or a model, as `init` or `functionalize` gave it.
+        patterns: of a model, the paths of the modules that recompute (`"blocks.*"`; the outermost that match).
+
+    Returns:
+        the function, or a copy of the model (a skeleton), that does so. Values and gradients are the same, and so are
+        random numbers. Within a unit the recomputation uses the weights that are gathered for its backward anyway.
+
+    Raises:
+        SpecError: a pattern that matches no module.
+
+    Source: torch.utils.checkpoint, `use_reentrant=False`; the idea is Chen et al. 2016 (arXiv:1604.06174).
+
+    Example:
+        >>> out, pullback = T.vjp(T.remat(stage), w, h)  # doctest: +SKIP
+        >>> forward_backward = T.forward_backward(T.remat(model, "blocks.*"), loss_fn)  # doctest: +SKIP
+    """
+    if not isinstance(what, nn.Module):
+        if patterns:
+            raise SpecError(f"remat: {', '.join(map(repr, patterns))} are paths in a model, and this is a function.")
+        return partial(checkpoint, what, use_reentrant=False)
+    model = skeleton_of(what)
+    chosen: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        before = len(chosen)
+        for path, module in model.named_modules():
+            if path and match(pattern, path) == path:
+                chosen[path] = module
+        if len(chosen) == before:
+            raise SpecError(
+                f"remat: the pattern {pattern!r} matches no module of {type(what).__name__}. Its parts are "
+                f"{', '.join(repr(name) for name, _ in model.named_children())}, ..."
+            )
+    if not patterns:
+        raise SpecError("remat(model): name the modules that recompute, as remat(model, 'blocks.*').")
+    for path, module in chosen.items():
+        if not any(path.startswith(f"{other}.") for other in chosen):
+            module.__class__ = _recomputed(type(module))
+    return model
+
+
+_RECOMPUTED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module that recomputes."""
+    if cls not in _RECOMPUTED:
+
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(partial(cls.__call__, self), *args, use_reentrant=False, **kwargs)
+
+        body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _RECOMPUTED[cls] = type(cls.__name__, (cls,), body)
+    return _RECOMPUTED[cls]
