@@ -9,6 +9,7 @@
 | whole tree      | unshard, torch.func.grad_and_value, reduce, step                                                 |
 | whole tree vjp  | the same with T.vjp, which is autograd underneath and frees residuals as it goes                 |
 | unit by unit    | the loop of by_hand.py: a unit is gathered, used, released, gathered again, reduced              |
+| driven          | the same by `T.forward_backward(model, loss_fn)`, which would take any module                    |
 | FSDP2           | `fully_shard` of embedding, blocks and head; the head stays gathered, as in torchtitan           |
 | DDP             | `DistributedDataParallel`; with bfloat16, of a bfloat16 copy, and float32 main weights beside it |
 | resident        | what no sharding can beat (`--only` asks for it): whole weights stay in place, nothing is sent,  |
@@ -27,6 +28,8 @@ zeros, on which a GPU computes faster.
 |              | rank; counted by the caching allocator on GPU, by torch's memory profiler on CPU                     |
 | loss         | mean over ranks at the last step; the rows must agree to 3 digits                                    |
 | FSDP2 / this | FSDP2's time by this row's in the same round, the median over rounds; above 1: faster than FSDP2     |
+| this / hand  | this row's time by that of "unit by unit" in the same round, the median over rounds; what driving    |
+|              | costs is "driven" here: at most 1.05 is what it should be                                            |
 """
 
 from __future__ import annotations
@@ -194,6 +197,18 @@ def unit_by_unit(model: GPT, setting: Setting) -> Step:
     return keeping(state, train_step)
 
 
+def driven(model: GPT, setting: Setting) -> Step:
+    params, skeleton = fsdp.functionalize(model)
+    state = fsdp.shard(params, setting.spec(), fsdp.adamw(lr=LR))
+    forward_backward = T.forward_backward(skeleton, lambda model, tokens: model(tokens))
+
+    def train_step(state: fsdp.State, tokens: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+        state, loss = forward_backward(state, tokens)
+        return fsdp.step(state), loss
+
+    return keeping(state, train_step)
+
+
 def whole_vjp(model: GPT, setting: Setting) -> Step:
     params, skeleton = fsdp.functionalize(model)
     state = fsdp.shard(params, setting.spec(), fsdp.adamw(lr=LR))
@@ -287,11 +302,12 @@ CONTESTANTS: dict[str, Callable[[GPT, Setting], Step]] = {
     "whole tree": whole_tree,
     "whole tree vjp": whole_vjp,
     "unit by unit": unit_by_unit,
+    "driven": driven,
     "FSDP2": fsdp2,
     "DDP": ddp,
     "resident": resident,
 }
-PEER, BOUND = "FSDP2", "resident"
+PEER, BY_HAND, BOUND = "FSDP2", "unit by unit", "resident"
 ALL = ",".join(CONTESTANTS)
 HYBRID = {"replica": 2, "shard": -1}
 
@@ -401,17 +417,16 @@ class Runner:
         if self.meter.cuda:
             self.host.append(self.meter.time(lambda: self.run(1))[1])
 
-    def row(self, peer: Runner | None) -> Row:
+    def row(self, peer: Runner | None, by_hand: Runner | None) -> Row:
         once = partial(self.run, 1)
         peak = self.resident + self.meter.memory(once, lead_in=once)[1]
         seconds, host = self.meter.slowest(self.seconds), self.meter.slowest(self.host)
         loss = self.losses[-1].double() / dist.get_world_size()
         dist.all_reduce(loss)
-        ratios = (
-            [theirs / ours for theirs, ours in zip(self.meter.slowest(peer.seconds), seconds, strict=True)]
-            if peer
-            else []
-        )
+
+        def by_round(over: list[float], under: list[float]) -> float:
+            return median(a / b for a, b in zip(over, under, strict=True))
+
         return Row(
             self.name,
             step_ms=1e3 * median(seconds),
@@ -420,7 +435,8 @@ class Runner:
             host_ms=1e3 * median(host) if host else None,
             peak_bytes=int(self.meter.slowest([peak])[0]),
             loss=loss.item(),
-            ratio=median(ratios) if ratios else None,
+            ratio=by_round(self.meter.slowest(peer.seconds), seconds) if peer else None,
+            by_hand=by_round(seconds, self.meter.slowest(by_hand.seconds)) if by_hand else None,
         )
 
 
@@ -434,6 +450,7 @@ class Row:
     peak_bytes: int
     loss: float
     ratio: float | None  # FSDP2's time / this row's
+    by_hand: float | None  # this row's time / that of the loop by hand
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
@@ -455,8 +472,8 @@ def measure(args: argparse.Namespace) -> list[Row]:
         first = r % len(runners)
         for runner in runners[first:] + runners[:first]:
             runner.turn(args.steps)
-    peer = next((runner for runner in runners if runner.name == PEER), None)
-    rows = [runner.row(peer) for runner in runners]
+    named = {runner.name: runner for runner in runners}
+    rows = [runner.row(named.get(PEER), named.get(BY_HAND)) for runner in runners]
 
     if dist.get_rank() == 0:
         report(args, config, setting, rows)
@@ -478,15 +495,15 @@ def report(args: argparse.Namespace, config: Config, setting: Setting, rows: lis
         f"{args.rounds} rounds of {args.steps} steps, after {args.warmup} steps to warm up\n"
         f"{machine()}; torch {torch.__version__}, functional-fsdp {fsdp.__version__}\n"
     )
-    print(f"| {'':15} | step ms | {'spread ms':>15} | host ms | peak MiB |    loss | FSDP2 / this |")
-    print(f"|{'-' * 17}|--------:|----------------:|--------:|---------:|--------:|-------------:|")
+    print(f"| {'':15} | step ms | {'spread ms':>15} | host ms | peak MiB |    loss | FSDP2 / this | this / hand |")
+    print(f"|{'-' * 17}|--------:|----------------:|--------:|---------:|--------:|-------------:|------------:|")
     for row in rows:
         spread = f"{row.fastest_ms:.1f} – {row.slowest_ms:.1f}"
         host = "-" if row.host_ms is None else f"{row.host_ms:.1f}"
-        ratio = "-" if row.ratio is None else f"{row.ratio:.3f}"
+        ratio, by_hand = ("-" if r is None else f"{r:.3f}" for r in (row.ratio, row.by_hand))
         print(
             f"| {row.name:15} | {row.step_ms:7.1f} | {spread:>15} | {host:>7} | {row.peak_bytes / 2**20:8.0f} "
-            f"| {row.loss:7.4f} | {ratio:>12} |"
+            f"| {row.loss:7.4f} | {ratio:>12} | {by_hand:>11} |"
         )
     if args.json:
         about = {"machine": machine(), "torch": torch.__version__, "functional_fsdp": fsdp.__version__, "ranks": ranks}

@@ -52,7 +52,7 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
     state.resting("save")
     run, final = runtime_of(state.spec.mesh), Path(folder)
     partial = final.with_name(final.name + ".partial")
-    tensors = _tensors(state)
+    tensors = _tensors(state, only_sharded=run.size > 1 and run.rank > 0)
     about = {**_about(state), "step": state.token.ledger.steps}
     state.token.ledger.look(state.token.serial)
 
@@ -138,8 +138,9 @@ def _about(state: State) -> dict[str, Any]:
     }
 
 
-def _tensors(state: State) -> dict[str, torch.Tensor]:
-    """{name: tensor}: shards under the index of their slice, so that replicas are written once."""
+def _tensors(state: State, only_sharded: bool = False) -> dict[str, torch.Tensor]:
+    """{name: tensor}: shards under the index of their slice, so that replicas are written once; what is not cut into
+    shards is written by the first rank."""
     found: dict[str, torch.Tensor] = {}
     for name in SAVED:
         nodes, _ = pytree.tree_flatten(getattr(state, name), is_leaf=lambda x: isinstance(x, FlatBuffer))
@@ -150,6 +151,8 @@ def _tensors(state: State) -> dict[str, torch.Tensor]:
             if isinstance(node, FlatBuffer):
                 start, stop = node.span()
                 found[f"{name}.{path}[{start}:{stop}]"] = node.local
+            elif isinstance(node, torch.Tensor) and only_sharded:
+                continue
             elif isinstance(node, torch.Tensor):
                 found[f"{name}.{path}"] = node
             elif node is not None:

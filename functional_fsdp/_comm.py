@@ -11,7 +11,8 @@ matched with the program, and everything that the plan issues up to there is iss
 | is the one expected                                | that use                                                     |
 | comes later, past units that this rank passes over | that use; what lies between is issued all the same           |
 | is held                                            | no use: it is handed out, the cursor stays                   |
-| anything else in the program                       | the next pass: evaluation, another microbatch                |
+| anything else in the program                       | the next pass: evaluation, another microbatch; or, between   |
+|                                                    | `begin` and `end`, which say where a pass is: not in it      |
 | is not in the program                              | a use outside the plan: every rank must come with the same   |
 
 A rank must come to the backward of what it used in the forward, until its gradient came, and to no other.
@@ -50,6 +51,7 @@ class Comm:
         self.sharing = {unit: frozenset(others) for unit, others in plan.sharing.items()}
         self.flying: tuple[str, ...] = ()
         self.reducing = 0
+        self.bounded = False  # whether `begin` and `end` say where passes are
         self.reset()
 
     def reset(self) -> None:
@@ -95,7 +97,7 @@ class Comm:
         taken: list[int] = []
         last, wraps, issued = cursor - 1, False, self.issued
         for name in sorted(names, key=lambda name: (name not in self.held, self._ahead(name))):
-            found = self._find(name, last + 1, names, may_wrap=not wraps and last < cursor)
+            found = self._find(name, last + 1, names, may_wrap=not self.bounded and not wraps and last < cursor)
             wrapping = found is not None and 0 <= found <= last
             first = 0 if wrapping else issued
             if found is not None and found >= 0 and not plan.by_name[name].nbytes and (
@@ -309,6 +311,16 @@ class Comm:
         self.waiting.clear()
         self.reduced = 0
         return rest
+
+    def begin(self) -> list[int]:
+        """A pass begins, and ends where `end` says so. Returns the gathers that are left of the one before."""
+        rest = self.finish(step=False)
+        self.bounded = True
+        return rest
+
+    def end(self) -> None:
+        """The pass that `begin` began is over; a use may begin the next one again."""
+        self.bounded = False
 
     def finish(self, step: bool = True) -> list[int]:
         """The pass ends: the gathers that peers issue in it and this rank passed over.

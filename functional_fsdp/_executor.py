@@ -17,7 +17,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ._arena import Arena, Place
 from ._comm import Comm
@@ -25,6 +24,7 @@ from ._flat import FlatBuffer, write_leaves
 from ._lanes import Job, Mark
 from ._layout import Layout, Unit
 from ._plan import Plan, plan
+from ._program import combined
 from ._route import Partial, Replicate, partial_states, states_of
 from ._runtime import Runtime
 from ._schedule import Order
@@ -56,7 +56,7 @@ class Executor:
         self.eager = all(len({states_of(b, *kind) for kind in kinds}) == 1 for b in layout.trainable.values())
         self.observing = False
         self.open = spec.schedule.order is None  # whether the order of use is anyone's to say
-        self.observed: list[tuple[str, ...]] = []
+        self.observed: tuple[Order, Order] | None = None
         self.midway = False  # whether a verb was stopped in the middle
         self.digests = [0, 0]  # of the gathers and of the reductions issued in this step
         if spec.schedule.order == "recorded":
@@ -84,10 +84,25 @@ class Executor:
             self.observing = True
             self._reorder(order)
 
-    def observe(self, order: Iterable[tuple[str, ...]]) -> None:
-        """A step did this. If the first one of all ranks did the same, and not what the plan says, the plan follows."""
-        if self.observing and not self.observed:
-            self.observed += order
+    def begin(self, state: State) -> None:
+        """A forward begins, to which everything belongs until `end`: nothing in it is taken for the next pass."""
+        if self.recording is None:
+            self._in_order(state, self.comm.begin(), self.comm.lapse())
+
+    def end(self, forward: Order, backward: Order) -> None:
+        """The backward is over, and these were the orders of use. After the first step the plan follows what was seen.
+
+        What some ranks did not use goes where others used it, and what none used stays between its neighbours.
+        """
+        self.comm.end()
+        if self.observing and self.observed is None:
+            self.observed = (forward, backward)
+
+    def _adopt(self, mine: tuple[Order, Order]) -> None:
+        planned = self.plan.schedule.order
+        order = combined(self.run.everyone(mine), planned if isinstance(planned, tuple) else ())
+        if order:
+            self._reorder(order)
 
     def _reorder(self, order: Order) -> None:
         schedule = self.spec.schedule.ordered(order)
@@ -181,7 +196,7 @@ class Executor:
 
     def _outside(self, name: str, verb: str) -> None:
         self.run.agree(self.units.index(name), self.units, verb)
-        if self.recording is None and name not in self.warned:
+        if self.recording is None and not self.observing and name not in self.warned:
             self.warned.add(name)
             warnings.warn(
                 f"{verb}({name!r}) is not what the schedule expects here: it works, but nothing is overlapped. Give "
@@ -335,7 +350,8 @@ class Executor:
         self.loose.clear()
         self.arena.free()
         self.fence = True
-        self.observed.clear()
+        self.comm.end()
+        self.observed = None
         if self.recording is not None:
             self.recording.clear()
 
@@ -346,26 +362,17 @@ class Executor:
 
     def commit(self) -> None:
         """The step was taken: install the order that it recorded."""
-        order, observed = tuple(self.recording or ()), tuple(self.observed)
+        order, observed = tuple(self.recording or ()), self.observed
         self.reset()
         for place in self.arena.places.values():
             # The next step gathers other numbers: autograd shall refuse residuals that are kept until then.
             torch.autograd.graph.increment_version(place.aliases)
         if order:
-            if self.run.size > 1:
-                theirs = [order]
-                dist.broadcast_object_list(theirs, src=self.run.ranks[0], group=self.run.control)
-                order = theirs[0]
             self.recording = None
-            self._install(plan(self.layout, self.spec.schedule.ordered(order)))
-        if self.observing and observed:
+            self._install(plan(self.layout, self.spec.schedule.ordered(self.run.everyone(order)[0])))
+        if self.observing and observed is not None:
             self.observing = False
-            everyone: list[Any] = [observed] * self.run.size
-            if self.run.size > 1:
-                dist.all_gather_object(everyone, observed, group=self.run.control)
-            names = {name for call in observed for name in call}
-            if all(other == observed for other in everyone) and names.issuperset(u.name for u in self.plan.units):
-                self._reorder(observed)
+            self._adopt(observed)
 
     def snapshot(self) -> Comm:
         """What `state.comm` shows."""

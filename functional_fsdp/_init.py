@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ._errors import SpecError
+from ._export import buffers
 from ._layout import Unit, plan_layout
 from ._module import skeleton_of
 from ._runtime import runtime_of
@@ -173,7 +174,7 @@ def init(make: Callable[[], M], spec: Spec, optimizer: Any = None, *, seed: int 
         seed: decides every bit of the weights, whatever the world size and the placement.
 
     Returns:
-        the State, and the skeleton with real buffers, for `bind`.
+        the State, its persistent buffers included, and the skeleton with real buffers, for `bind`.
 
     Memory: the shards plus one unit, on the mesh's device.
 
@@ -212,9 +213,10 @@ def init(make: Callable[[], M], spec: Spec, optimizer: Any = None, *, seed: int 
     def fetch(unit: Unit) -> dict[str, torch.Tensor]:
         return dict(zip(unit.paths, recorder.replay(views[path] for path in unit.paths), strict=True))
 
-    state = build(plan, spec, optimizer, treedef, fetch, buffers=(), seed=seed)
     with torch.no_grad(), _Copies(recorder):
-        return state, skeleton_of(module)
+        skeleton = skeleton_of(module)
+    kept = {path: buffer.clone().to(device) for path, buffer in buffers(skeleton).items()}
+    return build(plan, spec, optimizer, treedef, fetch, buffers=kept or (), seed=seed), skeleton
 
 
 def _meta(p: torch.Tensor) -> torch.Tensor:

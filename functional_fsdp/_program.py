@@ -16,6 +16,7 @@ backward is through with all that came after it:
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -25,7 +26,7 @@ from ._layout import Layout
 from ._pack import Interval
 from ._schedule import Order, Schedule, means
 
-__all__ = ["Program", "program"]
+__all__ = ["Program", "combined", "program"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,46 @@ class Program:
             found.append((name, at))
         found.sort(key=lambda item: item[1])  # stable: reverse order of first use
         return [(name, begin + k) for begin in range(0, len(self.order), self.length) for name, k in found]
+
+
+def combined(seen: Sequence[tuple[Order, Order]], planned: Order) -> Order:
+    """One order for all ranks from what each did, forward and backward, and from a plan for units that none used.
+
+    Empty if ranks used the same units in different orders.
+
+    >>> combined([(("a", "c"), ("c", "a")), (("a", "b"), ("b", "a"))], ("a", "b", "c", "d", "d", "c", "b", "a"))
+    ('a', 'b', 'c', 'd', 'd', 'c', 'b', 'a')
+    """
+    half = len(planned) // 2
+    forwards, backwards = [one[0] for one in seen], [one[1][::-1] for one in seen]
+    forward, backward = max(forwards, key=len), max(backwards, key=len)
+    for other in forwards:
+        forward = _merged(forward, other)
+    for other in backwards:
+        backward = _merged(backward, other)
+    if not all(_within(one, forward) for one in forwards) or not all(_within(one, backward) for one in backwards):
+        return ()
+    used = {name for call in forward for name in _names(call)}
+    unused = tuple(call for call in planned[half:][::-1] if not used.issuperset(_names(call)))
+    anchors = tuple(call for call in planned[half:][::-1] if call in unused or call in backward)
+    return _merged(forward, planned[:half], used) + _merged(backward, anchors)[::-1]
+
+
+def _merged(order: Order, other: Order, but: Collection[str] = ()) -> Order:
+    """An order with what only another one has put in, each after what comes before it there, or first; but not the
+    units in `but`."""
+    found = list(order)
+    for i, call in enumerate(other):
+        if call not in found and not all(name in but for name in _names(call)):
+            before = next((one for one in reversed(other[:i]) if one in found), None)
+            found.insert(0 if before is None else found.index(before) + 1, call)
+    return tuple(found)
+
+
+def _within(some: Order, order: Order) -> bool:
+    """Whether these uses come in this order, among others."""
+    left = iter(order)
+    return all(call in left for call in some)
 
 
 def program(layout: Layout, schedule: Schedule) -> Program:

@@ -19,7 +19,7 @@ import uuid
 import weakref
 import zlib
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from ._collectives import all_gather, all_reduce, reduce_scatter
 from ._errors import CommError, RestartError, ScheduleError, SpecError
 from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
 from ._restart import QUEUES, restart
+
+T = TypeVar("T")
 
 __all__ = ["Runtime", "any_failed", "runtime_of"]
 
@@ -69,6 +71,8 @@ class Runtime:
         self.lineages = 0
         self.ledgers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+        self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
+        self.rank = 0  # which of them this one is
         if self.size == 1:
             return
         if mesh.get_coordinate() is None:
@@ -80,7 +84,6 @@ class Runtime:
             if len(ranks) > 1:
                 for lane in LANES:
                     self.groups[lane, axis] = self._group(ranks, f"{lane} {axis}")
-        self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
         self.rank = self.ranks.index(dist.get_rank())
         self.control = self._group(self.ranks, "control", backend="gloo")
         name = [uuid.uuid4().hex]
@@ -257,6 +260,13 @@ class Runtime:
                 f"ranks came with {both[0]} and {both[1]}. Use the same units in the same order on every rank, or "
                 "give the order: Schedule(order=...). The state before the step is valid."
             )
+
+    def everyone(self, value: T) -> list[T]:
+        """Every rank's value, by rank: a small object. Host; waits for all."""
+        found = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, value, group=self.control)
+        return found
 
     def restart(self, lineage: int = 0, noticed: bool = False) -> None:
         """Meet every rank of the mesh; see `_restart`."""

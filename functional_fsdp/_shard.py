@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
@@ -103,7 +102,7 @@ def shard(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (), 
             ...). They are copied, never changed. The same tensor at two paths is tied: stored once, handed out at both.
         spec: placement, precision, units.
         optimizer: an `(init, update)` pair, as `adamw(lr=3e-4)`; None for inference.
-        buffers: a pytree of tensors that ride along (`State.buffers`).
+        buffers: tensors by path that ride along (`State.buffers`): `buffers(module)` for what a module has. Copied.
         seed: what `State.rng` starts from.
 
     Returns:
@@ -139,7 +138,12 @@ def shard(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (), 
         "shard: ranks have different trees",
     )
     _agree(run, _checksums([i.path for i in infos], values), "", "shard: ranks have different values")
-    return build(plan, spec, optimizer, treedef, lambda unit: values, buffers=buffers, seed=seed)
+    return build(plan, spec, optimizer, treedef, lambda unit: values, buffers=_on(run, buffers), seed=seed)
+
+
+def _on(run: Runtime, tree: Any) -> Any:
+    """Copies of the tensors, on the mesh's device."""
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(run.device), tree)
 
 
 def build(
@@ -197,13 +201,10 @@ def _agree(run: Runtime, lines: list[str], extra: str, what: str) -> None:
     """Raise TreeError on every rank, naming the first line that differs, unless all ranks have the same lines."""
     if run.size == 1:
         return
-    theirs: list[Any] = [None] * run.size
     digest = (len(lines), hashlib.sha256("\n".join([*lines, extra]).encode()).hexdigest())
-    dist.all_gather_object(theirs, digest, group=run.control)
-    if len(set(theirs)) == 1:
+    if len(set(run.everyone(digest))) == 1:
         return
-    everyone: list[Any] = [None] * run.size
-    dist.all_gather_object(everyone, lines, group=run.control)
+    everyone = run.everyone(lines)
     first = everyone[0]
     rank = next((r for r, other in enumerate(everyone) if other != first), None)
     if rank is None:

@@ -7,11 +7,15 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -88,6 +92,126 @@ def test_train_gpt_equals_unsharded_training(tmp_path: Path) -> None:
     assert figures["check"]["losses"] < 1e-9
     assert figures["check"]["weights"] < 1e-9
     assert "check      largest differences from unsharded training" in figures["printed"]
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+def finetune(out: Path, *flags: str | Path) -> dict[str, Any]:
+    """Figures of a run of finetune_hf with 2 ranks and 8 steps."""
+    sizes = ["--ranks", "2", "--steps", "8", "--batch", "4", "--context", "32", "--lr", "1e-2"]
+    done = command(*PYTHON, EXAMPLES / "finetune_hf.py", *sizes, "--out", out, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return figures | {"printed": done.stdout}
+
+
+@pytest.fixture(scope="module")
+def finetuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Full fine-tuning of a model that is no more than a configuration; its folder `saved` has what came of it."""
+    import transformers
+
+    out = tmp_path_factory.mktemp("finetuned")
+    transformers.LlamaConfig(**TINY).save_pretrained(out / "model")
+    full = ["--lora", "0", "--accumulate", "2", "--remat"]
+    return out, finetune(out, "--model", out / "model", *full, "--save", out / "saved")
+
+
+def saved_model(folder: Path) -> Any:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+@cache
+def held_out_windows() -> torch.Tensor:
+    return _corpus.windows(_corpus.load().held_out, 256, 32)
+
+
+@torch.no_grad()
+def held_out_loss(model: Any) -> float:
+    loss: torch.Tensor = model(input_ids=held_out_windows(), labels=held_out_windows()).loss
+    return loss.item()
+
+
+def in_checkpoint(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values of all weights that are trained, and of all that are frozen, without the zeros that pad them."""
+    metadata: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(about.size) for name, about in metadata.items() if name.startswith("main.")}
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
+    parts: tuple[list[torch.Tensor], ...] = ([], [])
+    for name, tensor in tensors.items():
+        parts[name.replace("main.", "opt.mean.", 1) not in metadata].append(tensor[tensor != 0])
+    trained, frozen = (torch.cat(some) if some else torch.empty(0) for some in parts)
+    return trained, frozen
+
+
+def test_finetune_hf_learns_and_its_folder_loads_with_from_pretrained(finetuned: tuple[Path, dict[str, Any]]) -> None:
+    out, figures = finetuned
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6", "step_8"]
+    assert figures["losses"][-1] < figures["losses"][0] - 0.5
+    assert f"held out   {figures['held_out']:.3f} nats" in figures["printed"]
+    assert figures["sample"].startswith("def ")
+    model = saved_model(out / "saved")
+    assert held_out_loss(model) == pytest.approx(figures["held_out"], abs=1e-5)  # float32, in another order
+    ids = model.generate(torch.tensor([[*b"def "]]), max_new_tokens=100, do_sample=False)
+    assert bytes(ids[0].tolist()).decode(errors="replace") == figures["sample"]
+
+
+def test_finetune_hf_resumes_with_the_same_bits(finetuned: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out = tmp_path / "interrupted"
+    shutil.copytree(finetuned[0], out)
+    for newer in ("step_6", "step_8"):  # as if it had been stopped after step 4
+        shutil.rmtree(out / "checkpoints" / newer)
+    full = ["--lora", "0", "--accumulate", "2", "--remat"]
+    figures = finetune(out, "--model", out / "model", *full, "--resume")
+    assert "resumed    after step 4" in figures["printed"]
+    for same in ("weights", "losses", "held_out", "sample"):
+        assert figures[same] == finetuned[1][same]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the checkpoint is read without ranks
+def test_finetune_hf_trains_adapters_and_nothing_else(finetuned: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    flags = ["--lora", "4", "--layers", "*", "--lr", "3e-2"]
+    figures = finetune(tmp_path, "--model", finetuned[0] / "saved", *flags, "--save", tmp_path / "saved")
+    assert figures["held_out"] < finetuned[1]["held_out"] - 0.1
+    base, merged = saved_model(finetuned[0] / "saved"), saved_model(tmp_path / "saved")
+    early, late = (in_checkpoint(tmp_path / "checkpoints" / step) for step in ("step_2", "step_8"))
+    assert not torch.equal(early[0], late[0])
+    for _, frozen in (early, late):  # bit for bit, though the checkpoint has them in an order of its own
+        values = torch.cat([p.detach().flatten() for p in base.parameters()])
+        assert torch.equal(frozen.sort().values, values.sort().values)
+    for (path, before), after in zip(base.named_parameters(), merged.parameters(), strict=True):
+        if "norm" in path or "embed" in path:
+            assert torch.equal(after, before)
+        else:
+            assert torch.linalg.matrix_rank(after - before, rtol=1e-3) == 4
+    assert held_out_loss(merged) == pytest.approx(figures["held_out"], abs=1e-5)
+
+
+def test_finetune_hf_merges_adapters_into_the_same_logits(tmp_path: Path) -> None:
+    import finetune_hf
+    import transformers
+
+    transformers.LlamaConfig(**TINY).save_pretrained(tmp_path)
+    args = Namespace(model=tmp_path, dtype="float64", seed=0, lora=4, layers="*_proj", save=tmp_path / "saved")
+    module = finetune_hf.build(args)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        start = module(ids).logits
+        assert torch.equal(start, finetune_hf.build(Namespace(**{**vars(args), "lora": 0}))(ids).logits)
+        for path, parameter in module.named_parameters():
+            if path.endswith(".B"):
+                parameter.normal_()
+        finetune_hf.export(args, module.state_dict())
+        logits, merged = module(ids).logits, saved_model(tmp_path / "saved")(ids).logits
+    assert (logits - start).abs().max() > 0.1
+    torch.testing.assert_close(merged, logits)
 
 
 def test_the_corpus_is_split_by_file_and_its_entropies_are_those_of_counted_tables() -> None:

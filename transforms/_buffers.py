@@ -44,17 +44,19 @@ class Buffers:
         self.places = {path: (held, name) for path, held, name in persistent(module)}
         training = {id(part._buffers) for part in module.modules() if part.training}
         self.live = {path for path, (held, _) in self.places.items() if id(held) in training}
+        self.device: torch.device | None = None
+        self.lent: dict[str, torch.Tensor] = {}
         self.checked = False  # that what is not in the state does not change
         self.own = {path: held[name] for path, (held, name) in self.places.items()}
 
     def lend(self, state: State, device: torch.device) -> None:
         """Copies of the state's buffers into the module, of all others the module's own; all on the device."""
-        for part in self.module.modules():
-            for name, buffer in part._buffers.items():
-                if buffer is not None and buffer.device != device and buffer.device.type != "meta":
-                    part._buffers[name] = buffer.to(device)
+        if device != self.device:
+            self._move(device)
+        if not self.own:
+            return
         given = state.buffers if isinstance(state.buffers, dict) else {}
-        self.lent: dict[str, torch.Tensor] = {}
+        self.lent = {}
         by_dtype: dict[torch.dtype, list[str]] = {}
         source = {path: given.get(path, own) for path, own in self.own.items()}
         for path, buffer in source.items():
@@ -68,6 +70,15 @@ class Buffers:
         for path, tensor in self.lent.items():
             held, name = self.places[path]
             held[name] = tensor
+
+    def _move(self, device: torch.device) -> None:
+        """The module's own buffers, once."""
+        self.device = device
+        for part in self.module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.device.type != "meta":
+                    part._buffers[name] = buffer.to(device)
+        self.own = {path: held[name] for path, (held, name) in self.places.items()}
 
     def collect(self, state: State) -> Any:
         """The buffers of the new state: the old ones if the forward can have changed nothing.

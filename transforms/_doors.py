@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +84,8 @@ class Door:
         if self.inside or driver.state is None:
             return function(self.module, *args, **kwargs)
         driver.gather(self.units, [*driver.stack, *(call.door for call in driver.active if call.door)])
-        tensors = [driver.weights[unit][key] for unit, key in self.leaves]
+        tensors = driver.tensors(self.leaves)
+        lent = tuple(tensors)
         storages = [tensors[i].untyped_storage()._cdata for i in self.firsts]
         call = None
         if driver.backward:  # activation checkpointing runs it again: the same, with nothing to come of it
@@ -97,7 +99,7 @@ class Door:
                 call.node = through[0].grad_fn
                 for i, tensor in zip(self.trained, through, strict=True):
                     tensors[i] = tensor
-            call.tensors = tensors
+            call.lent, call.tensors = lent, tensors
         driver.stack.append(self)
         self.put(tensors)
         try:
@@ -135,7 +137,8 @@ class Call:
     def __init__(self, driver: Driver, door: Door | None, leaves: list[Leaf]) -> None:
         self.driver, self.door, self.leaves = driver, door, leaves
         self.parents = list(driver.stack)
-        self.tensors: list[torch.Tensor] = []
+        self.lent: tuple[torch.Tensor, ...] = ()  # the door's weights, as they were gathered
+        self.tensors: list[torch.Tensor] = []  # and as they went in
         self.node: Any = None  # of Weights, in the graph
         self.out: Any = None  # of Outputs
         self.trained: dict[str, list[tuple[int, int]]] = {}  # for each unit: (which of `leaves`, which of its keys)
@@ -156,6 +159,12 @@ class Call:
                 other.end()
         driver.active = [other for other in driver.active if other.door in self.parents]
         driver.gather(door.units, self.parents)
+        if not all(map(is_, driver.tensors(door.leaves), self.lent)):
+            raise ScheduleError(
+                f"the units {', '.join(map(repr, door.units))} are used more often than the schedule says, and were "
+                "gathered to another place for the backward. Give the order: Schedule(order=[...]), or have it "
+                "recorded: Schedule(order='recorded')."
+            )
         driver.active.append(self)
         door.put(self.tensors)
 

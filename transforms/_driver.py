@@ -51,8 +51,9 @@ class Driver:
         self.active: list[Call] = []  # whose backward is under way
         self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
         self.sums: dict[str, Gradients] = {}
-        self.trace: list[tuple[str, ...]] = []
-        self.backward = False
+        self.trace: tuple[list[Any], list[Any]] = ([], [])  # the order of use, forward and backward
+        self.differentiating = False  # whether the forward is over
+        self.backward = False  # whether the backward has begun
         self.token: torch.Tensor | None = None
 
     # ---------------------------------------------------------------- a state's layout
@@ -83,7 +84,7 @@ class Driver:
         self.layout = state.layout
 
     @contextmanager
-    def running(self, state: State, verb: str) -> Iterator[None]:
+    def running(self, state: State, verb: str, trains: bool = False) -> Iterator[None]:
         """Within, the model computes with this state's weights; `self.state` goes on from it."""
         if self.state is not None:
             raise ScheduleError(
@@ -92,12 +93,16 @@ class Driver:
             )
         self.attach(state)
         state.token.ledger.enter(state.token.serial, verb)
-        state.executor.follow(self.order)
+        executor = state.executor
+        executor.follow(self.order)
+        if trains:
+            executor.begin(state)
         self.state = state
         try:
             yield
             self.release()
-            state.executor.observe(self.trace)
+            if trains:
+                executor.end(*map(tuple, self.trace))
         finally:
             for door in self.doors:
                 door.empty()
@@ -118,12 +123,16 @@ class Driver:
                 for unit in stale:
                     del weights[unit]
                 self.state = release(self.state, stale if len(stale) > 1 else stale[0])
-            self.trace.append(units)
+            self.trace[self.differentiating].append(units if len(units) > 1 else units[0])
             if len(units) == 1:
                 self.state, weights[units[0]] = unshard(self.state, units[0])
             else:
                 self.state, found = unshard(self.state, units)
                 weights.update(found)
+
+    def tensors(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+        """Gathered weights."""
+        return [self.weights[unit][key] for unit, key in leaves]
 
     def release(self) -> None:
         """Give back all units."""
@@ -159,6 +168,7 @@ class Driver:
         self.last = last
         assert self.token is not None
         self.release()
+        self.differentiating = True
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as everything that this drives
             torch.autograd.grad(Start.apply(self, loss), self.token, scale, allow_unused=True)
 

@@ -20,6 +20,14 @@ def seeded(state: State, microbatch: int) -> Iterator[None]:
     run = runtime_of(state.spec.mesh)
     where = f"{int(state.rng)} {state.token.ledger.steps} {microbatch} {run.rank}"
     seed = int.from_bytes(hashlib.sha256(where.encode()).digest()[:7], "little")
-    with torch.random.fork_rng([run.device] if run.device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    generators = [torch.default_generator]
+    if run.device.type == "cuda":
+        generators.append(torch.cuda.default_generators[run.device.index])
+    before = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
         yield
+    finally:
+        for generator, state_of in zip(generators, before, strict=True):
+            generator.set_state(state_of)

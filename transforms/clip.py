@@ -31,8 +31,12 @@ def global_norm(state: State) -> tuple[State, torch.Tensor]:
     for axes, tensors in shards(state).items():
         wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
         filled = [t for t in tensors if t.numel()]
-        norms = torch._foreach_norm(filled, 2, dtype=wide) if filled else [torch.zeros((), dtype=wide)]
-        squares[axes] = torch.stack(list(norms)).to(state.count.device).square().sum()
+        norms = (
+            torch._foreach_norm(filled, 2, dtype=wide)
+            if filled
+            else [torch.zeros((), dtype=wide, device=state.count.device)]
+        )
+        squares[axes] = torch.stack(list(norms)).square().sum()
     widest = torch.float64 if any(s.dtype is torch.float64 for s in squares.values()) else torch.float32
     return state, total(state, {axes: s.to(widest) for axes, s in squares.items()}).sqrt()
 

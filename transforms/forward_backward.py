@@ -68,15 +68,15 @@ class ForwardBackward:
     ) -> tuple[State, Any]:
         driver = self.driver
         self.microbatch = 0 if state.between_steps else self.microbatch + 1
-        with driver.running(state, "forward_backward"), seeded(state, self.microbatch):
+        with driver.running(state, "forward_backward", trains=True), seeded(state, self.microbatch):
             driver.token = torch.zeros((), device=driver.device, requires_grad=True)
             self.buffers.lend(state, driver.device)
             try:
                 with torch.enable_grad():
                     out = self.loss_fn(driver.model, *args, **kwargs)
                 loss, aux = self._parts(out)
-                factor = torch.as_tensor(scale, dtype=loss.dtype, device=loss.device).expand(loss.shape)
-                self._differentiate(loss, factor, last)
+                factor = scale.to(loss) if isinstance(scale, torch.Tensor) else torch.full_like(loss, scale)
+                self._differentiate(loss, factor.expand(loss.shape), last)
                 kept = self.buffers.collect(driver.state)
             finally:
                 self.buffers.restore()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from functional_fsdp import State, finish
 from functional_fsdp._runtime import runtime_of
@@ -95,7 +94,4 @@ def find_nonfinite(state: State) -> tuple[State, list[Nonfinite]]:
             count = int((~buffer.local[a - start : b - start].isfinite()).sum()) if a < b else 0
             if count:
                 mine.append(Nonfinite(leaf.path, buffer.bucket.unit, run.ranks[run.rank], count))
-    everyone: list[list[Nonfinite]] = [mine] * run.size
-    if run.size > 1:
-        dist.all_gather_object(everyone, mine, group=run.control)
-    return state, [one for found in everyone for one in found]
+    return state, [one for found in run.everyone(mine) for one in found]
