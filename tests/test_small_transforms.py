@@ -358,7 +358,7 @@ def test_the_count_of_skipped_steps_is_saved(tmp_path: Any) -> None:
 # ---------------------------------------------------------------- an average of the weights
 
 
-def averaged() -> tuple[Tree, list[Tree]]:
+def averaged(folder: str) -> tuple[Tree, list[Tree]]:
     sys.path.append(str(Path(__file__).parents[1] / "examples"))
     import ema
 
@@ -370,11 +370,16 @@ def averaged() -> tuple[Tree, list[Tree]]:
         state = fsdp.step(forward_backward(state, on(state, small_batch(k, dist.get_rank())))[0])
         state = ema.update(state, 0.5)
         seen.append(fsdp.full_params(state))
-    return fsdp.full_params(ema.averaged(state)), seen
+    fsdp.save(state, folder)
+    loaded = fsdp.load(state, folder)
+    average = fsdp.full_params(ema.averaged(state))
+    again = fsdp.full_params(ema.averaged(loaded))
+    assert all(torch.equal(again[key], average[key]) for key in average)
+    return average, seen
 
 
-def test_the_example_of_an_average() -> None:
-    for average, seen in launch(averaged, 2):
+def test_the_example_of_an_average(tmp_path: Path) -> None:
+    for average, seen in launch(averaged, 2, str(tmp_path / "saved")):
         for key, got in average.items():
             want = seen[0][key]
             for later in seen[1:]:
