@@ -6,13 +6,16 @@ BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
 TORCH   = $(shell grep -m1 '^torch==' constraints.txt)
 
-.PHONY: train test lint format clean
+.PHONY: train test laws lint format clean
 
 train: $(READY)  ## the main job: make train ARGS="--steps 100 --placement ddp"
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: lint  ## every check: make test ARGS="-k launch"
 	$(BIN)/python -m pytest $(ARGS)
+
+laws: $(READY)  ## every row of the law table of dtypes, not only all pairs
+	LAWS=full $(BIN)/python -m pytest tests/test_precision.py --timeout 1200 -s
 
 lint: $(READY)
 	$(BIN)/ruff check

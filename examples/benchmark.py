@@ -12,6 +12,9 @@
 | driven          | the same by `T.forward_backward(model, loss_fn)`, which would take any module                    |
 | FSDP2           | `fully_shard` of embedding, blocks and head; the head stays gathered, as in torchtitan           |
 | DDP             | `DistributedDataParallel`; with bfloat16, of a bfloat16 copy, and float32 main weights beside it |
+| float32 wire    | unit by unit, with gradients that travel and are added up in float32 (`--only` asks for it)      |
+| exact sum       | unit by unit, with a bfloat16 wire that is added up in float32 in rank order (`--only`)          |
+| FSDP2 float32   | FSDP2 with `MixedPrecisionPolicy(reduce_dtype=torch.float32)` (`--only`)                         |
 | resident        | what no sharding can beat (`--only` asks for it): whole weights stay in place, nothing is sent,  |
 |                 | and each rank updates its share of main weights; the weights that compute sees never change      |
 
@@ -153,10 +156,12 @@ class Setting:
     mesh: DeviceMesh
     placement: str
     dtype: torch.dtype
+    wire: torch.dtype | None = None  # as dtype
+    sum: str = "auto"
 
     def spec(self) -> fsdp.Spec:
         placement = getattr(fsdp, self.placement)(*(self.mesh.mesh_dim_names or ()))
-        precision = fsdp.Precision(torch.float32, compute=self.dtype)
+        precision = fsdp.Precision(torch.float32, compute=self.dtype, wire=self.wire, sum=self.sum)
         return fsdp.Spec(self.mesh, placement, precision=precision, units=["embed", "blocks.*", "head"])
 
 
@@ -235,7 +240,7 @@ def keeping(state: fsdp.State, train_step: Callable[..., tuple[fsdp.State, torch
 
 
 def fsdp2(model: GPT, setting: Setting) -> Step:
-    policy = MixedPrecisionPolicy(param_dtype=setting.dtype, reduce_dtype=setting.dtype)
+    policy = MixedPrecisionPolicy(param_dtype=setting.dtype, reduce_dtype=setting.wire or setting.dtype)
     reshard = setting.placement not in ("zero1", "zero2")
     for stage in (model.embed, *model.blocks):
         fully_shard(stage, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -305,8 +310,12 @@ CONTESTANTS: dict[str, Callable[[GPT, Setting], Step]] = {
     "driven": driven,
     "FSDP2": fsdp2,
     "DDP": ddp,
+    "float32 wire": lambda model, setting: unit_by_unit(model, replace(setting, wire=torch.float32)),
+    "exact sum": lambda model, setting: unit_by_unit(model, replace(setting, wire=torch.bfloat16, sum="fp32")),
+    "FSDP2 float32": lambda model, setting: fsdp2(model, replace(setting, wire=torch.float32)),
     "resident": resident,
 }
+ASKED = ("float32 wire", "exact sum", "FSDP2 float32", "resident")  # only when they are named
 PEER, BY_HAND, BOUND = "FSDP2", "unit by unit", "resident"
 ALL = ",".join(CONTESTANTS)
 HYBRID = {"replica": 2, "shard": -1}
@@ -540,7 +549,7 @@ def arguments() -> argparse.Namespace:
         help="of this project's rows; FSDP2 follows for zero3 and hsdp, keeps weights gathered after forward for zero1 "
         "and zero2, and has no match for ddp (zero3 then) and hfsdp (hsdp then)",
     )
-    rows = [name for name in CONTESTANTS if name != BOUND]
+    rows = [name for name in CONTESTANTS if name not in ASKED]
     add("--only", type=lambda text: text.split(","), default=rows, help=f"a choice of {ALL}")
     add("--json", help="write everything to this file")
     args = parser.parse_args()

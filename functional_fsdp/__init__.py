@@ -13,6 +13,7 @@ from ._flat import FlatBuffer
 from ._init import init
 from ._launch import LaunchError, launch, local_mesh
 from ._layout import Bucket, Layout, Leaf, Unit
+from ._metrics import pmean, psum
 from ._module import bind, functionalize
 from ._optim import Optimizer, adamw, from_updates, sgd
 from ._plan import Plan, plan
@@ -22,7 +23,7 @@ from ._shard import layout, shard
 from ._spec import Placement, Precision, Spec, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._state import State
 from ._units import units
-from ._verbs import finish, pmean, reduce, release, step, unshard
+from ._verbs import finish, reduce, release, step, unshard
 
 __version__ = "0.1.0"
 
@@ -69,6 +70,7 @@ __all__ = [
     "local_shards",
     "plan",
     "pmean",
+    "psum",
     "reduce",
     "release",
     "save",

@@ -150,7 +150,7 @@ def _tensors(state: State, only_sharded: bool = False) -> dict[str, torch.Tensor
         for path, node in zip(paths, nodes, strict=True):
             if isinstance(node, FlatBuffer):
                 start, stop = node.span()
-                found[f"{name}.{path}[{start}:{stop}]"] = node.local
+                found[f"{name}.{path}[{start}:{stop}]{_own(state, node)}"] = node.local
             elif isinstance(node, torch.Tensor) and only_sharded:
                 continue
             elif isinstance(node, torch.Tensor):
@@ -161,6 +161,14 @@ def _tensors(state: State, only_sharded: bool = False) -> dict[str, torch.Tensor
                     "Keep it as a tensor."
                 )
     return found
+
+
+def _own(state: State, buffer: FlatBuffer) -> str:
+    """Where on the axes that a bucket is not averaged over: ranks there have leaves of their own."""
+    at = runtime_of(state.spec.mesh).coordinate
+    axes = (axis for axis in state.spec.axes if axis not in buffer.bucket.placement.data and state.spec.axes[axis] > 1)
+    said = ", ".join(f"{axis} {at[axis]}" for axis in axes)
+    return f" of {said}" if said else ""
 
 
 def _group(run: Any) -> dist.ProcessGroup | None:

@@ -1,4 +1,4 @@
-"""The three collectives on NCCL and on gloo, each a generator: it issues asynchronous works, yields them, and goes on
+"""The collectives on NCCL and on gloo, each a generator: it issues asynchronous works, yields them, and goes on
 when they are done.
 
 NCCL has each as one kernel, which runs on the current stream, and nothing is yielded. gloo's own all-gather and
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather", "all_reduce", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
 
 Works = Iterator[list[Any] | str]
 OPS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -46,6 +46,15 @@ def reduce_scatter(out: torch.Tensor, full: torch.Tensor, op: str, group: dist.P
     yield _reduces(slices, op, group)
     if slices and slices[group.rank()].data_ptr() != out.data_ptr():
         out.copy_(slices[group.rank()])
+
+
+def all_to_all(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup) -> Works:
+    """`given` [ranks · n] -> `out` [ranks · n]: the n of each rank's that are this one's, in rank order."""
+    if out.device.type == "cuda":
+        dist.all_to_all_single(out, given, group=group)
+        return
+    if out.numel():
+        yield [dist.all_to_all_single(out, given, group=group, async_op=True)]
 
 
 def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, sliced: bool = True) -> Works:

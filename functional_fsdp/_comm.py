@@ -45,13 +45,16 @@ class Comm:
         flying: units whose gather is under way; reducing: reductions under way (snapshots only).
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, turn: int | None = None) -> None:
         self.plan = plan
-        self.opens = _opens(plan)
+        self.known = turn is not None  # else the turn is a guess from the order
+        self.turn = plan.turn if turn is None else turn
+        self.opens = plan.opens(self.turn)
         self.sharing = {unit: frozenset(others) for unit, others in plan.sharing.items()}
         self.flying: tuple[str, ...] = ()
         self.reducing = 0
         self.bounded = False  # whether `begin` and `end` say where passes are
+        self.limit = len(plan.uses)  # a use comes before it: in the forward of such a pass, before the turn
         self.reset()
 
     def reset(self) -> None:
@@ -84,7 +87,7 @@ class Comm:
         plan, cursor = self.plan, self.cursor
         if (
             len(names) == 1
-            and cursor < len(plan.uses)
+            and cursor < self.limit
             and plan.uses[cursor].unit == names[0]
             and (self.opens[cursor] or names[0] in self.owing)
         ):  # nearly always
@@ -159,7 +162,7 @@ class Comm:
             return None
         if name in self.held:
             return -1
-        ahead = next((k for k in planned.uses if k >= at and (self.opens[k] or name in self.owing)), None)
+        ahead = next((k for k in planned.uses if at <= k < self.limit and (self.opens[k] or name in self.owing)), None)
         if ahead is not None and not any(self._owed(k, names) for k in range(at, ahead)):
             return ahead
         return planned.uses[0] if may_wrap else None
@@ -207,12 +210,17 @@ class Comm:
             self.live[unit] = i
         self.issued += len(gathers)
 
+    @property
+    def ahead(self) -> bool:
+        """Whether peers may wait for gathers of this pass that this rank has not come to."""
+        return self.issued < self._end()
+
     def _end(self) -> int:
         """The gathers of this pass up to where it ends: after the forward, if it is an evaluation."""
         plan = self.plan
         if not self.cursor:
             return self.issued
-        last = len(plan.uses) if self.training or self.cursor > plan.turn else plan.turn
+        last = len(plan.uses) if self.training or self.cursor > self.turn else self.turn
         return max(self.issued, plan.due[last - 1])
 
     def _next_pass(self) -> None:
@@ -269,6 +277,11 @@ class Comm:
             self._reduced()
         return done
 
+    def waive(self, unit: str) -> None:
+        """This rank will have no gradient of a unit that it used in the forward, and need not come to it again."""
+        self.owing.discard(unit)
+        self.used.discard(unit)
+
     def skipped(self) -> None:
         """Let the reductions of units that this rank has passed over for good lapse, if it is their turn."""
         self._pass_over(self.cursor)
@@ -313,14 +326,18 @@ class Comm:
         return rest
 
     def begin(self) -> list[int]:
-        """A pass begins, and ends where `end` says so. Returns the gathers that are left of the one before."""
+        """A pass begins that ends where `end` says. Returns the gathers that are left of the one before."""
         rest = self.finish(step=False)
-        self.bounded = True
+        self.bounded, self.limit = True, self.turn if self.known else len(self.plan.uses)
         return rest
+
+    def turned(self) -> None:
+        """The forward of the pass that `begin` began is over."""
+        self.limit = len(self.plan.uses)
 
     def end(self) -> None:
         """The pass that `begin` began is over; a use may begin the next one again."""
-        self.bounded = False
+        self.bounded, self.limit = False, len(self.plan.uses)
 
     def finish(self, step: bool = True) -> list[int]:
         """The pass ends: the gathers that peers issue in it and this rank passed over.
@@ -380,15 +397,3 @@ class Comm:
                 f"reductions of this pass issued, {self.reducing} reductions in flight{waiting}",
             )
         )
-
-
-def _opens(plan: Plan) -> list[bool]:
-    """For each use whether it may be a unit's first one in a pass: in the forward, or after its reduction."""
-    done: set[str] = set()
-    found = []
-    for k, use in enumerate(plan.uses):
-        found.append(k < plan.turn or use.unit in done)
-        done.discard(use.unit)
-        if use.reduces:
-            done.add(use.unit)
-    return found

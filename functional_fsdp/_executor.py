@@ -10,7 +10,6 @@ name), ranks first agree on the unit, and compute waits for its gather: slower, 
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -23,14 +22,15 @@ from ._comm import Comm
 from ._flat import FlatBuffer, write_leaves
 from ._lanes import Job, Mark
 from ._layout import Layout, Unit
+from ._loose import Loose
 from ._plan import Plan, plan
 from ._program import combined
-from ._route import Partial, Replicate, partial_states, states_of
+from ._route import Partial, Replicate, states_of
 from ._runtime import Runtime
 from ._schedule import Order
 from ._spec import Spec
 from ._staging import Staging, Values
-from ._weights import Gathered, Lease, lease_of
+from ._weights import Lease, lease_of
 
 if TYPE_CHECKING:
     from ._state import State
@@ -45,16 +45,16 @@ class Executor:
         self.run = run
         self.layout = layout
         self.spec = spec
-        self.units = tuple(layout.by_name)
         self.recording: list[tuple[str, ...]] | None = None
-        self.loose: dict[str, Gathered] = {}
-        self.warned: set[str] = set()
+        self.loose = Loose(run, layout)
         self.grads: dict[str, FlatBuffer] = {}
         self.early: dict[int, Values] = {}  # gradients whose turn has not come
         self.last = True  # as the newest gradient came with: zeros in a unit's stead follow it
         kinds = (("grads", Partial), ("main", Replicate))
         self.eager = all(len({states_of(b, *kind) for kind in kinds}) == 1 for b in layout.trainable.values())
         self.observing = False
+        self.begins = 0  # forwards of this step
+        self.recorded_turn: int | None = None
         self.open = spec.schedule.order is None  # whether the order of use is anyone's to say
         self.observed: tuple[Order, Order] | None = None
         self.midway = False  # whether a verb was stopped in the middle
@@ -65,9 +65,9 @@ class Executor:
         else:
             self._install(plan(layout, spec.schedule))
 
-    def _install(self, program: Plan) -> None:
+    def _install(self, program: Plan, turn: int | None = None) -> None:
         self.plan = program
-        self.comm = Comm(program)
+        self.comm = Comm(program, turn)
         self.arena = Arena(self.run, program)
         self.staging = Staging(self.run, program, self.spec.average)
         self.fence = True  # the next gather waits for all that compute has done
@@ -82,39 +82,60 @@ class Executor:
         if self.open and self.comm.idle and not self.grads:
             self.open = False
             self.observing = True
-            self._reorder(order)
+            self._reorder(order, len(order) // 2)
 
-    def begin(self, state: State) -> None:
-        """A forward begins, to which everything belongs until `end`: nothing in it is taken for the next pass."""
+    def begin(self, state: State) -> int:
+        """A forward begins, to which everything belongs until `end`: nothing in it is taken for the next pass.
+
+        Returns how many began before it in this step.
+        """
+        self.begins += 1
         if self.recording is None:
             self._in_order(state, self.comm.begin(), self.comm.lapse())
+        return self.begins - 1
 
-    def end(self, forward: Order, backward: Order) -> None:
+    def turned(self) -> None:
+        """The forward is over, the backward begins."""
+        self.comm.turned()
+        if self.recording is not None and self.recorded_turn is None:
+            self.recorded_turn = sum(map(len, self.recording))
+
+    def end(self, state: State, forward: Order, backward: Order) -> None:
         """The backward is over, and these were the orders of use. After the first step the plan follows what was seen.
 
-        What some ranks did not use goes where others used it, and what none used stays between its neighbours.
+        Starts what peers may still wait for. In the new order, what some ranks did not use goes where others used it,
+        and what none used stays between its neighbours.
         """
+        if self.recording is None:
+            self._in_order(state, self.comm.finish(step=False), self.comm.lapse())
         self.comm.end()
         if self.observing and self.observed is None:
             self.observed = (forward, backward)
 
     def _adopt(self, mine: tuple[Order, Order]) -> None:
         planned = self.plan.schedule.order
-        order = combined(self.run.everyone(mine), planned if isinstance(planned, tuple) else ())
-        if order:
-            self._reorder(order)
+        forward, backward = combined(self.run.everyone(mine), planned if isinstance(planned, tuple) else ())
+        if forward:
+            self._reorder(forward + backward, len(forward))
 
-    def _reorder(self, order: Order) -> None:
+    def _reorder(self, order: Order, forward: int) -> None:
+        """Follow this order, of which so many calls are the forward."""
         schedule = self.spec.schedule.ordered(order)
         if schedule.order != self.plan.schedule.order:
-            self._install(plan(self.layout, schedule))
+            turn = sum(1 if isinstance(call, str) else len(call) for call in order[:forward])
+            self._install(plan(self.layout, schedule), turn)
 
     # ---------------------------------------------------------------- gathers
 
-    def unshard(self, state: State, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
+    def unshard(
+        self, state: State, names: Sequence[str], outside_plan: bool = False
+    ) -> dict[str, dict[str, torch.Tensor]]:
         """The weights of units, once they are there; starts what the plan names next."""
-        if self.recording is None:
-            wanted = [name for name in names if not self._loosely(name)] if self.loose else names
+        if outside_plan and self.recording is None:
+            self.midway = True
+            outside = list(names)
+        elif self.recording is None:
+            wanted = [name for name in names if not self.loose.held(name)] if self.loose.units else names
             gathers, outside = self.comm.use(wanted)
             self.midway = True
             if self.comm.jumped and self.eager:
@@ -128,13 +149,18 @@ class Executor:
             self.recording.append(tuple(names))
             outside = list(names)
         for name in outside:
-            self._gather_loose(state, name)
+            self.loose.gather(state, name, self._planned)
         found = {}
         for name in names:
             lease = self._lend(state, name, name in outside)
             found[name] = dict(lease.weights)
         self.midway = False
         return found
+
+    @property
+    def _planned(self) -> bool:
+        """Whether there is an order of use that is not only a guess."""
+        return self.recording is None and not self.observing
 
     def _in_order(self, state: State, gathers: Sequence[int], due: Iterable[tuple[int, bool]]) -> None:
         """Gathers and reductions in the order in which peers come to them: on the CPU, where the host waits, ranks
@@ -151,8 +177,8 @@ class Executor:
         self._issue(left)
 
     def _lend(self, state: State, name: str, outside: bool) -> Lease:
-        if outside or self._loosely(name):
-            lease = self.loose[name].lease
+        if outside or (self.loose.units and self.loose.held(name)):
+            lease = self.loose.lease(name)
         else:
             place = self.arena.place(state, name)
             if name in self.flying:
@@ -186,40 +212,17 @@ class Executor:
             mark = self.released.pop(name)  # the dict is in order of release
         return mark
 
-    def _gather_loose(self, state: State, name: str) -> None:
-        if self._loosely(name):
-            return
-        self._outside(name, "unshard")
-        if name not in self.loose:
-            self.loose[name] = Gathered(state, self.layout.by_name[name])
-        self.loose[name].gather(state)
-
-    def _outside(self, name: str, verb: str) -> None:
-        self.run.agree(self.units.index(name), self.units, verb)
-        if self.recording is None and not self.observing and name not in self.warned:
-            self.warned.add(name)
-            warnings.warn(
-                f"{verb}({name!r}) is not what the schedule expects here: it works, but nothing is overlapped. Give "
-                "the order of use, Schedule(order=[...]), or have it recorded: Schedule(order='recorded').",
-                stacklevel=5,
-            )
-
     def held(self, name: str) -> bool:
         """Whether a unit is handed out and not released."""
-        return name in self.comm.held or self._loosely(name)
-
-    def _loosely(self, name: str) -> bool:
-        """Whether it is outside the arena."""
-        return name in self.loose and self.loose[name].lease.held
+        return name in self.comm.held or self.loose.held(name)
 
     def release(self, state: State, names: Sequence[str]) -> None:
         """Units are given back: a mark on compute, and gathers that waited for their bytes."""
         self.midway = True
         mine = []
         for name in names:
-            if self._loosely(name):
-                self.loose[name].release(self.plan.schedule.debug)
-                self.loose[name].lease.held = False
+            if self.loose.units and self.loose.held(name):
+                self.loose.release(name, self.plan.schedule.debug)
             else:
                 mine.append(name)
                 self.arena.places[name].lease.held = False
@@ -253,7 +256,7 @@ class Executor:
         mine = self.comm.turn_of(unit)
         if mine is None:
             if not whole_tree:
-                self._outside(unit, "reduce")
+                self.loose.agree(unit, "reduce", self._planned)
             self._reduce_outside(self.layout.by_name[unit], values, last)
             self.midway = False
             return
@@ -270,6 +273,12 @@ class Executor:
             self.early[mine] = [v.clone() if v is not None and lease_of(v) is not None else v for v in values]
         self.midway = False
 
+    def waive(self, unit: str) -> bool:
+        """No gradient of this unit will come on this rank, in this pass. False: say so by `reduce`: there is no plan."""
+        if self.recording is None:
+            self.comm.waive(unit)
+        return self.recording is None
+
     def _issue(self, due: Iterable[tuple[int, bool]]) -> None:
         for index, given in due:
             unit = self.layout.by_name[self.plan.reductions[index].unit]
@@ -284,16 +293,10 @@ class Executor:
                 continue
             have = self.grads.get(bucket.name)
             final, rest = states_of(bucket, "main"), states_of(bucket, "grads", Partial)
-            stage = torch.empty(bucket.numel, dtype=bucket.compute, device=self.run.device)
+            stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
             write_leaves(bucket, stage, dict(zip(unit.paths, values, strict=True)))
             whole = have.states == final if have is not None else last
-            new = FlatBuffer(stage, bucket, partial_states(bucket), self.spec.mesh).redistribute(
-                final if whole else rest, average=self.spec.average, donate=True
-            )
-            if have is None:
-                self.grads[bucket.name] = new.but(new.local.to(bucket.grads))
-            else:
-                have.local.add_(new.local)
+            self.staging.outside(bucket, stage, self.grads, final if whole else rest, self.spec.mesh)
             if last:
                 self.staging.complete(bucket, self.grads)
 
@@ -302,7 +305,7 @@ class Executor:
     @property
     def complete(self) -> bool:
         """Whether every main gradient is there and whole."""
-        if self.early or self.comm.reduced or self.comm.lapsed:
+        if self.early or self.comm.reduced or self.comm.lapsed or self.comm.ahead:
             return False
         grads, trainable = self.grads, self.layout.trainable
         return all(n in grads and grads[n].states == states_of(b, "main") for n, b in trainable.items())
@@ -345,13 +348,12 @@ class Executor:
         self.released.clear()
         for place in self.arena.places.values():
             place.lease.held = False
-        for gathered in self.loose.values():
-            gathered.lease.held = False
         self.loose.clear()
         self.arena.free()
         self.fence = True
         self.comm.end()
-        self.observed = None
+        self.observed = self.recorded_turn = None
+        self.begins = 0
         if self.recording is not None:
             self.recording.clear()
 
@@ -362,14 +364,15 @@ class Executor:
 
     def commit(self) -> None:
         """The step was taken: install the order that it recorded."""
-        order, observed = tuple(self.recording or ()), self.observed
+        order, observed, turn = tuple(self.recording or ()), self.observed, self.recorded_turn
         self.reset()
         for place in self.arena.places.values():
             # The next step gathers other numbers: autograd shall refuse residuals that are kept until then.
             torch.autograd.graph.increment_version(place.aliases)
         if order:
             self.recording = None
-            self._install(plan(self.layout, self.spec.schedule.ordered(self.run.everyone(order)[0])))
+            order, turn = self.run.everyone((order, turn))[0]
+            self._install(plan(self.layout, self.spec.schedule.ordered(order)), turn)
         if self.observing and observed is not None:
             self.observing = False
             self._adopt(observed)

@@ -31,9 +31,10 @@ from ._spec import Placement, Spec
 from ._tree import Paths, bytes_text, first_match, match, table
 from ._units import find_units, relative_keys
 
-__all__ = ["ALIGN", "Bucket", "Layout", "Leaf", "LeafInfo", "Unit", "aligned", "plan_layout"]
+__all__ = ["ALIGN", "STAGED", "Bucket", "Layout", "Leaf", "LeafInfo", "Unit", "aligned", "plan_layout"]
 
 ALIGN = 128  # elements
+STAGED = 512  # bytes: where what is staged begins
 KINDS = ("weights", "grads", "main")
 
 
@@ -85,6 +86,9 @@ class Bucket:
     main: torch.dtype
     compute: torch.dtype
     grads: torch.dtype
+    wire: torch.dtype
+    exact: bool  # whether gradients are summed in float32, in the order of the ranks
+    share: int  # of a mean over all data ranks: how many ranks there are for each one that this bucket's axes have
     trainable: bool
 
     def __hash__(self) -> int:  # buckets are keys of caches in every verb: leave the leaves out
@@ -101,6 +105,14 @@ class Bucket:
     def nbytes(self, kind: str) -> int:
         """Bytes a rank of the bucket's shard of this kind."""
         return self.numel // self.slices(kind) * getattr(self, {"weights": "compute"}.get(kind, kind)).itemsize
+
+    @property
+    def staged(self) -> int:
+        """Bytes of staging: what is sent; for an exact sum what comes in, too, and the sum if it stays whole."""
+        n = aligned(self.numel * self.wire.itemsize, STAGED)
+        if not self.exact or prod(self.ranks.values()) == 1:
+            return n
+        return 2 * n + (0 if self.placement.main else aligned(self.numel * 4, STAGED))
 
     def span(self, axes: Sequence[str], coordinate: dict[str, int]) -> tuple[int, int]:
         """The elements [start, stop) that a rank at `coordinate` holds if sharded over `axes` (a prefix of `order`)."""
@@ -265,7 +277,12 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
     """
     paths = [leaf.path for leaf in leaves]
     every_path = [*paths, *(alias for leaf in leaves for alias in leaf.aliases)]
-    for what, rules in (("labels", spec.labels), ("trainable", spec.trainable), ("placement", spec.placements)):
+    for what, rules in (
+        ("labels", spec.labels),
+        ("trainable", spec.trainable),
+        ("placement", spec.placements),
+        ("precision", spec.precisions),
+    ):
         for pattern, _ in rules:
             if every_path and pattern != "*" and all(match(pattern, path) is None for path in every_path):
                 raise SpecError(
@@ -284,7 +301,7 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
             leaf = leaves[i]
             kind = (
                 spec.placement_of(leaf.path, *leaf.aliases),
-                spec.precision.resolve(leaf.dtype),
+                spec.precision_of(leaf.path, *leaf.aliases).resolve(leaf.dtype),
                 _trains(leaf, spec),
             )
             kinds.setdefault(kind, []).append((leaf, key))
@@ -325,5 +342,9 @@ def _bucket(
         placed.append(Leaf(leaf.path, key, leaf.shape, at, label))
         at += aligned(leaf.numel, ALIGN)
     numel = aligned(at, prod(size for _, size in sizes) * ALIGN)
-    main, compute, grads = dtypes
-    return Bucket(name, unit, tuple(placed), numel, placement, sizes, main, compute, grads, trainable)
+    everyone = {axis for _, rule in spec.placements for axis in rule.data}
+    share = prod(size for axis, size in spec.axes.items() if axis in everyone - set(placement.data))
+    return Bucket(
+        name, unit, tuple(placed), numel, placement, sizes,
+        dtypes.main, dtypes.compute, dtypes.grads, dtypes.wire, dtypes.sum == "fp32", share, trainable,
+    )  # fmt: skip

@@ -105,12 +105,30 @@ def functionalize(module: M) -> tuple[dict[str, torch.Tensor], M]:
 
 def skeleton_of(module: M) -> M:
     """A copy of the module whose parameters are placeholders. Buffers are copied, weights never."""
+    _refuse_closures(module)
     memo: dict[int, Any] = {id(p): _placeholder(p) for p in module.parameters()}
     skeleton = copy.deepcopy(module, memo)
     for path, param in list(skeleton.named_parameters(remove_duplicate=False)):
         owner, _, name = path.rpartition(".")
         skeleton.get_submodule(owner)._parameters[name] = _placeholder(param)  # one each: ties live in the pytree
     return skeleton
+
+
+def _refuse_closures(module: nn.Module) -> None:
+    """A copy of a function goes on with the objects that it closed over: the module's own, with their weights."""
+    own = {id(x) for x in (*module.modules(), *module.parameters())}
+    for path, part in module.named_modules():
+        hooks = (hook for hooks in (part._forward_hooks, part._forward_pre_hooks) for hook in hooks.values())
+        for function in (*vars(part).values(), *hooks):
+            cells = getattr(function, "__closure__", None) or ()
+            held = [getattr(cell, "cell_contents", None) for cell in cells]
+            held += [*(getattr(function, "__defaults__", None) or ())]
+            if any(id(x) in own or id(getattr(x, "__self__", None)) in own for x in held):
+                raise TreeError(
+                    f"the module {path or type(module).__name__!r} has a function {function.__qualname__!r} that "
+                    "closes over a part of the model: a copy would compute with this model's weights. Make it a "
+                    "method, in a subclass, or types.MethodType(function, module)."
+                )
 
 
 class Slots:

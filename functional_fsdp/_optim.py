@@ -161,14 +161,29 @@ class Sgd:
     ) -> tuple[Tree, Any]:
         trees = (main, grads, opt) if opt else (main, grads)
         for label, (p, g, *momentum) in _groups(*trees).items():
+            lr, decay = _rate(self.lr, label, count), _by_label("weight_decay", self.weight_decay, label)
+            if p[0].device.type == "cpu" and any(t.dtype is torch.bfloat16 for t in p):
+                self._plainly(skip, p, g, momentum[0] if momentum else [], lr, decay)
+                continue
             torch.autograd.graph.increment_version([*p, *(momentum[0] if momentum else ())])
             torch._fused_sgd_(
                 p, g, momentum[0] if momentum else [],
-                weight_decay=_by_label("weight_decay", self.weight_decay, label), momentum=self.momentum,
-                lr=_rate(self.lr, label, count), dampening=0.0, nesterov=self.nesterov, maximize=False,
-                is_first_step=False, found_inf=None if skip is None else skip.float(),
+                weight_decay=decay, momentum=self.momentum, lr=lr, dampening=0.0, nesterov=self.nesterov,
+                maximize=False, is_first_step=False, found_inf=None if skip is None else skip.float(),
             )  # fmt: skip
         return main, opt
+
+    def _plainly(self, skip: torch.Tensor | None, p: Any, g: Any, momentum: Any, lr: Any, decay: float) -> None:
+        """Without the fused kernel, whose vectorised path for bfloat16 on the CPU is wrong (torch 2.13 at least)."""
+        for i, (weight, grad) in enumerate(zip(p, g, strict=True)):
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            d = grad.to(wide) + decay * weight.to(wide)
+            if momentum:
+                moving = self.momentum * momentum[i].to(wide) + d
+                d = d + self.momentum * moving if self.nesterov else moving
+                momentum[i].copy_(moving if skip is None else torch.where(skip, momentum[i].to(wide), moving))
+            new = weight.to(wide) - lr * d
+            weight.copy_(new if skip is None else torch.where(skip, weight.to(wide), new))
 
     def __hash__(self) -> int:
         return hash((type(self), self.momentum, self.nesterov))

@@ -168,6 +168,17 @@ class Plan:
         """For each use, how many of `gathers` its `unshard` and those before it start."""
         return tuple(bisect_right(self.gathers, k, key=lambda gather: gather.start) for k in range(len(self.uses)))
 
+    def opens(self, turn: int) -> list[bool]:
+        """For each use whether it may be a unit's first one in a pass: before the turn, or after its reduction."""
+        done: set[str] = set()
+        found = []
+        for k, use in enumerate(self.uses):
+            found.append(k < turn or use.unit in done)
+            done.discard(use.unit)
+            if use.reduces:
+                done.add(use.unit)
+        return found
+
     @cached_property
     def sharing(self) -> dict[str, tuple[str, ...]]:
         """For each unit, the others with which it shares bytes: their releases come before its gather."""
@@ -285,7 +296,7 @@ def plan(layout: Layout, schedule: Schedule | None = None) -> Plan:
 
 
 def _nbytes(bucket: Bucket) -> int:
-    """Bytes of the whole bucket in the compute dtype (gathered, or on the wire), aligned."""
+    """Bytes of the whole bucket in the compute dtype, aligned."""
     return aligned(bucket.numel * bucket.compute.itemsize, ALIGN)
 
 
@@ -297,12 +308,17 @@ def _parts(buckets: Sequence[Bucket], address: int) -> tuple[Part, ...]:
 def _stage(layout: Layout, program: Program) -> tuple[tuple[Reduction, ...], int]:
     """A reduction of every trainable unit wherever its gradient is complete, and their staging, in the wire's dtype."""
     trains = {name: [b for b in layout.by_name[name].buckets if b.trainable] for name in program.uses}
-    nbytes = {name: sum(map(_nbytes, buckets)) for name, buckets in trains.items()}
+    nbytes = {name: sum(bucket.staged for bucket in buckets) for name, buckets in trains.items()}
     due = [(name, k) for name, k in program.completed() if nbytes[name]]
     until = [*(k for _, k in due[SLOTS:]), *[len(program.order)] * SLOTS]
     sizes = [nbytes[name] for name, _ in due]
     packing = pack(sizes, [[(i, i + SLOTS - 1)] for i in range(len(due))])  # in order of issue: uses may coincide
     placed = zip(due, until, packing.addresses, sizes, strict=False)
     return tuple(
-        Reduction(name, k, end, at, size, _parts(trains[name], at)) for (name, k), end, at, size in placed
+        Reduction(name, k, end, at, size, _staged(trains[name], at)) for (name, k), end, at, size in placed
     ), packing.total
+
+
+def _staged(buckets: Sequence[Bucket], address: int) -> tuple[Part, ...]:
+    offsets = accumulate((bucket.staged for bucket in buckets), initial=address)
+    return tuple(Part(b.name, at, b.staged) for b, at in zip(buckets, offsets, strict=False))

@@ -117,13 +117,13 @@ class Program:
         return [(name, begin + k) for begin in range(0, len(self.order), self.length) for name, k in found]
 
 
-def combined(seen: Sequence[tuple[Order, Order]], planned: Order) -> Order:
-    """One order for all ranks from what each did, forward and backward, and from a plan for units that none used.
+def combined(seen: Sequence[tuple[Order, Order]], planned: Order) -> tuple[Order, Order]:
+    """One order for all ranks, forward and backward, from what each did, and from a plan for units that none used.
 
     Empty if ranks used the same units in different orders.
 
     >>> combined([(("a", "c"), ("c", "a")), (("a", "b"), ("b", "a"))], ("a", "b", "c", "d", "d", "c", "b", "a"))
-    ('a', 'b', 'c', 'd', 'd', 'c', 'b', 'a')
+    (('a', 'b', 'c', 'd'), ('d', 'c', 'b', 'a'))
     """
     half = len(planned) // 2
     forwards, backwards = [one[0] for one in seen], [one[1][::-1] for one in seen]
@@ -133,11 +133,11 @@ def combined(seen: Sequence[tuple[Order, Order]], planned: Order) -> Order:
     for other in backwards:
         backward = _merged(backward, other)
     if not all(_within(one, forward) for one in forwards) or not all(_within(one, backward) for one in backwards):
-        return ()
+        return (), ()
     used = {name for call in forward for name in _names(call)}
     unused = tuple(call for call in planned[half:][::-1] if not used.issuperset(_names(call)))
     anchors = tuple(call for call in planned[half:][::-1] if call in unused or call in backward)
-    return _merged(forward, planned[:half], used) + _merged(backward, anchors)[::-1]
+    return _merged(forward, planned[:half], used), _merged(backward, anchors)[::-1]
 
 
 def _merged(order: Order, other: Order, but: Collection[str] = ()) -> Order:

@@ -122,7 +122,10 @@ def _scratch(run: Runtime, chain: list[Issued]) -> Steps:
     for hop in chain:
         device = torch.device("cpu") if hop.lane == "control" else run.device
         whole = torch.zeros(hop.numel, dtype=hop.dtype, device=device)
-        part = whole if hop.kind == "all_reduce" else whole.new_zeros(hop.numel // run.sizes[hop.axis])
+        if hop.kind == "all_reduce":
+            part = whole
+        else:
+            part = whole.new_zeros(hop.numel // (1 if hop.kind == "all_to_all" else run.sizes[hop.axis]))
         if hop.lane == "outer":
             yield "outer"
         yield from run.collective(hop, *((part, whole) if hop.kind == "reduce_scatter" else (whole, part)))

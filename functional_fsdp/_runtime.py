@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._collectives import all_gather, all_reduce, reduce_scatter
+from ._collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from ._errors import CommError, RestartError, ScheduleError, SpecError
 from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
 from ._restart import QUEUES, restart
@@ -114,6 +114,8 @@ class Runtime:
             return all_gather(out, given, group)
         if hop.kind == "reduce_scatter":
             return reduce_scatter(out, given, hop.op, group)
+        if hop.kind == "all_to_all":
+            return all_to_all(out, given, group)
         return all_reduce(out, hop.op, group, sliced=hop.lane != "control" and bool(hop.what))
 
     def submit(

@@ -137,7 +137,8 @@ def shard(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (), 
         plan.hash,
         "shard: ranks have different trees",
     )
-    _agree(run, _checksums([i.path for i in infos], values), "", "shard: ranks have different values")
+    own = [tuple(a for a in run.sizes if a not in spec.placement_of(i.path, *i.aliases).data) for i in infos]
+    _agree(run, _checksums([i.path for i in infos], values), "", "shard: ranks have different values", own)
     return build(plan, spec, optimizer, treedef, lambda unit: values, buffers=_on(run, buffers), seed=seed)
 
 
@@ -197,22 +198,28 @@ def _checksums(paths: Sequence[str], values: dict[str, torch.Tensor]) -> list[st
     return [f"{path} checksum {number}" for path, number in zip(paths, numbers, strict=True)]
 
 
-def _agree(run: Runtime, lines: list[str], extra: str, what: str) -> None:
-    """Raise TreeError on every rank, naming the first line that differs, unless all ranks have the same lines."""
+def _agree(run: Runtime, lines: list[str], extra: str, what: str, own: Sequence[tuple[str, ...]] = ()) -> None:
+    """Raise TreeError on every rank, naming the first line that differs, unless all ranks have the same lines.
+
+    own: for each line the mesh axes along which ranks may differ (experts, of which each has its own).
+    """
     if run.size == 1:
         return
     digest = (len(lines), hashlib.sha256("\n".join([*lines, extra]).encode()).hexdigest())
     if len(set(run.everyone(digest))) == 1:
         return
-    everyone = run.everyone(lines)
-    first = everyone[0]
-    rank = next((r for r, other in enumerate(everyone) if other != first), None)
-    if rank is None:
+    everyone, places = run.everyone(lines), run.everyone(run.coordinate)
+    for i in range(max(map(len, everyone))):
+        seen: dict[Any, tuple[int, str]] = {}
+        for rank, (theirs, at) in enumerate(zip(everyone, places, strict=True)):
+            line = theirs[i] if i < len(theirs) else "nothing"
+            where = tuple(at[axis] for axis in own[i]) if i < len(own) else ()
+            first, expected = seen.setdefault(where, (rank, line))
+            if line != expected:
+                raise TreeError(
+                    f"{what}. The first leaf that differs: rank {run.ranks[first]} has {expected}, rank "
+                    f"{run.ranks[rank]} has {line}. Build the same parameters on every rank (seed them alike, or use "
+                    "init)."
+                )
+    if not any(own):
         raise TreeError(f"{what}: the leaves agree, the specs do not. Build the same Spec on every rank.")
-    other = everyone[rank]
-    i = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
-    a, b = (lines[i] if i < len(lines) else "nothing" for lines in (first, other))
-    raise TreeError(
-        f"{what}. The first leaf that differs: rank {run.ranks[0]} has {a}, rank {run.ranks[rank]} has {b}. Build the "
-        "same parameters on every rank (seed them alike, or use init)."
-    )

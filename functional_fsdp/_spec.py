@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -142,6 +142,26 @@ def _call(preset: str, axes: tuple[str, ...]) -> str:
     return f"{preset}({', '.join(axes)})"
 
 
+class Dtypes(NamedTuple):
+    """The dtype of each stage of one leaf, and where its gradients are summed: "native" or "fp32"."""
+
+    main: torch.dtype
+    compute: torch.dtype
+    grads: torch.dtype
+    wire: torch.dtype
+    sum: str
+
+    def __str__(self) -> str:
+        said = (f"{kind} {_name(dtype)}" for kind, dtype in zip(self._fields[:4], self[:4], strict=True))
+        return f"{', '.join(said)}, sum {self.sum}"
+
+
+_NO_SUM = (
+    "Precision(sum='fp32') of a float64 wire would lose digits. Sums in float32 are of bfloat16 or float32 wires; "
+    "leave sum out, or set wire=torch.float32."
+)
+
+
 @dataclass(frozen=True)
 class Precision:
     """The dtype of each stage of a weight's and a gradient's life.
@@ -149,18 +169,22 @@ class Precision:
     Attributes:
         main: main weights and optimizer state. None: float32, or float64 for float64 leaves.
         compute: gathered weights, and so compute. None: as `main` if that was given, else each leaf's own dtype.
-        grads: main gradients (accumulated, and read by the optimizer). None: as `main`.
-        wire: what travels in a reduction. Only None (as `compute`) so far.
-        sum: where a reduction is added up. Only "auto" (by the backend, in the wire's dtype) so far.
+        grads: main gradients, in which reduced gradients are accumulated. None: as `main`. `step` casts them to `main`
+            for the optimizer, so fused kernels never see a mix.
+        wire: what travels in a reduction: gradients are cast to it once, when they are staged. None: as `compute`.
+        sum: where a reduction is added up. "native": by the backend, in the wire's dtype and its own order. "fp32":
+            each rank gets the summands of its part (an all-to-all) and adds them up in float32 in the order of the
+            ranks, ((r0 + r1) + r2) + ..., the same bits in every run; further axes carry float32. It doubles the
+            staging. "auto": what costs no memory, which is "native" on collectives.
 
     Integer and boolean leaves keep their dtype throughout.
 
     Raises:
         SpecError: for float16 (use bfloat16, which needs no loss scaling), for other dtypes than float64, float32 and
-            bfloat16, and for values of `wire` and `sum` that are not there yet.
+            bfloat16, and for `sum="fp32"` of a float64 wire.
 
-    >>> Precision(compute=torch.bfloat16).resolve(torch.float32)
-    (torch.float32, torch.bfloat16, torch.float32)
+    >>> print(Precision(compute=torch.bfloat16).resolve(torch.float32))
+    main float32, compute bfloat16, grads float32, wire bfloat16, sum native
     """
 
     main: torch.dtype | None = None
@@ -179,30 +203,28 @@ class Precision:
                 )
             if dtype is not None and dtype not in FLOATS:
                 raise SpecError(f"Precision({kind}={dtype}): expected one of {', '.join(map(str, FLOATS))} or None.")
-        if self.wire is not None:
-            raise SpecError(
-                f"Precision(wire={self.wire}): only wire=None (gradients travel in the compute dtype) is supported so "
-                f"far. Set compute={self.wire} to choose what travels, or leave wire out."
-            )
-        if self.sum != "auto":
-            raise SpecError(
-                f"Precision(sum={self.sum!r}): only sum='auto' (the backend adds up, in the wire's dtype) is supported "
-                "so far. Leave sum out."
-            )
+        if self.sum not in ("auto", "native", "fp32"):
+            raise SpecError(f"Precision(sum={self.sum!r}): expected 'auto', 'native' or 'fp32'.")
+        if self.sum == "fp32" and (self.wire or self.compute or self.main) is torch.float64:
+            raise SpecError(_NO_SUM)
 
-    def resolve(self, leaf: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """(main, compute, grads) dtypes of a leaf whose own dtype is `leaf`."""
+    def resolve(self, leaf: torch.dtype) -> Dtypes:
+        """The dtypes of a leaf whose own dtype is `leaf`; nothing is left to be decided."""
         if not leaf.is_floating_point:
-            return leaf, leaf, leaf
+            return Dtypes(leaf, leaf, leaf, leaf, "native")
         main = self.main or torch.promote_types(leaf, torch.float32)
-        return main, self.compute or self.main or leaf, self.grads or main
+        compute = self.compute or self.main or leaf
+        wire = self.wire or compute
+        if self.sum == "fp32" and wire is torch.float64:
+            raise SpecError(_NO_SUM)
+        return Dtypes(main, compute, self.grads or main, wire, "fp32" if self.sum == "fp32" else "native")
 
     def __str__(self) -> str:
         main = _name(self.main) if self.main else "float32 (float64 where leaves are)"
         compute = _name(self.compute) if self.compute else "as main" if self.main else "as the leaf"
-        return (
-            f"main {main}, compute {compute}, grads {_name(self.grads) if self.grads else 'as main'}, wire as compute"
-        )
+        grads, wire = _name(self.grads) if self.grads else "as main", _name(self.wire) if self.wire else "as compute"
+        added = "native (auto)" if self.sum == "auto" else self.sum
+        return f"main {main}, compute {compute}, grads {grads}, wire {wire}, sum {added}"
 
 
 Rules = tuple[tuple[str, Any], ...]
@@ -219,11 +241,11 @@ class Spec:
     Args:
         mesh: a torch `DeviceMesh` with named axes, or `{"data": 1024}` to plan without a process group.
         placement: a `Placement`, or rules `{pattern: Placement}` (first match wins). Default: `zero3` over all axes.
-        precision: dtypes of main weights, compute and gradients.
+        precision: a `Precision`, or rules `{pattern: Precision}` (first match wins; what matches none has the default).
         units: how leaves are grouped. None finds them from the paths: the outermost repeated blocks (`blocks.0`,
-            `blocks.1`, ...), and the rest by top-level name. A list of patterns makes one unit of each distinct
-            prefix that a pattern matches, and of each tuple of patterns one unit. `{name: pattern or patterns}` names
-            them. What matches nothing is grouped by top-level name.
+            `blocks.1`, ...), and of the rest the largest parts that contain no block. A list of patterns makes one unit
+            of each distinct prefix that a pattern matches, and of each tuple of patterns one unit.
+            `{name: pattern or patterns}` names them. What matches nothing is grouped as the rest.
         labels: `{pattern: label}` for optimizers (weight decay, learning rate); first match wins, else "default".
         trainable: `{pattern: bool}`, first match wins. Otherwise parameters of modules go by their `requires_grad`,
             plain tensors are trainable when they are of a floating dtype.
@@ -239,7 +261,7 @@ class Spec:
 
     mesh: DeviceMesh | tuple[tuple[str, int], ...]
     placements: tuple[tuple[str, Placement], ...]
-    precision: Precision
+    precisions: tuple[tuple[str, Precision], ...]
     units: Hashable
     labels: Rules
     trainable: Rules
@@ -251,7 +273,7 @@ class Spec:
         mesh: DeviceMesh | Mapping[str, int],
         placement: Placement | Mapping[str, Placement] | None = None,
         *,
-        precision: Precision | None = None,
+        precision: Precision | Mapping[str, Precision] | None = None,
         units: Sequence[str | Sequence[str]] | Mapping[str, str | Sequence[str]] | None = None,
         labels: Mapping[str, str] | None = None,
         trainable: Mapping[str, bool] | None = None,
@@ -285,7 +307,14 @@ class Spec:
         if not isinstance(schedule, Schedule | None):
             raise SpecError(f"Spec(schedule={schedule!r}): expected a Schedule, as fsdp.Schedule(prefetch=2).")
         put("placements", tuple(rules.items()))
-        put("precision", precision or Precision())
+        dtypes = precision if isinstance(precision, Mapping) else {"*": precision or Precision()}
+        for pattern, one in dtypes.items():
+            if not isinstance(one, Precision):
+                raise SpecError(
+                    f"Spec(precision): {pattern!r} maps to {one!r}; expected a Precision, as "
+                    "Precision(compute=torch.bfloat16)."
+                )
+        put("precisions", tuple(dtypes.items()))
         put("units", _freeze_units(units))
         put("labels", _rules(labels))
         put("trainable", _rules(trainable))
@@ -315,6 +344,11 @@ class Spec:
             f"{', '.join(repr(p) for p, _ in self.placements)}. Add a last rule {{'*': ...}}."
         )
 
+    def precision_of(self, path: str, *aliases: str) -> Precision:
+        """The precision of the leaf at `path`."""
+        found = first_match(self.precisions, (path, *aliases))
+        return found if isinstance(found, Precision) else Precision()
+
     def label_of(self, path: str, *aliases: str) -> str:
         """The label of the leaf at `path`, "default" when no pattern matches."""
         return str(first_match(self.labels, (path, *aliases)) or "default")
@@ -327,7 +361,7 @@ class Spec:
         rows = [
             ("mesh", " × ".join(f"{axis} {size}" for axis, size in self.axes.items())),
             ("placement", str(self.placements[0][1]) if whole else rules(self.placements)),
-            ("precision", str(self.precision)),
+            ("precision", rules(self.precisions) if self.precisions[0][0] != "*" else str(self.precisions[0][1])),
             ("units", "found from the paths" if self.units is None else str(self.units)),
             ("labels", rules(self.labels) or "default"),
             ("trainable", rules(self.trainable) or "as given"),

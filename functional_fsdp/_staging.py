@@ -3,6 +3,9 @@
     gradients ──copy and cast──▶ staging [n] ──reduce-scatter, in place──▶ own slice ──(outer axis)──▶ main gradients
     compute lane                              reduce lane                              outer lane
 
+An exact sum takes an all-to-all in the place of the reduction: what comes in, each rank's summand of the own slice, is
+added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32.
+
 A reduction's staging is there from its copy until compute has waited for it, which it does when the next but one needs
 some: two at a time, and no more bytes than the plan says. The first reduction of a step lands in the main gradients,
 which are allocated then; later ones are added, in their dtype. What was announced with `last=False` may stay partial
@@ -12,18 +15,19 @@ which are allocated then; later ones are added, in their dtype. What was announc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch._utils import _unflatten_dense_tensors
 
 from ._flat import FlatBuffer, templates
 from ._lanes import Issued, Mark, Steps, together
-from ._layout import Bucket, Unit
+from ._layout import STAGED, Bucket, Unit, aligned
 from ._plan import SLOTS, Plan
 from ._route import Hop, Partial, States, partial_states, route, states_of
 from ._runtime import Runtime
+from ._sum import ordered_sum
 
 __all__ = ["Staging"]
 
@@ -31,28 +35,37 @@ Values = Sequence[torch.Tensor | None]  # a unit's gradients, in the order of `U
 
 
 class Move(NamedTuple):
-    """How a partial buffer gets to some states: hops, all in place in the buffer, and the elements at the end."""
+    """How a partial buffer gets to some states: hops, all in place in the buffer, and the elements at the end.
+
+    issued: the collectives of each hop; all: the same in a row. exact: the first hop adds up in float32.
+    """
 
     states: States
     hops: tuple[Hop, ...]
-    issued: tuple[Issued, ...]
+    issued: tuple[tuple[Issued, ...], ...]
+    all: tuple[Issued, ...]
     numel: int
+    exact: bool
     single: bool  # no more than one collective, which starts at once
     ends: str  # the lane on which it ends
 
 
 class Slot(NamedTuple):
-    """A bucket's staging in one reduction: the whole, its leaves, which of a unit's gradients they are, and the gaps.
+    """A bucket's staging in one reduction: the whole, in the wire's dtype, its leaves, which of a unit's gradients they
+    are, and the gaps.
 
-    moves: how it gets to the main gradients; True: to their final place, False: as far as it needs be now.
+    moves: how it gets to the main gradients; True: to their final place, False: as far as it needs be now. share: what
+    it is divided by beside.
     """
 
     bucket: Bucket
     whole: torch.Tensor
+    spare: torch.Tensor  # bytes that an exact sum needs beside it
     leaves: list[torch.Tensor]
     which: tuple[int, ...]
     gaps: list[torch.Tensor]
     moves: dict[bool, Move]
+    share: int
 
     def write(self, values: Values) -> None:
         """Copy and cast a unit's gradients; no values means zeros. On the compute lane."""
@@ -123,7 +136,7 @@ class Staging:
                 grads[bucket.name] = FlatBuffer(local, bucket, move.states, mesh)
             else:
                 local = have.local
-            jobs.append(self._job(move, slot.whole, local, have is not None))
+            jobs.append(self._job(move, slot.whole, slot.spare, local, have is not None, slot.share))
             moves.append(move)
             if last and not whole:
                 partial.append(bucket)
@@ -132,6 +145,21 @@ class Staging:
         self.busy.append(stage)
         for bucket in partial:
             self.complete(bucket, grads)
+
+    def outside(
+        self, bucket: Bucket, stage: torch.Tensor, grads: dict[str, FlatBuffer], target: States, mesh: object
+    ) -> None:
+        """Reduce what no plan names, from bytes of its own. Compute waits for it."""
+        have = grads.get(bucket.name)
+        move = self.move(bucket, partial_states(bucket), target)
+        spare = stage.new_empty(bucket.staged if move.exact else 0, dtype=torch.uint8)
+        if have is None:
+            local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
+            grads[bucket.name] = have = FlatBuffer(local, bucket, move.states, mesh)
+            job = self._job(move, stage, spare, local, False, self._share(bucket))
+        else:
+            job = self._job(move, stage, spare, have.local, True, self._share(bucket))
+        self.run.wait(self._submit([job], [move], self.run.mark(), ordered=True))
 
     def complete(self, bucket: Bucket, grads: dict[str, FlatBuffer]) -> None:
         """Reduce what is still partial of a bucket's main gradients. Nothing to do when nothing is."""
@@ -142,13 +170,14 @@ class Staging:
         move = self.move(bucket, have.states, final)
         local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
         grads[bucket.name] = FlatBuffer(local, bucket, move.states, have.mesh)
-        self._submit([self._complete(move, have.local, local)], [move], self.run.mark(), ordered=True)
+        self._submit([self._complete(bucket, move, have.local, local)], [move], self.run.mark(), ordered=True)
 
-    def _complete(self, move: Move, have: torch.Tensor, out: torch.Tensor) -> Steps:
-        wire = have.to(move.issued[0].dtype) if move.issued else have
-        yield from self._job(move, wire, out, False)
+    def _complete(self, bucket: Bucket, move: Move, have: torch.Tensor, out: torch.Tensor) -> Steps:
+        wire = have.to(move.issued[0][0].dtype) if move.issued else have
+        spare = wire.new_empty(bucket.staged if move.exact else 0, dtype=torch.uint8)
+        yield from self._job(move, wire, spare, out, False)
         if self.run.streams is not None:  # they are given back while the lanes may still read them
-            for tensor in (have, wire):
+            for tensor in (have, wire, spare):
                 for lane in ("reduce", "outer"):
                     tensor.record_stream(self.run.streams.lanes[lane])
 
@@ -156,33 +185,64 @@ class Staging:
         self, jobs: list[Steps], moves: list[Move], after: Mark, mark: Mark = None, ordered: bool = False
     ) -> Mark:
         if len(jobs) == 1:
-            job, issued, single, ends = jobs[0], moves[0].issued, moves[0].single, moves[0].ends
+            job, issued, single, ends = jobs[0], moves[0].all, moves[0].single, moves[0].ends
         else:
-            job, issued = together(jobs), tuple(one for move in moves for one in move.issued)
+            job, issued = together(jobs), tuple(one for move in moves for one in move.all)
             single, ends = all(move.single for move in moves), max((move.ends for move in moves), key="outer".__eq__)
         done = self.marks[ends] = self.run.submit("reduce", issued, job, after, single, ordered, mark)
         return done
 
-    def _job(self, move: Move, stage: torch.Tensor, out: torch.Tensor, add: bool) -> Steps:
+    def _job(
+        self, move: Move, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor, add: bool, share: int = 1
+    ) -> Steps:
         """The hops, in place in `stage`, the last one straight into `out` if that is possible; else copied or added."""
         local = stage
-        direct = not add and stage.dtype is out.dtype
         lane = "reduce"
         for i, (hop, issued) in enumerate(zip(move.hops, move.issued, strict=True)):
-            if issued.lane != lane:
-                lane = issued.lane
+            if issued[0].lane != lane:
+                lane = issued[0].lane
                 yield lane
-            if hop.kind == "scatter":
-                last = direct and i == len(move.hops) - 1
-                part = out if last else local[hop.start : hop.start + hop.size]
-                yield from self.run.collective(issued, part, local)
+            last = out if not add and i == len(move.hops) - 1 else None
+            if move.exact and i == 0:
+                local = yield from self._sum(hop, issued, stage, spare, last)
+            elif hop.kind == "scatter":
+                part = local[hop.start : hop.start + hop.size]
+                if last is not None and last.dtype is local.dtype:
+                    part = last
+                yield from self.run.collective(issued[0], part, local)
                 local = part
             else:
-                yield from self.run.collective(issued, local, local)
+                yield from self.run.collective(issued[0], local, local)
+        if share > 1:
+            local.div_(share)
         if add:
             out.add_(local)
         elif local is not out:
             out.copy_(local)
+
+    def _share(self, bucket: Bucket) -> int:
+        """What a mean over all data ranks divides by, beyond the ranks that this bucket is averaged over."""
+        return bucket.share if self.average == "mean" else 1
+
+    def _sum(
+        self, hop: Hop, issued: tuple[Issued, ...], stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None
+    ) -> Generator[Any, None, torch.Tensor]:
+        """The exact sum over one axis, float32: this rank's part of it, or all of it where it stays whole."""
+        ranks, mine = self.run.sizes[hop.axis], self.run.coordinate[hop.axis]
+        came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
+        yield from self.run.collective(issued[0], came, stage)
+        n = stage.numel() // ranks
+        out = out if out is not None and out.dtype is torch.float32 else None
+        if hop.kind == "scatter":
+            whole = part = stage.view(torch.uint8)[: 4 * n].view(torch.float32) if out is None else out  # it was sent
+        else:
+            begin = aligned(came.numel() * came.element_size(), STAGED)
+            whole = spare[begin : begin + 4 * ranks * n].view(torch.float32) if out is None else out
+            part = whole[mine * n : (mine + 1) * n]
+        ordered_sum(came, ranks, part, self.average == "mean")
+        if hop.kind != "scatter":
+            yield from self.run.collective(issued[1], whole, part)
+        return whole
 
     def move(self, bucket: Bucket, states: States, target: States) -> Move:
         """The hops from `states` to `target`; the first axis on the reduce lane, further ones on the outer lane."""
@@ -192,14 +252,24 @@ class Staging:
             way = route(bucket, states, target, self.run.position)
             hops = tuple(hop for hop in way.hops if self.run.sizes[hop.axis] > 1)
             issued = []
+            exact = bucket.exact and bool(hops) and states == partial_states(bucket)  # later hops carry float32
             for i, hop in enumerate(hops):
-                kind = "reduce_scatter" if hop.kind == "scatter" else "all_reduce"
-                size = hop.size * self.run.sizes[hop.axis] if hop.kind == "scatter" else hop.size
                 lane = "outer" if i else "reduce"
-                issued.append(Issued(lane, hop.axis, kind, size, bucket.compute, self.average, bucket.name))
-            single = len(issued) <= 1 and all(one.kind == "reduce_scatter" for one in issued)
+                dtype = torch.float32 if bucket.exact and (i or not exact) else bucket.wire
+                size = hop.size * self.run.sizes[hop.axis] if hop.kind == "scatter" else hop.size
+                if exact and not i:
+                    one = [Issued(lane, hop.axis, "all_to_all", size, dtype, "", bucket.name)]
+                    if hop.kind != "scatter":
+                        one.append(Issued(lane, hop.axis, "all_gather", size, torch.float32, "", bucket.name))
+                else:
+                    kind = "reduce_scatter" if hop.kind == "scatter" else "all_reduce"
+                    one = [Issued(lane, hop.axis, kind, size, dtype, self.average, bucket.name)]
+                issued.append(tuple(one))
+            every = tuple(one for hop in issued for one in hop)
+            kinds = [one.kind for one in every]
+            single = len(kinds) <= 1 and kinds != ["all_reduce"]
             ends = "outer" if len(issued) > 1 else "reduce"
-            found = self.moves[key] = Move(way.states, hops, tuple(issued), way.numel, single, ends)
+            found = self.moves[key] = Move(way.states, hops, tuple(issued), every, way.numel, exact, single, ends)
         return found
 
     def _make(self, index: int, unit: Unit) -> Stage:
@@ -210,7 +280,9 @@ class Staging:
         for part in reduction.parts:
             bucket = by_name[part.bucket]
             start = part.address - reduction.address
-            whole = memory[start : start + part.nbytes].view(bucket.compute)
+            sent = bucket.numel * bucket.wire.itemsize
+            whole = memory[start : start + sent].view(bucket.wire)
+            spare = memory[start + aligned(sent, STAGED) : start + part.nbytes]
             pieces = _unflatten_dense_tensors(whole, templates(bucket))
             placed = zip(bucket.leaf_pieces, bucket.leaves, strict=True)
             chosen = [(pieces[i], unit.paths.index(leaf.path)) for i, leaf in placed if leaf.numel]
@@ -218,7 +290,7 @@ class Staging:
             rest, final = states_of(bucket, "grads", Partial), states_of(bucket, "main")
             moves = {done: self.move(bucket, partial_states(bucket), final if done else rest) for done in (True, False)}
             leaves, which = [piece for piece, _ in chosen], tuple(i for _, i in chosen)
-            slots.append(Slot(bucket, whole, leaves, which, gaps, moves))
+            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, moves, self._share(bucket)))
         self.stages[index] = Stage(memory, slots)
         return self.stages[index]
 

@@ -1,4 +1,4 @@
-"""The verbs of a train step: unshard, release, reduce, step; and pmean for metrics. State first in, state first out.
+"""The verbs of a train step: unshard, release, reduce, step. State first in, state first out.
 
     state ── unshard ──▶ weights ── your loss, torch.func ──▶ gradients ── reduce ──▶ state.grads ── step ──▶ state
 
@@ -26,23 +26,21 @@ import torch.utils._pytree as pytree
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer, leaves_of
 from ._gradients import of_tree, of_unit
-from ._lanes import Issued
 from ._layout import Unit
-from ._runtime import runtime_of
 from ._state import State, Token
 from ._weights import gather, refresh, whole_of
 
-__all__ = ["finish", "pmean", "reduce", "release", "step", "then", "unshard"]
+__all__ = ["finish", "reduce", "release", "step", "then", "unshard", "verb"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Weights = dict[str, torch.Tensor]
 
 
-def _verb(fn: F) -> F:
+def verb(fn: F) -> F:
     """A verb runs without autograd, and not inside a torch.func transform (collectives cannot be differentiated)."""
 
     @wraps(fn)
-    def verb(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise ScheduleError(
                 f"{fn.__name__} was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see "
@@ -58,7 +56,7 @@ def _verb(fn: F) -> F:
         finally:
             torch._C._set_grad_enabled(before)
 
-    return cast(F, verb)
+    return cast(F, checked)
 
 
 def then(state: State, verb: str, grads: Any = None) -> State:
@@ -88,16 +86,18 @@ def _unit(state: State, name: Any, verb: str) -> Unit:
 @overload
 def unshard(state: State) -> tuple[State, Any]: ...
 @overload
-def unshard(state: State, unit: str) -> tuple[State, Weights]: ...  # type: ignore[overload-overlap]
+def unshard(state: State, unit: str, *, outside: bool = False) -> tuple[State, Weights]: ...  # type: ignore[overload-overlap]
 @overload
-def unshard(state: State, unit: Sequence[str]) -> tuple[State, dict[str, Weights]]: ...
-@_verb
-def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[State, Any]:
+def unshard(state: State, unit: Sequence[str], *, outside: bool = False) -> tuple[State, dict[str, Weights]]: ...
+@verb
+def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: bool = False) -> tuple[State, Any]:
     """Gather weights: shards [n / ranks] -> leaves of their global shapes, in the compute dtype.
 
     Args:
         state: the newest state of a step, or the state between steps.
         unit: None for the whole tree; the name of one unit; or several names.
+        outside: this is no use of the schedule, even if it expects one. The unit is gathered into bytes of its own, the
+            same ones each time, and compute waits for it; every rank must do the same.
 
     Returns:
         The new state and the weights. The whole tree has the structure that was sharded, its tensors are yours as long
@@ -126,7 +126,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[Stat
         _unit(state, unit, "unshard")
         ledger.enter(state.token.serial, "unshard")
         executor = state.executor
-        found = executor.unshard(state, (unit,))[unit]
+        found = executor.unshard(state, (unit,), outside)[unit]
         return then(state, f"unshard({unit!r})", grads=executor.grads or state.grads), found
 
     names = tuple(dict.fromkeys(unit))
@@ -134,11 +134,11 @@ def unshard(state: State, unit: str | Sequence[str] | None = None) -> tuple[Stat
         _unit(state, name, "unshard")
     ledger.enter(state.token.serial, "unshard")
     executor = state.executor
-    weights = executor.unshard(state, names)
+    weights = executor.unshard(state, names, outside)
     return then(state, f"unshard({', '.join(map(repr, names))})", grads=executor.grads or state.grads), weights
 
 
-@_verb
+@verb
 def release(state: State, unit: str | Sequence[str]) -> State:
     """Give back a unit's gathered weights. They must not be used until the unit is gathered again, to the same tensors.
 
@@ -164,7 +164,7 @@ def release(state: State, unit: str | Sequence[str]) -> State:
 # ---------------------------------------------------------------- reduce
 
 
-@_verb
+@verb
 def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = True) -> State:
     """Average gradients over the data ranks (or sum, by `Spec`) and add them to `state.grads`.
 
@@ -213,7 +213,7 @@ def _has_gradients(state: State) -> None:
         raise ScheduleError("step: this state has no gradients. Call state = reduce(state, grads) first.")
 
 
-@_verb
+@verb
 def finish(state: State) -> State:
     """Make `state.grads` whole: every trainable bucket, each in its final placement. For whoever reads gradients.
 
@@ -239,7 +239,7 @@ def finish(state: State) -> State:
 # ---------------------------------------------------------------- step
 
 
-@_verb
+@verb
 def step(state: State, *, skip: torch.Tensor | None = None) -> State:
     """Update main weights with the optimizer, refresh the compute copies, and drop the gradients. Consumes `state`.
 
@@ -359,31 +359,3 @@ def _install(old: Any, new: Any) -> Any:
     for a, b in moved:
         a.copy_(b)
     return pytree.tree_unflatten(new_leaves, treedef)
-
-
-# ---------------------------------------------------------------- pmean
-
-
-@_verb
-def pmean(state: State, tree: Any) -> tuple[State, Any]:
-    """Average a pytree of metrics over the data ranks (JAX's `pmean`). Numbers become tensors, integers float32.
-
-    One all-reduce an axis and dtype, on a lane of its own; the state is not consumed.
-
-    Example: `state, loss = fsdp.pmean(state, loss)`.
-    """
-    state.token.ledger.enter(state.token.serial, "pmean")
-    run = runtime_of(state.spec.mesh)
-    leaves, treedef = pytree.tree_flatten(tree)
-    tensors = [torch.as_tensor(leaf, device=run.device).detach() for leaf in leaves]
-    tensors = [t if t.is_floating_point() else t.float() for t in tensors]
-    axes = [axis for axis in run.sizes if any(axis in placement.data for _, placement in state.spec.placements)]
-    done: dict[int, torch.Tensor] = {}
-    for dtype in dict.fromkeys(t.dtype for t in tensors):
-        which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
-        flat = torch.cat([tensors[i].reshape(-1) for i in which])
-        for axis in axes:
-            run.now(Issued("side", axis, "all_reduce", flat.numel(), dtype, "mean", ""), flat, flat)
-        parts = flat.split([tensors[i].numel() for i in which])
-        done |= {i: part.view(tensors[i].shape) for i, part in zip(which, parts, strict=True)}
-    return state, pytree.tree_unflatten([done[i] for i in range(len(tensors))], treedef)

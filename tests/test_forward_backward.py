@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from models import CASES, VOCABULARY, Layer, Routed, Stack, Twice, batch_of, entropy, made
-from problems import batch, loss_fn, mesh_and_placement, net, on
+from problems import batch, full_grads, loss_fn, mesh_and_placement, net, on
 from test_parity import largest
 
 import functional_fsdp as fsdp
@@ -178,12 +180,13 @@ def test_what_only_one_rank_used_has_its_place_in_the_order() -> None:
 
 def test_orders_of_ranks_are_combined() -> None:
     planned = ("a", "b", "c", "d", "d", "c", "b", "a")
-    assert combined([(("a", "b"), ("b", "a"))] * 2, planned) == planned
-    assert combined([(("a", "d"), ("d",)), (("a", "c"), ("c",))], planned) == ("a", "b", "c", "d", "d", "c", "b")
+    assert combined([(("a", "b"), ("b", "a"))] * 2, planned) == (planned[:4], planned[4:])
+    differ = combined([(("a", "d"), ("d",)), (("a", "c"), ("c",))], planned)
+    assert differ == (("a", "b", "c", "d"), ("d", "c", "b"))
     seen = [(("m", "e1", "m"), ("m", "e1", "m")), (("m", "e3", "m"), ("m", "e3", "m"))]
     both = combined(seen, ("m", "e1", "e2", "e3", "e3", "e2", "e1", "m"))
-    assert both == ("m", "e3", "e1", "e2", "m", "m", "e2", "e1", "e3", "m")  # between the uses of what surrounds them
-    assert combined([(("a", "b"), ()), (("b", "a"), ())], planned) == ()
+    assert both == (("m", "e3", "e1", "e2", "m"), ("m", "e2", "e1", "e3", "m"))  # between the uses of what is around
+    assert combined([(("a", "b"), ()), (("b", "a"), ())], planned) == ((), ())
 
 
 def test_a_schedule_with_an_order_is_kept() -> None:
@@ -525,3 +528,142 @@ def test_a_driver_is_a_copy() -> None:
     assert driver.model is not module
     assert type(driver.model) is type(module)
     assert module.embed.weight.shape[0] == VOCABULARY  # type: ignore[union-attr,index]
+
+
+# ---------------------------------------------------------------- several passes, skipped units, shared outputs
+
+
+class Siamese(Stack):
+    """Two passes through the model, and one through a part of it, in one loss function."""
+
+    def forward(self, source: torch.Tensor) -> torch.Tensor:
+        first = super().forward(source)
+        with torch.no_grad():
+            target = super().forward(source.flip(0))
+        part = self.layers[0](self.embed(source))
+        return first + target + F.linear(self.norm(part), self.embed.weight)
+
+
+class Skips(Stack):
+    """Returns its input instead of calling a layer's code, where the data say so: the layer is called all the same."""
+
+    def __init__(self) -> None:
+        super().__init__(3, Skipping)
+
+
+class Skipping(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if (x.detach().sum() * 1000).int() % 2 else super().forward(x)
+
+
+class Detached(Stack):
+    """The trunk gets no gradient on some ranks."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().run(x)
+        return y.detach() if dist.is_initialized() and dist.get_rank() == 1 else y
+
+
+AGAIN = {"siamese": Siamese, "skips": Skips, "detached": Detached}
+
+
+def several(name: str, order: Any, clip: bool) -> list[Tree]:
+    """Gradients of four steps, the last of which is taken again by another function."""
+    torch.manual_seed(0)
+    state, model = start(AGAIN[name]().double(), schedule=fsdp.Schedule(order=order, debug=True))
+    forward_backward, other = T.forward_backward(model, entropy), T.forward_backward(model, entropy)
+    seen = []
+    for step in range(4):
+        data = batch_of(CASES["loose parameters"], step, dist.get_rank())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "unshard.* is not what the schedule expects here")
+            middle, _ = forward_backward(state, data)
+            if step == 3:
+                middle, _ = other(state, data)
+            if clip:
+                middle, _ = T.clip_by_global_norm(middle, 1e9)
+        middle = fsdp.finish(middle)
+        seen.append(full_grads(middle))
+        state = fsdp.step(middle)
+    return seen
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    ("name", "order"), [("siamese", None), ("siamese", "recorded"), ("skips", None), ("detached", None)]
+)
+def test_more_passes_than_one_and_units_without_a_gradient(name: str, order: Any, clip: bool) -> None:
+    runs = launch(several, 2, name, order, clip)
+    torch.manual_seed(0)
+    model = AGAIN[name]().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(4):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        for rank in range(2):
+            data = batch_of(CASES["loose parameters"], step, rank)
+            if name == "detached" and rank == 1:
+                x = Stack.run(model, model.embed(data["source"]) + model.start).detach()
+                logits = F.linear(model.norm(x), model.embed.weight)
+                loss = F.cross_entropy(logits.flatten(0, 1), data["labels"].flatten())
+            else:
+                loss = entropy(model, data)
+            (loss / 2).backward()
+        for seen in runs:
+            assert largest(seen[step], {k: p.grad for k, p in model.named_parameters() if p.grad is not None}) < 1e-9
+        optimizer.step()
+
+
+class Shared(Stack):
+    """Two outputs of a unit share memory, and one is changed in place."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x, part = layer(x)
+            part.mul_(2)
+        return x
+
+
+class Splitting(Layer):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, y[..., :2]
+
+
+class Registers(Stack):
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("cache", x.detach(), persistent=False)
+        if self.training:
+            self.register_buffer("seen", x.detach().mean())
+        return super().run(x)
+
+
+def odd_ones() -> list[str]:
+    said = []
+    data = batch_of(CASES["loose parameters"], 0, fsdp.local_mesh().get_rank())
+    for make in (lambda: Shared(3, Splitting), Registers):
+        torch.manual_seed(0)
+        state, model = start(make().double())
+        forward_backward = T.forward_backward(model, entropy)
+        said += [raised(lambda f=forward_backward, s=state: f(s, data)) for _ in range(2)]  # type: ignore[misc]
+    return said
+
+
+def test_what_cannot_be_followed_says_so() -> None:
+    for shared, again, registers, once_more in launch(odd_ones, 2):
+        assert "outputs of the module 'layers.2' share memory, and one was changed in place" in shared
+        assert again == shared
+        assert "the forward registered the buffer 'seen', which the state cannot know of" in registers
+        assert once_more == registers
+
+
+def test_accumulate_cuts_mappings_that_are_no_pytrees() -> None:
+    seen = []
+
+    def record(state: Any, batch: Any, *, last: bool, scale: float) -> Any:
+        seen.append((batch["a"], last, scale))
+        return state, torch.zeros(())
+
+    none: Any = None
+    T.accumulate(record, 2)(none, UserDict(a=torch.arange(4)))
+    assert [(a.tolist(), last, scale) for a, last, scale in seen] == [([0, 1], False, 0.5), ([2, 3], True, 0.5)]

@@ -84,6 +84,20 @@ def model(**kwargs: Any) -> Model:
 # -------------------------------------------------------------------------------- functionalize
 
 
+@pytest.mark.parametrize("how", ["closure", "default", "hook"])
+def test_a_function_that_closes_over_the_model_is_refused(how: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    old, first = module[0].forward, module[1]
+    if how == "closure":
+        module[0].forward = lambda x: old(x) * 2
+    elif how == "default":
+        module[0].forward = lambda x, old=old: old(x) * 2
+    else:
+        module[0].register_forward_hook(lambda part, args, out: out + first.bias)
+    with pytest.raises(fsdp.TreeError, match=r"the module '0' has a function .*<lambda>' that closes over a part"):
+        fsdp.functionalize(module)
+
+
 def test_the_module_is_not_touched_and_its_tensors_are_shared() -> None:
     module = model()
     before = {name: (id(p), p.data_ptr(), p._version) for name, p in module.named_parameters(remove_duplicate=False)}

@@ -134,21 +134,23 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 @pytest.mark.parametrize(
     ("precision", "leaf", "resolved"),
     [
-        (Precision(), F32, (F32, F32, F32)),
-        (Precision(), F64, (F64, F64, F64)),
-        (Precision(), BF16, (F32, BF16, F32)),
-        (Precision(compute=BF16), F32, (F32, BF16, F32)),
-        (Precision(compute=BF16), F64, (F64, BF16, F64)),
-        (Precision(main=F64), F32, (F64, F64, F64)),
-        (Precision(main=BF16), F32, (BF16, BF16, BF16)),
-        (Precision(main=F32, compute=BF16, grads=BF16), F32, (F32, BF16, BF16)),
-        (Precision(main=BF16, grads=F32), F32, (BF16, BF16, F32)),
-        (Precision(main=F64, compute=F32, grads=BF16), torch.int64, (torch.int64,) * 3),
-        (Precision(main=F64, compute=F32, grads=BF16), torch.bool, (torch.bool,) * 3),
+        (Precision(), F32, (F32, F32, F32, F32, "native")),
+        (Precision(), F64, (F64, F64, F64, F64, "native")),
+        (Precision(), BF16, (F32, BF16, F32, BF16, "native")),
+        (Precision(compute=BF16), F32, (F32, BF16, F32, BF16, "native")),
+        (Precision(compute=BF16), F64, (F64, BF16, F64, BF16, "native")),
+        (Precision(main=F64), F32, (F64, F64, F64, F64, "native")),
+        (Precision(main=BF16), F32, (BF16, BF16, BF16, BF16, "native")),
+        (Precision(main=F32, compute=BF16, grads=BF16), F32, (F32, BF16, BF16, BF16, "native")),
+        (Precision(main=BF16, grads=F32), F32, (BF16, BF16, F32, BF16, "native")),
+        (Precision(compute=BF16, wire=F32, sum="native"), F32, (F32, BF16, F32, F32, "native")),
+        (Precision(wire=BF16, sum="fp32"), F32, (F32, F32, F32, BF16, "fp32")),
+        (Precision(main=F64, compute=F32, grads=BF16), torch.int64, (*(torch.int64,) * 4, "native")),
+        (Precision(wire=BF16, sum="fp32"), torch.bool, (*(torch.bool,) * 4, "native")),
     ],
 )
-def test_resolve(precision: Precision, leaf: torch.dtype, resolved: tuple[torch.dtype, ...]) -> None:
-    assert precision.resolve(leaf) == resolved
+def test_resolve(precision: Precision, leaf: torch.dtype, resolved: tuple[Any, ...]) -> None:
+    assert tuple(precision.resolve(leaf)) == resolved
 
 
 @pytest.mark.parametrize("kind", ["main", "compute", "grads", "wire"])
@@ -166,16 +168,30 @@ def test_other_dtypes_are_refused(kind: str, dtype: torch.dtype) -> None:
         Precision(**cast(Any, {kind: dtype}))
 
 
-@pytest.mark.parametrize("dtype", [F64, F32, BF16])
-def test_wire_is_refused_not_ignored(dtype: torch.dtype) -> None:
-    with pytest.raises(SpecError, match=rf"Precision\(wire={dtype}\): only wire=None.*Set compute={dtype}"):
-        Precision(wire=dtype)
-
-
-@pytest.mark.parametrize("how", ["fp32", "wire", "fp64"])
-def test_sum_is_refused_not_ignored(how: str) -> None:
-    with pytest.raises(SpecError, match=rf"Precision\(sum='{how}'\): only sum='auto'"):
+@pytest.mark.parametrize("how", ["wire", "fp64", None])
+def test_other_sums_are_refused(how: Any) -> None:
+    with pytest.raises(SpecError, match=rf"Precision\(sum={how!r}\): expected 'auto', 'native' or 'fp32'"):
         Precision(sum=how)
+
+
+@pytest.mark.parametrize("precision", [{"wire": F64}, {"compute": F64}, {"main": F64}])
+def test_sums_in_float32_of_float64_are_refused(precision: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"of a float64 wire would lose digits\. Sums in float32 are of"):
+        Precision(sum="fp32", **precision)
+    with pytest.raises(SpecError, match="of a float64 wire would lose digits"):
+        Precision(sum="fp32").resolve(F64)
+
+
+def test_precision_by_pattern() -> None:
+    spec = Spec(
+        {"data": 8}, precision={"*norm*": Precision(), "head": Precision(wire=F32), "*": Precision(compute=BF16)}
+    )
+    assert spec.precision_of("blocks.0.norm.weight") == Precision()
+    assert spec.precision_of("blocks.0.up") == Precision(compute=BF16)
+    assert Spec({"data": 8}, precision={"a": Precision(wire=F32)}).precision_of("b") == Precision()
+    assert "*norm*: main float32" in str(spec)
+    with pytest.raises(SpecError, match=r"Spec\(precision\): '\*' maps to torch.bfloat16; expected a Precision"):
+        Spec({"data": 8}, precision={"*": BF16})  # type: ignore[dict-item]
 
 
 def test_precision_is_a_value() -> None:
@@ -337,7 +353,8 @@ def test_a_spec_prints_as_a_table() -> None:
     assert rows == {
         "mesh": "replica 2 × shard 4",
         "placement": "hsdp(replica, shard)",
-        "precision": "main float32 (float64 where leaves are), compute as the leaf, grads as main, wire as compute",
+        "precision": "main float32 (float64 where leaves are), compute as the leaf, grads as main, wire as compute, "
+        "sum native (auto)",
         "units": "found from the paths",
         "labels": "*.bias: no_decay",
         "trainable": "as given",

@@ -3,6 +3,7 @@
 from .accumulate import accumulate
 from .apply import apply
 from .clip import clip_by_global_norm, clip_by_value, global_norm
+from .divide import divide
 from .forward_backward import ForwardBackward, forward_backward
 from .nonfinite import Nonfinite, find_nonfinite, nonfinite, skip_nonfinite
 from .remat import remat
@@ -15,6 +16,7 @@ __all__ = [
     "apply",
     "clip_by_global_norm",
     "clip_by_value",
+    "divide",
     "find_nonfinite",
     "forward_backward",
     "global_norm",

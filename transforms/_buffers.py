@@ -44,6 +44,8 @@ class Buffers:
         self.places = {path: (held, name) for path, held, name in persistent(module)}
         training = {id(part._buffers) for part in module.modules() if part.training}
         self.live = {path for path, (held, _) in self.places.items() if id(held) in training}
+        self.dicts = [part._buffers for part in module.modules()]
+        self.sizes = [*map(len, self.dicts)]
         self.device: torch.device | None = None
         self.lent: dict[str, torch.Tensor] = {}
         self.checked = False  # that what is not in the state does not change
@@ -89,6 +91,8 @@ class Buffers:
         Raises:
             SpecError: it changed one that the state does not have.
         """
+        if [*map(len, self.dicts)] != self.sizes:
+            self._refuse_new()
         now = {path: held[name] for path, (held, name) in self.places.items()}
         changed = [
             path for path, t in now.items()
@@ -107,6 +111,18 @@ class Buffers:
                 )
         mine = {path: now[path].detach() for path in changed if path in given}
         return {**given, **self._agreed(state, mine)} if mine else state.buffers
+
+    def _refuse_new(self) -> None:
+        """Caches may come in a forward; what a state dict would have may not."""
+        new = [(path, held, name) for path, held, name in persistent(self.module) if path not in self.places]
+        for _, held, name in new:
+            del held[name]
+        self.sizes = [*map(len, self.dicts)]
+        if new:
+            raise SpecError(
+                f"the forward registered the buffer {new[0][0]!r}, which the state cannot know of. Register it when "
+                "the module is built, or with persistent=False."
+            )
 
     def restore(self) -> None:
         """The module's own buffers back into it."""

@@ -83,7 +83,7 @@ class Door:
         driver = self.driver
         if self.inside or driver.state is None:
             return function(self.module, *args, **kwargs)
-        driver.gather(self.units, [*driver.stack, *(call.door for call in driver.active if call.door)])
+        outside = driver.gather(self.units, [*driver.stack, *(call.door for call in driver.active if call.door)])
         tensors = driver.tensors(self.leaves)
         lent = tuple(tensors)
         storages = [tensors[i].untyped_storage()._cdata for i in self.firsts]
@@ -99,7 +99,7 @@ class Door:
                 call.node = through[0].grad_fn
                 for i, tensor in zip(self.trained, through, strict=True):
                     tensors[i] = tensor
-            call.lent, call.tensors = lent, tensors
+            call.lent, call.tensors, call.outside = lent, tensors, outside
         driver.stack.append(self)
         self.put(tensors)
         try:
@@ -127,6 +127,8 @@ def _out(out: Any, storages: list[int], call: Call | None) -> Any:
     assert call is not None
     through = Outputs.apply(call, *found)
     call.out = through[0].grad_fn
+    if len(found) > 1 and len({t.untyped_storage()._cdata for t in found}) < len(found):
+        call.shared = [(t, t._version) for t in through]
     passed = {id(t): new for t, new in zip(found, through, strict=True)}
     return map_tensors(lambda t: passed.get(id(t), t), out)
 
@@ -139,6 +141,9 @@ class Call:
         self.parents = list(driver.stack)
         self.lent: tuple[torch.Tensor, ...] = ()  # the door's weights, as they were gathered
         self.tensors: list[torch.Tensor] = []  # and as they went in
+        self.shared: list[tuple[torch.Tensor, int]] = []  # outputs that share memory, and their versions
+        self.outside = False  # whether the schedule did not know of it
+        self.idle = False  # whether its backward runs, and not that of its weights
         self.node: Any = None  # of Weights, in the graph
         self.out: Any = None  # of Outputs
         self.trained: dict[str, list[tuple[int, int]]] = {}  # for each unit: (which of `leaves`, which of its keys)
@@ -154,19 +159,28 @@ class Call:
                 "state, params = unshard(state)."
             )
         assert door is not None
+        if any(t._version != version for t, version in self.shared):
+            raise ScheduleError(
+                f"outputs of the module {door.entry.path!r} share memory, and one was changed in place outside of it, "
+                "which gradients cannot follow. Return a copy: .clone()."
+            )
+        self.shared = []
         for other in driver.active:
             if other.door not in self.parents:
                 other.end()
         driver.active = [other for other in driver.active if other.door in self.parents]
-        driver.gather(door.units, self.parents)
+        driver.gather(door.units, self.parents, self.outside)
         if not all(map(is_, driver.tensors(door.leaves), self.lent)):
             raise ScheduleError(
                 f"the units {', '.join(map(repr, door.units))} are used more often than the schedule says, and were "
-                "gathered to another place for the backward. Give the order: Schedule(order=[...]), or have it "
-                "recorded: Schedule(order='recorded')."
+                "gathered to another place for the backward. Give the order: Schedule(order=[...])."
             )
         driver.active.append(self)
         door.put(self.tensors)
+        if self.idle:  # its weights are needed, and get no gradient
+            self.idle = False
+            for unit in self.trained:
+                driver.collect(unit, [None] * len(driver.keys[unit]))
 
     def end(self) -> None:
         if self.door is not None and self.tensors:

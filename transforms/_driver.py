@@ -46,6 +46,7 @@ class Driver:
 
     def _clear(self) -> None:
         self.weights: dict[str, dict[str, torch.Tensor]] = {}  # of the units that are gathered
+        self.outside: set[str] = set()  # of these, what the schedule does not know of
         self.stack: list[Door] = []  # entries that are being called, outermost first
         self.calls: list[Call] = []  # of this forward
         self.active: list[Call] = []  # whose backward is under way
@@ -84,8 +85,11 @@ class Driver:
         self.layout = state.layout
 
     @contextmanager
-    def running(self, state: State, verb: str, trains: bool = False) -> Iterator[None]:
-        """Within, the model computes with this state's weights; `self.state` goes on from it."""
+    def running(self, state: State, verb: str, trains: bool = False) -> Iterator[int]:
+        """Within, the model computes with this state's weights; `self.state` goes on from it.
+
+        Gives the number of this forward in its step.
+        """
         if self.state is not None:
             raise ScheduleError(
                 "this transformed model is running: it was called again from within its own loss function. "
@@ -95,14 +99,13 @@ class Driver:
         state.token.ledger.enter(state.token.serial, verb)
         executor = state.executor
         executor.follow(self.order)
-        if trains:
-            executor.begin(state)
+        number = executor.begin(state) if trains else executor.begins
         self.state = state
         try:
-            yield
+            yield number
             self.release()
             if trains:
-                executor.end(*map(tuple, self.trace))
+                executor.end(self.state, tuple(self.trace[0]), tuple(self.trace[1]))
         finally:
             for door in self.doors:
                 door.empty()
@@ -113,32 +116,45 @@ class Driver:
 
     # ---------------------------------------------------------------- weights
 
-    def gather(self, units: tuple[str, ...], keep: Sequence[Door]) -> None:
-        """Have these units gathered, and give back all others but those of the doors in `keep`."""
+    def gather(self, units: tuple[str, ...], keep: Sequence[Door], outside: bool | None = None) -> bool:
+        """Have these units gathered, and give back all others but those of the doors in `keep`.
+
+        Args:
+            outside: the backward of a use wants them from where that had them: by the schedule (False) or not (True).
+
+        Returns: whether they are gathered outside the schedule.
+        """
         weights = self.weights
+        if outside is not None and any(unit in weights and (unit in self.outside) is not outside for unit in units):
+            self.release(units)
         if not all(unit in weights for unit in units):
             kept = {unit for door in keep for unit in door.units}
             stale = tuple(unit for unit in weights if unit not in kept and unit not in units)
             if stale:
-                for unit in stale:
-                    del weights[unit]
-                self.state = release(self.state, stale if len(stale) > 1 else stale[0])
+                self.release(stale)
             self.trace[self.differentiating].append(units if len(units) > 1 else units[0])
             if len(units) == 1:
-                self.state, weights[units[0]] = unshard(self.state, units[0])
+                self.state, weights[units[0]] = unshard(self.state, units[0], outside=bool(outside))
             else:
-                self.state, found = unshard(self.state, units)
+                self.state, found = unshard(self.state, units, outside=bool(outside))
                 weights.update(found)
+            executor = self.state.executor
+            if executor.loose.units:
+                self.outside.update(unit for unit in units if executor.loose.held(unit))
+        return bool(self.outside) and not self.outside.isdisjoint(units)
 
     def tensors(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
         """Gathered weights."""
         return [self.weights[unit][key] for unit, key in leaves]
 
-    def release(self) -> None:
-        """Give back all units."""
-        if self.weights:
-            names, self.weights = tuple(self.weights), {}
-            self.state = release(self.state, names)
+    def release(self, units: tuple[str, ...] | None = None) -> None:
+        """Give back units, by default all."""
+        names = tuple(self.weights) if units is None else units
+        if names:
+            for name in names:
+                del self.weights[name]
+            self.outside.difference_update(names)
+            self.state = release(self.state, names if len(names) > 1 else names[0])
 
     def leaf(self, leaf: Leaf) -> torch.Tensor:
         """A copy of one weight, for a use outside its entry."""
@@ -169,6 +185,7 @@ class Driver:
         assert self.token is not None
         self.release()
         self.differentiating = True
+        self.state.executor.turned()
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as everything that this drives
             torch.autograd.grad(Start.apply(self, loss), self.token, scale, allow_unused=True)
 
@@ -181,17 +198,18 @@ class Driver:
             if call.node is None:
                 continue  # frozen
             comes = executes(call.node)
+            call.idle = not comes and call.out is not None and executes(call.out)
             if comes and call.door is not None and (call.out is None or not executes(call.out)):
                 raise ScheduleError(
                     f"the loss hangs on the units {', '.join(map(repr, call.door.units))} only by a tensor that is no "
                     f"output of the module {call.door.entry.path!r} (one kept in an attribute, or captured). Return it."
                 )
             for unit in call.trained:
-                used[unit] = used.get(unit, 0) + comes
+                used[unit] = used.get(unit, 0) + (comes or call.idle)
         for unit in reversed(used):
             if used[unit]:
                 self.pending[unit] = used[unit]
-            else:
+            elif not self.state.executor.waive(unit):
                 self._reduce(unit, [None] * len(self.keys[unit]))
 
     def collect(self, unit: str, grads: Gradients) -> None:

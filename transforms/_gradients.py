@@ -14,10 +14,16 @@ Axes = tuple[str, ...]
 
 
 def shards(state: State) -> dict[Axes, list[torch.Tensor]]:
-    """{mesh axes that shard them: flat local gradients}, empty ones left out. The state's gradients are whole."""
+    """{mesh axes along which they differ: flat local gradients}. The state's gradients are whole.
+
+    They differ along the axes that shard them, and along those that they are not averaged over, where ranks have leaves
+    of their own (experts).
+    """
     found: dict[Axes, list[torch.Tensor]] = {}
+    sizes = runtime_of(state.spec.mesh).sizes
     for buffer in state.grads.values():
-        axes = tuple(axis for axis in buffer.sharded() if runtime_of(state.spec.mesh).sizes[axis] > 1)
+        own = [axis for axis in sizes if axis not in buffer.bucket.placement.data]
+        axes = tuple(axis for axis in (*buffer.sharded(), *own) if sizes[axis] > 1)
         found.setdefault(axes, []).append(buffer.local)
     return found
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from functional_fsdp import SpecError, State, TreeError
+
+from ._outputs import map_tensors
 
 __all__ = ["accumulate"]
 
@@ -40,7 +43,7 @@ def accumulate(forward_backward: Step, n: int) -> Step:
 
     def accumulated(state: State, *args: Any, last: bool = True, scale: Any = 1.0, **kwargs: Any) -> tuple[State, Any]:
         leaves, treedef = pytree.tree_flatten((args, kwargs))
-        parts = [_cut(leaf, n) for leaf in leaves]
+        parts = [[map_tensors(partial(_cut, n, i), leaf) for i in range(n)] for leaf in leaves]
         total: Any = None
         auxes = []
         has_aux = False
@@ -56,12 +59,12 @@ def accumulate(forward_backward: Step, n: int) -> Step:
     return accumulated
 
 
-def _cut(leaf: Any, n: int) -> list[Any]:
-    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
-        return [leaf] * n
+def _cut(n: int, i: int, leaf: torch.Tensor) -> torch.Tensor:
+    if not leaf.dim():
+        return leaf
     if leaf.shape[0] % n:
         raise TreeError(
             f"accumulate: a tensor of shape {tuple(leaf.shape)} cannot be cut along dim 0 into {n} equal microbatches. "
             f"Give {leaf.shape[0] // n * n or n} rows, or another n."
         )
-    return list(leaf.chunk(n))
+    return leaf.chunk(n)[i]

@@ -47,7 +47,7 @@ def apply(
 
     def applied(state: State, *args: Any, **kwargs: Any) -> tuple[State, Any]:
         resting = state.between_steps
-        with driver.running(state, "apply"), seeded(state, 0), torch.no_grad():
+        with driver.running(state, "apply") as number, seeded(state, number), torch.no_grad():
             buffers.lend(state, driver.device)
             try:
                 out = driver.model(*args, **kwargs) if fn is None else fn(driver.model, *args, **kwargs)

@@ -61,14 +61,12 @@ class ForwardBackward:
         self.buffers = Buffers(self.driver.model, buffers)
         self.loss_fn = loss_fn
         self.has_aux = has_aux
-        self.microbatch = 0
 
     def __call__(
         self, state: State, *args: Any, last: bool = True, scale: float | torch.Tensor = 1.0, **kwargs: Any
     ) -> tuple[State, Any]:
         driver = self.driver
-        self.microbatch = 0 if state.between_steps else self.microbatch + 1
-        with driver.running(state, "forward_backward", trains=True), seeded(state, self.microbatch):
+        with driver.running(state, "forward_backward", trains=True) as number, seeded(state, number):
             driver.token = torch.zeros((), device=driver.device, requires_grad=True)
             self.buffers.lend(state, driver.device)
             try:

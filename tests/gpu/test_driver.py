@@ -222,6 +222,7 @@ def traced(how: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def traces(_workers: None) -> dict[str, list[dict[str, Any]]]:
+    stop_workers()  # new ones: what other tests left behind (allocations, modes) is not measured
     found = {how: launch(traced, RANKS, how) for how in LOOPS}
     print(f"\n{json.dumps(found, indent=1)}")
     return found
