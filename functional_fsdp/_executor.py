@@ -274,7 +274,7 @@ class Executor:
         self.midway = False
 
     def waive(self, unit: str) -> bool:
-        """No gradient of this unit will come on this rank, in this pass. False: say so by `reduce`: there is no plan."""
+        """On this rank no gradient of this unit will come in this pass. False: there is no plan, say so by `reduce`."""
         if self.recording is None:
             self.comm.waive(unit)
         return self.recording is None
