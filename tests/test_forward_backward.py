@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from models import CASES, VOCABULARY, Layer, Routed, Stack, Twice, batch_of, entropy, made
+from models import CASES, VOCABULARY, Layer, Routed, Stack, batch_of, entropy, made
 from problems import batch, full_grads, loss_fn, mesh_and_placement, net, on
 from test_parity import largest
 
@@ -493,12 +493,11 @@ def test_recomputation_sees_the_same_masks() -> None:
 # ---------------------------------------------------------------- nothing stays behind
 
 
-def lingers() -> tuple[int, int]:
+def lingers(name: str) -> tuple[int, int]:
     """How many tensors the garbage collector would have to find, in a step that it does not run in."""
     import gc
 
-    torch.manual_seed(0)
-    state, model = start(Twice().double())
+    state, model = start(made(CASES[name]))
     forward_backward = T.forward_backward(model, entropy)
     for step in range(2):
         state, _ = forward_backward(state, batch_of(CASES["loose parameters"], step, 0))
@@ -517,8 +516,9 @@ def lingers() -> tuple[int, int]:
         gc.enable()
 
 
-def test_a_step_leaves_no_cycles_that_hold_tensors() -> None:
-    for tensors, _ in launch(lingers, 2):
+@pytest.mark.parametrize("name", ["a unit called twice", "a unit called never", "one adapter"])
+def test_a_step_leaves_no_cycles_that_hold_tensors(name: str) -> None:
+    for tensors, _ in launch(lingers, 2, name):
         assert tensors == 0
 
 

@@ -110,7 +110,8 @@ class Driver:
             for door in self.doors:
                 door.empty()
             for call in self.calls:
-                call.node = call.out = None
+                call.node = call.out = None  # they hold each other
+                call.tensors, call.shared = [], []
             self.state = None
             self._clear()
 

@@ -36,13 +36,19 @@ def forward_backward(
         `f(state, *args, **kwargs) -> state, loss`, or `state, (loss, aux)`; loss and aux are this rank's and detached.
         Two keywords are its own: `last=False` says that more microbatches follow, `scale` multiplies the gradients.
 
+    The order of use is found from the module's structure, and corrected after the first step by what all ranks did. A
+    unit that is used more often (a second pass through the model) is gathered beside the schedule, with a warning once
+    the order is known; then every rank must do so.
+
     Random numbers are those of (state.rng, step, microbatch, rank): dropout differs by rank and comes again.
     Activation checkpointing works if it is not reentrant.
 
     Raises (from f):
         TreeError: the state is of another model, or the loss is no scalar.
         ScheduleError: nothing to differentiate; gradients of gradients; a backward inside `loss_fn`; reentrant
-            checkpointing; a loss that hangs on a unit other than by what its module returns.
+            checkpointing; a loss that hangs on a unit other than by what its module returns; outputs of a unit that
+            share memory and of which one is changed in place.
+        SpecError: a buffer that changes, or comes, in the forward and is not in the state.
 
     Collective: as `unshard` and `reduce` for each unit that is used; one small all-reduce if buffers changed.
 
