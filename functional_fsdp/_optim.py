@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -31,8 +31,10 @@ PerLabel = float | Mapping[str, float]
 class Optimizer(NamedTuple):
     """A pair of pure functions; any object with these two attributes will do.
 
-    An optimizer may have a third, `update_unless(skip, grads, opt, main, count)`, which changes nothing where the bool
-    tensor `skip` [] is true; `step(skip=)` else copies what it may have to put back.
+    `by_bucket = True` says that an update of some buckets of `main` touches those only, in place: then `step` begins
+    with those whose gradients are there. An optimizer may have a third function, `update_unless(skip, grads, opt, main,
+    count)`, which changes nothing where the bool tensor `skip` [] is true; `step(skip=)` else copies what it may have
+    to put back.
 
     >>> def update(grads, opt, main, count):  # plain gradient descent
     ...     return pytree.tree_map(lambda p, g: p - 0.1 * g, main, grads), opt
@@ -113,6 +115,7 @@ class AdamW:
     betas: tuple[float, float]
     eps: float
     weight_decay: Any
+    by_bucket: ClassVar[bool] = True
 
     def init(self, main: Tree) -> AdamState:
         _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
@@ -148,6 +151,7 @@ class Sgd:
     momentum: float
     weight_decay: Any
     nesterov: bool
+    by_bucket: ClassVar[bool] = True
 
     def init(self, main: Tree) -> Tree | tuple[()]:
         _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)

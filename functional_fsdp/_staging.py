@@ -109,6 +109,7 @@ class Staging:
         self.average = average
         self.stages: dict[int, Stage] = {}
         self.busy: deque[Stage] = deque()
+        self.completing = False  # whether something beside them is under way
         self.moves: dict[tuple[str, States, States], Move] = {}
         self.marks: dict[str, Mark] = {}  # the end of the newest reduction, by the lane that it ends on
 
@@ -167,6 +168,7 @@ class Staging:
         final = states_of(bucket, "main")
         if have.states == final:
             return
+        self.completing = True
         move = self.move(bucket, have.states, final)
         local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
         grads[bucket.name] = FlatBuffer(local, bucket, move.states, have.mesh)
@@ -294,10 +296,15 @@ class Staging:
         self.stages[index] = Stage(memory, slots)
         return self.stages[index]
 
+    def late(self) -> set[str] | None:
+        """Buckets whose newest reduction compute has not waited for; None: it is not known which."""
+        return None if self.completing else {slot.bucket.name for stage in self.busy for slot in stage.slots}
+
     def settle(self) -> None:
         """Compute waits for every reduction; their staging is given back."""
         for mark in self.marks.values():
             self.run.wait(mark)
         self.marks.clear()
+        self.completing = False
         while self.busy:
             self.busy.popleft().give()

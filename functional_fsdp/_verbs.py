@@ -275,12 +275,20 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
     touched = [leaf for leaf in pytree.tree_leaves((main, state.opt)) if isinstance(leaf, torch.Tensor)]
     versions = [leaf._version for leaf in touched]
     ledger.runtime.compare(vote)
-    executor.settle()
-    grads = {name: _cast(executor.grads[name], bucket.main) for name, bucket in trainable.items()}
+    late = executor.staging.late() if executor.run.cuda and getattr(state.optimizer, "by_bucket", False) else None
+    if not late:
+        executor.settle()
     ledger.runtime.confirm()
 
     try:
-        new_main, new_opt = _update(state, grads, main, skip)
+        if late:  # the others first, while these are on their way; a stream waits for them, and cannot fail
+            early = {name: buffer for name, buffer in main.items() if name not in late}
+            _update(state, executor.grads, early, skip)
+            executor.settle()
+            _update(state, executor.grads, {name: main[name] for name in late}, skip)
+            new_main, new_opt = main, state.opt
+        else:
+            new_main, new_opt = _update(state, executor.grads, main, skip)
         opt = state.opt
         same = new_main is main and all(main[name] is state.main[name] for name in trainable)
         if not same or new_opt is not opt:  # else it was all done in place
@@ -304,9 +312,10 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
     return state.evolve(grads=(), opt=opt, token=token)
 
 
-def _update(state: State, grads: Any, main: Any, skip: torch.Tensor | None) -> tuple[Any, Any]:
-    """The optimizer's update; with `skip`, of which only what the tensor says is there afterwards."""
+def _update(state: State, reduced: Any, main: Any, skip: torch.Tensor | None) -> tuple[Any, Any]:
+    """The optimizer's update of these main weights; with `skip`, of which only what the tensor says is there after."""
     optimizer, opt = state.optimizer, state.opt
+    grads = {name: _cast(reduced[name], buffer.local.dtype) for name, buffer in main.items()}
     if skip is None:
         return optimizer.update(grads, opt, main, state.count)
     if hasattr(optimizer, "update_unless"):

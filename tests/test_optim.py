@@ -469,3 +469,20 @@ def test_optimizers_are_values() -> None:
         assert hash(make()) == hash(make())
     assert fsdp.adamw(lr=0.1) != fsdp.adamw(lr=0.2)
     assert fsdp.sgd(lr=0.1) != fsdp.sgd(lr=0.1, nesterov=True, momentum=0.1)
+
+
+@pytest.mark.parametrize("optimizer", [fsdp.adamw(lr=1e-2), fsdp.sgd(lr=1e-2, momentum=0.9)], ids=["adamw", "sgd"])
+def test_an_update_by_bucket_is_the_update_of_all(optimizer: Any) -> None:
+    assert optimizer.by_bucket
+    state = fsdp.shard(tree(0), spec(), optimizer)
+    apart = fsdp.shard(tree(0), spec(), optimizer)
+    grads = pytree.tree_map(torch.ones_like, state.main)
+    optimizer.update(grads, state.opt, state.main, state.count)
+    names = list(apart.main)
+    for some in (names[:1], names[1:]):
+        chosen = {name: apart.main[name] for name in some}
+        optimizer.update({name: grads[name] for name in some}, apart.opt, chosen, apart.count)
+    for a, b in zip(
+        pytree.tree_leaves((state.main, state.opt)), pytree.tree_leaves((apart.main, apart.opt)), strict=True
+    ):
+        assert torch.equal(a, b)

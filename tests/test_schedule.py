@@ -167,7 +167,7 @@ def idle(state: fsdp.State, before: Sequence[Any] = ()) -> bool:
     return (
         all(any(job is other for other in before) for job in jobs(state))
         and executor.comm.idle
-        and not (executor.early or executor.flying or executor.staging.busy or executor.loose)
+        and not (executor.early or executor.flying or executor.staging.busy or executor.loose.units)
     )
 
 
