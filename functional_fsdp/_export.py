@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 
 from ._errors import TreeError
 from ._flat import FlatBuffer, leaves_of
+from ._module import persistent
 from ._state import State
 from ._tree import flatten
 
@@ -72,12 +73,7 @@ def local_shards(state: State, kind: Literal["main", "weights", "grads"] = "main
 
 def buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The persistent buffers of a module by path, for `shard(params, spec, optimizer, buffers=buffers(module))`."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, part in module.named_modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None and name not in part._non_persistent_buffers_set
-    }
+    return {path: held[name] for path, held, name in persistent(module)}
 
 
 def state_dict(state: State) -> dict[str, torch.Tensor]:

@@ -77,7 +77,6 @@ class FlatBuffer:
         out: torch.Tensor | None = None,
         *,
         average: str = "mean",
-        donate: bool = False,
     ) -> FlatBuffer:
         """Move to other per-axis states, by the collectives in the table at the top of this file.
 
@@ -86,7 +85,6 @@ class FlatBuffer:
             out: 1-D destination of the result's size and this buffer's dtype. A gather is in place when `self.local` is
                 this rank's own slice of `out`.
             average: "mean" or "sum" for what was Partial.
-            donate: a reduction may use `self.local` as scratch, and need not copy it.
 
         Returns:
             the result; its `local` is `out` where that was given, a view of this one's where nothing had to move.
@@ -106,7 +104,7 @@ class FlatBuffer:
                 f"({way.numel},) and {self.local.dtype}."
             )
         local, name = self.local, self.bucket.name
-        if way.sums and not donate:
+        if way.sums:
             local = local.clone()
         for i, (kind, axis, start, size) in enumerate(way.hops):
             if kind == "gather":

@@ -342,8 +342,7 @@ def _bucket(
         placed.append(Leaf(leaf.path, key, leaf.shape, at, label))
         at += aligned(leaf.numel, ALIGN)
     numel = aligned(at, prod(size for _, size in sizes) * ALIGN)
-    everyone = {axis for _, rule in spec.placements for axis in rule.data}
-    share = prod(size for axis, size in spec.axes.items() if axis in everyone - set(placement.data))
+    share = prod(spec.axes[axis] for axis in spec.data if axis not in placement.data)
     return Bucket(
         name, unit, tuple(placed), numel, placement, sizes,
         dtypes.main, dtypes.compute, dtypes.grads, dtypes.wire, dtypes.sum == "fp32", share, trainable,

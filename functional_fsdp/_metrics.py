@@ -12,7 +12,9 @@ from ._runtime import runtime_of
 from ._state import State
 from ._verbs import verb
 
-__all__ = ["pmean", "psum"]
+__all__ = ["over_ranks", "pmean", "psum"]
+
+Op = Literal["mean", "sum"]
 
 
 @verb
@@ -23,7 +25,7 @@ def pmean(state: State, tree: Any) -> tuple[State, Any]:
 
     Example: `state, loss = fsdp.pmean(state, loss)`.
     """
-    return _over_ranks(state, tree, "pmean", "mean")
+    return _metrics(state, tree, "pmean", "mean")
 
 
 @verb
@@ -33,22 +35,26 @@ def psum(state: State, tree: Any) -> tuple[State, Any]:
     Example, of losses that are sums over tokens (`Spec(average="sum")`): `state, n = fsdp.psum(state, tokens)`;
     `state = T.divide(state, n)`.
     """
-    return _over_ranks(state, tree, "psum", "sum")
+    return _metrics(state, tree, "psum", "sum")
 
 
-def _over_ranks(state: State, tree: Any, name: str, op: Literal["mean", "sum"]) -> tuple[State, Any]:
+def _metrics(state: State, tree: Any, name: str, op: Op) -> tuple[State, Any]:
     state.token.ledger.enter(state.token.serial, name)
-    run = runtime_of(state.spec.mesh)
+    device = runtime_of(state.spec.mesh).device
     leaves, treedef = pytree.tree_flatten(tree)
-    tensors = [torch.as_tensor(leaf, device=run.device).detach() for leaf in leaves]
-    tensors = [t if t.is_floating_point() else t.float() for t in tensors]
-    axes = [axis for axis in run.sizes if any(axis in placement.data for _, placement in state.spec.placements)]
-    done: dict[int, torch.Tensor] = {}
+    tensors = [torch.as_tensor(leaf, device=device).detach() for leaf in leaves]
+    return state, treedef.unflatten(over_ranks(state, [t if t.is_floating_point() else t.float() for t in tensors], op))
+
+
+def over_ranks(state: State, tensors: list[torch.Tensor], op: Op, what: str = "") -> list[torch.Tensor]:
+    """Tensors averaged or added up over the data ranks: one all-reduce an axis and dtype."""
+    run = runtime_of(state.spec.mesh)
+    done = list(tensors)
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
         flat = torch.cat([tensors[i].reshape(-1) for i in which])
-        for axis in axes:
-            run.now(Issued("side", axis, "all_reduce", flat.numel(), dtype, op, ""), flat, flat)
-        parts = flat.split([tensors[i].numel() for i in which])
-        done |= {i: part.view(tensors[i].shape) for i, part in zip(which, parts, strict=True)}
-    return state, pytree.tree_unflatten([done[i] for i in range(len(tensors))], treedef)
+        for axis in state.spec.data:
+            run.now(Issued("side", axis, "all_reduce", flat.numel(), dtype, op, what), flat, flat)
+        for i, part in zip(which, flat.split([tensors[i].numel() for i in which]), strict=True):
+            done[i] = part.view(tensors[i].shape)
+    return done

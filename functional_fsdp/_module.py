@@ -8,7 +8,7 @@ in the pytree (the same tensor at two paths), not in the skeleton.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from ._errors import TreeError
 
 M = TypeVar("M", bound=nn.Module)
 
-__all__ = ["METADATA", "Bound", "Placeholder", "bind", "functionalize", "skeleton_of"]
+__all__ = ["METADATA", "Bound", "Placeholder", "bind", "functionalize", "persistent", "skeleton_of"]
 
 
 class Placeholder(nn.Parameter):
@@ -112,6 +112,14 @@ def skeleton_of(module: M) -> M:
         owner, _, name = path.rpartition(".")
         skeleton.get_submodule(owner)._parameters[name] = _placeholder(param)  # one each: ties live in the pytree
     return skeleton
+
+
+def persistent(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(path, dict of buffers, name in it) of each buffer that a state dict has."""
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, part._buffers, name
 
 
 def _refuse_closures(module: nn.Module) -> None:

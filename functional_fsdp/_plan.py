@@ -21,14 +21,14 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from os import PathLike
 from typing import Any
 
-from ._layout import Bucket, Layout, aligned
+from ._layout import STAGED, Bucket, Layout, aligned
 from ._lives import Gather, choose_kept, simulate
 from ._pack import Interval, pack
 from ._program import Program, program
@@ -37,7 +37,7 @@ from ._tree import bytes_text, table
 
 __all__ = ["SLOTS", "Gather", "Part", "Plan", "PlannedUnit", "Reduction", "Use", "plan"]
 
-ALIGN = 512  # bytes: every bucket in the arena and in staging starts at a multiple
+ALIGN = STAGED  # bytes: every bucket in the arena and in staging starts at a multiple
 SLOTS = 2  # reductions that may hold staging at once
 
 
@@ -269,7 +269,7 @@ def plan(layout: Layout, schedule: Schedule | None = None) -> Plan:
     found = program(layout, schedule)
     where = found.uses
     buckets = {name: [b for b in layout.by_name[name].buckets if b.placement.weights] for name in where}
-    sizes = {name: sum(map(_nbytes, buckets[name])) for name in where}
+    sizes = {name: _total(buckets[name], _nbytes) for name in where}
     kept = choose_kept(schedule, found, sizes)
     held = simulate(schedule, found, sizes, kept)
 
@@ -280,7 +280,12 @@ def plan(layout: Layout, schedule: Schedule | None = None) -> Plan:
     address = dict(zip(gathered, packing.addresses, strict=True))
     units = tuple(
         PlannedUnit(
-            name, at := address.get(name, 0), sizes[name], _parts(buckets[name], at), tuple(where[name]), lives[name]
+            name,
+            at := address.get(name, 0),
+            sizes[name],
+            _parts(buckets[name], at, _nbytes),
+            tuple(where[name]),
+            lives[name],
         )
         for name in where
     )
@@ -296,29 +301,32 @@ def plan(layout: Layout, schedule: Schedule | None = None) -> Plan:
 
 
 def _nbytes(bucket: Bucket) -> int:
-    """Bytes of the whole bucket in the compute dtype, aligned."""
-    return aligned(bucket.numel * bucket.compute.itemsize, ALIGN)
+    """Bytes of the whole bucket in the compute dtype."""
+    return bucket.numel * bucket.compute.itemsize
 
 
-def _parts(buckets: Sequence[Bucket], address: int) -> tuple[Part, ...]:
-    offsets = accumulate(map(_nbytes, buckets), initial=address)
-    return tuple(Part(b.name, at, b.numel * b.compute.itemsize) for b, at in zip(buckets, offsets, strict=False))
+def _staged(bucket: Bucket) -> int:
+    return bucket.staged
+
+
+def _total(buckets: Sequence[Bucket], size: Callable[[Bucket], int]) -> int:
+    return sum(aligned(size(bucket), ALIGN) for bucket in buckets)
+
+
+def _parts(buckets: Sequence[Bucket], address: int, size: Callable[[Bucket], int]) -> tuple[Part, ...]:
+    offsets = accumulate((aligned(size(bucket), ALIGN) for bucket in buckets), initial=address)
+    return tuple(Part(b.name, at, size(b)) for b, at in zip(buckets, offsets, strict=False))
 
 
 def _stage(layout: Layout, program: Program) -> tuple[tuple[Reduction, ...], int]:
     """A reduction of every trainable unit wherever its gradient is complete, and their staging, in the wire's dtype."""
     trains = {name: [b for b in layout.by_name[name].buckets if b.trainable] for name in program.uses}
-    nbytes = {name: sum(bucket.staged for bucket in buckets) for name, buckets in trains.items()}
+    nbytes = {name: _total(buckets, _staged) for name, buckets in trains.items()}
     due = [(name, k) for name, k in program.completed() if nbytes[name]]
     until = [*(k for _, k in due[SLOTS:]), *[len(program.order)] * SLOTS]
     sizes = [nbytes[name] for name, _ in due]
     packing = pack(sizes, [[(i, i + SLOTS - 1)] for i in range(len(due))])  # in order of issue: uses may coincide
     placed = zip(due, until, packing.addresses, sizes, strict=False)
     return tuple(
-        Reduction(name, k, end, at, size, _staged(trains[name], at)) for (name, k), end, at, size in placed
+        Reduction(name, k, end, at, size, _parts(trains[name], at, _staged)) for (name, k), end, at, size in placed
     ), packing.total
-
-
-def _staged(buckets: Sequence[Bucket], address: int) -> tuple[Part, ...]:
-    offsets = accumulate((bucket.staged for bucket in buckets), initial=address)
-    return tuple(Part(b.name, at, b.staged) for b, at in zip(buckets, offsets, strict=False))

@@ -334,6 +334,11 @@ class Spec:
             )
         return dict(zip(names, self.mesh.shape, strict=True))
 
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The mesh axes over which any leaf's gradients are averaged."""
+        return tuple(axis for axis in self.axes if any(axis in rule.data for _, rule in self.placements))
+
     def placement_of(self, path: str, *aliases: str) -> Placement:
         """The placement of the leaf at `path`. Raises SpecError when no rule matches."""
         found = first_match(self.placements, (path, *aliases))

@@ -132,12 +132,7 @@ class Staging:
             have = grads.get(bucket.name)
             whole = last if have is None else have.states == slot.moves[True].states
             move = slot.moves[whole]
-            if have is None:
-                local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
-                grads[bucket.name] = FlatBuffer(local, bucket, move.states, mesh)
-            else:
-                local = have.local
-            jobs.append(self._job(move, slot.whole, slot.spare, local, have is not None, slot.share))
+            jobs.append(self._into(grads, bucket, move, slot.whole, slot.spare, slot.share, mesh))
             moves.append(move)
             if last and not whole:
                 partial.append(bucket)
@@ -147,19 +142,25 @@ class Staging:
         for bucket in partial:
             self.complete(bucket, grads)
 
+    def _into(
+        self, grads: dict[str, FlatBuffer], bucket: Bucket, move: Move, stage: torch.Tensor, spare: torch.Tensor,
+        share: int, mesh: object,
+    ) -> Steps:  # fmt: skip
+        """What is staged on its way into the main gradients: the first one allocates them, later ones are added."""
+        have = grads.get(bucket.name)
+        if have is not None:
+            return self._job(move, stage, spare, have.local, True, share)
+        local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
+        grads[bucket.name] = FlatBuffer(local, bucket, move.states, mesh)
+        return self._job(move, stage, spare, local, False, share)
+
     def outside(
         self, bucket: Bucket, stage: torch.Tensor, grads: dict[str, FlatBuffer], target: States, mesh: object
     ) -> None:
         """Reduce what no plan names, from bytes of its own. Compute waits for it."""
-        have = grads.get(bucket.name)
         move = self.move(bucket, partial_states(bucket), target)
         spare = stage.new_empty(bucket.staged if move.exact else 0, dtype=torch.uint8)
-        if have is None:
-            local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
-            grads[bucket.name] = have = FlatBuffer(local, bucket, move.states, mesh)
-            job = self._job(move, stage, spare, local, False, self._share(bucket))
-        else:
-            job = self._job(move, stage, spare, have.local, True, self._share(bucket))
+        job = self._into(grads, bucket, move, stage, spare, self._share(bucket), mesh)
         self.run.wait(self._submit([job], [move], self.run.mark(), ordered=True))
 
     def complete(self, bucket: Bucket, grads: dict[str, FlatBuffer]) -> None:

@@ -6,7 +6,6 @@ what a module makes for itself (masks, rotary tables) stays with its copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -14,20 +13,13 @@ import torch.nn as nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from functional_fsdp import SpecError, State
-from functional_fsdp._lanes import Issued
+from functional_fsdp._metrics import over_ranks
+from functional_fsdp._module import persistent
 from functional_fsdp._runtime import runtime_of
 
 __all__ = ["Buffers", "Rule"]
 
 Rule = Literal["mean", "first", "local"]
-
-
-def persistent(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(path, dict of buffers, name in it) of what a state dict has."""
-    for path, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, part._buffers, name
 
 
 class Buffers:
@@ -134,20 +126,9 @@ class Buffers:
         run = runtime_of(state.spec.mesh)
         if self.rule == "local" or run.size == 1:
             return mine
-        done = dict(mine)
         first = self.rule == "first"
-        axes = [axis for axis in run.sizes if any(axis in placement.data for _, placement in state.spec.placements)]
-        for dtype in dict.fromkeys(t.dtype for t in mine.values()):
-            if not (first or dtype.is_floating_point) or dtype is torch.bool:
-                continue
-            paths = [path for path, t in mine.items() if t.dtype is dtype]
-            tensors = [mine[path] for path in paths]
-            flat = torch.cat([t.reshape(-1) for t in tensors])
-            if first and any(run.coordinate[axis] for axis in axes):
-                flat.zero_()
-            for axis in axes:
-                way = "sum" if first else "mean"
-                run.now(Issued("side", axis, "all_reduce", flat.numel(), dtype, way, "buffers"), flat, flat)
-            parts = flat.split([t.numel() for t in tensors])
-            done |= {path: part.view(t.shape) for path, part, t in zip(paths, parts, tensors, strict=True)}
-        return done
+        kinds = {p: t for p, t in mine.items() if t.dtype is not torch.bool and (first or t.is_floating_point())}
+        zeros = first and any(run.coordinate[axis] for axis in state.spec.data)
+        tensors = [torch.zeros_like(t) if zeros else t for t in kinds.values()]
+        summed = over_ranks(state, tensors, "sum" if first else "mean", "buffers")
+        return mine | dict(zip(kinds, summed, strict=True))

@@ -18,35 +18,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn as nn
 
-from functional_fsdp import Layout, ScheduleError
+from functional_fsdp import ScheduleError
 
-from ._entries import Entry, Leaf, slots_of
+from ._entries import Entry, Leaf
 from ._outputs import map_tensors
 
 if TYPE_CHECKING:
     from ._driver import Driver
 
-__all__ = ["Call", "Door", "Gradients", "Start", "Weights"]
+__all__ = ["Call", "Door", "Gradients", "Slot", "Start", "Weights"]
 
 Gradients = list[torch.Tensor | None]
+Slot = tuple[dict[str, Any], str]  # a dict of parameters, and a name in it
 
 
 class Door:
     """Where an entry's module is called. Its class is a subclass of the module's own, made here, on the copy only."""
 
-    def __init__(self, driver: Driver, module: nn.Module, entry: Entry, layout: Layout) -> None:
+    def __init__(
+        self, driver: Driver, module: nn.Module, entry: Entry, slots: dict[str, Slot], buckets: dict[Leaf, str]
+    ) -> None:
         self.driver, self.module, self.entry = driver, module, entry
         self.units = entry.units
-        slots = {path: (held, name) for path, held, name in slots_of(driver.model)}
         self.leaves = list(dict.fromkeys(leaf for _, leaf in entry.leaves))
         number = {leaf: i for i, leaf in enumerate(self.leaves)}
         self.slots = [(*slots[path], number[leaf]) for path, leaf in entry.leaves]
         self.guests = [held[name] for held, name, _ in self.slots]
         self.trained = [i for i, leaf in enumerate(self.leaves) if driver.trains(leaf)]
-        buckets = {
-            (unit.name, leaf.key): bucket.name
-            for unit in layout.units for bucket in unit.buckets for leaf in bucket.leaves
-        }  # fmt: skip
         firsts = {buckets[leaf]: i for i, leaf in reversed([*enumerate(self.leaves)])}
         self.firsts = list(firsts.values())  # a leaf of each bucket: they share its storage
         self.inside = 0
@@ -83,7 +81,7 @@ class Door:
         driver = self.driver
         if self.inside or driver.state is None:
             return function(self.module, *args, **kwargs)
-        outside = driver.gather(self.units, [*driver.stack, *(call.door for call in driver.active if call.door)])
+        outside = driver.gather(self.units, driver.busy)
         tensors = driver.tensors(self.leaves)
         lent = tuple(tensors)
         storages = [tensors[i].untyped_storage()._cdata for i in self.firsts]

@@ -21,8 +21,8 @@ from functional_fsdp import Layout, ScheduleError, State, reduce, release, unsha
 from functional_fsdp._module import skeleton_of
 from functional_fsdp._runtime import runtime_of
 
-from ._doors import Call, Door, Gradients, Start, Weights
-from ._entries import Leaf, find_entries, order_of, slots_of
+from ._doors import Call, Door, Gradients, Slot, Start, Weights
+from ._entries import Leaf, find_entries, leaves_of, order_of, slots_of
 from ._guests import Guest
 
 __all__ = ["Driver"]
@@ -69,17 +69,20 @@ class Driver:
             door.remove()
         dtypes = {leaf.path: b.compute for b in state.layout.buckets.values() for leaf in b.leaves}
         source = dict(zip(state.layout.paths, state.layout.source, strict=True))
-        of_leaf = {path: (u.name, key) for u in state.layout.units for path, key in zip(u.paths, u.keys, strict=True)}
+        homes = leaves_of(state.layout)
+        slots: dict[str, Slot] = {}
         for path, held, name in slots_of(self.model):
-            old, first = held[name], source[path]
-            shape = torch.empty(tuple(old.size()), dtype=dtypes[first], device="meta")
+            old = held[name]
+            shape = torch.empty(tuple(old.size()), dtype=dtypes[source[path]], device="meta")
             held[name] = Guest(shape, requires_grad=old.requires_grad)
-            held[name].home = (self, of_leaf[first])
+            held[name].home = (self, homes[path])
+            slots[path] = (held, name)
+        buckets = {(b.unit, leaf.key): name for name, b in state.layout.buckets.items() for leaf in b.leaves}
         self.trainable = {
             (unit.name, key) for unit in state.layout.units
             for key, shape in zip(unit.keys, unit.trains, strict=True) if shape is not None
         }  # fmt: skip
-        self.doors = [Door(self, self.model.get_submodule(entry.path), entry, state.layout) for entry in entries]
+        self.doors = [Door(self, self.model.get_submodule(entry.path), entry, slots, buckets) for entry in entries]
         self.order = order_of(entries, state.layout)
         self.keys = {unit.name: unit.keys for unit in state.layout.units}
         self.layout = state.layout
@@ -144,6 +147,11 @@ class Driver:
                 self.outside.update(unit for unit in units if executor.loose.held(unit))
         return bool(self.outside) and not self.outside.isdisjoint(units)
 
+    @property
+    def busy(self) -> list[Door]:
+        """Doors whose weights are in use: of the entries that are being called, or differentiated."""
+        return [*self.stack, *(call.door for call in self.active if call.door)]
+
     def tensors(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
         """Gathered weights."""
         return [self.weights[unit][key] for unit, key in leaves]
@@ -162,7 +170,7 @@ class Driver:
         if self.state is None:
             raise ScheduleError(f"the weight {leaf[1]!r} of the unit {leaf[0]!r} was used after the model had run.")
         unit, key = leaf
-        self.gather((unit,), [*self.stack, *(call.door for call in self.active if call.door)])
+        self.gather((unit,), self.busy)
         weight = self.weights[unit][key]
         if self.backward or not torch.is_grad_enabled() or not self.trains(leaf):
             copy = weight.detach().clone()

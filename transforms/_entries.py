@@ -23,7 +23,7 @@ import torch.nn as nn
 
 from functional_fsdp import Layout, TreeError
 
-__all__ = ["Entry", "Leaf", "find_entries", "order_of", "slots_of"]
+__all__ = ["Entry", "Leaf", "find_entries", "leaves_of", "order_of", "slots_of"]
 
 Leaf = tuple[str, str]  # a unit and the key of one of its weights
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -46,6 +46,12 @@ def slots_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
                 yield f"{path}.{name}" if path else name, part._parameters, name
 
 
+def leaves_of(layout: Layout) -> dict[str, Leaf]:
+    """For each path, tied ones included, the unit and the key that hold it."""
+    held = {path: (unit.name, key) for unit in layout.units for path, key in zip(unit.paths, unit.keys, strict=True)}
+    return {path: held[source] for path, source in zip(layout.paths, layout.source, strict=True)}
+
+
 def find_entries(module: nn.Module, layout: Layout) -> list[Entry]:
     """The entries of a module, in the order of its modules.
 
@@ -61,8 +67,7 @@ def find_entries(module: nn.Module, layout: Layout) -> list[Entry]:
             f"this state is of another model: {type(module).__name__} has {len(paths)} parameters, the state "
             f"{len(layout.paths)} leaves; the model {' and '.join(said)}. Give the model that the state was made from."
         )
-    of_leaf = {path: (unit.name, key) for unit in layout.units for path, key in zip(unit.paths, unit.keys, strict=True)}
-    leaf = {path: of_leaf[source] for path, source in zip(layout.paths, layout.source, strict=True)}
+    leaf = leaves_of(layout)
     users = Counter(layout.source)
     tied = {path for path, source in zip(layout.paths, layout.source, strict=True) if users[source] > 1}
     return list(_visit(module, "", {path: leaf[path] for path in paths}, tied))
