@@ -91,7 +91,9 @@ class Comm:
             and plan.uses[cursor].unit == names[0]
             and (self.opens[cursor] or names[0] in self.owing)
         ):  # nearly always
-            due = self._due(cursor, self.issued, cursor, dict.fromkeys(self.held, -1) if self.held else {})
+            due = [*range(self.issued, plan.due[cursor])]
+            if due and self.held:
+                due = self._due(cursor, self.issued, cursor, dict.fromkeys(self.held, -1))
             self._take(due, (cursor,), names)
             self.jumped = False
             return due, []
@@ -194,12 +196,13 @@ class Comm:
         )
 
     def _take(self, gathers: Sequence[int], uses: Sequence[int], names: Sequence[str]) -> None:
-        self._issue(gathers)
+        if gathers:
+            self._issue(gathers)
         self.cursor = uses[-1] + 1
         self.seen.update(uses)
         self.used.update(names)
-        self.owing.update(self.plan.uses[k].unit for k in uses if self.opens[k])
         self.held.update(names)
+        self.owing.update([self.plan.uses[use].unit for use in uses if self.opens[use]])
 
     def _issue(self, gathers: Sequence[int]) -> None:
         for i in gathers:
@@ -390,10 +393,8 @@ class Comm:
             + f", pass {self.passes + 1}"
         )  # fmt: skip
         waiting = f", {len(self.waiting)} gradients wait for their turn" if self.waiting else ""
-        return "\n".join(
-            (
-                table(("unit", "bytes", "address", "gathered in uses", "gathers", "now"), rows),
-                f"{where}; {self.issued} of {len(plan.gathers)} gathers and {self.reduced} of {len(plan.reductions)} "
-                f"reductions of this pass issued, {self.reducing} reductions in flight{waiting}",
-            )
+        return (
+            f"{table(('unit', 'bytes', 'address', 'gathered in uses', 'gathers', 'now'), rows)}\n"
+            f"{where}; {self.issued} of {len(plan.gathers)} gathers and {self.reduced} of {len(plan.reductions)} "
+            f"reductions of this pass issued, {self.reducing} reductions in flight{waiting}"
         )

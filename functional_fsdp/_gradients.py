@@ -22,6 +22,8 @@ def of_unit(unit: Unit, grads: Any) -> list[torch.Tensor | None]:
         )
     if tuple(grads) == unit.keys:
         values = list(grads.values())
+        if set(map(type, values)) == {torch.Tensor} and [value.shape for value in values] == list(unit.trains):
+            return values  # nearly always: tensors of the right shapes, and nothing is frozen
     else:
         found = _match(unit.keys, list(grads), list(grads.values()), f"reduce(state, grads, {unit.name!r})")
         values = [found[key] for key in unit.keys]

@@ -209,9 +209,7 @@ class Staging:
             if move.exact and i == 0:
                 local = yield from self._sum(hop, issued, stage, spare, last)
             elif hop.kind == "scatter":
-                part = local[hop.start : hop.start + hop.size]
-                if last is not None and last.dtype is local.dtype:
-                    part = last
+                part = last if last is not None and last.dtype is local.dtype else _slice(local, hop)
                 yield from self.run.collective(issued[0], part, local)
                 local = part
             else:
@@ -309,3 +307,7 @@ class Staging:
         self.completing = False
         while self.busy:
             self.busy.popleft().give()
+
+
+def _slice(local: torch.Tensor, hop: Hop) -> torch.Tensor:
+    return local[hop.start : hop.start + hop.size]

@@ -44,7 +44,7 @@ class Ledger:
         self.base = self.head = self.latest = 0
         self.number = 0  # the same on every rank for one lineage; 0 for copies
         self.epoch = runtime.epoch
-        self.consumed: dict[int, str] = {}
+        self.consumed: dict[int, str | tuple[str, Any]] = {}  # by what: in words, or a verb and its unit
         self.executor: Executor | None = None
         self.broken = ""
 
@@ -59,16 +59,20 @@ class Ledger:
         """Whether a verb was stopped in the middle, so that what is in flight is ahead of every state."""
         return self.executor is not None and self.executor.midway
 
-    def advance(self, serial: int, verb: str) -> int:
+    def advance(self, serial: int, verb: str | tuple[str, Any]) -> int:
         """Consume the state `serial`, which has entered, for `verb`. Returns the new serial."""
-        self.latest += 1
+        self.latest = self.head = new = self.latest + 1
         if serial != self.base:
-            self._consume(serial, verb)
-        self.head = self.latest
-        return self.head
+            self.consumed[serial] = verb
+            if not new % REMEMBER:
+                self._forget()
+        return new
 
     def enter(self, serial: int, verb: str) -> None:
         """Check that the state `serial` may be used; begin the step anew if it is the base of an abandoned one."""
+        under_way = serial == self.head != self.base and not self.broken and self.epoch == self.runtime.epoch
+        if under_way and self.executor is not None and not self.executor.midway:
+            return  # nearly always
         self.valid(serial, verb)
         if serial not in (self.base, self.head):
             raise self._stale(serial, verb)
@@ -104,7 +108,11 @@ class Ledger:
 
     def consumer(self, serial: int) -> str:
         """What consumed the state `serial`, in words."""
-        return self.consumed.get(serial, "an earlier call")
+        by = self.consumed.get(serial, "an earlier call")
+        if isinstance(by, str):
+            return by
+        units = (by[1],) if isinstance(by[1], str) else by[1]
+        return f"{by[0]}({', '.join(map(repr, units))})"
 
     def look(self, serial: int) -> None:
         """Before ranks communicate about the base outside a step: they meet if one of them may have abandoned it.
@@ -131,8 +139,11 @@ class Ledger:
 
     def _consume(self, serial: int, what: str) -> None:
         self.consumed[serial] = what
+        self._forget()
+
+    def _forget(self) -> None:
         if len(self.consumed) > 2 * REMEMBER:
-            self.consumed = dict(list(self.consumed.items())[REMEMBER:])
+            self.consumed = dict(list(self.consumed.items())[-REMEMBER:])
 
     def _stale(self, serial: int, verb: str) -> StaleStateError:
         by = self.consumer(serial)

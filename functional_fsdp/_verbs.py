@@ -59,8 +59,8 @@ def verb(fn: F) -> F:
     return cast(F, checked)
 
 
-def then(state: State, verb: str, grads: Any = None) -> State:
-    """The state after `verb`: consumes `state`, which has entered. This runs for every verb, so it is spelled out."""
+def then(state: State, verb: str | tuple[str, Any], grads: Any = None) -> State:
+    """The state after a verb, in words or with its units: consumes `state`, which has entered. Every verb does this."""
     ledger = state.token.ledger
     new = object.__new__(State)
     fields = new.__dict__
@@ -127,7 +127,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
         ledger.enter(state.token.serial, "unshard")
         executor = state.executor
         found = executor.unshard(state, (unit,), outside)[unit]
-        return then(state, f"unshard({unit!r})", grads=executor.grads or state.grads), found
+        return then(state, ("unshard", unit), grads=executor.grads or state.grads), found
 
     names = tuple(dict.fromkeys(unit))
     for name in names:
@@ -135,7 +135,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
     ledger.enter(state.token.serial, "unshard")
     executor = state.executor
     weights = executor.unshard(state, names, outside)
-    return then(state, f"unshard({', '.join(map(repr, names))})", grads=executor.grads or state.grads), weights
+    return then(state, ("unshard", names), grads=executor.grads or state.grads), weights
 
 
 @verb
@@ -158,7 +158,7 @@ def release(state: State, unit: str | Sequence[str]) -> State:
                 f"release: the unit {name!r} is not gathered. Call state, w = unshard(state, {name!r}) first."
             )
     executor.release(state, names)
-    return then(state, f"release({unit!r})")
+    return then(state, ("release", names))
 
 
 # ---------------------------------------------------------------- reduce
@@ -194,7 +194,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
         executor.adopt(state.grads)
         if values:
             executor.reduce(one.name, values, last)
-        return then(state, f"reduce({unit!r})", grads=executor.grads)
+        return then(state, ("reduce", unit), grads=executor.grads)
 
     total = of_tree(state.layout, grads)
     ledger.enter(state.token.serial, "reduce")
