@@ -13,6 +13,7 @@ from ._flat import FlatBuffer
 from ._init import init
 from ._launch import LaunchError, launch, local_mesh
 from ._layout import Bucket, Layout, Leaf, Unit
+from ._lower import Lowered, abstract, lower
 from ._metrics import pmean, psum
 from ._module import bind, functionalize
 from ._optim import Optimizer, adamw, from_updates, sgd
@@ -35,6 +36,7 @@ __all__ = [
     "LaunchError",
     "Layout",
     "Leaf",
+    "Lowered",
     "Optimizer",
     "Partial",
     "Placement",
@@ -51,6 +53,7 @@ __all__ = [
     "State",
     "TreeError",
     "Unit",
+    "abstract",
     "adamw",
     "bind",
     "buffers",
@@ -68,6 +71,7 @@ __all__ = [
     "load",
     "local_mesh",
     "local_shards",
+    "lower",
     "plan",
     "pmean",
     "psum",

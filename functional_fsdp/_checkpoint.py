@@ -53,7 +53,7 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
     run, final = runtime_of(state.spec.mesh), Path(folder)
     partial = final.with_name(final.name + ".partial")
     tensors = _tensors(state, only_sharded=run.size > 1 and run.rank > 0)
-    about = {**_about(state), "step": state.token.ledger.steps}
+    about = {**_about(state), "step": state.steps}
     state.token.ledger.look(state.token.serial)
 
     def prepare() -> None:
@@ -116,7 +116,7 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
         with torch.no_grad():
             for name, copy in weights.items():
                 refresh(fresh.main[name], copy)
-    ledger = Ledger(run, int(there["step"]))
+    ledger = Ledger(run, state.layout, state.spec, int(there["step"]))
     ledger.enroll()
     return fresh.evolve(weights=weights, grads=(), token=Token(ledger, 0))
 

@@ -22,6 +22,7 @@ from ._lanes import Issued
 from ._layout import Bucket
 from ._route import Axis, Replicate, Shard, States, route
 from ._runtime import runtime_of
+from ._tracing import tracing
 from ._tree import register
 
 __all__ = ["FlatBuffer", "leaves_of", "templates", "write_leaves"]
@@ -54,13 +55,13 @@ class FlatBuffer:
 
     def span(self) -> tuple[int, int]:
         """The elements [start, stop) of the bucket that `local` holds."""
-        return self.bucket.span(self.sharded(), runtime_of(self.mesh).coordinate)
+        return self.bucket.span(self.sharded(), _coordinate(self.mesh))
 
     def by_label(self) -> list[tuple[str, torch.Tensor]]:
         """(label, view) for each run of leaves of one label in `local`: what an optimizer updates with one setting."""
-        start, stop = self.span()
         if len(self.bucket.labels) == 1:
             return [(self.bucket.labels[0][0], self.local)]
+        start, stop = self.span()
         cuts = ((label, max(a, start), min(b, stop)) for label, a, b in self.bucket.labels)
         return [(label, self.local[a - start : b - start]) for label, a, b in cuts if a < b]
 
@@ -132,6 +133,17 @@ register(
     ("local",),
     lambda context, children: FlatBuffer(children[0], *context),
 )
+
+
+def _coordinate(mesh: Any) -> dict[str, int]:
+    """Where this rank stands on each axis; of a mesh that only plans, at the first place."""
+    if tracing():
+        return dict.fromkeys(mesh, 0) if isinstance(mesh, Mapping) else _places(mesh)
+    return runtime_of(mesh).coordinate
+
+
+def _places(mesh: Any) -> dict[str, int]:
+    return {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
 
 
 @lru_cache(maxsize=65536)

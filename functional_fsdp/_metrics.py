@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 import torch.utils._pytree as pytree
 
+from . import _traced
 from ._lanes import Issued
 from ._runtime import runtime_of
 from ._state import State
+from ._tracing import tracing
 from ._verbs import verb
 
-__all__ = ["over_ranks", "pmean", "psum"]
+__all__ = ["over_axes", "over_ranks", "pmean", "psum"]
 
 Op = Literal["mean", "sum"]
 
 
-@verb
+@verb(lambda state, tree: _metrics(state, tree, "pmean", "mean"))
 def pmean(state: State, tree: Any) -> tuple[State, Any]:
     """Average a pytree of metrics over the data ranks. Numbers become tensors, integers float32.
 
@@ -28,7 +31,7 @@ def pmean(state: State, tree: Any) -> tuple[State, Any]:
     return _metrics(state, tree, "pmean", "mean")
 
 
-@verb
+@verb(lambda state, tree: _metrics(state, tree, "psum", "sum"))
 def psum(state: State, tree: Any) -> tuple[State, Any]:
     """Add up a pytree over the data ranks, as `pmean` averages one.
 
@@ -39,22 +42,31 @@ def psum(state: State, tree: Any) -> tuple[State, Any]:
 
 
 def _metrics(state: State, tree: Any, name: str, op: Op) -> tuple[State, Any]:
-    state.token.ledger.enter(state.token.serial, name)
-    device = runtime_of(state.spec.mesh).device
+    if not tracing():
+        state.token.ledger.enter(state.token.serial, name)
+    device = state.count.device
     leaves, treedef = pytree.tree_flatten(tree)
     tensors = [torch.as_tensor(leaf, device=device).detach() for leaf in leaves]
-    return state, treedef.unflatten(over_ranks(state, [t if t.is_floating_point() else t.float() for t in tensors], op))
+    done = over_ranks(state, [t if t.is_floating_point() else t.float() for t in tensors], op)
+    return state, pytree.tree_unflatten(done, treedef)
 
 
 def over_ranks(state: State, tensors: list[torch.Tensor], op: Op, what: str = "") -> list[torch.Tensor]:
     """Tensors averaged or added up over the data ranks: one all-reduce an axis and dtype."""
-    run = runtime_of(state.spec.mesh)
     done = list(tensors)
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
-        flat = torch.cat([tensors[i].reshape(-1) for i in which])
-        for axis in state.spec.data:
-            run.now(Issued("side", axis, "all_reduce", flat.numel(), dtype, op, what), flat, flat)
+        flat = over_axes(state, torch.cat([tensors[i].reshape(-1) for i in which]), state.spec.data, op, what)
         for i, part in zip(which, flat.split([tensors[i].numel() for i in which]), strict=True):
             done[i] = part.view(tensors[i].shape)
     return done
+
+
+def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, what: str = "") -> torch.Tensor:
+    """A flat tensor averaged or added up over mesh axes, perhaps in place."""
+    if tracing():
+        return _traced.over_axes(state, flat, axes, op)
+    run = runtime_of(state.spec.mesh)
+    for axis in axes:
+        run.now(Issued("side", axis, "all_reduce", flat.numel(), flat.dtype, op, what), flat, flat)
+    return flat

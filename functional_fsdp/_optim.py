@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 
 from ._errors import SpecError
 from ._flat import FlatBuffer
+from ._tracing import tracing
 
 __all__ = ["AdamState", "AdamW", "Optimizer", "Sgd", "adamw", "as_optimizer", "from_updates", "sgd"]
 
@@ -129,15 +130,30 @@ class AdamW:
     ) -> tuple[Tree, AdamState]:
         taken = (count + 1).float()
         for label, (p, g, m, v) in _groups(main, grads, opt.mean, opt.square).items():
-            lr = _rate(self.lr, label, count)
+            lr, decay = _rate(self.lr, label, count), _by_label("weight_decay", self.weight_decay, label)
+            if tracing():
+                for one in zip(p, g, m, v, strict=True):
+                    self._plainly(skip, *one, taken, lr, decay)
+                continue
             torch.autograd.graph.increment_version([*p, *m, *v])  # the fused kernel does not
             torch._fused_adamw_(
                 p, g, m, v, [], [taken] * len(p),
-                lr=lr, beta1=self.betas[0], beta2=self.betas[1], eps=self.eps,
-                weight_decay=_by_label("weight_decay", self.weight_decay, label), amsgrad=False, maximize=False,
-                found_inf=None if skip is None else skip.float(),
+                lr=lr, beta1=self.betas[0], beta2=self.betas[1], eps=self.eps, weight_decay=decay, amsgrad=False,
+                maximize=False, found_inf=None if skip is None else skip.float(),
             )  # fmt: skip
         return main, opt
+
+    def _plainly(self, skip: Any, p: Any, g: Any, m: Any, v: Any, taken: Any, lr: Any, decay: float) -> None:
+        """In plain operations, which compilers can trace and fuse; in float32 at least, as the kernel."""
+        wide = torch.promote_types(p.dtype, torch.float32)
+        weight, grad = p.to(wide), g.to(wide)
+        mean = m.to(wide) + (1 - self.betas[0]) * (grad - m.to(wide))
+        square = self.betas[1] * v.to(wide) + (1 - self.betas[1]) * grad * grad
+        taken = taken.to(wide)
+        denominator = square.sqrt() / (1 - self.betas[1] ** taken).sqrt() + self.eps
+        new = weight * (1 - lr * decay) - lr / (1 - self.betas[0] ** taken) * mean / denominator
+        for old, value in ((p, new), (m, mean), (v, square)):
+            old.copy_(value if skip is None else torch.where(skip, old.to(wide), value))
 
     def __hash__(self) -> int:
         return hash((type(self), self.betas, self.eps))
@@ -166,7 +182,7 @@ class Sgd:
         trees = (main, grads, opt) if opt else (main, grads)
         for label, (p, g, *momentum) in _groups(*trees).items():
             lr, decay = _rate(self.lr, label, count), _by_label("weight_decay", self.weight_decay, label)
-            if p[0].device.type == "cpu" and any(t.dtype is torch.bfloat16 for t in p):
+            if tracing() or (p[0].device.type == "cpu" and any(t.dtype is torch.bfloat16 for t in p)):
                 self._plainly(skip, p, g, momentum[0] if momentum else [], lr, decay)
                 continue
             torch.autograd.graph.increment_version([*p, *(momentum[0] if momentum else ())])
@@ -178,7 +194,8 @@ class Sgd:
         return main, opt
 
     def _plainly(self, skip: torch.Tensor | None, p: Any, g: Any, momentum: Any, lr: Any, decay: float) -> None:
-        """Without the fused kernel, whose vectorised path for bfloat16 on the CPU is wrong (torch 2.13 at least)."""
+        """In plain operations: compilers cannot trace the fused kernel, and its path for bfloat16 on the CPU is wrong
+        (torch 2.13 at least)."""
         for i, (weight, grad) in enumerate(zip(p, g, strict=True)):
             wide = torch.promote_types(weight.dtype, torch.float32)
             d = grad.to(wide) + decay * weight.to(wide)

@@ -11,6 +11,7 @@ from ._tree import bytes_text, match
 
 __all__ = ["Order", "Schedule", "means"]
 
+TRANSPORTS = ("collective", "traced")
 Order = tuple[str | tuple[str, ...], ...]  # units in order of use; a tuple of them is used at once
 
 
@@ -28,6 +29,8 @@ class Schedule:
             (the last one used; at depth d, the last d // 2 + 1). Names or patterns: exactly these. "all": everything.
             A number of bytes: beside the default, the set that saves the most gathers and holds no more than that.
         debug: released bytes are filled with NaN, so that a weight used past its release shows.
+        transport: what carries gathers and reductions. "collective": NCCL or gloo, on lanes beside compute. "traced":
+            functional collectives, for train steps inside `torch.compile(fullgraph=True)`, and only there.
 
     Raises:
         SpecError: a value of the wrong kind, a negative depth or budget, an empty order or group, a group that
@@ -43,6 +46,7 @@ class Schedule:
     prefetch: int | tuple[tuple[str, int], ...]
     keep: Literal["all"] | int | tuple[str, ...] | None
     debug: bool
+    transport: Literal["collective", "traced"]
 
     def __init__(
         self,
@@ -50,6 +54,7 @@ class Schedule:
         prefetch: int | Mapping[str, int] = 1,
         keep: Literal["all"] | int | Collection[str] | None = None,
         debug: bool = False,
+        transport: Literal["collective", "traced"] = "collective",
     ) -> None:
         depths = prefetch if isinstance(prefetch, Mapping) else {"*": prefetch}
         for name, depth in depths.items():
@@ -70,11 +75,14 @@ class Schedule:
             )
         if isinstance(keep, int) and keep < 0:
             raise SpecError(f"Schedule(keep={keep}): a budget is at least 0 bytes. () keeps nothing.")
+        if transport not in TRANSPORTS:
+            raise SpecError(f"Schedule(transport={transport!r}): expected one of {', '.join(map(repr, TRANSPORTS))}.")
         put = object.__setattr__
         put(self, "order", order if order is None or order == "recorded" else _order(order))
         put(self, "prefetch", tuple(prefetch.items()) if isinstance(prefetch, Mapping) else prefetch)
         put(self, "keep", keep if keep is None or isinstance(keep, int | str) else tuple(sorted(set(keep))))
         put(self, "debug", bool(debug))
+        put(self, "transport", transport)
 
     def depth(self, unit: str) -> int:
         """How many uses ahead of its own this unit's gather starts."""
@@ -84,9 +92,8 @@ class Schedule:
 
     def ordered(self, order: Sequence[str | Sequence[str]] | None) -> Schedule:
         """The same with this order: what a recorded schedule becomes after its first step."""
-        return Schedule(
-            order, self.prefetch if isinstance(self.prefetch, int) else dict(self.prefetch), self.keep, self.debug
-        )
+        prefetch = self.prefetch if isinstance(self.prefetch, int) else dict(self.prefetch)
+        return Schedule(order, prefetch, self.keep, self.debug, self.transport)
 
     def __str__(self) -> str:
         order = "forward, then backward"
@@ -99,6 +106,8 @@ class Schedule:
         if self.keep is not None:
             kept = ", ".join(self.keep) or "nothing" if isinstance(self.keep, tuple) else "everything"
             said.append(f"keeps {f'{bytes_text(self.keep)} more' if isinstance(self.keep, int) else kept}")
+        if self.transport != "collective":
+            said.append(self.transport)
         return "; ".join([*said, "debug"] if self.debug else said)
 
 

@@ -170,7 +170,7 @@ def build(
                 weights[name] = FlatBuffer(local, bucket, states_of(bucket, "weights"), spec.mesh)
                 refresh(main[name], weights[name])
         opt = optimizer.init({name: main[name] for name in plan.trainable}) if optimizer else ()
-    ledger = Ledger(run)
+    ledger = Ledger(run, plan, spec)
     ledger.enroll()
     count = torch.zeros((), dtype=torch.int64, device=run.device)
     rng = torch.tensor(seed, dtype=torch.int64)

@@ -19,10 +19,11 @@ import torch
 import torch.utils._pytree as pytree
 
 from ._comm import Comm
-from ._errors import StaleStateError
+from ._errors import ScheduleError, StaleStateError
 from ._executor import Executor
 from ._flat import FlatBuffer
 from ._layout import Layout
+from ._recipes import recipes
 from ._runtime import Runtime, runtime_of
 from ._spec import Spec
 from ._tree import bytes_text, register, table
@@ -38,8 +39,9 @@ class Ledger:
     `executor` has what the lineage has in flight; it is made when a state first needs it.
     """
 
-    def __init__(self, runtime: Runtime, steps: int = 0) -> None:
+    def __init__(self, runtime: Runtime, layout: Layout, spec: Spec, steps: int = 0) -> None:
         self.runtime = runtime
+        self.recipes = recipes(layout, spec, runtime) if spec.schedule.transport == "traced" else None
         self.steps = steps
         self.base = self.head = self.latest = 0
         self.number = 0  # the same on every rank for one lineage; 0 for copies
@@ -76,6 +78,12 @@ class Ledger:
         self.valid(serial, verb)
         if serial not in (self.base, self.head):
             raise self._stale(serial, verb)
+        if self.recipes is not None and verb not in ("pmean", "psum"):
+            raise ScheduleError(
+                f"{verb} ran eagerly, and this state's schedule says transport='traced'. Call it inside "
+                "torch.compile(train_step, fullgraph=True), without which torch may fall back to eager execution; for "
+                "eager steps shard with Schedule(transport='collective')."
+            )
         if serial == self.base:
             if self.begun:
                 self.look(serial)
@@ -235,6 +243,12 @@ class State:
         return tuple(unit.name for unit in self.layout.units)
 
     @property
+    def steps(self) -> int:
+        """How many steps were taken. Waits for the device where compiled steps count there."""
+        ledger = self.token.ledger
+        return ledger.steps if ledger.recipes is None else int(self.count)
+
+    @property
     def executor(self) -> Executor:
         """What carries out this lineage's schedule."""
         ledger = self.token.ledger
@@ -275,10 +289,11 @@ class State:
         self.resting("pickle")
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "token"}
         example = self.treedef.unflatten(range(self.treedef.num_leaves))  # torch warns when it unpickles a TreeSpec
-        return {**kept, "treedef": example, "steps": self.token.ledger.steps}
+        return {**kept, "treedef": example, "steps": self.steps}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
-        token = Token(Ledger(runtime_of(kept["spec"].mesh), kept.pop("steps")), 0)
+        spec = kept["spec"]
+        token = Token(Ledger(runtime_of(spec.mesh), kept["layout"], spec, kept.pop("steps")), 0)
         kept["treedef"] = pytree.tree_structure(kept["treedef"])
         for name, value in {**kept, "token": token}.items():
             object.__setattr__(self, name, value)
@@ -291,7 +306,7 @@ class State:
             return x.clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x, memo)
 
         trees = {name: pytree.tree_map(clone, getattr(self, name)) for name in CHILDREN}
-        return self.evolve(**trees, token=Token(Ledger(ledger.runtime, ledger.steps), 0))
+        return self.evolve(**trees, token=Token(Ledger(ledger.runtime, self.layout, self.spec, self.steps), 0))
 
     def __copy__(self) -> State:
         return copy.deepcopy(self)  # two lineages must not share buffers: step reuses them
@@ -323,7 +338,7 @@ class State:
             rows.append((name, len(tensors), size(tree), dtypes or "-", states or "-"))
         what = f"State of {len(self.units)} units, {len(self.layout.paths)} leaves"
         header = ("field", "tensors", "bytes a rank", "dtype", "placed")
-        return f"{what}, mesh {axes}, step {ledger.steps}, {status}\n{table(header, rows)}"
+        return f"{what}, mesh {axes}, step {self.steps}, {status}\n{table(header, rows)}"
 
 
 CHILDREN = tuple(f.name for f in fields(State) if not f.metadata)

@@ -23,30 +23,42 @@ from typing import Any, TypeVar, cast, overload
 import torch
 import torch.utils._pytree as pytree
 
+from . import _traced
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer, leaves_of
 from ._gradients import of_tree, of_unit
 from ._layout import Unit
 from ._state import State, Token
+from ._tracing import LOWERING
 from ._weights import gather, refresh, whole_of
 
 __all__ = ["finish", "reduce", "release", "step", "then", "unshard", "verb"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Weights = dict[str, torch.Tensor]
+INTERPRETER: Any = torch._C._functorch.CInterpreter
 
 
-def verb(fn: F) -> F:
-    """A verb runs without autograd, and not inside a torch.func transform (collectives cannot be differentiated)."""
+def verb(traced: Callable[..., Any]) -> Callable[[F], F]:
+    """A verb runs without autograd, and not inside a torch.func transform (collectives cannot be differentiated).
 
+    Args:
+        traced: what it is inside torch.compile.
+    """
+    return lambda fn: _checked(fn, traced)
+
+
+def _checked(fn: F, traced: Callable[..., Any]) -> F:
     @wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if isinstance(torch._C._functorch.peek_interpreter_stack(), INTERPRETER):  # the compiler, too, can tell
             raise ScheduleError(
                 f"{fn.__name__} was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see "
                 "through a collective. Call unshard before the transform and reduce after it; inside, compute on the "
                 "weights only."
             )
+        if torch.compiler.is_compiling() or LOWERING:
+            return traced(*args, **kwargs)
         if args and not isinstance(args[0], State):
             raise TypeError(f"{fn.__name__}(state, ...): the first argument is a State, not {type(args[0]).__name__}.")
         before = torch.is_grad_enabled()
@@ -61,6 +73,8 @@ def verb(fn: F) -> F:
 
 def then(state: State, verb: str | tuple[str, Any], grads: Any = None) -> State:
     """The state after a verb, in words or with its units: consumes `state`, which has entered. Every verb does this."""
+    if torch.compiler.is_compiling() or LOWERING:
+        return state if grads is None else state.evolve(grads=grads)
     ledger = state.token.ledger
     new = object.__new__(State)
     fields = new.__dict__
@@ -89,7 +103,7 @@ def unshard(state: State) -> tuple[State, Any]: ...
 def unshard(state: State, unit: str, *, outside: bool = False) -> tuple[State, Weights]: ...  # type: ignore[overload-overlap]
 @overload
 def unshard(state: State, unit: Sequence[str], *, outside: bool = False) -> tuple[State, dict[str, Weights]]: ...
-@verb
+@verb(_traced.unshard)
 def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: bool = False) -> tuple[State, Any]:
     """Gather weights: shards [n / ranks] -> leaves of their global shapes, in the compute dtype.
 
@@ -138,7 +152,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
     return then(state, ("unshard", names), grads=executor.grads or state.grads), weights
 
 
-@verb
+@verb(_traced.release)
 def release(state: State, unit: str | Sequence[str]) -> State:
     """Give back a unit's gathered weights. They must not be used until the unit is gathered again, to the same tensors.
 
@@ -164,7 +178,7 @@ def release(state: State, unit: str | Sequence[str]) -> State:
 # ---------------------------------------------------------------- reduce
 
 
-@verb
+@verb(_traced.reduce)
 def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = True) -> State:
     """Average gradients over the data ranks (or sum, by `Spec`) and add them to `state.grads`.
 
@@ -213,7 +227,7 @@ def _has_gradients(state: State) -> None:
         raise ScheduleError("step: this state has no gradients. Call state = reduce(state, grads) first.")
 
 
-@verb
+@verb(_traced.finish)
 def finish(state: State) -> State:
     """Make `state.grads` whole: every trainable bucket, each in its final placement. For whoever reads gradients.
 
@@ -239,7 +253,7 @@ def finish(state: State) -> State:
 # ---------------------------------------------------------------- step
 
 
-@verb
+@verb(_traced.step)
 def step(state: State, *, skip: torch.Tensor | None = None) -> State:
     """Update main weights with the optimizer, refresh the compute copies, and drop the gradients. Consumes `state`.
 

@@ -197,3 +197,31 @@ def sharded(
         state = fsdp.step(state)
         seen.append((loss.item(), grads, {key: p.cpu() for key, p in fsdp.full_params(state).items()}))
     return seen
+
+
+class Stack(nn.Module):
+    """Equal layers, and nothing awkward."""
+
+    def __init__(self, width: int = 32, depth: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+
+def through_the_stack(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+    """Way 2 over `Stack`: the mean square of what comes out, and its gradients."""
+    pullbacks = {}
+
+    def layer(w: Tree, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(F.linear(h, w["weight"], w["bias"]))
+
+    for unit in state.units:
+        state, w = fsdp.unshard(state, unit)
+        x, pullbacks[unit] = T.vjp(layer, w, x)
+        state = fsdp.release(state, unit)
+    loss, dh = x.square().mean(), 2 * x / x.numel()
+    for unit in reversed(state.units):
+        state, w = fsdp.unshard(state, unit)
+        dw, dh = pullbacks.pop(unit)(w, dh)
+        state = fsdp.reduce(state, dw, unit)
+        state = fsdp.release(state, unit)
+    return state, loss

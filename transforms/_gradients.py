@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from functional_fsdp import State
-from functional_fsdp._lanes import Issued
-from functional_fsdp._runtime import runtime_of
+from functional_fsdp._metrics import over_axes
 
 __all__ = ["shards", "total"]
 
@@ -20,7 +19,7 @@ def shards(state: State) -> dict[Axes, list[torch.Tensor]]:
     of their own (experts).
     """
     found: dict[Axes, list[torch.Tensor]] = {}
-    sizes = runtime_of(state.spec.mesh).sizes
+    sizes = state.spec.axes
     for buffer in state.grads.values():
         own = [axis for axis in sizes if axis not in buffer.bucket.placement.data]
         axes = tuple(axis for axis in (*buffer.sharded(), *own) if sizes[axis] > 1)
@@ -33,12 +32,10 @@ def total(state: State, values: dict[Axes, torch.Tensor]) -> torch.Tensor:
 
     Ranks that hold the same shard are counted once: a group is summed over the axes that shard it only.
     """
-    run = runtime_of(state.spec.mesh)
     left = dict(values)
-    for axis in run.sizes:
+    for axis in state.spec.axes:
         mine = [axes for axes in left if axis in axes]
         if mine:
-            flat = torch.stack([left[axes] for axes in mine])
-            run.now(Issued("side", axis, "all_reduce", flat.numel(), flat.dtype, "sum", "total"), flat, flat)
+            flat = over_axes(state, torch.stack([left[axes] for axes in mine]), (axis,), "sum", "total")
             left |= dict(zip(mine, flat.unbind(), strict=True))
     return torch.stack([*left.values()]).sum()

@@ -24,6 +24,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from functional_fsdp import ScheduleError, TreeError
+from functional_fsdp._tracing import KEEPING, tracing
 from functional_fsdp._weights import Lease, lease_of
 
 __all__ = ["vjp"]
@@ -57,7 +58,7 @@ def vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple[Any, Pullb
         >>> pullback({"a": torch.tensor(3.0)}, torch.tensor(1.0))
         ({'a': tensor(2.)}, tensor(3.))
     """
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
         return _under_transforms(fn, weights, primals)
     lease = lease_of(next(iter(weights.values()), None)) if type(weights) is dict else None
     if lease is not None and _PLAIN.issuperset(map(type, primals)) and not any(map(lease_of, primals)):
@@ -251,20 +252,38 @@ def _refuse(verb: str, lease: Lease) -> None:
 
 def _under_transforms(fn: Callable[..., Any], weights: Any, primals: tuple[Any, ...]) -> tuple[Any, Pullback]:
     _lent("vjp", weights, primals)
+    if tracing() and KEEPING:
+        out, pull = _functional(fn, (weights, *primals))
+
+        def residual(w: Any, dout: Any) -> Any:
+            return pull(_marked(dout, weights, w))
+
+        return out, residual
 
     def pullback(w: Any, dout: Any) -> Any:
         _lent("pullback", w, primals)
-        return _functional(fn, (w, *primals))(dout)
+        return _functional(fn, (w, *primals))[1](dout)
 
     return fn(weights, *primals), pullback
 
 
+def _marked(dout: Any, first: Any, second: Any) -> Any:
+    """The cotangents, with a mark: residuals of the first weights are to be read from the second ones."""
+    leaves, treedef = pytree.tree_flatten(dout)
+    at = next((i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)), None)
+    if at is not None:
+        pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=True)
+        tensors = [(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and a.numel()]
+        leaves[at] = torch.ops.functional_fsdp.again(leaves[at], [a for a, _ in tensors], [b for _, b in tensors])
+    return pytree.tree_unflatten(leaves, treedef)
+
+
 def _lent(verb: str, *trees: Any) -> None:
-    if not torch.compiler.is_compiling():
+    if not tracing():
         _check(verb, [lease for lease in map(lease_of, pytree.tree_leaves(trees)) if lease is not None], [])
 
 
-def _functional(fn: Callable[..., Any], args: tuple[Any, ...]) -> Pullback:
+def _functional(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Pullback]:
     leaves, treedef = pytree.tree_flatten(args)
     which = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
 
@@ -274,10 +293,10 @@ def _functional(fn: Callable[..., Any], args: tuple[Any, ...]) -> Pullback:
             full[i] = tensor
         return fn(*pytree.tree_unflatten(full, treedef))
 
-    pull: Pullback = torch.func.vjp(pure, *(leaves[i] for i in which))[1]
+    out, pull = torch.func.vjp(pure, *(leaves[i] for i in which))  # type: ignore[misc]
 
     def pullback(dout: Any) -> Any:
         grads = dict(zip(which, pull(dout), strict=True))
         return pytree.tree_unflatten([grads.get(i) for i in range(len(leaves))], treedef)
 
-    return pullback
+    return out, pullback

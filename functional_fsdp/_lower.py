@@ -1,0 +1,324 @@
+"""lower: a train step as a graph, without running it, for any number of ranks (as JAX's `jit(f).lower(...)`).
+
+    state, batch ──fake tensors──▶ train_step, traced ──▶ Lowered: graph, collectives, memory, operations
+
+No process group is needed, no GPU and no memory: `abstract` makes a state of shapes for a mesh of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import flop_registry
+
+from ._flat import FlatBuffer
+from ._optim import as_optimizer
+from ._recipes import recipes
+from ._regather import is_view, point_at_second_gathers
+from ._route import states_of
+from ._runtime import runtime_of
+from ._shard import describe
+from ._shard import layout as layout_of
+from ._spec import Spec
+from ._state import Ledger, State, Token
+from ._tracing import keeping, lowering
+from ._tree import bytes_text, table
+from ._weights import keeps_copy
+
+__all__ = ["Collective", "Cost", "Lowered", "Memory", "abstract", "custom_backwards", "lower"]
+
+KINDS = {
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_to_all_single": "all-to-all",
+}
+
+
+class Collective(NamedTuple):
+    """One collective of the graph. numel: elements of its larger side, nbytes: bytes of that; lane and axis: of whose
+    communicator."""
+
+    kind: str
+    lane: str
+    axis: str
+    numel: int
+    dtype: torch.dtype
+    nbytes: int
+
+
+class Memory(NamedTuple):
+    """Bytes a rank. arguments: the state and the batch; temporaries: the most that is alive beside them at any time;
+    gathered: the most of that which are gathered weights; peak: arguments and temporaries."""
+
+    arguments: int
+    temporaries: int
+    gathered: int
+    peak: int
+
+
+class Cost(NamedTuple):
+    """flops: floating-point operations a rank, of matrix products, convolutions and attention. received: bytes that a
+    rank receives in collectives."""
+
+    flops: int
+    received: int
+
+
+class Lowered:
+    """A train step as a graph. Printing it gives a table.
+
+    Attributes:
+        graph: the torch.fx.GraphModule, of ATen operations and functional collectives; its nodes carry fake values.
+        collectives: in order of issue.
+    """
+
+    def __init__(self, graph: fx.GraphModule, sizes: Mapping[str, int]) -> None:
+        self.graph = graph
+        self.sizes = dict(sizes)
+        self.collectives = tuple(map(_collective, filter(_kind, graph.graph.nodes)))
+
+    def memory_analysis(self) -> Memory:
+        """What is alive when, from the graph: a tensor from the operation that makes it to its last use, or that of a
+        view of it; what a collective reads until it is waited for. Compilers may do better (by fusion) or worse."""
+        return _memory(self.graph.graph)
+
+    def cost_analysis(self) -> Cost:
+        """Operations (torch.utils.flop_counter's formulas) and traffic."""
+        flops = 0
+        for node in self.graph.graph.nodes:
+            count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+            if node.op == "call_function" and count is not None:
+                args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
+                flops += count(*args, **kwargs, out_val=node.meta["val"])
+        return Cost(int(flops), sum(self._received(one) for one in self.collectives))
+
+    def _received(self, one: Collective) -> int:
+        ranks = self.sizes[one.axis]
+        return one.nbytes * (ranks - 1) // ranks * (2 if one.kind == "all-reduce" else 1)
+
+    def __repr__(self) -> str:
+        memory, cost = self.memory_analysis(), self.cost_analysis()
+        counts: dict[tuple[str, ...], list[int]] = {}
+        for one in self.collectives:
+            said = (one.kind, one.lane, one.axis, str(one.dtype).removeprefix("torch."))
+            counts.setdefault(said, []).append(one.nbytes)
+        rows = [(*said, len(sizes), bytes_text(sum(sizes))) for said, sizes in counts.items()]
+        axes = " × ".join(f"{axis} {n}" for axis, n in self.sizes.items())
+        return (
+            f"a step on mesh {axes}: {len(self.graph.graph.nodes)} operations\n"
+            f"{table(('collective', 'lane', 'axis', 'dtype', 'issued', 'bytes in all'), rows)}\n"
+            f"memory a rank: arguments {bytes_text(memory.arguments)}, temporaries {bytes_text(memory.temporaries)} "
+            f"(gathered weights {bytes_text(memory.gathered)})\n"
+            f"{cost.flops:.3g} floating-point operations a rank, {bytes_text(cost.received)} received"
+        )
+
+
+def lower(fn: Callable[..., Any], state: State, *args: Any, recompute: bool = False, **kwargs: Any) -> Lowered:
+    """Trace `fn(state, *args, **kwargs)` without running it.
+
+    Args:
+        fn: a train step, in the first or the second way; what it does with the state goes by the `traced` transport,
+            whatever the state's schedule says.
+        state: any State between steps, or an `abstract` one.
+        args, kwargs: as for `fn`; only shapes and dtypes count, and tensors may be on the meta device.
+        recompute: whether a unit's backward runs its forward again, as under plain torch.compile, or, as under
+            `T.compile`, uses the forward's residuals with the second gather.
+
+    Raises:
+        StaleStateError: a consumed state.
+
+    Example:
+        >>> from functional_fsdp import Spec, reduce, sgd, step, unshard
+        >>> state = abstract({"w": torch.empty(1024, 1024, device="meta")}, Spec({"data": 4096}), sgd(lr=0.1))
+        >>> def train_step(state, x):
+        ...     state, w = unshard(state)
+        ...     grads = torch.func.grad(lambda w: (x @ w["w"]).sum())(w)
+        ...     return step(reduce(state, grads))
+        >>> lower(train_step, state, torch.empty(8, 1024)).collectives[0].kind
+        'all-gather'
+    """
+    graph, sizes = _trace(fn, state, args, kwargs, keep=not recompute)
+    point_at_second_gathers(graph.graph)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return Lowered(graph, sizes)
+
+
+def custom_backwards(fn: Callable[..., Any], state: State, *args: Any, **kwargs: Any) -> list[str]:
+    """The names of the autograd.Functions that a step uses, in order of use. Nothing runs."""
+    found: dict[str, None] = {}
+    real = torch.autograd.Function.__dict__["apply"]
+
+    def noted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found[cls.__qualname__] = None
+        return real.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(noted)  # type: ignore[assignment, method-assign]
+    try:
+        _trace(fn, state, args, kwargs, keep=True)
+    finally:
+        torch.autograd.Function.apply = real  # type: ignore[method-assign]
+    return list(found)
+
+
+def _trace(
+    fn: Callable[..., Any], state: State, args: Any, kwargs: Any, keep: bool
+) -> tuple[fx.GraphModule, dict[str, int]]:
+    """`fn(state, *args, **kwargs)` as a graph of ATen operations, from fake tensors."""
+    state.resting("lower")
+    mesh = state.spec.mesh
+    sizes = state.spec.axes
+    coordinate = runtime_of(mesh).coordinate if isinstance(mesh, DeviceMesh) else dict.fromkeys(sizes, 0)
+    run = _Imagined(sizes, coordinate)
+    ledger = Ledger(run, state.layout, state.spec)  # type: ignore[arg-type]
+    ledger.recipes = recipes(state.layout, state.spec, run)  # type: ignore[arg-type]
+    leaves, treedef = pytree.tree_flatten((state.evolve(token=Token(ledger, 0)), args, kwargs))
+    device = _device(leaves)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    which = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def flat(*tensors: torch.Tensor) -> Any:
+        full = list(leaves)
+        for i, tensor in zip(which, tensors, strict=True):
+            full[i] = tensor
+        first, rest, named = pytree.tree_unflatten(full, treedef)
+        out = fn(first, *rest, **named)
+        return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+
+    fakes = [_fake(mode, leaves[i], device) for i in which]
+    with lowering(), keeping(keep), mode:
+        return make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes), sizes
+
+
+class _Imagined:
+    """In the place of a runtime, where nothing runs."""
+
+    epoch = 0
+
+    def __init__(self, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> None:
+        self.sizes, self.coordinate = sizes, coordinate
+        self.groups: dict[Any, Any] = {}
+
+
+def _device(leaves: list[Any]) -> torch.device:
+    """Where tensors on the meta device are thought to be: where the others are."""
+    found = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"}
+    return max(found, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
+
+
+def _fake(mode: FakeTensorMode, leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
+    with mode:
+        on = device if leaf.device.type == "meta" else leaf.device
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=on)
+
+
+def abstract(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = ()) -> State:
+    """A State of shapes only, for `lower`: no process group, no memory, any mesh.
+
+    Args:
+        params: a pytree of tensors, on the meta device or not.
+        spec: on a mesh that is a mapping of axis sizes (`Spec({"data": 4096})`), or a DeviceMesh.
+        optimizer, buffers: as for `shard`.
+
+    Returns:
+        a State whose tensors are on the meta device. It can be printed and lowered, and nothing else.
+
+    Example:
+        >>> abstract({"w": torch.empty(8, 8, device="meta")}, Spec({"data": 2})).main["w"].local.device
+        device(type='meta')
+    """
+    _, _, treedef = describe(params)
+    layout = layout_of(params, spec)
+    optimizer = as_optimizer(optimizer)
+    main, weights = {}, {}
+    with torch.no_grad(), torch.device("meta"):
+        for name, bucket in layout.buckets.items():
+            local = torch.empty(bucket.numel // bucket.slices("main"), dtype=bucket.main)
+            main[name] = FlatBuffer(local, bucket, states_of(bucket, "main"), spec.mesh)
+            if keeps_copy(bucket):
+                copy = torch.empty(bucket.numel // bucket.slices("weights"), dtype=bucket.compute)
+                weights[name] = FlatBuffer(copy, bucket, states_of(bucket, "weights"), spec.mesh)
+        opt = optimizer.init({name: main[name] for name in layout.trainable}) if optimizer else ()
+        buffers = pytree.tree_map_only(torch.Tensor, torch.empty_like, buffers)
+    run = _Imagined(spec.axes, dict.fromkeys(spec.axes, 0))
+    ledger = Ledger(run, layout, spec)  # type: ignore[arg-type]
+    count, rng = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    token = Token(ledger, 0)
+    return State(main, weights or (), (), opt, buffers, count, rng, (), spec, layout, optimizer, treedef, token)
+
+
+# ---------------------------------------------------------------- analysis
+
+
+def _kind(node: fx.Node) -> str | None:
+    """What collective a node is."""
+    return KINDS.get(str(getattr(node.target, "overloadpacket", "")).rpartition(".")[2])
+
+
+def _collective(node: fx.Node) -> Collective:
+    source, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    lane, _, axis = str(node.args[-1]).partition(" ")
+    larger = max(source, made, key=torch.Tensor.numel)
+    return Collective(
+        _kind(node) or "", lane, axis, larger.numel(), larger.dtype, larger.numel() * larger.element_size()
+    )
+
+
+def _memory(graph: fx.Graph) -> Memory:
+    nodes = list(graph.nodes)
+    owner: dict[fx.Node, tuple[int, ...]] = {}  # the storages that a node's value lies in
+    sizes: dict[int, int] = {}
+    begin: dict[int, int] = {}
+    end: dict[int, int] = {}
+    gathered: set[int] = set()
+    given: set[int] = set()
+    reads: dict[int, tuple[int, ...]] = {}  # a collective's result -> what it reads, until it is waited for
+    for i, node in enumerate(nodes):
+        inputs = [owner[n] for n in node.all_input_nodes]
+        used = {s for storages in inputs for s in storages}
+        waits = "wait_tensor" in str(node.target)
+        if waits or is_view(node):
+            owner[node] = inputs[0]
+        if waits:
+            used |= {s for r in inputs[0] for s in reads.get(r, ())}
+        elif node not in owner:
+            found = [t.untyped_storage() for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, FakeTensor)]
+            keys = tuple(storage._cdata for storage in found)
+            for key, storage in zip(keys, found, strict=True):
+                if key not in sizes:
+                    sizes[key], begin[key] = storage.nbytes(), i
+                    if node.op in ("placeholder", "get_attr"):
+                        given.add(key)
+                    if _kind(node) == "all-gather":
+                        gathered.add(key)
+            owner[node] = keys
+            if _kind(node):
+                reads |= {key: tuple(used) for key in keys}
+        for key in (*used, *owner[node]):
+            end[key] = i
+    changes = [0] * (len(nodes) + 1)
+    of_gathers = [0] * (len(nodes) + 1)
+    for key, size in sizes.items():
+        if key not in given:
+            for delta in (changes, of_gathers) if key in gathered else (changes,):
+                delta[begin[key]] += size
+                delta[end[key] + 1] -= size
+    arguments = sum(sizes[key] for key in given)
+    temporaries, held = _highest(changes), _highest(of_gathers)
+    return Memory(arguments, temporaries, held, arguments + temporaries)
+
+
+def _highest(changes: list[int]) -> int:
+    at = top = 0
+    for change in changes:
+        at += change
+        top = max(top, at)
+    return top

@@ -1,0 +1,155 @@
+"""Recipes: what the traced verbs need of a layout, a plan and a mesh, worked out once, as tuples of plain values.
+
+While torch.compile traces a step it runs Python slowly and guards what it reads; so nothing is planned there.
+
+    layout + plan + mesh ──▶ Recipes ──▶ `_traced`'s verbs: which collectives, of which group, cut where
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from ._layout import Bucket, Layout, Unit
+from ._plan import plan
+from ._route import Partial, Replicate, States, partial_states, route, states_of
+from ._runtime import Runtime
+from ._spec import Spec
+from ._weights import keeps_copy
+
+__all__ = ["BucketRecipe", "Exchange", "Move", "Recipes", "UnitRecipe", "recipes"]
+
+Groups = Mapping[tuple[str, str], str]  # (lane, axis) -> the name of the group
+
+
+class Exchange(NamedTuple):
+    """One collective. kind: "gather", "scatter", "reduce", or "sum" for the exact sum; size: elements afterwards."""
+
+    kind: str
+    ranks: int
+    group: str
+    size: int
+    dtype: torch.dtype
+    whole: bool  # of an exact sum: whether every rank has all of it
+
+
+class Move(NamedTuple):
+    """How gradients get from where they are to `states`."""
+
+    exchanges: tuple[Exchange, ...]
+    states: States
+
+
+class BucketRecipe(NamedTuple):
+    """What happens to a bucket.
+
+    copied: whether there is a compute copy between steps. gathers: from the stored shard to the whole.
+    pieces: (elements, shape, which of the unit's leaves) in the order of the bucket; shape () with -1 is padding.
+    empty: (which of the unit's leaves, shape) of leaves without elements.
+    fresh: from a backward's gradients to their states, by `last`; rest: from partial main gradients to final ones.
+    refresh: from the updated main shard to the compute copy; own: where the shard lies in it.
+    """
+
+    bucket: Bucket
+    copied: bool
+    gathers: tuple[Exchange, ...]
+    pieces: tuple[tuple[int, tuple[int, ...], int], ...]
+    empty: tuple[tuple[int, tuple[int, ...]], ...]
+    fresh: dict[bool, Move]
+    rest: Move
+    refresh: tuple[Exchange, ...]
+    divisor: int
+
+
+class UnitRecipe(NamedTuple):
+    """A unit's buckets, and the names of its leaves: in the unit, and in the tree."""
+
+    keys: tuple[str, ...]
+    paths: tuple[str, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]  # of the leaves that train
+    buckets: tuple[BucketRecipe, ...]
+
+
+class Recipes:
+    """All of it, and the program of gathers: uses, what is due at each, and how long a gather's bytes are good.
+
+    Args:
+        sizes, coordinate: of the mesh's axes, and this rank's place.
+        groups: the communicators' names. Without (where nothing will run) they are called by lane and axis.
+    """
+
+    def __init__(
+        self, layout: Layout, spec: Spec, sizes: Mapping[str, int], coordinate: Mapping[str, int], groups: Groups
+    ) -> None:
+        self.sizes, self.coordinate, self.groups = dict(sizes), dict(coordinate), dict(groups)
+        self.average = spec.average
+        schedule = spec.schedule if spec.schedule.order != "recorded" else spec.schedule.ordered(None)
+        program = plan(layout, schedule)
+        self.uses = tuple(use.unit for use in program.uses)
+        self.due = program.due
+        self.gathers = tuple((gather.unit, gather.first, gather.last) for gather in program.gathers)
+        self.units = {unit.name: self._unit(unit) for unit in layout.units}
+        self.data = tuple((axis, self.sizes[axis]) for axis in spec.data if self.sizes[axis] > 1)
+
+    def group(self, lane: str, axis: str) -> str:
+        """The name of a lane's communicator on an axis."""
+        return self.groups.get((lane, axis), f"{lane} {axis}")
+
+    def _unit(self, unit: Unit) -> UnitRecipe:
+        return UnitRecipe(unit.keys, unit.paths, unit.trains, tuple(self._bucket(unit, b) for b in unit.buckets))
+
+    def _bucket(self, unit: Unit, bucket: Bucket) -> BucketRecipe:
+        _ = bucket.labels, bucket.ranks  # cached: Dynamo does not trace the first time
+        copied = keeps_copy(bucket)
+        stored = states_of(bucket, "weights" if copied else "main")
+        whole = tuple((axis, Replicate) for axis, _ in stored)
+        final, rest = states_of(bucket, "main"), states_of(bucket, "grads", Partial)
+        leaf_at = dict(zip(bucket.leaf_pieces, bucket.leaves, strict=True))
+        pieces = []
+        for i, shape in enumerate(bucket.pieces):
+            leaf = leaf_at.get(i)
+            size = 1
+            for n in shape:
+                size *= n
+            pieces.append((size, shape, -1) if leaf is None else (size, shape, unit.paths.index(leaf.path)))
+        partial = partial_states(bucket)
+        return BucketRecipe(
+            bucket,
+            copied,
+            self._gathers(bucket, stored, whole, "gather"),
+            tuple(pieces),
+            tuple((unit.paths.index(leaf.path), leaf.shape) for leaf in bucket.empty),
+            {last: self._move(bucket, partial, final if last else rest) for last in (True, False)},
+            self._move(bucket, rest, final),
+            self._gathers(bucket, states_of(bucket, "main"), states_of(bucket, "weights"), "side") if copied else (),
+            bucket.share if self.average == "mean" else 1,
+        )
+
+    def _gathers(self, bucket: Bucket, states: States, target: States, lane: str) -> tuple[Exchange, ...]:
+        way = route(bucket, states, target, tuple(self.coordinate.items()))
+        return tuple(
+            Exchange("gather", self.sizes[hop.axis], self.group(lane, hop.axis), hop.size, bucket.compute, False)
+            for hop in way.hops
+            if self.sizes[hop.axis] > 1
+        )
+
+    def _move(self, bucket: Bucket, states: States, target: States) -> Move:
+        way = route(bucket, states, target, tuple(self.coordinate.items()))
+        hops = [hop for hop in way.hops if self.sizes[hop.axis] > 1]
+        first = bucket.exact and states == partial_states(bucket)  # later hops carry float32
+        found = []
+        for i, hop in enumerate(hops):
+            exact = first and not i
+            dtype = torch.float32 if bucket.exact and not exact else bucket.wire
+            group = self.group("outer" if i else "reduce", hop.axis)
+            kind = "sum" if exact else hop.kind
+            found.append(Exchange(kind, self.sizes[hop.axis], group, hop.size, dtype, hop.kind == "reduce"))
+        return Move(tuple(found), way.states)
+
+
+def recipes(layout: Layout, spec: Spec, run: Runtime) -> Recipes:
+    """The recipes of a state that runs."""
+    groups = {key: group.group_name for key, group in run.groups.items()}
+    return Recipes(layout, spec, run.sizes, run.coordinate, groups)

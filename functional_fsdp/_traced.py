@@ -1,0 +1,397 @@
+"""The verbs as torch.compile sees them: plain tensor operations and functional collectives, in one graph.
+
+    unshard   cast the shard, all-gather; gathers that the plan has next are issued before this one is waited for
+    release   the weights are forgotten: in a graph bytes are free when nothing uses them any more
+    reduce    the gradients in one flat tensor, reduce-scatter, waited for when the next one comes
+    step      the update as plain operations, written into the state's own buffers
+
+What the verbs of a step know of each other (the cursor, what is in flight) travels in the state's token, a `Trace`,
+which exists only while the step is traced. Nothing in Python changes from one run to the next, so nothing recompiles;
+nothing votes either, since every rank runs the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+import torch.utils._pytree as pytree
+
+from ._errors import ScheduleError, TreeError
+from ._flat import FlatBuffer
+from ._functional import finished, run, start
+from ._recipes import BucketRecipe, Exchange, Move, Recipes, UnitRecipe
+from ._route import States
+
+if TYPE_CHECKING:
+    from ._state import State
+
+__all__ = ["Trace", "finish", "over_axes", "recipes_of", "reduce", "release", "step", "unshard"]
+
+Weights = dict[str, torch.Tensor]
+
+
+class Pending(NamedTuple):
+    """A bucket's reduction under way: what is left of it once its first collective is waited for."""
+
+    recipe: BucketRecipe
+    move: Move
+    local: torch.Tensor
+
+
+class Trace:
+    """The token of a state in the middle of a traced step.
+
+    base: the token that the step came with. cursor, issued: uses and gathers so far. flying: {unit: whole buckets, not
+    waited for}. ready: {unit: (weights, the last use that they are good for)}. held: units handed out. pending:
+    reductions under way.
+    """
+
+    def __init__(
+        self, base: Any, cursor: int, issued: int, flying: Any, ready: Any, held: tuple[str, ...],
+        pending: tuple[Pending, ...],
+    ) -> None:  # fmt: skip
+        self.base = base
+        self.cursor = cursor
+        self.issued = issued
+        self.flying = flying
+        self.ready = ready
+        self.held = held
+        self.pending = pending
+
+    @property
+    def ledger(self) -> NoReturn:
+        raise ScheduleError(
+            "this State left a compiled function in the middle of a step. Return it from there after step(), or go on "
+            "from the state that went in."
+        )
+
+
+def recipes_of(state: State, verb: str) -> Recipes:
+    """What the traced verbs go by; an error if the state is not for tracing."""
+    token: Any = state.token
+    found = (token.base if isinstance(token, Trace) else token).ledger.recipes
+    if found is None:
+        raise ScheduleError(
+            f"{verb} was called inside torch.compile, and this state's schedule is for eager execution. Shard with "
+            "Spec(mesh, schedule=fsdp.Schedule(transport='traced')), or compile the functions between the verbs only."
+        )
+    return found
+
+
+def _trace(state: State) -> Trace:
+    token: Any = state.token
+    return token if isinstance(token, Trace) else Trace(token, 0, 0, {}, {}, (), ())
+
+
+def _then(state: State, trace: Trace, **fields: Any) -> State:
+    """The state after a verb: between steps again if nothing is held, in flight or reduced."""
+    busy = len(trace.held) + len(trace.ready) + len(trace.flying) + len(trace.pending)
+    return state.evolve(token=trace if busy else trace.base, **fields)
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: str) -> torch.Tensor:
+    """A flat tensor averaged ("mean") or added up ("sum") over mesh axes."""
+    recipes = recipes_of(state, "pmean" if op == "mean" else "psum")
+    for axis in axes:
+        if recipes.sizes[axis] > 1:
+            one = Exchange("reduce", recipes.sizes[axis], recipes.group("side", axis), 0, flat.dtype, True)
+            flat = run(one, flat, "avg" if op == "mean" else "sum")
+    return flat
+
+
+# ---------------------------------------------------------------- unshard and release
+
+
+def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: bool = False) -> tuple[State, Any]:
+    recipes = recipes_of(state, "unshard")
+    if unit is None:
+        views: Weights = {}
+        started = {name: _gather(state, one) for name, one in recipes.units.items()}
+        for name, one in recipes.units.items():
+            found = _weights(one, _whole(one, started[name]))
+            views.update(zip(one.paths, found.values(), strict=True))
+        return state, pytree.tree_unflatten([views[path] for path in state.layout.source], state.treedef)
+    names = (unit,) if isinstance(unit, str) else tuple(unit)
+    given = {}
+    for name in names:
+        if name not in recipes.units:
+            raise ScheduleError(f"unshard: there is no unit {name!r}. The units are {', '.join(recipes.units)}.")
+        state, given[name] = _use(state, recipes, name)
+    return state, given[unit] if isinstance(unit, str) else given
+
+
+def _use(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
+    """One unit's weights: issue what the plan has due, then wait for this one."""
+    trace = _trace(state)
+    if name in trace.held:
+        return state, trace.ready[name][0]
+    cursor, issued = trace.cursor, trace.issued
+    flying, ready = dict(trace.flying), dict(trace.ready)
+    use = _next(recipes, name, cursor)
+    if use < cursor:  # the program begins again
+        issued = 0
+        flying, ready = {}, {kept: ready[kept] for kept in trace.held}
+    last = use
+    if use < len(recipes.uses):
+        for i in range(issued, recipes.due[use]):
+            gathered, first, until = recipes.gathers[i]
+            if first >= use:
+                flying[gathered] = _gather(state, recipes.units[gathered])
+            if gathered == name and first <= use <= until:
+                last = until
+        issued = max(issued, recipes.due[use])
+        cursor = use + 1
+    if name in ready:
+        weights, last = ready[name][0], max(last, ready[name][1])
+    else:
+        one = recipes.units[name]
+        wholes = flying.pop(name) if name in flying else _gather(state, one)
+        last = max(last, _until(recipes, name, use))
+        weights = _weights(one, _whole(one, wholes))
+    ready[name] = (weights, last)
+    trace = Trace(trace.base, cursor, issued, flying, ready, (*trace.held, name), trace.pending)
+    return state.evolve(token=trace), weights
+
+
+def _next(recipes: Recipes, name: str, cursor: int) -> int:
+    """The next use of a unit, or its first one; past the end if the program does not name it."""
+    first = len(recipes.uses)
+    for k in range(len(recipes.uses) - 1, -1, -1):
+        if recipes.uses[k] == name:
+            if k < cursor and first >= cursor and first < len(recipes.uses):
+                return first
+            first = k
+    return first
+
+
+def _until(recipes: Recipes, name: str, use: int) -> int:
+    """The last use that the gather for `use` is good for."""
+    last = use
+    for gathered, first, until in recipes.gathers:
+        if gathered == name and first <= use <= until:
+            last = until
+    return last
+
+
+def _gather(state: State, unit: UnitRecipe) -> tuple[torch.Tensor, ...]:
+    """Each bucket of a unit, whole, in the compute dtype: the first collective issued, not waited for."""
+    found = []
+    for one in unit.buckets:
+        name = one.bucket.name
+        local = (state.weights[name] if one.copied else state.main[name]).local.to(one.bucket.compute)
+        found.append(start(one.gathers[0], local, "") if one.gathers else local)
+    return tuple(found)
+
+
+def _whole(unit: UnitRecipe, started: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    found = []
+    for one, local in zip(unit.buckets, started, strict=True):
+        if one.gathers:
+            local = finished(one.gathers[0], local, "")
+            for exchange in one.gathers[1:]:
+                local = run(exchange, local)
+        found.append(local)
+    return tuple(found)
+
+
+def _weights(unit: UnitRecipe, wholes: tuple[torch.Tensor, ...]) -> Weights:
+    """The leaves by key, as views of the whole buckets."""
+    leaves: dict[int, torch.Tensor] = {}
+    for one, whole in zip(unit.buckets, wholes, strict=True):
+        parts = whole.split([size for size, _, _ in one.pieces])
+        for part, (_, shape, leaf) in zip(parts, one.pieces, strict=True):
+            if leaf >= 0:
+                leaves[leaf] = part.view(shape)
+        for leaf, shape in one.empty:
+            leaves[leaf] = whole.new_empty(shape)
+    return {key: leaves[i] for i, key in enumerate(unit.keys)}
+
+
+def release(state: State, unit: str | Sequence[str]) -> State:
+    trace = _trace(state)
+    names = (unit,) if isinstance(unit, str) else tuple(unit)
+    for name in names:
+        if name not in trace.held:
+            raise ScheduleError(
+                f"release: the unit {name!r} is not gathered. Call state, w = unshard(state, {name!r}) first."
+            )
+    held = tuple(name for name in trace.held if name not in names)
+    ready = {name: found for name, found in trace.ready.items() if name in held or found[1] >= trace.cursor}
+    return _then(state, Trace(trace.base, trace.cursor, trace.issued, trace.flying, ready, held, trace.pending))
+
+
+# ---------------------------------------------------------------- reduce
+
+
+def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = True) -> State:
+    recipes = recipes_of(state, "reduce")
+    if unit is not None:
+        if unit not in recipes.units:
+            raise ScheduleError(f"reduce: there is no unit {unit!r}. The units are {', '.join(recipes.units)}.")
+        one = recipes.units[unit]
+        if not isinstance(grads, Mapping) or set(grads) != set(one.keys):
+            raise TreeError(f"reduce(state, grads, {unit!r}): expected {{key: tensor}} with the keys {one.keys}.")
+        return _reduce(state, recipes, one, [grads[key] for key in one.keys], last)
+    leaves, treedef = pytree.tree_flatten(grads, is_leaf=lambda x: x is None)
+    if treedef != state.treedef:
+        raise TreeError(f"reduce(state, grads): grads has the structure {treedef}; expected {state.treedef}.")
+    total: dict[str, Any] = {}
+    for source, value in zip(state.layout.source, leaves, strict=True):
+        if value is not None:
+            total[source] = value if total.get(source) is None else total[source] + value
+    for one in reversed(recipes.units.values()):
+        state = _reduce(state, recipes, one, [total.get(path) for path in one.paths], last)
+    return state
+
+
+def _reduce(state: State, recipes: Recipes, unit: UnitRecipe, values: list[Any], last: bool) -> State:
+    """Start this unit's reductions; wait for those before it, and add them to the main gradients."""
+    for key, value, shape in zip(unit.keys, values, unit.shapes, strict=True):
+        if shape is not None and value is not None and tuple(value.shape) != tuple(shape):
+            raise TreeError(f"reduce: the gradient of {key!r} has shape {tuple(value.shape)}; expected {shape}.")
+    state = _collect(state, recipes)
+    op = "avg" if recipes.average == "mean" else "sum"
+    pending = []
+    for one in unit.buckets:
+        if one.bucket.trainable:
+            have = state.grads[one.bucket.name] if one.bucket.name in (state.grads or ()) else None
+            move = one.fresh[last if have is None else have.states == one.fresh[True].states]
+            local = _flat(one, values, state.main[one.bucket.name].local)
+            pending.append(Pending(one, move, start(move.exchanges[0], local, op) if move.exchanges else local))
+    trace = _trace(state)
+    state = state.evolve(
+        token=Trace(trace.base, trace.cursor, trace.issued, trace.flying, trace.ready, trace.held, tuple(pending)),
+        grads=state.grads or {},
+    )
+    return _complete(_collect(state, recipes), recipes) if last and _partial(state, unit, last) else state
+
+
+def _partial(state: State, unit: UnitRecipe, last: bool) -> bool:
+    """Whether main gradients of a unit that were to stay partial have to be completed now."""
+    return any(
+        one.bucket.name in (state.grads or ()) and state.grads[one.bucket.name].states != one.fresh[True].states
+        for one in unit.buckets
+        if one.bucket.trainable
+    )
+
+
+def _flat(one: BucketRecipe, values: list[Any], like: torch.Tensor) -> torch.Tensor:
+    """A unit's gradients as one flat tensor [n] in the wire's dtype, zeros in the gaps."""
+    wire = one.bucket.wire
+    parts = []
+    for size, _, leaf in one.pieces:
+        value = values[leaf] if leaf >= 0 else None
+        parts.append(like.new_zeros(size, dtype=wire) if value is None else value.reshape(-1).to(wire))
+    return torch.cat(parts)
+
+
+def _collect(state: State, recipes: Recipes) -> State:
+    """Wait for the reductions under way and add them to the main gradients."""
+    trace = _trace(state)
+    if len(trace.pending) == 0:
+        return state
+    op = "avg" if recipes.average == "mean" else "sum"
+    grads = dict(state.grads or {})
+    for one, move, started in trace.pending:
+        local = started
+        if move.exchanges:
+            local = _through(move, finished(move.exchanges[0], started, op), op, 1)
+        if one.divisor > 1:
+            local = local / one.divisor
+        grads[one.bucket.name] = _added(one, grads.get(one.bucket.name), local, move.states, state)
+    trace = Trace(trace.base, trace.cursor, trace.issued, trace.flying, trace.ready, trace.held, ())
+    return _then(state, trace, grads=grads)
+
+
+def _through(move: Move, local: torch.Tensor, op: str, begin: int) -> torch.Tensor:
+    for exchange in move.exchanges[begin:]:
+        local = run(exchange, local.to(exchange.dtype), op)
+    return local
+
+
+def _added(one: BucketRecipe, have: Any, local: torch.Tensor, states: States, state: State) -> FlatBuffer:
+    local = local.to(one.bucket.grads)
+    if have is not None:
+        local = have.local + local
+    return FlatBuffer(local, one.bucket, states, state.spec.mesh)
+
+
+def _complete(state: State, recipes: Recipes) -> State:
+    """What is still partial of the main gradients, reduced."""
+    op = "avg" if recipes.average == "mean" else "sum"
+    grads = dict(state.grads)
+    for unit in recipes.units.values():
+        for one in unit.buckets:
+            have = grads.get(one.bucket.name)
+            if have is not None and have.states != one.rest.states:
+                local = _through(one.rest, have.local, op, 0)
+                grads[one.bucket.name] = _added(one, None, local, one.rest.states, state)
+    return state.evolve(grads=grads)
+
+
+def finish(state: State) -> State:
+    recipes = recipes_of(state, "finish")
+    state = _collect(state, recipes)
+    if len(state.grads) == 0:
+        raise ScheduleError("step: this state has no gradients. Call state = reduce(state, grads) first.")
+    state = _complete(state, recipes)
+    grads = dict(state.grads)
+    for unit in recipes.units.values():
+        for one in unit.buckets:
+            if one.bucket.trainable and one.bucket.name not in grads:
+                main = state.main[one.bucket.name]
+                zero = torch.zeros_like(main.local, dtype=one.bucket.grads)
+                grads[one.bucket.name] = FlatBuffer(zero, one.bucket, main.states, state.spec.mesh)
+    return state.evolve(grads=grads)
+
+
+# ---------------------------------------------------------------- step
+
+
+def step(state: State, *, skip: torch.Tensor | None = None) -> State:
+    recipes = recipes_of(state, "step")
+    if state.optimizer is None:
+        raise ScheduleError(
+            "step: this state has no optimizer. Give one to shard(params, spec, optimizer), as fsdp.adamw(lr=3e-4)."
+        )
+    base = _trace(state).base
+    state = finish(state)
+    main, grads = {}, {}
+    for name, buffer in state.grads.items():
+        main[name] = state.main[name]
+        grads[name] = buffer.but(buffer.local.to(main[name].local.dtype))
+    optimizer, opt = state.optimizer, state.opt
+    if skip is None:
+        new_main, new_opt = optimizer.update(grads, opt, main, state.count)
+    elif hasattr(optimizer, "update_unless"):
+        new_main, new_opt = optimizer.update_unless(skip, grads, opt, main, state.count)
+    else:
+        before = pytree.tree_map_only(torch.Tensor, torch.clone, (main, opt))
+        after = optimizer.update(grads, opt, main, state.count)
+        new_main, new_opt = pytree.tree_map(lambda a, b: torch.where(skip, a, b), before, after)
+    _write((main, opt), (new_main, new_opt))
+    for unit in recipes.units.values():
+        for one in unit.buckets:
+            if one.copied and one.bucket.trainable:
+                local = state.main[one.bucket.name].local.to(one.bucket.compute)
+                for exchange in one.refresh:
+                    local = run(exchange, local)
+                state.weights[one.bucket.name].local.copy_(local)
+    state.count.add_(1 if skip is None else ~skip)
+    return state.evolve(grads=(), token=base)
+
+
+def _write(old: Any, new: Any) -> None:
+    """Put the optimizer's results into the state's own buffers, where they are not there already."""
+    have, before = pytree.tree_flatten(old)
+    values, after = pytree.tree_flatten(new)
+    if before != after:
+        raise TreeError("step: the optimizer returned trees of another structure than it was given.")
+    for buffer, value in zip(have, values, strict=True):
+        if buffer is not value:
+            buffer.copy_(value)

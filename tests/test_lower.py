@@ -1,0 +1,167 @@
+"""lower: a train step as a graph, from shapes alone. No process group, save where it is compared with what runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from problems import Stack, through_the_stack
+from torch.utils.flop_counter import FlopCounterMode
+
+import functional_fsdp as fsdp
+from functional_fsdp import Precision, Schedule, Spec, StaleStateError, launch
+
+WIDTH, DEPTH, ROWS = 256, 8, 4
+LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes in float32; divides by 2 ranks × 128 elements
+X = torch.empty(ROWS, WIDTH, device="meta")
+
+
+def stack(ranks: Any = 2, placement: Any = None, optimizer: Any = None, **spec: Any) -> fsdp.State:
+    with torch.device("meta"):
+        params, _ = fsdp.functionalize(Stack(WIDTH, DEPTH))
+    mesh = ranks if isinstance(ranks, dict) else {"data": ranks}
+    return fsdp.abstract(params, Spec(mesh, placement, **spec), optimizer or fsdp.sgd(lr=0.1))
+
+
+def by_unit(state: fsdp.State, x: torch.Tensor) -> Any:
+    state, loss = through_the_stack(state, x)
+    return fsdp.step(state), loss
+
+
+def whole(state: fsdp.State, x: torch.Tensor) -> Any:
+    state, params = fsdp.unshard(state)
+
+    def loss_fn(params: Any) -> torch.Tensor:
+        h = x
+        for i in range(DEPTH):
+            h = torch.tanh(h @ params[f"layers.{i}.weight"].T + params[f"layers.{i}.bias"])
+        return h.square().mean()
+
+    grads, loss = torch.func.grad_and_value(loss_fn)(params)
+    return fsdp.step(fsdp.reduce(state, grads)), loss
+
+
+@pytest.mark.parametrize("ranks", [2, 4096])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_gathers_and_reductions_are_the_plans(ranks: int, recompute: bool) -> None:
+    state = stack(ranks)
+    lowered = fsdp.lower(by_unit, state, X, recompute=recompute)
+    plan = fsdp.plan(state.layout)
+    kinds = [(one.kind, one.lane, one.axis) for one in lowered.collectives]
+    assert kinds.count(("all-gather", "gather", "data")) == len(plan.gathers) == 2 * DEPTH - 1
+    assert kinds.count(("reduce-scatter", "reduce", "data")) == len(plan.reductions) == DEPTH
+    assert len(kinds) == 3 * DEPTH - 1
+    elements = next(iter(state.layout.buckets.values())).numel
+    assert {(one.numel, one.nbytes, one.dtype) for one in lowered.collectives} == {
+        (elements, 4 * elements, torch.float32)
+    }
+    assert lowered.cost_analysis().received == (3 * DEPTH - 1) * 4 * elements * (ranks - 1) // ranks
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_weights_take_a_shard_and_two_layers(recompute: bool) -> None:
+    """ZeRO-3: half of the full weights on 2 ranks, and two gathered layers; without the regathering pass it is all."""
+    state = stack()
+    memory = fsdp.lower(by_unit, state, X, recompute=recompute).memory_analysis()
+    shards = state.layout.nbytes("main")
+    assert shards == DEPTH * LAYER // 2
+    assert memory.gathered == 2 * LAYER
+    assert shards + memory.gathered <= DEPTH * LAYER // 2 + 2 * LAYER
+    assert memory.arguments == shards + X.nbytes + 2 * 8  # and the count and the seed
+    assert memory.peak == memory.arguments + memory.temporaries
+    kept = stack(schedule=Schedule(keep="all"))
+    assert fsdp.lower(by_unit, kept, X, recompute=recompute).memory_analysis().gathered >= (DEPTH - 1) * LAYER
+
+
+def test_in_bfloat16_everything_beside_the_state_fits_into_half_of_the_weights_and_two_layers() -> None:
+    state = stack(precision=Precision(compute=torch.bfloat16))
+    memory = fsdp.lower(by_unit, state, X.bfloat16()).memory_analysis()
+    assert memory.temporaries < DEPTH * LAYER // 2 + 2 * LAYER
+
+
+def test_without_recomputation_a_step_has_the_operations_of_an_eager_one() -> None:
+    state = stack()
+    once = fsdp.lower(by_unit, state, X).cost_analysis().flops
+    again = fsdp.lower(by_unit, state, X, recompute=True).cost_analysis().flops
+    real, _ = fsdp.functionalize(Stack(WIDTH, DEPTH))
+    eager = fsdp.shard(real, Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    with FlopCounterMode(display=False) as counter:
+        by_unit(eager, torch.ones(ROWS, WIDTH))
+    product = 2 * ROWS * WIDTH * WIDTH
+    assert counter.get_total_flops() == 3 * DEPTH * product
+    assert once == (3 * DEPTH - 1) * product  # the gradient of the batch, which nobody uses, is left out
+    assert again == (4 * DEPTH - 1) * product
+
+
+@pytest.mark.parametrize(
+    ("preset", "gathers", "reductions"),
+    [("ddp", 0, "all-reduce"), ("zero1", DEPTH, "reduce-scatter"), ("zero2", DEPTH, "reduce-scatter")],
+)
+def test_other_placements_gather_after_the_update_only(preset: str, gathers: int, reductions: str) -> None:
+    state = stack(4, getattr(fsdp, preset)("data"))
+    lowered = fsdp.lower(by_unit, state, X)
+    assert [one.kind for one in lowered.collectives].count("all-gather") == gathers
+    assert [one.kind for one in lowered.collectives].count(reductions) == DEPTH
+    assert lowered.memory_analysis().gathered <= 1.01 * LAYER  # of a refresh, with padding
+
+
+def test_two_axes_reduce_twice() -> None:
+    state = stack({"replica": 4, "shard": 8}, fsdp.hsdp("replica", "shard"))
+    lowered = fsdp.lower(by_unit, state, X)
+    kinds = [(one.kind, one.lane, one.axis) for one in lowered.collectives]
+    assert kinds.count(("reduce-scatter", "reduce", "shard")) == DEPTH
+    assert kinds.count(("all-reduce", "outer", "replica")) == DEPTH
+    assert kinds.count(("all-gather", "gather", "shard")) == 2 * DEPTH - 1
+
+
+def test_an_exact_sum_is_an_all_to_all() -> None:
+    state = stack(4, precision=Precision(compute=torch.bfloat16, sum="fp32"))
+    lowered = fsdp.lower(by_unit, state, X.bfloat16())
+    assert {(one.kind, one.dtype) for one in lowered.collectives if one.lane == "reduce"} == {
+        ("all-to-all", torch.bfloat16)
+    }
+
+
+def test_the_whole_tree_is_gathered_once() -> None:
+    state = stack(8, fsdp.zero3("data"), fsdp.adamw())
+    lowered = fsdp.lower(whole, state, X)
+    assert [one.kind for one in lowered.collectives] == ["all-gather"] * DEPTH + ["reduce-scatter"] * DEPTH
+    assert lowered.memory_analysis().gathered == sum(4 * b.numel for b in state.layout.buckets.values())
+
+
+def test_printing_gives_a_table() -> None:
+    state = stack(4096)
+    text = repr(fsdp.lower(by_unit, state, X))
+    assert text.startswith("a step on mesh data 4096: ")
+    assert "all-gather      gather  data  float32      15" in text
+    assert "floating-point operations a rank" in text
+
+
+def test_an_abstract_state_prints_and_has_no_memory() -> None:
+    state = stack(4096, fsdp.zero2("data"), fsdp.adamw())
+    assert repr(state).startswith("State of 8 units, 16 leaves, mesh data 4096, step 0, between steps")
+    tensors = [*state.main.values(), *state.weights.values(), *state.opt.mean.values()]
+    assert {buffer.local.device.type for buffer in tensors} == {"meta"}
+    assert next(iter(state.main.values())).local.numel() * 4096 == next(iter(state.layout.buckets.values())).numel
+
+
+def lowered_and_run() -> tuple[int, list[float]]:
+    """A real state can be lowered, and goes on as if nothing had happened."""
+    params, _ = fsdp.functionalize(Stack(32, 2))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    x = torch.ones(2, 32)
+    before = [buffer.local.clone() for buffer in state.main.values()]
+    lowered = fsdp.lower(by_unit, state, x)
+    for old, buffer in zip(before, state.main.values(), strict=True):
+        assert torch.equal(old, buffer.local)
+    later, first = by_unit(state, x)
+    with pytest.raises(StaleStateError):
+        fsdp.lower(by_unit, state, x)
+    return len(lowered.collectives), [first.item(), by_unit(later, x)[1].item()]
+
+
+def test_lowering_changes_nothing() -> None:
+    for collectives, losses in launch(lowered_and_run, 2):
+        assert collectives == 5
+        assert losses[1] < losses[0]

@@ -1,0 +1,357 @@
+"""The traced transport: whole train steps under torch.compile(fullgraph=True) and T.compile, beside the plain module.
+
+`make laws` runs every placement with every way and backend; `make test` a row for each value.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import LOOPS, Stack, batch, mesh_and_placement, net, reference, through_the_stack
+from torch._dynamo.backends.common import aot_autograd
+
+import functional_fsdp as fsdp
+from functional_fsdp import ScheduleError, SpecError, launch
+from functional_fsdp import transforms as T
+from functional_fsdp._lower import _kind, _memory
+from functional_fsdp._regather import point_at_second_gathers
+from functional_fsdp._tracing import keeping
+
+STEPS, MICRO = 3, 2
+TRACED = fsdp.Schedule(transport="traced")
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Counted:
+    """A backend of torch's that counts what it compiles."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.count = name, 0
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        self.count += 1
+        return torch._dynamo.lookup_backend(self.name)(module, inputs)
+
+
+def compiled(way: str, step: Any) -> tuple[Any, Any]:
+    """The compiled step, and how many compilations there were."""
+    torch._dynamo.reset()
+    if way.startswith("T."):
+        begun = dict(torch._dynamo.utils.counters["stats"])
+        fn = T.compile(step, way.removeprefix("T."))
+        return fn, lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"] - begun.get("unique_graphs", 0)
+    backend = Counted(way)
+    return torch.compile(step, fullgraph=True, backend=backend), lambda: backend.count
+
+
+def trained(
+    preset: str, loop: str, way: str, steps: int = STEPS, micro: int = MICRO, dtype: torch.dtype = torch.float64,
+    precision: Any = None,
+) -> tuple[list[Any], int]:  # fmt: skip
+    """(loss, weights) after each compiled step on this rank, and the number of compilations."""
+    mesh, placement = mesh_and_placement(preset)
+    params, model = fsdp.functionalize(net(dtype))
+    schedule = TRACED if way != "lanes" else None
+    spec = fsdp.Spec(mesh, placement, schedule=schedule, precision=precision)
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2, weight_decay=0.1))
+
+    def train_step(state: fsdp.State, batches: Any) -> Any:
+        for k, data in enumerate(batches):
+            state, loss = LOOPS[loop](model, state, data, k == len(batches) - 1)
+        return fsdp.step(state), loss
+
+    step, count = compiled(way, train_step) if way != "lanes" else (train_step, lambda: 0)
+    seen = []
+    for i in range(steps):
+        state, loss = step(state, [batch(i, dist.get_rank(), k) for k in range(micro)])
+        seen.append((loss.item(), {path: p.clone() for path, p in fsdp.full_params(state).items()}))
+    assert state.steps == steps
+    assert f"step {steps}, between steps" in repr(state)
+    return seen, count()
+
+
+ROWS = [
+    ("zero3", "whole", "eager"), ("zero3", "by_unit", "aot_eager"), ("zero3", "by_unit", "inductor"),
+    ("zero3", "by_unit", "T.aot_eager"), ("zero3", "by_unit", "T.inductor"), ("zero2", "by_unit", "eager"),
+    ("zero1", "whole", "T.aot_eager"), ("ddp", "whole", "inductor"), ("hsdp", "by_unit", "eager"),
+    ("hfsdp", "whole", "aot_eager"),
+]  # fmt: skip
+if os.environ.get("LAWS") == "full":
+    ROWS = [*product(PRESETS, LOOPS, ("eager", "aot_eager", "inductor", "T.aot_eager", "T.inductor"))]
+
+
+@pytest.mark.parametrize(("preset", "loop", "way"), ROWS)
+def test_a_compiled_step_is_the_plain_modules(preset: str, loop: str, way: str) -> None:
+    world = 4 if preset in ("hsdp", "hfsdp") else 2
+    expected = list(reference(world, STEPS, MICRO))
+    ranks = launch(trained, world, preset, loop, way)
+    assert [count for _, count in ranks] == [1] * world
+    for i, (loss, _, weights) in enumerate(expected):
+        assert ranks[0][0][i][0] == pytest.approx(loss, abs=1e-9)
+        for seen, _ in ranks:
+            for path, weight in weights.items():
+                torch.testing.assert_close(seen[i][1][path], weight, rtol=0, atol=1e-9)
+
+
+def test_one_compilation_serves_twenty_steps() -> None:
+    for seen, count in launch(trained, 2, "zero3", "whole", "eager", steps=20, micro=1):
+        assert count == 1
+        assert len({loss for loss, _ in seen}) == 20
+
+
+@pytest.mark.parametrize("total", ["native", "fp32"])
+def test_every_stage_has_the_dtype_that_the_spec_says(total: Any) -> None:
+    """bfloat16 compute: as with lanes, to the rounding of another order of operations in bfloat16."""
+    precision = fsdp.Precision(compute=torch.bfloat16, sum=total)
+    runs = [
+        launch(trained, 2, "zero3", "by_unit", way, steps=1, dtype=torch.float32, precision=precision)
+        for way in ("lanes", "T.aot_eager")
+    ]
+    for (eager, _), (traced, _) in zip(*runs, strict=True):
+        assert eager[0][0] == traced[0][0]
+        for path, weight in eager[0][1].items():  # a step of AdamW moves each weight by no more than lr
+            assert weight.dtype == traced[0][1][path].dtype == torch.float32 or "nothing" in path
+            torch.testing.assert_close(traced[0][1][path], weight, rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------- what is in the graph
+
+
+def captured(recompute: bool, keep: Any) -> tuple[dict[str, int], dict[str, int], list[int], int]:
+    """Of the graph that a backend gets: its collectives, the plan's, the most bytes of gathered weights before and
+    after the pass, and those of one layer."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def look(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    params, _ = fsdp.functionalize(Stack())
+    spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(keep=keep, transport="traced"))
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, loss = through_the_stack(state, x)
+        return fsdp.step(state), loss
+
+    with keeping(not recompute):
+        step = torch.compile(train_step, fullgraph=True, backend=aot_autograd(fw_compiler=look))
+        step(state, torch.ones(4, 32))
+    (module,) = graphs
+    gathered = [_memory(module.graph).gathered]
+    point_at_second_gathers(module.graph)
+    module.graph.eliminate_dead_code()
+    gathered.append(_memory(module.graph).gathered)
+    kinds = Counter(str(_kind(node)) for node in module.graph.nodes if _kind(node))
+    plan = fsdp.plan(state.layout, spec.schedule)
+    planned = {"all-gather": len(plan.gathers), "reduce-scatter": len(plan.reductions)}
+    return dict(kinds), planned, gathered, plan.units[0].nbytes
+
+
+@pytest.mark.parametrize(("recompute", "keep"), [(True, None), (False, None), (False, {"layers.2"})])
+def test_the_graph_has_the_plans_collectives_and_no_more_gathered_bytes(recompute: bool, keep: Any) -> None:
+    for kinds, planned, (before, after), layer in launch(captured, 2, recompute, keep):
+        assert kinds == planned
+        assert after == (3 if keep else 2) * layer
+        assert (
+            before == after if recompute else before >= 8 * layer
+        )  # without the pass, residuals hold the first gathers
+
+
+# ---------------------------------------------------------------- around a step
+
+
+def around(way: str) -> list[Any]:
+    """Clipping, accumulation, a skipped step, and a mean over ranks."""
+    params, model = fsdp.functionalize(net())
+    spec = fsdp.Spec(fsdp.local_mesh(), schedule=TRACED if way != "lanes" else None)
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=lambda count: 0.1 / (count + 1), momentum=0.9))
+    stepped = T.skip_nonfinite(fsdp.step)
+
+    def one(state: fsdp.State, data: Any, last: bool = True, scale: Any = 1.0) -> Any:
+        state, params = fsdp.unshard(state)
+
+        def loss_fn(p: Any) -> torch.Tensor:
+            logits = fsdp.bind(model, p)(data[0])
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), data[1].flatten()) * data[2]
+
+        grads, loss = torch.func.grad_and_value(lambda p: loss_fn(p) * scale)(params)
+        return fsdp.reduce(state, grads, last=last), loss / scale
+
+    accumulated = T.accumulate(one, 2)
+
+    def train_step(state: fsdp.State, data: Any) -> Any:
+        state, loss = accumulated(state, data)
+        state, norm = T.clip_by_global_norm(state, 0.5)
+        state, loss = fsdp.pmean(state, loss)
+        return stepped(state), loss, norm
+
+    step = compiled(way, train_step)[0] if way != "lanes" else train_step
+    seen = []
+    for i in range(4):
+        bad = float("nan") if i == 2 and dist.get_rank() == 1 else 1.0
+        state, loss, norm = step(state, (*batch(i, dist.get_rank()), torch.tensor(bad, dtype=torch.float64)))
+        skipped = int(state.extras["skipped"])
+        seen.append((loss.item(), norm.item(), skipped, int(state.count), fsdp.full_params(state)))
+    return seen
+
+
+def test_clipping_accumulating_skipping_and_averaging_trace_too() -> None:
+    eager, traced = launch(around, 2, "lanes"), launch(around, 2, "T.aot_eager")
+    for theirs, mine in zip(eager, traced, strict=True):
+        assert [s[2:4] for s in mine] == [(0, 1), (0, 2), (1, 2), (1, 3)]
+        for a, b in zip(theirs, mine, strict=True):
+            assert a[:4] == pytest.approx(b[:4], rel=1e-9, nan_ok=True)
+            torch.testing.assert_close(b[4], a[4], rtol=0, atol=1e-9)
+
+
+def saved(folder: str) -> tuple[int, float, float]:
+    """A state of compiled steps, saved and loaded, goes on as it would have."""
+    params, model = fsdp.functionalize(net())
+    spec = fsdp.Spec(fsdp.local_mesh(), schedule=TRACED)
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
+
+    def train_step(state: fsdp.State, data: Any) -> Any:
+        state, loss = LOOPS["whole"](model, state, data, True)
+        return fsdp.step(state), loss
+
+    step, _ = compiled("eager", train_step)
+    for i in range(2):
+        state, _ = step(state, batch(i, dist.get_rank()))
+    addresses = [buffer.local.data_ptr() for buffer in state.main.values()]
+    fsdp.save(state, folder)
+    fresh = fsdp.load(fsdp.shard(params, spec, fsdp.adamw(lr=1e-2)), folder)
+    steps = fresh.steps
+    fresh, theirs = step(fresh, batch(2, dist.get_rank()))
+    state, mine = step(state, batch(2, dist.get_rank()))
+    assert addresses == [buffer.local.data_ptr() for buffer in state.main.values()]
+    return steps, theirs.item(), mine.item()
+
+
+def test_a_checkpoint_of_compiled_steps_goes_on(tmp_path: Any) -> None:
+    for steps, theirs, mine in launch(saved, 2, str(tmp_path / "there")):
+        assert steps == 2
+        assert theirs == mine
+
+
+# ---------------------------------------------------------------- what cannot work says so
+
+
+def state_of(transport: Any = "traced") -> tuple[fsdp.State, Any]:
+    params, model = fsdp.functionalize(net())
+    spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(transport=transport))
+    return fsdp.shard(params, spec, fsdp.sgd(lr=0.1)), model
+
+
+def test_an_eager_step_of_a_traced_state_is_an_error() -> None:
+    state, _ = state_of()
+    with pytest.raises(ScheduleError, match=r"unshard ran eagerly, .* transport='traced'.*fullgraph=True"):
+        fsdp.unshard(state)
+    with pytest.raises(ScheduleError, match="unshard ran eagerly"):
+        fsdp.unshard(state, "tail")
+    assert fsdp.full_params(state).keys() == dict(net().named_parameters(remove_duplicate=False)).keys()  # looking may
+    assert fsdp.pmean(state, torch.tensor(1.0))[1] == 1.0
+
+
+def test_a_compiled_step_of_an_eager_state_is_an_error() -> None:
+    torch._dynamo.reset()
+    state, _ = state_of("collective")
+    step = torch.compile(lambda state: fsdp.unshard(state)[1], fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"transport='traced'"):
+        step(state)
+
+
+def test_falling_back_to_eager_execution_is_an_error() -> None:
+    torch._dynamo.reset()
+    state, _ = state_of()
+    skipped = torch._dynamo.disable(lambda state: fsdp.unshard(state)[1])  # as whatever torch cannot trace
+    with pytest.raises(ScheduleError, match="unshard ran eagerly"):
+        torch.compile(lambda state: skipped(state), backend="eager")(state)
+
+
+def test_a_state_that_leaves_a_compiled_function_midway_says_so() -> None:
+    torch._dynamo.reset()
+    state, _ = state_of()
+    middle = torch.compile(lambda s: fsdp.unshard(s, "tail")[0], fullgraph=True, backend="eager")(state)
+    with pytest.raises(ScheduleError, match="left a compiled function in the middle of a step"):
+        fsdp.step(middle)
+
+
+def test_gradients_around_a_compiled_step_are_refused() -> None:
+    torch._dynamo.reset()
+    state, _ = state_of()
+
+    def total(state: fsdp.State) -> torch.Tensor:
+        _, params = fsdp.unshard(state)
+        return params["tail.scale"] * 2
+
+    def outer(x: torch.Tensor, step: Any) -> torch.Tensor:
+        return step(state) * x
+
+    with pytest.raises(ScheduleError, match=r"inside a torch.func transform"):
+        torch.func.grad(outer)(torch.tensor(1.0, dtype=torch.float64), T.compile(total, "aot_eager"))
+    with pytest.raises(Exception, match=r"torch.func.grad\(compiled_fn\)|inside a torch.func transform"):
+        torch.func.grad(outer)(torch.tensor(1.0, dtype=torch.float64), torch.compile(total, backend="aot_eager"))
+
+
+def test_a_collective_inside_a_transform_is_refused_when_compiled() -> None:
+    torch._dynamo.reset()
+    state, _ = state_of()
+
+    def inside(state: fsdp.State, x: torch.Tensor) -> Any:
+        return torch.func.grad(lambda x: fsdp.pmean(state, x.sum())[1])(x)
+
+    with pytest.raises(Exception, match=r"inside a torch.func transform"):
+        torch.compile(inside, fullgraph=True, backend="eager")(state, torch.ones(2, dtype=torch.float64))
+
+
+class Tripled(torch.autograd.Function):
+    """The identity, with three times the gradient."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 3 * grad
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_custom_backward_is_refused_because_the_compiler_drops_it() -> None:
+    """If the first assertion fails, torch has changed: compile(func.grad) does not drop custom backwards any more."""
+    torch._dynamo.reset()
+    x = torch.ones(2)
+    gradient = torch.func.grad(lambda x: Tripled.apply(x).sum())
+    right, found = gradient(x), torch.compile(gradient, fullgraph=True, backend="eager")(x)
+    assert (right.tolist(), found.tolist()) == ([3.0, 3.0], [1.0, 1.0])
+
+    state, _ = state_of()
+
+    def train_step(state: fsdp.State) -> Any:
+        state, params = fsdp.unshard(state)
+        grads = torch.func.grad(lambda p: Tripled.apply(p["tail.scale"]))(params)
+        return fsdp.step(fsdp.reduce(state, grads))
+
+    with pytest.raises(ScheduleError, match=r"torch.autograd.Function.*Tripled"):
+        T.compile(train_step, "aot_eager")(state)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"transport='nvlink'.*'collective', 'traced'"):
+        fsdp.Schedule(transport="nvlink")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"backend='cudagraphs'.*'inductor', 'aot_eager'"):
+        T.compile(lambda state: state, "cudagraphs")

@@ -1,0 +1,115 @@
+"""compile: a whole train step as one compiled graph, gathers, reductions and update included.
+
+torch.compile(train_step, fullgraph=True)   a unit's backward computes its forward again, from the second gather
+T.compile(train_step)                       it does not: the forward's residuals are read from the second gather
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from functional_fsdp import ScheduleError, SpecError, State
+from functional_fsdp import _regather as regather
+from functional_fsdp._lower import custom_backwards
+from functional_fsdp._tracing import keeping
+
+__all__ = ["compile"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+BACKENDS = ("inductor", "aot_eager")
+
+
+def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
+    """Compile `train_step(state, ...)` whole: one graph, no break, no recomputation.
+
+    Args:
+        train_step: state first in, state first out, in the first or the second way; it ends with `step`. Its state's
+            schedule has `transport="traced"`.
+        backend: "inductor", or "aot_eager", which runs the graph as it is: to look at, and for tests.
+        config: Inductor's settings (`torch._inductor.config`), as `max_autotune=True`.
+
+    Returns:
+        the compiled function. The first call compiles; calls with other shapes compile again. The state's buffers are
+        updated in place: the state that went in has the new values as well, and must not be used for the old ones.
+
+    Beside `torch.compile(train_step, fullgraph=True)`, which works too, this saves the second forward that
+    keeping no more than a few units gathered would cost there (`T.vjp` recomputes when it is traced), and, on GPUs,
+    turns on Inductor's pass that moves collectives beside compute.
+
+    Raises:
+        SpecError: an unknown backend. (When called) ScheduleError: a state for eager execution.
+
+    Source: torch.compiler's documentation; custom passes of Inductor (`torch._inductor.config`).
+
+    Example:
+        >>> spec = fsdp.Spec(mesh, schedule=fsdp.Schedule(transport="traced"))  # doctest: +SKIP
+        >>> train_step = T.compile(train_step)  # doctest: +SKIP
+    """
+    if backend not in BACKENDS:
+        raise SpecError(
+            f"compile(backend={backend!r}): expected one of {', '.join(map(repr, BACKENDS))}. Others work with "
+            "torch.compile(train_step, fullgraph=True, backend=...), which computes a unit's forward twice."
+        )
+    compiled = torch.compile(train_step, fullgraph=True, dynamic=False, backend=_backend(backend, config))
+    checked: list[bool] = []
+
+    @wraps(train_step)
+    def run(state: State, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ScheduleError(
+                "a compiled train step was called inside a torch.func transform, which cannot see through its "
+                "collectives. Use the transform inside the step, between unshard and reduce."
+            )
+        if not checked:
+            _refuse_custom_backwards(train_step, state, args, kwargs)
+            checked.append(True)
+        with keeping(True):
+            return compiled(state, *args, **kwargs)
+
+    return cast(F, run)
+
+
+def _refuse_custom_backwards(train_step: Callable[..., Any], state: State, args: Any, kwargs: Any) -> None:
+    """torch's compiler drops the backward of an autograd.Function under torch.func, without a word: wrong gradients."""
+    found = custom_backwards(train_step, state, *args, **kwargs)
+    if found:
+        raise ScheduleError(
+            f"compile: the step uses the torch.autograd.Function {', '.join(found)}. Under torch.func, torch.compile "
+            "ignores its backward and gives other gradients without an error. Write it with plain operations, or "
+            "run this step eagerly."
+        )
+
+
+def _backend(name: str, config: dict[str, Any]) -> Callable[..., Any]:
+    if name == "aot_eager":
+
+        def plain(module: torch.fx.GraphModule, inputs: Any) -> Any:
+            regather.point_at_second_gathers(module.graph)
+            module.recompile()
+            return module.forward
+
+        return cast(Callable[..., Any], aot_autograd(fw_compiler=plain))
+
+    def inductor(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        settings = {"reorder_for_compute_comm_overlap": torch.cuda.is_available()} | config
+        return compile_fx(module, inputs, config_patches=settings | {"post_grad_custom_pre_pass": _Pass()})
+
+    return inductor
+
+
+class _Pass(CustomGraphPass):
+    """The pass as Inductor takes one."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        regather.point_at_second_gathers(graph)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((regather.__file__,))
