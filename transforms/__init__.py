@@ -3,6 +3,7 @@
 from .accumulate import accumulate
 from .apply import apply
 from .clip import clip_by_global_norm, clip_by_value, global_norm
+from .compiled import compiled
 from .divide import divide
 from .forward_backward import ForwardBackward, forward_backward
 from .nonfinite import Nonfinite, find_nonfinite, nonfinite, skip_nonfinite
@@ -16,6 +17,7 @@ __all__ = [
     "apply",
     "clip_by_global_norm",
     "clip_by_value",
+    "compiled",
     "divide",
     "find_nonfinite",
     "forward_backward",

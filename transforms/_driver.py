@@ -24,6 +24,7 @@ from functional_fsdp._runtime import runtime_of
 from ._doors import Call, Door, Gradients, Slot, Start, Weights
 from ._entries import Leaf, find_entries, leaves_of, order_of, slots_of
 from ._guests import Guest
+from .compiled import Compiler, Options
 
 __all__ = ["Driver"]
 
@@ -36,7 +37,8 @@ class Driver:
         state: the state as it is now; None when nothing runs.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, compile: bool | Options = False) -> None:
+        self.compiler = Compiler.of(compile)
         self.model = skeleton_of(model)
         self.layout: Layout | None = None
         self.doors: list[Door] = []
