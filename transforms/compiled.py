@@ -100,19 +100,27 @@ class Compiler:
     @classmethod
     def of(cls, compile: bool | Options) -> Compiler | None:
         """From the argument `compile=`: True, or options."""
-        return cls({} if compile is True else compile) if compile is not False else None
+        if compile is False:
+            return None
+        if compile is not True and not isinstance(compile, Mapping):
+            raise SpecError(
+                f"compile={compile!r}: expected True, or options of torch.compile, as {{'backend': 'inductor'}}."
+            )
+        return cls({} if compile is True else compile)
 
     def code(self, what: Any, template: Callable[..., Any]) -> Callable[..., Any]:
         """The template, compiled, with a code object of its own for this class (or function)."""
         key = (what, template)
         if key not in self.codes:
             assert isinstance(template, FunctionType)
-            own = FunctionType(template.__code__.replace(co_name=getattr(what, "__name__", "stage")), template.__globals__)
+            own = FunctionType(
+                template.__code__.replace(co_name=getattr(what, "__name__", "stage")), template.__globals__
+            )
             self.codes[key] = torch.compile(own, **self.options)
         return self.codes[key]
 
     def twin(self, module: nn.Module, cls: type[nn.Module]) -> nn.Module:
-        """The same module, as an instance of its own class: without a door, and not compiled. Kept, as guards know it."""
+        """The same module as an instance of its own class, without a door, not compiled; kept: guards know it."""
         twin = self.twins.get(module)
         if twin is None:
             twin = object.__new__(cls)
@@ -140,7 +148,7 @@ class Compiled:
     def module(
         self, cls: type[nn.Module], function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
-        """`function(module, *args, **kwargs)`, compiled: `cls.__call__` or `cls.forward` of a module with its weights."""
+        """`function(module, *args, **kwargs)`, compiled: `cls.__call__` or `cls.forward`. Its weights are in it."""
         self.cls = cls
         if _transformed(self):
             return function(module, *args, **kwargs)

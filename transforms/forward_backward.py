@@ -20,7 +20,11 @@ __all__ = ["ForwardBackward", "forward_backward"]
 
 
 def forward_backward(
-    model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool = False, *, buffers: Rule = "mean",
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    buffers: Rule = "mean",
     compile: bool | Options = False,
 ) -> ForwardBackward:
     """A function that computes the loss and adds the averaged gradients to the state, unit by unit.
