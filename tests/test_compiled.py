@@ -121,7 +121,7 @@ def llama(depth: int) -> nn.Module:
 
 
 def one_graph_for_all() -> tuple[list[int], float]:
-    """Of a model of 8 layers: graphs after each step, then after an evaluation and another."""
+    """Of a model of 8 layers: graphs after each step, then after an evaluation and another; at last all units."""
     state, model = start(llama(8))
     counter, counts = counting(), []
     case = CASES["llama"]
@@ -136,12 +136,16 @@ def one_graph_for_all() -> tuple[list[int], float]:
         state, loss = predict(state, batch_of(case, step, dist.get_rank()))
         state, same = eager(state, batch_of(case, step, dist.get_rank()))
         counts.append(counter.frame_count)
-    return counts, (loss - same).abs().item()
+    counter = counting()
+    state, also = T.apply(fsdp.functionalize(llama(8))[1], own_loss, compile={"backend": counter})(
+        state, batch_of(case, 1, dist.get_rank())
+    )
+    return [*counts, counter.frame_count], max((loss - same).abs().item(), (also - same).abs().item())
 
 
 def test_equal_layers_are_one_graph() -> None:
     for counts, difference in launch(one_graph_for_all, RANKS):
-        assert counts == [1, 1, 1, 2, 2]  # with gradients, and without
+        assert counts == [1, 1, 1, 2, 2, 4]  # with gradients, and without; embedding, layers, norm, head
         assert difference < 1e-6
 
 
@@ -433,12 +437,34 @@ def test_arguments() -> None:
     _, parts = blocks()
     with pytest.raises(fsdp.SpecError, match=r"compiled: the pattern 'layers.\*' matches no module of ModuleList"):
         T.compiled(parts, "layers.*")
+    with pytest.raises(
+        fsdp.SpecError, match=r"compiled: 'layers' is a ModuleList, which nobody calls. Name .* 'layers.\*'"
+    ):
+        T.compiled(Drops(0.0), "layers")
     with pytest.raises(fsdp.SpecError, match=r"compiled: 'a' are paths in a model, and this is a function"):
         T.compiled(torch.sin, "a")  # type: ignore[call-overload]
     with pytest.raises(fsdp.SpecError, match=r"no option 'backends' here; there are backend, dynamic, fullgraph, mode"):
         T.forward_backward(parts, own_loss, compile={"backends": "inductor"})
     with pytest.raises(fsdp.SpecError, match=r"compile='inductor': expected True, or options of torch.compile"):
         T.apply(parts, compile="inductor")  # type: ignore[arg-type]
+
+
+def around_units() -> str:
+    state, model = start(Drops(0.0, 0.0))
+    forward_backward = T.forward_backward(T.compiled(model, backend="aot_eager"), lambda model, x: model(x))
+    try:
+        forward_backward(state, torch.ones(2, 5))
+    except fsdp.SpecError as error:
+        return str(error)
+    return ""
+
+
+def test_no_graph_over_several_units() -> None:
+    (said,) = launch(around_units, 1)
+    assert said.startswith(
+        "compile: the module Drops is compiled and holds 3 parts that are gathered on their own: 'first', 'layers.0', "
+        "'layers.1'. Compile those: T.compiled(model, 'first'), or compile=True."
+    )
 
 
 def wrong_units() -> str:

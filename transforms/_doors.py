@@ -50,7 +50,7 @@ class Door:
         self.firsts = list(firsts.values())  # a leaf of each bucket: they share its storage
         self.inside = 0
         self.own_class = type(module)
-        self.compiled = Compiled(driver.compiler, entry.path) if driver.compiler else None
+        self.compiled = Compiled(driver.compiler, entry.path, self.own_class) if driver.compiler else None
         module.__class__ = _entered(self.own_class)
         module.__dict__["_door"] = self
 

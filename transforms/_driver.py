@@ -24,7 +24,7 @@ from functional_fsdp._runtime import runtime_of
 from ._doors import Call, Door, Gradients, Slot, Start, Weights
 from ._entries import Leaf, find_entries, leaves_of, order_of, slots_of
 from ._guests import Guest
-from .compiled import Compiler, Options
+from .compiled import Compiler, Options, refuse_around
 
 __all__ = ["Driver"]
 
@@ -67,6 +67,7 @@ class Driver:
             return
         self.device = runtime_of(state.spec.mesh).device
         entries = find_entries(self.model, state.layout)
+        refuse_around(self.model, entries)
         for door in self.doors:
             door.remove()
         dtypes = {leaf.path: b.compute for b in state.layout.buckets.values() for leaf in b.leaves}

@@ -10,7 +10,7 @@ Weights and buffers are inputs of the graph, so gathers, releases and reductions
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar, overload
@@ -22,9 +22,10 @@ import torch.nn as nn
 from functional_fsdp import SpecError
 from functional_fsdp._module import skeleton_of
 
+from ._entries import NEVER_CALLED, Entry
 from ._patterns import outermost
 
-__all__ = ["Compiled", "Compiler", "Options", "compiled"]
+__all__ = ["Compiled", "Compiler", "Options", "compiled", "refuse_around"]
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -78,7 +79,12 @@ def compiled(what: Any, *patterns: str, **options: Any) -> Any:
         return partial(unit.function, what)
     model = skeleton_of(what)
     for path, module in outermost("compiled", model, patterns) if patterns else [("", model)]:
-        module.__dict__["_compiled"] = Compiled(compiler, path)
+        if isinstance(module, NEVER_CALLED):
+            raise SpecError(
+                f"compiled: {repr(path) if path else 'this'} is a {type(module).__name__}, which nobody calls. Name what is in it: "
+                f"{f'{path}.*' if path else '*'!r}."
+            )
+        module.__dict__["_compiled"] = Compiled(compiler, path, type(module))
         module.__class__ = _compiled(type(module))
     return model
 
@@ -132,9 +138,8 @@ class Compiler:
 class Compiled:
     """One module that is compiled, where it is in the model, and in which modes it has been called."""
 
-    def __init__(self, compiler: Compiler, path: str) -> None:
-        self.compiler, self.path = compiler, path
-        self.cls: Any = None
+    def __init__(self, compiler: Compiler, path: str, cls: type | None = None) -> None:
+        self.compiler, self.path, self.cls = compiler, path, cls
         self.seen: set[tuple[bool, bool]] = set()
 
     def __deepcopy__(self, memo: Any) -> Compiled:
@@ -149,7 +154,6 @@ class Compiled:
         self, cls: type[nn.Module], function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """`function(module, *args, **kwargs)`, compiled: `cls.__call__` or `cls.forward`. Its weights are in it."""
-        self.cls = cls
         if _transformed(self):
             return function(module, *args, **kwargs)
         code = self.compiler.code(cls, _forward if function is cls.forward else _call)
@@ -226,6 +230,22 @@ def _transformed(unit: Compiled) -> bool:
         stacklevel=3,
     )
     return True
+
+
+def refuse_around(model: nn.Module, entries: Iterable[Entry]) -> None:
+    """No graph goes over the border of a unit: units are gathered and released between.
+
+    Raises:
+        SpecError: a module that is compiled and holds modules of several units.
+    """
+    for path, module in model.named_modules():
+        inside = [e.path for e in entries if e.path != path and (not path or e.path.startswith(f"{path}."))]
+        if inside and "_compiled" in vars(module):
+            raise SpecError(
+                f"compile: {vars(module)['_compiled']!r} is compiled and holds {len(inside)} parts that are gathered "
+                f"on their own: {', '.join(map(repr, inside[:3]))}{', ...' if len(inside) > 3 else ''}. Compile those: "
+                f"T.compiled(model, {inside[0]!r}), or compile=True."
+            )
 
 
 # ---------------------------------------------------------------- classes
