@@ -53,9 +53,9 @@ def compiled(what: Any, *patterns: str, **options: Any) -> Any:
         by `T.forward_backward`; or the function, compiled.
 
     Layers of one class share a graph unless something that the code reads differs: a dropout rate, a flag, training
-    mode. Then each gets its own, however many there are. Every later compilation, for inputs of other shapes, counts
-    towards torch's recompile limit, and past it is an error. Of functions, what differs between layers should be an
-    argument: what one closes over is part of the graph.
+    mode, whether the input has a gradient. Then each gets its own, however many there are. Every later compilation, for
+    inputs of other shapes, counts towards torch's recompile limit, and past it is an error. Of functions, what differs
+    between layers should be an argument: what one closes over is part of the graph.
 
     Random numbers: Inductor draws others than eager code does, with the same seeds the same again; for eager's give
     `options={"fallback_random": True}`. `T.remat` works inside and around it.
@@ -80,9 +80,9 @@ def compiled(what: Any, *patterns: str, **options: Any) -> Any:
     model = skeleton_of(what)
     for path, module in outermost("compiled", model, patterns) if patterns else [("", model)]:
         if isinstance(module, NEVER_CALLED):
+            where, inner = (repr(path), f"{path}.*") if path else ("this", "*")
             raise SpecError(
-                f"compiled: {repr(path) if path else 'this'} is a {type(module).__name__}, which nobody calls. Name what is in it: "
-                f"{f'{path}.*' if path else '*'!r}."
+                f"compiled: {where} is a {type(module).__name__}, which nobody calls. Name what is in it: {inner!r}."
             )
         module.__dict__["_compiled"] = Compiled(compiler, path, type(module))
         module.__class__ = _compiled(type(module))
