@@ -15,8 +15,11 @@
 | float32 wire    | unit by unit, with gradients that travel and are added up in float32 (`--only` asks for it)      |
 | exact sum       | unit by unit, with a bfloat16 wire that is added up in float32 in rank order (`--only`)          |
 | FSDP2 float32   | FSDP2 with `MixedPrecisionPolicy(reduce_dtype=torch.float32)` (`--only`)                         |
+| compiled        | unit by unit, with blocks compiled by `T.compile_units(model, "blocks.*")` (`--only`); also      |
+|                 | "driven compiled", and with `block.compile()` "FSDP2 compiled" and "DDP compiled"                |
 | resident        | what no sharding can beat (`--only` asks for it): whole weights stay in place, nothing is sent,  |
-|                 | and each rank updates its share of main weights; the weights that compute sees never change      |
+|                 | and each rank updates its share of main weights; the weights that compute sees never change; its |
+|                 | blocks compiled: "resident compiled"                                                             |
 
 The contestants take turns in rounds, in rotating order, so that drift of the machine meets all of them. Before a turn
 ranks meet and devices are synchronized; a turn is `--steps` steps without a pause. Weights and data are random, never
@@ -158,6 +161,16 @@ class Setting:
     dtype: torch.dtype
     wire: torch.dtype | None = None  # as dtype
     sum: str = "auto"
+    compiled: bool = False  # blocks by torch.compile
+
+    def functionalize(self, model: GPT) -> tuple[dict[str, torch.Tensor], GPT]:
+        params, skeleton = fsdp.functionalize(model)
+        return params, T.compile_units(skeleton, "blocks.*") if self.compiled else skeleton
+
+    def compile(self, model: GPT) -> None:
+        """The peers' way."""
+        for block in model.blocks if self.compiled else ():
+            block.compile(dynamic=False)
 
     def spec(self) -> fsdp.Spec:
         placement = getattr(fsdp, self.placement)(*(self.mesh.mesh_dim_names or ()))
@@ -166,7 +179,7 @@ class Setting:
 
 
 def whole_tree(model: GPT, setting: Setting) -> Step:
-    params, skeleton = fsdp.functionalize(model)
+    params, skeleton = setting.functionalize(model)
     state = fsdp.shard(params, setting.spec(), fsdp.adamw(lr=LR))
 
     def train_step(state: fsdp.State, tokens: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
@@ -179,7 +192,7 @@ def whole_tree(model: GPT, setting: Setting) -> Step:
 
 
 def unit_by_unit(model: GPT, setting: Setting) -> Step:
-    params, skeleton = fsdp.functionalize(model)
+    params, skeleton = setting.functionalize(model)
     state = fsdp.shard(params, setting.spec(), fsdp.adamw(lr=LR))
     stages = {unit: skeleton.get_submodule(unit) for unit in state.units}
 
@@ -203,7 +216,7 @@ def unit_by_unit(model: GPT, setting: Setting) -> Step:
 
 
 def driven(model: GPT, setting: Setting) -> Step:
-    params, skeleton = fsdp.functionalize(model)
+    params, skeleton = setting.functionalize(model)
     state = fsdp.shard(params, setting.spec(), fsdp.adamw(lr=LR))
     forward_backward = T.forward_backward(skeleton, lambda model, tokens: model(tokens))
 
@@ -215,7 +228,7 @@ def driven(model: GPT, setting: Setting) -> Step:
 
 
 def whole_vjp(model: GPT, setting: Setting) -> Step:
-    params, skeleton = fsdp.functionalize(model)
+    params, skeleton = setting.functionalize(model)
     state = fsdp.shard(params, setting.spec(), fsdp.adamw(lr=LR))
 
     def train_step(state: fsdp.State, tokens: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
@@ -242,6 +255,7 @@ def keeping(state: fsdp.State, train_step: Callable[..., tuple[fsdp.State, torch
 def fsdp2(model: GPT, setting: Setting) -> Step:
     policy = MixedPrecisionPolicy(param_dtype=setting.dtype, reduce_dtype=setting.wire or setting.dtype)
     reshard = setting.placement not in ("zero1", "zero2")
+    setting.compile(model)
     for stage in (model.embed, *model.blocks):
         fully_shard(stage, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model.head, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=False)
@@ -263,6 +277,7 @@ def ddp(model: GPT, setting: Setting) -> Step:
     if setting.dtype is not torch.float32:
         main = [nn.Parameter(p.detach().clone()) for p in main]
         model = model.to(setting.dtype)
+    setting.compile(model)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     compute = list(model.parameters())
     optimizer = torch.optim.AdamW(main, lr=LR, fused=True)
@@ -284,7 +299,7 @@ def ddp(model: GPT, setting: Setting) -> Step:
 
 
 def resident(model: GPT, setting: Setting) -> Step:
-    params, skeleton = fsdp.functionalize(model)
+    params, skeleton = setting.functionalize(model)
     weights = {path: p.detach().to(setting.dtype) for path, p in params.items()}
     ranks = dist.get_world_size()
     shares = {path: p.detach().flatten()[: -(-p.numel() // ranks)].clone() for path, p in params.items()}
@@ -303,6 +318,10 @@ def resident(model: GPT, setting: Setting) -> Step:
     return step
 
 
+def with_compiled_blocks(contestant: Callable[[GPT, Setting], Step]) -> Callable[[GPT, Setting], Step]:
+    return lambda model, setting: contestant(model, replace(setting, compiled=True))
+
+
 CONTESTANTS: dict[str, Callable[[GPT, Setting], Step]] = {
     "whole tree": whole_tree,
     "whole tree vjp": whole_vjp,
@@ -313,10 +332,15 @@ CONTESTANTS: dict[str, Callable[[GPT, Setting], Step]] = {
     "float32 wire": lambda model, setting: unit_by_unit(model, replace(setting, wire=torch.float32)),
     "exact sum": lambda model, setting: unit_by_unit(model, replace(setting, wire=torch.bfloat16, sum="fp32")),
     "FSDP2 float32": lambda model, setting: fsdp2(model, replace(setting, wire=torch.float32)),
+    "compiled": with_compiled_blocks(unit_by_unit),
+    "driven compiled": with_compiled_blocks(driven),
+    "FSDP2 compiled": with_compiled_blocks(fsdp2),
+    "DDP compiled": with_compiled_blocks(ddp),
     "resident": resident,
+    "resident compiled": with_compiled_blocks(resident),
 }
-ASKED = ("float32 wire", "exact sum", "FSDP2 float32", "resident")  # only when they are named
-PEER, BY_HAND, BOUND = "FSDP2", "unit by unit", "resident"
+ROWS = ("whole tree", "whole tree vjp", "unit by unit", "driven", "FSDP2", "DDP")  # the others only when they are named
+PEER, BY_HAND, BOUNDS = "FSDP2", "unit by unit", ("resident", "resident compiled")
 ALL = ",".join(CONTESTANTS)
 HYBRID = {"replica": 2, "shard": -1}
 
@@ -486,7 +510,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
     if dist.get_rank() == 0:
         report(args, config, setting, rows)
-    losses = [row.loss for row in rows if row.name != BOUND]
+    losses = [row.loss for row in rows if row.name not in BOUNDS]
     assert max(losses) - min(losses) <= 1e-3 * abs(losses[0]), f"the losses do not agree to 3 digits: {losses}"
     return rows
 
@@ -504,14 +528,14 @@ def report(args: argparse.Namespace, config: Config, setting: Setting, rows: lis
         f"{args.rounds} rounds of {args.steps} steps, after {args.warmup} steps to warm up\n"
         f"{machine()}; torch {torch.__version__}, functional-fsdp {fsdp.__version__}\n"
     )
-    print(f"| {'':15} | step ms | {'spread ms':>15} | host ms | peak MiB |    loss | FSDP2 / this | this / hand |")
-    print(f"|{'-' * 17}|--------:|----------------:|--------:|---------:|--------:|-------------:|------------:|")
+    print(f"| {'':17} | step ms | {'spread ms':>15} | host ms | peak MiB |    loss | FSDP2 / this | this / hand |")
+    print(f"|{'-' * 19}|--------:|----------------:|--------:|---------:|--------:|-------------:|------------:|")
     for row in rows:
         spread = f"{row.fastest_ms:.1f} – {row.slowest_ms:.1f}"
         host = "-" if row.host_ms is None else f"{row.host_ms:.1f}"
         ratio, by_hand = ("-" if r is None else f"{r:.3f}" for r in (row.ratio, row.by_hand))
         print(
-            f"| {row.name:15} | {row.step_ms:7.1f} | {spread:>15} | {host:>7} | {row.peak_bytes / 2**20:8.0f} "
+            f"| {row.name:17} | {row.step_ms:7.1f} | {spread:>15} | {host:>7} | {row.peak_bytes / 2**20:8.0f} "
             f"| {row.loss:7.4f} | {ratio:>12} | {by_hand:>11} |"
         )
     if args.json:
@@ -549,15 +573,14 @@ def arguments() -> argparse.Namespace:
         help="of this project's rows; FSDP2 follows for zero3 and hsdp, keeps weights gathered after forward for zero1 "
         "and zero2, and has no match for ddp (zero3 then) and hfsdp (hsdp then)",
     )
-    rows = [name for name in CONTESTANTS if name not in ASKED]
-    add("--only", type=lambda text: text.split(","), default=rows, help=f"a choice of {ALL}")
+    add("--only", type=lambda text: text.split(","), default=[*ROWS], help=f"a choice of {ALL}")
     add("--json", help="write everything to this file")
     args = parser.parse_args()
     for name in args.only:
         if name not in CONTESTANTS:
             parser.error(f"--only: {name!r} is none of {ALL}")
-    if args.model == "6.7b" and "DDP" in args.only:
-        args.only.remove("DDP")
+    if args.model == "6.7b" and {"DDP", "DDP compiled"} & {*args.only}:
+        args.only = [name for name in args.only if not name.startswith("DDP")]
         print("DDP is left out: 6.7 B parameters with their AdamW state take 100 GiB and more on every rank.")
     return args
 

@@ -350,6 +350,16 @@ def test_a_custom_backward_is_refused_because_the_compiler_drops_it() -> None:
         T.compile(train_step, "aot_eager")(state)
 
 
+def test_what_drives_the_schedule_itself_cannot_be_traced() -> None:
+    torch._dynamo.reset()
+    state, model = state_of()
+    forward_backward = T.forward_backward(model, lambda model, x: model(x).sum())
+    with pytest.raises(Exception, match=r"forward_backward drives the schedule .* cannot be traced"):
+        torch.compile(forward_backward, fullgraph=True, backend="eager")(state, batch(0, 0)[0])
+    with pytest.raises(ScheduleError, match=r"apply drives the schedule .* cannot be traced"):
+        fsdp.lower(T.apply(model), state, batch(0, 0)[0])
+
+
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(SpecError, match=r"transport='nvlink'.*'collective', 'traced'"):
         fsdp.Schedule(transport="nvlink")  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from .accumulate import accumulate
 from .apply import apply
 from .clip import clip_by_global_norm, clip_by_value, global_norm
 from .compile import compile
+from .compile_units import compile_units
 from .divide import divide
 from .forward_backward import ForwardBackward, forward_backward
 from .nonfinite import Nonfinite, find_nonfinite, nonfinite, skip_nonfinite
@@ -18,6 +19,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_value",
     "compile",
+    "compile_units",
     "divide",
     "find_nonfinite",
     "forward_backward",

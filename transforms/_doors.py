@@ -22,6 +22,7 @@ from functional_fsdp import ScheduleError
 
 from ._entries import Entry, Leaf
 from ._outputs import map_tensors
+from .compile_units import Compiled
 
 if TYPE_CHECKING:
     from ._driver import Driver
@@ -49,6 +50,7 @@ class Door:
         self.firsts = list(firsts.values())  # a leaf of each bucket: they share its storage
         self.inside = 0
         self.own_class = type(module)
+        self.compiled = Compiled(driver.compiler, entry.path, self.own_class) if driver.compiler else None
         module.__class__ = _entered(self.own_class)
         module.__dict__["_door"] = self
 
@@ -80,7 +82,7 @@ class Door:
         """Call the module's own code with its weights."""
         driver = self.driver
         if self.inside or driver.state is None:
-            return function(self.module, *args, **kwargs)
+            return self.run(function, args, kwargs) if self.inside else function(self.module, *args, **kwargs)
         outside = driver.gather(self.units, driver.busy)
         tensors = driver.tensors(self.leaves)
         lent = tuple(tensors)
@@ -101,11 +103,17 @@ class Door:
         driver.stack.append(self)
         self.put(tensors)
         try:
-            out = function(self.module, *args, **kwargs)
+            out = self.run(function, args, kwargs)
         finally:
             driver.stack.pop()
             self.take()
         return _out(out, storages, call)
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The module's own code, compiled if so wished; its weights are in it."""
+        if self.compiled is None:
+            return function(self.module, *args, **kwargs)
+        return self.compiled.module(self.own_class, function, self.module, args, kwargs)
 
 
 def _out(out: Any, storages: list[int], call: Call | None) -> Any:

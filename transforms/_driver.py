@@ -20,10 +20,12 @@ import torch.nn as nn
 from functional_fsdp import Layout, ScheduleError, State, reduce, release, unshard
 from functional_fsdp._module import skeleton_of
 from functional_fsdp._runtime import runtime_of
+from functional_fsdp._tracing import tracing
 
 from ._doors import Call, Door, Gradients, Slot, Start, Weights
 from ._entries import Leaf, find_entries, leaves_of, order_of, slots_of
 from ._guests import Guest
+from .compile_units import Compiler, Options, refuse_around
 
 __all__ = ["Driver"]
 
@@ -36,7 +38,8 @@ class Driver:
         state: the state as it is now; None when nothing runs.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, compile: bool | Options = False) -> None:
+        self.compiler = Compiler.of(compile)
         self.model = skeleton_of(model)
         self.layout: Layout | None = None
         self.doors: list[Door] = []
@@ -65,6 +68,7 @@ class Driver:
             return
         self.device = runtime_of(state.spec.mesh).device
         entries = find_entries(self.model, state.layout)
+        refuse_around(self.model, entries)
         for door in self.doors:
             door.remove()
         dtypes = {leaf.path: b.compute for b in state.layout.buckets.values() for leaf in b.leaves}
@@ -86,6 +90,15 @@ class Driver:
         self.order = order_of(entries, state.layout)
         self.keys = {unit.name: unit.keys for unit in state.layout.units}
         self.layout = state.layout
+
+    def refuse_tracing(self, verb: str) -> None:
+        """It follows the model as it runs, which a graph of the whole step cannot do."""
+        if tracing():
+            raise ScheduleError(
+                f"{verb} drives the schedule while the model runs, and cannot be traced. Inside torch.compile write "
+                "the step in the first or second way (unshard, T.vjp, reduce); or compile units: "
+                "T.forward_backward(..., compile=True)."
+            )
 
     @contextmanager
     def running(self, state: State, verb: str, trains: bool = False) -> Iterator[int]:

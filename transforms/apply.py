@@ -13,12 +13,13 @@ from functional_fsdp import State
 from ._buffers import Buffers
 from ._driver import Driver
 from ._seed import seeded
+from .compile_units import Options
 
 __all__ = ["apply"]
 
 
 def apply(
-    model: nn.Module, fn: Callable[..., Any] | None = None, *, training: bool = False
+    model: nn.Module, fn: Callable[..., Any] | None = None, *, training: bool = False, compile: bool | Options = False
 ) -> Callable[..., tuple[State, Any]]:
     """A function that computes with the model: `f(state, *args, **kwargs) -> state, fn(model, *args, **kwargs)`.
 
@@ -26,6 +27,7 @@ def apply(
         model: as for `forward_backward`: copied, never touched.
         fn: what to do with it; by default it is called. It may call the model, or its methods, as often as it likes.
         training: False puts the copy into evaluation mode, True leaves the modes that the model has.
+        compile: as for `forward_backward`. In generation lengths change: leave it out.
 
     Between steps the state is as good afterwards as before: it is returned as it was, with nothing gathered.
 
@@ -40,12 +42,13 @@ def apply(
         >>> generate = T.apply(model, lambda model, ids: model.generate(ids, max_new_tokens=20))  # doctest: +SKIP
         >>> state, ids = generate(state, ids)  # doctest: +SKIP
     """
-    driver = Driver(model)
+    driver = Driver(model, compile)
     if not training:
         driver.model.eval()
     buffers = Buffers(driver.model, "local")
 
     def applied(state: State, *args: Any, **kwargs: Any) -> tuple[State, Any]:
+        driver.refuse_tracing("apply")
         resting = state.between_steps
         with driver.running(state, "apply") as number, seeded(state, number), torch.no_grad():
             buffers.lend(state, driver.device)

@@ -14,12 +14,18 @@ from ._buffers import Buffers, Rule
 from ._driver import Driver
 from ._outputs import map_tensors
 from ._seed import seeded
+from .compile_units import Options
 
 __all__ = ["ForwardBackward", "forward_backward"]
 
 
 def forward_backward(
-    model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool = False, *, buffers: Rule = "mean"
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    buffers: Rule = "mean",
+    compile: bool | Options = False,
 ) -> ForwardBackward:
     """A function that computes the loss and adds the averaged gradients to the state, unit by unit.
 
@@ -31,6 +37,8 @@ def forward_backward(
         has_aux: `loss_fn` returns `(loss, aux)`.
         buffers: what is kept of buffers that the forward changes (BatchNorm statistics): "mean" over the data ranks,
             the "first" rank's, or "local", each rank's own (exports and checkpoints then have the first rank's).
+        compile: True, or options of torch.compile: what each unit computes is compiled, once for all units that are
+            alike; see `T.compile_units`, which chooses modules.
 
     Returns:
         `f(state, *args, **kwargs) -> state, loss`, or `state, (loss, aux)`; loss and aux are this rank's and detached.
@@ -48,7 +56,7 @@ def forward_backward(
         ScheduleError: nothing to differentiate; gradients of gradients; a backward inside `loss_fn`; reentrant
             checkpointing; a loss that hangs on a unit other than by what its module returns; outputs of a unit that
             share memory and of which one is changed in place.
-        SpecError: a buffer that changes, or comes, in the forward and is not in the state.
+        SpecError: a buffer that changes, or comes, in the forward and is not in the state; units that do not compile.
 
     Collective: as `unshard` and `reduce` for each unit that is used; one small all-reduce if buffers changed.
 
@@ -56,14 +64,16 @@ def forward_backward(
         >>> forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())  # doctest: +SKIP
         >>> state, loss = forward_backward(state, x)  # doctest: +SKIP
     """
-    return ForwardBackward(model, loss_fn, has_aux, buffers)
+    return ForwardBackward(model, loss_fn, has_aux, buffers, compile)
 
 
 class ForwardBackward:
     """What `forward_backward` returns."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool, buffers: Rule) -> None:
-        self.driver = Driver(model)
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool, buffers: Rule, compile: bool | Options
+    ) -> None:
+        self.driver = Driver(model, compile)
         self.buffers = Buffers(self.driver.model, buffers)
         self.loss_fn = loss_fn
         self.has_aux = has_aux
@@ -72,6 +82,7 @@ class ForwardBackward:
         self, state: State, *args: Any, last: bool = True, scale: float | torch.Tensor = 1.0, **kwargs: Any
     ) -> tuple[State, Any]:
         driver = self.driver
+        driver.refuse_tracing("forward_backward")
         with driver.running(state, "forward_backward", trains=True) as number, seeded(state, number):
             driver.token = torch.zeros((), device=driver.device, requires_grad=True)
             self.buffers.lend(state, driver.device)

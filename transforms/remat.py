@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from functional_fsdp import SpecError
 from functional_fsdp._module import skeleton_of
-from functional_fsdp._tree import match
+
+from ._patterns import outermost
 
 __all__ = ["remat"]
 
@@ -48,22 +49,10 @@ def remat(what: Any, *patterns: str) -> Any:
             raise SpecError(f"remat: {', '.join(map(repr, patterns))} are paths in a model, and this is a function.")
         return partial(checkpoint, what, use_reentrant=False)
     model = skeleton_of(what)
-    chosen: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        before = len(chosen)
-        for path, module in model.named_modules():
-            if path and match(pattern, path) == path:
-                chosen[path] = module
-        if len(chosen) == before:
-            raise SpecError(
-                f"remat: the pattern {pattern!r} matches no module of {type(what).__name__}. Its parts are "
-                f"{', '.join(repr(name) for name, _ in model.named_children())}, ..."
-            )
     if not patterns:
         raise SpecError("remat(model): name the modules that recompute, as remat(model, 'blocks.*').")
-    for path, module in chosen.items():
-        if not any(path.startswith(f"{other}.") for other in chosen):
-            module.__class__ = _recomputed(type(module))
+    for _, module in outermost("remat", model, patterns):
+        module.__class__ = _recomputed(type(module))
     return model
 
 
