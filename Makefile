@@ -14,8 +14,8 @@ train: $(READY)  ## the main job: make train ARGS="--steps 100 --placement ddp"
 test: lint  ## every check: make test ARGS="-k launch"
 	$(BIN)/python -m pytest $(ARGS)
 
-laws: $(READY)  ## every row of the law table of dtypes, not only all pairs
-	LAWS=full $(BIN)/python -m pytest tests/test_precision.py --timeout 1200 -s
+laws: $(READY)  ## every row of the law tables of dtypes and of traced steps, not only all pairs
+	LAWS=full $(BIN)/python -m pytest tests/test_precision.py tests/test_traced.py --timeout 1200 -s
 
 lint: $(READY)
 	$(BIN)/ruff check
