@@ -13,13 +13,19 @@ from functional_fsdp import ScheduleError, State, TreeError
 from ._buffers import Buffers, Rule
 from ._driver import Driver
 from ._outputs import map_tensors
+from ._second_order import Whole
 from ._seed import seeded
 
 __all__ = ["ForwardBackward", "forward_backward"]
 
 
 def forward_backward(
-    model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool = False, *, buffers: Rule = "mean"
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    has_aux: bool = False,
+    *,
+    buffers: Rule = "mean",
+    second_order: bool = False,
 ) -> ForwardBackward:
     """A function that computes the loss and adds the averaged gradients to the state, unit by unit.
 
@@ -31,6 +37,9 @@ def forward_backward(
         has_aux: `loss_fn` returns `(loss, aux)`.
         buffers: what is kept of buffers that the forward changes (BatchNorm statistics): "mean" over the data ranks,
             the "first" rank's, or "local", each rank's own (exports and checkpoints then have the first rank's).
+        second_order: `loss_fn` may take gradients itself, with `torch.autograd.grad(..., create_graph=True)`, of inputs
+            or of `model.parameters()` (a gradient penalty). Then all units are gathered before the forward and stay
+            until the loss is differentiated: a rank holds the whole model, and its whole gradient for a moment.
 
     Returns:
         `f(state, *args, **kwargs) -> state, loss`, or `state, (loss, aux)`; loss and aux are this rank's and detached.
@@ -45,7 +54,7 @@ def forward_backward(
 
     Raises (from f):
         TreeError: the state is of another model, or the loss is no scalar.
-        ScheduleError: nothing to differentiate; gradients of gradients; a backward inside `loss_fn`; reentrant
+        ScheduleError: nothing to differentiate; a gradient inside `loss_fn` without `second_order`; reentrant
             checkpointing; a loss that hangs on a unit other than by what its module returns; outputs of a unit that
             share memory and of which one is changed in place.
         SpecError: a buffer that changes, or comes, in the forward and is not in the state.
@@ -56,14 +65,16 @@ def forward_backward(
         >>> forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())  # doctest: +SKIP
         >>> state, loss = forward_backward(state, x)  # doctest: +SKIP
     """
-    return ForwardBackward(model, loss_fn, has_aux, buffers)
+    return ForwardBackward(model, loss_fn, has_aux, buffers, second_order)
 
 
 class ForwardBackward:
     """What `forward_backward` returns."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool, buffers: Rule) -> None:
-        self.driver = Driver(model)
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool, buffers: Rule, second_order: bool = False
+    ) -> None:
+        self.driver: Driver | Whole = Whole(model) if second_order else Driver(model)
         self.buffers = Buffers(self.driver.model, buffers)
         self.loss_fn = loss_fn
         self.has_aux = has_aux
