@@ -26,7 +26,7 @@ import torch.utils._pytree as pytree
 from functional_fsdp import ScheduleError, TreeError
 from functional_fsdp._weights import Lease, lease_of
 
-__all__ = ["vjp"]
+__all__ = ["Pullback", "functional_vjp", "lent", "vjp"]
 
 Pullback = Callable[..., Any]
 
@@ -250,21 +250,23 @@ def _refuse(verb: str, lease: Lease) -> None:
 
 
 def _under_transforms(fn: Callable[..., Any], weights: Any, primals: tuple[Any, ...]) -> tuple[Any, Pullback]:
-    _lent("vjp", weights, primals)
+    lent("vjp", weights, primals)
 
     def pullback(w: Any, dout: Any) -> Any:
-        _lent("pullback", w, primals)
-        return _functional(fn, (w, *primals))(dout)
+        lent("pullback", w, primals)
+        return functional_vjp(fn, (w, *primals))(dout)
 
     return fn(weights, *primals), pullback
 
 
-def _lent(verb: str, *trees: Any) -> None:
+def lent(verb: str, *trees: Any) -> None:
+    """Refuse borrowed weights that were released."""
     if not torch.compiler.is_compiling():
         _check(verb, [lease for lease in map(lease_of, pytree.tree_leaves(trees)) if lease is not None], [])
 
 
-def _functional(fn: Callable[..., Any], args: tuple[Any, ...]) -> Pullback:
+def functional_vjp(fn: Callable[..., Any], args: tuple[Any, ...]) -> Pullback:
+    """torch.func's pullback `dout -> dargs`, with None for leaves that have no gradient."""
     leaves, treedef = pytree.tree_flatten(args)
     which = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
 
