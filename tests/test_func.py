@@ -115,7 +115,7 @@ def of_whole_trees(preset: str) -> dict[str, Any]:
     grads, found["loss"] = torch.func.grad_and_value(loss)(params)
     found["grad_and_value"] = reduced(grads)
     middle, params = fsdp.unshard(state)
-    value, pullback = torch.func.vjp(loss, params)
+    value, pullback = torch.func.vjp(loss, params)  # type: ignore[misc]
     found["vjp"] = reduced(pullback(torch.ones_like(value))[0])
     middle, params = fsdp.unshard(state)
     found["jvp"] = torch.func.jvp(loss, (params,), (along,))[1]

@@ -32,6 +32,8 @@ def add_noise(state: State, std: float | torch.Tensor) -> None:
         wide = torch.float64 if buffer.local.dtype is torch.float64 else torch.float32
         for leaf in buffer.bucket.leaves:
             first, last = max(leaf.offset, start) - leaf.offset, min(leaf.offset + leaf.numel, stop) - leaf.offset
+            if first >= last:
+                continue  # it is another rank's
             for at in range(first // BLOCK * BLOCK, last, BLOCK):
                 end = min(at + BLOCK, leaf.numel)
                 name = hashlib.sha256(f"{where} {own} {leaf.path} {at}".encode()).digest()

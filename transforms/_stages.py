@@ -5,8 +5,9 @@
     forward     h = None ──embed──▶ h ──blocks.0──▶ h ── ... ──head──▶ loss
     backward    the other way round
 
-The first stage gets None for `h`, the last returns the loss. A key that is a tuple of units is a stage that uses them
-at once, `weights` is then `{unit: weights}`; a tied leaf is a unit that several stages name.
+The first stage gets None for `h`; from stage to stage goes a pytree of floating tensors, and the last returns the loss.
+A key that is a tuple of units is a stage that uses them at once, `weights` is then `{unit: weights}`; a tied leaf is a
+unit that several stages name.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ A rank's samples are its own, so per-sample gradients are never reduced: they ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,7 @@ def per_sample_vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple
     """
     n = rows("per_sample_vjp", primals)
     lent("per_sample_vjp", weights, primals)
-    with torch.no_grad():
+    with _alone():
         out = vmap(fn, in_dims=(None, *dims(primals)))(weights, *primals)
 
     def pullback(w: Any, dout: Any) -> Any:
@@ -64,7 +65,7 @@ def per_sample_vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple
             structure = structure.unflatten([grad is not None for grad in grads])
             return [grad for grad in grads if grad is not None]
 
-        with torch.no_grad():
+        with _alone():
             found = iter(vmap(one, in_dims=(dims(dout), *dims(primals)))(dout, *primals))
         return pytree.tree_map(lambda there: next(found) if there else None, structure)
 
@@ -107,6 +108,12 @@ def per_sample_norms(
         return walk.rest(state, after), (losses, norms)
 
     return f
+
+
+def _alone() -> AbstractContextManager[Any]:
+    """No autograd graph, as of `vjp`; but a torch.func transform around it is to see through it."""
+    inside = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    return nullcontext() if inside else torch.no_grad()
 
 
 def batched(stage: Stage) -> Callable[..., Any]:
