@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from problems import Tree, batch, full_grads
-from test_forward_backward import raised
+from problems import Tree, batch, full_grads, mesh_and_placement
+from test_forward_backward import Boom, raised
 from test_func import HEAD, loss_fn, plain, stages, start, weights
 from test_parity import largest
 
@@ -278,9 +278,9 @@ WIDE = 60_000
 
 def wide(preset: str, noise: float, seed: int, micro: int = 1) -> dict[str, Any]:
     """Gradients of zero but for noise, and how they lie; the caller's random numbers go on as they were."""
-    mesh = fsdp.local_mesh()
+    mesh, placement = mesh_and_placement(preset)
     params = {"a": {"w": torch.zeros(WIDE), "small": torch.zeros(3)}, "b": {"w": torch.zeros(7, 11)}}
-    state = fsdp.shard(params, fsdp.Spec(mesh, getattr(fsdp, preset)("data")), fsdp.sgd(lr=0.1), seed=seed)
+    state = fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.sgd(lr=0.1), seed=seed)
     cut: dict[Any, Any] = {
         "a": lambda w, h, s: s * 0 * (w["w"].sum() + w["small"].sum()),
         "b": lambda w, h, s: h * w["w"].sum(),
@@ -338,6 +338,9 @@ def test_noise_follows_from_seed_step_and_leaf_alone() -> None:
     (more, *_), (seeded, *_) = launch(wide, 4, "zero3", 1.0, 0), launch(wide, 2, "zero3", 1.0, 1)
     assert all(torch.equal(2 * g, zero3["first"][key]) for key, g in more["first"].items())  # twice the batch
     assert not torch.equal(seeded["first"]["a.w"], zero3["first"]["a.w"])
+    for preset in ("hsdp", "hfsdp"):  # 2 × 2
+        for found in launch(wide, 4, preset, 1.0, 0):
+            assert all(torch.equal(g, more["first"][key]) for key, g in found["first"].items())
     (without, *_) = launch(wide, 2, "zero3", 0.0, 0)
     assert not any(g.any() for g in without["first"].values())
 
@@ -355,6 +358,29 @@ def test_noise_in_blocks() -> None:
     draws = zero3["first"]["a.w"]
     assert draws.unique().numel() > 0.99 * WIDE
     assert abs(draws.std() / (0.5 / 8) - 1) < 5 / math.sqrt(2 * WIDE)
+
+
+# ---------------------------------------------------------------- one rank, and bfloat16
+
+
+def narrow(preset: str) -> dict[str, Any]:
+    """Compute in bfloat16, from main weights in float32, beside the same in float64."""
+    state, model = start(preset, precision=fsdp.Precision(main=torch.float32, compute=torch.bfloat16))
+    data, cut = samples(dist.get_rank()), stages(model)
+    _, (_, norms) = T.per_sample_norms(cut)(state, data)
+    middle, losses = T.clipped_gradients(cut, BOUND, 0.1)(state, data)
+    _, (_, hv) = T.hvp(cut)(state, dict(state.main), data)
+    dtypes = {losses.dtype, *(buffer.local.dtype for buffer in (*middle.grads.values(), *hv.values()))}
+    return {"norms": norms, "dtypes": dtypes, "finite": all(b.local.isfinite().all() for b in hv.values())}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_bfloat16_and_on_one_rank(ranks: int) -> None:
+    for rank, found in enumerate(launch(narrow, ranks, "zero3")):
+        assert found["norms"].dtype is torch.float32
+        torch.testing.assert_close(found["norms"].double(), per_sample(rank)[2], rtol=0.05, atol=0)  # 8 bits
+        assert found["dtypes"] == {torch.bfloat16, torch.float32}
+        assert found["finite"]
 
 
 # ---------------------------------------------------------------- errors
@@ -389,3 +415,53 @@ def test_what_is_wrong_says_so() -> None:
         assert "clipped_gradients: no stage uses the unit 'blocks.2'" in missing
         assert "pullback: cotangents of 4 samples; the forward had 6." in cotangents
         assert float(fine) < 1e-12
+
+
+# ---------------------------------------------------------------- transactions
+
+
+def breaks(way: str, who: tuple[int, ...], where: int) -> tuple[list[Tree], list[str]]:
+    """Three steps; in the second, on some ranks, a stage raises when it is called for the `where`th time."""
+    state, model = start("zero3")
+    calls, bad = [0], [False]
+
+    def broken(w: Any, h: Any, data: Any) -> Any:
+        calls[0] += 1
+        if bad[0] and calls[0] == where:
+            raise Boom("on purpose")
+        return stages(model)["blocks.1"](w, h, data)
+
+    cut = {**stages(model), "blocks.1": broken}
+    clip, norms, product = T.clipped_gradients(cut, BOUND, 0.5), T.per_sample_norms(cut), T.hvp(cut)
+    said: list[str] = []
+    seen: list[Tree] = []
+    while len(seen) < 3:
+        data = samples(dist.get_rank(), len(seen))
+        calls[0], bad[0] = 0, len(seen) == 1 and not said and dist.get_rank() in who
+        try:
+            if way == "hvp":
+                middle, _ = T.forward_backward(model, loss_fn)(state, data)
+                middle, _ = product(middle, dict(state.main), data)
+            elif way == "norms":
+                state, _ = norms(state, data)
+                middle, _ = T.forward_backward(model, loss_fn)(state, data)
+            else:
+                middle, _ = clip(state, data)
+            middle = fsdp.finish(middle)
+            grads = full_grads(middle)
+            state = fsdp.step(middle)
+            seen.append(grads)
+        except (Boom, fsdp.RestartError) as stopped:
+            said.append(type(stopped).__name__)
+    return seen, said
+
+
+@pytest.mark.parametrize("who", [(0, 1), (1,)])
+@pytest.mark.parametrize(
+    ("way", "where"), [("hvp", 1), ("hvp", 2), ("norms", 1), ("norms", 2), ("clip", 2), ("clip", 3)]
+)
+def test_an_error_in_a_stage_costs_nothing(way: str, where: int, who: tuple[int, ...]) -> None:
+    good, _ = launch(breaks, 2, way, (), where)[0]
+    for rank, (seen, said) in enumerate(launch(breaks, 2, way, who, where)):
+        assert said == ["Boom" if rank in who else "RestartError"]
+        assert all(torch.equal(a[key], b[key]) for a, b in zip(seen, good, strict=True) for key in b)

@@ -348,3 +348,35 @@ def accumulated() -> float:
 
 def test_accumulated_and_recomputed() -> None:
     assert max(launch(accumulated, 2)) < 1e-12
+
+
+def no_gradient(model: Any, seed: int) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.full((1, 3), seed % TOKENS)).square().mean()
+    return loss
+
+
+def mixed(order: Any) -> list[Tree]:
+    """Steps of one microbatch each way, in turns: which comes first does not matter."""
+    state, model = start(build("the embedding"), schedule=fsdp.Schedule(order=order, debug=True))
+    both = [T.forward_backward(model, of_the_embedding, second_order=True), T.forward_backward(model, no_gradient)]
+    seen = []
+    for step in range(4):
+        turn = both if step % 2 else both[::-1]
+        middle = state
+        for forward_backward in turn:
+            middle, _ = forward_backward(middle, 10 * dist.get_rank(), last=forward_backward is turn[-1])
+        seen.append(full_grads(fsdp.finish(middle)))
+        state = fsdp.step(middle) if step == 2 else state
+    return seen
+
+
+@pytest.mark.parametrize("order", [None, "recorded"])
+def test_beside_first_order_microbatches(order: Any) -> None:
+    model = build("the embedding")
+    trained = {path: p for path, p in model.named_parameters() if p.requires_grad}
+    for rank in range(2):
+        ((of_the_embedding(model, 10 * rank) + no_gradient(model, 10 * rank)) / 2).backward()
+    for seen in launch(mixed, 2, order):
+        for found in seen[:3]:  # of the same state
+            assert largest(found, {path: p.grad for path, p in trained.items() if p.grad is not None}) < 1e-10
+        assert largest(seen[3], seen[0]) > 1e-3  # after a step

@@ -42,7 +42,7 @@ def clipped_gradients(
         `f(state, batch) -> state, losses [B]`, this rank's. The gradients are the mean over B and over the data ranks
         (with `Spec(average="sum")` their sum), so B is to be the same on every rank. Two keywords are its own, as of
         `forward_backward`: `last=False` says that more microbatches follow, `scale` multiplies the gradients. Noise
-        comes once, with the last one.
+        comes with the last one: once a step. (`T.accumulate` around it averages losses over microbatches, by position.)
 
     This is the mechanism of DP-SGD. How much privacy it spends is for an accountant to say; that takes batches drawn at
     random, and a secret `seed`.

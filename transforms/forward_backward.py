@@ -38,8 +38,9 @@ def forward_backward(
         buffers: what is kept of buffers that the forward changes (BatchNorm statistics): "mean" over the data ranks,
             the "first" rank's, or "local", each rank's own (exports and checkpoints then have the first rank's).
         second_order: `loss_fn` may take gradients itself, with `torch.autograd.grad(..., create_graph=True)`, of inputs
-            or of `model.parameters()` (a gradient penalty). Then all units are gathered before the forward and stay
-            until the loss is differentiated: a rank holds the whole model, and its whole gradient for a moment.
+            or of `model.parameters()` (a gradient penalty). Then all units are gathered before the forward, which waits
+            for them, and stay until the loss is differentiated: a rank holds the whole model, and for a moment its
+            whole gradient.
 
     Returns:
         `f(state, *args, **kwargs) -> state, loss`, or `state, (loss, aux)`; loss and aux are this rank's and detached.
