@@ -269,6 +269,35 @@ def test_a_hessian_vector_product_unit_by_unit(preset: str, order: str) -> None:
             assert found["most"] == 2
 
 
+def with_frozen() -> tuple[Tree, Tree]:
+    """A first unit without anything that trains, one frozen leaf in the second, a pytree between stages."""
+    g = torch.Generator().manual_seed(0)
+    p = {name: torch.randn(4, 4, generator=g, dtype=torch.float64) for name in "abc"}
+    params = {
+        "a": {"w": torch.nn.Parameter(p["a"], requires_grad=False)},
+        "b": {"w": torch.nn.Parameter(p["b"]), "fixed": torch.nn.Parameter(p["c"], requires_grad=False)},
+    }
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    cut = {
+        "a": lambda w, h, x: {"h": x @ w["w"], "x": x},
+        "b": lambda w, h, x: torch.tanh(h["h"] @ w["w"] + h["x"] @ w["fixed"]).square().mean(),
+    }
+    _, (_, hv) = T.hvp(cut)(state, dict(state.main), x)
+
+    def loss(w: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ p["a"] @ w + x @ p["c"]).square().mean()
+
+    return full_grads(state.evolve(grads=hv)), {"b.w": torch.func.jvp(torch.func.grad(loss), (p["b"],), (p["b"],))[1]}
+
+
+def test_hvp_with_frozen_units_and_leaves() -> None:
+    (got, a), (again, b) = launch(with_frozen, 2)
+    assert got.keys() == again.keys() == {"b.w"}
+    assert largest(got, {"b.w": (a["b.w"] + b["b.w"]) / 2}) < 1e-12
+    assert a["b.w"].abs().max() > 1e-3
+
+
 def refused() -> list[str]:
     state, model = start("zero3")
     v, data, cut = vector(state, direction()), batch(0, dist.get_rank()), stages(model)

@@ -60,7 +60,7 @@ class Stage:
 class Stages:
     """All of them, in order of use. `verb` is whose they are, for errors."""
 
-    def __init__(self, verb: str, stages: Mapping[Key, Callable[..., Any]]) -> None:
+    def __init__(self, verb: str, stages: Mapping[Any, Callable[..., Any]]) -> None:
         if not isinstance(stages, Mapping) or not stages or not all(map(callable, stages.values())):
             raise TreeError(
                 f"{verb}: stages is {stages!r}; expected {{unit: function of (weights, h, batch)}}, at least 1, in "

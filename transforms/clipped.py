@@ -19,7 +19,7 @@ from functional_fsdp import SpecError, State, finish, reduce
 from functional_fsdp._verbs import then
 
 from ._noise import add_noise
-from ._stages import Key, Stages, Weights
+from ._stages import Stages, Weights
 from .per_sample import batched, norms_of
 from .vjp import vjp
 
@@ -27,7 +27,7 @@ __all__ = ["clipped_gradients"]
 
 
 def clipped_gradients(
-    stages: Mapping[Key, Callable[..., Any]], max_norm: float, noise: float = 0.0, *, chunk: int | None = None
+    stages: Mapping[Any, Callable[..., Any]], max_norm: float, noise: float = 0.0, *, chunk: int | None = None
 ) -> Callable[..., tuple[State, torch.Tensor]]:
     """A function that adds the mean of the samples' clipped gradients to the state, unit by unit, and noise if asked.
 

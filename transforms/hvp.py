@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from functional_fsdp import FlatBuffer, State, TreeError, finish, reduce
 from functional_fsdp._flat import leaves_of
 
-from ._stages import Key, Stage, Stages, Weights
+from ._stages import Stage, Stages, Weights
 
 __all__ = ["Vector", "hvp"]
 
@@ -26,14 +27,14 @@ jvp_of: Any = torch.func.jvp
 
 
 def hvp(
-    stages: Mapping[Key, Callable[..., Any]],
+    stages: Mapping[Any, Callable[..., Any]],
 ) -> Callable[[State, Vector, Any], tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]]:
     """A function that multiplies the Hessian of the loss, averaged over the data ranks, with a vector.
 
     Args:
-        stages: `{unit: fn(weights, h, batch)}` in order of use, pure. The first gets None for `h`, the last returns the
-            loss, a tensor []. A key that is a tuple of units is a stage that uses them at once: its weights are
-            `{unit: weights}`. Every unit that trains has a stage; a tied one has several.
+        stages: `{unit: fn(weights, h, batch)}` in order of use, pure. The first gets None for `h`, the others what the
+            one before returned, floating tensors; the last returns the loss, a tensor []. A key that is a tuple of
+            units is a stage that uses them at once: its weights are `{unit: weights}`. Every unit that trains has a stage; a tied one has several.
 
     Returns:
         `f(state, v, batch) -> state, (loss, Hv)`. `v` and `Hv` are `{bucket: FlatBuffer}`, sharded as main weights: as
@@ -84,8 +85,13 @@ def _products(walk: Stages, state: State, v: Vector, batch: Any) -> tuple[State,
     for stage in walk.forward:
         state, w = stage.gather(state)
         inputs.append((h, dot))
-        out, dot = jvp_of(_of(stage, w, batch), (walk.trained(state, w), *h), (_tangents(state, v, stage), *dot))
-        h, dot = (out,), (dot,)
+        trained = walk.trained(state, w)
+        if h or any(trained.values()):
+            out, along = jvp_of(_of(stage, w, batch), (trained, *h), (_tangents(state, v, stage), *dot))
+        else:  # frozen, as all before it: nothing moves
+            out = stage.run(w, trained, None, batch)
+            along = pytree.tree_map(torch.zeros_like, out)
+        h, dot = (out,), (along,)
         state = stage.release(state)
     loss = h[0]
     if not isinstance(loss, torch.Tensor) or loss.dim():
@@ -94,15 +100,19 @@ def _products(walk: Stages, state: State, v: Vector, batch: Any) -> tuple[State,
             f"hvp: the last stage, {walk.forward[-1].key!r}, returned {got}; expected the loss, a tensor []."
         )
 
-    c, dot_c = torch.ones_like(loss), torch.zeros_like(loss)
+    c: Any = torch.ones_like(loss)
+    dot_c: Any = torch.zeros_like(loss)
+    product: Weights
     tied: Weights = {}
     for stage in walk.backward:
         state, w = stage.gather(state)
         h, dot = inputs.pop()
-        at, along = (c, walk.trained(state, w), *h), (dot_c, _tangents(state, v, stage), *dot)
-        (_, *back), (product, *dot_back) = jvp_of(_pullback(_of(stage, w, batch)), at, along)
-        if back:
-            (c,), (dot_c,) = back, dot_back
+        trained, product = walk.trained(state, w), {}
+        if h or any(trained.values()):
+            at, along = (c, trained, *h), (dot_c, _tangents(state, v, stage), *dot)
+            (_, *back), (product, *dot_back) = jvp_of(_pullback(_of(stage, w, batch)), at, along)
+            if back:
+                (c,), (dot_c,) = back, dot_back
         for unit, some in product.items():
             before = tied.pop(unit, {})
             total = {key: before[key] + t if key in before else t for key, t in some.items()}

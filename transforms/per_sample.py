@@ -18,7 +18,7 @@ import torch.utils._pytree as pytree
 
 from functional_fsdp import SpecError, State, TreeError
 
-from ._stages import Key, Stage, Stages, Weights, dims, rows
+from ._stages import Stage, Stages, Weights, dims, rows
 from .vjp import Pullback, functional_vjp, lent
 
 __all__ = ["batched", "norms_of", "per_sample_norms", "per_sample_vjp"]
@@ -73,13 +73,14 @@ def per_sample_vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple
 
 
 def per_sample_norms(
-    stages: Mapping[Key, Callable[..., Any]], *, chunk: int | None = None
+    stages: Mapping[Any, Callable[..., Any]], *, chunk: int | None = None
 ) -> Callable[[State, Any], tuple[State, tuple[torch.Tensor, torch.Tensor]]]:
     """A function that gives the norm of each sample's gradient over all units, gathered and released one at a time.
 
     Args:
         stages: `{unit: fn(weights, h, sample)}` in order of use, each pure and for one sample. The first gets None for
-            `h`, the last returns the sample's loss, a tensor []. A key that is a tuple of units is a stage that uses
+            `h`, the others what the one before returned, floating tensors; the last returns the sample's loss, a tensor
+            []. A key that is a tuple of units is a stage that uses
             them at once: its weights are `{unit: weights}`. Every unit that trains has a stage; a tied one has several.
         chunk: how many samples' gradients there are at once (None: B). A rank holds `chunk` × the elements of a unit.
 
