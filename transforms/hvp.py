@@ -34,7 +34,8 @@ def hvp(
     Args:
         stages: `{unit: fn(weights, h, batch)}` in order of use, pure. The first gets None for `h`, the others what the
             one before returned, floating tensors; the last returns the loss, a tensor []. A key that is a tuple of
-            units is a stage that uses them at once: its weights are `{unit: weights}`. Every unit that trains has a stage; a tied one has several.
+            units is a stage that uses them at once: its weights are `{unit: weights}`. Every unit that trains has a
+            stage; a tied one has several.
 
     Returns:
         `f(state, v, batch) -> state, (loss, Hv)`. `v` and `Hv` are `{bucket: FlatBuffer}`, sharded as main weights: as

@@ -80,8 +80,8 @@ def per_sample_norms(
     Args:
         stages: `{unit: fn(weights, h, sample)}` in order of use, each pure and for one sample. The first gets None for
             `h`, the others what the one before returned, floating tensors; the last returns the sample's loss, a tensor
-            []. A key that is a tuple of units is a stage that uses
-            them at once: its weights are `{unit: weights}`. Every unit that trains has a stage; a tied one has several.
+            []. A key that is a tuple of units is a stage that uses them at once: its weights are `{unit: weights}`.
+            Every unit that trains has a stage; a tied one has several.
         chunk: how many samples' gradients there are at once (None: B). A rank holds `chunk` × the elements of a unit.
 
     Returns:
