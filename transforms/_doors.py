@@ -161,8 +161,8 @@ class Call:
         driver, door = self.driver, self.door
         if not driver.backward:
             raise ScheduleError(
-                "a backward was run inside the loss function, through a sharded model. Gather the whole tree for that: "
-                "state, params = unshard(state)."
+                "a backward was run inside the loss function, through a sharded model. Keep all of it gathered for "
+                "that: T.forward_backward(model, loss_fn, second_order=True)."
             )
         assert door is not None
         if any(t._version != version for t, version in self.shared):
@@ -215,7 +215,7 @@ def _first_order() -> None:
     if torch.is_grad_enabled():
         raise ScheduleError(
             "a gradient of a gradient was asked for (create_graph=True), through units that are gathered one at a "
-            "time. Gather the whole tree for that: state, params = unshard(state)."
+            "time. Keep all of them gathered for that: T.forward_backward(model, loss_fn, second_order=True)."
         )
 
 

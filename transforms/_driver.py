@@ -27,7 +27,17 @@ from ._entries import Leaf, find_entries, leaves_of, order_of, slots_of
 from ._guests import Guest
 from .compile_units import Compiler, Options, refuse_around
 
-__all__ = ["Driver"]
+__all__ = ["Driver", "refuse_tracing"]
+
+
+def refuse_tracing(verb: str) -> None:
+    """It follows the model as it runs, which a graph of the whole step cannot do."""
+    if tracing():
+        raise ScheduleError(
+            f"{verb} drives the schedule while the model runs, and cannot be traced. Inside torch.compile write "
+            "the step in the first or second way (unshard, T.vjp, reduce); or compile units: "
+            "T.forward_backward(..., compile=True)."
+        )
 
 
 class Driver:
@@ -90,15 +100,6 @@ class Driver:
         self.order = order_of(entries, state.layout)
         self.keys = {unit.name: unit.keys for unit in state.layout.units}
         self.layout = state.layout
-
-    def refuse_tracing(self, verb: str) -> None:
-        """It follows the model as it runs, which a graph of the whole step cannot do."""
-        if tracing():
-            raise ScheduleError(
-                f"{verb} drives the schedule while the model runs, and cannot be traced. Inside torch.compile write "
-                "the step in the first or second way (unshard, T.vjp, reduce); or compile units: "
-                "T.forward_backward(..., compile=True)."
-            )
 
     @contextmanager
     def running(self, state: State, verb: str, trains: bool = False) -> Iterator[int]:

@@ -11,7 +11,7 @@ import torch.nn as nn
 from functional_fsdp import State
 
 from ._buffers import Buffers
-from ._driver import Driver
+from ._driver import Driver, refuse_tracing
 from ._seed import seeded
 from .compile_units import Options
 
@@ -48,7 +48,7 @@ def apply(
     buffers = Buffers(driver.model, "local")
 
     def applied(state: State, *args: Any, **kwargs: Any) -> tuple[State, Any]:
-        driver.refuse_tracing("apply")
+        refuse_tracing("apply")
         resting = state.between_steps
         with driver.running(state, "apply") as number, seeded(state, number), torch.no_grad():
             buffers.lend(state, driver.device)

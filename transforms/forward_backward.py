@@ -8,11 +8,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from functional_fsdp import ScheduleError, State, TreeError
+from functional_fsdp import ScheduleError, SpecError, State, TreeError
 
 from ._buffers import Buffers, Rule
-from ._driver import Driver
+from ._driver import Driver, refuse_tracing
 from ._outputs import map_tensors
+from ._second_order import Whole
 from ._seed import seeded
 from .compile_units import Options
 
@@ -26,6 +27,7 @@ def forward_backward(
     *,
     buffers: Rule = "mean",
     compile: bool | Options = False,
+    second_order: bool = False,
 ) -> ForwardBackward:
     """A function that computes the loss and adds the averaged gradients to the state, unit by unit.
 
@@ -39,6 +41,10 @@ def forward_backward(
             the "first" rank's, or "local", each rank's own (exports and checkpoints then have the first rank's).
         compile: True, or options of torch.compile: what each unit computes is compiled, once for all units that are
             alike; see `T.compile_units`, which chooses modules.
+        second_order: `loss_fn` may take gradients itself, with `torch.autograd.grad(..., create_graph=True)`, of inputs
+            or of `model.parameters()` (a gradient penalty). Then all units are gathered before the forward, which waits
+            for them, and stay until the loss is differentiated: a rank holds the whole model, and for a moment its
+            whole gradient.
 
     Returns:
         `f(state, *args, **kwargs) -> state, loss`, or `state, (loss, aux)`; loss and aux are this rank's and detached.
@@ -53,7 +59,7 @@ def forward_backward(
 
     Raises (from f):
         TreeError: the state is of another model, or the loss is no scalar.
-        ScheduleError: nothing to differentiate; gradients of gradients; a backward inside `loss_fn`; reentrant
+        ScheduleError: nothing to differentiate; a gradient inside `loss_fn` without `second_order`; reentrant
             checkpointing; a loss that hangs on a unit other than by what its module returns; outputs of a unit that
             share memory and of which one is changed in place.
         SpecError: a buffer that changes, or comes, in the forward and is not in the state; units that do not compile.
@@ -64,16 +70,22 @@ def forward_backward(
         >>> forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())  # doctest: +SKIP
         >>> state, loss = forward_backward(state, x)  # doctest: +SKIP
     """
-    return ForwardBackward(model, loss_fn, has_aux, buffers, compile)
+    return ForwardBackward(model, loss_fn, has_aux, buffers, compile, second_order)
 
 
 class ForwardBackward:
     """What `forward_backward` returns."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool, buffers: Rule, compile: bool | Options
-    ) -> None:
-        self.driver = Driver(model, compile)
+        self, model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool, buffers: Rule,
+        compile: bool | Options = False, second_order: bool = False,
+    ) -> None:  # fmt: skip
+        if second_order and compile is not False:
+            raise SpecError(
+                "forward_backward(compile=..., second_order=True): torch does not differentiate compiled code twice. "
+                "Leave one of them out."
+            )
+        self.driver: Driver | Whole = Whole(model) if second_order else Driver(model, compile)
         self.buffers = Buffers(self.driver.model, buffers)
         self.loss_fn = loss_fn
         self.has_aux = has_aux
@@ -82,7 +94,7 @@ class ForwardBackward:
         self, state: State, *args: Any, last: bool = True, scale: float | torch.Tensor = 1.0, **kwargs: Any
     ) -> tuple[State, Any]:
         driver = self.driver
-        driver.refuse_tracing("forward_backward")
+        refuse_tracing("forward_backward")
         with driver.running(state, "forward_backward", trains=True) as number, seeded(state, number):
             driver.token = torch.zeros((), device=driver.device, requires_grad=True)
             self.buffers.lend(state, driver.device)

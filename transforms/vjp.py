@@ -27,7 +27,7 @@ from functional_fsdp import ScheduleError, TreeError
 from functional_fsdp._tracing import KEEPING, tracing
 from functional_fsdp._weights import Lease, lease_of
 
-__all__ = ["vjp"]
+__all__ = ["Pullback", "functional_vjp", "lent", "vjp"]
 
 Pullback = Callable[..., Any]
 
@@ -251,9 +251,9 @@ def _refuse(verb: str, lease: Lease) -> None:
 
 
 def _under_transforms(fn: Callable[..., Any], weights: Any, primals: tuple[Any, ...]) -> tuple[Any, Pullback]:
-    _lent("vjp", weights, primals)
+    lent("vjp", weights, primals)
     if tracing() and KEEPING:
-        out, pull = _functional(fn, (weights, *primals))
+        out, pull = functional_vjp(fn, (weights, *primals))
 
         def residual(w: Any, dout: Any) -> Any:
             return pull(_marked(dout, weights, w))
@@ -261,8 +261,8 @@ def _under_transforms(fn: Callable[..., Any], weights: Any, primals: tuple[Any, 
         return out, residual
 
     def pullback(w: Any, dout: Any) -> Any:
-        _lent("pullback", w, primals)
-        return _functional(fn, (w, *primals))[1](dout)
+        lent("pullback", w, primals)
+        return functional_vjp(fn, (w, *primals))[1](dout)
 
     return fn(weights, *primals), pullback
 
@@ -278,12 +278,14 @@ def _marked(dout: Any, first: Any, second: Any) -> Any:
     return pytree.tree_unflatten(leaves, treedef)
 
 
-def _lent(verb: str, *trees: Any) -> None:
+def lent(verb: str, *trees: Any) -> None:
+    """Refuse borrowed weights that were released."""
     if not tracing():
         _check(verb, [lease for lease in map(lease_of, pytree.tree_leaves(trees)) if lease is not None], [])
 
 
-def _functional(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Pullback]:
+def functional_vjp(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Pullback]:
+    """`fn(*args)`, and torch.func's pullback `dout -> dargs`, with None for leaves that have no gradient."""
     leaves, treedef = pytree.tree_flatten(args)
     which = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
 

@@ -1,0 +1,96 @@
+"""Whole: a private copy of a module that has all of its weights at once, so that gradients of gradients are right.
+
+    Driver    one unit at a time   its doors gather again in a backward, once: a backward of that backward would find
+                                   other units' bytes
+    Whole     every unit           gathered before the forward, plain leaves of autograd's graph, until the outer
+                                   gradient is there
+
+For `forward_backward` it is what a `Driver` is: the same names, the same transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.utils._pytree as pytree
+
+from functional_fsdp import Layout, ScheduleError, State, reduce, unshard
+from functional_fsdp._module import skeleton_of
+from functional_fsdp._runtime import runtime_of
+
+from ._entries import find_entries, slots_of
+
+__all__ = ["Whole"]
+
+
+class Whole:
+    """A module's copy, and what it is doing: one forward and its gradient at a time.
+
+    Attributes:
+        model: the copy, of the user's own class; weights are in it only while something runs.
+        state: the state as it is now; None when nothing runs.
+        leaves: {path that holds the leaf: weight}, while something runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = skeleton_of(model)
+        self.slots = [(path, held, name, held[name]) for path, held, name in slots_of(self.model)]
+        self.layout: Layout | None = None
+        self.state: Any = None
+        self.token: torch.Tensor | None = None  # a driver's; nothing hangs on it here
+        self.leaves: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def running(self, state: State, verb: str, trains: bool = True) -> Iterator[int]:
+        """Within, the model has this state's weights, all of them; `self.state` goes on from it.
+
+        Gives the number of this forward in its step.
+        """
+        if self.state is not None:
+            raise ScheduleError(
+                "this transformed model is running: it was called again from within its own loss function. "
+                "Call the model that the loss function is given."
+            )
+        if state.layout is not self.layout:
+            find_entries(self.model, state.layout)  # raises if the state is of another model
+            self.device = runtime_of(state.spec.mesh).device
+            self.trained = {
+                path for unit in state.layout.units
+                for path, shape in zip(unit.paths, unit.trains, strict=True) if shape is not None
+            }  # fmt: skip
+            self.layout = state.layout
+        state.token.ledger.enter(state.token.serial, verb)
+        state, params = unshard(state)
+        executor = state.executor
+        number = executor.begins
+        executor.begins += trains
+        weights = dict(zip(state.layout.source, pytree.tree_leaves(params), strict=True))
+        del params
+        try:
+            self.state = state
+            self.leaves = {path: t.detach().requires_grad_(path in self.trained) for path, t in weights.items()}
+            home = dict(zip(state.layout.paths, state.layout.source, strict=True))
+            for path, held, name, _ in self.slots:
+                held[name] = self.leaves[home[path]]
+            yield number
+        finally:
+            for _, held, name, placeholder in self.slots:
+                held[name] = placeholder
+            self.state, self.leaves = None, {}
+
+    def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool) -> None:
+        """The gradient of the loss, with respect to every weight at once; reduced unit by unit."""
+        state: State = self.state
+        wanted = {path: leaf for path, leaf in self.leaves.items() if path in self.trained}
+        with torch.autograd.set_multithreading_enabled(False):  # on this thread, as a driver
+            found = torch.autograd.grad(loss, [*wanted.values()], scale, allow_unused=True)
+        grads = dict(zip(wanted, found, strict=True))
+        tree = state.treedef.unflatten([grads.pop(path, None) for path in state.layout.source])  # tied ones once
+        self.state = reduce(state, tree, last=last)
+
+    def release(self) -> None:
+        """Nothing is borrowed: the weights go when the last of them is let go."""

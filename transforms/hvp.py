@@ -1,0 +1,161 @@
+"""hvp: the Hessian of the loss times a vector, one unit at a time, forward over reverse.
+
+    forward     h, ḣ    through each unit, by jvp                      its input and that input's tangent are kept
+    backward    c, ċ    through each unit, by jvp of its vjp           a unit gives dw, and its tangent: H·v
+
+A vector is what gradients are: `{bucket: FlatBuffer}`, flat shards, of which a unit's are gathered beside its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from functional_fsdp import FlatBuffer, State, TreeError, finish, reduce
+from functional_fsdp._flat import leaves_of
+
+from ._stages import Stage, Stages, Weights
+
+__all__ = ["Vector", "hvp"]
+
+Vector = Mapping[str, FlatBuffer]
+vjp_of: Any = torch.func.vjp
+jvp_of: Any = torch.func.jvp
+
+
+def hvp(
+    stages: Mapping[Any, Callable[..., Any]],
+) -> Callable[[State, Vector, Any], tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]]:
+    """A function that multiplies the Hessian of the loss, averaged over the data ranks, with a vector.
+
+    Args:
+        stages: `{unit: fn(weights, h, batch)}` in order of use, pure. The first gets None for `h`, the others what the
+            one before returned, floating tensors; the last returns the loss, a tensor []. A key that is a tuple of
+            units is a stage that uses them at once: its weights are `{unit: weights}`. Every unit that trains has a
+            stage; a tied one has several.
+
+    Returns:
+        `f(state, v, batch) -> state, (loss, Hv)`. `v` and `Hv` are `{bucket: FlatBuffer}`, sharded as main weights: as
+        `state.grads` are when they are whole, or the `main` of a state of the same layout; what is frozen is left out.
+        The state is as good afterwards as before, with the gradients that it had.
+
+    Residual-free: what is kept between forward and backward is the input of each unit, and its tangent; functions run
+    three times. Every operation needs a forward-mode derivative (for attention: the math backend).
+
+    Raises:
+        TreeError: stages of the wrong kind; a vector that lacks a bucket, or is sharded otherwise; a loss that is no
+            scalar. ScheduleError: a unit without a stage, or the other way round.
+
+    Collective: as `unshard` for each stage, forward and backward, and an all-gather for each bucket of `v`, which
+    compute waits for; as `reduce` for each unit.
+
+    Source: Pearlmutter 1994; per unit, jvp of the pullback.
+
+    Example:
+        >>> product = T.hvp(stages)  # doctest: +SKIP
+        >>> state, (loss, hv) = product(state, v, batch)  # doctest: +SKIP
+    """
+    walk = Stages("hvp", stages)
+
+    @torch.no_grad()
+    def f(state: State, v: Vector, batch: Any) -> tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]:
+        _check(state, v)
+        before = state
+        if state.grads:
+            state = finish(state)
+        grads = state.grads
+        walk.enter(state)
+        state.executor.adopt({})  # products are reduced in the place of gradients
+        state, loss = _products(walk, state.evolve(grads=()), v, batch)
+        state = finish(state)
+        found = dict(state.grads)
+        state.executor.adopt(grads)
+        return walk.rest(before, state.evolve(grads=grads)), (loss, found)
+
+    return f
+
+
+def _products(walk: Stages, state: State, v: Vector, batch: Any) -> tuple[State, torch.Tensor]:
+    """The walk, forward and backward. The products are the new state's gradients."""
+    h: Any = ()  # a tuple of what a stage is given: nothing in the first
+    dot: Any = ()
+    inputs: list[tuple[Any, Any]] = []
+    for stage in walk.forward:
+        state, w = stage.gather(state)
+        inputs.append((h, dot))
+        trained = walk.trained(state, w)
+        if h or any(trained.values()):
+            out, along = jvp_of(_of(stage, w, batch), (trained, *h), (_tangents(state, v, stage), *dot))
+        else:  # frozen, as all before it: nothing moves
+            out = stage.run(w, trained, None, batch)
+            along = pytree.tree_map(torch.zeros_like, out)
+        h, dot = (out,), (along,)
+        state = stage.release(state)
+    loss = h[0]
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TreeError(
+            f"hvp: the last stage, {walk.forward[-1].key!r}, returned {got}; expected the loss, a tensor []."
+        )
+
+    c: Any = torch.ones_like(loss)
+    dot_c: Any = torch.zeros_like(loss)
+    product: Weights
+    tied: Weights = {}
+    for stage in walk.backward:
+        state, w = stage.gather(state)
+        h, dot = inputs.pop()
+        trained, product = walk.trained(state, w), {}
+        if h or any(trained.values()):
+            at, along = (c, trained, *h), (dot_c, _tangents(state, v, stage), *dot)
+            (_, *back), (product, *dot_back) = jvp_of(_pullback(_of(stage, w, batch)), at, along)
+            if back:
+                (c,), (dot_c,) = back, dot_back
+        for unit, some in product.items():
+            before = tied.pop(unit, {})
+            total = {key: before[key] + t if key in before else t for key, t in some.items()}
+            if unit not in stage.opens:
+                tied[unit] = total
+            elif total:
+                state = reduce(state, {key: total.get(key) for key in w[unit]}, unit)
+        state = stage.release(state)
+    return state, loss
+
+
+def _of(stage: Stage, w: Weights, batch: Any) -> Callable[..., Any]:
+    """A stage as a function of what trains and of its input."""
+    return lambda trained, h=None: stage.run(w, trained, h, batch)
+
+
+def _pullback(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """As a function of everything: the cotangent, and where it is taken."""
+    return lambda c, *at: vjp_of(fn, *at)[1](c)
+
+
+def _tangents(state: State, v: Vector, stage: Stage) -> Weights:
+    """The vector's part for the weights of a stage that train, gathered."""
+    found: Weights = {}
+    for name in stage.units:
+        unit = state.layout.by_name[name]
+        views: dict[str, torch.Tensor] = {}
+        for bucket in unit.buckets:
+            if bucket.trainable:
+                whole = v[bucket.name].local.new_empty(bucket.numel, dtype=bucket.compute)
+                views |= leaves_of(bucket, v[bucket.name].gather(whole))
+        found[name] = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True) if path in views}
+    return found
+
+
+def _check(state: State, v: Vector) -> None:
+    for name in state.layout.trainable:
+        want, got = state.main[name], v.get(name) if isinstance(v, Mapping) else None
+        if not isinstance(got, FlatBuffer) or got.local.shape != want.local.shape or got.states != want.states:
+            text = f"{tuple(got.local.shape)} elements, {got.states}" if isinstance(got, FlatBuffer) else f"{got!r}"
+            raise TreeError(
+                f"hvp: the vector has {text} for the bucket {name!r}; expected {tuple(want.local.shape)} elements, "
+                f"{want.states}. Give whole gradients, fsdp.finish(state).grads, or the `main` of a state of the same "
+                "layout."
+            )
