@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ._copies import Copies, Pull
 from ._flat import leaves_of
 from ._lanes import Issued, Mark, Steps, together
 from ._layout import Bucket, Unit
@@ -30,12 +31,16 @@ __all__ = ["Arena", "Place"]
 
 
 class Part(NamedTuple):
-    """A bucket's place: where this rank's slice goes, and the gathers that complete the whole."""
+    """A bucket's place: where this rank's slice goes, and the gathers that complete the whole.
+
+    pull: how it is copied from the other ranks instead, where that is what the transport does.
+    """
 
     bucket: Bucket
     whole: torch.Tensor
     own: torch.Tensor
     hops: tuple[tuple[Issued, torch.Tensor], ...]  # and where each one lands
+    pull: Pull | None = None
 
 
 class Place:
@@ -55,6 +60,7 @@ class Place:
         self.issued = tuple(hop for part in parts for hop, _ in part.hops)
         self.key = lease.unit.encode()  # for the digest that ranks compare
         self.single = all(len(part.hops) <= 1 for part in parts)
+        self.pulls = any(part.pull for part in parts)
         self.gathered: Mark = None  # the end of its last gather
         self.released: Mark = None  # the point on compute where it was last given back
 
@@ -62,10 +68,27 @@ class Place:
         for part in self.parts:
             poison(part.whole)
 
-    def fill(self, run: Runtime, state: State) -> Steps:
-        """The job: cast the shards into this rank's slices, gather in place. Parts travel together."""
+    def fill(self, run: Runtime, state: State) -> tuple[tuple[Issued, ...], Steps, bool]:
+        """The job: cast the shards into this rank's slices, gather in place. Parts travel together.
+
+        Returns the collectives it will issue, the job, and whether these all start at once.
+        """
+        if self.pulls:
+            return self._pull(run, state)
         jobs = [self._fill(run, part, read(state, part.bucket).local) for part in self.parts]
-        return jobs[0] if len(jobs) == 1 else together(jobs)
+        return self.issued, jobs[0] if len(jobs) == 1 else together(jobs), self.single
+
+    def _pull(self, run: Runtime, state: State) -> tuple[tuple[Issued, ...], Steps, bool]:
+        issued: list[Issued] = []
+        jobs: list[Steps] = []
+        single = True
+        for part in self.parts:
+            source = read(state, part.bucket).local
+            hops, job = part.pull.job(source) if part.pull else (tuple(h for h, _ in part.hops), None)
+            issued += hops
+            single = single and len(hops) <= 1
+            jobs.append(self._fill(run, part, source) if job is None else job)
+        return tuple(issued), jobs[0] if len(jobs) == 1 else together(jobs), single
 
     def _fill(self, run: Runtime, part: Part, source: torch.Tensor) -> Steps:
         given = part.own
@@ -83,9 +106,10 @@ class Place:
 class Arena:
     """The bytes, and a `Place` for each unit, made when it is first used."""
 
-    def __init__(self, run: Runtime, plan: Plan) -> None:
+    def __init__(self, run: Runtime, plan: Plan, copies: Copies | None = None) -> None:
         self.run = run
         self.plan = plan
+        self.copies = copies
         self.places: dict[str, Place] = {}
         sides = all(unit.address in (0, plan.arena - unit.nbytes) for unit in plan.units if unit.nbytes)
         #: where each unit lies: (which allocation, the address in it)
@@ -156,4 +180,5 @@ class Arena:
             for _, axis, at, size in way.hops
             if self.run.sizes[axis] > 1
         ]
-        return Part(bucket, whole, whole[start:stop], tuple(hops))
+        pull = Pull(self.copies, bucket, whole) if self.copies and bucket.name in self.copies.places else None
+        return Part(bucket, whole, whole[start:stop], () if pull else tuple(hops), pull)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "reduce_scatter"]
 
 Works = Iterator[list[Any] | str]
 OPS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -68,6 +68,11 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, sliced: 
     slices = tensor.chunk(group.size()) if tensor.numel() else ()
     yield _reduces(slices, op, group)
     yield [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
+
+
+def barrier(group: dist.ProcessGroup) -> Works:
+    """All ranks are here. On GPUs `Runtime.signals` has one that the host does not take part in."""
+    yield [dist.all_reduce(torch.zeros(1), group=group, async_op=True)]
 
 
 def _reduces(slices: tuple[torch.Tensor, ...], op: str, group: dist.ProcessGroup) -> list[Any]:

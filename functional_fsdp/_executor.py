@@ -19,6 +19,7 @@ import torch
 
 from ._arena import Arena, Place
 from ._comm import Comm
+from ._copies import Copies
 from ._flat import FlatBuffer, write_leaves
 from ._lanes import Job, Mark
 from ._layout import Layout, Unit
@@ -47,6 +48,7 @@ class Executor:
         self.spec = spec
         self.recording: list[tuple[str, ...]] | None = None
         self.loose = Loose(run, layout)
+        self.copies = Copies(run, layout) if spec.schedule.transport == "copy_engine" and run.size > 1 else None
         self.grads: dict[str, FlatBuffer] = {}
         self.early: dict[int, Values] = {}  # gradients whose turn has not come
         self.last = True  # as the newest gradient came with: zeros in a unit's stead follow it
@@ -68,8 +70,8 @@ class Executor:
     def _install(self, program: Plan, turn: int | None = None) -> None:
         self.plan = program
         self.comm = Comm(program, turn)
-        self.arena = Arena(self.run, program)
-        self.staging = Staging(self.run, program, self.spec.average)
+        self.arena = Arena(self.run, program, self.copies)
+        self.staging = Staging(self.run, program, self.layout, self.spec.average, self.copies)
         self.fence = True  # the next gather waits for all that compute has done
         self.newest: Mark = None  # the end of the newest gather
         self.flying: dict[str, Place] = {}  # gathers that compute has not waited for
@@ -197,9 +199,8 @@ class Executor:
         if fresh or self.fence:  # waits for all that compute has done: the bytes or the weights may be new
             self.fence = False
             after = self.run.mark()
-        place.gathered = self.newest = self.run.submit(
-            "gather", place.issued, place.fill(self.run, state), after, place.single, mark=place.gathered
-        )
+        issued, job, single = place.fill(self.run, state)
+        place.gathered = self.newest = self.run.submit("gather", issued, job, after, single, mark=place.gathered)
         self.flying[unit] = place
 
     def _free(self, unit: str) -> Mark:
@@ -335,6 +336,12 @@ class Executor:
         """Of the collectives issued in this step, lane by lane."""
         return zlib.crc32(repr(self.digests).encode())
 
+    def abandon(self) -> None:
+        """Back to the state between steps: the one before this step."""
+        self.reset()
+        if self.copies:
+            self.copies.forget()
+
     def reset(self) -> None:
         """Back to the state between steps, whether the step was taken or abandoned."""
         self.settle()
@@ -366,6 +373,8 @@ class Executor:
         """The step was taken: install the order that it recorded."""
         order, observed, turn = tuple(self.recording or ()), self.observed, self.recorded_turn
         self.reset()
+        if self.copies:
+            self.copies.commits += 1
         for place in self.arena.places.values():
             # The next step gathers other numbers: autograd shall refuse residuals that are kept until then.
             torch.autograd.graph.increment_version(place.aliases)

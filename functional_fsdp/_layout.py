@@ -301,7 +301,7 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
             leaf = leaves[i]
             kind = (
                 spec.placement_of(leaf.path, *leaf.aliases),
-                spec.precision_of(leaf.path, *leaf.aliases).resolve(leaf.dtype),
+                spec.precision_of(leaf.path, *leaf.aliases).resolve(leaf.dtype, spec.schedule.transport),
                 _trains(leaf, spec),
             )
             kinds.setdefault(kind, []).append((leaf, key))

@@ -122,7 +122,7 @@ def _scratch(run: Runtime, chain: list[Issued]) -> Steps:
     for hop in chain:
         device = torch.device("cpu") if hop.lane == "control" else run.device
         whole = torch.zeros(hop.numel, dtype=hop.dtype, device=device)
-        if hop.kind == "all_reduce":
+        if hop.kind in ("all_reduce", "barrier"):
             part = whole
         else:
             part = whole.new_zeros(hop.numel // (1 if hop.kind == "all_to_all" else run.sizes[hop.axis]))

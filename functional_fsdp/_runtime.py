@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from ._collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from ._errors import CommError, RestartError, ScheduleError, SpecError
 from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
 from ._restart import QUEUES, restart
@@ -71,6 +71,7 @@ class Runtime:
         self.lineages = 0
         self.ledgers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+        self.signals: dict[str, Any] = {}  # by axis: a slab, whose symmetric memory has barriers on GPUs
         self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
         self.rank = 0  # which of them this one is
         if self.size == 1:
@@ -110,6 +111,8 @@ class Runtime:
                 out.copy_(given)
             return iter(())
         group = self.control if hop.lane == "control" else self.groups[hop.lane, hop.axis]
+        if hop.kind == "barrier":
+            return barrier(group) if not self.cuda else self._signal(hop)
         if hop.kind == "all_gather":
             return all_gather(out, given, group)
         if hop.kind == "reduce_scatter":
@@ -117,6 +120,11 @@ class Runtime:
         if hop.kind == "all_to_all":
             return all_to_all(out, given, group)
         return all_reduce(out, hop.op, group, sliced=hop.lane != "control" and bool(hop.what))
+
+    def _signal(self, hop: Issued) -> Steps:
+        """A barrier on the current stream, with signals of the lane's own."""
+        self.signals[hop.axis].handle.barrier(channel=LANES.index(hop.lane))
+        return iter(())
 
     def submit(
         self,

@@ -11,7 +11,7 @@ from ._tree import bytes_text, match
 
 __all__ = ["Order", "Schedule", "means"]
 
-TRANSPORTS = ("collective", "traced")
+TRANSPORTS = ("collective", "copy_engine", "traced")
 Order = tuple[str | tuple[str, ...], ...]  # units in order of use; a tuple of them is used at once
 
 
@@ -31,6 +31,8 @@ class Schedule:
         debug: released bytes are filled with NaN, so that a weight used past its release shows.
         transport: what carries gathers and reductions. "collective": NCCL or gloo, on lanes beside compute. "traced":
             functional collectives, for train steps inside `torch.compile(fullgraph=True)`, and only there.
+            "copy_engine": ranks read each other's memory, on one host or in one NVLink domain along each axis that
+            shards; sums are in float32 in the order of ranks, unless the precision says `sum="native"`.
 
     Raises:
         SpecError: a value of the wrong kind, a negative depth or budget, an empty order or group, a group that
@@ -46,7 +48,7 @@ class Schedule:
     prefetch: int | tuple[tuple[str, int], ...]
     keep: Literal["all"] | int | tuple[str, ...] | None
     debug: bool
-    transport: Literal["collective", "traced"]
+    transport: Literal["collective", "copy_engine", "traced"]
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class Schedule:
         prefetch: int | Mapping[str, int] = 1,
         keep: Literal["all"] | int | Collection[str] | None = None,
         debug: bool = False,
-        transport: Literal["collective", "traced"] = "collective",
+        transport: Literal["collective", "copy_engine", "traced"] = "collective",
     ) -> None:
         depths = prefetch if isinstance(prefetch, Mapping) else {"*": prefetch}
         for name, depth in depths.items():

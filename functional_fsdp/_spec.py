@@ -175,7 +175,7 @@ class Precision:
         sum: where a reduction is added up. "native": by the backend, in the wire's dtype and its own order. "fp32":
             each rank gets the summands of its part (an all-to-all) and adds them up in float32 in the order of the
             ranks, ((r0 + r1) + r2) + ..., the same bits in every run; further axes carry float32. It doubles the
-            staging. "auto": what costs no memory, which is "native" on collectives.
+            staging. "auto": "fp32" on the `copy_engine` transport, which adds up itself, else "native".
 
     Integer and boolean leaves keep their dtype throughout.
 
@@ -208,7 +208,7 @@ class Precision:
         if self.sum == "fp32" and (self.wire or self.compute or self.main) is torch.float64:
             raise SpecError(_NO_SUM)
 
-    def resolve(self, leaf: torch.dtype) -> Dtypes:
+    def resolve(self, leaf: torch.dtype, transport: str = "collective") -> Dtypes:
         """The dtypes of a leaf whose own dtype is `leaf`; nothing is left to be decided."""
         if not leaf.is_floating_point:
             return Dtypes(leaf, leaf, leaf, leaf, "native")
@@ -217,13 +217,14 @@ class Precision:
         wire = self.wire or compute
         if self.sum == "fp32" and wire is torch.float64:
             raise SpecError(_NO_SUM)
-        return Dtypes(main, compute, self.grads or main, wire, "fp32" if self.sum == "fp32" else "native")
+        exact = self.sum == "fp32" or (self.sum == "auto" and transport == "copy_engine" and wire is not torch.float64)
+        return Dtypes(main, compute, self.grads or main, wire, "fp32" if exact else "native")
 
     def __str__(self) -> str:
         main = _name(self.main) if self.main else "float32 (float64 where leaves are)"
         compute = _name(self.compute) if self.compute else "as main" if self.main else "as the leaf"
         grads, wire = _name(self.grads) if self.grads else "as main", _name(self.wire) if self.wire else "as compute"
-        added = "native (auto)" if self.sum == "auto" else self.sum
+        added = "as the transport does" if self.sum == "auto" else self.sum
         return f"main {main}, compute {compute}, grads {grads}, wire {wire}, sum {added}"
 
 

@@ -21,12 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch._utils import _unflatten_dense_tensors
 
+from ._copies import Copies, exchange
 from ._flat import FlatBuffer, templates
 from ._lanes import Issued, Mark, Steps, together
-from ._layout import STAGED, Bucket, Unit, aligned
+from ._layout import STAGED, Bucket, Layout, Unit, aligned
 from ._plan import SLOTS, Plan
 from ._route import Hop, Partial, States, partial_states, route, states_of
 from ._runtime import Runtime
+from ._slab import Slab
 from ._sum import ordered_sum
 
 __all__ = ["Staging"]
@@ -48,6 +50,7 @@ class Move(NamedTuple):
     exact: bool
     single: bool  # no more than one collective, which starts at once
     ends: str  # the lane on which it ends
+    slab: Slab | None = None  # where it is staged, if the first hop reads what the other ranks have staged there
 
 
 class Slot(NamedTuple):
@@ -83,42 +86,52 @@ class Slot(NamedTuple):
 class Stage:
     """The staging of one reduction: its bytes, which come and go, the slots in them, and marks."""
 
-    def __init__(self, memory: torch.Tensor, slots: list[Slot]) -> None:
+    def __init__(self, memory: torch.Tensor, slots: list[Slot], span: range | None = None) -> None:
         self.memory = memory
         self.slots = slots
+        self.span = span  # the bytes of a slab, which stay; else its own, which come and go
         self.staged: Mark = None
         self.done: Mark = None
 
     def take(self) -> None:
         """Have the bytes. Views made on them come back to life."""
         storage = self.memory.untyped_storage()
-        if not storage.size():
+        if self.span is None and not storage.size():
             storage.resize_(self.memory.numel())
 
     def give(self) -> None:
         """Give the bytes back: compute has waited for `done`."""
-        self.memory.untyped_storage().resize_(0)
+        if self.span is None:
+            self.memory.untyped_storage().resize_(0)
+
+    def overlaps(self, other: Stage) -> bool:
+        """Whether both lie in a slab, on the same bytes."""
+        a, b = self.span, other.span
+        return a is not None and b is not None and a.start < b.stop and b.start < a.stop
 
 
 class Staging:
     """Every reduction's stage, and those that are under way, oldest first."""
 
-    def __init__(self, run: Runtime, plan: Plan, average: str) -> None:
+    def __init__(self, run: Runtime, plan: Plan, layout: Layout, average: str, copies: Copies | None = None) -> None:
         self.run = run
         self.plan = plan
+        self.copies = copies
         self.average = average
         self.stages: dict[int, Stage] = {}
         self.busy: deque[Stage] = deque()
         self.completing = False  # whether something beside them is under way
-        self.moves: dict[tuple[str, States, States], Move] = {}
+        self.moves: dict[tuple[str, States, States, bool], Move] = {}
         self.marks: dict[str, Mark] = {}  # the end of the newest reduction, by the lane that it ends on
+        for reduction in plan.reductions if copies else ():
+            self._slab(layout.by_name[reduction.unit])  # now, when every rank is here
 
     def reduce(
         self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object
     ) -> None:
         """Stage a unit's gradients for reduction number `index` of the plan and start reducing them into `grads`."""
         stage = self.stages.get(index) or self._make(index, unit)
-        while len(self.busy) >= SLOTS or stage in self.busy:
+        while len(self.busy) >= SLOTS or stage in self.busy or (stage.span and any(map(stage.overlaps, self.busy))):
             oldest = self.busy.popleft()
             self.run.wait(oldest.done)
             oldest.give()
@@ -207,7 +220,7 @@ class Staging:
                 yield lane
             last = out if not add and i == len(move.hops) - 1 else None
             if move.exact and i == 0:
-                local = yield from self._sum(hop, issued, stage, spare, last)
+                local = yield from self._sum(move, stage, spare, last)
             elif hop.kind == "scatter":
                 part = last if last is not None and last.dtype is local.dtype else _slice(local, hop)
                 yield from self.run.collective(issued[0], part, local)
@@ -226,12 +239,17 @@ class Staging:
         return bucket.share if self.average == "mean" else 1
 
     def _sum(
-        self, hop: Hop, issued: tuple[Issued, ...], stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None
+        self, move: Move, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None
     ) -> Generator[Any, None, torch.Tensor]:
-        """The exact sum over one axis, float32: this rank's part of it, or all of it where it stays whole."""
+        """The exact sum over the first axis, float32: this rank's part of it, or all of it where it stays whole."""
+        hop, issued = move.hops[0], move.issued[0]
         ranks, mine = self.run.sizes[hop.axis], self.run.coordinate[hop.axis]
         came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
-        yield from self.run.collective(issued[0], came, stage)
+        if move.slab is not None:
+            at = int(stage.storage_offset()) * stage.element_size()
+            yield from exchange(self.run, issued, move.slab, at, came, ranks, mine)
+        else:
+            yield from self.run.collective(issued[0], came, stage)
         n = stage.numel() // ranks
         out = out if out is not None and out.dtype is torch.float32 else None
         if hop.kind == "scatter":
@@ -242,12 +260,12 @@ class Staging:
             part = whole[mine * n : (mine + 1) * n]
         ordered_sum(came, ranks, part, self.average == "mean")
         if hop.kind != "scatter":
-            yield from self.run.collective(issued[1], whole, part)
+            yield from self.run.collective(issued[-1], whole, part)
         return whole
 
-    def move(self, bucket: Bucket, states: States, target: States) -> Move:
+    def move(self, bucket: Bucket, states: States, target: States, slab: Slab | None = None) -> Move:
         """The hops from `states` to `target`; the first axis on the reduce lane, further ones on the outer lane."""
-        key = (bucket.name, states, target)
+        key = (bucket.name, states, target, slab is not None)
         found = self.moves.get(key)
         if found is None:
             way = route(bucket, states, target, self.run.position)
@@ -260,6 +278,8 @@ class Staging:
                 size = hop.size * self.run.sizes[hop.axis] if hop.kind == "scatter" else hop.size
                 if exact and not i:
                     one = [Issued(lane, hop.axis, "all_to_all", size, dtype, "", bucket.name)]
+                    if slab is not None:
+                        one = [Issued(lane, hop.axis, "barrier", 1, torch.float32, "", bucket.name)] * 2
                     if hop.kind != "scatter":
                         one.append(Issued(lane, hop.axis, "all_gather", size, torch.float32, "", bucket.name))
                 else:
@@ -270,12 +290,18 @@ class Staging:
             kinds = [one.kind for one in every]
             single = len(kinds) <= 1 and kinds != ["all_reduce"]
             ends = "outer" if len(issued) > 1 else "reduce"
-            found = self.moves[key] = Move(way.states, hops, tuple(issued), every, way.numel, exact, single, ends)
+            found = Move(way.states, hops, tuple(issued), every, way.numel, exact, single, ends, slab)
+            self.moves[key] = found
         return found
 
     def _make(self, index: int, unit: Unit) -> Stage:
         reduction = self.plan.reductions[index]
-        memory = torch.empty(reduction.nbytes, dtype=torch.uint8, device=self.run.device)
+        slab = self._slab(unit)
+        span = None if slab is None else range(reduction.address, reduction.address + reduction.nbytes)
+        if slab is None or span is None:
+            memory = torch.empty(reduction.nbytes, dtype=torch.uint8, device=self.run.device)
+        else:
+            memory = slab.mine[span.start : span.stop]
         by_name = {bucket.name: bucket for bucket in unit.buckets}
         slots = []
         for part in reduction.parts:
@@ -289,11 +315,23 @@ class Staging:
             chosen = [(pieces[i], unit.paths.index(leaf.path)) for i, leaf in placed if leaf.numel]
             gaps = [piece for i, piece in enumerate(pieces) if i not in set(bucket.leaf_pieces)]
             rest, final = states_of(bucket, "grads", Partial), states_of(bucket, "main")
-            moves = {done: self.move(bucket, partial_states(bucket), final if done else rest) for done in (True, False)}
+            fresh = partial_states(bucket)
+            moves = {done: self.move(bucket, fresh, final if done else rest, slab) for done in (True, False)}
             leaves, which = [piece for piece, _ in chosen], tuple(i for _, i in chosen)
             slots.append(Slot(bucket, whole, spare, leaves, which, gaps, moves, self._share(bucket)))
-        self.stages[index] = Stage(memory, slots)
+        self.stages[index] = Stage(memory, slots, span)
         return self.stages[index]
+
+    def _slab(self, unit: Unit) -> Slab | None:
+        """Where a unit's gradients are staged so that the other ranks can read them: all of its buckets, or none."""
+        axes = set()
+        for bucket in unit.buckets if self.copies else ():
+            if bucket.trainable:
+                partial = partial_states(bucket)
+                moves = [self.move(bucket, partial, states_of(bucket, kind, Partial)) for kind in ("grads", "main")]
+                axes |= {move.hops[0].axis if move.exact else None for move in moves if move.hops}
+        (axis,) = axes if len(axes) == 1 else (None,)
+        return self.copies.stage(axis, self.plan.staging) if self.copies and axis else None
 
     def late(self) -> set[str] | None:
         """Buckets whose newest reduction compute has not waited for; None: it is not known which."""

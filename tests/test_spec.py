@@ -354,7 +354,7 @@ def test_a_spec_prints_as_a_table() -> None:
         "mesh": "replica 2 × shard 4",
         "placement": "hsdp(replica, shard)",
         "precision": "main float32 (float64 where leaves are), compute as the leaf, grads as main, wire as compute, "
-        "sum native (auto)",
+        "sum as the transport does",
         "units": "found from the paths",
         "labels": "*.bias: no_decay",
         "trainable": "as given",
