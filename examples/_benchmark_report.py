@@ -200,8 +200,12 @@ def chart(table: Table, file: Path) -> None:
         axes.text(row.slowest_ms + 0.012 * most, place, f"{row.step_ms:.1f}{ratio}", va="center", fontsize=9, color=INK)
     axes.set_yticks(range(len(rows)), [row.name for row in rows], fontsize=10)
     axes.set(xlim=(0, 1.24 * most), ylim=(-0.6, len(rows) - 0.4))
-    apart = ", of its set of processes: compare these" if len({row.processes for row in table.rows}) > 1 else ""
-    axes.set_xlabel(f"ms a step: median, fastest and slowest round; how many times {PEER}'s speed{apart}", fontsize=9)
+    label = "ms a step: median, fastest and slowest round"
+    if any(row.ratio is not None for row in rows):
+        label += f"; how many times {PEER}'s speed"
+    if len({row.processes for row in table.rows}) > 1:
+        label += ", beside it: compare these"
+    axes.set_xlabel(label, fontsize=9)
 
     legend: list[Any] = [
         Patch(color=colors[kind], label=label)

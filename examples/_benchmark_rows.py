@@ -353,7 +353,7 @@ PEER, BY_HAND, BOUNDS = "FSDP2", "unit by unit", ("resident compiled", "resident
 CPU = ("whole tree", "whole tree vjp", "unit by unit", "driven", "FSDP2", "DDP")
 GPU = (
     "unit by unit", "driven", "compiled", "driven compiled", "traced", "FSDP2", "FSDP2 tuned", "FSDP2 compiled", "DDP",
-    "Megatron-FSDP", "resident", "resident compiled",
+    "resident", "resident compiled",
 )  # fmt: skip
 LARGE = ("unit by unit", "compiled", "FSDP2", "FSDP2 compiled")  # as many as fit beside each other
 

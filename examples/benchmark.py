@@ -30,8 +30,8 @@
 |                 | its share of main weights; the weights that compute sees never change. "resident compiled" too   |
 
 `--only` names rows, or `all`; by default there are a few, by device. Rows that cannot run (unit by unit, of a model
-that is no chain of stages) are left out, and a note says why. Models are in `_benchmark_models.py`, rows in
-`_benchmark_rows.py`.
+that is no chain of stages) are left out, and a note says why; "float32 wire", "exact sum", "kept" and "budget" are driven
+there. Models are in `_benchmark_models.py`, rows in `_benchmark_rows.py`.
 
 The contestants take turns in rounds, in rotating order, so that drift of the machine meets all of them. Before a turn
 ranks meet and devices are synchronized; a turn is `--steps` steps without a pause. Weights and data are random, never
@@ -215,7 +215,11 @@ def arguments() -> Namespace:
     add("--only", type=names, help=f"all, or a choice of {','.join(CONTESTANTS)}")
     add("--budget", type=float, metavar="MIB", help='of "budget"; default: half of the gathered weights')
     add("--apart", nargs="?", const="groups", choices=("groups", "rows"), help="in sets of processes of their own")
-    add("--yardsticks", type=names, help="rows beside the others in each set; default FSDP2 and the bound, if named")
+    add(
+        "--yardsticks",
+        type=names,
+        help="with --apart, rows that each set has beside its own, or none; default FSDP2, and the bound if named",
+    )
     add("--json", type=Path, help="write everything to this file")
     add("--chart", type=Path, metavar="PNG", help="draw the step times (matplotlib)")
     args = parser.parse_args()
@@ -230,19 +234,20 @@ def names(text: str) -> list[str]:
 def chosen(args: Namespace, parser: argparse.ArgumentParser) -> None:
     """Settle `args.only`, `args.yardsticks` and `args.notes`, which says what is left out and why."""
     cuda = (args.device or ("cuda" if torch.cuda.device_count() else "cpu")) == "cuda"
-    asked = [*CONTESTANTS] if args.only == ["all"] else args.only
-    rows = asked or default(args.model, cuda, bool(args.apart))
-    beside = args.yardsticks or [PEER, *[name for name in BOUNDS if name in rows][:1]]
-    args.yardsticks = [] if beside == ["none"] else beside
-    for option, given in (("--only", rows), ("--yardsticks", args.yardsticks)):
+    named = [*CONTESTANTS] if args.only == ["all"] else args.only or []
+    rows = named or default(args.model, cuda, bool(args.apart))
+    bound = [name for name in BOUNDS if name in rows][:1]
+    beside = [name for name in args.yardsticks or [PEER, *bound] if name != "none"]
+    for option, given in (("--only", rows), ("--yardsticks", beside)):
         for name in given:
             if name not in CONTESTANTS:
                 parser.error(f"{option}: {name!r} is none of {','.join(CONTESTANTS)}")
     config = MODELS[args.model]
-    why = {name: missing(name, args.model, config, cuda, args.placement) for name in [*rows, *args.yardsticks]}
+    why = {name: missing(name, args.model, config, cuda, args.placement) for name in [*rows, *beside]}
     args.only = [name for name in rows if not why[name]]
-    args.yardsticks = [name for name in args.yardsticks if not why[name]]
-    args.notes = [f"{name} is left out: {why[name]}." for name in asked or () if why[name]]
+    args.yardsticks = [name for name in beside if not why[name]]
+    args.notes = [f"{name} is left out: {why[name]}." for name in dict.fromkeys([*named, *beside]) if why[name]]
+    args.failed = False
     if not args.only:
         parser.error("--only: no row is left. " + " ".join(args.notes))
     if args.apart and "RANK" in os.environ:
@@ -271,6 +276,7 @@ def run_apart(args: Namespace) -> list[Table]:
                 said = (done.stdout.strip().splitlines() or ["nothing"])[-1]
                 print(f"{done.stdout}\nprocesses {number} ended with {done.returncode}", flush=True)
                 args.notes.append(f"{together} did not run through: {said[:300]}")
+                args.failed = True
     return tables
 
 
@@ -279,7 +285,7 @@ def main() -> None:
     if args.apart:
         tables = run_apart(args)
         if not tables:
-            sys.exit("no set of processes has a table")
+            sys.exit("no set of processes ran through")
         table = merged(tables, args.only)
     elif "RANK" in os.environ:  # torchrun started the ranks
         table = measure(args)
@@ -296,6 +302,7 @@ def main() -> None:
     if args.chart:
         chart(table, args.chart)
     agree(table.rows)
+    sys.exit(args.failed)
 
 
 if __name__ == "__main__":

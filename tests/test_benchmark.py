@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from test_examples import EXAMPLES, command
 
 import _benchmark_report  # isort: skip
 from _benchmark_report import Row, Table, agree, merged  # isort: skip
-from benchmark import arguments  # isort: skip
+import benchmark as command_line  # isort: skip
 
 SHORT = ["--ranks", "2", "--rounds", "1", "--steps", "1", "--warmup", "1"]
 
@@ -61,6 +62,25 @@ def test_groups_apart_have_the_yardsticks_beside_them(tmp_path: Path) -> None:
     assert beside["ratio"] == pytest.approx(found["rows"]["FSDP2"]["step_ms"] / beside["step_ms"])
 
 
+def test_a_set_of_processes_that_fails_leaves_the_others_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if "traced,FSDP2" in line:
+            return subprocess.CompletedProcess(line, 1, "loading\nout of memory\n")
+        Table(ABOUT, [row("driven", 5, ratio=1.2), row("FSDP2", 6, ratio=1.0)]).write(Path(line[-1]))
+        return subprocess.CompletedProcess(line, 0, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--device", "cpu", "--only", "traced,driven", "--apart"])
+    with pytest.raises(SystemExit) as left:
+        command_line.main()
+    assert left.value.code
+    printed = capsys.readouterr().out
+    assert "| driven |     5.0 |" in printed
+    assert "traced,FSDP2 did not run through: out of memory" in printed
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -73,13 +93,13 @@ def test_rows_that_there_are_not(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "--device", "cpu", *flags])
     with pytest.raises(SystemExit):
-        arguments()
+        command_line.arguments()
     assert said in capsys.readouterr().err
 
 
 def test_all_means_all_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["benchmark.py", "--device", "cpu", "--only", "all", "--model", "moe", "--apart"])
-    args = arguments()
+    args = command_line.arguments()
     assert {"driven", "driven compiled", "FSDP2 tuned", "resident compiled"} < {*args.only}
     assert not {"unit by unit", "traced", "Megatron-FSDP"} & {*args.only}
     assert args.yardsticks == ["FSDP2", "resident compiled"]
