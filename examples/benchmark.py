@@ -30,16 +30,17 @@
 |                 | its share of main weights; the weights that compute sees never change. "resident compiled" too   |
 
 `--only` names rows, or `all`; by default there are a few, by device. Rows that cannot run (unit by unit, of a model
-that is no chain of stages) are left out, and a note says why; "float32 wire", "exact sum", "kept" and "budget" are driven
-there. Models are in `_benchmark_models.py`, rows in `_benchmark_rows.py`.
+that is no chain of stages) are left out, and a note says why; "float32 wire", "exact sum", "kept" and "budget" are
+driven there. Models are in `_benchmark_models.py`, rows in `_benchmark_rows.py`.
 
 The contestants take turns in rounds, in rotating order, so that drift of the machine meets all of them. Before a turn
 ranks meet and devices are synchronized; a turn is `--steps` steps without a pause. Weights and data are random, never
 zeros, on which a GPU computes faster.
 
 `--apart` runs groups of rows in processes of their own, one after another (`--apart rows`: each row), since some
-libraries exclude each other in one process. Each set of processes has the yardsticks beside its rows (`--yardsticks`),
-and all ratios are within one set. The table then has the yardsticks once, and notes have their times in the other sets.
+libraries exclude each other in one process, and not all rows of a large model fit beside each other. Each set of
+processes has the yardsticks beside its rows (`--yardsticks`), and all ratios are within one set. The table then has the
+yardsticks once, and notes have their times in the other sets.
 
 | column       | what it is                                                                                           |
 |--------------|------------------------------------------------------------------------------------------------------|
