@@ -353,10 +353,10 @@ def contest() -> dict[str, int]:
         import benchmark
 
         args = Namespace(model="0.16b", device=fsdp.local_mesh().device_type, placement="zero3", dtype=None)
-        args.batch = args.seq = args.json = None
+        args.batch = args.seq = args.budget = args.json = None
         args.steps, args.rounds, args.warmup, args.only = 1, 1, 2, ["unit by unit", "FSDP2"]
         gc.collect()
-        rows = benchmark.measure(args)
+        rows = benchmark.measure(args).rows
     dist.all_reduce(torch.zeros((), device=args.device))  # all ranks are done
     return {row.name: row.peak_bytes for row in rows}
 

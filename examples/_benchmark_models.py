@@ -1,0 +1,162 @@
+"""The models of benchmark.py: how each is built, called and cut into units, and the tokens that it learns.
+
+| `--model`         | what it is                                                                           |
+|-------------------|--------------------------------------------------------------------------------------|
+| tiny, 0.16b, ...  | a GPT written here, a chain of stages (h, tokens) -> h: every row can run it         |
+| llama, tiny-llama | Hugging Face's Llama from a configuration (1.1 B): rows that take any module         |
+| moe, tiny-moe     | Hugging Face's Mixtral from a configuration (1.0 B, two of eight experts a token),   |
+|                   | every expert on every rank, sharded as all else is: rows that take any module        |
+
+Units are the same for every contestant: the embedding, each layer, and the last norm with the head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab: int
+    width: int
+    depth: int
+    heads: int
+    hidden: int
+    batch: int  # sequences a rank
+    seq: int  # tokens a sequence
+    kind: str = "gpt"  # or of Hugging Face's: "llama", "mixtral"
+    kv_heads: int = 0  # of Hugging Face's
+    experts: int = 0  # of mixtral; two of them a token
+
+    @property
+    def stages(self) -> bool:
+        """Whether units are a chain, so that a loop by hand can be written over them."""
+        return self.kind == "gpt"
+
+    @property
+    def layers(self) -> str:
+        """The pattern of the layers' paths: what is compiled where blocks are compiled."""
+        return "blocks.*" if self.kind == "gpt" else "model.layers.*"
+
+    def units(self) -> dict[str, tuple[str, ...]]:
+        """The paths of the modules of each unit, in order of use."""
+        first, last = ("embed", ("head",)) if self.kind == "gpt" else ("model.embed_tokens", ("model.norm", "lm_head"))
+        layers = [self.layers.replace("*", str(i)) for i in range(self.depth)]
+        return {first: (first,), **{path: (path,) for path in layers}, "head": last}
+
+    def build(self) -> nn.Module:
+        """With random weights, on the device that is the default now."""
+        if self.kind == "gpt":
+            return GPT(self)
+        import transformers
+
+        settings: dict[str, Any] = {
+            "vocab_size": self.vocab, "hidden_size": self.width, "intermediate_size": self.hidden,
+            "num_hidden_layers": self.depth, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": self.seq, "tie_word_embeddings": False,
+        }  # fmt: skip
+        model: nn.Module
+        if self.kind == "llama":
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+        else:
+            mixtral = transformers.MixtralConfig(**settings, num_local_experts=self.experts, num_experts_per_tok=2)
+            model = transformers.MixtralForCausalLM(mixtral)
+        return model.train()
+
+    def loss(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """Mean loss [] of predicting each of the tokens [batch, seq + 1] from those before it."""
+        if self.kind == "gpt":
+            loss: torch.Tensor = model(tokens)
+            return loss
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def parameters(self) -> int:
+        with torch.device("meta"):
+            return sum(p.numel() for p in self.build().parameters())
+
+
+MODELS = {
+    "tiny": Config(vocab=4096, width=256, depth=4, heads=4, hidden=768, batch=4, seq=128),
+    "0.16b": Config(vocab=50304, width=768, depth=12, heads=12, hidden=2048, batch=4, seq=1024),
+    "1.2b": Config(vocab=32000, width=2048, depth=20, heads=16, hidden=5632, batch=2, seq=2048),
+    "6.7b": Config(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, batch=1, seq=4096),
+    "tiny-llama": Config(
+        vocab=4096, width=128, depth=3, heads=4, hidden=384, batch=4, seq=64, kind="llama", kv_heads=2
+    ),
+    "llama": Config(
+        vocab=32000, width=2048, depth=22, heads=32, hidden=5632, batch=2, seq=2048, kind="llama", kv_heads=4
+    ),
+    "tiny-moe": Config(
+        vocab=4096, width=128, depth=3, heads=4, hidden=128, batch=4, seq=64, kind="mixtral", kv_heads=2, experts=4
+    ),
+    "moe": Config(
+        vocab=32000, width=1024, depth=18, heads=16, hidden=2048, batch=2, seq=2048, kind="mixtral", kv_heads=4,
+        experts=8,
+    ),
+}  # fmt: skip
+
+
+class Embed(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.table = nn.Embedding(c.vocab, c.width)
+
+    def forward(self, h: None, tokens: torch.Tensor) -> Any:
+        return self.table(tokens[:, :-1])
+
+
+class Block(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.heads = c.heads
+        self.norm_attention, self.norm_mlp = nn.RMSNorm(c.width), nn.RMSNorm(c.width)
+        self.qkv, self.out = nn.Linear(c.width, 3 * c.width, bias=False), nn.Linear(c.width, c.width, bias=False)
+        self.gate_up, self.down = nn.Linear(c.width, 2 * c.hidden, bias=False), nn.Linear(c.hidden, c.width, bias=False)
+
+    def forward(self, h: torch.Tensor, tokens: torch.Tensor) -> Any:
+        q, k, v = self.qkv(self.norm_attention(h)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = h + self.out(attended.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norm_mlp(h)).chunk(2, dim=-1)
+        return h + self.down(F.silu(gate) * up)
+
+
+class Head(nn.Module):
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.norm, self.out = nn.RMSNorm(c.width), nn.Linear(c.width, c.vocab, bias=False)
+
+    def forward(self, h: torch.Tensor, tokens: torch.Tensor) -> Any:
+        logits = self.out(self.norm(h))
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class GPT(nn.Module):
+    """Tokens [batch, seq + 1] -> loss []. Every stage has the signature (h, tokens) -> h; each becomes a unit."""
+
+    def __init__(self, c: Config) -> None:
+        super().__init__()
+        self.embed = Embed(c)
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.depth))
+        self.head = Head(c)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        h = self.embed(None, tokens)
+        for block in self.blocks:
+            h = block(h, tokens)
+        return self.head(h, tokens)
+
+
+def batches(c: Config, count: int, device: torch.device) -> list[torch.Tensor]:
+    """Random tokens [batch, seq + 1], with frequencies like those of words (p ~ 1/k), in another order on each rank."""
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    words = torch.randperm(c.vocab, generator=generator)
+    draws = (c.vocab ** torch.rand(count, c.batch, c.seq + 1, generator=generator)).long() - 1
+    return list(words[draws.clamp(0, c.vocab - 1)].to(device))
