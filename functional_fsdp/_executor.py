@@ -20,9 +20,9 @@ import torch
 from ._arena import Arena, Place
 from ._comm import Comm
 from ._copies import Copies
-from ._flat import FlatBuffer, write_leaves
+from ._flat import FlatBuffer
 from ._lanes import Job, Mark
-from ._layout import Layout, Unit
+from ._layout import Layout
 from ._loose import Loose
 from ._plan import Plan, plan
 from ._program import combined
@@ -258,7 +258,7 @@ class Executor:
         if mine is None:
             if not whole_tree:
                 self.loose.agree(unit, "reduce", self._planned)
-            self._reduce_outside(self.layout.by_name[unit], values, last)
+            self.staging.outside(self.layout.by_name[unit], values, self.grads, last, self.spec.mesh)
             self.midway = False
             return
         if mine < 0:
@@ -286,20 +286,6 @@ class Executor:
             self.digests[1] = zlib.crc32(unit.name.encode(), self.digests[1])
             values = self.early.pop(index) if given else ()
             self.staging.reduce(index, unit, values, self.grads, self.last, self.spec.mesh)
-
-    def _reduce_outside(self, unit: Unit, values: Values, last: bool) -> None:
-        self.staging.settle()
-        for bucket in unit.buckets:
-            if not bucket.trainable:
-                continue
-            have = self.grads.get(bucket.name)
-            final, rest = states_of(bucket, "main"), states_of(bucket, "grads", Partial)
-            stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
-            write_leaves(bucket, stage, dict(zip(unit.paths, values, strict=True)))
-            whole = have.states == final if have is not None else last
-            self.staging.outside(bucket, stage, self.grads, final if whole else rest, self.spec.mesh)
-            if last:
-                self.staging.complete(bucket, self.grads)
 
     # ---------------------------------------------------------------- the end of a step
 

@@ -22,7 +22,7 @@ import torch
 from torch._utils import _unflatten_dense_tensors
 
 from ._copies import Copies, exchange
-from ._flat import FlatBuffer, templates
+from ._flat import FlatBuffer, templates, write_leaves
 from ._lanes import Issued, Mark, Steps, together
 from ._layout import STAGED, Bucket, Layout, Unit, aligned
 from ._plan import SLOTS, Plan
@@ -167,14 +167,23 @@ class Staging:
         grads[bucket.name] = FlatBuffer(local, bucket, move.states, mesh)
         return self._job(move, stage, spare, local, False, share)
 
-    def outside(
-        self, bucket: Bucket, stage: torch.Tensor, grads: dict[str, FlatBuffer], target: States, mesh: object
-    ) -> None:
-        """Reduce what no plan names, from bytes of its own. Compute waits for it."""
-        move = self.move(bucket, partial_states(bucket), target)
-        spare = stage.new_empty(bucket.staged if move.exact else 0, dtype=torch.uint8)
-        job = self._into(grads, bucket, move, stage, spare, self._share(bucket), mesh)
-        self.run.wait(self._submit([job], [move], self.run.mark(), ordered=True))
+    def outside(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object) -> None:
+        """Reduce the gradients of a unit that no plan names, from bytes of their own. Compute waits for it."""
+        self.settle()
+        for bucket in unit.buckets:
+            if not bucket.trainable:
+                continue
+            have = grads.get(bucket.name)
+            final, rest = states_of(bucket, "main"), states_of(bucket, "grads", Partial)
+            whole = have.states == final if have is not None else last
+            move = self.move(bucket, partial_states(bucket), final if whole else rest)
+            stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
+            write_leaves(bucket, stage, dict(zip(unit.paths, values, strict=True)))
+            spare = stage.new_empty(bucket.staged if move.exact else 0, dtype=torch.uint8)
+            job = self._into(grads, bucket, move, stage, spare, self._share(bucket), mesh)
+            self.run.wait(self._submit([job], [move], self.run.mark(), ordered=True))
+            if last:
+                self.complete(bucket, grads)
 
     def complete(self, bucket: Bucket, grads: dict[str, FlatBuffer]) -> None:
         """Reduce what is still partial of a bucket's main gradients. Nothing to do when nothing is."""
@@ -327,8 +336,8 @@ class Staging:
         axes = set()
         for bucket in unit.buckets if self.copies else ():
             if bucket.trainable:
-                partial = partial_states(bucket)
-                moves = [self.move(bucket, partial, states_of(bucket, kind, Partial)) for kind in ("grads", "main")]
+                ends = (states_of(bucket, "grads", Partial), states_of(bucket, "main"))
+                moves = [self.move(bucket, partial_states(bucket), end) for end in ends]
                 axes |= {move.hops[0].axis if move.exact else None for move in moves if move.hops}
         (axis,) = axes if len(axes) == 1 else (None,)
         return self.copies.stage(axis, self.plan.staging) if self.copies and axis else None

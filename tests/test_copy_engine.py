@@ -1,0 +1,240 @@
+"""The copy_engine transport: gathers and reductions by reading other ranks' memory; here in shared memory.
+
+What other tests say of steps, schedules and restarts holds as well: this file has what is its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import socket
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from problems import LOOPS, Stack, batch, mesh_and_placement, net, reference, sharded, through_the_stack
+
+import functional_fsdp as fsdp
+from functional_fsdp import Precision, Schedule, Spec, SpecError, _runtime, launch
+from functional_fsdp import transforms as T
+
+COPIES = Schedule(transport="copy_engine", debug=True)
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
+
+
+def of_copies(preset: str, loop: str, dtype: torch.dtype, **spec: Any) -> Any:
+    return sharded(preset, loop, 3, 2, dtype, schedule=COPIES, **spec)
+
+
+@pytest.mark.parametrize("loop", list(LOOPS))
+@pytest.mark.parametrize("preset", PRESETS)
+def test_steps_are_the_plain_modules(preset: str, loop: str) -> None:
+    """float64 leaves are added up by the backend, float32 ones here."""
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        for seen in launch(of_copies, 4, preset, loop, dtype):
+            for (_, mine, _), (_, grads, _) in zip(seen, reference(4, 3, 2, dtype), strict=True):
+                for path, grad in grads.items():
+                    torch.testing.assert_close(mine[path], grad, rtol=tolerance, atol=tolerance)
+
+
+# ---------------------------------------------------------------- what travels
+
+
+def counted(preset: str, precision: Precision | None = None) -> tuple[dict[str, int], dict[str, int], int]:
+    """Collectives of the second step, by kind: in the forward and backward, in `step`; and how many units there are."""
+    counts: Counter[str] = Counter()
+    real = {name: getattr(_runtime, name) for name in ("all_gather", "reduce_scatter", "all_reduce", "barrier")}
+
+    def double(name: str) -> Any:
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            if name == "barrier" or args[0].numel() > 64:  # not votes
+                counts[name] += 1
+            return real[name](*args, **kwargs)
+
+        return counting
+
+    mesh, placement = mesh_and_placement(preset)
+    params, _ = fsdp.functionalize(Stack(32, 4))
+    spec = Spec(mesh, placement, precision=precision, schedule=Schedule(transport="copy_engine"))
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+    for name in real:
+        setattr(_runtime, name, double(name))
+    try:
+        for _ in range(2):
+            counts.clear()
+            state, _ = through_the_stack(state, torch.ones(2, 32))
+            passes = dict(counts)
+            counts.clear()
+            state = fsdp.step(state)
+        return passes, dict(counts), len(state.units)
+    finally:
+        for name, function in real.items():
+            setattr(_runtime, name, function)
+
+
+@pytest.mark.parametrize(
+    ("preset", "passes", "after"),
+    [
+        ("zero3", {"barrier": 3}, {}),  # for each unit: one before its first gather, two around its reduction
+        ("zero2", {"barrier": 2}, {"all_gather": 1}),
+        ("ddp", {"barrier": 2, "all_gather": 1}, {}),  # the sum stays whole
+        ("hsdp", {"barrier": 3, "all_reduce": 1}, {}),  # the outer axis by collectives
+    ],
+)
+def test_gathers_are_no_collectives(preset: str, passes: dict[str, int], after: dict[str, int]) -> None:
+    for found, later, units in launch(counted, 4, preset):
+        together = Counter(found) + Counter(later)
+        assert together == Counter({kind: n * units for kind, n in (Counter(passes) + Counter(after)).items()})
+        assert ("all_gather" in found) == ("all_gather" in passes)
+
+
+def test_sums_may_be_the_backends() -> None:
+    for found, _, units in launch(counted, 2, "zero3", Precision(sum="native")):
+        assert found == {"barrier": units, "reduce_scatter": units}
+
+
+def gradients(transport: Any, times: int) -> list[dict[str, torch.Tensor]]:
+    """The main gradients of one step in bfloat16, several times, as the bits of this rank's shards."""
+    params, _ = fsdp.functionalize(Stack(32, 3))
+    precision = Precision(compute=torch.bfloat16, sum="fp32" if transport == "collective" else "auto")
+    spec = Spec(fsdp.local_mesh(), precision=precision, schedule=Schedule(transport=transport))
+    torch.manual_seed(0)
+    params = {path: torch.randn_like(p) for path, p in params.items()}
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    seen = []
+    for _ in range(times):
+        middle = fsdp.finish(through_the_stack(state, x)[0])
+        seen.append({name: buffer.local.clone() for name, buffer in middle.grads.items()})
+    return seen
+
+
+def test_sums_are_exact_and_the_same_bits_every_time() -> None:
+    exact, copies = launch(gradients, 4, "collective", 1), launch(gradients, 4, "copy_engine", 10)
+    for (expected,), seen in zip(exact, copies, strict=True):
+        for found in seen:
+            for name, local in expected.items():
+                assert local.dtype == torch.float32
+                assert torch.equal(found[name], local)
+
+
+# ---------------------------------------------------------------- what is in the slabs is what the state has
+
+
+def other_weights() -> list[float]:
+    """The same lineage with other main weights (an average, say) for an evaluation, and back; and changed in place."""
+    params, _ = fsdp.functionalize(Stack(32, 3))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.sgd(lr=0.1))
+    predict = T.apply(Stack(32, 3), lambda model, x: sum(F.linear(x, m.weight).sum() for m in model.layers))
+    x = torch.ones(2, 32)
+    seen = []
+
+    def look(state: fsdp.State) -> float:
+        _, out = predict(state, x)
+        return float(out)
+
+    for _ in range(3):
+        seen.append(look(state))
+        doubled = state.evolve(main=pytree.tree_map(lambda t: t * 2, state.main))
+        seen.append(look(doubled) / 2)
+        seen.append(look(state))
+    for buffer in state.main.values():
+        buffer.local.mul_(3)
+    seen.append(look(state) / 3)
+    return seen
+
+
+def test_a_gather_reads_the_weights_that_the_state_has() -> None:
+    for seen in launch(other_weights, 2):
+        assert seen == pytest.approx([seen[0]] * len(seen), rel=1e-5)
+
+
+def abandoned() -> tuple[int, bool, bool]:
+    """Rank 1 gives up in the middle of four steps, at several places; all go on from the state before it."""
+    params, model = fsdp.functionalize(net(torch.float32))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.adamw(lr=1e-2))
+    plain = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.adamw(lr=1e-2))
+    met = 0
+    for step in range(4):
+        data = batch(step, dist.get_rank())
+        if dist.get_rank() == 1:
+            middle = state
+            for unit in state.units[: step + 1]:
+                middle, _ = fsdp.unshard(middle, unit)
+                middle = fsdp.release(middle, unit)
+            if step == 3:
+                LOOPS["by_unit"](model, state, data, True)
+            met += 1
+        while True:
+            try:
+                after, _ = LOOPS["by_unit"](model, state, data, True)
+                state = fsdp.step(after)
+                break
+            except fsdp.RestartError:
+                met += 1
+        plain = fsdp.step(LOOPS["by_unit"](model, plain, data, True)[0])
+    mine, theirs = fsdp.full_params(state), fsdp.full_params(plain)
+    return met, all(torch.allclose(mine[path], theirs[path], atol=1e-4) for path in mine), state.between_steps
+
+
+def test_ranks_that_parted_meet_again() -> None:
+    for met, same, resting in launch(abandoned, 2):
+        assert met >= 4
+        assert same
+        assert resting
+
+
+def copied(folder: str) -> list[float]:
+    """A copy and a loaded state are lineages with slabs of their own."""
+    params, _ = fsdp.functionalize(Stack(32, 3))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.adamw(lr=1e-2))
+    twin = copy.deepcopy(state)
+    loaded = fsdp.load(state, fsdp.save(state, folder))
+    seen = []
+    for one in (state, twin, loaded):
+        for _ in range(3):
+            one, loss = through_the_stack(one, torch.ones(2, 32))
+            one = fsdp.step(one)
+        seen.append(loss.item())
+    return seen
+
+
+def test_copies_and_checkpoints_go_on_alike(tmp_path: Path) -> None:
+    for seen in launch(copied, 2, str(tmp_path / "saved")):
+        assert seen[0] == seen[1] == seen[2]
+
+
+# ---------------------------------------------------------------- what a machine may lack
+
+
+def on_two_hosts() -> str:
+    real = socket.gethostname
+    socket.gethostname = lambda: f"host{dist.get_rank()}"
+    try:
+        fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.sgd(lr=0.1))
+    except SpecError as error:
+        return str(error)
+    finally:
+        socket.gethostname = real
+    return ""
+
+
+def test_ranks_on_several_hosts_are_an_error_that_names_them() -> None:
+    for text in launch(on_two_hosts, 2):
+        assert "along 'data' they are on host0, host1" in text
+        assert "transport='collective'" in text
+
+
+def test_nothing_stays_in_shared_memory() -> None:
+    before = set(Path("/dev/shm").glob("functional_fsdp-*"))
+    launch(gradients, 2, "copy_engine", 1)
+    assert set(Path("/dev/shm").glob("functional_fsdp-*")) == before
+
+
+def test_one_rank_needs_nobody() -> None:
+    (seen,) = launch(gradients, 1, "copy_engine", 1)
+    assert all(buffer.isfinite().all() for buffer in seen[0].values())
