@@ -116,6 +116,7 @@ class Arena:
         self.where = {u.name: (int(u.address > 0), 0) if sides else (0, u.address) for u in plan.units}
         self.sizes = {u.name: u.nbytes if sides else plan.arena for u in plan.units}
         self.memory = [torch.empty(0, dtype=torch.uint8, device=run.device).untyped_storage() for _ in range(1 + sides)]
+        self.bytes = {name: (self.memory[which], self.sizes[name]) for name, (which, _) in self.where.items()}
 
     def place(self, state: State, unit: str) -> Place:
         found = self.places.get(unit)
@@ -130,8 +131,9 @@ class Arena:
 
         What lay there was released, and compute has waited for all that wrote it.
         """
-        memory, size = self.memory[self.where[unit][0]], self.sizes[unit]
-        if memory.size() == size or (memory.size() > size and (self.plan.schedule.debug or not self.run.cuda)):
+        memory, size = self.bytes[unit]
+        there = memory.size()
+        if there == size or (there > size and (self.plan.schedule.debug or not self.run.cuda)):
             return False
         memory.resize_(0)
         memory.resize_(size)

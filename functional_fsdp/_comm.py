@@ -94,8 +94,14 @@ class Comm:
             due = [*range(self.issued, plan.due[cursor])]
             if due and self.held:
                 due = self._due(cursor, self.issued, cursor, dict.fromkeys(self.held, -1))
-            self._take(due, (cursor,), names)
-            self.jumped = False
+            if due:
+                self._issue(due)
+            self.cursor, self.jumped, name = cursor + 1, False, names[0]
+            self.seen.add(cursor)
+            self.used.add(name)
+            self.held.add(name)
+            if self.opens[cursor]:
+                self.owing.add(name)
             return due, []
         outside: list[str] = []
         mine: dict[str, int] = {}  # what is handed out -> the gather since which it is good
@@ -129,7 +135,12 @@ class Comm:
         if wraps:
             self._issue(closing)
             self._next_pass()
-        self._take(due, taken, handed)
+        self._issue(due)
+        self.cursor = taken[-1] + 1
+        self.seen.update(taken)
+        self.used.update(handed)
+        self.held.update(handed)
+        self.owing.update([plan.uses[use].unit for use in taken if self.opens[use]])
         self.jumped = True
         return closing + due, outside
 
@@ -194,15 +205,6 @@ class Comm:
             f"(they share bytes of the arena). Call state = release(state, {over!r}) first, or keep it: "
             f"Schedule(keep={{{over!r}}}), or name units that are used at once in one call and in Schedule(order=...)."
         )
-
-    def _take(self, gathers: Sequence[int], uses: Sequence[int], names: Sequence[str]) -> None:
-        if gathers:
-            self._issue(gathers)
-        self.cursor = uses[-1] + 1
-        self.seen.update(uses)
-        self.used.update(names)
-        self.held.update(names)
-        self.owing.update([self.plan.uses[use].unit for use in uses if self.opens[use]])
 
     def _issue(self, gathers: Sequence[int]) -> None:
         for i in gathers:
@@ -360,8 +362,6 @@ class Comm:
             self._next_pass()
         return rest
 
-    # ---------------------------------------------------------------- pictures
-
     def snapshot(self, flying: Sequence[str], reducing: int) -> Comm:
         """A copy that does not change any more, with what the lanes are doing."""
         new = copy.copy(self)
@@ -377,8 +377,7 @@ class Comm:
             return "resident, held" if unit in self.held else "resident"
         if unit not in self.live:
             return "held, overwritten" if unit in self.held else "released"
-        found = "in flight" if unit in self.flying else "live"
-        return f"{found}, held" if unit in self.held else found
+        return ("in flight" if unit in self.flying else "live") + (", held" if unit in self.held else "")
 
     def __repr__(self) -> str:
         plan, count = self.plan, len(self.plan.uses)
@@ -392,9 +391,9 @@ class Comm:
             + (f" ({plan.uses[self.cursor].unit})" if self.cursor < count else " (the program is through)")
             + f", pass {self.passes + 1}"
         )  # fmt: skip
-        waiting = f", {len(self.waiting)} gradients wait for their turn" if self.waiting else ""
+        waits = f", {len(self.waiting)} gradients wait for their turn" if self.waiting else ""
         return (
             f"{table(('unit', 'bytes', 'address', 'gathered in uses', 'gathers', 'now'), rows)}\n"
             f"{where}; {self.issued} of {len(plan.gathers)} gathers and {self.reduced} of {len(plan.reductions)} "
-            f"reductions of this pass issued, {self.reducing} reductions in flight{waiting}"
+            f"reductions of this pass issued, {self.reducing} reductions in flight{waits}"
         )

@@ -182,10 +182,11 @@ class Executor:
         if outside or (self.loose.units and self.loose.held(name)):
             lease = self.loose.lease(name)
         else:
-            place = self.arena.place(state, name)
-            if name in self.flying:
+            place = self.flying.pop(name, None)
+            if place is not None:
                 self.run.wait(place.gathered)
-                del self.flying[name]
+            else:
+                place = self.arena.place(state, name)
             lease = place.lease
         lease.held = True
         return lease

@@ -28,7 +28,7 @@ from ._tree import register
 __all__ = ["FlatBuffer", "leaves_of", "templates", "write_leaves"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class FlatBuffer:
     """A bucket, or the part of it that this rank holds.
 
@@ -45,6 +45,10 @@ class FlatBuffer:
     bucket: Bucket
     states: States
     mesh: Any
+
+    def __init__(self, local: torch.Tensor, bucket: Bucket, states: States, mesh: Any) -> None:
+        # as dataclasses do it, without their cost: a step makes one for each bucket
+        self.__dict__.update(local=local, bucket=bucket, states=states, mesh=mesh)
 
     def but(self, local: torch.Tensor, states: States | None = None) -> FlatBuffer:
         """The same bucket with other numbers, and perhaps in other states."""

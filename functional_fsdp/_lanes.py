@@ -55,6 +55,8 @@ class Log:
 class Job:
     """A job on the CPU, under way: the generator, and the works that it waits for now. It is its own mark."""
 
+    __slots__ = ("__weakref__", "done", "hops", "lane", "single", "steps", "works")
+
     def __init__(self, steps: Steps, lane: str, hops: tuple[Any, ...] = (), single: bool = False) -> None:
         self.steps = steps
         self.lane = lane

@@ -19,7 +19,7 @@ KEEPING: list[bool] = []
 
 def tracing() -> bool:
     """Whether torch.compile or `lower` is looking."""
-    return torch.compiler.is_compiling() or bool(LOWERING)
+    return torch.compiler.is_dynamo_compiling() or bool(LOWERING)
 
 
 @contextmanager

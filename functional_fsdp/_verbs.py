@@ -29,10 +29,10 @@ from ._flat import FlatBuffer, leaves_of
 from ._gradients import of_tree, of_unit
 from ._layout import Unit
 from ._state import State, Token
-from ._tracing import LOWERING
+from ._tracing import LOWERING, tracing
 from ._weights import gather, refresh, whole_of
 
-__all__ = ["finish", "reduce", "release", "step", "then", "unshard", "verb"]
+__all__ = ["changed", "finish", "reduce", "release", "step", "then", "unshard", "verb"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Weights = dict[str, torch.Tensor]
@@ -57,7 +57,7 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
                 "through a collective. Call unshard before the transform and reduce after it; inside, compute on the "
                 "weights only."
             )
-        if torch.compiler.is_compiling() or LOWERING:
+        if torch.compiler.is_dynamo_compiling() or LOWERING:
             return traced(*args, **kwargs)
         if args and not isinstance(args[0], State):
             raise TypeError(f"{fn.__name__}(state, ...): the first argument is a State, not {type(args[0]).__name__}.")
@@ -73,8 +73,6 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
 
 def then(state: State, verb: str | tuple[str, Any], grads: Any = None) -> State:
     """The state after a verb, in words or with its units: consumes `state`, which has entered. Every verb does this."""
-    if torch.compiler.is_compiling() or LOWERING:
-        return state if grads is None else state.evolve(grads=grads)
     ledger = state.token.ledger
     new = object.__new__(State)
     fields = new.__dict__
@@ -83,6 +81,11 @@ def then(state: State, verb: str | tuple[str, Any], grads: Any = None) -> State:
     if grads is not None:
         fields["grads"] = grads
     return new
+
+
+def changed(state: State, what: str) -> State:
+    """The state after a transform changed its gradients in place: consumes `state`."""
+    return state if tracing() else then(state, what)
 
 
 def _unit(state: State, name: Any, verb: str) -> Unit:

@@ -351,6 +351,22 @@ def test_a_custom_backward_is_refused_because_the_compiler_drops_it() -> None:
         T.compile(train_step, "aot_eager")(state)
 
 
+def test_a_step_that_cannot_be_searched_for_custom_backwards_says_so() -> None:
+    torch._dynamo.reset()
+    state, _ = state_of()
+
+    def train_step(state: fsdp.State, flag: torch.Tensor) -> Any:
+        state, params = fsdp.unshard(state)
+        if not torch.compiler.is_compiling():
+            flag.item()
+        grads = torch.func.grad(lambda p: p["tail.scale"] * 2)(params)
+        return fsdp.step(fsdp.reduce(state, grads))
+
+    with pytest.warns(RuntimeWarning, match="could not be searched for torch.autograd.Functions"):
+        after = T.compile(train_step, "aot_eager")(state, torch.tensor(1.0))
+    assert after.steps == 1
+
+
 def test_what_drives_the_schedule_itself_cannot_be_traced() -> None:
     torch._dynamo.reset()
     state, model = state_of()
@@ -362,7 +378,7 @@ def test_what_drives_the_schedule_itself_cannot_be_traced() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"transport='nvlink'.*'collective', 'traced'"):
+    with pytest.raises(SpecError, match=r"transport='nvlink'.*'collective', 'copy_engine', 'traced'"):
         fsdp.Schedule(transport="nvlink")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"backend='cudagraphs'.*'inductor', 'aot_eager'"):
         T.compile(lambda state: state, "cudagraphs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from functional_fsdp import SpecError, State, finish
-from functional_fsdp._verbs import then
+from functional_fsdp._verbs import changed
 
 from ._gradients import shards, total
 
@@ -61,7 +61,7 @@ def clip_by_global_norm(state: State, max_norm: float | torch.Tensor) -> tuple[S
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for tensors in shards(state).values():
         torch._foreach_mul_(tensors, scale)
-    return then(state, "clip_by_global_norm()"), norm
+    return changed(state, "clip_by_global_norm()"), norm
 
 
 @torch.no_grad()
@@ -81,4 +81,4 @@ def clip_by_value(state: State, max_value: float) -> State:
     for tensors in shards(state).values():
         torch._foreach_clamp_min_(tensors, -max_value)
         torch._foreach_clamp_max_(tensors, max_value)
-    return then(state, "clip_by_value()")
+    return changed(state, "clip_by_value()")

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import SpecError, State, finish, reduce
-from functional_fsdp._verbs import then
+from functional_fsdp._verbs import changed
 
 from ._noise import add_noise
 from ._stages import Stages, Weights
@@ -79,7 +79,7 @@ def clipped_gradients(
             ranks = prod(state.spec.axes[axis] for axis in state.spec.data) if state.spec.average == "mean" else 1
             with torch.no_grad():
                 add_noise(state, noise * max_norm * mean / ranks)
-            state = then(state, "clipped_gradients()")
+            state = changed(state, "clipped_gradients()")
         return state, losses
 
     return f

@@ -6,6 +6,7 @@ T.compile(train_step)                       it does not: the forward's residuals
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -77,7 +78,16 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
 
 def _refuse_custom_backwards(train_step: Callable[..., Any], state: State, args: Any, kwargs: Any) -> None:
     """torch's compiler drops the backward of an autograd.Function under torch.func, without a word: wrong gradients."""
-    found = custom_backwards(train_step, state, *args, **kwargs)
+    try:
+        found = custom_backwards(train_step, state, *args, **kwargs)
+    except RuntimeError as error:  # it reads a tensor's value, say: the compiler may know it
+        warnings.warn(
+            "compile: the step could not be searched for torch.autograd.Functions, whose backward torch.compile drops "
+            f"under torch.func: {str(error)[:200]}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return
     if found:
         raise ScheduleError(
             f"compile: the step uses the torch.autograd.Function {', '.join(found)}. Under torch.func, torch.compile "

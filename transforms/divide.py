@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from functional_fsdp import State, TreeError, finish
-from functional_fsdp._verbs import then
+from functional_fsdp._verbs import changed
 
 from ._gradients import shards
 
@@ -37,4 +37,4 @@ def divide(state: State, divisor: float | torch.Tensor) -> State:
             torch._foreach_div_(tensors, by)
         else:
             torch._foreach_div_(tensors, float(by))
-    return then(state, "divide()")
+    return changed(state, "divide()")
