@@ -91,7 +91,6 @@ class Recipes:
         self.due = program.due
         self.gathers = tuple((gather.unit, gather.first, gather.last) for gather in program.gathers)
         self.units = {unit.name: self._unit(unit) for unit in layout.units}
-        self.data = tuple((axis, self.sizes[axis]) for axis in spec.data if self.sizes[axis] > 1)
 
     def group(self, lane: str, axis: str) -> str:
         """The name of a lane's communicator on an axis."""

@@ -59,6 +59,19 @@ def test_gathers_and_reductions_are_the_plans(ranks: int, recompute: bool) -> No
     assert lowered.cost_analysis().received == (3 * DEPTH - 1) * 4 * elements * (ranks - 1) // ranks
 
 
+def test_the_next_gather_is_issued_before_this_one_is_waited_for() -> None:
+    nodes = list(fsdp.lower(by_unit, stack(8), X).graph.graph.nodes)
+    gathers = [node for node in nodes if "all_gather" in str(node.target)]
+    waits = [next(iter(node.users)) for node in gathers]
+    assert all("wait_tensor" in str(wait.target) for wait in waits)
+    ahead = [nodes.index(after) < nodes.index(wait) for after, wait in zip(gathers[1:], waits, strict=False)]
+    assert ahead == [k != DEPTH - 1 for k in range(2 * DEPTH - 2)]  # the last unit is used again at once: it waits
+    reductions = [node for node in nodes if "reduce_scatter" in str(node.target)]
+    for node in reductions[:-1]:  # waited for after more compute: the next unit's backward
+        between = nodes[nodes.index(node) : nodes.index(next(iter(node.users)))]
+        assert any("mm" in str(other.target) for other in between)
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_weights_take_a_shard_and_two_layers(recompute: bool) -> None:
     """ZeRO-3: half of the full weights on 2 ranks, and two gathered layers; without the regathering pass it is all."""
