@@ -142,7 +142,7 @@ register(
 def _coordinate(mesh: Any) -> dict[str, int]:
     """Where this rank stands on each axis; of a mesh that only plans, at the first place."""
     if tracing():
-        return dict.fromkeys(mesh, 0) if isinstance(mesh, Mapping) else _places(mesh)
+        return {axis: 0 for axis, _ in mesh} if isinstance(mesh, tuple) else _places(mesh)
     return runtime_of(mesh).coordinate
 
 

@@ -26,6 +26,10 @@ COPIES = Schedule(transport="copy_engine", debug=True)
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 
 
+def ones(state: fsdp.State) -> torch.Tensor:
+    return torch.ones(2, 32, device=state.count.device)
+
+
 def of_copies(preset: str, loop: str, dtype: torch.dtype, **spec: Any) -> Any:
     return sharded(preset, loop, 3, 2, dtype, schedule=COPIES, **spec)
 
@@ -66,7 +70,7 @@ def counted(preset: str, precision: Precision | None = None) -> tuple[dict[str, 
     try:
         for _ in range(2):
             counts.clear()
-            state, _ = through_the_stack(state, torch.ones(2, 32))
+            state, _ = through_the_stack(state, ones(state))
             passes = dict(counts)
             counts.clear()
             state = fsdp.step(state)
@@ -105,7 +109,8 @@ def gradients(transport: Any, times: int) -> list[dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     params = {path: torch.randn_like(p) for path, p in params.items()}
     state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
-    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = x.bfloat16().to(state.count.device)
     seen = []
     for _ in range(times):
         middle = fsdp.finish(through_the_stack(state, x)[0])
@@ -130,7 +135,7 @@ def other_weights() -> list[float]:
     params, _ = fsdp.functionalize(Stack(32, 3))
     state = fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.sgd(lr=0.1))
     predict = T.apply(Stack(32, 3), lambda model, x: sum(F.linear(x, m.weight).sum() for m in model.layers))
-    x = torch.ones(2, 32)
+    x = ones(state)
     seen = []
 
     def look(state: fsdp.State) -> float:
@@ -197,7 +202,7 @@ def copied(folder: str) -> list[float]:
     seen = []
     for one in (state, twin, loaded):
         for _ in range(3):
-            one, loss = through_the_stack(one, torch.ones(2, 32))
+            one, loss = through_the_stack(one, ones(one))
             one = fsdp.step(one)
         seen.append(loss.item())
     return seen

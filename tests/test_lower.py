@@ -136,6 +136,14 @@ def test_an_exact_sum_is_an_all_to_all() -> None:
     }
 
 
+def test_labels_cut_buckets_as_they_do_where_it_runs() -> None:
+    rates = {"bias": 0.1, "default": 0.2}
+    state = stack(
+        {"replica": 2, "shard": 4}, fsdp.hsdp("replica", "shard"), fsdp.adamw(lr=rates), labels={"*bias": "bias"}
+    )
+    assert len(fsdp.lower(by_unit, state, X).collectives) == 4 * DEPTH - 1
+
+
 def test_the_whole_tree_is_gathered_once() -> None:
     state = stack(8, fsdp.zero3("data"), fsdp.adamw())
     lowered = fsdp.lower(whole, state, X)

@@ -73,7 +73,7 @@ def trained(
     seen = []
     for i in range(steps):
         state, loss = step(state, [batch(i, dist.get_rank(), k) for k in range(micro)])
-        seen.append((loss.item(), {path: p.clone() for path, p in fsdp.full_params(state).items()}))
+        seen.append((loss.item(), {path: p.cpu() for path, p in fsdp.full_params(state).items()}))
     assert state.steps == steps
     assert f"step {steps}, between steps" in repr(state)
     return seen, count()

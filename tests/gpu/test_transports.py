@@ -1,0 +1,112 @@
+"""Transports on GPUs: copies over NVLink, and whole steps under torch.compile on NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from gpu.traces import recorded
+from problems import LOOPS, Stack, reference, through_the_stack
+from test_copy_engine import abandoned, copied, gradients, of_copies, other_weights
+from test_traced import STEPS, trained
+
+import functional_fsdp as fsdp
+from functional_fsdp import Schedule, Spec, launch
+from functional_fsdp._launch import stop_workers
+
+pytestmark = pytest.mark.timeout(500)
+RANKS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers() -> Iterator[None]:
+    assert torch.cuda.device_count() >= RANKS, f"these tests need {RANKS} GPUs"
+    stop_workers()
+    yield
+    stop_workers()
+
+
+@pytest.mark.parametrize("loop", list(LOOPS))
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
+def test_steps_by_copies_are_the_plain_modules(preset: str, loop: str) -> None:
+    ranks = 4 if preset in ("hsdp", "hfsdp") else RANKS
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        for seen in launch(of_copies, ranks, preset, loop, dtype):
+            for (_, mine, _), (_, grads, _) in zip(seen, reference(ranks, 3, 2, dtype), strict=True):
+                for path, grad in grads.items():
+                    torch.testing.assert_close(mine[path], grad, rtol=tolerance, atol=tolerance)
+
+
+def test_sums_by_copies_are_exact_and_the_same_bits_every_time() -> None:
+    exact, copies = launch(gradients, RANKS, "collective", 1), launch(gradients, RANKS, "copy_engine", 10)
+    for (expected,), seen in zip(exact, copies, strict=True):
+        for found in seen:
+            for name, local in expected.items():
+                assert torch.equal(found[name], local)
+
+
+def test_copies_read_what_the_state_has() -> None:
+    for seen in launch(other_weights, RANKS):
+        assert seen == pytest.approx([seen[0]] * len(seen), rel=1e-5)
+
+
+def test_ranks_that_parted_meet_again() -> None:
+    for met, same, resting in launch(abandoned, RANKS):
+        assert met >= 4
+        assert same
+        assert resting
+
+
+def test_copies_of_states_and_checkpoints_go_on_alike(tmp_path: object) -> None:
+    for seen in launch(copied, RANKS, f"{tmp_path}/saved"):
+        assert seen[0] == seen[1] == seen[2]
+
+
+def kernels() -> tuple[int, int, int]:
+    """In a step of layers of 8 MiB: NCCL's gathers, its reductions, and its other kernels."""
+    with torch.device("cuda"):
+        params, _ = fsdp.functionalize(Stack(2048, 4))
+    precision = fsdp.Precision(compute=torch.bfloat16)
+    spec = Spec(fsdp.local_mesh(), precision=precision, schedule=Schedule(transport="copy_engine"))
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-3))
+    x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
+    for _ in range(2):
+        state = fsdp.step(through_the_stack(state, x)[0])
+    with recorded() as traces:
+        state = fsdp.step(through_the_stack(state, x)[0])
+    (trace,) = traces
+    found = [kernel for kernel in trace.kernels if "nccl" in kernel.name.lower()]
+    return len(trace.collectives("AllGather")), len(trace.collectives("ReduceScatter")), len(found)
+
+
+def test_copies_run_no_kernel_of_nccl() -> None:
+    assert launch(kernels, RANKS) == [(0, 0, 0)] * RANKS
+
+
+@pytest.mark.parametrize(
+    ("preset", "loop", "way"),
+    [
+        ("zero3", "whole", "eager"), ("zero3", "by_unit", "aot_eager"), ("zero3", "by_unit", "T.aot_eager"),
+        ("zero2", "by_unit", "aot_eager"), ("ddp", "whole", "aot_eager"),
+    ],
+)  # fmt: skip
+def test_a_compiled_step_is_the_plain_modules(preset: str, loop: str, way: str) -> None:
+    for seen, count in launch(trained, RANKS, preset, loop, way):
+        assert count == 1
+        for (_, weights), (_, _, expected) in zip(seen, reference(RANKS, STEPS, 2), strict=True):
+            for path, weight in expected.items():
+                torch.testing.assert_close(weights[path], weight, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["inductor", "T.inductor"])
+def test_generated_code_is_the_plain_modules_in_float32(way: str) -> None:
+    """One step of AdamW moves a weight by no more than lr, whatever the rounding of a gradient near zero."""
+    for rank, (seen, count) in enumerate(launch(trained, RANKS, "zero3", "by_unit", way, 1, 1, torch.float32)):
+        assert count == 1
+        (loss, weights), (expected, _, after) = seen[0], next(reference(RANKS, 1, 1, torch.float32))
+        assert rank > 0 or loss == pytest.approx(expected, abs=1e-5)  # the reference tells rank 0's
+        for path, weight in after.items():
+            torch.testing.assert_close(weights[path], weight, rtol=0, atol=1e-3)
