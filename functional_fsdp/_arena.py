@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Arena", "Place"]
 
+Filling = tuple[tuple[Issued, ...], Steps, bool]
+
 
 class Part(NamedTuple):
     """A bucket's place: where this rank's slice goes, and the gathers that complete the whole.
@@ -68,26 +70,32 @@ class Place:
         for part in self.parts:
             poison(part.whole)
 
-    def fill(self, run: Runtime, state: State) -> tuple[tuple[Issued, ...], Steps, bool]:
+    def fill(self, run: Runtime, state: State, first: bool, begun: dict[str, bool]) -> Filling:
         """The job: cast the shards into this rank's slices, gather in place. Parts travel together.
+
+        Args:
+            first: it is the unit's first gather in this pass. begun: by axis, whether it is the first of all.
 
         Returns the collectives it will issue, the job, and whether these all start at once.
         """
         if self.pulls:
-            return self._pull(run, state)
+            return self._pull(run, state, first, begun)
         jobs = [self._fill(run, part, read(state, part.bucket).local) for part in self.parts]
         return self.issued, jobs[0] if len(jobs) == 1 else together(jobs), self.single
 
-    def _pull(self, run: Runtime, state: State) -> tuple[tuple[Issued, ...], Steps, bool]:
+    def _pull(self, run: Runtime, state: State, first: bool, begun: dict[str, bool]) -> Filling:
         issued: list[Issued] = []
         jobs: list[Steps] = []
         single = True
         for part in self.parts:
             source = read(state, part.bucket).local
-            hops, job = part.pull.job(source) if part.pull else (tuple(h for h, _ in part.hops), None)
+            if part.pull:
+                hops, job = part.pull.job(source, first, begun.get(part.pull.axis, False))
+            else:
+                hops, job = tuple(hop for hop, _ in part.hops), self._fill(run, part, source)
             issued += hops
             single = single and len(hops) <= 1
-            jobs.append(self._fill(run, part, source) if job is None else job)
+            jobs.append(job)
         return tuple(issued), jobs[0] if len(jobs) == 1 else together(jobs), single
 
     def _fill(self, run: Runtime, part: Part, source: torch.Tensor) -> Steps:
@@ -110,6 +118,8 @@ class Arena:
         self.run = run
         self.plan = plan
         self.copies = copies
+        self.firsts, begin = copies.begins(plan) if copies else ([True] * len(plan.gathers), {})
+        self.begun = [{axis: i == k for axis, k in begin.items()} for i in range(len(plan.gathers))]
         self.places: dict[str, Place] = {}
         sides = all(unit.address in (0, plan.arena - unit.nbytes) for unit in plan.units if unit.nbytes)
         #: where each unit lies: (which allocation, the address in it)
@@ -182,5 +192,5 @@ class Arena:
             for _, axis, at, size in way.hops
             if self.run.sizes[axis] > 1
         ]
-        pull = Pull(self.copies, bucket, whole) if self.copies and bucket.name in self.copies.places else None
+        pull = Pull(self.copies, bucket, whole) if self.copies and bucket.name in self.copies.shards else None
         return Part(bucket, whole, whole[start:stop], () if pull else tuple(hops), pull)

@@ -120,6 +120,7 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
     ledger = Ledger(run, state.layout, state.spec, int(there["step"]))
     if state.spec.schedule.transport == "copy_engine":
         ledger.executor = Executor(run, state.layout, state.spec)
+        ledger.executor.prepare()
     ledger.enroll()
     return fresh.evolve(weights=weights, grads=(), token=Token(ledger, 0))
 

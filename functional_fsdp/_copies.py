@@ -1,23 +1,26 @@
 """Copies: gathers and reductions by reading other ranks' memory, instead of by collectives.
 
-    gather   once a step: barrier, cast the shard into the slab, barrier; then, each time, one copy from every rank
+    gather   the first of a unit in a pass: cast the shard into the slab, barrier, one copy from every rank; the
+             second: one copy from every rank, and no barrier; before the first of a pass a barrier more, after which
+             nobody reads what lay in the slab before
     reduce   gradients staged in a slab: barrier, one copy of the own part from every rank, barrier; summed in float32,
              in the order of ranks
 
-Main weights do not change within a step, so a gather reads what nobody writes, and the second gather of a unit waits
-for nobody. On GPUs copies run on the copy engines and leave the multiprocessors to compute.
+Main weights do not change within a pass, so the second gather of a unit reads what nobody writes, and waits for nobody.
+On GPUs copies run on the copy engines and leave the multiprocessors to compute. Which barriers a gather takes follows
+from its place in the plan, which is the same on every rank.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
 
 from ._lanes import Issued, Steps
 from ._layout import ALIGN, Bucket, Layout, aligned
-from ._route import Replicate, route, states_of
+from ._plan import Plan
+from ._route import Partial, Replicate, partial_states, route, states_of
 from ._runtime import Runtime
 from ._slab import Slab
 from ._weights import keeps_copy
@@ -25,9 +28,10 @@ from ._weights import keeps_copy
 __all__ = ["Copies", "Pull", "exchange"]
 
 BYTES = 4 * ALIGN
+SIGNALS = 16  # bytes of the slab whose barriers are used: it lives as long as the mesh
 
 
-class Place(NamedTuple):
+class Shard(NamedTuple):
     """Where a bucket's shard lies in the slab of its axis."""
 
     axis: str
@@ -39,26 +43,23 @@ class Pull:
     """How one bucket is gathered: where its shards are."""
 
     def __init__(self, copies: Copies, bucket: Bucket, whole: torch.Tensor) -> None:
-        self.copies = copies
-        self.name = bucket.name
-        place = copies.places[bucket.name]
-        slab = copies.slabs[place.axis]
-        cut = slice(place.at, place.at + place.nbytes)
+        shard = copies.shards[bucket.name]
+        slab = copies.slab(shard.axis)
+        cut = slice(shard.at, shard.at + shard.nbytes)
         theirs = [peer[cut].view(bucket.compute) for peer in slab.peers]
+        self.run = copies.run
+        self.axis = shard.axis
         self.mine = slab.mine[cut].view(bucket.compute)
         self.pairs = list(zip(whole.chunk(len(theirs)), theirs, strict=True))
-        self.barrier = Issued("gather", place.axis, "barrier", 1, torch.float32, "", bucket.name)
+        self.barrier = Issued("gather", shard.axis, "barrier", 1, torch.float32, "", bucket.name)
 
-    def job(self, source: torch.Tensor) -> tuple[tuple[Issued, ...], Steps]:
-        """The gather of `source`, this rank's shard: the barriers it takes, and what to do."""
-        copies, known = self.copies, self.copies.published.get(self.name)
-        if known is not None and known.source() is source and known.version == source._version:
-            return (), _pulled(copies.run, (), None, self.mine, self.pairs)
-        # Before a step commits all ranks have voted, and on the CPU they have read by then what they will.
-        settled = not copies.run.cuda and (known is None or known.commits < copies.commits)
-        barriers = (self.barrier,) if settled else (self.barrier, self.barrier)
-        copies.published[self.name] = Published(weakref.ref(source), source._version, copies.commits)
-        return barriers, _pulled(copies.run, barriers, source, self.mine, self.pairs)
+    def job(self, source: torch.Tensor, first: bool, begins: bool) -> tuple[tuple[Issued, ...], Steps]:
+        """The gather of `source`, this rank's shard: the barriers it takes, and what to do.
+
+        first: of this unit in this pass; begins: of all along the axis.
+        """
+        barriers = (self.barrier,) * (first + begins)
+        return barriers, _pulled(self.run, barriers, source if first else None, self.mine, self.pairs)
 
 
 def _pulled(
@@ -67,7 +68,7 @@ def _pulled(
 ) -> Steps:  # fmt: skip
     if source is not None:
         for barrier in barriers[1:]:
-            yield from run.collective(barrier, mine, mine)  # nobody reads the old one any more
+            yield from run.collective(barrier, mine, mine)  # all are in this pass: nobody reads the old one any more
         mine.copy_(source)
         source = None  # the job may outlive the state
         yield from run.collective(barriers[0], mine, mine)  # everybody's is there
@@ -75,38 +76,22 @@ def _pulled(
         part.copy_(theirs, non_blocking=True)
 
 
-class Published(NamedTuple):
-    """What of the state is in the slab: a tensor, its version, and how many steps were committed before."""
-
-    source: weakref.ref[torch.Tensor]
-    version: int
-    commits: int
-
-
 class Copies:
-    """The slabs of one lineage of states, and what lies in them. Making one is collective."""
+    """The slabs of one lineage of states, and where in them shards lie. Making a slab is collective."""
 
     def __init__(self, run: Runtime, layout: Layout) -> None:
         self.run = run
-        self.places: dict[str, Place] = {}
+        self.shards: dict[str, Shard] = {}
         self.sizes: dict[str, int] = {}
-        self.published: dict[str, Published] = {}
-        self.commits = 0
+        self.slabs: dict[str, Slab] = {}
         self.staging: dict[str, Slab] = {}
         for bucket in layout.buckets.values():
             axis = self._axis(bucket)
             if axis is not None:
                 nbytes = bucket.nbytes("weights")
                 at = self.sizes.get(axis, 0)
-                self.places[bucket.name] = Place(axis, at, nbytes)
+                self.shards[bucket.name] = Shard(axis, at, nbytes)
                 self.sizes[axis] = aligned(at + nbytes, BYTES)
-        self.slabs = {axis: self._made(axis, nbytes) for axis, nbytes in self.sizes.items()}
-
-    def _made(self, axis: str, nbytes: int) -> Slab:
-        slab = Slab(self.run, axis, nbytes)
-        if self.run.cuda:
-            self.run.signals.setdefault(axis, slab)
-        return slab
 
     def _axis(self, bucket: Bucket) -> str | None:
         """The axis along which a bucket is gathered, if it is one."""
@@ -115,6 +100,38 @@ class Copies:
         axes = [hop.axis for hop in way.hops if self.run.sizes[hop.axis] > 1]
         return axes[0] if len(axes) == 1 else None
 
+    def axes(self, layout: Layout) -> list[str]:
+        """The axes along which anything is read."""
+        found = dict.fromkeys(self.sizes)
+        for bucket in layout.trainable.values():
+            if bucket.exact:
+                found |= dict.fromkeys(reduced(bucket, self.run))
+        return list(found)
+
+    def begins(self, plan: Plan) -> tuple[list[bool], dict[str, int]]:
+        """For each of the plan's gathers whether it is its unit's first in a pass; and each axis's first gather."""
+        firsts: list[bool] = []
+        begin: dict[str, int] = {}
+        seen: set[str] = set()
+        for i, gather in enumerate(plan.gathers):
+            firsts.append(gather.unit not in seen)
+            seen.add(gather.unit)
+            for part in plan.by_name[gather.unit].parts:
+                if part.bucket in self.shards:
+                    begin.setdefault(self.shards[part.bucket].axis, i)
+        return firsts, begin
+
+    def _made(self, axis: str, nbytes: int) -> Slab:
+        if self.run.cuda and axis not in self.run.signals:
+            self.run.signals[axis] = Slab(self.run, axis, SIGNALS)
+        return Slab(self.run, axis, nbytes)
+
+    def slab(self, axis: str) -> Slab:
+        """The shards along an axis."""
+        if axis not in self.slabs:
+            self.slabs[axis] = self._made(axis, self.sizes[axis])
+        return self.slabs[axis]
+
     def stage(self, axis: str, nbytes: int) -> Slab:
         """Staging along an axis, of at least so many bytes; perhaps a new one."""
         found = self.staging.get(axis)
@@ -122,9 +139,14 @@ class Copies:
             found = self.staging[axis] = self._made(axis, nbytes)
         return found
 
-    def forget(self) -> None:
-        """A step was abandoned: ranks differ in what they have put into their slabs."""
-        self.published.clear()
+
+def reduced(bucket: Bucket, run: Runtime) -> set[str]:
+    """The axes along which a bucket's fresh gradients are first reduced, whether the last or not."""
+    found = set()
+    for end in (states_of(bucket, "grads", Partial), states_of(bucket, "main")):
+        hops = [hop for hop in route(bucket, partial_states(bucket), end, run.position).hops if run.sizes[hop.axis] > 1]
+        found |= {hop.axis for hop in hops[:1]}
+    return found
 
 
 def exchange(

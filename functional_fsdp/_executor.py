@@ -29,6 +29,7 @@ from ._program import combined
 from ._route import Partial, Replicate, states_of
 from ._runtime import Runtime
 from ._schedule import Order
+from ._slab import check_reach
 from ._spec import Spec
 from ._staging import Staging, Values
 from ._weights import Lease, lease_of
@@ -71,11 +72,21 @@ class Executor:
         self.plan = program
         self.comm = Comm(program, turn)
         self.arena = Arena(self.run, program, self.copies)
-        self.staging = Staging(self.run, program, self.layout, self.spec.average, self.copies)
+        self.staging = Staging(self.run, program, self.spec.average, self.copies)
+        if self.copies and self.copies.slabs:
+            self.prepare()
         self.fence = True  # the next gather waits for all that compute has done
         self.newest: Mark = None  # the end of the newest gather
         self.flying: dict[str, Place] = {}  # gathers that compute has not waited for
         self.released: dict[str, Mark] = {}  # the point from which a unit's bytes are free, in order
+
+    def prepare(self) -> None:
+        """Make what ranks share, now that all are here; else it is made when it is first needed. Collective."""
+        if self.copies:
+            check_reach(self.run, self.copies.axes(self.layout))
+            for axis in self.copies.sizes:
+                self.copies.slab(axis)
+            self.staging.prepare(self.layout)
 
     # ---------------------------------------------------------------- the order of use
 
@@ -140,7 +151,7 @@ class Executor:
             wanted = [name for name in names if not self.loose.held(name)] if self.loose.units else names
             gathers, outside = self.comm.use(wanted)
             self.midway = True
-            if self.comm.jumped and self.eager:
+            if self.comm.jumped and (self.eager or self.comm.training):
                 self.comm.skipped()
                 self._in_order(state, gathers, self.comm.lapse())
             else:
@@ -200,7 +211,7 @@ class Executor:
         if fresh or self.fence:  # waits for all that compute has done: the bytes or the weights may be new
             self.fence = False
             after = self.run.mark()
-        issued, job, single = place.fill(self.run, state)
+        issued, job, single = place.fill(self.run, state, self.arena.firsts[index], self.arena.begun[index])
         place.gathered = self.newest = self.run.submit("gather", issued, job, after, single, mark=place.gathered)
         self.flying[unit] = place
 
@@ -323,12 +334,6 @@ class Executor:
         """Of the collectives issued in this step, lane by lane."""
         return zlib.crc32(repr(self.digests).encode())
 
-    def abandon(self) -> None:
-        """Back to the state between steps: the one before this step."""
-        self.reset()
-        if self.copies:
-            self.copies.forget()
-
     def reset(self) -> None:
         """Back to the state between steps, whether the step was taken or abandoned."""
         self.settle()
@@ -360,8 +365,6 @@ class Executor:
         """The step was taken: install the order that it recorded."""
         order, observed, turn = tuple(self.recording or ()), self.observed, self.recorded_turn
         self.reset()
-        if self.copies:
-            self.copies.commits += 1
         for place in self.arena.places.values():
             # The next step gathers other numbers: autograd shall refuse residuals that are kept until then.
             torch.autograd.graph.increment_version(place.aliases)

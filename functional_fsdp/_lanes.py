@@ -81,6 +81,13 @@ class Job:
                 self.works.pop(0)
             self._advance()
 
+    def step(self) -> None:
+        """On to what it issues next: the works that it waits for are done."""
+        for work in self.works:
+            work.wait()
+        self.works = []
+        self._advance()
+
     def ready(self) -> bool:
         """Whether `wait` would not wait for what is issued now."""
         return self.done or (self.single and all(work.is_completed() for work in self.works) and not self.failed())

@@ -279,6 +279,7 @@ def _memory(graph: fx.Graph) -> Memory:
     begin: dict[int, int] = {}
     end: dict[int, int] = {}
     gathered: set[int] = set()
+    same: dict[int, int] = {}
     given: set[int] = set()
     reads: dict[int, tuple[int, ...]] = {}  # a collective's result -> what it reads, until it is waited for
     for i, node in enumerate(nodes):
@@ -287,11 +288,14 @@ def _memory(graph: fx.Graph) -> Memory:
         waits = "wait_tensor" in str(node.target)
         if waits or is_view(node):
             owner[node] = inputs[0]
+            for t in pytree.tree_leaves(node.meta.get("val")):  # a waited-for value has a storage of its own, if fake
+                if isinstance(t, FakeTensor) and len(inputs[0]) == 1:
+                    same[t.untyped_storage()._cdata] = inputs[0][0]
         if waits:
             used |= {s for r in inputs[0] for s in reads.get(r, ())}
         elif node not in owner:
             found = [t.untyped_storage() for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, FakeTensor)]
-            keys = tuple(storage._cdata for storage in found)
+            keys = tuple(same.get(storage._cdata, storage._cdata) for storage in found)
             for key, storage in zip(keys, found, strict=True):
                 if key not in sizes:
                     sizes[key], begin[key] = storage.nbytes(), i

@@ -46,10 +46,11 @@ class BucketRecipe(NamedTuple):
     """What happens to a bucket.
 
     copied: whether there is a compute copy between steps. gathers: from the stored shard to the whole.
-    pieces: (elements, shape, which of the unit's leaves) in the order of the bucket; shape () with -1 is padding.
+    pieces: (elements, shape, which of the unit's leaves) in the order of the bucket; -1 is padding.
     empty: (which of the unit's leaves, shape) of leaves without elements.
     fresh: from a backward's gradients to their states, by `last`; rest: from partial main gradients to final ones.
-    refresh: from the updated main shard to the compute copy; own: where the shard lies in it.
+    refresh: from the updated main shard to the compute copy. divisor: of a mean over ranks that this bucket is not
+    reduced over.
     """
 
     bucket: Bucket
@@ -85,6 +86,7 @@ class Recipes:
     ) -> None:
         self.sizes, self.coordinate, self.groups = dict(sizes), dict(coordinate), dict(groups)
         self.average = spec.average
+        _ = layout.trainable  # cached: Dynamo does not trace the first time
         schedule = spec.schedule if spec.schedule.order != "recorded" else spec.schedule.ordered(None)
         program = plan(layout, schedule)
         self.uses = tuple(use.unit for use in program.uses)

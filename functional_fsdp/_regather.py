@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from ._errors import ScheduleError
+
 __all__ = ["again", "is_view", "point_at_second_gathers"]
 
 aten = torch.ops.aten
@@ -26,6 +28,8 @@ VIEWS = {
     aten.reshape.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default,
     aten.squeeze.dim, aten.squeeze.default, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
     aten.view.default, aten._unsafe_view.default, aten.view.dtype, aten.unbind.int, aten.lift_fresh.default,
+    aten.squeeze.dims, aten.diagonal.default, aten.unfold.default, aten.view_as_real.default, aten.narrow.default,
+    aten.view_as_complex.default, aten.movedim.int, aten.unsafe_split.Tensor, aten.chunk.default, aten.real.default,
 }  # fmt: skip
 
 
@@ -49,6 +53,11 @@ def point_at_second_gathers(graph: fx.Graph) -> int:
         after = {node: i for i, node in enumerate(graph.nodes)}
         for old, new in gathers.items():
             if old is not new:
+                if not _same(old, new):
+                    raise ScheduleError(
+                        "T.compile: a pullback was given other weights than its forward had; expected the unit's, "
+                        "gathered again. torch.compile(train_step, fullgraph=True) runs the function again from any."
+                    )
                 changed += _replace(graph, old, new, mark, after)
         mark.replace_all_uses_with(cotangent)
         graph.erase_node(mark)
@@ -57,7 +66,9 @@ def point_at_second_gathers(graph: fx.Graph) -> int:
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node's value lies in the bytes of its first argument's."""
-    return node.op == "call_function" and (node.target in VIEWS or getattr(node.target, "__name__", "") == "getitem")
+    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+        return isinstance(node.args[0], fx.Node) and is_view(node.args[0])  # of what was split
+    return node.op == "call_function" and node.target in VIEWS
 
 
 def _root(node: fx.Node) -> fx.Node:
@@ -67,6 +78,18 @@ def _root(node: fx.Node) -> fx.Node:
         assert isinstance(source, fx.Node)
         node = source
     return node
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are made in the same way from the same inputs: one gather, issued twice."""
+    if isinstance(a, list | tuple):
+        return isinstance(b, list | tuple) and len(a) == len(b) and all(map(_same, a, b))
+    if not isinstance(a, fx.Node) or not isinstance(b, fx.Node):
+        return bool(a == b)
+    if a is b:
+        return True
+    called = a.op == b.op == "call_function" and a.target == b.target
+    return called and _same(a.args, b.args) and a.kwargs == b.kwargs
 
 
 def _tree(root: fx.Node) -> Iterable[fx.Node]:

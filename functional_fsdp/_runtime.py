@@ -188,6 +188,7 @@ class Runtime:
             try:
                 job.wait(POLL)
             except RuntimeError as error:
+                self._progress()
                 spent, limit = time.monotonic() - begun, self.timeout.total_seconds()
                 if job.failed() or spent > limit:
                     self.failed = True
@@ -203,6 +204,13 @@ class Runtime:
                         "another rank abandoned this step and restarted. Nothing is lost: go on from the state that "
                         "the step started from (it is still valid), on every rank."
                     ) from None
+
+    def _progress(self) -> None:
+        """Meanwhile take the other lanes' jobs as far as they go: a peer may wait for what one of them issues next."""
+        for queue in self.queues.values():
+            for job in list(queue.jobs)[:1]:
+                if not job.done and job.works and all(work.is_completed() for work in job.works) and not job.failed():
+                    job.step()
 
     # ---- agreement
 
@@ -311,7 +319,10 @@ def any_failed() -> bool:
 
 
 def _timeout(mesh: DeviceMesh, device: torch.device) -> timedelta:
-    """The timeout of the mesh's own groups, which ours inherit."""
-    options = getattr(mesh.get_group(0)._get_backend(device), "options", None)
-    found = getattr(options, "_timeout", None)
-    return found if isinstance(found, timedelta) and math.isfinite(found.total_seconds()) else timedelta(minutes=10)
+    """The timeout of the mesh's own groups, which ours inherit, or that of all ranks' group if it is shorter."""
+    found = []
+    for group in (mesh.get_group(0), dist.group.WORLD):
+        limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None) if group else None
+        if isinstance(limit, timedelta) and math.isfinite(limit.total_seconds()):
+            found.append(limit)
+    return min(found, default=timedelta(minutes=10))

@@ -17,7 +17,6 @@ from ._layout import Bucket, Layout, LeafInfo, plan_layout
 from ._optim import as_optimizer
 from ._route import states_of
 from ._runtime import Runtime, runtime_of
-from ._slab import check_reach
 from ._spec import FLOATS, Spec
 from ._state import Ledger, State, Token
 from ._tree import flatten
@@ -154,8 +153,6 @@ def build(
 ) -> State:
     """Assemble a State from a layout; `fetch(unit)` gives the unit's whole leaves by path, one unit at a time."""
     run = runtime_of(spec.mesh)
-    if spec.schedule.transport == "copy_engine":
-        check_reach(run)
     optimizer = as_optimizer(optimizer)
     main: dict[str, FlatBuffer] = {}
     with torch.no_grad():
@@ -176,7 +173,8 @@ def build(
         opt = optimizer.init({name: main[name] for name in plan.trainable}) if optimizer else ()
     ledger = Ledger(run, plan, spec)
     if spec.schedule.transport == "copy_engine":
-        ledger.executor = Executor(run, plan, spec)  # here, where every rank is: it makes what ranks share
+        ledger.executor = Executor(run, plan, spec)
+        ledger.executor.prepare()
     ledger.enroll()
     count = torch.zeros((), dtype=torch.int64, device=run.device)
     rng = torch.tensor(seed, dtype=torch.int64)

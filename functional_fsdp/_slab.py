@@ -1,7 +1,7 @@
 """Slabs: bytes that every rank of a mesh axis has, and that each can read of all the others.
 
     rank 0   [ mine ][ rank 1's ]      GPUs: symmetric memory over NVLink (torch.distributed._symmetric_memory)
-    rank 1   [ rank 0's ][ mine ]      CPU: a file in shared memory, mapped by all processes of the host
+    rank 1   [ rank 0's ][ mine ]      CPU: anonymous shared memory, mapped by all processes of the host
 
 Whoever writes and whoever reads keep out of each other's way by barriers, which are collectives like others.
 """
@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
-import uuid
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,18 +23,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Slab", "check_reach"]
 
-ROOM = 1 << 26  # bytes that are left free in shared memory
-
 
 class Slab:
     """`mine` [nbytes], uint8, and `peers`: every rank's along the axis, by place; `peers[own place]` is `mine`.
 
     Making one is collective over the mesh.
+
+    Raises:
+        SpecError: on every rank, if the memory of one could not be had or read.
     """
 
     def __init__(self, run: Runtime, axis: str, nbytes: int) -> None:
         self.axis = axis
-        self.nbytes = nbytes
+        self.nbytes = max(nbytes, 1)
         self.mine: torch.Tensor
         self.peers: list[torch.Tensor]
         self.handle: Any = None  # of symmetric memory: barriers
@@ -55,21 +54,36 @@ class Slab:
         ]
 
     def _shared(self, run: Runtime) -> None:
-        path = _folder(self.nbytes) / f"functional_fsdp-{uuid.uuid4().hex}"
+        """Memory without a name, which peers find by this process's number: nothing stays behind if it dies."""
+        fd = os.memfd_create("functional_fsdp")
         try:
-            with path.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, self.nbytes)
-            mine = self._map(path)
-            paths = run.everyone(str(path))
-            others = [paths[i] for i in _along(run, self.axis)]
-            self.peers = [mine if other == str(path) else self._map(Path(other)) for other in others]
-            self.mine = mine
-            run.everyone(0)  # all have mapped all
+            where, failed = "", ""
+            try:
+                os.posix_fallocate(fd, 0, self.nbytes)
+                where = f"/proc/{os.getpid()}/fd/{fd}"
+                self.mine = self._map(where)
+            except (OSError, RuntimeError) as error:
+                failed = str(error)
+            told = run.everyone((where, failed))
+            if not any(why for _, why in told):
+                try:
+                    others = [told[i][0] for i in _along(run, self.axis)]
+                    self.peers = [self.mine if other == where else self._map(other) for other in others]
+                except (OSError, RuntimeError) as error:
+                    failed = str(error)
+            told = run.everyone((where, failed))
         finally:
-            path.unlink(missing_ok=True)  # the bytes stay until the last process lets go of them
+            os.close(fd)
+        why = next((why for _, why in told if why), None)
+        if why is not None:
+            raise SpecError(
+                f"Schedule(transport='copy_engine'): {self.nbytes:,} bytes of shared memory for the axis "
+                f"{self.axis!r} could not be had on every rank: {why}. Free memory, or use transport='collective'."
+            )
 
-    def _map(self, path: Path) -> torch.Tensor:
-        return torch.from_file(str(path), shared=True, size=self.nbytes, dtype=torch.uint8)
+    def _map(self, path: str) -> torch.Tensor:
+        os.close(os.open(path, os.O_RDWR))  # torch would make a file that it does not find
+        return torch.from_file(path, shared=True, size=self.nbytes, dtype=torch.uint8)
 
 
 def _along(run: Runtime, axis: str) -> list[int]:
@@ -80,38 +94,28 @@ def _along(run: Runtime, axis: str) -> list[int]:
     return [run.ranks.index(rank) for rank in next(row for row in rows if dist.get_rank() in row)]
 
 
-def _folder(nbytes: int) -> Path:
-    """Shared memory if it has room, else the folder for temporary files."""
-    shared = Path("/dev/shm")
-    if shared.is_dir():
-        room = os.statvfs(shared)
-        if room.f_bavail * room.f_frsize > nbytes + ROOM:
-            return shared
-    return Path(tempfile.gettempdir())
-
-
-def check_reach(run: Runtime) -> None:
-    """Raise SpecError, on every rank, unless ranks can read each other's memory along every axis. Collective.
+def check_reach(run: Runtime, axes: Iterable[str]) -> None:
+    """Raise SpecError, on every rank, unless ranks can read each other's memory along these axes. Collective.
 
     Raises:
         SpecError: naming what is missing: ranks on several hosts, or GPUs without peer access.
     """
-    hosts = run.everyone(socket.gethostname())
-    for axis, size in run.sizes.items():
-        along = [hosts[i] for i in _along(run, axis)] if size > 1 else []
-        if len(set(along)) > 1:
-            raise SpecError(
-                f"Schedule(transport='copy_engine') reads the memory of other ranks, which must be on one host along "
-                f"each axis that shards; along {axis!r} they are on {', '.join(sorted(set(along)))}. Use an inner axis "
-                "for each host (hsdp, hfsdp), or transport='collective'."
+    device = torch.cuda.current_device() if run.cuda else -1
+    ranks = run.everyone((socket.gethostname(), device))
+    wrong = ""
+    for axis in axes:
+        along = [ranks[i] for i in _along(run, axis)]
+        hosts = sorted({host for host, _ in along})
+        if len(hosts) > 1:
+            wrong = (
+                f"ranks must be on one host along each axis whose shards are read; along {axis!r} they are on "
+                f"{', '.join(hosts)}. Use an inner axis for each host (hsdp, hfsdp), or transport='collective'."
             )
-    reaches = True
-    if run.cuda:
-        mine = torch.cuda.current_device()
-        devices = run.everyone(mine)
-        reaches = all(other == mine or torch.cuda.can_device_access_peer(mine, other) for other in devices)
-    if not all(run.everyone(reaches)):
-        raise SpecError(
-            "Schedule(transport='copy_engine') needs GPUs that can read each other's memory (NVLink, or PCIe peer "
-            "access), and some of these cannot. Use transport='collective'."
-        )
+        elif run.cuda and not all(d == device or torch.cuda.can_device_access_peer(device, d) for _, d in along):
+            wrong = (
+                f"GPUs must be able to read each other's memory (NVLink, or PCIe peer access); along {axis!r} some "
+                "cannot. Use transport='collective'."
+            )
+    found = next((text for text in run.everyone(wrong) if text), None)
+    if found:
+        raise SpecError(f"Schedule(transport='copy_engine'): {found}")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._utils import _unflatten_dense_tensors
 
-from ._copies import Copies, exchange
+from ._copies import Copies, exchange, reduced
 from ._flat import FlatBuffer, templates, write_leaves
 from ._lanes import Issued, Mark, Steps, together
 from ._layout import STAGED, Bucket, Layout, Unit, aligned
@@ -113,7 +113,7 @@ class Stage:
 class Staging:
     """Every reduction's stage, and those that are under way, oldest first."""
 
-    def __init__(self, run: Runtime, plan: Plan, layout: Layout, average: str, copies: Copies | None = None) -> None:
+    def __init__(self, run: Runtime, plan: Plan, average: str, copies: Copies | None = None) -> None:
         self.run = run
         self.plan = plan
         self.copies = copies
@@ -123,8 +123,6 @@ class Staging:
         self.completing = False  # whether something beside them is under way
         self.moves: dict[tuple[str, States, States, bool], Move] = {}
         self.marks: dict[str, Mark] = {}  # the end of the newest reduction, by the lane that it ends on
-        for reduction in plan.reductions if copies else ():
-            self._slab(layout.by_name[reduction.unit])  # now, when every rank is here
 
     def reduce(
         self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object
@@ -333,14 +331,17 @@ class Staging:
 
     def _slab(self, unit: Unit) -> Slab | None:
         """Where a unit's gradients are staged so that the other ranks can read them: all of its buckets, or none."""
-        axes = set()
-        for bucket in unit.buckets if self.copies else ():
-            if bucket.trainable:
-                ends = (states_of(bucket, "grads", Partial), states_of(bucket, "main"))
-                moves = [self.move(bucket, partial_states(bucket), end) for end in ends]
-                axes |= {move.hops[0].axis if move.exact else None for move in moves if move.hops}
+        trainable = [bucket for bucket in unit.buckets if bucket.trainable]
+        axes: set[str] = set()
+        if self.copies and all(bucket.exact for bucket in trainable):
+            axes = axes.union(*(reduced(bucket, self.run) for bucket in trainable))
         (axis,) = axes if len(axes) == 1 else (None,)
         return self.copies.stage(axis, self.plan.staging) if self.copies and axis else None
+
+    def prepare(self, layout: Layout) -> None:
+        """Have the slabs of all reductions. Collective."""
+        for reduction in self.plan.reductions:
+            self._slab(layout.by_name[reduction.unit])
 
     def late(self) -> set[str] | None:
         """Buckets whose newest reduction compute has not waited for; None: it is not known which."""

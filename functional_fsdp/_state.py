@@ -90,7 +90,7 @@ class Ledger:
                 if self.head != self.base:
                     self._consume(self.head, "the restart of its step (the state before the step was used again)")
                 if self.executor is not None:
-                    self.executor.abandon()
+                    self.executor.reset()
             self.head, self.epoch = self.base, self.runtime.epoch
         elif self.midway and self.epoch == self.runtime.epoch:
             self._consume(serial, "a call that was stopped")
@@ -99,7 +99,7 @@ class Ledger:
             self._consume(serial, "the restart of its step (a rank abandoned it)")
             self.head = self.base
             if self.executor is not None:
-                self.executor.abandon()
+                self.executor.reset()
             raise self._stale(serial, verb)
 
     @property

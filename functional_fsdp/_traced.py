@@ -3,7 +3,7 @@
     unshard   cast the shard, all-gather; gathers that the plan has next are issued before this one is waited for
     release   the weights are forgotten: in a graph bytes are free when nothing uses them any more
     reduce    the gradients in one flat tensor, reduce-scatter, waited for when the next one comes
-    step      the update as plain operations, written into the state's own buffers
+    step      the update as plain operations, written into the state's own buffers (`_traced_step`)
 
 What the verbs of a step know of each other (the cursor, what is in flight) travels in the state's token, a `Trace`,
 which exists only while the step is traced. Nothing in Python changes from one run to the next, so nothing recompiles;
@@ -27,7 +27,7 @@ from ._route import States
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["Trace", "finish", "over_axes", "recipes_of", "reduce", "release", "step", "unshard"]
+__all__ = ["Trace", "base_of", "finish", "over_axes", "recipes_of", "reduce", "release", "unshard"]
 
 Weights = dict[str, torch.Tensor]
 
@@ -85,6 +85,11 @@ def _trace(state: State) -> Trace:
     return token if isinstance(token, Trace) else Trace(token, 0, 0, {}, {}, (), ())
 
 
+def base_of(state: State) -> Any:
+    """The token of the state that the step began with."""
+    return _trace(state).base
+
+
 def _then(state: State, trace: Trace, **fields: Any) -> State:
     """The state after a verb: between steps again if nothing is held, in flight or reduced."""
     busy = len(trace.held) + len(trace.ready) + len(trace.flying) + len(trace.pending)
@@ -117,11 +122,14 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
             views.update(zip(one.paths, found.values(), strict=True))
         return state, pytree.tree_unflatten([views[path] for path in state.layout.source], state.treedef)
     names = (unit,) if isinstance(unit, str) else tuple(unit)
-    given = {}
     for name in names:
         if name not in recipes.units:
             raise ScheduleError(f"unshard: there is no unit {name!r}. The units are {', '.join(recipes.units)}.")
-        state, given[name] = _use(state, recipes, name)
+    given: dict[str, Weights] = {}
+    cursor = _trace(state).cursor
+    for name in sorted(names, key=lambda name: _ahead(recipes, name, cursor)):
+        state, given[name] = _beside(state, recipes, name) if outside else _use(state, recipes, name)
+    given = {name: given[name] for name in names}
     return state, given[unit] if isinstance(unit, str) else given
 
 
@@ -156,6 +164,25 @@ def _use(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
     ready[name] = (weights, last)
     trace = Trace(trace.base, cursor, issued, flying, ready, (*trace.held, name), trace.pending)
     return state.evolve(token=trace), weights
+
+
+def _beside(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
+    """One unit's weights, without a use of the program."""
+    trace, one = _trace(state), recipes.units[name]
+    if name in trace.held:
+        return state, trace.ready[name][0]
+    weights = _weights(one, _whole(one, _gather(state, one)))
+    ready = {**trace.ready, name: (weights, -1)}
+    held = (*trace.held, name)
+    return state.evolve(
+        token=Trace(trace.base, trace.cursor, trace.issued, trace.flying, ready, held, trace.pending)
+    ), weights
+
+
+def _ahead(recipes: Recipes, name: str, cursor: int) -> int:
+    """When a unit is used next: those that the program has first come first."""
+    use = _next(recipes, name, cursor)
+    return use if use >= cursor else use + len(recipes.uses)
 
 
 def _next(recipes: Recipes, name: str, cursor: int) -> int:
@@ -268,10 +295,10 @@ def _reduce(state: State, recipes: Recipes, unit: UnitRecipe, values: list[Any],
         token=Trace(trace.base, trace.cursor, trace.issued, trace.flying, trace.ready, trace.held, tuple(pending)),
         grads=state.grads or {},
     )
-    return _complete(_collect(state, recipes), recipes) if last and _partial(state, unit, last) else state
+    return _complete(_collect(state, recipes), recipes, (unit,)) if last and _partial(state, unit) else state
 
 
-def _partial(state: State, unit: UnitRecipe, last: bool) -> bool:
+def _partial(state: State, unit: UnitRecipe) -> bool:
     """Whether main gradients of a unit that were to stay partial have to be completed now."""
     return any(
         one.bucket.name in (state.grads or ()) and state.grads[one.bucket.name].states != one.fresh[True].states
@@ -315,17 +342,16 @@ def _through(move: Move, local: torch.Tensor, op: str, begin: int) -> torch.Tens
 
 
 def _added(one: BucketRecipe, have: Any, local: torch.Tensor, states: States, state: State) -> FlatBuffer:
-    local = local.to(one.bucket.grads)
     if have is not None:
-        local = have.local + local
-    return FlatBuffer(local, one.bucket, states, state.spec.mesh)
+        local = have.local + local  # in the wider dtype
+    return FlatBuffer(local.to(one.bucket.grads), one.bucket, states, state.spec.mesh)
 
 
-def _complete(state: State, recipes: Recipes) -> State:
-    """What is still partial of the main gradients, reduced."""
+def _complete(state: State, recipes: Recipes, units: Iterable[UnitRecipe]) -> State:
+    """What is still partial of these units' main gradients, reduced."""
     op = "avg" if recipes.average == "mean" else "sum"
     grads = dict(state.grads)
-    for unit in recipes.units.values():
+    for unit in units:
         for one in unit.buckets:
             have = grads.get(one.bucket.name)
             if have is not None and have.states != one.rest.states:
@@ -339,7 +365,7 @@ def finish(state: State) -> State:
     state = _collect(state, recipes)
     if len(state.grads) == 0:
         raise ScheduleError("step: this state has no gradients. Call state = reduce(state, grads) first.")
-    state = _complete(state, recipes)
+    state = _complete(state, recipes, recipes.units.values())
     grads = dict(state.grads)
     for unit in recipes.units.values():
         for one in unit.buckets:
@@ -348,50 +374,3 @@ def finish(state: State) -> State:
                 zero = torch.zeros_like(main.local, dtype=one.bucket.grads)
                 grads[one.bucket.name] = FlatBuffer(zero, one.bucket, main.states, state.spec.mesh)
     return state.evolve(grads=grads)
-
-
-# ---------------------------------------------------------------- step
-
-
-def step(state: State, *, skip: torch.Tensor | None = None) -> State:
-    recipes = recipes_of(state, "step")
-    if state.optimizer is None:
-        raise ScheduleError(
-            "step: this state has no optimizer. Give one to shard(params, spec, optimizer), as fsdp.adamw(lr=3e-4)."
-        )
-    base = _trace(state).base
-    state = finish(state)
-    main, grads = {}, {}
-    for name, buffer in state.grads.items():
-        main[name] = state.main[name]
-        grads[name] = buffer.but(buffer.local.to(main[name].local.dtype))
-    optimizer, opt = state.optimizer, state.opt
-    if skip is None:
-        new_main, new_opt = optimizer.update(grads, opt, main, state.count)
-    elif hasattr(optimizer, "update_unless"):
-        new_main, new_opt = optimizer.update_unless(skip, grads, opt, main, state.count)
-    else:
-        before = pytree.tree_map_only(torch.Tensor, torch.clone, (main, opt))
-        after = optimizer.update(grads, opt, main, state.count)
-        new_main, new_opt = pytree.tree_map(lambda a, b: torch.where(skip, a, b), before, after)
-    _write((main, opt), (new_main, new_opt))
-    for unit in recipes.units.values():
-        for one in unit.buckets:
-            if one.copied and one.bucket.trainable:
-                local = state.main[one.bucket.name].local.to(one.bucket.compute)
-                for exchange in one.refresh:
-                    local = run(exchange, local)
-                state.weights[one.bucket.name].local.copy_(local)
-    state.count.add_(1 if skip is None else ~skip)
-    return state.evolve(grads=(), token=base)
-
-
-def _write(old: Any, new: Any) -> None:
-    """Put the optimizer's results into the state's own buffers, where they are not there already."""
-    have, before = pytree.tree_flatten(old)
-    values, after = pytree.tree_flatten(new)
-    if before != after:
-        raise TreeError("step: the optimizer returned trees of another structure than it was given.")
-    for buffer, value in zip(have, values, strict=True):
-        if buffer is not value:
-            buffer.copy_(value)

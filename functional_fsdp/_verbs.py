@@ -23,7 +23,7 @@ from typing import Any, TypeVar, cast, overload
 import torch
 import torch.utils._pytree as pytree
 
-from . import _traced
+from . import _traced, _traced_step
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer, leaves_of
 from ._gradients import of_tree, of_unit
@@ -58,7 +58,8 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
                 "weights only."
             )
         if torch.compiler.is_dynamo_compiling() or LOWERING:
-            return traced(*args, **kwargs)
+            with torch.no_grad():
+                return traced(*args, **kwargs)
         if args and not isinstance(args[0], State):
             raise TypeError(f"{fn.__name__}(state, ...): the first argument is a State, not {type(args[0]).__name__}.")
         before = torch.is_grad_enabled()
@@ -256,7 +257,7 @@ def finish(state: State) -> State:
 # ---------------------------------------------------------------- step
 
 
-@verb(_traced.step)
+@verb(_traced_step.step)
 def step(state: State, *, skip: torch.Tensor | None = None) -> State:
     """Update main weights with the optimizer, refresh the compute copies, and drop the gradients. Consumes `state`.
 

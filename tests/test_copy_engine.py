@@ -91,14 +91,15 @@ def counted(preset: str, precision: Precision | None = None) -> tuple[dict[str, 
 )
 def test_gathers_are_no_collectives(preset: str, passes: dict[str, int], after: dict[str, int]) -> None:
     for found, later, units in launch(counted, 4, preset):
-        together = Counter(found) + Counter(later)
-        assert together == Counter({kind: n * units for kind, n in (Counter(passes) + Counter(after)).items()})
+        expected = Counter({kind: n * units for kind, n in (Counter(passes) + Counter(after)).items()})
+        expected["barrier"] += preset not in ("zero2", "ddp")  # one when a pass begins, if anything is gathered
+        assert Counter(found) + Counter(later) == expected
         assert ("all_gather" in found) == ("all_gather" in passes)
 
 
 def test_sums_may_be_the_backends() -> None:
     for found, _, units in launch(counted, 2, "zero3", Precision(sum="native")):
-        assert found == {"barrier": units, "reduce_scatter": units}
+        assert found == {"barrier": units + 1, "reduce_scatter": units}
 
 
 def gradients(transport: Any, times: int) -> list[dict[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from functional_fsdp import ScheduleError, State, TreeError, release, unshard
+from functional_fsdp import ScheduleError, SpecError, State, TreeError, release, unshard
 
 __all__ = ["Key", "Stage", "Stages", "dims", "rows"]
 
@@ -37,6 +37,8 @@ class Stage:
         self.key = key
         self.fn = fn
         self.units = (key,) if isinstance(key, str) else tuple(key)
+        if len(set(self.units)) != len(self.units):
+            raise SpecError(f"stages: the key {key!r} names a unit twice; expected each once.")
         self.opens: tuple[str, ...] = ()
 
     def gather(self, state: State) -> tuple[State, Weights]:
@@ -137,4 +139,6 @@ def rows(verb: str, *trees: Any) -> int:
                 f"{verb}: tensors of the batch have shapes {sizes[0]} and {shape}; expected the same number of samples "
                 f"in dim 0, got {sizes[0][0]} and {shape[0]}."
             )
+    if not sizes[0][0]:
+        raise TreeError(f"{verb}: a batch without samples: a tensor of shape {sizes[0]}; expected at least 1 in dim 0.")
     return sizes[0][0]

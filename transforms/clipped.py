@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ def clipped_gradients(
         `forward_backward`: `last=False` says that more microbatches follow, `scale` multiplies the gradients. Noise
         comes with the last one: once a step. (`T.accumulate` around it averages losses over microbatches, by position.)
 
+    The norms are float32, or the compute dtype's where that is wider; with bfloat16 compute a sample's gradient is
+    clipped to its rounding. A sample whose gradient is not finite makes the whole one so: see `T.skip_nonfinite`.
+
     This is the mechanism of DP-SGD. How much privacy it spends is for an accountant to say; that takes batches drawn at
     random, and a secret `seed`.
 
@@ -62,10 +65,10 @@ def clipped_gradients(
         >>> state = fsdp.step(state)  # doctest: +SKIP
     """
     walk = Stages("clipped_gradients", stages)
-    if not max_norm > 0:
-        raise SpecError(f"clipped_gradients(max_norm={max_norm!r}): expected a norm above 0.")
-    if not noise >= 0:
-        raise SpecError(f"clipped_gradients(noise={noise!r}): expected a multiplier of at least 0.")
+    if not 0 < max_norm < inf:
+        raise SpecError(f"clipped_gradients(max_norm={max_norm!r}): expected a finite norm above 0.")
+    if not 0 <= noise < inf:
+        raise SpecError(f"clipped_gradients(noise={noise!r}): expected a finite multiplier of at least 0.")
 
     def f(
         state: State, batch: Any, *, last: bool = True, scale: float | torch.Tensor = 1.0

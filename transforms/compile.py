@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.utils._pytree as pytree
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -58,7 +59,7 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
             "torch.compile(train_step, fullgraph=True, backend=...), which computes a unit's forward twice."
         )
     compiled = torch.compile(train_step, fullgraph=True, dynamic=False, backend=_backend(backend, config))
-    checked: list[bool] = []
+    checked: set[Any] = set()
 
     @wraps(train_step)
     def run(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -67,20 +68,27 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
                 "a compiled train step was called inside a torch.func transform, which cannot see through its "
                 "collectives. Use the transform inside the step, between unshard and reduce."
             )
-        if not checked:
+        signature = _signature(args, kwargs)
+        if signature not in checked:
             _refuse_custom_backwards(train_step, state, args, kwargs)
-            checked.append(True)
+            checked.add(signature)
         with keeping(True):
             return compiled(state, *args, **kwargs)
 
     return cast(F, run)
 
 
+def _signature(args: Any, kwargs: Any) -> Any:
+    """Equal for calls that are traced alike: shapes and dtypes of tensors, and everything else as it prints."""
+    leaves, treedef = pytree.tree_flatten((args, kwargs))
+    return treedef, tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+
+
 def _refuse_custom_backwards(train_step: Callable[..., Any], state: State, args: Any, kwargs: Any) -> None:
     """torch's compiler drops the backward of an autograd.Function under torch.func, without a word: wrong gradients."""
     try:
         found = custom_backwards(train_step, state, *args, **kwargs)
-    except RuntimeError as error:  # it reads a tensor's value, say: the compiler may know it
+    except (RuntimeError, NotImplementedError) as error:  # it reads a tensor's value, say: the compiler may know it
         warnings.warn(
             "compile: the step could not be searched for torch.autograd.Functions, whose backward torch.compile drops "
             f"under torch.func: {str(error)[:200]}",

@@ -64,7 +64,7 @@ def hvp(
     def f(state: State, v: Vector, batch: Any) -> tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]:
         _check(state, v)
         before = state
-        if state.grads:
+        if state.grads or state.executor.early:  # those whose turn has not come, too
             state = finish(state)
         grads = state.grads
         walk.enter(state)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from functional_fsdp import SpecError
 from functional_fsdp._module import skeleton_of
+from functional_fsdp._tracing import tracing
 
 from ._patterns import outermost
 
@@ -47,13 +48,18 @@ def remat(what: Any, *patterns: str) -> Any:
     if not isinstance(what, nn.Module):
         if patterns:
             raise SpecError(f"remat: {', '.join(map(repr, patterns))} are paths in a model, and this is a function.")
-        return partial(checkpoint, what, use_reentrant=False)
+        return partial(_checkpointed, what)
     model = skeleton_of(what)
     if not patterns:
         raise SpecError("remat(model): name the modules that recompute, as remat(model, 'blocks.*').")
     for _, module in outermost("remat", model, patterns):
         module.__class__ = _recomputed(type(module))
     return model
+
+
+def _checkpointed(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Traced, `T.vjp` and the compiler say what is kept, and torch has no checkpoints there."""
+    return fn(*args, **kwargs) if tracing() else checkpoint(fn, *args, use_reentrant=False, **kwargs)
 
 
 _RECOMPUTED: dict[type[nn.Module], type[nn.Module]] = {}

@@ -25,6 +25,7 @@ import torch.utils._pytree as pytree
 
 from functional_fsdp import ScheduleError, TreeError
 from functional_fsdp._tracing import KEEPING, tracing
+from functional_fsdp._verbs import INTERPRETER
 from functional_fsdp._weights import Lease, lease_of
 
 __all__ = ["Pullback", "functional_vjp", "lent", "vjp"]
@@ -51,7 +52,8 @@ def vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple[Any, Pullb
         TreeError: `pullback` with weights or cotangents of another structure than before.
 
     In eager mode this is autograd's graph, so that `fn` may contain compiled modules and activation checkpointing.
-    Under torch.func transforms and when traced it is torch.func.vjp, run from the weights that the pullback is given.
+    Under torch.func transforms and when traced it is torch.func.vjp, run from the weights that the pullback is given:
+    `fn` runs twice, with other random numbers, so with dropout compile the step by `T.compile`, where it runs once.
 
     Example:
         >>> out, pullback = vjp(lambda w, x: w["a"] * x, {"a": torch.tensor(3.0)}, torch.tensor(2.0))
@@ -252,19 +254,27 @@ def _refuse(verb: str, lease: Lease) -> None:
 
 def _under_transforms(fn: Callable[..., Any], weights: Any, primals: tuple[Any, ...]) -> tuple[Any, Pullback]:
     lent("vjp", weights, primals)
-    if tracing() and KEEPING:
+    whole = tracing() and not isinstance(torch._C._functorch.peek_interpreter_stack(), INTERPRETER)
+    if whole and KEEPING:
         out, pull = functional_vjp(fn, (weights, *primals))
 
         def residual(w: Any, dout: Any) -> Any:
-            return pull(_marked(dout, weights, w))
+            return _detached(pull(_marked(dout, weights, w)))
 
-        return out, residual
+        return _detached(out), residual
 
     def pullback(w: Any, dout: Any) -> Any:
         lent("pullback", w, primals)
-        return functional_vjp(fn, (w, *primals))[1](dout)
+        found = functional_vjp(fn, (w, *primals))[1](dout)
+        return _detached(found) if whole else found
 
-    return fn(weights, *primals), pullback
+    out = fn(weights, *primals)
+    return _detached(out) if whole else out, pullback
+
+
+def _detached(tree: Any) -> Any:
+    """Without what autograd knows of it, as everything that leaves `vjp`; under transforms it must stay."""
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
 
 
 def _marked(dout: Any, first: Any, second: Any) -> Any:
