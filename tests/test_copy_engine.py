@@ -151,6 +151,11 @@ def other_weights() -> list[float]:
     for buffer in state.main.values():
         buffer.local.mul_(3)
     seen.append(look(state) / 3)
+    for buffer in state.main.values():
+        buffer.local.data.mul_(2)  # which no version tells
+    seen.append(look(state) / 6)
+    with torch.inference_mode():
+        seen.append(look(state) / 6)
     return seen
 
 
@@ -233,6 +238,36 @@ def test_ranks_on_several_hosts_are_an_error_that_names_them() -> None:
     for text in launch(on_two_hosts, 2):
         assert "along 'data' they are on host0, host1" in text
         assert "transport='collective'" in text
+
+
+def on_hosts(hosts: str) -> str:
+    real = socket.gethostname
+    socket.gethostname = lambda: hosts.split()[dist.get_rank()]
+    try:
+        mesh, placement = mesh_and_placement("hsdp")
+        fsdp.shard({"w": torch.ones(4)}, Spec(mesh, placement, schedule=COPIES), fsdp.sgd(lr=0.1))
+    except SpecError as error:
+        return str(error)
+    finally:
+        socket.gethostname = real
+    return ""
+
+
+def test_only_axes_that_are_read_must_be_on_one_host_and_all_ranks_hear_of_it() -> None:
+    assert launch(on_hosts, 4, "a a b b") == [""] * 4  # the outer axis goes by collectives
+    for text in launch(on_hosts, 4, "a a a b"):
+        assert "along 'shard' they are on a, b" in text
+
+
+def looked_at_a_copy() -> str:
+    params, _ = fsdp.functionalize(Stack(32, 3))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.sgd(lr=0.1))
+    twin = copy.deepcopy(state)
+    return repr(twin.comm) if dist.get_rank() == 0 else ""
+
+
+def test_one_rank_may_look_at_a_copy() -> None:
+    assert "layers.0" in launch(looked_at_a_copy, 2)[0]
 
 
 def test_nothing_stays_in_shared_memory() -> None:

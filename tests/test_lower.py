@@ -17,9 +17,11 @@ LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes in float32; divides by 2 ranks × 1
 X = torch.empty(ROWS, WIDTH, device="meta")
 
 
-def stack(ranks: Any = 2, placement: Any = None, optimizer: Any = None, **spec: Any) -> fsdp.State:
+def stack(
+    ranks: Any = 2, placement: Any = None, optimizer: Any = None, width: int = WIDTH, depth: int = DEPTH, **spec: Any
+) -> fsdp.State:
     with torch.device("meta"):
-        params, _ = fsdp.functionalize(Stack(WIDTH, DEPTH))
+        params, _ = fsdp.functionalize(Stack(width, depth))
     mesh = ranks if isinstance(ranks, dict) else {"data": ranks}
     return fsdp.abstract(params, Spec(mesh, placement, **spec), optimizer or fsdp.sgd(lr=0.1))
 
@@ -117,6 +119,31 @@ def test_other_placements_gather_after_the_update_only(preset: str, gathers: int
     assert [one.kind for one in lowered.collectives].count("all-gather") == gathers
     assert [one.kind for one in lowered.collectives].count(reductions) == DEPTH
     assert lowered.memory_analysis().gathered <= 1.01 * LAYER  # of a refresh, with padding
+
+
+@pytest.mark.parametrize(("preset", "kind"), [("ddp", "all-reduce"), ("zero1", "reduce-scatter")])
+def test_whole_gradients_travel_once_for_all_microbatches(preset: str, kind: str) -> None:
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        for k in range(3):
+            state, params = fsdp.unshard(state)
+            grads = torch.func.grad(lambda p: sum((x @ w.T).sum() for w in p.values() if w.dim() == 2))(params)
+            state = fsdp.reduce(state, grads, last=k == 2)
+        return fsdp.step(state)
+
+    kinds = [one.kind for one in fsdp.lower(train_step, stack(4, getattr(fsdp, preset)("data")), X).collectives]
+    assert kinds.count(kind) == DEPTH
+
+
+def test_a_value_of_several_parts_lives_part_by_part() -> None:
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        values, where = torch.topk(x, 1 << 18)
+        state, params = fsdp.unshard(state)
+        used = values.sum()  # the values are done with here; the places are needed to the end
+        grads = torch.func.grad(lambda p: p["layers.0.bias"].sum() * used)(params)
+        return fsdp.step(fsdp.reduce(state, grads)), where.sum()
+
+    memory = fsdp.lower(train_step, stack(depth=1, width=8), torch.empty(1 << 20, device="meta")).memory_analysis()
+    assert memory.temporaries < (4 + 8) * (1 << 18) + 8192
 
 
 def test_two_axes_reduce_twice() -> None:

@@ -406,7 +406,7 @@ def refused() -> list[str]:
 
 def test_what_is_wrong_says_so() -> None:
     for bound, noise, chunk, rows, none, scalar, missing, cotangents, fine in launch(refused, 2):
-        assert "SpecError: clipped_gradients(max_norm=0.0): expected a norm above 0." in bound
+        assert "SpecError: clipped_gradients(max_norm=0.0): expected a finite norm above 0." in bound
         assert "SpecError: clipped_gradients(noise=-1.0): expected a multiplier of at least 0." in noise
         assert "SpecError: per_sample_norms(chunk=0): expected a number of samples of at least 1" in chunk
         assert "shapes (6, 5) and (4, 5); expected the same number of samples in dim 0, got 6 and 4." in rows
@@ -465,3 +465,22 @@ def test_an_error_in_a_stage_costs_nothing(way: str, where: int, who: tuple[int,
     for rank, (seen, said) in enumerate(launch(breaks, 2, way, who, where)):
         assert said == ["Boom" if rank in who else "RestartError"]
         assert all(torch.equal(a[key], b[key]) for a, b in zip(seen, good, strict=True) for key in b)
+
+
+def test_norms_and_keys_that_mean_nothing_are_refused() -> None:
+    stages = {"a": lambda w, h, sample: sample.sum()}
+    for value in (float("inf"), float("nan"), 0.0):
+        with pytest.raises(fsdp.SpecError, match=r"clipped_gradients\(max_norm=.*expected a finite norm above 0"):
+            T.clipped_gradients(stages, value)
+    with pytest.raises(fsdp.SpecError, match=r"clipped_gradients\(noise=inf\): expected a finite multiplier"):
+        T.clipped_gradients(stages, 1.0, float("inf"))
+    with pytest.raises(fsdp.SpecError, match=r"the key \('a', 'a'\) names a unit twice"):
+        T.per_sample_norms({("a", "a"): lambda w, h, sample: sample.sum()})
+
+
+def test_a_batch_without_samples_is_an_error_before_anything_is_gathered() -> None:
+    state = fsdp.shard({"a": {"w": torch.ones(3)}}, fsdp.Spec(fsdp.local_mesh(), units=["a"]), fsdp.sgd(lr=0.1))
+    norms = T.per_sample_norms({"a": lambda w, h, sample: (w["w"] * sample).sum()})
+    with pytest.raises(fsdp.TreeError, match=r"a batch without samples: a tensor of shape \(0, 3\)"):
+        norms(state, torch.ones(0, 3))
+    assert state.comm.idle

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from problems import LOOPS, Stack, batch, mesh_and_placement, net, reference, through_the_stack
 from torch._dynamo.backends.common import aot_autograd
 
@@ -375,6 +377,81 @@ def test_what_drives_the_schedule_itself_cannot_be_traced() -> None:
         torch.compile(forward_backward, fullgraph=True, backend="eager")(state, batch(0, 0)[0])
     with pytest.raises(ScheduleError, match=r"apply drives the schedule .* cannot be traced"):
         fsdp.lower(T.apply(model), state, batch(0, 0)[0])
+
+
+# ---------------------------------------------------------------- as eager steps
+
+
+def descended(way: str, kind: str) -> tuple[list[float], bool]:
+    """Three steps of an optimizer of one's own: sums of the weights after each, and whether they have a history."""
+
+    def update(grads: Any, opt: Any, main: Any, count: Any) -> Any:
+        if kind == "the last weights are kept":
+            return pytree.tree_map(lambda g, p: p - 0.1 * g, grads, main), main
+        return pytree.tree_map(lambda g, p, m: p - 0.1 * (g + m), grads, main, opt), grads
+
+    initial: Any = lambda main: pytree.tree_map(torch.zeros_like, main)  # noqa: E731
+    spec = fsdp.Spec(fsdp.local_mesh(), schedule=TRACED if way != "lanes" else None)
+    params, model = fsdp.functionalize(net())
+    teacher = net()  # its weights require gradients, and nobody wants them
+    state = fsdp.shard(params, spec, fsdp.Optimizer(initial, update))
+
+    def train_step(state: fsdp.State, data: Any) -> Any:
+        state, params = fsdp.unshard(state)
+        with torch.no_grad() if way == "lanes" else nullcontext():
+            wanted = teacher(data[0])
+        grads = torch.func.grad(lambda p: (fsdp.bind(model, p)(data[0]) - wanted * 0.5).square().mean())(params)
+        return fsdp.step(fsdp.reduce(state, grads)), 0
+
+    step = compiled(way, train_step)[0] if way != "lanes" else train_step
+    sums = []
+    for i in range(3):
+        state, _ = step(state, batch(i, dist.get_rank()))
+        sums.append(sum(p.double().sum().item() for p in fsdp.full_params(state).values()))
+    return sums, any(buffer.local.requires_grad for buffer in state.main.values())
+
+
+@pytest.mark.parametrize("kind", ["momentum", "the last weights are kept"])
+def test_an_optimizer_of_ones_own_does_the_same(kind: str) -> None:
+    for (eager, _), (traced, history) in zip(
+        launch(descended, 2, "lanes", kind), launch(descended, 2, "eager", kind), strict=True
+    ):
+        assert traced == pytest.approx(eager, rel=1e-12)
+        assert not history
+
+
+def test_other_weights_for_a_pullback_are_an_error_and_the_function_again() -> None:
+    torch._dynamo.reset()
+    state, _ = state_of()
+
+    def train_step(state: fsdp.State) -> Any:
+        state, w = fsdp.unshard(state, "tail")
+        out, pullback = T.vjp(lambda w: (w["scale"] * w["pair"].sum()).exp(), w)
+        dw, *_ = pullback({key: 2 * value for key, value in w.items()}, torch.ones_like(out))
+        return fsdp.step(fsdp.release(fsdp.reduce(state, dw, "tail"), "tail"))
+
+    with pytest.raises(Exception, match="a pullback was given other weights than its forward had"):
+        T.compile(train_step, "aot_eager")(state)
+    torch._dynamo.reset()
+    state, _ = state_of()
+    after = torch.compile(train_step, fullgraph=True, backend="eager")(state)
+    expected = 1.5 - 0.1 * 0  # of the scale: the pair adds up to nothing
+    assert fsdp.full_params(after)["tail.scale"].item() == pytest.approx(expected)
+
+
+def test_a_step_is_searched_for_custom_backwards_for_each_kind_of_call() -> None:
+    torch._dynamo.reset()
+    state, _ = state_of()
+
+    def train_step(state: fsdp.State, tripled: bool) -> Any:
+        state, params = fsdp.unshard(state)
+        grads = torch.func.grad(lambda p: Tripled.apply(p["tail.scale"]) if tripled else p["tail.scale"] * 1)(params)
+        return fsdp.step(fsdp.reduce(state, grads))
+
+    step = T.compile(train_step, "aot_eager")
+    state = step(state, False)
+    with pytest.raises(ScheduleError, match="Tripled"):
+        step(state, True)
 
 
 def test_unknown_names_are_refused() -> None:
