@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,3 +90,10 @@ def test_the_transforms_have_one_import_name() -> None:
     for file in CORE + TRANSFORMS:
         names = [n.module for n in nodes(file) if isinstance(n, ast.ImportFrom) and not n.level]
         assert "transforms" not in names
+
+
+def test_importing_loads_no_compiler() -> None:
+    """torch._dynamo takes half a second, and only those who compile need it."""
+    code = "import sys, functional_fsdp.transforms; print({'torch._dynamo', 'torch._inductor'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "set()"

@@ -13,8 +13,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.utils._pytree as pytree
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from functional_fsdp import ScheduleError, SpecError, State
 from functional_fsdp import _regather as regather
@@ -105,6 +103,8 @@ def _refuse_custom_backwards(train_step: Callable[..., Any], state: State, args:
 
 
 def _backend(name: str, config: dict[str, Any]) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd  # half a second, and only for who compiles
+
     if name == "aot_eager":
 
         def plain(module: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -118,16 +118,20 @@ def _backend(name: str, config: dict[str, Any]) -> Callable[..., Any]:
         from torch._inductor.compile_fx import compile_fx
 
         settings = {"reorder_for_compute_comm_overlap": torch.cuda.is_available()} | config
-        return compile_fx(module, inputs, config_patches=settings | {"post_grad_custom_pre_pass": _Pass()})
+        return compile_fx(module, inputs, config_patches=settings | {"post_grad_custom_pre_pass": _inductors_pass()})
 
     return inductor
 
 
-class _Pass(CustomGraphPass):
+def _inductors_pass() -> Any:
     """The pass as Inductor takes one."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        regather.point_at_second_gathers(graph)
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            regather.point_at_second_gathers(graph)
 
-    def uuid(self) -> Any:
-        return get_hash_for_files((regather.__file__,))
+        def uuid(self) -> Any:
+            return get_hash_for_files((regather.__file__,))
+
+    return Pass()
