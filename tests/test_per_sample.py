@@ -407,7 +407,7 @@ def refused() -> list[str]:
 def test_what_is_wrong_says_so() -> None:
     for bound, noise, chunk, rows, none, scalar, missing, cotangents, fine in launch(refused, 2):
         assert "SpecError: clipped_gradients(max_norm=0.0): expected a finite norm above 0." in bound
-        assert "SpecError: clipped_gradients(noise=-1.0): expected a multiplier of at least 0." in noise
+        assert "SpecError: clipped_gradients(noise=-1.0): expected a finite multiplier of at least 0." in noise
         assert "SpecError: per_sample_norms(chunk=0): expected a number of samples of at least 1" in chunk
         assert "shapes (6, 5) and (4, 5); expected the same number of samples in dim 0, got 6 and 4." in rows
         assert "nothing in the batch has a leading dim of samples" in none
