@@ -25,7 +25,6 @@ import torch.distributed.checkpoint as dcp
 import torch.utils._pytree as pytree
 
 from ._errors import SpecError, TreeError
-from ._executor import Executor
 from ._flat import FlatBuffer
 from ._runtime import runtime_of
 from ._state import Ledger, State, Token
@@ -118,11 +117,8 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
             for name, copy in weights.items():
                 refresh(fresh.main[name], copy)
     ledger = Ledger(run, state.layout, state.spec, int(there["step"]))
-    if state.spec.schedule.transport == "copy_engine":
-        ledger.executor = Executor(run, state.layout, state.spec)
-        ledger.executor.prepare()
     ledger.enroll()
-    return fresh.evolve(weights=weights, grads=(), token=Token(ledger, 0))
+    return fresh.evolve(weights=weights, grads=(), token=Token(ledger, 0)).prepared()
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:

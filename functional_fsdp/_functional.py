@@ -37,7 +37,7 @@ def finished(exchange: Exchange, local: torch.Tensor, op: str) -> torch.Tensor:
     if op == "avg":
         total = total / exchange.ranks
     if exchange.whole:
-        return run(Exchange("gather", exchange.ranks, exchange.group, 0, torch.float32, False), total)
+        return run(Exchange("gather", exchange.ranks, exchange.group, torch.float32, False), total)
     return total
 
 

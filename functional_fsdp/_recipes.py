@@ -8,6 +8,7 @@ While torch.compile traces a step it runs Python slowly and guards what it reads
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -25,12 +26,11 @@ Groups = Mapping[tuple[str, str], str]  # (lane, axis) -> the name of the group
 
 
 class Exchange(NamedTuple):
-    """One collective. kind: "gather", "scatter", "reduce", or "sum" for the exact sum; size: elements afterwards."""
+    """One collective. kind: "gather", "scatter", "reduce", or "sum" for the exact sum."""
 
     kind: str
     ranks: int
     group: str
-    size: int
     dtype: torch.dtype
     whole: bool  # of an exact sum: whether every rank has all of it
 
@@ -85,7 +85,7 @@ class Recipes:
         self, layout: Layout, spec: Spec, sizes: Mapping[str, int], coordinate: Mapping[str, int], groups: Groups
     ) -> None:
         self.sizes, self.coordinate, self.groups = dict(sizes), dict(coordinate), dict(groups)
-        self.average = spec.average
+        self.op = "avg" if spec.average == "mean" else "sum"
         _ = layout.trainable  # cached: Dynamo does not trace the first time
         schedule = spec.schedule if spec.schedule.order != "recorded" else spec.schedule.ordered(None)
         program = plan(layout, schedule)
@@ -111,10 +111,7 @@ class Recipes:
         pieces = []
         for i, shape in enumerate(bucket.pieces):
             leaf = leaf_at.get(i)
-            size = 1
-            for n in shape:
-                size *= n
-            pieces.append((size, shape, -1) if leaf is None else (size, shape, unit.paths.index(leaf.path)))
+            pieces.append((prod(shape), shape, -1 if leaf is None else unit.paths.index(leaf.path)))
         partial = partial_states(bucket)
         return BucketRecipe(
             bucket,
@@ -125,13 +122,13 @@ class Recipes:
             {last: self._move(bucket, partial, final if last else rest) for last in (True, False)},
             self._move(bucket, rest, final),
             self._gathers(bucket, states_of(bucket, "main"), states_of(bucket, "weights"), "side") if copied else (),
-            bucket.share if self.average == "mean" else 1,
+            bucket.share if self.op == "avg" else 1,
         )
 
     def _gathers(self, bucket: Bucket, states: States, target: States, lane: str) -> tuple[Exchange, ...]:
         way = route(bucket, states, target, tuple(self.coordinate.items()))
         return tuple(
-            Exchange("gather", self.sizes[hop.axis], self.group(lane, hop.axis), hop.size, bucket.compute, False)
+            Exchange("gather", self.sizes[hop.axis], self.group(lane, hop.axis), bucket.compute, False)
             for hop in way.hops
             if self.sizes[hop.axis] > 1
         )
@@ -146,7 +143,7 @@ class Recipes:
             dtype = torch.float32 if bucket.exact and not exact else bucket.wire
             group = self.group("outer" if i else "reduce", hop.axis)
             kind = "sum" if exact else hop.kind
-            found.append(Exchange(kind, self.sizes[hop.axis], group, hop.size, dtype, hop.kind == "reduce"))
+            found.append(Exchange(kind, self.sizes[hop.axis], group, dtype, hop.kind == "reduce"))
         return Move(tuple(found), way.states)
 
 

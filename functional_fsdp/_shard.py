@@ -11,7 +11,6 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 
 from ._errors import SpecError, TreeError
-from ._executor import Executor
 from ._flat import FlatBuffer
 from ._layout import Bucket, Layout, LeafInfo, plan_layout
 from ._optim import as_optimizer
@@ -172,15 +171,11 @@ def build(
                 refresh(main[name], weights[name])
         opt = optimizer.init({name: main[name] for name in plan.trainable}) if optimizer else ()
     ledger = Ledger(run, plan, spec)
-    if spec.schedule.transport == "copy_engine":
-        ledger.executor = Executor(run, plan, spec)
-        ledger.executor.prepare()
     ledger.enroll()
     count = torch.zeros((), dtype=torch.int64, device=run.device)
     rng = torch.tensor(seed, dtype=torch.int64)
-    return State(
-        main, weights or (), (), opt, buffers, count, rng, (), spec, plan, optimizer, treedef, Token(ledger, 0)
-    )
+    static = (spec, plan, optimizer, treedef, Token(ledger, 0))
+    return State(main, weights or (), (), opt, buffers, count, rng, (), *static).prepared()
 
 
 def _slice(bucket: Bucket, values: Any, start: int, local: torch.Tensor) -> torch.Tensor:

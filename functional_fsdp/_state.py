@@ -256,6 +256,12 @@ class State:
             ledger.executor = Executor(ledger.runtime, self.layout, self.spec)
         return ledger.executor
 
+    def prepared(self) -> State:
+        """This state, with what its ranks share made: for whoever makes it while all are there. Collective."""
+        if self.spec.schedule.transport == "copy_engine":
+            self.executor.prepare()
+        return self
+
     @property
     def comm(self) -> Comm:
         """The schedule as it stands: the plan, the cursor, what is in flight, live, held, released. Printing it gives a

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Trace", "base_of", "finish", "over_axes", "recipes_of", "reduce", "release", "unshard"]
 
 Weights = dict[str, torch.Tensor]
+FIELDS = ("base", "cursor", "issued", "flying", "ready", "held", "pending")
 
 
 class Pending(NamedTuple):
@@ -59,6 +60,10 @@ class Trace:
         self.ready = ready
         self.held = held
         self.pending = pending
+
+    def but(self, **changes: Any) -> Trace:
+        """The same with some fields replaced."""
+        return Trace(**{name: changes[name] if name in changes else getattr(self, name) for name in FIELDS})
 
     @property
     def ledger(self) -> NoReturn:
@@ -90,6 +95,12 @@ def base_of(state: State) -> Any:
     return _trace(state).base
 
 
+def _unit(recipes: Recipes, name: str, verb: str) -> UnitRecipe:
+    if name not in recipes.units:
+        raise ScheduleError(f"{verb}: there is no unit {name!r}. The units are {', '.join(recipes.units)}.")
+    return recipes.units[name]
+
+
 def _then(state: State, trace: Trace, **fields: Any) -> State:
     """The state after a verb: between steps again if nothing is held, in flight or reduced."""
     busy = len(trace.held) + len(trace.ready) + len(trace.flying) + len(trace.pending)
@@ -104,7 +115,7 @@ def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: str) ->
     recipes = recipes_of(state, "pmean" if op == "mean" else "psum")
     for axis in axes:
         if recipes.sizes[axis] > 1:
-            one = Exchange("reduce", recipes.sizes[axis], recipes.group("side", axis), 0, flat.dtype, True)
+            one = Exchange("reduce", recipes.sizes[axis], recipes.group("side", axis), flat.dtype, True)
             flat = run(one, flat, "avg" if op == "mean" else "sum")
     return flat
 
@@ -123,8 +134,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
         return state, pytree.tree_unflatten([views[path] for path in state.layout.source], state.treedef)
     names = (unit,) if isinstance(unit, str) else tuple(unit)
     for name in names:
-        if name not in recipes.units:
-            raise ScheduleError(f"unshard: there is no unit {name!r}. The units are {', '.join(recipes.units)}.")
+        _unit(recipes, name, "unshard")
     given: dict[str, Weights] = {}
     cursor = _trace(state).cursor
     for name in sorted(names, key=lambda name: _ahead(recipes, name, cursor)):
@@ -144,14 +154,11 @@ def _use(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
     if use < cursor:  # the program begins again
         issued = 0
         flying, ready = {}, {kept: ready[kept] for kept in trace.held}
-    last = use
+    last = _until(recipes, name, use)
     if use < len(recipes.uses):
-        for i in range(issued, recipes.due[use]):
-            gathered, first, until = recipes.gathers[i]
+        for gathered, first, _ in recipes.gathers[issued : recipes.due[use]]:
             if first >= use:
                 flying[gathered] = _gather(state, recipes.units[gathered])
-            if gathered == name and first <= use <= until:
-                last = until
         issued = max(issued, recipes.due[use])
         cursor = use + 1
     if name in ready:
@@ -159,11 +166,10 @@ def _use(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
     else:
         one = recipes.units[name]
         wholes = flying.pop(name) if name in flying else _gather(state, one)
-        last = max(last, _until(recipes, name, use))
         weights = _weights(one, _whole(one, wholes))
     ready[name] = (weights, last)
-    trace = Trace(trace.base, cursor, issued, flying, ready, (*trace.held, name), trace.pending)
-    return state.evolve(token=trace), weights
+    held = (*trace.held, name)
+    return state.evolve(token=trace.but(cursor=cursor, issued=issued, flying=flying, ready=ready, held=held)), weights
 
 
 def _beside(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
@@ -174,9 +180,7 @@ def _beside(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
     weights = _weights(one, _whole(one, _gather(state, one)))
     ready = {**trace.ready, name: (weights, -1)}
     held = (*trace.held, name)
-    return state.evolve(
-        token=Trace(trace.base, trace.cursor, trace.issued, trace.flying, ready, held, trace.pending)
-    ), weights
+    return state.evolve(token=trace.but(ready=ready, held=held)), weights
 
 
 def _ahead(recipes: Recipes, name: str, cursor: int) -> int:
@@ -249,7 +253,7 @@ def release(state: State, unit: str | Sequence[str]) -> State:
             )
     held = tuple(name for name in trace.held if name not in names)
     ready = {name: found for name, found in trace.ready.items() if name in held or found[1] >= trace.cursor}
-    return _then(state, Trace(trace.base, trace.cursor, trace.issued, trace.flying, ready, held, trace.pending))
+    return _then(state, trace.but(ready=ready, held=held))
 
 
 # ---------------------------------------------------------------- reduce
@@ -258,9 +262,7 @@ def release(state: State, unit: str | Sequence[str]) -> State:
 def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = True) -> State:
     recipes = recipes_of(state, "reduce")
     if unit is not None:
-        if unit not in recipes.units:
-            raise ScheduleError(f"reduce: there is no unit {unit!r}. The units are {', '.join(recipes.units)}.")
-        one = recipes.units[unit]
+        one = _unit(recipes, unit, "reduce")
         if not isinstance(grads, Mapping) or set(grads) != set(one.keys):
             raise TreeError(f"reduce(state, grads, {unit!r}): expected {{key: tensor}} with the keys {one.keys}.")
         return _reduce(state, recipes, one, [grads[key] for key in one.keys], last)
@@ -282,7 +284,7 @@ def _reduce(state: State, recipes: Recipes, unit: UnitRecipe, values: list[Any],
         if shape is not None and value is not None and tuple(value.shape) != tuple(shape):
             raise TreeError(f"reduce: the gradient of {key!r} has shape {tuple(value.shape)}; expected {shape}.")
     state = _collect(state, recipes)
-    op = "avg" if recipes.average == "mean" else "sum"
+    op = recipes.op
     pending = []
     for one in unit.buckets:
         if one.bucket.trainable:
@@ -290,11 +292,7 @@ def _reduce(state: State, recipes: Recipes, unit: UnitRecipe, values: list[Any],
             move = one.fresh[last if have is None else have.states == one.fresh[True].states]
             local = _flat(one, values, state.main[one.bucket.name].local)
             pending.append(Pending(one, move, start(move.exchanges[0], local, op) if move.exchanges else local))
-    trace = _trace(state)
-    state = state.evolve(
-        token=Trace(trace.base, trace.cursor, trace.issued, trace.flying, trace.ready, trace.held, tuple(pending)),
-        grads=state.grads or {},
-    )
+    state = state.evolve(token=_trace(state).but(pending=tuple(pending)), grads=state.grads or {})
     return _complete(_collect(state, recipes), recipes, (unit,)) if last and _partial(state, unit) else state
 
 
@@ -322,7 +320,7 @@ def _collect(state: State, recipes: Recipes) -> State:
     trace = _trace(state)
     if len(trace.pending) == 0:
         return state
-    op = "avg" if recipes.average == "mean" else "sum"
+    op = recipes.op
     grads = dict(state.grads or {})
     for one, move, started in trace.pending:
         local = started
@@ -331,8 +329,7 @@ def _collect(state: State, recipes: Recipes) -> State:
         if one.divisor > 1:
             local = local / one.divisor
         grads[one.bucket.name] = _added(one, grads.get(one.bucket.name), local, move.states, state)
-    trace = Trace(trace.base, trace.cursor, trace.issued, trace.flying, trace.ready, trace.held, ())
-    return _then(state, trace, grads=grads)
+    return _then(state, trace.but(pending=()), grads=grads)
 
 
 def _through(move: Move, local: torch.Tensor, op: str, begin: int) -> torch.Tensor:
@@ -349,7 +346,7 @@ def _added(one: BucketRecipe, have: Any, local: torch.Tensor, states: States, st
 
 def _complete(state: State, recipes: Recipes, units: Iterable[UnitRecipe]) -> State:
     """What is still partial of these units' main gradients, reduced."""
-    op = "avg" if recipes.average == "mean" else "sum"
+    op = recipes.op
     grads = dict(state.grads)
     for unit in units:
         for one in unit.buckets:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils._pytree as pytree
 
-from ._errors import ScheduleError, TreeError
+from ._errors import TreeError
 from ._functional import run
 from ._traced import base_of, finish, recipes_of
+from ._update import check, may_step, update
 
 if TYPE_CHECKING:
     from ._state import State
@@ -19,26 +20,13 @@ __all__ = ["step"]
 
 def step(state: State, *, skip: torch.Tensor | None = None) -> State:
     recipes = recipes_of(state, "step")
-    if state.optimizer is None:
-        raise ScheduleError(
-            "step: this state has no optimizer. Give one to shard(params, spec, optimizer), as fsdp.adamw(lr=3e-4)."
-        )
+    may_step(state, skip)
     base = base_of(state)
     state = finish(state)
-    main, grads = {}, {}
-    for name in state.layout.trainable:
-        buffer = state.grads[name]
-        main[name] = state.main[name]
-        grads[name] = buffer.but(buffer.local.to(main[name].local.dtype))
-    optimizer, opt = state.optimizer, state.opt
-    if skip is None:
-        new_main, new_opt = optimizer.update(grads, opt, main, state.count)
-    elif hasattr(optimizer, "update_unless"):
-        new_main, new_opt = optimizer.update_unless(skip, grads, opt, main, state.count)
-    else:
-        before = pytree.tree_map_only(torch.Tensor, torch.clone, (main, opt))
-        after = optimizer.update(grads, opt, main, state.count)
-        new_main, new_opt = pytree.tree_map(lambda a, b: torch.where(skip, a, b), before, after)
+    main, opt = {name: state.main[name] for name in state.layout.trainable}, state.opt
+    new_main, new_opt = update(state, state.grads, main, skip)
+    check(main, new_main, "main")
+    check(opt, new_opt, "opt")
     _write((main, opt), (new_main, new_opt))
     for unit in recipes.units.values():
         for one in unit.buckets:
@@ -53,21 +41,13 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
 
 def _write(old: Any, new: Any) -> None:
     """Put the optimizer's results into the state's own buffers, where they are not there already."""
-    have, before = pytree.tree_flatten(old)
-    values, after = pytree.tree_flatten(new)
-    if before != after:
-        raise TreeError("step: the optimizer returned trees of another structure than it was given.")
+    have, values = pytree.tree_leaves(old), pytree.tree_leaves(new)
     found = []
     for buffer, value in zip(have, values, strict=True):
-        if not isinstance(buffer, torch.Tensor) or not isinstance(value, torch.Tensor):
+        if not isinstance(buffer, torch.Tensor):
             raise TreeError(
-                f"step: the optimizer's state has a {type(buffer).__name__}, and got a {type(value).__name__}; in a "
-                "compiled step all of it must be tensors. Make it one: torch.tensor(...)."
-            )
-        if value.shape != buffer.shape or value.dtype != buffer.dtype:
-            raise TreeError(
-                f"step: the optimizer returned a tensor of shape {tuple(value.shape)} and dtype {value.dtype}; "
-                f"expected {tuple(buffer.shape)} and {buffer.dtype}."
+                f"step: the optimizer's state has a {type(buffer).__name__}; in a compiled step all of it must be "
+                "tensors. Make it one: torch.tensor(...)."
             )
         moved = value is not buffer and any(value is other for other in have)  # one buffer's values in another's place
         found.append(value.clone() if moved else value)

@@ -24,12 +24,13 @@ import torch
 import torch.utils._pytree as pytree
 
 from . import _traced, _traced_step
-from ._errors import ScheduleError, TreeError
-from ._flat import FlatBuffer, leaves_of
+from ._errors import ScheduleError
+from ._flat import leaves_of
 from ._gradients import of_tree, of_unit
 from ._layout import Unit
 from ._state import State, Token
 from ._tracing import LOWERING, tracing
+from ._update import check, may_step, update
 from ._weights import gather, refresh, whole_of
 
 __all__ = ["changed", "finish", "reduce", "release", "step", "then", "unshard", "verb"]
@@ -274,12 +275,7 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
 
     Collective: what `reduce` left unfinished; an all-gather a bucket where weights are less sharded than main weights.
     """
-    if skip is not None and (skip.dtype is not torch.bool or skip.dim()):
-        raise TreeError(f"step: skip has shape {tuple(skip.shape)} and dtype {skip.dtype}; expected [] and torch.bool.")
-    if state.optimizer is None:
-        raise ScheduleError(
-            "step: this state has no optimizer. Give one to shard(params, spec, optimizer), as fsdp.adamw(lr=3e-4)."
-        )
+    may_step(state, skip)
     state.valid("step")
     _has_gradients(state)
     ledger = state.token.ledger
@@ -301,17 +297,17 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
     try:
         if late:  # the others first, while these are on their way; a stream waits for them, and cannot fail
             early = {name: buffer for name, buffer in main.items() if name not in late}
-            _update(state, executor.grads, early, skip)
+            update(state, executor.grads, early, skip)
             executor.settle()
-            _update(state, executor.grads, {name: main[name] for name in late}, skip)
+            update(state, executor.grads, {name: main[name] for name in late}, skip)
             new_main, new_opt = main, state.opt
         else:
-            new_main, new_opt = _update(state, executor.grads, main, skip)
+            new_main, new_opt = update(state, executor.grads, main, skip)
         opt = state.opt
         same = new_main is main and all(main[name] is state.main[name] for name in trainable)
         if not same or new_opt is not opt:  # else it was all done in place
-            _check(main, new_main, "main")
-            _check(opt, new_opt, "opt")
+            check(main, new_main, "main")
+            check(opt, new_opt, "opt")
             _, opt = _install((main, opt), (new_main, new_opt))
         if state.weights:
             for name, kept in state.weights.items():
@@ -328,45 +324,6 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
             )
         raise
     return state.evolve(grads=(), opt=opt, token=token)
-
-
-def _update(state: State, reduced: Any, main: Any, skip: torch.Tensor | None) -> tuple[Any, Any]:
-    """The optimizer's update of these main weights; with `skip`, of which only what the tensor says is there after."""
-    optimizer, opt = state.optimizer, state.opt
-    grads = {name: _cast(reduced[name], buffer.local.dtype) for name, buffer in main.items()}
-    if skip is None:
-        return optimizer.update(grads, opt, main, state.count)
-    if hasattr(optimizer, "update_unless"):
-        return optimizer.update_unless(skip, grads, opt, main, state.count)
-    before = pytree.tree_map_only(torch.Tensor, torch.clone, (main, opt))
-    after = optimizer.update(grads, opt, main, state.count)
-
-    def choose(old: Any, new: Any) -> Any:
-        return torch.where(skip, old, new) if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) else new
-
-    return pytree.tree_map(choose, before, after)
-
-
-def _cast(buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
-    return buffer if buffer.local.dtype is dtype else buffer.but(buffer.local.to(dtype))
-
-
-def _check(old: Any, new: Any, what: str) -> None:
-    """Refuse an optimizer's result that does not fit, before anything is written."""
-    old_leaves, old_def = pytree.tree_flatten(old)
-    new_leaves, new_def = pytree.tree_flatten(new)
-    if old_def != new_def:
-        raise TreeError(
-            f"step: the optimizer's update returned another structure for {what}: {new_def}; expected {old_def}."
-        )
-    for a, b in zip(old_leaves, new_leaves, strict=True):
-        if isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
-            raise TreeError(f"step: the optimizer's update returned a {type(b).__name__} in {what}; expected a tensor.")
-        if isinstance(a, torch.Tensor) and (a.shape != b.shape or a.dtype != b.dtype):
-            raise TreeError(
-                f"step: the optimizer's update returned {what} of shape {tuple(b.shape)} and dtype {b.dtype}; "
-                f"expected {tuple(a.shape)} and {a.dtype}."
-            )
 
 
 def _install(old: Any, new: Any) -> Any:

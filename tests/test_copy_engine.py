@@ -149,13 +149,13 @@ def other_weights() -> list[float]:
         seen.append(look(doubled) / 2)
         seen.append(look(state))
     for buffer in state.main.values():
-        buffer.local.mul_(3)
-    seen.append(look(state) / 3)
+        buffer.local.mul_(4)  # powers of two: no rounding
+    seen.append(look(state) / 4)
     for buffer in state.main.values():
         buffer.local.data.mul_(2)  # which no version tells
-    seen.append(look(state) / 6)
+    seen.append(look(state) / 8)
     with torch.inference_mode():
-        seen.append(look(state) / 6)
+        seen.append(look(state) / 8)
     return seen
 
 
@@ -222,29 +222,12 @@ def test_copies_and_checkpoints_go_on_alike(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what a machine may lack
 
 
-def on_two_hosts() -> str:
-    real = socket.gethostname
-    socket.gethostname = lambda: f"host{dist.get_rank()}"
-    try:
-        fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.sgd(lr=0.1))
-    except SpecError as error:
-        return str(error)
-    finally:
-        socket.gethostname = real
-    return ""
-
-
-def test_ranks_on_several_hosts_are_an_error_that_names_them() -> None:
-    for text in launch(on_two_hosts, 2):
-        assert "along 'data' they are on host0, host1" in text
-        assert "transport='collective'" in text
-
-
-def on_hosts(hosts: str) -> str:
+def on_hosts(preset: str, hosts: str) -> str:
+    """What `shard` says where ranks believe that they are on these hosts."""
     real = socket.gethostname
     socket.gethostname = lambda: hosts.split()[dist.get_rank()]
     try:
-        mesh, placement = mesh_and_placement("hsdp")
+        mesh, placement = mesh_and_placement(preset)
         fsdp.shard({"w": torch.ones(4)}, Spec(mesh, placement, schedule=COPIES), fsdp.sgd(lr=0.1))
     except SpecError as error:
         return str(error)
@@ -253,9 +236,15 @@ def on_hosts(hosts: str) -> str:
     return ""
 
 
+def test_ranks_on_several_hosts_are_an_error_that_names_them() -> None:
+    for text in launch(on_hosts, 2, "zero3", "host0 host1"):
+        assert "along 'data' they are on host0, host1" in text
+        assert "transport='collective'" in text
+
+
 def test_only_axes_that_are_read_must_be_on_one_host_and_all_ranks_hear_of_it() -> None:
-    assert launch(on_hosts, 4, "a a b b") == [""] * 4  # the outer axis goes by collectives
-    for text in launch(on_hosts, 4, "a a a b"):
+    assert launch(on_hosts, 4, "hsdp", "a a b b") == [""] * 4  # the outer axis goes by collectives
+    for text in launch(on_hosts, 4, "hsdp", "a a a b"):
         assert "along 'shard' they are on a, b" in text
 
 

@@ -27,7 +27,7 @@ from ._entries import Leaf, find_entries, leaves_of, order_of, slots_of
 from ._guests import Guest
 from .compile_units import Compiler, Options, refuse_around
 
-__all__ = ["Driver", "refuse_tracing"]
+__all__ = ["Driver", "refuse_nesting", "refuse_tracing"]
 
 
 def refuse_tracing(verb: str) -> None:
@@ -37,6 +37,15 @@ def refuse_tracing(verb: str) -> None:
             f"{verb} drives the schedule while the model runs, and cannot be traced. Inside torch.compile write "
             "the step in the first or second way (unshard, T.vjp, reduce); or compile units: "
             "T.forward_backward(..., compile=True)."
+        )
+
+
+def refuse_nesting(running: State | None) -> None:
+    """A model's copy computes with one state's weights at a time."""
+    if running is not None:
+        raise ScheduleError(
+            "this transformed model is running: it was called again from within its own loss function. "
+            "Call the model that the loss function is given."
         )
 
 
@@ -107,11 +116,7 @@ class Driver:
 
         Gives the number of this forward in its step.
         """
-        if self.state is not None:
-            raise ScheduleError(
-                "this transformed model is running: it was called again from within its own loss function. "
-                "Call the model that the loss function is given."
-            )
+        refuse_nesting(self.state)
         self.attach(state)
         state.token.ledger.enter(state.token.serial, verb)
         executor = state.executor

@@ -18,10 +18,11 @@ import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
-from functional_fsdp import Layout, ScheduleError, State, reduce, unshard
+from functional_fsdp import Layout, State, reduce, unshard
 from functional_fsdp._module import skeleton_of
 from functional_fsdp._runtime import runtime_of
 
+from ._driver import refuse_nesting
 from ._entries import find_entries, slots_of
 
 __all__ = ["Whole"]
@@ -50,11 +51,7 @@ class Whole:
 
         Gives the number of this forward in its step.
         """
-        if self.state is not None:
-            raise ScheduleError(
-                "this transformed model is running: it was called again from within its own loss function. "
-                "Call the model that the loss function is given."
-            )
+        refuse_nesting(self.state)
         if state.layout is not self.layout:
             find_entries(self.model, state.layout)  # raises if the state is of another model
             self.device = runtime_of(state.spec.mesh).device
