@@ -211,6 +211,9 @@ def _put(module: nn.Module, held: dict[str, Any], name: str, tensor: Any) -> Non
     held[name] = tensor
 
 
+OWN = ("_module", "_weights", "_place")
+
+
 class Bound:
     """A module with weights: call it, call its methods, read its attributes and submodules. Made by `bind`."""
 
@@ -258,6 +261,8 @@ class Bound:
         return Bound(self._module._modules[name], _below(self._weights, name))
 
     def __getattr__(self, name: str) -> Any:
+        if name in OWN:  # made without `__init__`, as copiers and compilers do
+            raise AttributeError(name)
         if name in self._weights:
             return self._weights[name]
         module = self._module
@@ -296,6 +301,9 @@ class Bound:
 
     def __len__(self) -> int:
         return len(self._module)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __contains__(self, name: Any) -> bool:
         return name in self._module._modules

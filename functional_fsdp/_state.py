@@ -26,6 +26,7 @@ from ._layout import Layout
 from ._recipes import recipes
 from ._runtime import Runtime, runtime_of
 from ._spec import Spec
+from ._tracing import tracing
 from ._tree import bytes_text, register, table
 
 __all__ = ["Context", "Ledger", "State", "Token"]
@@ -231,6 +232,8 @@ class State:
 
     def evolve(self, **changes: Any) -> State:
         """A State with some fields replaced (dataclasses.replace, without its cost: this runs for every verb)."""
+        if tracing():  # compilers know constructors best
+            return State(**{name: changes[name] if name in changes else getattr(self, name) for name in FIELDS})
         new = object.__new__(State)
         fields_of = new.__dict__
         fields_of.update(self.__dict__)
@@ -347,6 +350,7 @@ class State:
         return f"{what}, mesh {axes}, step {self.steps}, {status}\n{table(header, rows)}"
 
 
+FIELDS = tuple(f.name for f in fields(State))
 CHILDREN = tuple(f.name for f in fields(State) if not f.metadata)
 
 

@@ -86,7 +86,7 @@ def recorded() -> Iterator[list[Trace]]:
     """Profile host and device in the block; afterwards the list has the trace. The block waits for the device."""
     found: list[Trace] = []
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         yield found
         torch.cuda.synchronize()
     with TemporaryDirectory() as folder:
