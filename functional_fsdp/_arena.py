@@ -2,8 +2,9 @@
 
     main shard ──cast──▶ own slice of the unit's place ──all-gather, in place──▶ the unit's weights, as views
 
-The arena is one allocation. Where the plan has two sides, units that stand on the bottom and units that hang from the
-top, it is two, each as large as the unit that is there: a step's peak then need not hold the largest pair.
+The arena is one allocation, which comes and goes; a window of NCCL's stays. Where the plan has two sides, units that
+stand on the bottom and units that hang from the top, it is two, each as large as the unit that is there: a step's peak
+then need not hold the largest pair.
 
 A unit's views are made once and handed out again and again, so that residuals that point at them stay good. They lie
 on the arena's bytes and have a version counter of their own: filling a place again is no in-place change to autograd.
@@ -22,6 +23,7 @@ from ._layout import Bucket, Unit
 from ._plan import Plan
 from ._route import Replicate, route
 from ._runtime import Runtime
+from ._symmetric import Windows
 from ._weights import Lease, alias_of, poison, read, whole_of
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ Filling = tuple[tuple[Issued, ...], Steps, bool]
 class Part(NamedTuple):
     """A bucket's place: where this rank's slice goes, and the gathers that complete the whole.
 
-    pull: how it is copied from the other ranks instead, where that is what the transport does.
+    pull: how it is copied from the other ranks instead, where that is what the transport does. inside: the gathers must
+    not read the shard where it is, but this rank's slice.
     """
 
     bucket: Bucket
@@ -43,6 +46,7 @@ class Part(NamedTuple):
     own: torch.Tensor
     hops: tuple[tuple[Issued, torch.Tensor], ...]  # and where each one lands
     pull: Pull | None = None
+    inside: bool = False
 
 
 class Place:
@@ -100,7 +104,7 @@ class Place:
 
     def _fill(self, run: Runtime, part: Part, source: torch.Tensor) -> Steps:
         given = part.own
-        if source.dtype is part.whole.dtype:
+        if source.dtype is part.whole.dtype and not part.inside:
             given = source  # no cast: the first gather reads the shard itself
         else:
             part.own.copy_(source)
@@ -114,14 +118,15 @@ class Place:
 class Arena:
     """The bytes, and a `Place` for each unit, made when it is first used."""
 
-    def __init__(self, run: Runtime, plan: Plan, copies: Copies | None = None) -> None:
+    def __init__(self, run: Runtime, plan: Plan, copies: Copies | None = None, windows: Windows | None = None) -> None:
         self.run = run
         self.plan = plan
         self.copies = copies
+        self.windows = windows
         self.firsts, begin = copies.begins(plan) if copies else ([True] * len(plan.gathers), {})
         self.begun = [{axis: i == k for axis, k in begin.items()} for i in range(len(plan.gathers))]
         self.places: dict[str, Place] = {}
-        sides = all(unit.address in (0, plan.arena - unit.nbytes) for unit in plan.units if unit.nbytes)
+        sides = not windows and all(unit.address in (0, plan.arena - unit.nbytes) for unit in plan.units if unit.nbytes)
         #: where each unit lies: (which allocation, the address in it)
         self.where = {u.name: (int(u.address > 0), 0) if sides else (0, u.address) for u in plan.units}
         self.sizes = {u.name: u.nbytes if sides else plan.arena for u in plan.units}
@@ -129,6 +134,8 @@ class Arena:
         self.bytes = {name: (self.memory[which], self.sizes[name]) for name, (which, _) in self.where.items()}
 
     def place(self, state: State, unit: str) -> Place:
+        if self.windows and not self.places:
+            self.memory[0] = self.windows.arena(self.plan.arena).untyped_storage()
         found = self.places.get(unit)
         if found is None or (
             found.resident and any(whole_of(state, bucket) is not whole for bucket, whole in found.resident)
@@ -142,6 +149,8 @@ class Arena:
         What lay there was released, and compute has waited for all that wrote it.
         """
         memory, size = self.bytes[unit]
+        if self.windows:
+            return False
         there = memory.size()
         if there == size or (there > size and (self.plan.schedule.debug or not self.run.cuda)):
             return False
@@ -157,7 +166,7 @@ class Arena:
         if self.plan.schedule.debug:
             for place in self.places.values():
                 place.poison()
-        elif self.run.cuda:
+        elif self.run.cuda and not self.windows:
             for memory in self.memory:
                 memory.resize_(0)
 
@@ -187,10 +196,11 @@ class Arena:
         states = read(state, bucket).states
         start, stop = read(state, bucket).span()
         way = route(bucket, states, tuple((axis, Replicate) for axis, _ in states), self.run.position)
+        lane = self.windows.lane if self.windows else "gather"
         hops = [
-            (Issued("gather", axis, "all_gather", size, bucket.compute, "", bucket.name), whole[at : at + size])
+            (Issued(lane, axis, "all_gather", size, bucket.compute, "", bucket.name), whole[at : at + size])
             for _, axis, at, size in way.hops
             if self.run.sizes[axis] > 1
         ]
         pull = Pull(self.copies, bucket, whole) if self.copies and bucket.name in self.copies.shards else None
-        return Part(bucket, whole, whole[start:stop], () if pull else tuple(hops), pull)
+        return Part(bucket, whole, whole[start:stop], () if pull else tuple(hops), pull, bool(self.windows))

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 
 from ._lanes import Issued, Steps
-from ._layout import ALIGN, Bucket, Layout, aligned
+from ._layout import ALIGN, Bucket, Layout, Unit, aligned
 from ._plan import Plan
 from ._route import Partial, Replicate, partial_states, route, states_of
 from ._runtime import Runtime
-from ._slab import Slab
+from ._slab import Slab, check_reach
 from ._weights import keeps_copy
 
 __all__ = ["Copies", "Pull", "exchange"]
@@ -81,9 +81,10 @@ class Copies:
 
     def __init__(self, run: Runtime, layout: Layout) -> None:
         self.run = run
+        self.layout = layout
         self.shards: dict[str, Shard] = {}
         self.sizes: dict[str, int] = {}
-        self.slabs: dict[str, Slab] = {}
+        self.made: dict[str, Slab] = {}
         self.staging: dict[str, Slab] = {}
         for bucket in layout.buckets.values():
             axis = self._axis(bucket)
@@ -100,10 +101,22 @@ class Copies:
         axes = [hop.axis for hop in way.hops if self.run.sizes[hop.axis] > 1]
         return axes[0] if len(axes) == 1 else None
 
-    def axes(self, layout: Layout) -> list[str]:
+    def prepare(self, plan: Plan) -> None:
+        """Make all that a plan needs. Collective.
+
+        Raises:
+            SpecError: on every rank, if ranks cannot read each other's memory.
+        """
+        check_reach(self.run, self.axes())
+        for axis in self.sizes:
+            self.slab(axis)
+        for reduction in plan.reductions:
+            self.staged(self.layout.by_name[reduction.unit], plan.staging)
+
+    def axes(self) -> list[str]:
         """The axes along which anything is read."""
         found = dict.fromkeys(self.sizes)
-        for bucket in layout.trainable.values():
+        for bucket in self.layout.trainable.values():
             if bucket.exact:
                 found |= dict.fromkeys(reduced(bucket, self.run))
         return list(found)
@@ -128,12 +141,20 @@ class Copies:
 
     def slab(self, axis: str) -> Slab:
         """The shards along an axis."""
-        if axis not in self.slabs:
-            self.slabs[axis] = self._made(axis, self.sizes[axis])
-        return self.slabs[axis]
+        if axis not in self.made:
+            self.made[axis] = self._made(axis, self.sizes[axis])
+        return self.made[axis]
 
-    def stage(self, axis: str, nbytes: int) -> Slab:
-        """Staging along an axis, of at least so many bytes; perhaps a new one."""
+    def staged(self, unit: Unit, nbytes: int) -> Slab | None:
+        """At least so many bytes in which a unit's gradients are staged so that the other ranks can read them: all of
+        its buckets, or none. Perhaps a new slab."""
+        trainable = [bucket for bucket in unit.buckets if bucket.trainable]
+        axes: set[str] = set()
+        if all(bucket.exact for bucket in trainable):
+            axes = axes.union(*(reduced(bucket, self.run) for bucket in trainable))
+        if len(axes) != 1:
+            return None
+        (axis,) = axes
         found = self.staging.get(axis)
         if found is None or found.nbytes < nbytes:
             found = self.staging[axis] = self._made(axis, nbytes)

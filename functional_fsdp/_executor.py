@@ -29,9 +29,9 @@ from ._program import combined
 from ._route import Partial, Replicate, states_of
 from ._runtime import Runtime
 from ._schedule import Order
-from ._slab import check_reach
 from ._spec import Spec
 from ._staging import Staging, Values
+from ._symmetric import Windows
 from ._weights import Lease, lease_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ class Executor:
         self.spec = spec
         self.recording: list[tuple[str, ...]] | None = None
         self.loose = Loose(run, layout)
-        self.copies = Copies(run, layout) if spec.schedule.transport == "copy_engine" and run.size > 1 else None
+        transport = spec.schedule.transport if run.size > 1 else ""
+        self.copies = Copies(run, layout) if transport == "copy_engine" else None
+        self.windows = Windows(run, spec.schedule.zero_cta) if transport == "symmetric" else None
+        self.shared = self.copies or self.windows
         self.grads: dict[str, FlatBuffer] = {}
         self.early: dict[int, Values] = {}  # gradients whose turn has not come
         self.last = True  # as the newest gradient came with: zeros in a unit's stead follow it
@@ -71,22 +74,14 @@ class Executor:
     def _install(self, program: Plan, turn: int | None = None) -> None:
         self.plan = program
         self.comm = Comm(program, turn)
-        self.arena = Arena(self.run, program, self.copies)
-        self.staging = Staging(self.run, program, self.spec.average, self.copies)
-        if self.copies and self.copies.slabs:
-            self.prepare()
+        self.arena = Arena(self.run, program, self.copies, self.windows)
+        self.staging = Staging(self.run, program, self.spec.average, self.copies, self.windows)
+        if self.shared and self.shared.made:
+            self.shared.prepare(program)
         self.fence = True  # the next gather waits for all that compute has done
         self.newest: Mark = None  # the end of the newest gather
         self.flying: dict[str, Place] = {}  # gathers that compute has not waited for
         self.released: dict[str, Mark] = {}  # the point from which a unit's bytes are free, in order
-
-    def prepare(self) -> None:
-        """Make what ranks share, now that all are here; else it is made when it is first needed. Collective."""
-        if self.copies:
-            check_reach(self.run, self.copies.axes(self.layout))
-            for axis in self.copies.sizes:
-                self.copies.slab(axis)
-            self.staging.prepare(self.layout)
 
     # ---------------------------------------------------------------- the order of use
 
@@ -328,6 +323,11 @@ class Executor:
         self.staging.settle()
         self.run.wait(self.newest)
         self.newest = None
+
+    def drop(self) -> None:
+        """What is under way was captured and will never run: no mark of it can be waited for."""
+        self.newest, self.flying = None, {}
+        self.staging.drop()
 
     @property
     def digest(self) -> int:

@@ -29,12 +29,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ._errors import SpecError
 from ._export import buffers
-from ._layout import Unit, plan_layout
+from ._layout import Unit
 from ._module import skeleton_of
 from ._runtime import runtime_of
 from ._shard import build, describe
 from ._spec import Spec
 from ._state import State
+from ._transport import settled
 
 __all__ = ["init"]
 
@@ -207,7 +208,7 @@ def init(make: Callable[[], M], spec: Spec, optimizer: Any = None, *, seed: int 
     params = dict(module.named_parameters(remove_duplicate=False))
     shapes = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in params.values()}
     infos, paths, treedef = describe({path: shapes[id(p)] for path, p in params.items()})
-    plan = plan_layout(infos, spec, paths)
+    spec, plan = settled(spec, infos, paths)
     views = {path: recorder.view(p) for path, p in params.items()}
 
     def fetch(unit: Unit) -> dict[str, torch.Tensor]:

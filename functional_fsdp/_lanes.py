@@ -51,6 +51,10 @@ class Log:
         self.count += 1
         self.tail.append(hops)
 
+    def extend(self, jobs: list[tuple[Issued, ...]]) -> None:
+        self.count += len(jobs)
+        self.tail.extend(jobs)
+
 
 class Job:
     """A job on the CPU, under way: the generator, and the works that it waits for now. It is its own mark."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+from ._errors import ScheduleError
 from ._layout import Layout
 from ._runtime import Runtime
 from ._weights import Gathered, Lease
@@ -44,7 +45,17 @@ class Loose:
         self.units[name].gather(state)
 
     def agree(self, name: str, verb: str, warn: bool) -> None:
-        """Every rank must come with this. One warning for each unit that a schedule does not expect."""
+        """Every rank must come with this. One warning for each unit that a schedule does not expect.
+
+        Raises:
+            ScheduleError: in a step that is being captured: ranks cannot agree when it is replayed.
+        """
+        if self.run.capturing:
+            raise ScheduleError(
+                f"{verb}({name!r}) is not what the schedule expects here, and a captured step cannot stop for ranks to "
+                "agree on it. Give the order of use, Schedule(order=[...]), with as many uses as the step has, or have "
+                "it recorded: Schedule(order='recorded')."
+            )
         self.run.agree(self.names.index(name), self.names, verb)
         if warn and name not in self.warned:
             self.warned.add(name)

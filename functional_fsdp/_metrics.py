@@ -46,7 +46,12 @@ def _metrics(state: State, tree: Any, name: str, op: Op) -> tuple[State, Any]:
         state.token.ledger.enter(state.token.serial, name)
     device = state.count.device
     leaves, treedef = pytree.tree_flatten(tree)
-    tensors = [torch.as_tensor(leaf, device=device).detach() for leaf in leaves]
+    tensors = [
+        torch.as_tensor(leaf, device=device).detach()
+        if not isinstance(leaf, int | float)
+        else torch.full((), leaf, dtype=torch.float32, device=device)  # made there: nothing waits, and graphs can too
+        for leaf in leaves
+    ]
     done = over_ranks(state, [t if t.is_floating_point() else t.float() for t in tensors], op)
     return state, pytree.tree_unflatten(done, treedef)
 

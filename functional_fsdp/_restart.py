@@ -42,7 +42,7 @@ def restart(run: Runtime, lineage: int, noticed: bool) -> None:
         CommError: a rank did not answer within the timeout, or is a step ahead or behind.
     """
     epoch = run.meetings
-    counts = {name: log.count for name, log in run.logs.items()}
+    counts = {name: log.count for name, log in run.issued.items()}
     here = (counts, 0 if noticed else lineage)
     steps = {key: ledger.steps for key, ledger in run.ledgers.items()}
     run.store.set(f"restart/{epoch}", "1")
@@ -57,7 +57,7 @@ def restart(run: Runtime, lineage: int, noticed: bool) -> None:
                 )
     for name in QUEUES:
         _catch_up(run, name, [status[0][0][name] for status in statuses], f"log/{epoch}/{name}/")
-    if run.cuda:
+    if run.cuda and not run.capturing:
         torch.cuda.synchronize()
     run.digest = 0
     run.meetings += 1
@@ -83,7 +83,7 @@ def _read(run: Runtime, prefix: str, ranks: Iterable[int]) -> list[bytes]:
 
 def _catch_up(run: Runtime, name: str, counts: list[int], prefix: str) -> None:
     """Finish this lane's jobs, then issue those that the furthest rank issued and this one did not."""
-    log, furthest = run.logs[name], max(counts)
+    log, furthest = run.issued[name], max(counts)
     if counts[run.rank] == furthest:
         behind = furthest - min(counts)
         if behind > len(log.tail):

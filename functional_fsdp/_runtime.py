@@ -63,7 +63,12 @@ class Runtime:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.epoch = 0  # how often a restart dropped what was under way
         self.meetings = 0  # restarts, and meetings that found every rank at the same place
-        self.logs = {name: Log() for name in QUEUES}
+        self.issued = {name: Log() for name in QUEUES}
+        self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
+        self.capturing = False
+        self.voted = (0, 0)  # in the last vote: the digest given, and how many side jobs were logged before it
+        self.chosen: Any = None  # the transport that "auto" means here
+        self.generators: dict[int, torch.Generator] = {}  # on GPUs, by microbatch
         self.digest = 0  # of the side lane, since the last vote
         self.queues = {name: Queue() for name in QUEUES}
         self.streams = Streams(self.device, ("gather", "reduce", "outer")) if self.cuda else None
@@ -93,11 +98,21 @@ class Runtime:
             f"functional_fsdp/{name[0]}", dist.distributed_c10d._get_default_store()
         )
 
-    def _group(self, ranks: list[int], what: str, backend: str | None = None) -> dist.ProcessGroup:
+    def group(self, lane: str, axis: str) -> dist.ProcessGroup:
+        """The communicator of a lane on an axis. "zero_cta" has one when it is first asked for, which is collective."""
+        if (lane, axis) not in self.groups and lane == "zero_cta":
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
+            ranks = dist.get_process_group_ranks(self.groups["gather", axis])
+            self.groups[lane, axis] = self._group(ranks, f"{lane} {axis}", options=options)
+        return self.groups[lane, axis]
+
+    def _group(self, ranks: list[int], what: str, backend: str | None = None, options: Any = None) -> dist.ProcessGroup:
         return dist.new_group(
             ranks,
             timeout=self.timeout,
             backend=backend or ("nccl" if self.device.type == "cuda" else "gloo"),
+            pg_options=options,
             use_local_synchronization=True,
             group_desc=f"functional_fsdp {what}",
         )
@@ -228,6 +243,7 @@ class Runtime:
         """
         if self.size == 1:
             return None
+        self.voted = digest, self.logs["side"].count
         mine, self.digest = zlib.crc32(f"{digest} {self.digest}".encode()), 0
         return self._ballot(mine, "vote")
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ._errors import SpecError
 from ._tree import bytes_text, match
 
 __all__ = ["Order", "Schedule", "means"]
 
-TRANSPORTS = ("collective", "copy_engine", "traced")
+TRANSPORTS = ("collective", "symmetric", "copy_engine", "traced", "auto")
+Transport = Literal["collective", "symmetric", "copy_engine", "traced", "auto"]
 Order = tuple[str | tuple[str, ...], ...]  # units in order of use; a tuple of them is used at once
 
 
@@ -33,6 +34,9 @@ class Schedule:
             functional collectives, for train steps inside `torch.compile(fullgraph=True)`, and only there.
             "copy_engine": ranks read each other's memory, on one host or in one NVLink domain along each axis that
             shards; sums are in float32 in the order of ranks, unless the precision says `sum="native"`.
+            "symmetric": NCCL with its symmetric kernels, on memory that stays registered with it. "auto": the first
+            that every rank's machine has of copy_engine, symmetric and collective, chosen by `shard` and logged.
+        zero_cta: of "symmetric": gathers by the copy engines, which leave the multiprocessors to compute.
 
     Raises:
         SpecError: a value of the wrong kind, a negative depth or budget, an empty order or group, a group that
@@ -48,7 +52,8 @@ class Schedule:
     prefetch: int | tuple[tuple[str, int], ...]
     keep: Literal["all"] | int | tuple[str, ...] | None
     debug: bool
-    transport: Literal["collective", "copy_engine", "traced"]
+    transport: Transport
+    zero_cta: bool
 
     def __init__(
         self,
@@ -56,7 +61,8 @@ class Schedule:
         prefetch: int | Mapping[str, int] = 1,
         keep: Literal["all"] | int | Collection[str] | None = None,
         debug: bool = False,
-        transport: Literal["collective", "copy_engine", "traced"] = "collective",
+        transport: Transport = "collective",
+        zero_cta: bool = False,
     ) -> None:
         depths = prefetch if isinstance(prefetch, Mapping) else {"*": prefetch}
         for name, depth in depths.items():
@@ -79,12 +85,18 @@ class Schedule:
             raise SpecError(f"Schedule(keep={keep}): a budget is at least 0 bytes. () keeps nothing.")
         if transport not in TRANSPORTS:
             raise SpecError(f"Schedule(transport={transport!r}): expected one of {', '.join(map(repr, TRANSPORTS))}.")
+        if zero_cta and transport != "symmetric":
+            raise SpecError(
+                f"Schedule(zero_cta=True, transport={transport!r}): expected transport='symmetric', whose gathers it "
+                "is about. 'copy_engine' never uses a multiprocessor for a gather."
+            )
         put = object.__setattr__
         put(self, "order", order if order is None or order == "recorded" else _order(order))
         put(self, "prefetch", tuple(prefetch.items()) if isinstance(prefetch, Mapping) else prefetch)
         put(self, "keep", keep if keep is None or isinstance(keep, int | str) else tuple(sorted(set(keep))))
         put(self, "debug", bool(debug))
         put(self, "transport", transport)
+        put(self, "zero_cta", bool(zero_cta))
 
     def depth(self, unit: str) -> int:
         """How many uses ahead of its own this unit's gather starts."""
@@ -94,8 +106,17 @@ class Schedule:
 
     def ordered(self, order: Sequence[str | Sequence[str]] | None) -> Schedule:
         """The same with this order: what a recorded schedule becomes after its first step."""
+        return self._but(order=order)
+
+    def by(self, transport: Transport) -> Schedule:
+        """The same with this transport: what "auto" becomes on a machine."""
+        return self._but(transport=transport)
+
+    def _but(self, **changes: Any) -> Schedule:
         prefetch = self.prefetch if isinstance(self.prefetch, int) else dict(self.prefetch)
-        return Schedule(order, prefetch, self.keep, self.debug, self.transport)
+        now = {"order": self.order, "prefetch": prefetch, "keep": self.keep, "debug": self.debug,
+               "transport": self.transport, "zero_cta": self.zero_cta}  # fmt: skip
+        return Schedule(**(now | changes))
 
     def __str__(self) -> str:
         order = "forward, then backward"
@@ -109,7 +130,7 @@ class Schedule:
             kept = ", ".join(self.keep) or "nothing" if isinstance(self.keep, tuple) else "everything"
             said.append(f"keeps {f'{bytes_text(self.keep)} more' if isinstance(self.keep, int) else kept}")
         if self.transport != "collective":
-            said.append(self.transport)
+            said.append(f"{self.transport}, zero-CTA gathers" if self.zero_cta else self.transport)
         return "; ".join([*said, "debug"] if self.debug else said)
 
 

@@ -18,6 +18,7 @@ from ._route import states_of
 from ._runtime import Runtime, runtime_of
 from ._spec import FLOATS, Spec
 from ._state import Ledger, State, Token
+from ._transport import settled
 from ._tree import flatten
 from ._weights import keeps_copy, refresh
 
@@ -128,7 +129,7 @@ def shard(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (), 
                 f"shard: the leaf {path!r} is on the meta device and has no values. Use init(lambda: Model(...), "
                 "spec), which materialises one unit at a time."
             )
-    plan = plan_layout(infos, spec, paths)
+    spec, plan = settled(spec, infos, paths)
     run = runtime_of(spec.mesh)
     values = {path: leaf.detach() for path, leaf in zip(paths, leaves, strict=True)}
     _agree(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ._errors import SpecError
+from ._symmetric import use_backend
 
 if TYPE_CHECKING:
     from ._runtime import Runtime
@@ -47,7 +48,13 @@ class Slab:
     def _symmetric(self, run: Runtime) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        self.mine = symmetric.empty(self.nbytes, dtype=torch.uint8, device=run.device)
+        failed = ""
+        try:
+            use_backend(run, "CUDA")
+            self.mine = symmetric.empty(self.nbytes, dtype=torch.uint8, device=run.device)
+        except RuntimeError as error:
+            failed = str(error).splitlines()[0]
+        self._agree(run, run.everyone(failed))
         self.handle = symmetric.rendezvous(self.mine, run.groups["gather", self.axis].group_name)
         self.peers = [
             self.handle.get_buffer(place, (self.nbytes,), torch.uint8) for place in range(run.sizes[self.axis])
@@ -74,7 +81,10 @@ class Slab:
             told = run.everyone((where, failed))
         finally:
             os.close(fd)
-        why = next((why for _, why in told if why), None)
+        self._agree(run, [why for _, why in told])
+
+    def _agree(self, run: Runtime, told: list[str]) -> None:
+        why = next((why for why in told if why), None)
         if why is not None:
             raise SpecError(
                 f"Schedule(transport='copy_engine'): {self.nbytes:,} bytes of shared memory for the axis "

@@ -15,6 +15,7 @@ sharded (everywhere else it is replicated):
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -339,6 +340,12 @@ class Spec:
     def data(self) -> tuple[str, ...]:
         """The mesh axes over which any leaf's gradients are averaged."""
         return tuple(axis for axis in self.axes if any(axis in rule.data for _, rule in self.placements))
+
+    def with_schedule(self, schedule: Schedule) -> Spec:
+        """The same with another schedule."""
+        new = copy.copy(self)
+        object.__setattr__(new, "schedule", schedule)
+        return new
 
     def placement_of(self, path: str, *aliases: str) -> Placement:
         """The placement of the leaf at `path`. Raises SpecError when no rule matches."""

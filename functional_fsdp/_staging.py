@@ -21,15 +21,16 @@ from typing import Any, NamedTuple
 import torch
 from torch._utils import _unflatten_dense_tensors
 
-from ._copies import Copies, exchange, reduced
+from ._copies import Copies, exchange
 from ._flat import FlatBuffer, templates, write_leaves
 from ._lanes import Issued, Mark, Steps, together
-from ._layout import STAGED, Bucket, Layout, Unit, aligned
+from ._layout import STAGED, Bucket, Unit, aligned
 from ._plan import SLOTS, Plan
 from ._route import Hop, Partial, States, partial_states, route, states_of
 from ._runtime import Runtime
 from ._slab import Slab
 from ._sum import ordered_sum
+from ._symmetric import Windows
 
 __all__ = ["Staging"]
 
@@ -51,6 +52,7 @@ class Move(NamedTuple):
     single: bool  # no more than one collective, which starts at once
     ends: str  # the lane on which it ends
     slab: Slab | None = None  # where it is staged, if the first hop reads what the other ranks have staged there
+    ranks: int = 1  # by which a mean has to be divided: its hops add up only
 
 
 class Slot(NamedTuple):
@@ -89,7 +91,7 @@ class Stage:
     def __init__(self, memory: torch.Tensor, slots: list[Slot], span: range | None = None) -> None:
         self.memory = memory
         self.slots = slots
-        self.span = span  # the bytes of a slab, which stay; else its own, which come and go
+        self.span = span  # the bytes of a slab or window, which stay; else its own, which come and go
         self.staged: Mark = None
         self.done: Mark = None
 
@@ -105,7 +107,7 @@ class Stage:
             self.memory.untyped_storage().resize_(0)
 
     def overlaps(self, other: Stage) -> bool:
-        """Whether both lie in a slab, on the same bytes."""
+        """Whether both lie in a slab or window, on the same bytes."""
         a, b = self.span, other.span
         return a is not None and b is not None and a.start < b.stop and b.start < a.stop
 
@@ -113,10 +115,13 @@ class Stage:
 class Staging:
     """Every reduction's stage, and those that are under way, oldest first."""
 
-    def __init__(self, run: Runtime, plan: Plan, average: str, copies: Copies | None = None) -> None:
+    def __init__(
+        self, run: Runtime, plan: Plan, average: str, copies: Copies | None = None, windows: Windows | None = None
+    ) -> None:
         self.run = run
         self.plan = plan
         self.copies = copies
+        self.windows = windows
         self.average = average
         self.stages: dict[int, Stage] = {}
         self.busy: deque[Stage] = deque()
@@ -226,7 +231,7 @@ class Staging:
             if issued[0].lane != lane:
                 lane = issued[0].lane
                 yield lane
-            last = out if not add and i == len(move.hops) - 1 else None
+            last = out if not (add or self.windows) and i == len(move.hops) - 1 else None  # a window is not left
             if move.exact and i == 0:
                 local = yield from self._sum(move, stage, spare, last)
             elif hop.kind == "scatter":
@@ -235,8 +240,8 @@ class Staging:
                 local = part
             else:
                 yield from self.run.collective(issued[0], local, local)
-        if share > 1:
-            local.div_(share)
+        if share * move.ranks > 1:
+            local.div_(share * move.ranks)
         if add:
             out.add_(local)
         elif local is not out:
@@ -280,6 +285,7 @@ class Staging:
             hops = tuple(hop for hop in way.hops if self.run.sizes[hop.axis] > 1)
             issued = []
             exact = bucket.exact and bool(hops) and states == partial_states(bucket)  # later hops carry float32
+            ranks, op = 1, "sum" if self.windows else self.average
             for i, hop in enumerate(hops):
                 lane = "outer" if i else "reduce"
                 dtype = torch.float32 if bucket.exact and (i or not exact) else bucket.wire
@@ -292,24 +298,26 @@ class Staging:
                         one.append(Issued(lane, hop.axis, "all_gather", size, torch.float32, "", bucket.name))
                 else:
                     kind = "reduce_scatter" if hop.kind == "scatter" else "all_reduce"
-                    one = [Issued(lane, hop.axis, kind, size, dtype, self.average, bucket.name)]
+                    one = [Issued(lane, hop.axis, kind, size, dtype, op, bucket.name)]
+                    ranks *= self.run.sizes[hop.axis] if op != self.average else 1
                 issued.append(tuple(one))
             every = tuple(one for hop in issued for one in hop)
             kinds = [one.kind for one in every]
             single = len(kinds) <= 1 and kinds != ["all_reduce"]
             ends = "outer" if len(issued) > 1 else "reduce"
-            found = Move(way.states, hops, tuple(issued), every, way.numel, exact, single, ends, slab)
+            found = Move(way.states, hops, tuple(issued), every, way.numel, exact, single, ends, slab, ranks)
             self.moves[key] = found
         return found
 
     def _make(self, index: int, unit: Unit) -> Stage:
         reduction = self.plan.reductions[index]
-        slab = self._slab(unit)
-        span = None if slab is None else range(reduction.address, reduction.address + reduction.nbytes)
-        if slab is None or span is None:
+        slab = self.copies.staged(unit, self.plan.staging) if self.copies else None
+        stays = self.windows.staging(self.plan.staging) if self.windows else slab.mine if slab else None
+        span = None if stays is None else range(reduction.address, reduction.address + reduction.nbytes)
+        if stays is None or span is None:
             memory = torch.empty(reduction.nbytes, dtype=torch.uint8, device=self.run.device)
         else:
-            memory = slab.mine[span.start : span.stop]
+            memory = stays[span.start : span.stop]
         by_name = {bucket.name: bucket for bucket in unit.buckets}
         slots = []
         for part in reduction.parts:
@@ -330,20 +338,6 @@ class Staging:
         self.stages[index] = Stage(memory, slots, span)
         return self.stages[index]
 
-    def _slab(self, unit: Unit) -> Slab | None:
-        """Where a unit's gradients are staged so that the other ranks can read them: all of its buckets, or none."""
-        trainable = [bucket for bucket in unit.buckets if bucket.trainable]
-        axes: set[str] = set()
-        if self.copies and all(bucket.exact for bucket in trainable):
-            axes = axes.union(*(reduced(bucket, self.run) for bucket in trainable))
-        (axis,) = axes if len(axes) == 1 else (None,)
-        return self.copies.stage(axis, self.plan.staging) if self.copies and axis else None
-
-    def prepare(self, layout: Layout) -> None:
-        """Have the slabs of all reductions. Collective."""
-        for reduction in self.plan.reductions:
-            self._slab(layout.by_name[reduction.unit])
-
     def late(self) -> set[str] | None:
         """Buckets whose newest reduction compute has not waited for; None: it is not known which."""
         return None if self.completing else {slot.bucket.name for stage in self.busy for slot in stage.slots}
@@ -352,6 +346,10 @@ class Staging:
         """Compute waits for every reduction; their staging is given back."""
         for mark in self.marks.values():
             self.run.wait(mark)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what is under way."""
         self.marks.clear()
         self.completing = False
         while self.busy:

@@ -261,8 +261,8 @@ class State:
 
     def prepared(self) -> State:
         """This state, with what its ranks share made: for whoever makes it while all are there. Collective."""
-        if self.spec.schedule.transport == "copy_engine":
-            self.executor.prepare()
+        if self.spec.schedule.transport in ("copy_engine", "symmetric") and self.executor.shared:
+            self.executor.shared.prepare(self.executor.plan)
         return self
 
     @property

@@ -6,6 +6,7 @@ from .clip import clip_by_global_norm, clip_by_value, global_norm
 from .clipped import clipped_gradients
 from .compile import compile
 from .compile_units import compile_units
+from .cuda_graph import cuda_graph
 from .divide import divide
 from .forward_backward import ForwardBackward, forward_backward
 from .hvp import hvp
@@ -24,6 +25,7 @@ __all__ = [
     "clipped_gradients",
     "compile",
     "compile_units",
+    "cuda_graph",
     "divide",
     "find_nonfinite",
     "forward_backward",

@@ -22,15 +22,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @overload
-def remat(what: M, *patterns: str) -> M: ...
+def remat(what: M, *patterns: str, preserve_rng_state: bool = True) -> M: ...
 @overload
-def remat(what: F) -> F: ...
-def remat(what: Any, *patterns: str) -> Any:
+def remat(what: F, *, preserve_rng_state: bool = True) -> F: ...
+def remat(what: Any, *patterns: str, preserve_rng_state: bool = True) -> Any:
     """Keep only the inputs of a function, or of some of a model's modules; the rest is computed again in the backward.
 
     Args:
         what: a function, as a stage that goes to `T.vjp`; or a model, as `init` or `functionalize` gave it.
         patterns: of a model, the paths of the modules that recompute (`"blocks.*"`; the outermost that match).
+        preserve_rng_state: random numbers come again in the recomputation. False saves time where there are none
+            (no dropout), and is what `T.cuda_graph` needs.
 
     Returns:
         the function, or a copy of the model (a skeleton), that does so. Values and gradients are the same, and so are
@@ -48,30 +50,33 @@ def remat(what: Any, *patterns: str) -> Any:
     if not isinstance(what, nn.Module):
         if patterns:
             raise SpecError(f"remat: {', '.join(map(repr, patterns))} are paths in a model, and this is a function.")
-        return partial(_checkpointed, what)
+        return partial(_checkpointed, what, preserve_rng_state)
     model = skeleton_of(what)
     if not patterns:
         raise SpecError("remat(model): name the modules that recompute, as remat(model, 'blocks.*').")
     for _, module in outermost("remat", model, patterns):
-        module.__class__ = _recomputed(type(module))
+        module.__class__ = _recomputed(type(module), preserve_rng_state)
     return model
 
 
-def _checkpointed(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(fn: Callable[..., Any], preserve_rng_state: bool, /, *args: Any, **kwargs: Any) -> Any:
     """Traced, `T.vjp` and the compiler say what is kept, and torch has no checkpoints there."""
-    return fn(*args, **kwargs) if tracing() else checkpoint(fn, *args, use_reentrant=False, **kwargs)
+    if tracing():
+        return fn(*args, **kwargs)
+    return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
 
-_RECOMPUTED: dict[type[nn.Module], type[nn.Module]] = {}
+_RECOMPUTED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
-def _recomputed(cls: type[nn.Module]) -> type[nn.Module]:
+def _recomputed(cls: type[nn.Module], preserve_rng_state: bool) -> type[nn.Module]:
     """The class of a module that recomputes."""
-    if cls not in _RECOMPUTED:
+    if (cls, preserve_rng_state) not in _RECOMPUTED:
 
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return checkpoint(partial(cls.__call__, self), *args, use_reentrant=False, **kwargs)
+            call = partial(cls.__call__, self)
+            return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
 
         body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        _RECOMPUTED[cls] = type(cls.__name__, (cls,), body)
-    return _RECOMPUTED[cls]
+        _RECOMPUTED[cls, preserve_rng_state] = type(cls.__name__, (cls,), body)
+    return _RECOMPUTED[cls, preserve_rng_state]

@@ -1,0 +1,113 @@
+"""Windows: the arena and the staging in memory that NCCL knows on every rank, so that it takes its symmetric kernels.
+
+    arena     one allocation, registered with the gather lane's communicator of each axis
+    staging   one allocation, registered with those of the reduce and the outer lane
+
+Every address in a window is the same distance from its beginning on every rank, which a plan sees to. NCCL's symmetric
+kernels add up, but do not average: sums are divided afterwards. With `zero_cta` gathers go by a communicator of their
+own that is told to use no multiprocessor: the copy engines do it.
+
+Source: NCCL's documentation, "Window Registration" and `NCCL_CTA_POLICY_ZERO`; torch.distributed._symmetric_memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ._errors import SpecError
+
+if TYPE_CHECKING:
+    from ._plan import Plan
+    from ._runtime import Runtime
+
+__all__ = ["Windows", "registered", "use_backend"]
+
+LEAST = (2, 27)  # NCCL's version
+
+
+class Windows:
+    """The windows of one lineage of states; they stay while it lives. Making one is collective.
+
+    Attributes:
+        lane: whose communicators gather: "gather", or "zero_cta".
+    """
+
+    def __init__(self, run: Runtime, zero_cta: bool) -> None:
+        self.run = run
+        self.lane = "zero_cta" if zero_cta else "gather"
+        self.made: dict[str, torch.Tensor] = {}
+
+    def prepare(self, plan: Plan) -> None:
+        """Make all that a plan needs. Collective."""
+        self.arena(plan.arena)
+        self.staging(plan.staging)
+
+    def arena(self, nbytes: int) -> torch.Tensor:
+        """At least so many bytes [uint8] for gathered units."""
+        return self._window("arena", nbytes, (self.lane,))
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        """At least so many bytes [uint8] for gradients."""
+        return self._window("staging", nbytes, ("reduce", "outer"))
+
+    def _window(self, what: str, nbytes: int, lanes: tuple[str, ...]) -> torch.Tensor:
+        found = self.made.get(what)
+        if found is None or found.numel() < nbytes:
+            groups = [self.run.group(lane, axis) for lane in lanes for axis, n in self.run.sizes.items() if n > 1]
+            found = self.made[what] = registered(self.run, nbytes, groups)
+        return found
+
+
+def registered(run: Runtime, nbytes: int, groups: list[Any]) -> torch.Tensor:
+    """Memory [nbytes, uint8] that is a window of these communicators. Collective over the mesh.
+
+    Raises:
+        SpecError: on every rank, if any cannot have it: no GPUs, an old NCCL, no memory.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    failed = ""
+    memory = torch.empty(0, dtype=torch.uint8)
+    if not run.cuda:
+        failed = f"it needs GPUs, and this mesh is on the {run.device.type}"
+    elif torch.cuda.nccl.version() < LEAST:
+        failed = f"it needs NCCL {'.'.join(map(str, LEAST))}; this is {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    else:
+        try:
+            use_backend(run, "NCCL")
+            memory = symmetric.empty(max(nbytes, 1), dtype=torch.uint8, device=run.device)
+        except RuntimeError as error:
+            failed = str(error).splitlines()[0]
+    why = next((text for text in run.everyone(failed) if text), None)
+    if why is None:
+        for group in groups:
+            dist.all_reduce(torch.zeros(1, device=run.device), group=group)  # a communicator exists once it was used
+            symmetric.rendezvous(memory, group.group_name)
+        return memory
+    raise SpecError(
+        f"Schedule(transport='symmetric'): {nbytes:,} bytes of NCCL's symmetric memory could not be had on every rank: "
+        f"{why}. Use transport='collective', or 'auto', which takes what there is."
+    )
+
+
+def use_backend(run: Runtime, name: str) -> None:
+    """Have symmetric memory by this backend of torch's, of which a process has one.
+
+    Raises:
+        RuntimeError: it has another one already.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    have = symmetric.get_backend(run.device)
+    if have == name:
+        return
+    try:
+        symmetric.set_backend(name)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"this process uses torch's symmetric memory with the backend {have!r}, {name!r} is needed, and torch has "
+            "one a process (copy_engine and symmetric exclude each other)"
+        ) from error

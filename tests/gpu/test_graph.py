@@ -1,0 +1,319 @@
+"""CUDA graphs: a replayed step is the eager one, bit for bit; and what happens around replays."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from problems import LOOPS, reference
+from test_traced import STEPS, trained
+
+import functional_fsdp as fsdp
+from functional_fsdp import Schedule, ScheduleError, Spec, StaleStateError, launch
+from functional_fsdp import transforms as T
+from functional_fsdp._launch import stop_workers
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
+pytestmark = pytest.mark.timeout(500)
+RANKS = 2
+WIDTH = 64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers() -> Iterator[None]:
+    assert torch.cuda.device_count() >= RANKS, f"these tests need {RANKS} GPUs"
+    stop_workers()
+    yield
+    stop_workers()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+        return y
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+def loss_fn(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def rate(count: torch.Tensor) -> torch.Tensor:
+    return 1e-2 * ((count + 1) / 20).clamp(max=1.0)
+
+
+def batch(step: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    x = torch.randn(rows, WIDTH, generator=generator)
+    return x, x.sum(1, keepdim=True)
+
+
+def made(transport: str, **schedule: Any) -> tuple[fsdp.State, Any]:
+    precision = fsdp.Precision(compute=torch.float32, wire=torch.bfloat16)
+    options: Any = {"transport": transport, **schedule}
+    spec = Spec(fsdp.local_mesh(), precision=precision, schedule=Schedule(**options))
+    state, model = fsdp.init(Net, spec, fsdp.adamw(lr=rate, weight_decay=0.1), seed=0)
+    forward_backward = T.accumulate(T.forward_backward(model, loss_fn), 2)
+    step = T.skip_nonfinite(fsdp.step)
+
+    def train_step(state: fsdp.State, x: torch.Tensor, y: torch.Tensor) -> Any:
+        state, loss = forward_backward(state, x, y)
+        state, norm = T.clip_by_global_norm(state, 0.5)
+        state, mean = fsdp.pmean(state, loss)
+        return step(state), loss, {"norm": norm, "mean": mean}
+
+    return state, train_step
+
+
+def device(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    return [t.to("cuda" if torch.cuda.is_available() else "cpu") for t in tensors]
+
+
+def look(state: fsdp.State) -> list[torch.Tensor]:
+    leaves = torch.utils._pytree.tree_leaves((state.main, state.opt, state.buffers, state.extras, state.count))
+    return [leaf.detach().cpu().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def hundred(transport: str, graph: bool, steps: int, schedule: dict[str, Any]) -> tuple[list[Any], list[torch.Tensor]]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        state, train_step = made(transport, **schedule)
+        if graph:
+            train_step = T.cuda_graph(train_step)
+        seen = []
+        for i in range(steps):
+            x, y = device(batch(i))
+            if i == 50:
+                y = y / 0  # a step that is skipped
+            state, loss, rest = train_step(state, x, y)
+            seen.append(torch.stack([loss, rest["norm"], rest["mean"]]))
+        if graph:
+            (captured,) = train_step.graphs.values()
+            assert captured.graph is not None
+        return [s.cpu() for s in seen], look(state)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def same(transport: str, steps: int = 100, **schedule: Any) -> None:
+    """Losses, norms, weights, moments, statistics and counts, bit for bit."""
+    eager, replayed = (launch(hundred, RANKS, transport, graph, steps, schedule) for graph in (False, True))
+    for (numbers, leaves), (again, others) in zip(eager, replayed, strict=True):
+        assert len({str(n) for n in numbers}) == steps  # something happened
+        for a, b in zip(numbers, again, strict=True):
+            assert torch.equal(a, b) or bool(a.isnan().any() and b.isnan().any())
+        assert all(torch.equal(a, b) for a, b in zip(leaves, others, strict=True))
+
+
+@pytest.mark.parametrize("transport", ["collective", "copy_engine"])
+def test_a_hundred_replayed_steps_are_the_eager_ones_bit_for_bit(transport: str) -> None:
+    same(transport)
+
+
+@pytest.mark.parametrize("loop", list(LOOPS))
+@pytest.mark.parametrize("preset", ["zero3", "zero2", "ddp", "hsdp"])
+def test_a_replayed_step_is_the_plain_modules(preset: str, loop: str) -> None:
+    ranks = 4 if preset == "hsdp" else RANKS
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    ways = [launch(trained, ranks, preset, loop, way) for way in ("lanes", "graph")]
+    for (eager, _), (seen, _) in zip(*ways, strict=True):
+        for (_, weights), (_, before), (_, _, expected) in zip(seen, eager, reference(ranks, STEPS, 2), strict=True):
+            for path, weight in expected.items():
+                torch.testing.assert_close(weights[path], weight, rtol=0, atol=1e-9)
+                torch.testing.assert_close(before[path], weight, rtol=0, atol=1e-9)
+
+
+# ---------------------------------------------------------------- around replays
+
+
+def around(folder: str) -> dict[str, Any]:
+    state, eager_step = made("collective")
+    train_step = T.cuda_graph(eager_step, warmup=2)
+    found: dict[str, Any] = {}
+    for i in range(4):
+        state, loss, _ = train_step(state, *device(batch(i)))
+    tensors = [*state.main.values(), *state.opt.mean.values()]
+    places = [t.local.data_ptr() for t in tensors]
+    kept = loss.clone()
+
+    fsdp.save(state, folder)
+    twin = state.__deepcopy__({})
+    for i in range(4, 7):
+        state, loss_later, _ = train_step(state, *device(batch(i)))
+    found["moved"] = places != [t.local.data_ptr() for t in tensors]
+    found["copies"] = torch.equal(kept, loss) and not torch.equal(loss, loss_later)
+    expected = look(state)
+
+    loaded = fsdp.load(state, folder)  # from elsewhere: copied in
+    for i in range(4, 7):
+        loaded, _, _ = train_step(loaded, *batch(i))  # a batch on the host: copied too
+    found["loaded"] = all(torch.equal(a, b) for a, b in zip(look(loaded), expected, strict=True))
+    try:
+        train_step(state, *device(batch(7)))
+    except StaleStateError as error:
+        found["stale"] = str(error)
+    for i in range(4, 7):  # some eagerly, some replayed
+        twin, _, _ = (eager_step if i == 5 else train_step)(twin, *device(batch(i)))
+    found["mixed"] = max(
+        float((a.double() - b.double()).abs().max()) for a, b in zip(look(twin), expected, strict=True) if a.numel()
+    )
+    found["steps"] = twin.steps, int(twin.count)
+
+    small = T.cuda_graph(eager_step, warmup=1, graphs=2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for rows in (4, 8, 12):
+                twin, _, _ = small(twin, *device(batch(0, rows)))
+    found["graphs"] = len(small.graphs)
+    found["said"] = [str(w.message)[:60] for w in said if "signatures" in str(w.message)]
+    return found
+
+
+def test_states_from_elsewhere_shapes_checkpoints_and_eager_steps_between(tmp_path: Path) -> None:
+    for found in launch(around, RANKS, str(tmp_path / "saved")):
+        assert not found["moved"]
+        assert found["copies"]
+        assert found["loaded"]
+        assert "put another state in this one's memory" in found["stale"]
+        assert found["mixed"] < 1e-6
+        assert found["steps"] == (7, 7)
+        assert found["graphs"] == 2
+        assert len(found["said"]) == 1
+
+
+def refused() -> dict[str, str]:
+    state, eager_step = made("collective")
+    found: dict[str, str] = {}
+
+    def looks(state: fsdp.State, x: torch.Tensor, y: torch.Tensor) -> Any:
+        out = eager_step(state, x, y)
+        loss = out[1]
+        loss.item()
+        return out
+
+    def looks_early(state: fsdp.State, x: torch.Tensor, y: torch.Tensor) -> Any:
+        assert x.sum().item() != 0
+        return eager_step(state, x, y)
+
+    def outside(state: fsdp.State, x: torch.Tensor, y: torch.Tensor) -> Any:
+        state, _ = fsdp.unshard(state, "head", outside=True)
+        state = fsdp.release(state, "head")
+        return eager_step(state, x, y)
+
+    def sends(state: fsdp.State, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return eager_step(state, x + torch.ones(WIDTH).to(x.device), y)
+
+    for step in (looks, looks_early, outside, sends):
+        graphed = T.cuda_graph(step, warmup=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the use outside the plan
+            state = graphed(state, *device(batch(0)))[0]
+        before = look(state)
+        try:
+            graphed(state, *device(batch(1)))
+        except ScheduleError as error:
+            found[step.__name__] = str(error)
+        assert all(torch.equal(a, b) for a, b in zip(look(state), before, strict=True))
+        state = eager_step(state, *device(batch(2)))[0]  # it goes on, random numbers too
+        torch.randn(3, device="cuda")
+
+    graphed = T.cuda_graph(eager_step, warmup=1)
+    for i in range(3):
+        state = graphed(state, *device(batch(i)))[0]
+    local = next(iter(state.main.values())).local
+    local.data = local.data.clone()
+    try:
+        graphed(state, *device(batch(0)))
+    except ScheduleError as error:
+        found["moved"] = str(error)
+    return found
+
+
+def test_what_cannot_be_captured_is_an_error_with_its_cause() -> None:
+    for found in launch(refused, RANKS):
+        assert "test_graph.py" in found["looks"]
+        assert "loss.item()" in found["looks"]
+        for name in ("looks", "looks_early"):
+            assert "the host waits for the device" in found[name]
+        assert "not what the schedule expects" in found["outside"]
+        assert "copied between host and device" in found["sends"]
+        assert "was moved in memory" in found["moved"]
+
+
+def parted() -> tuple[list[str], bool]:
+    """Ranks that come late, or abandon a step: the others wait in the vote, or hear of it there, and all go on."""
+    state, eager_step = made("collective")
+    train_step = T.cuda_graph(eager_step, warmup=1)
+    for i in range(3):
+        state = train_step(state, *device(batch(i)))[0]
+    twin = state.__deepcopy__({})
+    if dist.get_rank() == 1:
+        time.sleep(0.5)  # it looks for better data, say
+    state = train_step(state, *device(batch(3)))[0]
+    said: list[str] = []
+    for _ in range(2):
+        try:
+            if dist.get_rank() == 1 and not said:
+                fsdp.unshard(state, "head")
+                raise ValueError("bad data")
+            state = train_step(state, *device(batch(4)))[0]
+            break
+        except (ValueError, fsdp.RestartError) as error:
+            said.append(type(error).__name__)
+    for i in (3, 4):
+        twin = eager_step(twin, *device(batch(i)))[0]
+    close = [torch.allclose(a.double(), b.double(), atol=1e-6) for a, b in zip(look(state), look(twin), strict=True)]
+    return said, all(close)
+
+
+def test_ranks_that_parted_before_a_replay_meet_again() -> None:
+    assert launch(parted, RANKS) == [(["RestartError"], True), (["ValueError"], True)]
+
+
+def host_time() -> float:
+    state, eager_step = made("collective")
+    train_step = T.cuda_graph(eager_step)
+    data = device(batch(0))
+    times = []
+    for i in range(60):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begun = time.perf_counter()
+        state = train_step(state, *data)[0]
+        if i >= 10:
+            times.append(time.perf_counter() - begun)
+    return 1e3 * statistics.median(times)
+
+
+def test_the_host_launches_a_replay_within_a_millisecond() -> None:
+    assert max(launch(host_time, RANKS)) < 1.0

@@ -1,0 +1,124 @@
+"""NCCL's symmetric memory: the kernels it takes, and the same results. In a process of its own: torch has one kind of
+symmetric memory a process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from gpu.traces import recorded
+from problems import LOOPS, Stack, reference, sharded, through_the_stack
+
+import functional_fsdp as fsdp
+from functional_fsdp import Schedule, Spec, SpecError, launch
+from functional_fsdp._launch import stop_workers
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+pytestmark = pytest.mark.timeout(500)
+RANKS = 2
+SYMMETRIC = Schedule(transport="symmetric")
+ZERO_CTA = Schedule(transport="symmetric", zero_cta=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers() -> Iterator[None]:
+    assert torch.cuda.device_count() >= RANKS, f"these tests need {RANKS} GPUs"
+    stop_workers()
+    yield
+    stop_workers()
+
+
+@pytest.mark.parametrize("schedule", [SYMMETRIC, ZERO_CTA], ids=["symmetric", "zero-CTA"])
+@pytest.mark.parametrize("loop", list(LOOPS))
+@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
+def test_steps_are_the_plain_modules(preset: str, loop: str, schedule: Schedule) -> None:
+    ranks = 4 if preset in ("hsdp", "hfsdp") else RANKS
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        for seen in launch(sharded, ranks, preset, loop, 3, 2, dtype, schedule=schedule):
+            for (_, mine, _), (_, grads, _) in zip(seen, reference(ranks, 3, 2, dtype), strict=True):
+                for path, grad in grads.items():
+                    torch.testing.assert_close(mine[path], grad, rtol=tolerance, atol=tolerance)
+
+
+def kernels(schedule: Schedule) -> tuple[list[str], list[float]]:
+    """In a step of layers of 8 MiB: the names of NCCL's kernels; and losses."""
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        params, _ = fsdp.functionalize(Stack(2048, 4))
+    precision = fsdp.Precision(compute=torch.bfloat16)
+    spec = Spec(fsdp.local_mesh(), precision=precision, schedule=schedule)
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-3))
+    torch.manual_seed(fsdp.local_mesh().get_rank())
+    x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
+    losses = []
+    for _ in range(4):
+        state, loss = through_the_stack(state, x)
+        state = fsdp.step(state)
+        losses.append(loss.item())
+    with recorded() as traces:
+        state = fsdp.step(through_the_stack(state, x)[0])
+    (trace,) = traces
+    return [kernel.name for kernel in trace.kernels if "nccl" in kernel.name.lower()], losses
+
+
+def test_gathers_and_reductions_take_symmetric_kernels() -> None:
+    for names, _ in launch(kernels, RANKS, SYMMETRIC):
+        assert sum("Symk" in name and "AllGather" in name for name in names) == 7  # the last layer is gathered once
+        assert sum("Symk" in name and "ReduceScatter" in name for name in names) == 4
+        assert len(names) == 11
+
+
+def test_zero_cta_gathers_take_no_kernel() -> None:
+    for names, _ in launch(kernels, RANKS, ZERO_CTA):
+        assert not any("AllGather" in name for name in names)
+        assert sum("Symk" in name and "ReduceScatter" in name for name in names) == 4
+
+
+def test_losses_are_those_of_plain_nccl() -> None:
+    plain, symmetric, zero_cta = (launch(kernels, RANKS, way) for way in (Schedule(), SYMMETRIC, ZERO_CTA))
+    for a, b, c in zip(plain, symmetric, zero_cta, strict=True):
+        assert b[1] == pytest.approx(a[1], rel=1e-3)
+        assert c[1] == pytest.approx(a[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("zero_cta", [False, True], ids=["symmetric", "zero-CTA"])
+def test_replayed_steps_are_the_eager_ones_bit_for_bit(zero_cta: bool) -> None:
+    from gpu.test_graph import same
+
+    same("symmetric", 60, zero_cta=zero_cta)
+
+
+def others() -> tuple[str, str, list[str]]:
+    """Beside it in one process: what copy_engine says, and what "auto" takes."""
+    said = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: Any) -> None:
+            said.append(record.getMessage())
+
+    log = logging.getLogger("functional_fsdp._transport")
+    log.addHandler(Handler())
+    log.setLevel(logging.INFO)
+    mesh = fsdp.local_mesh()
+    refused = ""
+    try:
+        fsdp.shard({"w": torch.ones(4)}, Spec(mesh, schedule=Schedule(transport="copy_engine")), fsdp.sgd(lr=0.1))
+    except SpecError as error:
+        refused = str(error)
+    for _ in range(2):
+        spec = Spec(mesh, schedule=Schedule(transport="auto"))
+        state = fsdp.shard({"w": torch.ones(4)}, spec, fsdp.sgd(lr=0.1))
+    return refused, state.spec.schedule.transport, said
+
+
+def test_copies_beside_it_are_refused_and_auto_takes_what_there_is() -> None:
+    for refused, chosen, said in launch(others, RANKS):
+        assert "exclude each other" in refused
+        assert chosen == "symmetric"
+        assert len(said) == 1

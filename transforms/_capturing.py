@@ -1,0 +1,209 @@
+"""Capturing: a stream's work into a CUDA graph, what went wrong when it cannot be, and where the state stays meanwhile.
+
+torch leaves its allocator and its generators in the middle of a capture that fails; `captured` ends it for them.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from functional_fsdp import ScheduleError, State, TreeError
+from functional_fsdp._errors import FsdpError
+from functional_fsdp._runtime import Runtime
+from functional_fsdp._tree import flatten
+
+__all__ = ["Home", "captured", "stale_streams_followed"]
+
+KEPT = ("main", "weights", "opt", "buffers", "count", "extras")
+
+# what torch and CUDA say, and what it means
+CAUSES = (
+    ("unless the CPU tensor is pinned", "a tensor is copied between host and device. Make it on the GPU "
+     "(torch.full, torch.arange with device=), or pass it with the batch"),
+    ("generator", "random state is read or set on the host. Of activation checkpointing take "
+     "preserve_rng_state=False; draw with torch's default generator"),
+    ("current_seed", "random state is read or set on the host. Of activation checkpointing take "
+     "preserve_rng_state=False; draw with torch's default generator"),
+    ("captured work", "a stream waits for work that began before the step. Begin and end it within the step"),
+    ("capturing", "the host waits for the device (.item(), .tolist(), .cpu(), print, `if tensor:`, nonzero, a mask as "
+     "an index). Keep it on the device, or return it and look at it outside"),
+    ("during capture", "the host waits for the device (.item(), .tolist(), .cpu(), print, `if tensor:`, nonzero, a "
+     "mask as an index). Keep it on the device, or return it and look at it outside"),
+)  # fmt: skip
+
+
+@contextmanager
+def stale_streams_followed() -> Iterator[None]:
+    """Let a backward run on the stream that captures, where torch has a switch for that. Put back afterwards."""
+    C: Any = torch._C
+    if not hasattr(C, "_set_override_stale_capture_stream"):
+        yield
+        return
+    before = C._override_stale_capture_stream()
+    C._set_override_stale_capture_stream(True)
+    try:
+        yield
+    finally:
+        C._set_override_stale_capture_stream(before)
+
+
+@contextmanager
+def captured(run: Runtime, pool: Any, verb: str) -> Iterator[Any]:
+    """What the current stream is given inside, and lanes that join it, becomes a graph. Gives it, good at the end.
+
+    Raises:
+        ScheduleError: it cannot be captured, with the cause. Everything is as it was before.
+    """
+    graph = torch.cuda.CUDAGraph()
+    for generator in run.generators.values():
+        graph.register_generator_state(generator)
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield graph
+    except BaseException as error:
+        _abandon(run, graph, pool)
+        _explain(error, verb)
+        raise
+    try:
+        graph.capture_end()
+    except RuntimeError as error:
+        _abandon(run, None, pool)
+        _explain(error, verb)
+        raise
+
+
+def _abandon(run: Runtime, graph: Any, pool: Any) -> None:
+    """End a capture that failed, and leave torch fit for another."""
+    index = run.device.index
+    try:
+        if graph is not None:
+            graph.capture_end()
+            return
+    except RuntimeError:
+        pass
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(index, pool)
+    again = torch.cuda.CUDAGraph()  # torch believes that its generators are still captured, until they have been
+    for generator in run.generators.values():
+        again.register_generator_state(generator)
+    byte = torch.zeros(1, dtype=torch.uint8, device=run.device)
+    again.capture_begin(capture_error_mode="thread_local")
+    byte.add_(1)
+    again.capture_end()
+
+
+def _explain(error: BaseException, verb: str) -> None:
+    """If capturing is what is wrong, raise what it means and where."""
+    if not isinstance(error, RuntimeError) or isinstance(error, FsdpError):
+        return
+    said = str(error)
+    cause = next((cause for words, cause in CAUSES if words in said), None)
+    if cause is None:
+        return
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/torch/" not in f.filename and "functional_fsdp" not in f.filename]
+    own = [f for f in own if "/transforms/" not in f.filename]
+    where = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
+    raise ScheduleError(
+        f"{verb}: the step cannot be captured{where}: {cause}. The state before the step is valid. CUDA says: "
+        f"{said.splitlines()[0][:200]}"
+    ) from error
+
+
+class Home:
+    """The tensors in which captured steps find and leave the state: those of the first state that was captured.
+
+    Attributes:
+        owner: the ledger of the state whose values are there now.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.fields = self._fields(state)
+        leaves, self.treedef = pytree.tree_flatten(self.fields)
+        self.leaves = leaves
+        self.paths = flatten(dict(zip(KEPT, self.fields, strict=True)))[0]
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.places = [t.data_ptr() for t in self.tensors]
+        self.owner = state.token.ledger
+
+    @staticmethod
+    def _fields(state: State) -> tuple[Any, ...]:
+        return tuple(getattr(state, name) for name in KEPT)
+
+    def state(self, state: State) -> State:
+        """This state, with these tensors as its own."""
+        return state.evolve(**dict(zip(KEPT, self.fields, strict=True)))
+
+    def check(self, state: State) -> None:
+        """Whether a state's values can come here.
+
+        Raises:
+            ScheduleError: a tensor here was moved. TreeError: the state is of another structure.
+        """
+        if [t.data_ptr() for t in self.tensors] != self.places:
+            moved = next(p for p, x in zip(self.paths, self._where(), strict=True) if x)
+            raise ScheduleError(
+                f"cuda_graph: the tensor {moved!r} of the state was moved in memory since the step was captured "
+                "(`.data =`, set_, resize_), and a replay would write where it was. Change values in place, with copy_."
+            )
+        self._others(self._fields(state), "the state that came in")
+
+    @torch.no_grad()
+    def enter(self, state: State) -> State:
+        """Have a state's values here, which was checked. Returns the state with these tensors."""
+        for mine, theirs in self._others(self._fields(state), "the state that came in"):
+            mine.copy_(theirs)
+        if state.token.ledger is not self.owner:
+            self.owner.broken = (
+                "T.cuda_graph has put another state in this one's memory. Keep a copy.deepcopy of a state that you "
+                "want to go back to."
+            )
+            self.owner = state.token.ledger
+        return self.state(state)
+
+    def _where(self) -> Iterator[bool]:
+        places = iter(self.places)
+        for leaf in self.leaves:
+            yield isinstance(leaf, torch.Tensor) and leaf.data_ptr() != next(places)
+
+    def keep(self, new: State) -> None:
+        """At the end of a captured step: what it made anew goes where it was."""
+        for mine, theirs in self._others(self._fields(new), "the state at the end of the step"):
+            mine.copy_(theirs)
+
+    def _others(self, fields: tuple[Any, ...], what: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors here, and those in these fields that lie elsewhere."""
+        if all(a is b for a, b in zip(fields, self.fields, strict=True)):  # nearly always
+            return []
+        leaves, treedef = pytree.tree_flatten(fields)
+        if treedef != self.treedef:
+            raise TreeError(
+                f"cuda_graph: {what} has another structure than the one that was captured ({treedef}; expected "
+                f"{self.treedef}). What a step adds to the state must be there before: have it warm up more."
+            )
+        found = []
+        for path, mine, theirs in zip(self.paths, self.leaves, leaves, strict=True):
+            tensors = isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor)
+            if tensors and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
+                if mine.data_ptr() != theirs.data_ptr():
+                    found.append((mine, theirs))
+            elif tensors or mine != theirs:
+                raise TreeError(
+                    f"cuda_graph: {path!r} of {what} is {_text(theirs)}; expected {_text(mine)}, as when it was "
+                    "captured. What changes from step to step must be a tensor of one shape and dtype."
+                )
+        return found
+
+    def changed(self) -> None:
+        """A replay has written everything."""
+        torch.autograd.graph.increment_version(self.tensors)
+
+
+def _text(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,0 +1,283 @@
+"""cuda_graph: a whole train step captured once and replayed, one launch a step.
+
+    first calls    real steps, eagerly, on a stream of its own: libraries load, code is compiled, the schedule settles
+    then           the step is captured for this signature (shapes and dtypes of the batch) and replayed
+    from then on   vote ─▶ batch copied in ─▶ replay ─▶ results copied out
+
+The state keeps its tensors: a captured step writes what a step makes anew (buffers, extras) into them at its end.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.utils._pytree as pytree
+
+from functional_fsdp import ScheduleError, SpecError, State, TreeError
+from functional_fsdp._capture import Capture
+from functional_fsdp._runtime import Runtime, runtime_of
+
+from ._capturing import Home, captured, stale_streams_followed
+from ._seed import reseed
+
+__all__ = ["cuda_graph"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+log = logging.getLogger(__name__)
+
+
+def cuda_graph(train_step: F, *, warmup: int = 3, graphs: int = 8, pass_through: bool = False) -> F:
+    """Capture `train_step(state, ...)` as one CUDA graph and replay it: gathers, compute, reductions, clipping, update.
+
+    Args:
+        train_step: state first in, state first out, with one `step` in it; `state` or `state, results`.
+        warmup: real steps, run eagerly, before the one that is captured; at least 1. For each signature.
+        graphs: how many signatures are captured; steps of further ones run eagerly, and a warning says so once.
+        pass_through: without GPUs run the step as it is, instead of raising.
+
+    Returns:
+        a function that is called as `train_step` is. Every call takes one step, the first ones too.
+
+    A signature is the batch's structure, shapes and dtypes, and whatever in it is no tensor. Tensors of the batch are
+    copied into memory of the graph's (from the host too, where pinned memory may be overwritten once the step is
+    done); what the step returns beside the state are copies. The state stays where it is in memory; a state from
+    elsewhere (a checkpoint, a deep copy) is copied in, and the one that was there before cannot be used any more.
+    Between replays states can be saved, copied, looked at and stepped eagerly. `.graphs` has the graphs by signature.
+
+    Whatever else Python decides (a branch, a learning rate that is a number) is decided when the step is captured. A
+    schedule is a function of the count, `fsdp.adamw(lr=lambda count: ...)`. Random numbers of `T.forward_backward` are
+    those of the eager step; those of a step by hand go on in torch's default generator, as they do eagerly. Activation
+    checkpointing needs `preserve_rng_state=False` (`T.remat(..., preserve_rng_state=False)`).
+
+    Ranks vote before each replay, so a step is still a transaction: until all have come, an exception costs nothing.
+
+    Raises:
+        SpecError: `warmup` or `graphs` below 1. (When called) ScheduleError: no GPU; a step that cannot be captured,
+            with its cause: the host waits for the device, a use outside the plan, memory that moved. Nothing has
+            changed then, and the state can be used again.
+        TreeError: a result that is not a state first; a state whose structure or memory is another at the end.
+        StaleStateError, RestartError, CommError: as `step`.
+
+    Collective: at a replay two votes on the host, and on the device what was captured.
+
+    Source: torch.cuda.CUDAGraph's documentation.
+
+    Example:
+        >>> train_step = T.cuda_graph(train_step)  # doctest: +SKIP
+        >>> state, loss = train_step(state, batch)  # doctest: +SKIP
+    """
+    for name, value in (("warmup", warmup), ("graphs", graphs)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise SpecError(f"cuda_graph({name}={value!r}): expected a number of at least 1.")
+    graphed = Graphed(train_step, warmup, graphs, pass_through)
+
+    @wraps(train_step)
+    def run(state: State, *args: Any, **kwargs: Any) -> Any:
+        return graphed(state, args, kwargs)
+
+    run.graphs = graphed.captured  # type: ignore[attr-defined]
+    return cast(F, run)
+
+
+class Graph:
+    """One signature: how often it was run eagerly, and then its graph and the memory that goes with it."""
+
+    def __init__(self) -> None:
+        self.warm = 0
+        self.graph: Any = None
+        self.capture: Capture
+        self.home: Home
+        self.inputs: list[torch.Tensor] = []
+        self.outputs: Any = None
+        self.alone = False  # the step returns a state only
+        self.peak = 0  # bytes of tensors alive at most while it was captured, which is what a replay uses
+
+
+class Graphed:
+    """What `cuda_graph` returns. `captured` has the graphs by signature."""
+
+    def __init__(self, train_step: Callable[..., Any], warmup: int, graphs: int, pass_through: bool) -> None:
+        self.train_step = train_step
+        self.warmup = warmup
+        self.limit = graphs
+        self.pass_through = pass_through
+        self.captured: dict[Any, Graph] = {}
+        self.homes: dict[Any, Home] = {}
+        self.pool: Any = None  # one for all graphs: what one leaves free another uses
+        self.stream: Any = None
+        self.full = False
+
+    def __call__(self, state: State, args: Any, kwargs: Any) -> Any:
+        if not isinstance(state, State):
+            raise TypeError(f"cuda_graph: the first argument is a State, not {type(state).__name__}.")
+        run = runtime_of(state.spec.mesh)
+        if not run.cuda:
+            if self.pass_through:
+                return self.train_step(state, *args, **kwargs)
+            raise ScheduleError(
+                f"cuda_graph: this state is on the {run.device.type}, and CUDA graphs need a GPU. To run the step as "
+                "it is where there is none: T.cuda_graph(train_step, pass_through=True)."
+            )
+        if state.spec.schedule.transport == "traced":
+            raise ScheduleError(
+                "cuda_graph: this state's schedule says transport='traced', which is for T.compile. Shard with another "
+                "transport to capture a step."
+            )
+        if self.stream is None:
+            self.stream, self.pool = torch.cuda.Stream(run.device), torch.cuda.graph_pool_handle()
+        leaves, treedef = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, State))
+        graph = self._graph(signature(state, leaves, treedef))
+        if graph is None or graph.warm < self.warmup:
+            out = self._eagerly(run, state, *_on(run, leaves, treedef))
+            if graph is not None:
+                graph.warm += 1
+            return out
+        if graph.graph is None:
+            return self._captured(run, graph, state, leaves, treedef)
+        return self._replayed(graph, state, leaves)
+
+    def _graph(self, key: Any) -> Graph | None:
+        found = self.captured.get(key)
+        if found is None and len(self.captured) < self.limit:
+            found = self.captured[key] = Graph()
+        if found is None and not self.full:
+            self.full = True
+            warnings.warn(
+                f"cuda_graph: the batches have more than {self.limit} signatures; steps of further ones run eagerly. "
+                "Pad batches to fewer shapes, pass numbers that change as tensors, or give cuda_graph(graphs=).",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        return found
+
+    def _eagerly(self, run: Runtime, state: State, args: Any, kwargs: Any) -> Any:
+        with self._aside(run):
+            steps = state.token.ledger.steps
+            out = self.train_step(state, *args, **kwargs)
+        _one_step(_parts(out)[0], steps)
+        return out
+
+    @contextmanager
+    def _aside(self, run: Runtime) -> Iterator[None]:
+        """On the stream of its own, which captures too: libraries keep what they need by stream."""
+        home = torch.cuda.current_stream(run.device)
+        self.stream.wait_stream(home)
+        with torch.cuda.stream(self.stream), stale_streams_followed():
+            yield
+        home.wait_stream(self.stream)
+
+    def _captured(self, run: Runtime, graph: Graph, state: State, leaves: list[Any], treedef: Any) -> Any:
+        """Capture the step, then replay it: this call's step."""
+        state.resting("cuda_graph")
+        home = self.homes.get(structure(state)) or Home(state)
+        home.check(state)
+        state = home.enter(state)
+        inputs = [leaf.to(run.device, copy=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(inputs, treedef)
+        capture = Capture(state)
+        reseed(state)
+        gc.collect()
+        torch.cuda.synchronize(run.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(run.device)
+        new: Any = None
+        results: Any = None
+        try:
+            with self._aside(run), captured(run, self.pool, "cuda_graph") as made, capture.recording():
+                out = self.train_step(state, *args, **kwargs)
+                new, results = _parts(out)
+                _one_step(new, capture.before["steps"])
+                home.keep(new)
+            failed = None
+        except BaseException as error:
+            if state.token.ledger.steps == capture.before["steps"]:
+                raise  # before ranks voted: the state before the step is good
+            failed = error
+        if any(run.everyone(failed is not None)):
+            capture.forget()
+            if failed is not None:
+                raise failed
+            raise ScheduleError("cuda_graph: another rank could not capture this step. The state before it is valid.")
+        graph.capture, graph.home = capture, home
+        graph.inputs = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
+        graph.outputs, graph.alone = results, isinstance(out, State)
+        graph.peak = torch.cuda.max_memory_allocated(run.device)
+        graph.graph = made
+        self.homes[structure(state)] = home
+        log.info("cuda_graph: captured a step, graph %d of at most %d", len(self.captured), self.limit)
+        made.replay()
+        capture.log()
+        return self._results(graph, home.state(new))
+
+    def _replayed(self, graph: Graph, state: State, leaves: list[Any]) -> Any:
+        graph.home.check(state)
+
+        def launch() -> None:
+            graph.home.enter(state)
+            given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            for mine, theirs in zip(graph.inputs, given, strict=True):
+                mine.copy_(theirs, non_blocking=True)
+            reseed(state)
+            graph.graph.replay()
+            graph.home.changed()
+
+        with torch.no_grad():
+            return self._results(graph, graph.home.state(graph.capture.again(state, launch)))
+
+    def _results(self, graph: Graph, state: State) -> Any:
+        if graph.alone:
+            return state
+        copies = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, graph.outputs)
+        return (state, *copies)
+
+
+def structure(state: State) -> Any:
+    """Equal for states that one captured step can take."""
+    return state.layout.hash, pytree.tree_structure(state)
+
+
+def signature(state: State, leaves: list[Any], treedef: Any) -> Any:
+    """Equal for calls that are captured alike: shapes and dtypes of tensors, and everything else as it is."""
+    found: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            found.append((tuple(leaf.shape), leaf.dtype))
+        elif isinstance(leaf, State):
+            raise TreeError("cuda_graph: a State among the batch; a captured step has one state, its first argument.")
+        else:
+            try:
+                hash(leaf)
+            except TypeError:
+                leaf = repr(leaf)
+            found.append((type(leaf), leaf))
+    return treedef, tuple(found), state.layout.hash
+
+
+def _on(run: Runtime, leaves: list[Any], treedef: Any) -> Any:
+    """The batch, its tensors on the GPU, as the captured step will see it."""
+    moved = [leaf.to(run.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(moved, treedef)
+
+
+def _parts(out: Any) -> tuple[State, tuple[Any, ...]]:
+    """The state and the rest of what a step returned."""
+    parts = out if isinstance(out, tuple) else (out,)
+    if not parts or not isinstance(parts[0], State):
+        raise TreeError(f"cuda_graph: the step returned a {type(out).__name__}; expected a State, or (State, ...).")
+    return parts[0], parts[1:]
+
+
+def _one_step(new: State, before: int) -> None:
+    taken = new.token.ledger.steps - before
+    if taken != 1 or not new.between_steps:
+        raise ScheduleError(
+            f"cuda_graph: the function took {taken} steps; expected 1, at its end: return fsdp.step(state), as a whole "
+            "train step does."
+        )
