@@ -10,76 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from _benchmark_models import Config
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from _benchmark_peers import ddp, fsdp2, fsdp2_tuned, megatron
+from _benchmark_setting import LR, WARMUP, Build, Setting, Step
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
-LR = 3e-5  # low: larger ones make the first steps of an untrained model chaotic, and then losses cannot be compared
-
-Step = Callable[[torch.Tensor], torch.Tensor]
-Build = Callable[[Any, "Setting"], Step]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What a row may vary. Peers read what they have a match for."""
-
-    mesh: DeviceMesh
-    config: Config
-    placement: str
-    dtype: torch.dtype
-    wire: torch.dtype | None = None  # as dtype
-    sum: str = "auto"
-    compiled: bool = False  # layers by torch.compile
-    transport: str = "collective"
-    keep: Any = None  # `Schedule(keep=)`; FSDP2 keeps everything gathered for "all"
-    budget: int = 0  # bytes, of the row "budget"; 0: half of the gathered weights'
-
-    def spec(self) -> fsdp.Spec:
-        placement = getattr(fsdp, self.placement)(*(self.mesh.mesh_dim_names or ()))
-        precision = fsdp.Precision(torch.float32, compute=self.dtype, wire=self.wire, sum=self.sum)
-        transport: Any = self.transport
-        schedule = fsdp.Schedule(keep=self.keep, transport=transport)
-        return fsdp.Spec(self.mesh, placement, precision=precision, units=self.config.units(), schedule=schedule)
-
-    def functionalize(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], Any]:
-        params, skeleton = fsdp.functionalize(model)
-        return params, T.compile_units(skeleton, self.config.layers) if self.compiled else skeleton
-
-    def shard(self, model: nn.Module) -> tuple[fsdp.State, Any]:
-        params, skeleton = self.functionalize(model)
-        return fsdp.shard(params, self.spec(), fsdp.adamw(lr=LR), buffers=fsdp.buffers(model)), skeleton
-
-    def modules(self, model: nn.Module) -> list[list[nn.Module]]:
-        """Those of each unit; the peers' layers compiled, their way."""
-        if self.compiled:
-            for path in self.config.units():
-                if path.startswith(self.config.layers[:-1]):
-                    model.get_submodule(path).compile(dynamic=False)
-        return [[model.get_submodule(path) for path in paths] for paths in self.config.units().values()]
-
-
 # ---------------------------------------------------------------- this project
 
 
-def keeping(state: fsdp.State, train_step: Callable[..., tuple[fsdp.State, torch.Tensor]]) -> Step:
-    """tokens -> loss, the state kept in between."""
+def keeping(state: fsdp.State, train_step: Callable[..., tuple[fsdp.State, torch.Tensor]], setting: Setting) -> Step:
+    """tokens -> loss, the state kept in between; as a graph if the setting says so."""
     kept = [state]
+    run: Any = T.cuda_graph(train_step, warmup=WARMUP) if setting.graph else train_step
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
-        kept[0], loss = train_step(kept[0], tokens)
+        kept[0], loss = run(kept[0], tokens)
         return loss
 
+    step.graphs = run.graphs if setting.graph else {}  # type: ignore[attr-defined]
     return step
 
 
@@ -93,7 +48,7 @@ def whole_tree(model: nn.Module, setting: Setting) -> Step:
         state = fsdp.reduce(state, grads)
         return fsdp.step(state), loss
 
-    return keeping(state, train_step)
+    return keeping(state, train_step, setting)
 
 
 def whole_vjp(model: nn.Module, setting: Setting) -> Step:
@@ -107,7 +62,7 @@ def whole_vjp(model: nn.Module, setting: Setting) -> Step:
         state = fsdp.reduce(state, grads)
         return fsdp.step(state), loss
 
-    return keeping(state, train_step)
+    return keeping(state, train_step, setting)
 
 
 def loop_by_hand(skeleton: Any, units: tuple[str, ...]) -> Callable[..., tuple[fsdp.State, torch.Tensor]]:
@@ -134,12 +89,12 @@ def loop_by_hand(skeleton: Any, units: tuple[str, ...]) -> Callable[..., tuple[f
 
 def unit_by_unit(model: nn.Module, setting: Setting) -> Step:
     state, skeleton = setting.shard(model)
-    return keeping(state, loop_by_hand(skeleton, tuple(state.units)))
+    return keeping(state, loop_by_hand(skeleton, tuple(state.units)), setting)
 
 
 def traced(model: nn.Module, setting: Setting) -> Step:
     state, skeleton = replace(setting, transport="traced").shard(model)
-    return keeping(state, T.compile(loop_by_hand(skeleton, tuple(state.units))))
+    return keeping(state, T.compile(loop_by_hand(skeleton, tuple(state.units))), setting)
 
 
 def driven(model: nn.Module, setting: Setting) -> Step:
@@ -150,7 +105,7 @@ def driven(model: nn.Module, setting: Setting) -> Step:
         state, loss = forward_backward(state, tokens)
         return fsdp.step(state), loss
 
-    return keeping(state, train_step)
+    return keeping(state, train_step, setting)
 
 
 def either(model: nn.Module, setting: Setting) -> Step:
@@ -172,7 +127,7 @@ def resident(model: nn.Module, setting: Setting) -> Step:
     ranks = dist.get_world_size()
     shares = {path: p.detach().flatten()[: -(-p.numel() // ranks)].clone() for path, p in params.items()}
     main = [nn.Parameter(share) for share in shares.values()]
-    optimizer = torch.optim.AdamW(main, lr=LR, fused=True)
+    optimizer = torch.optim.AdamW(main, lr=LR, fused=True, capturable=setting.graph)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         loss, pullback = T.vjp(lambda w: setting.config.loss(fsdp.bind(skeleton, w), tokens), weights)
@@ -183,125 +138,31 @@ def resident(model: nn.Module, setting: Setting) -> Step:
         optimizer.zero_grad()
         return loss
 
-    return step
+    return Replayed(step) if setting.graph else step
 
 
-# ---------------------------------------------------------------- peers
+class Replayed:
+    """A step as a CUDA graph, by torch alone."""
 
+    def __init__(self, step: Step) -> None:
+        self.step, self.calls, self.graph = step, 0, torch.cuda.CUDAGraph()
+        self.stream = torch.cuda.Stream()
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Step:
-    """The step of every peer whose optimizer sees to everything."""
-
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = setting.config.loss(model, tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def fsdp2(model: nn.Module, setting: Setting, tune: Callable[[Any, list[Any], Setting], None] | None = None) -> Step:
-    policy = MixedPrecisionPolicy(param_dtype=setting.dtype, reduce_dtype=setting.wire or setting.dtype)
-    reshard = setting.placement not in ("zero1", "zero2") and setting.keep != "all"
-    *units, head = setting.modules(model)
-    for modules in units:
-        fully_shard(modules, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(head, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=setting.mesh, mp_policy=policy)
-    if tune:
-        tune(model, [modules[0] for modules in (*units, head)], setting)
-    return trained(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), setting)
-
-
-def fsdp2_tuned(model: nn.Module, setting: Setting) -> Step:
-    return fsdp2(model, setting, tune)
-
-
-def tune(model: Any, units: list[Any], setting: Setting) -> None:
-    """Gathers two units ahead, issued early; reductions on a communicator of their own, two of them in flight."""
-    for i, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 3])
-        unit.set_modules_to_backward_prefetch(units[max(0, i - 2) : i][::-1])
-    if hasattr(model, "set_separate_reduce_scatter_group"):  # torch 2.13
-        model.set_separate_reduce_scatter_group()
-    else:
-        ranks = dist.get_process_group_ranks(setting.mesh.get_group(setting.mesh.ndim - 1))
-        own = ReduceScatter(dist.new_group(ranks, use_local_synchronization=True))
-        for unit in units:
-            unit.set_custom_reduce_scatter(own)
-    if hasattr(model, "set_reduce_scatter_max_input_buffers"):  # torch 2.13
-        model.set_reduce_scatter_max_input_buffers(2)
-
-
-class ReduceScatter:
-    """What `set_custom_reduce_scatter` asks for: the default's, in a process group of its own."""
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> Any:
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, self.group, async_op)
-
-
-def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Weights only: buffers keep their dtype, as they do for the other contestants."""
-    for p in model.parameters():
-        p.data = p.data.to(dtype)
-
-
-def ddp(model: nn.Module, setting: Setting) -> Step:
-    main = list(model.parameters())
-    if setting.dtype is not torch.float32:
-        main = [nn.Parameter(p.detach().clone()) for p in main]
-        cast(model, setting.dtype)
-    setting.modules(model)
-    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    compute = list(model.parameters())
-    optimizer = torch.optim.AdamW(main, lr=LR, fused=True)
-    if setting.dtype is torch.float32:
-        return trained(parallel, optimizer, setting)
-
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = setting.config.loss(parallel, tokens)
-        loss.backward()
-        for m, p in zip(main, compute, strict=True):
-            m.grad = p.grad.float() if p.grad is not None else None
-        optimizer.step()
-        with torch.no_grad():
-            torch._foreach_copy_(list[torch.Tensor](compute), list[torch.Tensor](main))
-        parallel.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def megatron(model: nn.Module, setting: Setting) -> Step:
-    import megatron_fsdp as peer  # type: ignore[import-not-found]
-
-    strategy = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}[setting.placement]
-    policy = peer.MixedPrecisionPolicy(
-        main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=setting.wire or setting.dtype
-    )
-    cast(model, setting.dtype)  # compute's dtype is the module's there
-    parallel = peer.fully_shard_model(
-        module=model,
-        # classes: the head is left to the root, which keeps it gathered, as the others do
-        fsdp_unit_modules=list({type(module) for module in chain(*setting.modules(model)[:-1])}),
-        zero_dp_strategy=strategy,
-        mixed_precision_policy=policy,
-        device=torch.device("cuda", torch.cuda.current_device()),
-    )
-    optimizer = peer.fully_shard_optimizer(torch.optim.AdamW(parallel.parameters(), lr=LR, fused=True))
-    for values in optimizer.state.values():  # it has made a step on zeros, which does not count
-        values["step"].zero_()
-    return trained(parallel, optimizer, setting)
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls <= WARMUP:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                loss = self.step(tokens)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss
+        if self.calls == WARMUP + 1:
+            self.tokens = tokens.clone()
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.loss = self.step(self.tokens)
+        self.tokens.copy_(tokens)
+        self.graph.replay()
+        return self.loss.clone()
 
 
 # ---------------------------------------------------------------- all of them
@@ -334,10 +195,25 @@ CONTESTANTS = {
     "driven compiled": Contestant(varied(driven, compiled=True), group="compiled"),
     "kept compiled": Contestant(varied(either, keep="all", compiled=True), group="compiled"),
     "traced": Contestant(traced, group="traced", stages=True),
+    "graph": Contestant(varied(either, graph=True), group="graphs"),
+    "graph compiled": Contestant(varied(either, graph=True, compiled=True), group="graphs"),
     "copy engine": Contestant(varied(either, transport="copy_engine"), group="copies"),
     "copy engine compiled": Contestant(varied(either, transport="copy_engine", compiled=True), group="copies"),
-    # further transports: Contestant(varied(either, transport="..."), group="..."), one group for each that needs it
-    # CUDA graphs: a function beside `traced` that wraps the same loop, with a group of its own
+    "copy engine graph": Contestant(varied(either, transport="copy_engine", graph=True), group="copies"),
+    "copy engine graph compiled": Contestant(
+        varied(either, transport="copy_engine", graph=True, compiled=True), group="copies"
+    ),
+    "copy engine graph compiled kept": Contestant(
+        varied(either, transport="copy_engine", graph=True, compiled=True, keep="all"), group="copies"
+    ),
+    "symmetric": Contestant(varied(either, transport="symmetric"), group="symmetric"),
+    "symmetric graph compiled": Contestant(
+        varied(either, transport="symmetric", graph=True, compiled=True), group="symmetric"
+    ),
+    "zero-CTA": Contestant(varied(either, transport="symmetric", zero_cta=True), group="symmetric"),
+    "zero-CTA graph compiled": Contestant(
+        varied(either, transport="symmetric", zero_cta=True, graph=True, compiled=True), group="symmetric"
+    ),
     "FSDP2": Contestant(fsdp2, "peer", "peers"),
     "FSDP2 tuned": Contestant(fsdp2_tuned, "peer", "peers"),
     "FSDP2 kept": Contestant(varied(fsdp2, keep="all"), "peer", "peers"),
@@ -349,8 +225,9 @@ CONTESTANTS = {
     "Megatron-FSDP": Contestant(megatron, "peer", "Megatron-FSDP"),
     "resident": Contestant(resident, "bound", "bound"),
     "resident compiled": Contestant(varied(resident, compiled=True), "bound", "bound"),
+    "resident graph compiled": Contestant(varied(resident, compiled=True, graph=True), "bound", "bound"),
 }
-PEER, BY_HAND, BOUNDS = "FSDP2", "unit by unit", ("resident compiled", "resident")
+PEER, BY_HAND, BOUNDS = "FSDP2", "unit by unit", ("resident graph compiled", "resident compiled", "resident")
 
 CPU = ("whole tree", "whole tree vjp", "unit by unit", "driven", "FSDP2", "DDP")
 GPU = (
@@ -371,6 +248,8 @@ def missing(name: str, model: str, config: Config, cuda: bool, placement: str) -
     """Why this row cannot run, or None."""
     if CONTESTANTS[name].stages and not config.stages:
         return f"{model} is no chain of stages; driven takes any module"
+    if ("graph" in name or "symmetric" in name or "zero-CTA" in name) and not cuda:
+        return "needs GPUs"
     if name.startswith("DDP") and model == "6.7b":
         return "6.7 B parameters with their AdamW state take 100 GiB and more on every rank"
     if name == "Megatron-FSDP":

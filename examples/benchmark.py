@@ -18,6 +18,9 @@
 | compiled        | unit by unit, with layers compiled by `T.compile_units`; also "driven compiled", "kept compiled" |
 | copy engine     | unit by unit, by reading other ranks' memory: `Schedule(transport="copy_engine")`; also "copy    |
 |                 | engine compiled"                                                                                 |
+| graph           | unit by unit, the whole step as a CUDA graph: `T.cuda_graph`; also "graph compiled", and after   |
+|                 | the names of transports: "copy engine graph compiled", also "... kept"                           |
+| symmetric       | unit by unit, NCCL's symmetric memory: `Schedule(transport="symmetric")`; "zero-CTA" too         |
 | traced          | unit by unit, the whole step compiled: `Schedule(transport="traced")` and `T.compile`            |
 | FSDP2           | `fully_shard` of embedding, layers and head; the head stays gathered, as in torchtitan           |
 | FSDP2 tuned     | its own options: two units prefetched explicitly, forward and backward; reductions in a process  |
@@ -29,11 +32,12 @@
 | DDP compiled    | with `layer.compile()`                                                                           |
 | Megatron-FSDP   | `megatron_fsdp.fully_shard_model` where that package is installed, and GPUs                      |
 | resident        | what no sharding can beat: whole weights stay in place, nothing is sent, and each rank updates   |
-|                 | its share of main weights; the weights that compute sees never change. "resident compiled" too   |
+|                 | its share of main weights; the weights that compute sees never change. "resident compiled" and   |
+|                 | "resident graph compiled" too                                                                    |
 
 `--only` names rows, or `all`; by default there are a few, by device. Rows that cannot run (unit by unit, of a model
 that is no chain of stages) are left out, and a note says why; "float32 wire", "exact sum", "kept" and "budget" are
-driven there. Models are in `_benchmark_models.py`, rows in `_benchmark_rows.py`.
+driven there. Models are in `_benchmark_models.py`, rows in `_benchmark_rows.py`, the peers' in `_benchmark_peers.py`.
 
 The contestants take turns in rounds, in rotating order, so that drift of the machine meets all of them. Before a turn
 ranks meet and devices are synchronized; a turn is `--steps` steps without a pause. Weights and data are random, never
@@ -59,7 +63,8 @@ yardsticks once, and notes have their times in the other sets.
 | loss         | mean over ranks at the last step; the rows must agree to 3 digits                                    |
 | FSDP2 / this | FSDP2's time by this row's in the same round, the median over rounds; above 1: faster than FSDP2     |
 | best / this  | the same with the fastest peer there, if it is not FSDP2; a note names it                            |
-| this / bound | this row's time by that of "resident compiled", or "resident"; 1 is what no sharding can beat        |
+| this / bound | this row's time by that of "resident graph compiled", or the next there is; 1 is what no sharding    |
+|              | can beat                                                                                             |
 | this / hand  | this row's time by that of "unit by unit" in the same round, the median over rounds; what driving    |
 |              | costs is "driven" here: at most 1.05 is what it should be                                            |
 
@@ -84,7 +89,8 @@ import torch.distributed as dist
 from _benchmark_meter import Meter
 from _benchmark_models import MODELS, Config, batches
 from _benchmark_report import Row, Table, agree, chart, merged
-from _benchmark_rows import BOUNDS, BY_HAND, CONTESTANTS, PEER, Setting, default, missing
+from _benchmark_rows import BOUNDS, BY_HAND, CONTESTANTS, PEER, default, missing
+from _benchmark_setting import WARMUP, Setting
 
 import functional_fsdp as fsdp
 
@@ -125,7 +131,11 @@ class Runner:
         """All of it but the ratios."""
         once = partial(self.run, 1)
         _, most = self.meter.memory(once, lead_in=once)
-        sizes = map(int, self.meter.slowest([a + b for a, b in zip(self.resident, most, strict=True)]))
+        held: list[float] = [a + b for a, b in zip(self.resident, most, strict=True)]
+        for graph in getattr(self.step, "graphs", {}).values():  # a replay's memory is set aside when it is captured
+            held[0] = max(held[0], self.resident.tensors + graph.peak)
+            held[1] += graph.reserved
+        sizes = map(int, self.meter.slowest(held))
         peak, reserved, device = sizes
         seconds, host = self.meter.slowest(self.seconds), self.meter.slowest(self.host)
         loss = self.losses[-1].double() / dist.get_world_size()
@@ -179,11 +189,12 @@ def measure(args: Namespace) -> Table:
     config = replace(base, batch=args.batch or base.batch, seq=args.seq or base.seq)
     dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
     setting = Setting(mesh, config, args.placement, dtype, budget=int(2**20 * (args.budget or 0)))
-    data = batches(config, args.warmup + args.rounds * (args.steps + cuda) + 2, meter.device)
+    warmup = max(args.warmup, WARMUP + 1 if any("graph" in name for name in args.only) else 1)
+    data = batches(config, warmup + args.rounds * (args.steps + cuda) + 2, meter.device)
 
     runners = [Runner(name, config, setting, data, meter) for name in args.only]
     for runner in runners:
-        runner.run(args.warmup - 1)
+        runner.run(warmup - 1)
     for r in range(args.rounds):
         first = r % len(runners)
         for runner in runners[first:] + runners[:first]:
@@ -239,14 +250,13 @@ def chosen(args: Namespace, parser: argparse.ArgumentParser) -> None:
     cuda = (args.device or ("cuda" if torch.cuda.device_count() else "cpu")) == "cuda"
     named = [*CONTESTANTS] if args.only == ["all"] else args.only or []
     rows = named or default(args.model, cuda, bool(args.apart))
-    bound = [name for name in BOUNDS if name in rows][:1]
-    beside = [name for name in args.yardsticks or [PEER, *bound] if name != "none"]
-    for option, given in (("--only", rows), ("--yardsticks", beside)):
+    for option, given in (("--only", rows), ("--yardsticks", args.yardsticks or [])):
         for name in given:
-            if name not in CONTESTANTS:
+            if name not in (*CONTESTANTS, "none"):
                 parser.error(f"{option}: {name!r} is none of {','.join(CONTESTANTS)}")
-    config = MODELS[args.model]
-    why = {name: missing(name, args.model, config, cuda, args.placement) for name in [*rows, *beside]}
+    why = {name: missing(name, args.model, MODELS[args.model], cuda, args.placement) for name in CONTESTANTS}
+    bound = [name for name in BOUNDS if name in rows and not why[name]][:1]
+    beside = [name for name in args.yardsticks or [PEER, *bound] if name != "none"]
     args.only = [name for name in rows if not why[name]]
     args.yardsticks = [name for name in beside if not why[name]]
     args.notes = [f"{name} is left out: {why[name]}." for name in dict.fromkeys([*named, *beside]) if why[name]]

@@ -47,8 +47,11 @@ class FlatBuffer:
     mesh: Any
 
     def __init__(self, local: torch.Tensor, bucket: Bucket, states: States, mesh: Any) -> None:
-        # as dataclasses do it, without their cost: a step makes one for each bucket
-        self.__dict__.update(local=local, bucket=bucket, states=states, mesh=mesh)
+        if tracing():  # compilers follow what dataclasses do
+            for name, value in (("local", local), ("bucket", bucket), ("states", states), ("mesh", mesh)):
+                object.__setattr__(self, name, value)
+        else:  # the same without its cost: a step makes one for each bucket
+            self.__dict__.update(local=local, bucket=bucket, states=states, mesh=mesh)
 
     def but(self, local: torch.Tensor, states: States | None = None) -> FlatBuffer:
         """The same bucket with other numbers, and perhaps in other states."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._utils import _unflatten_dense_tensors
 
-from ._copies import Copies, exchange
+from ._copies import ONE_PASS, Copies, exchange, read_and_added
 from ._flat import FlatBuffer, templates, write_leaves
 from ._lanes import Issued, Mark, Steps, together
 from ._layout import STAGED, Bucket, Unit, aligned
@@ -257,6 +257,11 @@ class Staging:
         """The exact sum over the first axis, float32: this rank's part of it, or all of it where it stays whole."""
         hop, issued = move.hops[0], move.issued[0]
         ranks, mine = self.run.sizes[hop.axis], self.run.coordinate[hop.axis]
+        out = out if out is not None and out.dtype is torch.float32 else None
+        if ONE_PASS and move.slab is not None and hop.kind == "scatter" and out is not None:
+            at, mean = int(stage.storage_offset()) * stage.element_size(), self.average == "mean"
+            yield from read_and_added(self.run, issued, move.slab, at, out, stage.dtype, mine, mean)
+            return out
         came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
         if move.slab is not None:
             at = int(stage.storage_offset()) * stage.element_size()
@@ -264,7 +269,6 @@ class Staging:
         else:
             yield from self.run.collective(issued[0], came, stage)
         n = stage.numel() // ranks
-        out = out if out is not None and out.dtype is torch.float32 else None
         if hop.kind == "scatter":
             whole = part = stage.view(torch.uint8)[: 4 * n].view(torch.float32) if out is None else out  # it was sent
         else:

@@ -49,7 +49,8 @@ def cuda_graph(train_step: F, *, warmup: int = 3, graphs: int = 8, pass_through:
     copied into memory of the graph's (from the host too, where pinned memory may be overwritten once the step is
     done); what the step returns beside the state are copies. The state stays where it is in memory; a state from
     elsewhere (a checkpoint, a deep copy) is copied in, and the one that was there before cannot be used any more.
-    Between replays states can be saved, copied, looked at and stepped eagerly. `.graphs` has the graphs by signature.
+    Between replays states can be saved, copied, looked at and stepped eagerly. `.graphs` has the graphs by signature,
+    each with `peak`, the bytes that a replay uses beside the state, which torch does not count then, and `reserved`.
 
     Whatever else Python decides (a branch, a learning rate that is a number) is decided when the step is captured. A
     schedule is a function of the count, `fsdp.adamw(lr=lambda count: ...)`. Random numbers of `T.forward_backward` are
@@ -97,7 +98,8 @@ class Graph:
         self.inputs: list[torch.Tensor] = []
         self.outputs: Any = None
         self.alone = False  # the step returns a state only
-        self.peak = 0  # bytes of tensors alive at most while it was captured, which is what a replay uses
+        self.peak = 0  # bytes that a replay uses at most, beside the state and the batch
+        self.reserved = 0  # bytes that stay reserved for it
 
 
 class Graphed:
@@ -187,6 +189,7 @@ class Graphed:
         torch.cuda.synchronize(run.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(run.device)
+        before = torch.cuda.memory_allocated(run.device), torch.cuda.memory_reserved(run.device)
         new: Any = None
         results: Any = None
         try:
@@ -208,7 +211,8 @@ class Graphed:
         graph.capture, graph.home = capture, home
         graph.inputs = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
         graph.outputs, graph.alone = results, isinstance(out, State)
-        graph.peak = torch.cuda.max_memory_allocated(run.device)
+        graph.peak = torch.cuda.max_memory_allocated(run.device) - before[0]
+        graph.reserved = torch.cuda.memory_reserved(run.device) - before[1]
         graph.graph = made
         self.homes[structure(state)] = home
         log.info("cuda_graph: captured a step, graph %d of at most %d", len(self.captured), self.limit)

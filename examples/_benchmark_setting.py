@@ -1,0 +1,64 @@
+"""What the rows of benchmark.py have in common, this project's and its peers': what varies, and the learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from _benchmark_models import Config
+from torch.distributed.device_mesh import DeviceMesh
+
+import functional_fsdp as fsdp
+from functional_fsdp import transforms as T
+
+__all__ = ["LR", "WARMUP", "Build", "Setting", "Step"]
+
+WARMUP = 2  # eager steps before one is captured
+LR = 3e-5  # low: larger ones make the first steps of an untrained model chaotic, and then losses cannot be compared
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+Build = Callable[[Any, "Setting"], Step]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a row may vary. Peers read what they have a match for."""
+
+    mesh: DeviceMesh
+    config: Config
+    placement: str
+    dtype: torch.dtype
+    wire: torch.dtype | None = None  # as dtype
+    sum: str = "auto"
+    compiled: bool = False  # layers by torch.compile
+    transport: str = "collective"
+    zero_cta: bool = False
+    graph: bool = False  # the step as a CUDA graph
+    keep: Any = None  # `Schedule(keep=)`; FSDP2 keeps everything gathered for "all"
+    budget: int = 0  # bytes, of the row "budget"; 0: half of the gathered weights'
+
+    def spec(self) -> fsdp.Spec:
+        placement = getattr(fsdp, self.placement)(*(self.mesh.mesh_dim_names or ()))
+        precision = fsdp.Precision(torch.float32, compute=self.dtype, wire=self.wire, sum=self.sum)
+        transport: Any = self.transport
+        schedule = fsdp.Schedule(keep=self.keep, transport=transport, zero_cta=self.zero_cta)
+        return fsdp.Spec(self.mesh, placement, precision=precision, units=self.config.units(), schedule=schedule)
+
+    def functionalize(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], Any]:
+        params, skeleton = fsdp.functionalize(model)
+        return params, T.compile_units(skeleton, self.config.layers) if self.compiled else skeleton
+
+    def shard(self, model: nn.Module) -> tuple[fsdp.State, Any]:
+        params, skeleton = self.functionalize(model)
+        return fsdp.shard(params, self.spec(), fsdp.adamw(lr=LR), buffers=fsdp.buffers(model)), skeleton
+
+    def modules(self, model: nn.Module) -> list[list[nn.Module]]:
+        """Those of each unit; the peers' layers compiled, their way."""
+        if self.compiled:
+            for path in self.config.units():
+                if path.startswith(self.config.layers[:-1]):
+                    model.get_submodule(path).compile(dynamic=False)
+        return [[model.get_submodule(path) for path in paths] for paths in self.config.units().values()]
