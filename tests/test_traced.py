@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -63,6 +64,7 @@ def trained(
     precision: Any = None,
 ) -> tuple[list[Any], int]:  # fmt: skip
     """(loss, weights) after each compiled step on this rank, and the number of compilations."""
+    warnings.filterwarnings("ignore", "TensorFloat32")  # that it could be used
     mesh, placement = mesh_and_placement(preset)
     params, model = fsdp.functionalize(net(dtype))
     schedule = TRACED if way not in EAGER else None

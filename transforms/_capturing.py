@@ -6,6 +6,7 @@ torch leaves its allocator and its generators in the middle of a capture that fa
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -81,12 +82,11 @@ def captured(run: Runtime, pool: Any, verb: str) -> Iterator[Any]:
 def _abandon(run: Runtime, graph: Any, pool: Any) -> None:
     """End a capture that failed, and leave torch fit for another."""
     index = run.device.index
-    try:
+    with suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is nothing in it
         if graph is not None:
             graph.capture_end()
             return
-    except RuntimeError:
-        pass
     with suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(index, pool)
     again = torch.cuda.CUDAGraph()  # torch believes that its generators are still captured, until they have been

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from problems import LOOPS, reference
-from test_traced import STEPS, trained
+from gpu.compared import weights_differ
+from problems import LOOPS
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, StaleStateError, launch
@@ -144,12 +144,9 @@ def test_a_replayed_step_is_the_plain_modules(preset: str, loop: str) -> None:
     ranks = 4 if preset == "hsdp" else RANKS
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    ways = [launch(trained, ranks, preset, loop, way) for way in ("lanes", "graph")]
-    for (eager, _), (seen, _) in zip(*ways, strict=True):
-        for (_, weights), (_, before), (_, _, expected) in zip(seen, eager, reference(ranks, STEPS, 2), strict=True):
-            for path, weight in expected.items():
-                torch.testing.assert_close(weights[path], weight, rtol=0, atol=1e-9)
-                torch.testing.assert_close(before[path], weight, rtol=0, atol=1e-9)
+    for way in ("lanes", "graph"):
+        for differ, _ in launch(weights_differ, ranks, ranks, preset, loop, way):
+            assert differ < 1e-9
 
 
 # ---------------------------------------------------------------- around replays
@@ -281,12 +278,13 @@ def parted() -> tuple[list[str], bool]:
         time.sleep(0.5)  # it looks for better data, say
     state = train_step(state, *device(batch(3)))[0]
     said: list[str] = []
+    data = device(batch(4))  # before: a copy waits for the device, and the device for the other rank
     for _ in range(2):
         try:
             if dist.get_rank() == 1 and not said:
                 fsdp.unshard(state, "head")
                 raise ValueError("bad data")
-            state = train_step(state, *device(batch(4)))[0]
+            state = train_step(state, *data)[0]
             break
         except (ValueError, fsdp.RestartError) as error:
             said.append(type(error).__name__)
