@@ -8,7 +8,7 @@ other, and so that a user's own collectives on the mesh are never paired with ou
     reduce    reduce-scatter and all-reduce of gradients
     outer     what follows on a second axis of the mesh
     side      what no plan names: whole trees, exports, metrics; on the compute lane's stream
-    control   (gloo, all ranks of the mesh) the vote before `step` commits; uses outside the plan
+    control   (all ranks of the mesh; the host) the vote before `step` commits; uses outside the plan
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._board import Board
 from ._collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from ._errors import CommError, RestartError, ScheduleError, SpecError
 from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
@@ -66,6 +67,7 @@ class Runtime:
         self.issued = {name: Log() for name in QUEUES}
         self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
         self.capturing = False
+        self.board: Board | None = None  # for votes, where all ranks are on one host
         self.voted = (0, 0)  # in the last vote: the digest given, and how many side jobs were logged before it
         self.chosen: Any = None  # the transport that "auto" means here
         self.generators: dict[int, torch.Generator] = {}  # on GPUs, by microbatch
@@ -92,6 +94,7 @@ class Runtime:
                     self.groups[lane, axis] = self._group(ranks, f"{lane} {axis}")
         self.rank = self.ranks.index(dist.get_rank())
         self.control = self._group(self.ranks, "control", backend="gloo")
+        self.board = Board.of(self)
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=self.ranks[0], group=self.control)
         self.store = dist.PrefixStore(  # type: ignore[attr-defined]
@@ -125,6 +128,8 @@ class Runtime:
             if out.data_ptr() != given.data_ptr():
                 out.copy_(given)
             return iter(())
+        if hop.lane == "control" and self.board is not None:
+            return self.board.largest(out)
         group = self.control if hop.lane == "control" else self.groups[hop.lane, hop.axis]
         if hop.kind == "barrier":
             return barrier(group) if not self.cuda else self._signal(hop)

@@ -1,0 +1,114 @@
+"""Board: where ranks on one host compare numbers, a cell for each in shared memory. Takes microseconds.
+
+    cells[ballot % 2][rank] = ballot number and value, in one word
+
+A ballot is over when every cell of its row has its number. Nobody writes the next but one before all have read this
+one, since for that they have to post the next. Ranks on several hosts, and processes that cannot see each other, use
+gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ._runtime import Runtime
+
+__all__ = ["Board"]
+
+VALUE = 48  # bits
+NUMBERS = (1 << 15) - 2  # from 1 to an even one, so that odd and even take turns
+BUSY = 2e-4  # seconds of looking again and again, before it sleeps in between
+
+
+class Board:
+    """The cells of all ranks of a mesh, and whether their processes are alive."""
+
+    def __init__(self, memory: mmap.mmap, rank: int, ranks: int, alive: list[int]) -> None:
+        self.memory = memory  # kept: the cells are a view of it
+        self.cells = memoryview(memory).cast("q")
+        self.rank, self.ranks = rank, ranks
+        self.number = 0
+        self.alive = select.poll()
+        for fd in alive:  # readable when the process has ended
+            self.alive.register(fd, select.POLLIN)
+
+    @classmethod
+    def of(cls, run: Runtime) -> Board | None:
+        """The board of a mesh; None where its ranks cannot share one. Collective."""
+        size = 16 * run.size
+        fd, where = -1, ""
+        with contextlib.suppress(OSError, AttributeError):  # no memfd: not Linux
+            fd = os.memfd_create("functional_fsdp")
+            os.ftruncate(fd, size)
+            where = f"/proc/{os.getpid()}/fd/{fd}"
+        told = run.everyone((socket.gethostname(), os.getpid(), where))
+        board = None
+        if where and len({host for host, _, _ in told}) == 1:
+            with contextlib.suppress(OSError, AttributeError):
+                alive = [os.pidfd_open(pid) for _, pid, _ in told if pid != os.getpid()]
+                first = os.open(told[0][2], os.O_RDWR)
+                board = cls(mmap.mmap(first, size), run.rank, run.size, alive)
+                os.close(first)
+        shared = all(run.everyone(board is not None))
+        if fd >= 0:
+            os.close(fd)
+        return board if shared else None
+
+    def largest(self, ballot: torch.Tensor) -> Iterator[list[Any] | str]:
+        """`ballot` [value, -value] -> [the largest, minus the smallest] of all ranks' values. One work, as gloo's."""
+        posted = Posted(self, int(ballot[0]))
+        yield [posted]
+        values = posted.values()
+        ballot[0], ballot[1] = max(values), -min(values)
+
+
+class Posted:
+    """A ballot under way: a `Work`, as torch.distributed has them."""
+
+    def __init__(self, board: Board, value: int) -> None:
+        board.number = board.number % NUMBERS + 1
+        self.board, self.number = board, board.number
+        self.row = self.number % 2 * board.ranks
+        self.gone = False
+        board.cells[self.row + board.rank] = self.number << VALUE | value
+
+    def _cells(self) -> list[int]:
+        return self.board.cells[self.row : self.row + self.board.ranks].tolist()
+
+    def values(self) -> list[int]:
+        return [cell & ((1 << VALUE) - 1) for cell in self._cells()]
+
+    def _all_posted(self) -> bool:
+        number = self.number
+        return all(cell >> VALUE == number for cell in self._cells())
+
+    def is_completed(self) -> bool:
+        """All have posted, or one never will."""
+        return self.gone or self._all_posted()
+
+    def wait(self, patience: timedelta | None = None) -> bool:
+        """Until all have posted. RuntimeError after `patience`, or when the process of a rank has ended."""
+        begun = time.monotonic()
+        while not self._all_posted():
+            spent = time.monotonic() - begun
+            if spent < BUSY:
+                os.sched_yield()
+                continue
+            if self.board.alive.poll(0) and not self._all_posted():
+                self.gone = True
+                raise RuntimeError("the process of a rank has ended")
+            if patience is not None and spent > patience.total_seconds():
+                raise RuntimeError(f"not all ranks came within {spent:.1f} s")
+            time.sleep(5e-5)
+        return True

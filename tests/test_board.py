@@ -1,0 +1,82 @@
+"""Boards: every rank's number, compared in shared memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import functional_fsdp as fsdp
+from functional_fsdp import _board as boards
+from functional_fsdp import launch
+from functional_fsdp._board import Board
+from functional_fsdp._runtime import Runtime, runtime_of
+
+
+def ballots(count: int, numbers: int) -> list[tuple[int, int]]:
+    """The largest and the smallest of each of many ballots, to which ranks come at different times."""
+    before, boards.NUMBERS = boards.NUMBERS, numbers
+    try:
+        board = Board.of(runtime_of(fsdp.local_mesh()))
+        assert board is not None
+        found = []
+        for i in range(count):
+            if i % 7 == dist.get_rank():
+                time.sleep(0.001)
+            value = (i + 3) * (dist.get_rank() + 1) << 20
+            ballot = torch.tensor([value, -value])
+            for works in board.largest(ballot):
+                assert isinstance(works, list)
+                works[0].wait()
+            found.append((int(ballot[0]) >> 20, -int(ballot[1]) >> 20))
+        return found
+    finally:
+        boards.NUMBERS = before
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_ballot_has_the_largest_and_the_smallest_also_where_numbers_begin_again(ranks: int) -> None:
+    assert launch(ballots, ranks, 200, 6) == [[(ranks * (i + 3), i + 3) for i in range(200)]] * ranks
+
+
+def elsewhere() -> tuple[bool, int]:
+    real = socket.gethostname
+    socket.gethostname = lambda: f"host{dist.get_rank()}"
+    try:
+        run = Runtime(fsdp.local_mesh())
+    finally:
+        socket.gethostname = real
+    run.compare(run.vote(7))
+    return run.board is None, run.logs["control"].count
+
+
+def test_ranks_on_several_hosts_vote_by_gloo() -> None:
+    assert launch(elsewhere, 2) == [(True, 1)] * 2
+
+
+def test_a_process_that_ended_is_told_from_one_that_is_late() -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    board = Board(mmap.mmap(-1, 32), 0, 2, [os.pidfd_open(pid)])
+    works = next(board.largest(torch.tensor([1, -1])))
+    assert isinstance(works, list)
+    posted = works[0]
+    with pytest.raises(RuntimeError, match="not all ranks came within"):
+        posted.wait(timedelta(seconds=0.05))
+    assert not posted.is_completed()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="the process of a rank has ended"):
+        posted.wait(timedelta(seconds=5))
+    assert posted.is_completed()
+    os.waitpid(pid, 0)
