@@ -35,6 +35,7 @@ def keeping(state: fsdp.State, train_step: Callable[..., tuple[fsdp.State, torch
         return loss
 
     step.graphs = run.graphs if setting.graph else {}  # type: ignore[attr-defined]
+    step.shared = state.shared_bytes  # type: ignore[attr-defined]
     return step
 
 
@@ -195,6 +196,7 @@ CONTESTANTS = {
     "driven compiled": Contestant(varied(driven, compiled=True), group="compiled"),
     "kept compiled": Contestant(varied(either, keep="all", compiled=True), group="compiled"),
     "traced": Contestant(traced, group="traced", stages=True),
+    "traced graph": Contestant(varied(traced, graph=True), group="traced", stages=True),
     "graph": Contestant(varied(either, graph=True), group="graphs"),
     "graph compiled": Contestant(varied(either, graph=True, compiled=True), group="graphs"),
     "copy engine": Contestant(varied(either, transport="copy_engine"), group="copies"),

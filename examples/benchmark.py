@@ -21,7 +21,8 @@
 | graph           | unit by unit, the whole step as a CUDA graph: `T.cuda_graph`; also "graph compiled", and after   |
 |                 | the names of transports: "copy engine graph compiled", also "... kept"                           |
 | symmetric       | unit by unit, NCCL's symmetric memory: `Schedule(transport="symmetric")`; "zero-CTA" too         |
-| traced          | unit by unit, the whole step compiled: `Schedule(transport="traced")` and `T.compile`            |
+| traced          | unit by unit, the whole step compiled: `Schedule(transport="traced")` and `T.compile`; also      |
+|                 | "traced graph"                                                                                   |
 | FSDP2           | `fully_shard` of embedding, layers and head; the head stays gathered, as in torchtitan           |
 | FSDP2 tuned     | its own options: two units prefetched explicitly, forward and backward; reductions in a process  |
 |                 | group of their own; where torch has it, two of their inputs in flight                            |
@@ -54,7 +55,8 @@ yardsticks once, and notes have their times in the other sets.
 | spread       | the fastest and the slowest round                                                                    |
 | host         | until the host returned from one step that began with an idle device (GPU only)                      |
 | peak         | most bytes of tensors alive in a step, the state included, that of the other contestants not; of any |
-|              | rank; counted by the caching allocator on GPU, by torch's memory profiler on CPU                     |
+|              | rank; counted by the caching allocator on GPU, by torch's memory profiler on CPU; of a graph as it   |
+|              | was captured; with symmetric memory, of which the allocator does not know                            |
 | reserved     | what the caching allocator held for it at most in a step that began with empty caches (GPU only);    |
 |              | others' memory subtracted, but a step may use gaps in it: exact for a row that is alone (`--apart    |
 |              | rows --yardsticks none`)                                                                             |
@@ -134,7 +136,9 @@ class Runner:
         held: list[float] = [a + b for a, b in zip(self.resident, most, strict=True)]
         for graph in getattr(self.step, "graphs", {}).values():  # a replay's memory is set aside when it is captured
             held[0] = max(held[0], self.resident.tensors + graph.peak)
-            held[1] += graph.reserved
+            held[1:] = [size + graph.reserved for size in held[1:]]
+        shared = getattr(self.step, "shared", 0) if self.meter.cuda else 0  # symmetric: the allocator does not know it
+        held[:2] = [size + shared for size in held[:2]]
         sizes = map(int, self.meter.slowest(held))
         peak, reserved, device = sizes
         seconds, host = self.meter.slowest(self.seconds), self.meter.slowest(self.host)

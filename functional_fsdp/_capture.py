@@ -30,7 +30,8 @@ class Capture:
     def __init__(self, state: State) -> None:
         self.ledger = state.token.ledger
         self.run = self.ledger.runtime
-        self.executor = state.executor  # has the bytes that a replay writes
+        self.traced = self.ledger.recipes is not None  # then nothing is logged, and ranks do not vote
+        self.executor = None if self.traced else state.executor  # has the bytes that a replay writes
         self.before = {name: getattr(self.ledger, name) for name in POSITION}
         self.jobs: dict[str, list[tuple[Issued, ...]]] = {}
         self.digest = self.sides = self.ended = 0
@@ -39,13 +40,17 @@ class Capture:
     def recording(self) -> Iterator[None]:
         """Within, the verbs are captured."""
         run = self.run
+        if self.traced:
+            yield
+            return
         logs = {name: Log() for name in run.issued}
         run.logs = {**logs, "control": run.issued["control"]}
         run.capturing = True
         try:
             yield
         except BaseException:
-            self.executor.drop()
+            if self.executor:
+                self.executor.drop()
             raise
         finally:
             run.logs, run.capturing = run.issued, False
@@ -66,12 +71,17 @@ class Capture:
     def again(self, state: State, launch: Callable[[], None]) -> State:
         """Take the step from `state`: every rank votes, then `launch()` puts it in motion. Consumes `state`.
 
+        A step that was compiled as a whole has no votes, here as there.
+
         Raises:
             StaleStateError, ScheduleError, RestartError, CommError: as `step`; nothing was launched then.
         """
         ledger, run = state.token.ledger, self.run
         serial = state.token.serial
         state.resting("cuda_graph")
+        if self.traced:
+            launch()
+            return state
         ledger.enter(serial, "cuda_graph")
         sides = self.jobs.get("side", [])
         self._sides(sides[: self.sides])

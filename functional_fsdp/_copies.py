@@ -23,13 +23,11 @@ from ._plan import Plan
 from ._route import Partial, Replicate, partial_states, route, states_of
 from ._runtime import Runtime
 from ._slab import Slab, check_reach
-from ._sum import peer_sum
 from ._weights import keeps_copy
 
-__all__ = ["ONE_PASS", "Copies", "Pull", "exchange", "read_and_added"]
+__all__ = ["Copies", "Pull", "exchange"]
 
 BYTES = 4 * ALIGN
-ONE_PASS = True  # reductions read other ranks and add up in one kernel
 SIGNALS = 16  # bytes of the slab whose barriers are used: it lives as long as the mesh
 
 
@@ -136,6 +134,11 @@ class Copies:
                     begin.setdefault(self.shards[part.bucket].axis, i)
         return firsts, begin
 
+    @property
+    def nbytes(self) -> int:
+        """Of all slabs, on this rank."""
+        return sum(slab.nbytes for slab in (*self.made.values(), *self.staging.values()))
+
     def _made(self, axis: str, nbytes: int) -> Slab:
         if self.run.cuda and axis not in self.run.signals:
             self.run.signals[axis] = Slab(self.run, axis, SIGNALS)
@@ -170,18 +173,6 @@ def reduced(bucket: Bucket, run: Runtime) -> set[str]:
         hops = [hop for hop in route(bucket, partial_states(bucket), end, run.position).hops if run.sizes[hop.axis] > 1]
         found |= {hop.axis for hop in hops[:1]}
     return found
-
-
-def read_and_added(
-    run: Runtime, issued: tuple[Issued, ...], slab: Slab, at: int, out: torch.Tensor, kind: torch.dtype, place: int,
-    mean: bool,
-) -> Steps:  # fmt: skip
-    """Instead of `exchange` and a sum: `out` [n], float32, the sum of this rank's part of what each has staged."""
-    size = out.numel() * kind.itemsize
-    begin = at + place * size
-    yield from run.collective(issued[0], out, out)  # all have staged
-    peer_sum([peer[begin : begin + size].view(kind) for peer in slab.peers], slab.places, begin, out, mean)
-    yield from run.collective(issued[1], out, out)  # all have read
 
 
 def exchange(

@@ -69,7 +69,7 @@ class Runtime:
         self.capturing = False
         self.board: Board | None = None  # for votes, where all ranks are on one host
         self.voted = (0, 0)  # in the last vote: the digest given, and how many side jobs were logged before it
-        self.chosen: Any = None  # the transport that "auto" means here
+        self.chosen: dict[bool, Any] = {}  # the transport that "auto" means here, for small and for large models
         self.generators: dict[int, torch.Generator] = {}  # on GPUs, by microbatch
         self.digest = 0  # of the side lane, since the last vote
         self.queues = {name: Queue() for name in QUEUES}

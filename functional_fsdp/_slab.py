@@ -40,7 +40,6 @@ class Slab:
         self.mine: torch.Tensor
         self.peers: list[torch.Tensor]
         self.handle: Any = None  # of symmetric memory: barriers
-        self.places: torch.Tensor | None = None  # on GPUs, where each of the peers begins: int64 [ranks]
         if run.cuda:
             self._symmetric(run)
         else:
@@ -60,7 +59,6 @@ class Slab:
         self.peers = [
             self.handle.get_buffer(place, (self.nbytes,), torch.uint8) for place in range(run.sizes[self.axis])
         ]
-        self.places = torch.tensor([peer.data_ptr() for peer in self.peers], device=run.device)
 
     def _shared(self, run: Runtime) -> None:
         """Memory without a name, which peers find by this process's number: nothing stays behind if it dies."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._utils import _unflatten_dense_tensors
 
-from ._copies import ONE_PASS, Copies, exchange, read_and_added
+from ._copies import Copies, exchange
 from ._flat import FlatBuffer, templates, write_leaves
 from ._lanes import Issued, Mark, Steps, together
 from ._layout import STAGED, Bucket, Unit, aligned
@@ -258,10 +258,6 @@ class Staging:
         hop, issued = move.hops[0], move.issued[0]
         ranks, mine = self.run.sizes[hop.axis], self.run.coordinate[hop.axis]
         out = out if out is not None and out.dtype is torch.float32 else None
-        if ONE_PASS and move.slab is not None and hop.kind == "scatter" and out is not None:
-            at, mean = int(stage.storage_offset()) * stage.element_size(), self.average == "mean"
-            yield from read_and_added(self.run, issued, move.slab, at, out, stage.dtype, mine, mean)
-            return out
         came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
         if move.slab is not None:
             at = int(stage.storage_offset()) * stage.element_size()

@@ -266,6 +266,12 @@ class State:
         return self
 
     @property
+    def shared_bytes(self) -> int:
+        """Bytes on this rank that a transport keeps beside the state's own: what other ranks read, or NCCL knows."""
+        executor = self.token.ledger.executor
+        return executor.shared.nbytes if executor and executor.shared else 0
+
+    @property
     def comm(self) -> Comm:
         """The schedule as it stands: the plan, the cursor, what is in flight, live, held, released. Printing it gives a
         table.

@@ -40,6 +40,11 @@ class Windows:
         self.lane = "zero_cta" if zero_cta else "gather"
         self.made: dict[str, torch.Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Of all windows."""
+        return sum(window.numel() for window in self.made.values())
+
     def prepare(self, plan: Plan) -> None:
         """Make all that a plan needs. Collective."""
         self.arena(plan.arena)

@@ -1,6 +1,7 @@
 """Which transport a state gets where the schedule leaves it open: `Schedule(transport="auto")`.
 
-    copy_engine   GPUs that read each other's memory along every axis that shards
+    collective    less than 1 GiB to gather: a step has many small transfers then, and NCCL launches each as one kernel
+    copy_engine   else GPUs that read each other's memory along every axis that shards
     symmetric     else NCCL 2.27 or newer, with memory to be had that it can register
     collective    else, and without GPUs
 
@@ -25,21 +26,24 @@ __all__ = ["settled"]
 
 log = logging.getLogger(__name__)
 TRIED = 1024  # bytes
+LARGE = 1 << 30  # bytes of gathered weights
 
 
 def settled(spec: Spec, leaves: Sequence[LeafInfo], order: Sequence[str] | None = None) -> tuple[Spec, Layout]:
     """The spec with a transport in the place of "auto", the same on every rank, and its layout. Then collective.
 
-    What was taken, and why, is logged once a mesh.
+    What was taken, and why, is logged once a mesh and answer.
     """
     layout = plan_layout(leaves, spec, order)
     if spec.schedule.transport != "auto":
         return spec, layout
     run = runtime_of(spec.mesh)
-    if run.chosen is None:
-        run.chosen, why = _choose(run, Copies(run, layout).axes())
-        log.info("Schedule(transport='auto'): %s (%s)", run.chosen, why)
-    spec = spec.with_schedule(spec.schedule.by(run.chosen))
+    large = sum(bucket.nbytes("weights") * bucket.slices("weights") for bucket in layout.buckets.values()) >= LARGE
+    if large not in run.chosen:
+        chosen, why = _choose(run, Copies(run, layout).axes()) if large else ("collective", "there is little to gather")
+        log.info("Schedule(transport='auto'): %s (%s)", chosen, why)
+        run.chosen[large] = chosen
+    spec = spec.with_schedule(spec.schedule.by(run.chosen[large]))
     return spec, plan_layout(leaves, spec, order)
 
 

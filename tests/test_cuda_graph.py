@@ -17,8 +17,10 @@ from test_traced import trained
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, SpecError, StaleStateError, TreeError, launch
 from functional_fsdp import _symmetric as symmetric
+from functional_fsdp import _transport as transport
 from functional_fsdp import transforms as T
 from functional_fsdp._capture import Capture
+from functional_fsdp._runtime import runtime_of
 from functional_fsdp.transforms._capturing import Home
 from functional_fsdp.transforms.cuda_graph import signature
 
@@ -284,30 +286,38 @@ def test_symmetric_says_what_is_missing() -> None:
         assert "transport='collective'" in said
 
 
-def open_choice() -> tuple[str, str, list[str]]:
+def open_choice() -> tuple[set[str], list[str], int]:
+    """What states of small and of large models get, and what is said."""
     said: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
 
-    log = logging.getLogger("functional_fsdp._transport")
-    handler = Handler()
+    log, handler = logging.getLogger("functional_fsdp._transport"), Handler()
+    before = log.level, transport.LARGE
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        fsdp.local_mesh()
-        first, second = made(transport="auto"), made(transport="auto")
+        runtime_of(fsdp.local_mesh()).chosen.clear()
+        states = [made(transport="auto"), made(transport="auto")]
+        transport.LARGE = 1000
+        states += [made(transport="auto"), made(transport="auto")]
     finally:
         log.removeHandler(handler)
-    state, _ = train_step(first, data())
-    return state.spec.schedule.transport, second.spec.schedule.transport, said
+        log.level, transport.LARGE = before
+    state, _ = train_step(states[0], data())
+    return {state.spec.schedule.transport for state in states}, said, state.steps
 
 
 def test_auto_takes_what_there_is_and_says_so_once() -> None:
-    for first, second, said in launch(open_choice, 2):
-        assert (first, second) == ("collective", "collective")
-        assert said in (["Schedule(transport='auto'): collective (there are no GPUs)"], [])  # once a mesh
+    for taken, said, steps in launch(open_choice, 2):
+        assert taken == {"collective"}
+        assert said == [
+            "Schedule(transport='auto'): collective (there is little to gather)",
+            "Schedule(transport='auto'): collective (there are no GPUs)",
+        ]
+        assert steps == 1
 
 
 def test_plans_without_ranks_take_auto_for_collective() -> None:

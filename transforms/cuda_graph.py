@@ -57,6 +57,8 @@ def cuda_graph(train_step: F, *, warmup: int = 3, graphs: int = 8, pass_through:
     those of the eager step; those of a step by hand go on in torch's default generator, as they do eagerly. Activation
     checkpointing needs `preserve_rng_state=False` (`T.remat(..., preserve_rng_state=False)`).
 
+    `T.cuda_graph(T.compile(train_step))` captures a step that was compiled as a whole.
+
     Ranks vote before each replay, so a step is still a transaction: until all have come, an exception costs nothing.
 
     Raises:
@@ -127,11 +129,6 @@ class Graphed:
                 f"cuda_graph: this state is on the {run.device.type}, and CUDA graphs need a GPU. To run the step as "
                 "it is where there is none: T.cuda_graph(train_step, pass_through=True)."
             )
-        if state.spec.schedule.transport == "traced":
-            raise ScheduleError(
-                "cuda_graph: this state's schedule says transport='traced', which is for T.compile. Shard with another "
-                "transport to capture a step."
-            )
         if self.stream is None:
             self.stream, self.pool = torch.cuda.Stream(run.device), torch.cuda.graph_pool_handle()
         leaves, treedef = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, State))
@@ -163,7 +160,7 @@ class Graphed:
         with self._aside(run):
             steps = state.token.ledger.steps
             out = self.train_step(state, *args, **kwargs)
-        _one_step(_parts(out)[0], steps)
+        _one_step(state, _parts(out)[0], steps)
         return out
 
     @contextmanager
@@ -196,7 +193,7 @@ class Graphed:
             with self._aside(run), captured(run, self.pool, "cuda_graph") as made, capture.recording():
                 out = self.train_step(state, *args, **kwargs)
                 new, results = _parts(out)
-                _one_step(new, capture.before["steps"])
+                _one_step(state, new, capture.before["steps"])
                 home.keep(new)
             failed = None
         except BaseException as error:
@@ -278,9 +275,10 @@ def _parts(out: Any) -> tuple[State, tuple[Any, ...]]:
     return parts[0], parts[1:]
 
 
-def _one_step(new: State, before: int) -> None:
+def _one_step(old: State, new: State, before: int) -> None:
+    """Raise unless the function took one step, at its end. (Compiled steps are not counted on the host.)"""
     taken = new.token.ledger.steps - before
-    if taken != 1 or not new.between_steps:
+    if (taken != 1 and old.token.ledger.recipes is None) or not new.between_steps:
         raise ScheduleError(
             f"cuda_graph: the function took {taken} steps; expected 1, at its end: return fsdp.step(state), as a whole "
             "train step does."

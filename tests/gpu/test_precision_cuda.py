@@ -13,7 +13,7 @@ from test_traffic import counted
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp._launch import stop_workers
-from functional_fsdp._sum import ordered_sum, peer_sum
+from functional_fsdp._sum import ordered_sum
 
 pytestmark = pytest.mark.timeout(500)
 
@@ -40,7 +40,7 @@ def test_an_exact_sum_has_the_bits_of_the_order_of_ranks(preset: str, axes: int)
 
 
 def sums() -> list[str]:
-    """Where the kernels differ from an addition for each rank."""
+    """Where the one kernel differs from an addition for each rank."""
     wrong = []
     for ranks, n, dtype, mean in itertools.product(
         (2, 3, 4, 8), (1, 128, 100_001), (torch.bfloat16, torch.float32), (True, False)
@@ -49,15 +49,12 @@ def sums() -> list[str]:
         one, many = torch.empty(n, device="cuda"), torch.empty(n)
         ordered_sum(came, ranks, one, mean)
         ordered_sum(came.cpu(), ranks, many, mean)
-        parts = [part.clone() for part in came.chunk(ranks)]
-        places, read = torch.tensor([part.data_ptr() for part in parts], device="cuda"), torch.empty_like(one)
-        peer_sum(parts, places, 0, read, mean)
-        if not torch.equal(one.cpu(), many) or not torch.equal(one, read):
+        if not torch.equal(one.cpu(), many):
             wrong.append(f"{ranks} ranks, {n} elements of {dtype}, mean {mean}")
     return wrong
 
 
-def test_the_kernels_add_in_the_order_of_ranks() -> None:
+def test_the_kernel_adds_in_the_order_of_ranks() -> None:
     assert launch(sums, RANKS) == [[]] * RANKS
 
 
