@@ -13,8 +13,8 @@ import contextlib
 import mmap
 import os
 import select
-import socket
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,38 +28,41 @@ __all__ = ["Board"]
 
 VALUE = 48  # bits
 NUMBERS = (1 << 15) - 2  # from 1 to an even one, so that odd and even take turns
+NAME = "functional_fsdp"
 BUSY = 2e-4  # seconds of looking again and again, before it sleeps in between
 
 
 class Board:
     """The cells of all ranks of a mesh, and whether their processes are alive."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, ranks: int, alive: list[int]) -> None:
+    def __init__(self, memory: mmap.mmap, rank: int, ranks: int, alive: list[int], limit: timedelta) -> None:
         self.memory = memory  # kept: the cells are a view of it
         self.cells = memoryview(memory).cast("q")
         self.rank, self.ranks = rank, ranks
+        self.limit = limit
         self.number = 0
         self.alive = select.poll()
         for fd in alive:  # readable when the process has ended
             self.alive.register(fd, select.POLLIN)
+        weakref.finalize(self, _close, alive)
 
     @classmethod
     def of(cls, run: Runtime) -> Board | None:
         """The board of a mesh; None where its ranks cannot share one. Collective."""
-        size = 16 * run.size
         fd, where = -1, ""
         with contextlib.suppress(OSError, AttributeError):  # no memfd: not Linux
-            fd = os.memfd_create("functional_fsdp")
-            os.ftruncate(fd, size)
+            fd = os.memfd_create(NAME)
+            os.ftruncate(fd, 16 * run.size)
             where = f"/proc/{os.getpid()}/fd/{fd}"
-        told = run.everyone((socket.gethostname(), os.getpid(), where))
+        machine = ("", "")
+        with contextlib.suppress(OSError):
+            machine = _machine()
+        told = run.everyone((machine, os.getpid(), where))
         board = None
-        if where and len({host for host, _, _ in told}) == 1:
-            with contextlib.suppress(OSError, AttributeError):
-                alive = [os.pidfd_open(pid) for _, pid, _ in told if pid != os.getpid()]
-                first = os.open(told[0][2], os.O_RDWR)
-                board = cls(mmap.mmap(first, size), run.rank, run.size, alive)
-                os.close(first)
+        if where and len({machine for machine, _, _ in told}) == 1:
+            with contextlib.suppress(OSError, AttributeError, ValueError):
+                memory = _mapped(told[0][2], 16 * run.size)
+                board = cls(memory, run.rank, run.size, _alive([pid for _, pid, _ in told]), run.timeout)
         shared = all(run.everyone(board is not None))
         if fd >= 0:
             os.close(fd)
@@ -71,6 +74,38 @@ class Board:
         yield [posted]
         values = posted.values()
         ballot[0], ballot[1] = max(values), -min(values)
+
+
+def _machine() -> tuple[str, str]:
+    """The same for processes that can see each other: the kernel that runs, and its names for them."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read(), os.readlink("/proc/self/ns/pid")
+
+
+def _mapped(where: str, size: int) -> mmap.mmap:
+    """The memory that another process told of. ValueError if it is something else by now."""
+    if NAME not in os.readlink(where):
+        raise ValueError(where)
+    fd = os.open(where, os.O_RDWR)
+    try:
+        return mmap.mmap(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _alive(processes: list[int]) -> list[int]:
+    found: list[int] = []
+    try:
+        found += [os.pidfd_open(pid) for pid in processes if pid != os.getpid()]
+    except BaseException:
+        _close(found)
+        raise
+    return found
+
+
+def _close(descriptors: list[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
 
 
 class Posted:
@@ -99,7 +134,7 @@ class Posted:
 
     def wait(self, patience: timedelta | None = None) -> bool:
         """Until all have posted. RuntimeError after `patience`, or when the process of a rank has ended."""
-        begun = time.monotonic()
+        begun, limit = time.monotonic(), (patience or self.board.limit).total_seconds()
         while not self._all_posted():
             spent = time.monotonic() - begun
             if spent < BUSY:
@@ -108,7 +143,7 @@ class Posted:
             if self.board.alive.poll(0) and not self._all_posted():
                 self.gone = True
                 raise RuntimeError("the process of a rank has ended")
-            if patience is not None and spent > patience.total_seconds():
+            if spent > limit:
                 raise RuntimeError(f"not all ranks came within {spent:.1f} s")
             time.sleep(5e-5)
         return True

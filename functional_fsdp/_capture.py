@@ -3,7 +3,8 @@
     capture    the verbs run as always, on the host; on the device nothing runs, so nothing is logged as issued
     replay     enter, vote, launch, log, commit: a transaction like any step, whose verbs are not called again
 
-Where the step was captured, the device's part is the caller's: `launch` puts it in motion.
+Where the step was captured, the device's part is the caller's: `launch` puts it in motion. Ranks may mix: one captures
+or replays a step that another takes eagerly, with the same collectives and the same votes.
 """
 
 from __future__ import annotations
@@ -11,36 +12,38 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ._lanes import Issued, Log
 from ._state import State, Token
+from ._verbs import then
 
 __all__ = ["Capture"]
 
-POSITION = ("base", "head", "latest", "steps", "epoch", "broken")
+POSITION = ("base", "head", "steps", "epoch", "broken")
 
 
 class Capture:
-    """One step as it was captured: the collectives it issues by lane, and what it votes with.
-
-    Attributes:
-        ended: steps that were taken while it was captured, which should be 1.
-    """
+    """One step as it was captured: the collectives it issues by lane, and what it votes with."""
 
     def __init__(self, state: State) -> None:
         self.ledger = state.token.ledger
         self.run = self.ledger.runtime
         self.traced = self.ledger.recipes is not None  # then nothing is logged, and ranks do not vote
-        self.executor = None if self.traced else state.executor  # has the bytes that a replay writes
+        self.executor = None if self.traced else state.executor
         self.before = {name: getattr(self.ledger, name) for name in POSITION}
+        self.votes = self.run.votes
+        self.digests = self.run.digest
         self.jobs: dict[str, list[tuple[Issued, ...]]] = {}
-        self.digest = self.sides = self.ended = 0
+        self.digest = self.sides = 0
+        self.held: Any = None  # the bytes that a replay writes
+        self.launched = False
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Within, the verbs are captured."""
         run = self.run
-        if self.traced:
+        if self.executor is None:
             yield
             return
         logs = {name: Log() for name in run.issued}
@@ -49,24 +52,46 @@ class Capture:
         try:
             yield
         except BaseException:
-            if self.executor:
-                self.executor.drop()
+            self.executor.drop()
             raise
         finally:
             run.logs, run.capturing = run.issued, False
         self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
         self.digest, self.sides = run.voted
-        self.ended = self.ledger.steps - self.before["steps"]
+        self.held = self.executor.arena, self.executor.staging
 
-    def forget(self) -> None:
-        """What was captured will not run: the step has not been taken."""
+    @property
+    def voted(self) -> bool:
+        """Whether ranks have agreed, while it was captured, to take the step."""
+        return self.run.votes != self.votes
+
+    def abandon(self) -> None:
+        """The step could not be captured, or not launched.
+
+        Before ranks have voted nothing is lost. After it, if no rank could capture it, it has not been taken, and the
+        state before it is good; otherwise the others have taken it, and this rank's state is of no more use.
+        """
+        if not self.voted or self.launched or self.traced:
+            return
+        half, self.ledger.broken = _HALF.format(self.before["steps"] + 1), ""
+        try:
+            alike = self.run.alike("a step that cannot be captured")
+        except BaseException:
+            self.ledger.broken = half
+            raise
+        if not alike:
+            self.ledger.broken = half
+            return
         for name, value in self.before.items():
             setattr(self.ledger, name, value)
+        self.run.digest = self.digests
+        if self.executor is not None:
+            self.executor.drop()
+            self.executor.reset()
 
-    def log(self) -> None:
-        """The step that was captured is launched for the first time: it is issued now."""
-        for name, jobs in self.jobs.items():
-            self.run.issued[name].extend(jobs)
+    def first(self, launch: Callable[[], None]) -> None:
+        """The step that was captured, and voted for, is put in motion: it is issued now."""
+        self._launched(self.ledger, launch)
 
     def again(self, state: State, launch: Callable[[], None]) -> State:
         """Take the step from `state`: every rank votes, then `launch()` puts it in motion. Consumes `state`.
@@ -77,23 +102,37 @@ class Capture:
             StaleStateError, ScheduleError, RestartError, CommError: as `step`; nothing was launched then.
         """
         ledger, run = state.token.ledger, self.run
-        serial = state.token.serial
         state.resting("cuda_graph")
         if self.traced:
             launch()
             return state
-        ledger.enter(serial, "cuda_graph")
+        ledger.enter(state.token.serial, "cuda_graph")
+        middle = then(state, "cuda_graph()")  # from here on the step is under way: who abandons it says so
         sides = self.jobs.get("side", [])
         self._sides(sides[: self.sides])
-        vote = run.vote(self.digest)
-        run.compare(vote)
+        run.compare(run.vote(self.digest))
         run.confirm()
-        launch()
+        self._launched(ledger, launch)
         self._sides(sides[self.sides :])
-        self.log()
-        return state.evolve(token=Token(ledger, ledger.commit(serial)))
+        return state.evolve(token=Token(ledger, ledger.commit(middle.token.serial)))
+
+    def _launched(self, ledger: Any, launch: Callable[[], None]) -> None:
+        self.launched = True
+        try:
+            launch()
+        except BaseException:
+            ledger.broken = _HALF.format(ledger.steps + 1)
+            raise
+        for name, jobs in self.jobs.items():
+            self.run.issued[name].extend(jobs)
 
     def _sides(self, jobs: list[tuple[Issued, ...]]) -> None:
         """What the votes compare beside the plan's own collectives."""
         for (hop,) in jobs:
             self.run.digest = zlib.crc32(f"{hop.kind} {hop.axis} {hop.what}".encode(), self.run.digest)
+
+
+_HALF = (
+    "step() number {} was stopped on this rank after ranks had agreed to take it, so that its State may be half "
+    "updated, and the others are ahead. Load the last checkpoint."
+)

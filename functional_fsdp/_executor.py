@@ -139,6 +139,8 @@ class Executor:
         self, state: State, names: Sequence[str], outside_plan: bool = False
     ) -> dict[str, dict[str, torch.Tensor]]:
         """The weights of units, once they are there; starts what the plan names next."""
+        if self.shared and not self.shared.made:
+            self.shared.prepare(self.plan)
         if outside_plan and self.recording is None:
             self.midway = True
             outside = list(names)
@@ -260,6 +262,8 @@ class Executor:
 
     def reduce(self, unit: str, values: Values, last: bool, whole_tree: bool = False) -> None:
         """A unit's gradients, as `Unit.paths`, on their way into `grads`: now, or when their turn comes."""
+        if self.shared and not self.shared.made:
+            self.shared.prepare(self.plan)
         self.midway = True
         mine = self.comm.turn_of(unit)
         if mine is None:
@@ -337,11 +341,9 @@ class Executor:
     def reset(self) -> None:
         """Back to the state between steps, whether the step was taken or abandoned."""
         self.settle()
-        self.grads = {}
+        self.grads, self.digests = {}, [0, 0]
+        self.midway, self.last = False, True
         self.early.clear()
-        self.midway = False
-        self.digests = [0, 0]
-        self.last = True
         self.comm.reset()
         self.flying.clear()
         self.released.clear()

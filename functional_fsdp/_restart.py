@@ -57,7 +57,7 @@ def restart(run: Runtime, lineage: int, noticed: bool) -> None:
                 )
     for name in QUEUES:
         _catch_up(run, name, [status[0][0][name] for status in statuses], f"log/{epoch}/{name}/")
-    if run.cuda and not run.capturing:
+    if run.cuda:
         torch.cuda.synchronize()
     run.digest = 0
     run.meetings += 1

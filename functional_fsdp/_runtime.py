@@ -37,6 +37,7 @@ __all__ = ["Runtime", "any_failed", "runtime_of"]
 
 LANES = ("gather", "reduce", "outer", "side")  # with communicators on every axis
 POLL = timedelta(seconds=0.1)
+ALIKE = 1 << 39  # no vote's number, which has 32 bits
 OUTSIDE = 1 << 40  # ballots from here on name a unit that is used outside the plan
 
 
@@ -68,8 +69,11 @@ class Runtime:
         self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
         self.capturing = False
         self.board: Board | None = None  # for votes, where all ranks are on one host
+        self.votes = 0  # that ended with all ranks agreed
         self.voted = (0, 0)  # in the last vote: the digest given, and how many side jobs were logged before it
-        self.chosen: dict[bool, Any] = {}  # the transport that "auto" means here, for small and for large models
+        self.chosen: dict[tuple[bool, tuple[str, ...]], Any] = {}  # "auto", for large models or not, and by axes
+        self.spare: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # windows that no lineage uses, by number
+        self.windows = 0  # how many were made
         self.generators: dict[int, torch.Generator] = {}  # on GPUs, by microbatch
         self.digest = 0  # of the side lane, since the last vote
         self.queues = {name: Queue() for name in QUEUES}
@@ -219,7 +223,8 @@ class Runtime:
                         f"collective. Restart the job from its last checkpoint. The backend says: {str(error)[:300]}"
                     ) from error
                 if self.store.check([f"restart/{self.meetings}"]):
-                    self.restart(noticed=True)
+                    if not self.capturing:  # else the next verb meets them: what is captured now must not be drained
+                        self.restart(noticed=True)
                     raise RestartError(
                         "another rank abandoned this step and restarted. Nothing is lost: go on from the state that "
                         "the step started from (it is still valid), on every rank."
@@ -282,6 +287,14 @@ class Runtime:
         """The second round: nobody waits here for longer than a message takes, and then all commit."""
         if self.size > 1:
             self._count(self._ballot(0, "confirm"))
+        self.votes += 1
+
+    def alike(self, what: str) -> bool:
+        """Whether every rank comes here, and not to a vote. For what is rare. Host."""
+        if self.size == 1:
+            return True
+        most, least = self._count(self._ballot(ALIKE, what))
+        return most == least
 
     def agree(self, number: int, names: tuple[str, ...], verb: str) -> None:
         """Before a use outside the plan: every rank is about to `verb` the unit `names[number]`. Host, 16 bytes.

@@ -34,8 +34,9 @@ class Schedule:
             functional collectives, for train steps inside `torch.compile(fullgraph=True)`, and only there.
             "copy_engine": ranks read each other's memory, on one host or in one NVLink domain along each axis that
             shards; sums are in float32 in the order of ranks, unless the precision says `sum="native"`.
-            "symmetric": NCCL with its symmetric kernels, on memory that stays registered with it. "auto": the first
-            that every rank's machine has of copy_engine, symmetric and collective, chosen by `shard` and logged.
+            "symmetric": NCCL with its symmetric kernels, on memory that stays registered with it. "auto": below
+            1 GiB of weights collective, else the first that every rank's machine has of copy_engine, symmetric and
+            collective; chosen by `shard` and logged.
         zero_cta: of "symmetric": gathers by the copy engines, which leave the multiprocessors to compute.
 
     Raises:

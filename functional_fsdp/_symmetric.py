@@ -12,6 +12,7 @@ Source: NCCL's documentation, "Window Registration" and `NCCL_CTA_POLICY_ZERO`; 
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,10 @@ LEAST = (2, 27)  # NCCL's version
 
 
 class Windows:
-    """The windows of one lineage of states; they stay while it lives. Making one is collective.
+    """The windows of one lineage of states. Making one is collective.
+
+    A window is never freed: NCCL would go on to take its address for one. When its lineage is gone, or needs a larger
+    one, it is kept for the next lineage of the mesh.
 
     Attributes:
         lane: whose communicators gather: "gather", or "zero_cta".
@@ -38,12 +42,13 @@ class Windows:
     def __init__(self, run: Runtime, zero_cta: bool) -> None:
         self.run = run
         self.lane = "zero_cta" if zero_cta else "gather"
-        self.made: dict[str, torch.Tensor] = {}
+        self.made: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
+        weakref.finalize(self, _give_back, run, self.made)
 
     @property
     def nbytes(self) -> int:
         """Of all windows."""
-        return sum(window.numel() for window in self.made.values())
+        return sum(window.numel() for _, window in self.made.values())
 
     def prepare(self, plan: Plan) -> None:
         """Make all that a plan needs. Collective."""
@@ -59,11 +64,32 @@ class Windows:
         return self._window("staging", nbytes, ("reduce", "outer"))
 
     def _window(self, what: str, nbytes: int, lanes: tuple[str, ...]) -> torch.Tensor:
-        found = self.made.get(what)
-        if found is None or found.numel() < nbytes:
-            groups = [self.run.group(lane, axis) for lane in lanes for axis, n in self.run.sizes.items() if n > 1]
-            found = self.made[what] = registered(self.run, nbytes, groups)
-        return found
+        key = what, lanes[0]
+        if key not in self.made or self.made[key][1].numel() < nbytes:
+            found = self._found(key, nbytes)
+            if found is None:
+                groups = [self.run.group(lane, axis) for lane in lanes for axis, n in self.run.sizes.items() if n > 1]
+                found = self.run.windows + 1, registered(self.run, nbytes, groups)
+                self.run.windows += 1
+            if key in self.made:
+                _give_back(self.run, {key: self.made[key]})
+            self.made[key] = found
+        return self.made[key][1]
+
+    def _found(self, key: tuple[str, str], nbytes: int) -> tuple[int, torch.Tensor] | None:
+        """The smallest that is large enough and that every rank has to spare: ranks let go in their own time."""
+        spare = self.run.spare.get(key, {})
+        fitting = {number for number, window in spare.items() if window.numel() >= nbytes}
+        shared = set.intersection(*self.run.everyone(fitting))
+        if not shared:
+            return None
+        number = min(shared, key=lambda number: (spare[number].numel(), number))
+        return number, spare.pop(number)
+
+
+def _give_back(run: Runtime, made: dict[tuple[str, str], tuple[int, torch.Tensor]]) -> None:
+    for key, (number, window) in made.items():
+        run.spare.setdefault(key, {})[number] = window
 
 
 def registered(run: Runtime, nbytes: int, groups: list[Any]) -> torch.Tensor:
@@ -88,10 +114,15 @@ def registered(run: Runtime, nbytes: int, groups: list[Any]) -> torch.Tensor:
             failed = str(error).splitlines()[0]
     why = next((text for text in run.everyone(failed) if text), None)
     if why is None:
-        for group in groups:
-            dist.all_reduce(torch.zeros(1, device=run.device), group=group)  # a communicator exists once it was used
-            symmetric.rendezvous(memory, group.group_name)
-        return memory
+        try:
+            for group in groups:
+                dist.all_reduce(torch.zeros(1, device=run.device), group=group)  # it exists once it was used
+                symmetric.rendezvous(memory, group.group_name)
+        except RuntimeError as error:
+            failed = str(error).splitlines()[0]
+        why = next((text for text in run.everyone(failed) if text), None)
+        if why is None:
+            return memory
     raise SpecError(
         f"Schedule(transport='symmetric'): {nbytes:,} bytes of NCCL's symmetric memory could not be had on every rank: "
         f"{why}. Use transport='collective', or 'auto', which takes what there is."

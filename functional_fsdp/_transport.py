@@ -32,18 +32,19 @@ LARGE = 1 << 30  # bytes of gathered weights
 def settled(spec: Spec, leaves: Sequence[LeafInfo], order: Sequence[str] | None = None) -> tuple[Spec, Layout]:
     """The spec with a transport in the place of "auto", the same on every rank, and its layout. Then collective.
 
-    What was taken, and why, is logged once a mesh and answer.
+    What was taken, and why, is logged once for each such choice.
     """
     layout = plan_layout(leaves, spec, order)
     if spec.schedule.transport != "auto":
         return spec, layout
     run = runtime_of(spec.mesh)
     large = sum(bucket.nbytes("weights") * bucket.slices("weights") for bucket in layout.buckets.values()) >= LARGE
-    if large not in run.chosen:
-        chosen, why = _choose(run, Copies(run, layout).axes()) if large else ("collective", "there is little to gather")
-        log.info("Schedule(transport='auto'): %s (%s)", chosen, why)
-        run.chosen[large] = chosen
-    spec = spec.with_schedule(spec.schedule.by(run.chosen[large]))
+    axes = Copies(run, layout).axes() if large else []
+    key = large, tuple(axes)
+    if key not in run.chosen:
+        run.chosen[key], why = _choose(run, axes) if large else ("collective", "there is little to gather")
+        log.info("Schedule(transport='auto'): %s (%s)", run.chosen[key], why)
+    spec = spec.with_schedule(spec.schedule.by(run.chosen[key]))
     return spec, plan_layout(leaves, spec, order)
 
 
@@ -59,7 +60,7 @@ def _choose(run: Runtime, axes: list[str]) -> tuple[str, str]:
     except SpecError as error:
         why = str(error)
     try:
-        registered(run, TRIED, [])
+        registered(run, TRIED, [group for (lane, _), group in run.groups.items() if lane == "gather"])
         return "symmetric", f"copy_engine cannot be had: {why}"
     except SpecError as error:
         return "collective", f"copy_engine cannot be had: {why}; neither can symmetric: {error}"

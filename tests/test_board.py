@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import signal
-import socket
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -47,12 +48,12 @@ def test_every_ballot_has_the_largest_and_the_smallest_also_where_numbers_begin_
 
 
 def elsewhere() -> tuple[bool, int]:
-    real = socket.gethostname
-    socket.gethostname = lambda: f"host{dist.get_rank()}"
+    real = boards._machine
+    boards._machine = lambda: (f"host{dist.get_rank()}", "")
     try:
         run = Runtime(fsdp.local_mesh())
     finally:
-        socket.gethostname = real
+        boards._machine = real
     run.compare(run.vote(7))
     return run.board is None, run.logs["control"].count
 
@@ -68,15 +69,46 @@ def test_a_process_that_ended_is_told_from_one_that_is_late() -> None:
         os.close(writer)
         os.read(reader, 1)
         os._exit(0)
-    board = Board(mmap.mmap(-1, 32), 0, 2, [os.pidfd_open(pid)])
+    board = Board(mmap.mmap(-1, 32), 0, 2, [os.pidfd_open(pid)], timedelta(seconds=0.2))
     works = next(board.largest(torch.tensor([1, -1])))
     assert isinstance(works, list)
     posted = works[0]
     with pytest.raises(RuntimeError, match="not all ranks came within"):
         posted.wait(timedelta(seconds=0.05))
+    with pytest.raises(RuntimeError, match=r"not all ranks came within 0\.2"):
+        posted.wait()
     assert not posted.is_completed()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RuntimeError, match="the process of a rank has ended"):
         posted.wait(timedelta(seconds=5))
     assert posted.is_completed()
     os.waitpid(pid, 0)
+
+
+def described() -> list[int]:
+    """How many descriptors are open, as boards come and go, some of them refused."""
+    run, counts = runtime_of(fsdp.local_mesh()), []
+    for i in range(6):
+        real = boards._mapped
+        if i % 2 and dist.get_rank() == 0:
+            boards._mapped = lambda where, size: mmap.mmap(-1, 0)
+        try:
+            board = Board.of(run)
+        finally:
+            boards._mapped = real
+        assert (board is None) == bool(i % 2)
+        del board
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_boards_leave_no_descriptors_open() -> None:
+    for counts in launch(described, 2):
+        assert len(set(counts)) == 1
+
+
+def test_only_memory_of_boards_is_mapped(tmp_path: Any) -> None:
+    (tmp_path / "file").write_bytes(bytes(64))
+    with open(tmp_path / "file", "r+b") as file, pytest.raises(ValueError, match="fd"):
+        boards._mapped(f"/proc/{os.getpid()}/fd/{file.fileno()}", 64)

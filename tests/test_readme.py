@@ -27,5 +27,5 @@ def test_the_readme_runs(capsys: Any) -> None:
     assert "the step was dropped" in printed
     assert losses[-1] < losses[0] or math.isclose(losses[-1], losses[0], rel_tol=0.5)
     assert len(space["losses"]) == 2
-    assert int(space["state"].count) == 4
+    assert int(space["state"].count) == 5
     assert torch.isfinite(space["loss"])

@@ -23,19 +23,23 @@ __all__ = ["Home", "captured", "stale_streams_followed"]
 
 KEPT = ("main", "weights", "opt", "buffers", "count", "extras")
 
+WAITS = (
+    "the host waits for the device (.item(), .tolist(), .cpu(), print, `if tensor:`, nonzero, a mask as an index). "
+    "Keep it on the device, or return it and look at it outside"
+)
+RANDOM = (
+    "random state is read or set on the host, or a generator of its own is drawn from. Of activation checkpointing "
+    "take preserve_rng_state=False; draw with torch's default generator"
+)
 # what torch and CUDA say, and what it means
 CAUSES = (
     ("unless the CPU tensor is pinned", "a tensor is copied between host and device. Make it on the GPU "
      "(torch.full, torch.arange with device=), or pass it with the batch"),
-    ("generator", "random state is read or set on the host. Of activation checkpointing take "
-     "preserve_rng_state=False; draw with torch's default generator"),
-    ("current_seed", "random state is read or set on the host. Of activation checkpointing take "
-     "preserve_rng_state=False; draw with torch's default generator"),
-    ("captured work", "a stream waits for work that began before the step. Begin and end it within the step"),
-    ("capturing", "the host waits for the device (.item(), .tolist(), .cpu(), print, `if tensor:`, nonzero, a mask as "
-     "an index). Keep it on the device, or return it and look at it outside"),
-    ("during capture", "the host waits for the device (.item(), .tolist(), .cpu(), print, `if tensor:`, nonzero, a "
-     "mask as an index). Keep it on the device, or return it and look at it outside"),
+    ("CUDAGeneratorImpl", RANDOM),
+    ("generator not in capture mode", RANDOM),
+    ("uncaptured work", "a stream waits for work that began before the step. Begin and end it within the step"),
+    ("stream is capturing", WAITS),
+    ("error during capture", WAITS),
 )  # fmt: skip
 
 
@@ -154,18 +158,15 @@ class Home:
             )
         self._others(self._fields(state), "the state that came in")
 
-    @torch.no_grad()
-    def enter(self, state: State) -> State:
-        """Have a state's values here, which was checked. Returns the state with these tensors."""
-        for mine, theirs in self._others(self._fields(state), "the state that came in"):
-            mine.copy_(theirs)
+    def enter(self, state: State) -> None:
+        """Have a state's values here, which was checked."""
+        self._write(self._others(self._fields(state), "the state that came in"))
         if state.token.ledger is not self.owner:
             self.owner.broken = (
                 "T.cuda_graph has put another state in this one's memory. Keep a copy.deepcopy of a state that you "
                 "want to go back to."
             )
             self.owner = state.token.ledger
-        return self.state(state)
 
     def _where(self) -> Iterator[bool]:
         places = iter(self.places)
@@ -174,7 +175,14 @@ class Home:
 
     def keep(self, new: State) -> None:
         """At the end of a captured step: what it made anew goes where it was."""
-        for mine, theirs in self._others(self._fields(new), "the state at the end of the step"):
+        self._write(self._others(self._fields(new), "the state at the end of the step"))
+
+    @torch.no_grad()
+    def _write(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """What is one of these tensors, in another place (a history that moves along), is read before it is written."""
+        owned = {tensor.untyped_storage()._cdata for tensor in self.tensors} if pairs else set()
+        read = [theirs.clone() if theirs.untyped_storage()._cdata in owned else theirs for _, theirs in pairs]
+        for (mine, _), theirs in zip(pairs, read, strict=True):
             mine.copy_(theirs)
 
     def _others(self, fields: tuple[Any, ...], what: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -189,11 +197,11 @@ class Home:
             )
         found = []
         for path, mine, theirs in zip(self.paths, self.leaves, leaves, strict=True):
-            tensors = isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor)
-            if tensors and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
+            tensors = isinstance(mine, torch.Tensor) + isinstance(theirs, torch.Tensor)
+            if tensors == 2 and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
                 if mine.data_ptr() != theirs.data_ptr():
                     found.append((mine, theirs))
-            elif tensors or mine != theirs:
+            elif tensors or not (mine is theirs or _equal(mine, theirs)):
                 raise TreeError(
                     f"cuda_graph: {path!r} of {what} is {_text(theirs)}; expected {_text(mine)}, as when it was "
                     "captured. What changes from step to step must be a tensor of one shape and dtype."
@@ -203,6 +211,14 @@ class Home:
     def changed(self) -> None:
         """A replay has written everything."""
         torch.autograd.graph.increment_version(self.tensors)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two values that are no tensors are known to be equal."""
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except (TypeError, ValueError):  # arrays
+        return False
 
 
 def _text(value: Any) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -24,7 +25,7 @@ from functional_fsdp import ScheduleError, SpecError, State, TreeError
 from functional_fsdp._capture import Capture
 from functional_fsdp._runtime import Runtime, runtime_of
 
-from ._capturing import Home, captured, stale_streams_followed
+from ._capturing import KEPT, Home, captured, stale_streams_followed
 from ._seed import reseed
 
 __all__ = ["cuda_graph"]
@@ -51,6 +52,7 @@ def cuda_graph(train_step: F, *, warmup: int = 3, graphs: int = 8, pass_through:
     elsewhere (a checkpoint, a deep copy) is copied in, and the one that was there before cannot be used any more.
     Between replays states can be saved, copied, looked at and stepped eagerly. `.graphs` has the graphs by signature,
     each with `peak`, the bytes that a replay uses beside the state, which torch does not count then, and `reserved`.
+    (Capturing resets torch's peak memory statistics.)
 
     Whatever else Python decides (a branch, a learning rate that is a number) is decided when the step is captured. A
     schedule is a function of the count, `fsdp.adamw(lr=lambda count: ...)`. Random numbers of `T.forward_backward` are
@@ -60,12 +62,15 @@ def cuda_graph(train_step: F, *, warmup: int = 3, graphs: int = 8, pass_through:
     `T.cuda_graph(T.compile(train_step))` captures a step that was compiled as a whole.
 
     Ranks vote before each replay, so a step is still a transaction: until all have come, an exception costs nothing.
+    (A step that was compiled whole has no votes.) Ranks may have batches of different shapes, and one may step eagerly
+    while another replays, if they issue the same collectives.
 
     Raises:
         SpecError: `warmup` or `graphs` below 1. (When called) ScheduleError: no GPU; a step that cannot be captured,
-            with its cause: the host waits for the device, a use outside the plan, memory that moved. Nothing has
-            changed then, and the state can be used again.
-        TreeError: a result that is not a state first; a state whose structure or memory is another at the end.
+            with its cause: the host waits for the device, a use outside the plan, memory that moved. The state that
+            came in can be used again then.
+        TreeError: a result that is not a state first; a state whose structure is another at the end; something in the
+            batch that is no tensor and has no hash.
         StaleStateError, RestartError, CommError: as `step`.
 
     Collective: at a replay two votes on the host, and on the device what was captured.
@@ -94,12 +99,13 @@ class Graph:
 
     def __init__(self) -> None:
         self.warm = 0
+        self.lineage: Callable[[], Any] = lambda: None  # whose steps they were
         self.graph: Any = None
         self.capture: Capture
         self.home: Home
         self.inputs: list[torch.Tensor] = []
         self.outputs: Any = None
-        self.alone = False  # the step returns a state only
+        self.kind: type = State  # of what the step returns
         self.peak = 0  # bytes that a replay uses at most, beside the state and the batch
         self.reserved = 0  # bytes that stay reserved for it
 
@@ -133,6 +139,8 @@ class Graphed:
             self.stream, self.pool = torch.cuda.Stream(run.device), torch.cuda.graph_pool_handle()
         leaves, treedef = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, State))
         graph = self._graph(signature(state, leaves, treedef))
+        if graph is not None and graph.graph is None and graph.lineage() is not state.token.ledger:
+            graph.warm, graph.lineage = 0, weakref.ref(state.token.ledger)
         if graph is None or graph.warm < self.warmup:
             out = self._eagerly(run, state, *_on(run, leaves, treedef))
             if graph is not None:
@@ -168,53 +176,52 @@ class Graphed:
         """On the stream of its own, which captures too: libraries keep what they need by stream."""
         home = torch.cuda.current_stream(run.device)
         self.stream.wait_stream(home)
-        with torch.cuda.stream(self.stream), stale_streams_followed():
-            yield
-        home.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream), stale_streams_followed():
+                yield
+        finally:
+            home.wait_stream(self.stream)
 
     def _captured(self, run: Runtime, graph: Graph, state: State, leaves: list[Any], treedef: Any) -> Any:
         """Capture the step, then replay it: this call's step."""
         state.resting("cuda_graph")
         home = self.homes.get(structure(state)) or Home(state)
         home.check(state)
-        state = home.enter(state)
         inputs = [leaf.to(run.device, copy=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(inputs, treedef)
-        capture = Capture(state)
+        steps = state.token.ledger.steps
         reseed(state)
         gc.collect()
         torch.cuda.synchronize(run.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(run.device)
         before = torch.cuda.memory_allocated(run.device), torch.cuda.memory_reserved(run.device)
-        new: Any = None
-        results: Any = None
+        capture = Capture(state)
+
+        def launch() -> None:
+            home.enter(state)
+            graph.graph.replay()
+            home.changed()
+
         try:
             with self._aside(run), captured(run, self.pool, "cuda_graph") as made, capture.recording():
-                out = self.train_step(state, *args, **kwargs)
+                out = self.train_step(home.state(state), *args, **kwargs)
                 new, results = _parts(out)
-                _one_step(state, new, capture.before["steps"])
+                _one_step(state, new, steps)
                 home.keep(new)
-            failed = None
-        except BaseException as error:
-            if state.token.ledger.steps == capture.before["steps"]:
-                raise  # before ranks voted: the state before the step is good
-            failed = error
-        if any(run.everyone(failed is not None)):
-            capture.forget()
-            if failed is not None:
-                raise failed
-            raise ScheduleError("cuda_graph: another rank could not capture this step. The state before it is valid.")
+            graph.graph = made
+            capture.first(launch)
+        except BaseException:
+            graph.graph = None
+            capture.abandon()
+            raise
         graph.capture, graph.home = capture, home
         graph.inputs = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
-        graph.outputs, graph.alone = results, isinstance(out, State)
+        graph.outputs, graph.kind = results, type(out)
         graph.peak = torch.cuda.max_memory_allocated(run.device) - before[0]
         graph.reserved = torch.cuda.memory_reserved(run.device) - before[1]
-        graph.graph = made
         self.homes[structure(state)] = home
         log.info("cuda_graph: captured a step, graph %d of at most %d", len(self.captured), self.limit)
-        made.replay()
-        capture.log()
         return self._results(graph, home.state(new))
 
     def _replayed(self, graph: Graph, state: State, leaves: list[Any]) -> Any:
@@ -222,43 +229,69 @@ class Graphed:
 
         def launch() -> None:
             graph.home.enter(state)
-            given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            for mine, theirs in zip(graph.inputs, given, strict=True):
-                mine.copy_(theirs, non_blocking=True)
             reseed(state)
             graph.graph.replay()
             graph.home.changed()
 
         with torch.no_grad():
+            given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            for mine, theirs in zip(graph.inputs, given, strict=True):  # before the vote: it may fail
+                mine.copy_(theirs, non_blocking=True)
             return self._results(graph, graph.home.state(graph.capture.again(state, launch)))
 
     def _results(self, graph: Graph, state: State) -> Any:
-        if graph.alone:
+        if graph.kind is State:
             return state
         copies = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, graph.outputs)
-        return (state, *copies)
+        named = hasattr(graph.kind, "_fields")
+        return graph.kind(state, *copies) if named else (state, *copies)
+
+
+class Kind:
+    """What a captured step takes for granted of a state: equal by spec, layout and optimizer."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, state: State) -> None:
+        self.key = (state.spec, state.layout, state.optimizer)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kind) and all(a is b or a == b for a, b in zip(self.key, other.key, strict=True))
+
+    def __hash__(self) -> int:
+        return hash(self.key[1].hash)
 
 
 def structure(state: State) -> Any:
-    """Equal for states that one captured step can take."""
-    return state.layout.hash, pytree.tree_structure(state)
+    """Equal for states whose tensors can be copied into each other's."""
+    trees = [getattr(state, name) for name in KEPT]
+    return Kind(state), pytree.tree_structure(trees)
 
 
 def signature(state: State, leaves: list[Any], treedef: Any) -> Any:
-    """Equal for calls that are captured alike: shapes and dtypes of tensors, and everything else as it is."""
+    """Equal for calls that are captured alike: shapes and dtypes of tensors, and everything else as it is.
+
+    Raises:
+        TreeError: a State, or something without a hash (an array, say), which cannot be told from another.
+    """
     found: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             found.append((tuple(leaf.shape), leaf.dtype))
         elif isinstance(leaf, State):
             raise TreeError("cuda_graph: a State among the batch; a captured step has one state, its first argument.")
+        elif isinstance(leaf, float):
+            found.append(leaf.hex())
         else:
             try:
                 hash(leaf)
             except TypeError:
-                leaf = repr(leaf)
+                raise TreeError(
+                    f"cuda_graph: the batch has a {type(leaf).__name__}, which a captured step would take for the one "
+                    "it saw first. Pass it as a tensor."
+                ) from None
             found.append((type(leaf), leaf))
-    return treedef, tuple(found), state.layout.hash
+    return treedef, tuple(found), Kind(state)
 
 
 def _on(run: Runtime, leaves: list[Any], treedef: Any) -> Any:

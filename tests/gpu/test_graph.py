@@ -149,6 +149,13 @@ def test_a_replayed_step_is_the_plain_modules(preset: str, loop: str) -> None:
             assert differ < 1e-9
 
 
+@pytest.mark.parametrize("way", ["graph T.aot_eager", "graph T.inductor"])
+@pytest.mark.parametrize("loop", list(LOOPS))
+def test_a_replayed_step_that_was_compiled_whole_is_the_plain_modules(loop: str, way: str) -> None:
+    for differ, _ in launch(weights_differ, RANKS, RANKS, "zero3", loop, way):
+        assert differ < 1e-9
+
+
 # ---------------------------------------------------------------- around replays
 
 
