@@ -254,13 +254,14 @@ def chosen(args: Namespace, parser: argparse.ArgumentParser) -> None:
     cuda = (args.device or ("cuda" if torch.cuda.device_count() else "cpu")) == "cuda"
     named = [*CONTESTANTS] if args.only == ["all"] else args.only or []
     rows = named or default(args.model, cuda, bool(args.apart))
-    for option, given in (("--only", rows), ("--yardsticks", args.yardsticks or [])):
+    asked = [name for name in args.yardsticks or [] if name != "none"]
+    for option, given in (("--only", rows), ("--yardsticks", asked)):
         for name in given:
-            if name not in (*CONTESTANTS, "none"):
+            if name not in CONTESTANTS:
                 parser.error(f"{option}: {name!r} is none of {','.join(CONTESTANTS)}")
     why = {name: missing(name, args.model, MODELS[args.model], cuda, args.placement) for name in CONTESTANTS}
     bound = [name for name in BOUNDS if name in rows and not why[name]][:1]
-    beside = [name for name in args.yardsticks or [PEER, *bound] if name != "none"]
+    beside = asked if args.yardsticks else [PEER, *bound]
     args.only = [name for name in rows if not why[name]]
     args.yardsticks = [name for name in beside if not why[name]]
     args.notes = [f"{name} is left out: {why[name]}." for name in dict.fromkeys([*named, *beside]) if why[name]]

@@ -85,6 +85,7 @@ def test_a_set_of_processes_that_fails_leaves_the_others_tables(
     ("flags", "said"),
     [
         (["--only", "driven,FSDP3"], "--only: 'FSDP3' is none of whole tree,"),
+        (["--only", "driven,none"], "--only: 'none' is none of whole tree,"),
         (["--only", "Megatron-FSDP"], "--only: no row is left. Megatron-FSDP is left out: "),
     ],
 )
