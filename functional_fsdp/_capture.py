@@ -9,7 +9,6 @@ or replays a step that another takes eagerly, with the same collectives and the 
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -108,12 +107,14 @@ class Capture:
             return state
         ledger.enter(state.token.serial, "cuda_graph")
         middle = then(state, "cuda_graph()")  # from here on the step is under way: who abandons it says so
-        sides = self.jobs.get("side", [])
-        self._sides(sides[: self.sides])
+        sides = [hop for (hop,) in self.jobs.get("side", [])]  # the votes compare them, too
+        for hop in sides[: self.sides]:
+            run.note(hop)
         run.compare(run.vote(self.digest))
         run.confirm()
         self._launched(ledger, launch)
-        self._sides(sides[self.sides :])
+        for hop in sides[self.sides :]:
+            run.note(hop)
         return state.evolve(token=Token(ledger, ledger.commit(middle.token.serial)))
 
     def _launched(self, ledger: Any, launch: Callable[[], None]) -> None:
@@ -125,11 +126,6 @@ class Capture:
             raise
         for name, jobs in self.jobs.items():
             self.run.issued[name].extend(jobs)
-
-    def _sides(self, jobs: list[tuple[Issued, ...]]) -> None:
-        """What the votes compare beside the plan's own collectives."""
-        for (hop,) in jobs:
-            self.run.digest = zlib.crc32(f"{hop.kind} {hop.axis} {hop.what}".encode(), self.run.digest)
 
 
 _HALF = (

@@ -180,8 +180,12 @@ class Runtime:
 
     def now(self, hop: Issued, out: torch.Tensor, given: torch.Tensor) -> None:
         """One collective on the side lane; the compute lane waits for it."""
-        self.digest = zlib.crc32(f"{hop.kind} {hop.axis} {hop.what}".encode(), self.digest)
+        self.note(hop)
         self.wait(self.submit("side", (hop,), self.collective(hop, out, given)))
+
+    def note(self, hop: Issued) -> None:
+        """Have the next vote compare this collective of the side lane."""
+        self.digest = zlib.crc32(f"{hop.kind} {hop.axis} {hop.what}".encode(), self.digest)
 
     def mark(self, mark: Mark = None) -> Mark:
         """A point on the compute lane; None on the CPU, where it is the host's present. May use an old one again."""
@@ -319,6 +323,10 @@ class Runtime:
         if self.size > 1:
             dist.all_gather_object(found, value, group=self.control)
         return found
+
+    def complaint(self, text: str) -> str | None:
+        """What the first rank that has something to say says; None if all are content (""). Host; waits for all."""
+        return next((said for said in self.everyone(text) if said), None)
 
     def restart(self, lineage: int = 0, noticed: bool = False) -> None:
         """Meet every rank of the mesh; see `_restart`."""

@@ -54,7 +54,7 @@ class Slab:
             self.mine = symmetric.empty(self.nbytes, dtype=torch.uint8, device=run.device)
         except RuntimeError as error:
             failed = str(error).splitlines()[0]
-        self._agree(run, run.everyone(failed))
+        self._agree(run, failed)
         self.handle = symmetric.rendezvous(self.mine, run.groups["gather", self.axis].group_name)
         self.peers = [
             self.handle.get_buffer(place, (self.nbytes,), torch.uint8) for place in range(run.sizes[self.axis])
@@ -78,13 +78,12 @@ class Slab:
                     self.peers = [self.mine if other == where else self._map(other) for other in others]
                 except (OSError, RuntimeError) as error:
                     failed = str(error)
-            told = run.everyone((where, failed))
+            self._agree(run, failed)
         finally:
             os.close(fd)
-        self._agree(run, [why for _, why in told])
 
-    def _agree(self, run: Runtime, told: list[str]) -> None:
-        why = next((why for why in told if why), None)
+    def _agree(self, run: Runtime, failed: str) -> None:
+        why = run.complaint(failed)
         if why is not None:
             raise SpecError(
                 f"Schedule(transport='copy_engine'): {self.nbytes:,} bytes of shared memory for the axis "
@@ -126,6 +125,6 @@ def check_reach(run: Runtime, axes: Iterable[str]) -> None:
                 f"GPUs must be able to read each other's memory (NVLink, or PCIe peer access); along {axis!r} some "
                 "cannot. Use transport='collective'."
             )
-    found = next((text for text in run.everyone(wrong) if text), None)
+    found = run.complaint(wrong)
     if found:
         raise SpecError(f"Schedule(transport='copy_engine'): {found}")

@@ -112,7 +112,7 @@ def registered(run: Runtime, nbytes: int, groups: list[Any]) -> torch.Tensor:
             memory = symmetric.empty(max(nbytes, 1), dtype=torch.uint8, device=run.device)
         except RuntimeError as error:
             failed = str(error).splitlines()[0]
-    why = next((text for text in run.everyone(failed) if text), None)
+    why = run.complaint(failed)
     if why is None:
         try:
             for group in groups:
@@ -120,7 +120,7 @@ def registered(run: Runtime, nbytes: int, groups: list[Any]) -> torch.Tensor:
                 symmetric.rendezvous(memory, group.group_name)
         except RuntimeError as error:
             failed = str(error).splitlines()[0]
-        why = next((text for text in run.everyone(failed) if text), None)
+        why = run.complaint(failed)
         if why is None:
             return memory
     raise SpecError(

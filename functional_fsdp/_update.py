@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from ._flat import FlatBuffer
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["check", "may_step", "update"]
+__all__ = ["check", "may_step", "put", "update"]
 
 
 def may_step(state: State, skip: torch.Tensor | None) -> None:
@@ -45,6 +46,15 @@ def update(state: State, reduced: Any, main: Any, skip: torch.Tensor | None) -> 
 
 def _cast(buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
     return buffer if buffer.local.dtype is dtype else buffer.but(buffer.local.to(dtype))
+
+
+def put(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], owned: Iterable[torch.Tensor]) -> None:
+    """Copy the second tensor of each pair into the first, which is one of `owned`, and so may the second be (a history
+    that moves along): then it is read before any is written."""
+    storages = {tensor.untyped_storage()._cdata for tensor in owned} if pairs else ()
+    read = [new.clone() if new.untyped_storage()._cdata in storages else new for _, new in pairs]
+    for (old, _), new in zip(pairs, read, strict=True):
+        old.copy_(new)
 
 
 def check(old: Any, new: Any, what: str) -> None:

@@ -30,7 +30,7 @@ from ._gradients import of_tree, of_unit
 from ._layout import Unit
 from ._state import State, Token
 from ._tracing import LOWERING, tracing
-from ._update import check, may_step, update
+from ._update import check, may_step, put, update
 from ._weights import gather, refresh, whole_of
 
 __all__ = ["changed", "finish", "reduce", "release", "step", "then", "unshard", "verb"]
@@ -327,19 +327,15 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
 
 
 def _install(old: Any, new: Any) -> Any:
-    """Put an optimizer's result into the buffers that the state owns, so that their addresses never change.
-
-    A result may be an old tensor in another place (a history that moves along): it is read before any is written.
-    """
+    """Put an optimizer's result into the buffers that the state owns, so that their addresses never change."""
     old_leaves, treedef = pytree.tree_flatten(old)
     new_leaves = pytree.tree_leaves(new)
-    owned = {a.untyped_storage()._cdata for a in old_leaves if isinstance(a, torch.Tensor)}
+    owned = [a for a in old_leaves if isinstance(a, torch.Tensor)]
     moved = []
     for i, (a, b) in enumerate(zip(old_leaves, new_leaves, strict=True)):
         if isinstance(a, torch.Tensor):
             new_leaves[i] = a
             if a is not b and a.data_ptr() != b.data_ptr():
-                moved.append((a, b.clone() if b.untyped_storage()._cdata in owned else b))
-    for a, b in moved:
-        a.copy_(b)
+                moved.append((a, b))
+    put(moved, owned)
     return pytree.tree_unflatten(new_leaves, treedef)

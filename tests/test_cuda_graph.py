@@ -530,8 +530,9 @@ def test_symmetric_says_what_is_missing() -> None:
         assert "transport='collective'" in said
 
 
-def open_choice() -> tuple[set[str], list[str], int]:
-    """What states of small and of large models get, and what is said."""
+@contextmanager
+def choices() -> Iterator[list[str]]:
+    """What is logged of `Schedule(transport="auto")`, and afterwards all is as it was."""
     said: list[str] = []
 
     class Handler(logging.Handler):
@@ -543,13 +544,19 @@ def open_choice() -> tuple[set[str], list[str], int]:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
+        yield said
+    finally:
+        log.removeHandler(handler)
+        log.level, transport.LARGE = before
+
+
+def open_choice() -> tuple[set[str], list[str], int]:
+    """What states of small and of large models get, and what is said."""
+    with choices() as said:
         runtime_of(fsdp.local_mesh()).chosen.clear()
         states = [made(transport="auto"), made(transport="auto")]
         transport.LARGE = 1000
         states += [made(transport="auto"), made(transport="auto")]
-    finally:
-        log.removeHandler(handler)
-        log.level, transport.LARGE = before
     state, _ = train_step(states[0], data())
     return {state.spec.schedule.transport for state in states}, said, state.steps
 

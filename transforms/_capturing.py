@@ -18,6 +18,7 @@ from functional_fsdp import ScheduleError, State, TreeError
 from functional_fsdp._errors import FsdpError
 from functional_fsdp._runtime import Runtime
 from functional_fsdp._tree import flatten
+from functional_fsdp._update import put
 
 __all__ = ["Home", "captured", "stale_streams_followed"]
 
@@ -59,7 +60,7 @@ def stale_streams_followed() -> Iterator[None]:
 
 
 @contextmanager
-def captured(run: Runtime, pool: Any, verb: str) -> Iterator[Any]:
+def captured(run: Runtime, pool: Any) -> Iterator[Any]:
     """What the current stream is given inside, and lanes that join it, becomes a graph. Gives it, good at the end.
 
     Raises:
@@ -73,13 +74,13 @@ def captured(run: Runtime, pool: Any, verb: str) -> Iterator[Any]:
         yield graph
     except BaseException as error:
         _abandon(run, graph, pool)
-        _explain(error, verb)
+        _explain(error)
         raise
     try:
         graph.capture_end()
     except RuntimeError as error:
         _abandon(run, None, pool)
-        _explain(error, verb)
+        _explain(error)
         raise
 
 
@@ -102,7 +103,7 @@ def _abandon(run: Runtime, graph: Any, pool: Any) -> None:
     again.capture_end()
 
 
-def _explain(error: BaseException, verb: str) -> None:
+def _explain(error: BaseException) -> None:
     """If capturing is what is wrong, raise what it means and where."""
     if not isinstance(error, RuntimeError) or isinstance(error, FsdpError):
         return
@@ -115,7 +116,7 @@ def _explain(error: BaseException, verb: str) -> None:
     own = [f for f in own if "/transforms/" not in f.filename]
     where = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
     raise ScheduleError(
-        f"{verb}: the step cannot be captured{where}: {cause}. The state before the step is valid. CUDA says: "
+        f"cuda_graph: the step cannot be captured{where}: {cause}. The state before the step is valid. CUDA says: "
         f"{said.splitlines()[0][:200]}"
     ) from error
 
@@ -151,7 +152,8 @@ class Home:
             ScheduleError: a tensor here was moved. TreeError: the state is of another structure.
         """
         if [t.data_ptr() for t in self.tensors] != self.places:
-            moved = next(p for p, x in zip(self.paths, self._where(), strict=True) if x)
+            paths = [path for path, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+            moved = next(p for p, t, at in zip(paths, self.tensors, self.places, strict=True) if t.data_ptr() != at)
             raise ScheduleError(
                 f"cuda_graph: the tensor {moved!r} of the state was moved in memory since the step was captured "
                 "(`.data =`, set_, resize_), and a replay would write where it was. Change values in place, with copy_."
@@ -160,7 +162,7 @@ class Home:
 
     def enter(self, state: State) -> None:
         """Have a state's values here, which was checked."""
-        self._write(self._others(self._fields(state), "the state that came in"))
+        self._write(self._fields(state), "the state that came in")
         if state.token.ledger is not self.owner:
             self.owner.broken = (
                 "T.cuda_graph has put another state in this one's memory. Keep a copy.deepcopy of a state that you "
@@ -168,22 +170,13 @@ class Home:
             )
             self.owner = state.token.ledger
 
-    def _where(self) -> Iterator[bool]:
-        places = iter(self.places)
-        for leaf in self.leaves:
-            yield isinstance(leaf, torch.Tensor) and leaf.data_ptr() != next(places)
-
     def keep(self, new: State) -> None:
         """At the end of a captured step: what it made anew goes where it was."""
-        self._write(self._others(self._fields(new), "the state at the end of the step"))
+        self._write(self._fields(new), "the state at the end of the step")
 
     @torch.no_grad()
-    def _write(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """What is one of these tensors, in another place (a history that moves along), is read before it is written."""
-        owned = {tensor.untyped_storage()._cdata for tensor in self.tensors} if pairs else set()
-        read = [theirs.clone() if theirs.untyped_storage()._cdata in owned else theirs for _, theirs in pairs]
-        for (mine, _), theirs in zip(pairs, read, strict=True):
-            mine.copy_(theirs)
+    def _write(self, fields: tuple[Any, ...], what: str) -> None:
+        put(self._others(fields, what), self.tensors)
 
     def _others(self, fields: tuple[Any, ...], what: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors here, and those in these fields that lie elsewhere."""

@@ -109,6 +109,12 @@ class Graph:
         self.peak = 0  # bytes that a replay uses at most, beside the state and the batch
         self.reserved = 0  # bytes that stay reserved for it
 
+    def launch(self, state: State) -> None:
+        """Replay it from this state's values."""
+        self.home.enter(state)
+        self.graph.replay()
+        self.home.changed()
+
 
 class Graphed:
     """What `cuda_graph` returns. `captured` has the graphs by signature."""
@@ -142,7 +148,7 @@ class Graphed:
         if graph is not None and graph.graph is None and graph.lineage() is not state.token.ledger:
             graph.warm, graph.lineage = 0, weakref.ref(state.token.ledger)
         if graph is None or graph.warm < self.warmup:
-            out = self._eagerly(run, state, *_on(run, leaves, treedef))
+            out = self._eagerly(run, state, *pytree.tree_unflatten(_on(run, leaves), treedef))
             if graph is not None:
                 graph.warm += 1
             return out
@@ -185,9 +191,10 @@ class Graphed:
     def _captured(self, run: Runtime, graph: Graph, state: State, leaves: list[Any], treedef: Any) -> Any:
         """Capture the step, then replay it: this call's step."""
         state.resting("cuda_graph")
-        home = self.homes.get(structure(state)) or Home(state)
+        key = structure(state)
+        home = self.homes.get(key) or Home(state)
         home.check(state)
-        inputs = [leaf.to(run.device, copy=True) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        inputs = _on(run, leaves, copy=True)
         args, kwargs = pytree.tree_unflatten(inputs, treedef)
         steps = state.token.ledger.steps
         reseed(state)
@@ -197,30 +204,24 @@ class Graphed:
         torch.cuda.reset_peak_memory_stats(run.device)
         before = torch.cuda.memory_allocated(run.device), torch.cuda.memory_reserved(run.device)
         capture = Capture(state)
-
-        def launch() -> None:
-            home.enter(state)
-            graph.graph.replay()
-            home.changed()
-
         try:
-            with self._aside(run), captured(run, self.pool, "cuda_graph") as made, capture.recording():
+            with self._aside(run), captured(run, self.pool) as made, capture.recording():
                 out = self.train_step(home.state(state), *args, **kwargs)
                 new, results = _parts(out)
                 _one_step(state, new, steps)
                 home.keep(new)
-            graph.graph = made
-            capture.first(launch)
+            graph.graph, graph.home = made, home
+            capture.first(lambda: graph.launch(state))
         except BaseException:
             graph.graph = None
             capture.abandon()
             raise
-        graph.capture, graph.home = capture, home
+        graph.capture = capture
         graph.inputs = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
         graph.outputs, graph.kind = results, type(out)
         graph.peak = torch.cuda.max_memory_allocated(run.device) - before[0]
         graph.reserved = torch.cuda.memory_reserved(run.device) - before[1]
-        self.homes[structure(state)] = home
+        self.homes[key] = home
         log.info("cuda_graph: captured a step, graph %d of at most %d", len(self.captured), self.limit)
         return self._results(graph, home.state(new))
 
@@ -228,10 +229,8 @@ class Graphed:
         graph.home.check(state)
 
         def launch() -> None:
-            graph.home.enter(state)
             reseed(state)
-            graph.graph.replay()
-            graph.home.changed()
+            graph.launch(state)
 
         with torch.no_grad():
             given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -294,10 +293,9 @@ def signature(state: State, leaves: list[Any], treedef: Any) -> Any:
     return treedef, tuple(found), Kind(state)
 
 
-def _on(run: Runtime, leaves: list[Any], treedef: Any) -> Any:
-    """The batch, its tensors on the GPU, as the captured step will see it."""
-    moved = [leaf.to(run.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return pytree.tree_unflatten(moved, treedef)
+def _on(run: Runtime, leaves: list[Any], copy: bool = False) -> list[Any]:
+    """The batch's leaves, tensors on the GPU, as the captured step will see them."""
+    return [leaf.to(run.device, copy=copy) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def _parts(out: Any) -> tuple[State, tuple[Any, ...]]:

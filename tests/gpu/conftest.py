@@ -5,6 +5,22 @@ only what needs four GPUs skips where there are two."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch
+
+from functional_fsdp._launch import stop_workers
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+@pytest.fixture(scope="module")
+def fresh_workers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers of this file's own, one on each of its `RANKS` GPUs at least."""
+    ranks = request.module.RANKS
+    assert torch.cuda.device_count() >= ranks, f"these tests need {ranks} GPUs"
+    stop_workers()
+    yield
+    stop_workers()

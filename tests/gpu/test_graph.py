@@ -6,7 +6,6 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,11 @@ from problems import LOOPS
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, StaleStateError, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._launch import stop_workers
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]
 RANKS = 2
 WIDTH = 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    assert torch.cuda.device_count() >= RANKS, f"these tests need {RANKS} GPUs"
-    stop_workers()
-    yield
-    stop_workers()
 
 
 class Block(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,18 +11,9 @@ from test_traffic import counted
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
-from functional_fsdp._launch import stop_workers
 from functional_fsdp._sum import ordered_sum
 
-pytestmark = pytest.mark.timeout(500)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    assert torch.cuda.device_count() >= RANKS, f"these tests need {RANKS} GPUs"
-    stop_workers()
-    yield
-    stop_workers()
+pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]
 
 
 def test_the_table_of_laws() -> None:

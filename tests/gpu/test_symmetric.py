@@ -3,35 +3,24 @@ symmetric memory a process."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from gpu.compared import gradients_differ
 from gpu.traces import recorded
 from problems import LOOPS, Stack, through_the_stack
+from test_cuda_graph import choices
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, Spec, SpecError, launch
 from functional_fsdp import _transport as transport
-from functional_fsdp._launch import stop_workers
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]
 RANKS = 2
 SYMMETRIC = Schedule(transport="symmetric")
 ZERO_CTA = Schedule(transport="symmetric", zero_cta=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    assert torch.cuda.device_count() >= RANKS, f"these tests need {RANKS} GPUs"
-    stop_workers()
-    yield
-    stop_workers()
 
 
 @pytest.mark.parametrize("schedule", [SYMMETRIC, ZERO_CTA], ids=["symmetric", "zero-CTA"])
@@ -96,25 +85,17 @@ def test_replayed_steps_are_the_eager_ones_bit_for_bit(zero_cta: bool) -> None:
 
 def others() -> tuple[str, str, list[str]]:
     """Beside it in one process: what copy_engine says, and what "auto" takes."""
-    said = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: Any) -> None:
-            said.append(record.getMessage())
-
-    log = logging.getLogger("functional_fsdp._transport")
-    log.addHandler(Handler())
-    log.setLevel(logging.INFO)
     mesh = fsdp.local_mesh()
     refused = ""
     try:
         fsdp.shard({"w": torch.ones(4)}, Spec(mesh, schedule=Schedule(transport="copy_engine")), fsdp.sgd(lr=0.1))
     except SpecError as error:
         refused = str(error)
-    transport.LARGE = 1
-    for _ in range(2):
-        spec = Spec(mesh, schedule=Schedule(transport="auto"))
-        state = fsdp.shard({"w": torch.ones(4)}, spec, fsdp.sgd(lr=0.1))
+    with choices() as said:
+        transport.LARGE = 1
+        for _ in range(2):
+            spec = Spec(mesh, schedule=Schedule(transport="auto"))
+            state = fsdp.shard({"w": torch.ones(4)}, spec, fsdp.sgd(lr=0.1))
     return refused, state.spec.schedule.transport, said
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from gpu.compared import gradients_differ, weights_differ
@@ -13,18 +11,9 @@ from test_copy_engine import abandoned, copied, gradients, other_weights
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, Spec, launch
-from functional_fsdp._launch import stop_workers
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]
 RANKS = 2
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _workers() -> Iterator[None]:
-    assert torch.cuda.device_count() >= RANKS, f"these tests need {RANKS} GPUs"
-    stop_workers()
-    yield
-    stop_workers()
 
 
 @pytest.mark.parametrize("loop", list(LOOPS))
