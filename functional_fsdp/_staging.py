@@ -1,7 +1,10 @@
 """Staging: gradients on their way from a backward to the main gradients.
 
     gradients ──copy and cast──▶ staging [n] ──reduce-scatter, in place──▶ own slice ──(outer axis)──▶ main gradients
-    compute lane                              reduce lane                              outer lane
+    compute lane   reduce lane                reduce lane                              outer lane
+
+On GPUs the copy runs beside compute, too; the gradients live until compute has waited for it, which it does when the
+next ones come.
 
 An exact sum takes an all-to-all in the place of the reduction: what comes in, each rank's summand of the own slice, is
 added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32.
@@ -92,8 +95,20 @@ class Stage:
         self.memory = memory
         self.slots = slots
         self.span = span  # the bytes of a slab or window, which stay; else its own, which come and go
-        self.staged: Mark = None
+        self.values: Values | None = None  # what is being copied here
+        self.ready: Mark = None  # they are there
+        self.staged: Mark = None  # they were copied
         self.done: Mark = None
+
+    @property
+    def short(self) -> bool:
+        """Whether each of its reductions is one collective at most, so that none goes on beside the next one."""
+        return all(len(move.all) <= 1 for slot in self.slots for move in slot.moves.values())
+
+    def write(self, values: Values) -> None:
+        """Copy and cast a unit's gradients."""
+        for slot in self.slots:
+            slot.write(values)
 
     def take(self) -> None:
         """Have the bytes. Views made on them come back to life."""
@@ -103,6 +118,7 @@ class Stage:
 
     def give(self) -> None:
         """Give the bytes back: compute has waited for `done`."""
+        self.values = None
         if self.span is None:
             self.memory.untyped_storage().resize_(0)
 
@@ -134,16 +150,20 @@ class Staging:
     ) -> None:
         """Stage a unit's gradients for reduction number `index` of the plan and start reducing them into `grads`."""
         stage = self.stages.get(index) or self._make(index, unit)
-        while len(self.busy) >= SLOTS or stage in self.busy or (stage.span and any(map(stage.overlaps, self.busy))):
+        slots = 1 if self.run.cuda and stage.span is None and stage.short else SLOTS
+        while len(self.busy) >= slots or stage in self.busy or (stage.span and any(map(stage.overlaps, self.busy))):
             oldest = self.busy.popleft()
             self.run.wait(oldest.done)
             oldest.give()
+        for before in self.busy:
+            if before.values is not None:
+                self.run.wait(before.staged)
+                before.values = None
         stage.take()
         jobs: list[Steps] = []
         moves: list[Move] = []
         partial: list[Bucket] = []
         for slot in stage.slots:
-            slot.write(values)
             bucket = slot.bucket
             have = grads.get(bucket.name)
             whole = last if have is None else have.states == slot.moves[True].states
@@ -152,8 +172,11 @@ class Staging:
             moves.append(move)
             if last and not whole:
                 partial.append(bucket)
-        stage.staged = self.run.mark(stage.staged)
-        stage.done = self._submit(jobs, moves, stage.staged, stage.done)
+        if self.run.cuda:
+            stage.values, stage.ready = values, self.run.mark(stage.ready)
+        else:
+            stage.write(values)
+        stage.done = self._submit(jobs, moves, stage.ready, stage.done, stage=stage)
         self.busy.append(stage)
         for bucket in partial:
             self.complete(bucket, grads)
@@ -211,15 +234,24 @@ class Staging:
                     tensor.record_stream(self.run.streams.lanes[lane])
 
     def _submit(
-        self, jobs: list[Steps], moves: list[Move], after: Mark, mark: Mark = None, ordered: bool = False
-    ) -> Mark:
+        self, jobs: list[Steps], moves: list[Move], after: Mark, mark: Mark = None, ordered: bool = False,
+        stage: Stage | None = None,
+    ) -> Mark:  # fmt: skip
         if len(jobs) == 1:
             job, issued, single, ends = jobs[0], moves[0].all, moves[0].single, moves[0].ends
         else:
             job, issued = together(jobs), tuple(one for move in moves for one in move.all)
             single, ends = all(move.single for move in moves), max((move.ends for move in moves), key="outer".__eq__)
+        if stage is not None and stage.values is not None:
+            job = self._written(stage, stage.values, job)
         done = self.marks[ends] = self.run.submit("reduce", issued, job, after, single, ordered, mark)
         return done
+
+    def _written(self, stage: Stage, values: Values, job: Steps) -> Steps:
+        """The copy, and then the reduction, both on the reduce lane."""
+        stage.write(values)
+        stage.staged = self.run.mark(stage.staged)
+        yield from job
 
     def _job(
         self, move: Move, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor, add: bool, share: int = 1
