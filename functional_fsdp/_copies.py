@@ -13,7 +13,7 @@ from its place in the plan, which is the same on every rank.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -27,8 +27,9 @@ from ._weights import keeps_copy
 
 __all__ = ["Copies", "Pull", "exchange"]
 
+T = TypeVar("T")
+
 BYTES = 4 * ALIGN
-SIGNALS = 16  # bytes of the slab whose barriers are used: it lives as long as the mesh
 
 
 class Shard(NamedTuple):
@@ -50,7 +51,8 @@ class Pull:
         self.run = copies.run
         self.axis = shard.axis
         self.mine = slab.mine[cut].view(bucket.compute)
-        self.pairs = list(zip(whole.chunk(len(theirs)), theirs, strict=True))
+        pairs = list(zip(whole.chunk(len(theirs)), theirs, strict=True))
+        self.pairs = turned(pairs, copies.run.coordinate[shard.axis])
         self.barrier = Issued("gather", shard.axis, "barrier", 1, torch.float32, "", bucket.name)
 
     def job(self, source: torch.Tensor, first: bool, begins: bool) -> tuple[tuple[Issued, ...], Steps]:
@@ -140,8 +142,7 @@ class Copies:
         return sum(slab.nbytes for slab in (*self.made.values(), *self.staging.values()))
 
     def _made(self, axis: str, nbytes: int) -> Slab:
-        if self.run.cuda and axis not in self.run.signals:
-            self.run.signals[axis] = Slab(self.run, axis, SIGNALS)
+        self.run.signalling(axis)
         return Slab(self.run, axis, nbytes)
 
     def slab(self, axis: str) -> Slab:
@@ -166,6 +167,11 @@ class Copies:
         return found
 
 
+def turned(items: list[T], place: int) -> list[T]:
+    """Beginning with the own one: when every rank reads, each is read by one other at a time, and no link by all."""
+    return items[place:] + items[:place]
+
+
 def reduced(bucket: Bucket, run: Runtime) -> set[str]:
     """The axes along which a bucket's fresh gradients are first reduced, whether the last or not."""
     found = set()
@@ -178,11 +184,12 @@ def reduced(bucket: Bucket, run: Runtime) -> set[str]:
 def exchange(
     run: Runtime, issued: tuple[Issued, ...], slab: Slab, at: int, came: torch.Tensor, ranks: int, place: int
 ) -> Steps:
-    """In the place of an all-to-all: `came` [ranks · n], this rank's part of what each has staged at byte `at`."""
+    """In the place of an all-to-all: `came` [ranks · n], this rank's part of what each has staged at byte `at`, without
+    its own, which is in the slab already."""
     n = came.numel() // ranks
     size = n * came.element_size()
     begin = at + place * size
     yield from run.collective(issued[0], came, came)  # all have staged
-    for mine, peer in zip(came.chunk(ranks), slab.peers, strict=True):
+    for mine, peer in turned(list(zip(came.chunk(ranks), slab.peers, strict=True)), place)[1:]:
         mine.copy_(peer[begin : begin + size].view(came.dtype), non_blocking=True)
     yield from run.collective(issued[1], came, came)  # all have read

@@ -32,7 +32,7 @@ from ._schedule import Order
 from ._spec import Spec
 from ._staging import Staging, Values
 from ._symmetric import Windows
-from ._weights import Lease, lease_of
+from ._weights import Lease, owned
 
 if TYPE_CHECKING:
     from ._state import State
@@ -279,10 +279,10 @@ class Executor:
         elif self.comm.lapsed:
             self._issue(self.comm.lapse())
         self.last = last
-        self.early[mine] = values
+        self.early[mine] = owned(values) if self.run.cuda else values  # there it is copied on the reduce lane
         self._issue(self.comm.reduce(mine))
         if mine in self.early:  # it waits, and what was borrowed may be released meanwhile
-            self.early[mine] = [v.clone() if v is not None and lease_of(v) is not None else v for v in values]
+            self.early[mine] = owned(values)
         self.midway = False
 
     def waive(self, unit: str) -> bool:

@@ -30,6 +30,7 @@ from ._collectives import all_gather, all_reduce, all_to_all, barrier, reduce_sc
 from ._errors import CommError, RestartError, ScheduleError, SpecError
 from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
 from ._restart import QUEUES, restart
+from ._signals import Signals
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ class Runtime:
         self.lineages = 0
         self.ledgers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}
-        self.signals: dict[str, Any] = {}  # by axis: a slab, whose symmetric memory has barriers on GPUs
+        self.signals: dict[str, Signals] = {}  # by axis: barriers on GPUs
         self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
         self.rank = 0  # which of them this one is
         if self.size == 1:
@@ -136,7 +137,7 @@ class Runtime:
             return self.board.largest(out)
         group = self.control if hop.lane == "control" else self.groups[hop.lane, hop.axis]
         if hop.kind == "barrier":
-            return barrier(group) if not self.cuda else self._signal(hop)
+            return barrier(group) if not self.cuda else self._barrier(hop)
         if hop.kind == "all_gather":
             return all_gather(out, given, group)
         if hop.kind == "reduce_scatter":
@@ -145,10 +146,19 @@ class Runtime:
             return all_to_all(out, given, group)
         return all_reduce(out, hop.op, group, sliced=hop.lane != "control" and bool(hop.what))
 
-    def _signal(self, hop: Issued) -> Steps:
-        """A barrier on the current stream, with signals of the lane's own."""
-        self.signals[hop.axis].handle.barrier(channel=LANES.index(hop.lane))
+    def _barrier(self, hop: Issued) -> Steps:
+        """On the current stream, with signals of the lane's own."""
+        self.signals[hop.axis].barrier(LANES.index(hop.lane))
         return iter(())
+
+    def signalling(self, axis: str) -> None:
+        """Have signals along an axis, on GPUs. Collective where there are none yet.
+
+        Raises:
+            SpecError: on every rank, if GPUs cannot have memory that the others reach.
+        """
+        if self.cuda and axis not in self.signals:
+            self.signals[axis] = Signals(self, axis, len(LANES))
 
     def submit(
         self,

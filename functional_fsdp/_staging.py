@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ class Slot(NamedTuple):
     share: int
 
     def write(self, values: Values) -> None:
-        """Copy and cast a unit's gradients; no values means zeros. On the compute lane."""
+        """Copy and cast a unit's gradients; no values means zeros."""
         given = [values[i] for i in self.which] if values else []
         leaves, tensors = self.leaves, [value for value in given if value is not None]
         if len(tensors) < len(leaves):
@@ -104,6 +105,15 @@ class Stage:
     def short(self) -> bool:
         """Whether each of its reductions is one collective at most, so that none goes on beside the next one."""
         return all(len(move.all) <= 1 for slot in self.slots for move in slot.moves.values())
+
+    def copied(self, run: Runtime) -> Steps | None:
+        """Where the values wait for it: copy and cast them, on the lane that goes on with the reduction."""
+        return None if self.values is None else self._copied(run, self.values)
+
+    def _copied(self, run: Runtime, values: Values) -> Steps:
+        self.write(values)
+        self.staged = run.mark(self.staged)
+        yield from ()
 
     def write(self, values: Values) -> None:
         """Copy and cast a unit's gradients."""
@@ -176,7 +186,7 @@ class Staging:
             stage.values, stage.ready = values, self.run.mark(stage.ready)
         else:
             stage.write(values)
-        stage.done = self._submit(jobs, moves, stage.ready, stage.done, stage=stage)
+        stage.done = self._submit(jobs, moves, stage.ready, stage.done, first=stage.copied(self.run))
         self.busy.append(stage)
         for bucket in partial:
             self.complete(bucket, grads)
@@ -235,23 +245,17 @@ class Staging:
 
     def _submit(
         self, jobs: list[Steps], moves: list[Move], after: Mark, mark: Mark = None, ordered: bool = False,
-        stage: Stage | None = None,
+        first: Steps | None = None,
     ) -> Mark:  # fmt: skip
         if len(jobs) == 1:
             job, issued, single, ends = jobs[0], moves[0].all, moves[0].single, moves[0].ends
         else:
             job, issued = together(jobs), tuple(one for move in moves for one in move.all)
             single, ends = all(move.single for move in moves), max((move.ends for move in moves), key="outer".__eq__)
-        if stage is not None and stage.values is not None:
-            job = self._written(stage, stage.values, job)
+        if first is not None:
+            job = chain(first, job)
         done = self.marks[ends] = self.run.submit("reduce", issued, job, after, single, ordered, mark)
         return done
-
-    def _written(self, stage: Stage, values: Values, job: Steps) -> Steps:
-        """The copy, and then the reduction, both on the reduce lane."""
-        stage.write(values)
-        stage.staged = self.run.mark(stage.staged)
-        yield from job
 
     def _job(
         self, move: Move, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor, add: bool, share: int = 1
@@ -291,19 +295,22 @@ class Staging:
         ranks, mine = self.run.sizes[hop.axis], self.run.coordinate[hop.axis]
         out = out if out is not None and out.dtype is torch.float32 else None
         came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
+        n, own = stage.numel() // ranks, None
         if move.slab is not None:
             at = int(stage.storage_offset()) * stage.element_size()
             yield from exchange(self.run, issued, move.slab, at, came, ranks, mine)
+            own = mine, stage[mine * n : (mine + 1) * n]
+            if out is None:  # the sum may take its place
+                own = mine, came[mine * n : (mine + 1) * n].copy_(own[1])
         else:
             yield from self.run.collective(issued[0], came, stage)
-        n = stage.numel() // ranks
         if hop.kind == "scatter":
             whole = part = stage.view(torch.uint8)[: 4 * n].view(torch.float32) if out is None else out  # it was sent
         else:
             begin = aligned(came.numel() * came.element_size(), STAGED)
             whole = spare[begin : begin + 4 * ranks * n].view(torch.float32) if out is None else out
             part = whole[mine * n : (mine + 1) * n]
-        ordered_sum(came, ranks, part, self.average == "mean")
+        ordered_sum(came, ranks, part, self.average == "mean", own)
         if hop.kind != "scatter":
             yield from self.run.collective(issued[-1], whole, part)
         return whole

@@ -22,16 +22,22 @@ __all__ = ["ordered_sum"]
 BLOCK = 2048  # elements
 
 
-def ordered_sum(came: torch.Tensor, ranks: int, out: torch.Tensor, mean: bool) -> None:
-    """`came` [ranks · n] -> `out` [n], float32: the sum over ranks, in their order, or that divided by their number."""
+def ordered_sum(
+    came: torch.Tensor, ranks: int, out: torch.Tensor, mean: bool, own: tuple[int, torch.Tensor] | None = None
+) -> None:
+    """`came` [ranks · n] -> `out` [n], float32: the sum over ranks, in their order, or that divided by their number.
+
+    own: a rank and its summand [n], where that is not in `came`.
+    """
     n = out.numel()
+    place, mine = own or (0, came[:n])
     if triton is not None and out.is_cuda:
         if n:
-            _kernel()[(triton.cdiv(n, BLOCK),)](came, out, n, ranks, mean, BLOCK)
+            _kernel()[(triton.cdiv(n, BLOCK),)](came, mine, out, n, place, ranks, mean, BLOCK)
         return
-    out.copy_(came[:n])
-    for rank in range(1, ranks):
-        out.add_(came[rank * n : (rank + 1) * n])
+    for rank in range(ranks):
+        summand = mine if rank == place else came[rank * n : (rank + 1) * n]
+        out.add_(summand) if rank else out.copy_(summand)
     if mean:
         out.div_(ranks)
 
@@ -44,13 +50,15 @@ def _kernel() -> Any:
     if not _KERNEL:
 
         @triton.jit  # type: ignore[untyped-decorator]
-        def summed(came, out, n, RANKS: tl.constexpr, MEAN: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        def summed(  # type: ignore[no-untyped-def]
+            came, mine, out, n, PLACE: tl.constexpr, RANKS: tl.constexpr, MEAN: tl.constexpr, SIZE: tl.constexpr
+        ):
             at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
             inside = at < n
-            total = tl.load(came + at, mask=inside).to(tl.float32)
-            for _ in tl.static_range(1, RANKS):
+            total = tl.load((mine if PLACE == 0 else came) + at, mask=inside).to(tl.float32)
+            for rank in tl.static_range(1, RANKS):
                 came += n
-                total += tl.load(came + at, mask=inside).to(tl.float32)
+                total += tl.load((mine if rank == PLACE else came) + at, mask=inside).to(tl.float32)
             if MEAN:
                 total = tl.math.div_rn(total, tl.full(total.shape, RANKS, tl.float32))
             tl.store(out + at, total, mask=inside)

@@ -18,7 +18,7 @@ from ._copies import Copies
 from ._errors import SpecError
 from ._layout import Layout, LeafInfo, plan_layout
 from ._runtime import Runtime, runtime_of
-from ._slab import Slab, check_reach
+from ._slab import check_reach
 from ._spec import Spec
 from ._symmetric import registered
 
@@ -55,7 +55,7 @@ def _choose(run: Runtime, axes: list[str]) -> tuple[str, str]:
     try:
         check_reach(run, axes)
         for axis in axes:
-            run.signals.setdefault(axis, Slab(run, axis, TRIED))
+            run.signalling(axis)
         return "copy_engine", "the GPUs can read each other's memory"
     except SpecError as error:
         why = str(error)

@@ -8,6 +8,7 @@ Placements that replicate weights, or shard them less than main weights, keep a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -19,7 +20,7 @@ from ._layout import Bucket, Unit
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["Gathered", "Lease", "alias_of", "gather", "keeps_copy", "lease_of", "poison", "read", "refresh", "whole_of"]
+__all__ = ["Gathered", "Lease", "alias_of", "gather", "keeps_copy", "owned", "poison", "read", "refresh", "whole_of"]
 
 _LEASES: WeakValueDictionary[int, Lease] = WeakValueDictionary()
 
@@ -38,6 +39,11 @@ class Lease:
 def lease_of(tensor: Any) -> Lease | None:
     """The lease of a tensor that `unshard(state, unit)` gave, None for every other tensor."""
     return _LEASES.get(id(tensor))
+
+
+def owned(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The same values, to be read after a release: of what a lease lends, copies."""
+    return [v.clone() if v is not None and lease_of(v) is not None else v for v in values]
 
 
 def keeps_copy(bucket: Bucket) -> bool:

@@ -41,6 +41,12 @@ def sums() -> list[str]:
         ordered_sum(came.cpu(), ranks, many, mean)
         if not torch.equal(one.cpu(), many):
             wrong.append(f"{ranks} ranks, {n} elements of {dtype}, mean {mean}")
+        for place in range(ranks):
+            apart = came.clone()
+            apart[place * n : (place + 1) * n] = float("nan")
+            ordered_sum(apart, ranks, one, mean, (place, came[place * n : (place + 1) * n]))
+            if not torch.equal(one.cpu(), many):
+                wrong.append(f"{ranks} ranks, {n} elements of {dtype}, mean {mean}, that of {place} apart")
     return wrong
 
 
