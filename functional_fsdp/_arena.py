@@ -2,9 +2,9 @@
 
     main shard ──cast──▶ own slice of the unit's place ──all-gather, in place──▶ the unit's weights, as views
 
-The arena is one allocation, which comes and goes; a window of NCCL's stays. Where the plan has two sides, units that
-stand on the bottom and units that hang from the top, it is two, each as large as the unit that is there: a step's peak
-then need not hold the largest pair.
+The arena is one allocation, which comes and goes; where other ranks read it, or NCCL knows it, it stays. Where it
+comes and goes, and the plan has two sides, units that stand on the bottom and units that hang from the top, it is two,
+each as large as the unit that is there: a step's peak then need not hold the largest pair.
 
 A unit's views are made once and handed out again and again, so that residuals that point at them stay good. They lie
 on the arena's bytes and have a version counter of their own: filling a place again is no in-place change to autograd.
@@ -12,11 +12,12 @@ on the arena's bytes and have a version counter of their own: filling a place ag
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ._copies import Copies, Pull
+from ._copies import Barriers, Copies, Pull, Reading, span_of, without
 from ._flat import leaves_of
 from ._lanes import Issued, Mark, Steps, together
 from ._layout import Bucket, Unit
@@ -37,8 +38,8 @@ Filling = tuple[tuple[Issued, ...], Steps, bool]
 class Part(NamedTuple):
     """A bucket's place: where this rank's slice goes, and the gathers that complete the whole.
 
-    pull: how it is copied from the other ranks instead, where that is what the transport does. inside: the gathers must
-    not read the shard where it is, but this rank's slice.
+    pull: how it is copied from the other ranks instead, where that is what the transport does. inside: what is gathered
+    must not be read from the shard where it is, but from this rank's slice.
     """
 
     bucket: Bucket
@@ -66,41 +67,50 @@ class Place:
         self.issued = tuple(hop for part in parts for hop, _ in part.hops)
         self.key = lease.unit.encode()  # for the digest that ranks compare
         self.single = all(len(part.hops) <= 1 for part in parts)
-        self.pulls = any(part.pull for part in parts)
+        self.pulls = [part.pull for part in parts if part.pull]
+        self.spans = [span_of(part.whole) for part in parts]
         self.gathered: Mark = None  # the end of its last gather
         self.released: Mark = None  # the point on compute where it was last given back
 
-    def poison(self) -> None:
-        for part in self.parts:
-            poison(part.whole)
+    def poison(self, spared: Iterable[range] = ()) -> None:
+        """So that a use past the release shows; but for these bytes, and what other ranks may be reading of it."""
+        for part, span in zip(self.parts, self.spans, strict=True):
+            size = part.whole.element_size()
+            for free in without(span, [*spared, *([part.pull.own] if part.pull else [])]):
+                poison(part.whole[(free.start - span.start) // size : (free.stop - span.start) // size])
 
-    def fill(self, run: Runtime, state: State, first: bool, begun: dict[str, bool]) -> Filling:
+    def fill(self, run: Runtime, state: State, reading: Reading | None) -> Filling:
         """The job: cast the shards into this rank's slices, gather in place. Parts travel together.
 
         Args:
-            first: it is the unit's first gather in this pass. begun: by axis, whether it is the first of all.
+            reading: of the arena, where other ranks read it; brought up to date.
 
         Returns the collectives it will issue, the job, and whether these all start at once.
         """
-        if self.pulls:
-            return self._pull(run, state, first, begun)
-        jobs = [self._fill(run, part, read(state, part.bucket).local) for part in self.parts]
-        return self.issued, jobs[0] if len(jobs) == 1 else together(jobs), self.single
+        sources = [read(state, part.bucket).local for part in self.parts]
+        if reading is None:
+            jobs = [self._fill(run, part, source) for part, source in zip(self.parts, sources, strict=True)]
+            return self.issued, jobs[0] if len(jobs) == 1 else together(jobs), self.single
+        before, between = reading.filled(self.spans, self.pulls)
+        return (*before, *between, *self.issued), self._pulled(run, sources, before, between), False
 
-    def _pull(self, run: Runtime, state: State, first: bool, begun: dict[str, bool]) -> Filling:
-        issued: list[Issued] = []
-        jobs: list[Steps] = []
-        single = True
-        for part in self.parts:
-            source = read(state, part.bucket).local
+    def _pulled(self, run: Runtime, sources: list[torch.Tensor], before: Barriers, between: Barriers) -> Steps:
+        some = self.parts[0].whole if self.parts else torch.empty(0)
+        for barrier in before:
+            yield from run.collective(barrier, some, some)
+        rest = []
+        for part, source in zip(self.parts, sources, strict=True):
             if part.pull:
-                hops, job = part.pull.job(source, first, begun.get(part.pull.axis, False))
+                part.own.copy_(source)
             else:
-                hops, job = tuple(hop for hop, _ in part.hops), self._fill(run, part, source)
-            issued += hops
-            single = single and len(hops) <= 1
-            jobs.append(job)
-        return tuple(issued), jobs[0] if len(jobs) == 1 else together(jobs), single
+                rest.append(self._fill(run, part, source))
+        sources.clear()  # the job may outlive the state
+        for barrier in between:
+            yield from run.collective(barrier, some, some)
+        for pull in self.pulls:
+            pull.read()
+        for job in rest:
+            yield from job
 
     def _fill(self, run: Runtime, part: Part, source: torch.Tensor) -> Steps:
         given = part.own
@@ -123,10 +133,10 @@ class Arena:
         self.plan = plan
         self.copies = copies
         self.windows = windows
-        self.firsts, begin = copies.begins(plan) if copies else ([True] * len(plan.gathers), {})
-        self.begun = [{axis: i == k for axis, k in begin.items()} for i in range(len(plan.gathers))]
+        self.reading = Reading(copies.axis.values()) if copies and copies.axis else None
+        self.stays = bool(windows or self.reading)
         self.places: dict[str, Place] = {}
-        sides = not windows and all(unit.address in (0, plan.arena - unit.nbytes) for unit in plan.units if unit.nbytes)
+        sides = not self.stays and all(u.address in (0, plan.arena - u.nbytes) for u in plan.units if u.nbytes)
         #: where each unit lies: (which allocation, the address in it)
         self.where = {u.name: (int(u.address > 0), 0) if sides else (0, u.address) for u in plan.units}
         self.sizes = {u.name: u.nbytes if sides else plan.arena for u in plan.units}
@@ -134,8 +144,9 @@ class Arena:
         self.bytes = {name: (self.memory[which], self.sizes[name]) for name, (which, _) in self.where.items()}
 
     def place(self, state: State, unit: str) -> Place:
-        if self.windows and not self.places:
-            self.memory[0] = self.windows.arena(self.plan.arena).untyped_storage()
+        shared = self.windows or self.copies
+        if self.stays and shared and not self.places:
+            self.memory[0] = shared.arena(self.plan.arena).untyped_storage()
         found = self.places.get(unit)
         if found is None or (
             found.resident and any(whole_of(state, bucket) is not whole for bucket, whole in found.resident)
@@ -149,7 +160,7 @@ class Arena:
         What lay there was released, and compute has waited for all that wrote it.
         """
         memory, size = self.bytes[unit]
-        if self.windows:
+        if self.stays:
             return False
         there = memory.size()
         if there == size or (there > size and (self.plan.schedule.debug or not self.run.cuda)):
@@ -164,11 +175,14 @@ class Arena:
         On the CPU they stay, so that reading weights after the step is wrong, but no crash.
         """
         if self.plan.schedule.debug:
+            read = [span for spans in self.reading.spans.values() for span in spans] if self.reading else []
             for place in self.places.values():
-                place.poison()
-        elif self.run.cuda and not self.windows:
+                place.poison(read)
+        elif self.run.cuda and not self.stays:
             for memory in self.memory:
                 memory.resize_(0)
+        if self.reading:
+            self.reading.anything()
 
     def _make(self, state: State, unit: Unit) -> Place:
         planned = self.plan.by_name[unit.name]
@@ -202,5 +216,5 @@ class Arena:
             for _, axis, at, size in way.hops
             if self.run.sizes[axis] > 1
         ]
-        pull = Pull(self.copies, bucket, whole) if self.copies and bucket.name in self.copies.shards else None
+        pull = self.copies.pull(bucket, whole) if self.copies else None
         return Part(bucket, whole, whole[start:stop], () if pull else tuple(hops), pull, bool(self.windows))

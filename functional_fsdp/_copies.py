@@ -1,107 +1,113 @@
 """Copies: gathers and reductions by reading other ranks' memory, instead of by collectives.
 
-    gather   the first of a unit in a pass: cast the shard into the slab, barrier, one copy from every rank; the
-             second: one copy from every rank, and no barrier; before the first of a pass a barrier more, after which
-             nobody reads what lay in the slab before
-    reduce   gradients staged in a slab: barrier, one copy of the own part from every rank, barrier; summed in float32,
-             in the order of ranks
+    gather   cast the shard into the own slice of the unit's place in the arena, barrier, one copy from the same place
+             of every other rank's arena
+    reduce   gradients staged in a slab: barrier, one copy of the own part from every other rank, barrier; summed in
+             float32, in the order of ranks
 
-Main weights do not change within a pass, so the second gather of a unit reads what nobody writes, and waits for nobody.
-On GPUs copies run on the copy engines and leave the multiprocessors to compute. Which barriers a gather takes follows
-from its place in the plan, which is the same on every rank.
+A gather's barrier says that all have read what was gathered before, too. Only where a place is filled again at once,
+and where a pass begins, one more comes first. Copies run on the copy engines and barriers are stream memory operations,
+so that on GPUs the multiprocessors are left to compute.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from ._lanes import Issued, Steps
-from ._layout import ALIGN, Bucket, Layout, Unit, aligned
+from ._layout import Bucket, Layout, Unit
 from ._plan import Plan
 from ._route import Partial, Replicate, partial_states, route, states_of
 from ._runtime import Runtime
 from ._slab import Slab, check_reach
 from ._weights import keeps_copy
 
-__all__ = ["Copies", "Pull", "exchange"]
+__all__ = ["Barriers", "Copies", "Pull", "Reading", "exchange", "span_of", "without"]
 
 T = TypeVar("T")
+Barriers = list[Issued]
+EVERYTHING = range(1 << 62)  # bytes
 
-BYTES = 4 * ALIGN
 
-
-class Shard(NamedTuple):
-    """Where a bucket's shard lies in the slab of its axis."""
+class Pull(NamedTuple):
+    """How a bucket in the arena is gathered along an axis: the bytes of the own slice, and those of the others with
+    where they are read from."""
 
     axis: str
-    at: int
-    nbytes: int
+    own: range
+    reads: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def read(self) -> None:
+        """All have filled their slices."""
+        for part, theirs in self.reads:
+            part.copy_(theirs, non_blocking=True)
 
 
-class Pull:
-    """How one bucket is gathered: where its shards are."""
+class Reading:
+    """What others may be reading of this rank's arena, along each axis: its own slices in what was gathered last."""
 
-    def __init__(self, copies: Copies, bucket: Bucket, whole: torch.Tensor) -> None:
-        shard = copies.shards[bucket.name]
-        slab = copies.slab(shard.axis)
-        cut = slice(shard.at, shard.at + shard.nbytes)
-        theirs = [peer[cut].view(bucket.compute) for peer in slab.peers]
-        self.run = copies.run
-        self.axis = shard.axis
-        self.mine = slab.mine[cut].view(bucket.compute)
-        pairs = list(zip(whole.chunk(len(theirs)), theirs, strict=True))
-        self.pairs = turned(pairs, copies.run.coordinate[shard.axis])
-        self.barrier = Issued("gather", shard.axis, "barrier", 1, torch.float32, "", bucket.name)
+    def __init__(self, axes: Iterable[str]) -> None:
+        self.spans = {axis: [EVERYTHING] for axis in axes}
 
-    def job(self, source: torch.Tensor, first: bool, begins: bool) -> tuple[tuple[Issued, ...], Steps]:
-        """The gather of `source`, this rank's shard: the barriers it takes, and what to do.
+    def anything(self) -> None:
+        """A pass begins, and others may be in the one before."""
+        self.spans = {axis: [EVERYTHING] for axis in self.spans}
 
-        first: of this unit in this pass; begins: of all along the axis.
-        """
-        barriers = (self.barrier,) * (first + begins)
-        return barriers, _pulled(self.run, barriers, source if first else None, self.mine, self.pairs)
+    def filled(self, spans: list[range], pulls: list[Pull]) -> tuple[Barriers, Barriers]:
+        """These bytes are filled next, and then read so. Returns the barriers before that, and those between."""
+        before = [axis for axis, read in self.spans.items() if any(_meet(a, b) for a in spans for b in read)]
+        for axis in before:
+            self.spans[axis] = []
+        between = list(dict.fromkeys(pull.axis for pull in pulls))
+        for axis in between:  # whoever is there has read what was gathered before
+            self.spans[axis] = [pull.own for pull in pulls if pull.axis == axis]
+        return [_barrier(axis) for axis in before], [_barrier(axis) for axis in between]
 
 
-def _pulled(
-    run: Runtime, barriers: tuple[Issued, ...], source: torch.Tensor | None, mine: torch.Tensor,
-    pairs: list[tuple[torch.Tensor, torch.Tensor]],
-) -> Steps:  # fmt: skip
-    if source is not None:
-        for barrier in barriers[1:]:
-            yield from run.collective(barrier, mine, mine)  # all are in this pass: nobody reads the old one any more
-        mine.copy_(source)
-        source = None  # the job may outlive the state
-        yield from run.collective(barriers[0], mine, mine)  # everybody's is there
-    for part, theirs in pairs:
-        part.copy_(theirs, non_blocking=True)
+def _barrier(axis: str) -> Issued:
+    return Issued("gather", axis, "barrier", 1, torch.float32, "", "arena")
+
+
+def _meet(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
+
+
+def without(span: range, holes: Iterable[range]) -> list[range]:
+    """What is left of a span."""
+    left = [span]
+    for hole in holes:
+        pieces = [(range(s.start, min(s.stop, hole.start)), range(max(s.start, hole.stop), s.stop)) for s in left]
+        left = [piece for both in pieces for piece in both if piece]
+    return left
+
+
+def span_of(tensor: torch.Tensor) -> range:
+    """The bytes of its storage on which a contiguous tensor lies."""
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    return range(begin, begin + tensor.numel() * tensor.element_size())
 
 
 class Copies:
-    """The slabs of one lineage of states, and where in them shards lie. Making a slab is collective."""
+    """The arena and the staging of one lineage of states, in slabs, and which buckets are gathered by reading them.
+
+    Making a slab is collective.
+
+    Attributes:
+        axis: along which a bucket is gathered, for those that are gathered by reading.
+        made: whether there is all that a plan needs.
+    """
 
     def __init__(self, run: Runtime, layout: Layout) -> None:
         self.run = run
         self.layout = layout
-        self.shards: dict[str, Shard] = {}
-        self.sizes: dict[str, int] = {}
-        self.made: dict[str, Slab] = {}
+        self.made = False
+        self.whole: Slab | None = None  # the arena's
         self.staging: dict[str, Slab] = {}
-        for bucket in layout.buckets.values():
-            axis = self._axis(bucket)
-            if axis is not None:
-                nbytes = bucket.nbytes("weights")
-                at = self.sizes.get(axis, 0)
-                self.shards[bucket.name] = Shard(axis, at, nbytes)
-                self.sizes[axis] = aligned(at + nbytes, BYTES)
-
-    def _axis(self, bucket: Bucket) -> str | None:
-        """The axis along which a bucket is gathered, if it is one."""
-        stored = states_of(bucket, "weights" if keeps_copy(bucket) else "main")
-        way = route(bucket, stored, tuple((axis, Replicate) for axis, _ in stored), self.run.position)
-        axes = [hop.axis for hop in way.hops if self.run.sizes[hop.axis] > 1]
-        return axes[0] if len(axes) == 1 else None
+        axes = {bucket.name: gathered(bucket, run) for bucket in layout.buckets.values()}
+        self.axis = {name: axis for name, axis in axes.items() if axis is not None}
 
     def prepare(self, plan: Plan) -> None:
         """Make all that a plan needs. Collective.
@@ -110,50 +116,51 @@ class Copies:
             SpecError: on every rank, if ranks cannot read each other's memory.
         """
         check_reach(self.run, self.axes())
-        for axis in self.sizes:
-            self.slab(axis)
+        if self.axis:
+            self.arena(plan.arena)
         for reduction in plan.reductions:
             self.staged(self.layout.by_name[reduction.unit], plan.staging)
+        self.made = True
 
     def axes(self) -> list[str]:
         """The axes along which anything is read."""
-        found = dict.fromkeys(self.sizes)
+        found = dict.fromkeys(self.axis.values())
         for bucket in self.layout.trainable.values():
             if bucket.exact:
                 found |= dict.fromkeys(reduced(bucket, self.run))
         return list(found)
 
-    def begins(self, plan: Plan) -> tuple[list[bool], dict[str, int]]:
-        """For each of the plan's gathers whether it is its unit's first in a pass; and each axis's first gather."""
-        firsts: list[bool] = []
-        begin: dict[str, int] = {}
-        seen: set[str] = set()
-        for i, gather in enumerate(plan.gathers):
-            firsts.append(gather.unit not in seen)
-            seen.add(gather.unit)
-            for part in plan.by_name[gather.unit].parts:
-                if part.bucket in self.shards:
-                    begin.setdefault(self.shards[part.bucket].axis, i)
-        return firsts, begin
-
     @property
     def nbytes(self) -> int:
         """Of all slabs, on this rank."""
-        return sum(slab.nbytes for slab in (*self.made.values(), *self.staging.values()))
+        return sum(slab.nbytes for slab in (self.whole, *self.staging.values()) if slab)
 
-    def _made(self, axis: str, nbytes: int) -> Slab:
-        self.run.signalling(axis)
-        return Slab(self.run, axis, nbytes)
+    def _slab(self, axes: Sequence[str], nbytes: int) -> Slab:
+        for axis in axes:
+            self.run.signalling(axis)
+        return Slab(self.run, axes, nbytes)
 
-    def slab(self, axis: str) -> Slab:
-        """The shards along an axis."""
-        if axis not in self.made:
-            self.made[axis] = self._made(axis, self.sizes[axis])
-        return self.made[axis]
+    def arena(self, nbytes: int) -> torch.Tensor:
+        """At least so many bytes [uint8] for gathered units."""
+        if self.whole is None or self.whole.nbytes < nbytes:
+            self.whole = self._slab(list(dict.fromkeys(self.axis.values())), nbytes)
+        return self.whole.mine
 
-    def staged(self, unit: Unit, nbytes: int) -> Slab | None:
-        """At least so many bytes in which a unit's gradients are staged so that the other ranks can read them: all of
-        its buckets, or none. Perhaps a new slab."""
+    def pull(self, bucket: Bucket, whole: torch.Tensor) -> Pull | None:
+        """How a bucket that lies in the arena as `whole` is gathered, if it is by reading."""
+        axis = self.axis.get(bucket.name)
+        if axis is None or self.whole is None:
+            return None
+        ranks, place = self.run.sizes[axis], self.run.coordinate[axis]
+        spans = [span_of(part) for part in whole.chunk(ranks)]
+        peers = zip(self.whole.peers[axis], spans, strict=True)
+        theirs = [peer[span.start : span.stop].view(whole.dtype) for peer, span in peers]
+        reads = turned(list(zip(whole.chunk(ranks), theirs, strict=True)), place)[1:]
+        return Pull(axis, spans[place], reads)
+
+    def staged(self, unit: Unit, nbytes: int) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+        """At least so many bytes [uint8] in which all of a unit's gradients are staged, and those of every rank along
+        the axis, by place, which can be read; None where they are not reduced that way. Perhaps a new slab."""
         trainable = [bucket for bucket in unit.buckets if bucket.trainable]
         axes: set[str] = set()
         if all(bucket.exact for bucket in trainable):
@@ -163,13 +170,16 @@ class Copies:
         (axis,) = axes
         found = self.staging.get(axis)
         if found is None or found.nbytes < nbytes:
-            found = self.staging[axis] = self._made(axis, nbytes)
-        return found
+            found = self.staging[axis] = self._slab([axis], nbytes)
+        return found.mine, found.peers[axis]
 
 
-def turned(items: list[T], place: int) -> list[T]:
-    """Beginning with the own one: when every rank reads, each is read by one other at a time, and no link by all."""
-    return items[place:] + items[:place]
+def gathered(bucket: Bucket, run: Runtime) -> str | None:
+    """The axis along which a bucket is gathered, if it is one."""
+    stored = states_of(bucket, "weights" if keeps_copy(bucket) else "main")
+    way = route(bucket, stored, tuple((axis, Replicate) for axis, _ in stored), run.position)
+    axes = [hop.axis for hop in way.hops if run.sizes[hop.axis] > 1]
+    return axes[0] if len(axes) == 1 else None
 
 
 def reduced(bucket: Bucket, run: Runtime) -> set[str]:
@@ -181,15 +191,19 @@ def reduced(bucket: Bucket, run: Runtime) -> set[str]:
     return found
 
 
+def turned(items: list[T], place: int) -> list[T]:
+    """Beginning with the own one: when every rank reads, each is read by one other at a time, and no link by all."""
+    return items[place:] + items[:place]
+
+
 def exchange(
-    run: Runtime, issued: tuple[Issued, ...], slab: Slab, at: int, came: torch.Tensor, ranks: int, place: int
+    run: Runtime, issued: tuple[Issued, ...], peers: list[torch.Tensor], at: int, came: torch.Tensor, place: int
 ) -> Steps:
     """In the place of an all-to-all: `came` [ranks · n], this rank's part of what each has staged at byte `at`, without
     its own, which is in the slab already."""
-    n = came.numel() // ranks
-    size = n * came.element_size()
+    size = came.numel() // len(peers) * came.element_size()
     begin = at + place * size
     yield from run.collective(issued[0], came, came)  # all have staged
-    for mine, peer in turned(list(zip(came.chunk(ranks), slab.peers, strict=True)), place)[1:]:
+    for mine, peer in turned(list(zip(came.chunk(len(peers)), peers, strict=True)), place)[1:]:
         mine.copy_(peer[begin : begin + size].view(came.dtype), non_blocking=True)
     yield from run.collective(issued[1], came, came)  # all have read

@@ -208,7 +208,7 @@ class Executor:
         if fresh or self.fence:  # waits for all that compute has done: the bytes or the weights may be new
             self.fence = False
             after = self.run.mark()
-        issued, job, single = place.fill(self.run, state, self.arena.firsts[index], self.arena.begun[index])
+        issued, job, single = place.fill(self.run, state, self.arena.reading)
         place.gathered = self.newest = self.run.submit("gather", issued, job, after, single, mark=place.gathered)
         self.flying[unit] = place
 

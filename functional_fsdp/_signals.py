@@ -16,10 +16,12 @@ Source: CUDA driver API, "Stream Memory Operations" (cuStreamBatchMemOp).
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ._driver import function
 from ._errors import CommError
 from ._slab import Slab
 
@@ -64,12 +66,13 @@ class Signals:
 
     def __init__(self, run: Runtime, axis: str, lanes: int) -> None:
         ranks = run.sizes[axis]
-        self.slab = Slab(run, axis, 2 * WORD * ranks * lanes)
+        self.axis = axis
+        self.slab = Slab(run, [axis], 2 * WORD * ranks * lanes)
         self.device = run.device.index
         self.batches: list[list[tuple[int, Any]]] = []  # of each lane
         self.slab.mine.zero_()
         for lane in range(lanes):
-            bases = [peer.data_ptr() + 2 * WORD * ranks * lane for peer in self.slab.peers]
+            bases = [peer.data_ptr() + 2 * WORD * ranks * lane for peer in self.slab.peers[axis]]
             steps = operations(ranks, run.coordinate[axis])
             self.batches.append([_packed(steps[i : i + MOST], bases) for i in range(0, len(steps), MOST)])
         torch.cuda.synchronize()
@@ -78,18 +81,20 @@ class Signals:
 
     def _works(self) -> bool:
         """Whether the driver takes such operations: one that changes nothing."""
-        return _issue(_packed([Operation(WRITE, 0, 0, 0)], [self.slab.mine.data_ptr()]), self.device) == 0
+        with suppress(AttributeError, OSError):
+            return _issue(_packed([Operation(WRITE, 0, 0, 0)], [self.slab.mine.data_ptr()]), self.device) == 0
+        return False
 
     def barrier(self, lane: int) -> None:
         """On the current stream."""
         if not self.batched:
-            self.slab.handle.barrier(channel=lane)
+            self.slab.handles[self.axis].barrier(channel=lane)
             return
         for batch in self.batches[lane]:
             error = _issue(batch, self.device)
             if error:
                 raise CommError(
-                    f"a barrier along the axis {self.slab.axis!r} could not be issued: the CUDA driver refused "
+                    f"a barrier along the axis {self.axis!r} could not be issued: the CUDA driver refused "
                     f"cuStreamBatchMemOp with CUresult {error}. Restart the job from its last checkpoint."
                 )
 
@@ -116,13 +121,7 @@ def _packed(steps: list[Operation], bases: list[int]) -> tuple[int, Any]:
     return len(steps), packed
 
 
-_DRIVER: list[Any] = []
-
-
 def _issue(batch: tuple[int, Any], device: int) -> int:
     """On the current stream. Returns the driver's CUresult, 0 for success."""
-    if not _DRIVER:
-        call = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
-        call.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
-        _DRIVER.append(call)
-    return _DRIVER[0](torch._C._cuda_getCurrentRawStream(device), batch[0], batch[1], 0)
+    stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+    return function("cuStreamBatchMemOp_v2")(stream, batch[0], batch[1], 0)

@@ -1,4 +1,4 @@
-"""Slabs: bytes that every rank of a mesh axis has, and that each can read of all the others.
+"""Slabs: bytes that every rank has, and that each can read of all the others along some axes of the mesh.
 
     rank 0   [ mine ][ rank 1's ]      GPUs: symmetric memory over NVLink (torch.distributed._symmetric_memory)
     rank 1   [ rank 0's ][ mine ]      CPU: anonymous shared memory, mapped by all processes of the host
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ __all__ = ["Slab", "check_reach"]
 
 
 class Slab:
-    """`mine` [nbytes], uint8, and `peers`: every rank's along the axis, by place; `peers[own place]` is `mine`.
+    """`mine` [nbytes], uint8, and `peers`: every rank's along each axis, by place; at the own place it is `mine`.
 
     Making one is collective over the mesh.
 
@@ -34,12 +34,12 @@ class Slab:
         SpecError: on every rank, if the memory of one could not be had or read.
     """
 
-    def __init__(self, run: Runtime, axis: str, nbytes: int) -> None:
-        self.axis = axis
+    def __init__(self, run: Runtime, axes: Sequence[str], nbytes: int) -> None:
+        self.axes = axes
         self.nbytes = max(nbytes, 1)
         self.mine: torch.Tensor
-        self.peers: list[torch.Tensor]
-        self.handle: Any = None  # of symmetric memory: barriers
+        self.peers: dict[str, list[torch.Tensor]] = {}
+        self.handles: dict[str, Any] = {}  # of symmetric memory
         if run.cuda:
             self._symmetric(run)
         else:
@@ -55,10 +55,10 @@ class Slab:
         except RuntimeError as error:
             failed = str(error).splitlines()[0]
         self._agree(run, failed)
-        self.handle = symmetric.rendezvous(self.mine, run.groups["gather", self.axis].group_name)
-        self.peers = [
-            self.handle.get_buffer(place, (self.nbytes,), torch.uint8) for place in range(run.sizes[self.axis])
-        ]
+        for axis in self.axes:
+            handle = self.handles[axis] = symmetric.rendezvous(self.mine, run.groups["gather", axis].group_name)
+            places = range(run.sizes[axis])
+            self.peers[axis] = [handle.get_buffer(place, (self.nbytes,), torch.uint8) for place in places]
 
     def _shared(self, run: Runtime) -> None:
         """Memory without a name, which peers find by this process's number: nothing stays behind if it dies."""
@@ -74,8 +74,9 @@ class Slab:
             told = run.everyone((where, failed))
             if not any(why for _, why in told):
                 try:
-                    others = [told[i][0] for i in _along(run, self.axis)]
-                    self.peers = [self.mine if other == where else self._map(other) for other in others]
+                    for axis in self.axes:
+                        paths = [told[i][0] for i in _along(run, axis)]
+                        self.peers[axis] = [self.mine if path == where else self._map(path) for path in paths]
                 except (OSError, RuntimeError) as error:
                     failed = str(error)
             self._agree(run, failed)
@@ -86,8 +87,9 @@ class Slab:
         why = run.complaint(failed)
         if why is not None:
             raise SpecError(
-                f"Schedule(transport='copy_engine'): {self.nbytes:,} bytes of shared memory for the axis "
-                f"{self.axis!r} could not be had on every rank: {why}. Free memory, or use transport='collective'."
+                f"Schedule(transport='copy_engine'): {self.nbytes:,} bytes of memory that others can read, along "
+                f"{', '.join(map(repr, self.axes))}, could not be had on every rank: {why}. Free memory, or use "
+                "transport='collective'."
             )
 
     def _map(self, path: str) -> torch.Tensor:

@@ -32,7 +32,6 @@ from ._layout import STAGED, Bucket, Unit, aligned
 from ._plan import SLOTS, Plan
 from ._route import Hop, Partial, States, partial_states, route, states_of
 from ._runtime import Runtime
-from ._slab import Slab
 from ._sum import ordered_sum
 from ._symmetric import Windows
 
@@ -55,7 +54,7 @@ class Move(NamedTuple):
     exact: bool
     single: bool  # no more than one collective, which starts at once
     ends: str  # the lane on which it ends
-    slab: Slab | None = None  # where it is staged, if the first hop reads what the other ranks have staged there
+    peers: list[torch.Tensor] | None = None  # what the ranks have staged, if the first hop reads it
     ranks: int = 1  # by which a mean has to be divided: its hops add up only
 
 
@@ -296,9 +295,9 @@ class Staging:
         out = out if out is not None and out.dtype is torch.float32 else None
         came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
         n, own = stage.numel() // ranks, None
-        if move.slab is not None:
+        if move.peers is not None:
             at = int(stage.storage_offset()) * stage.element_size()
-            yield from exchange(self.run, issued, move.slab, at, came, ranks, mine)
+            yield from exchange(self.run, issued, move.peers, at, came, mine)
             own = mine, stage[mine * n : (mine + 1) * n]
             if out is None:  # the sum may take its place
                 own = mine, came[mine * n : (mine + 1) * n].copy_(own[1])
@@ -315,9 +314,9 @@ class Staging:
             yield from self.run.collective(issued[-1], whole, part)
         return whole
 
-    def move(self, bucket: Bucket, states: States, target: States, slab: Slab | None = None) -> Move:
+    def move(self, bucket: Bucket, states: States, target: States, peers: list[torch.Tensor] | None = None) -> Move:
         """The hops from `states` to `target`; the first axis on the reduce lane, further ones on the outer lane."""
-        key = (bucket.name, states, target, slab is not None)
+        key = (bucket.name, states, target, peers is not None)
         found = self.moves.get(key)
         if found is None:
             way = route(bucket, states, target, self.run.position)
@@ -331,7 +330,7 @@ class Staging:
                 size = hop.size * self.run.sizes[hop.axis] if hop.kind == "scatter" else hop.size
                 if exact and not i:
                     one = [Issued(lane, hop.axis, "all_to_all", size, dtype, "", bucket.name)]
-                    if slab is not None:
+                    if peers is not None:
                         one = [Issued(lane, hop.axis, "barrier", 1, torch.float32, "", bucket.name)] * 2
                     if hop.kind != "scatter":
                         one.append(Issued(lane, hop.axis, "all_gather", size, torch.float32, "", bucket.name))
@@ -344,14 +343,14 @@ class Staging:
             kinds = [one.kind for one in every]
             single = len(kinds) <= 1 and kinds != ["all_reduce"]
             ends = "outer" if len(issued) > 1 else "reduce"
-            found = Move(way.states, hops, tuple(issued), every, way.numel, exact, single, ends, slab, ranks)
+            found = Move(way.states, hops, tuple(issued), every, way.numel, exact, single, ends, peers, ranks)
             self.moves[key] = found
         return found
 
     def _make(self, index: int, unit: Unit) -> Stage:
         reduction = self.plan.reductions[index]
-        slab = self.copies.staged(unit, self.plan.staging) if self.copies else None
-        stays = self.windows.staging(self.plan.staging) if self.windows else slab.mine if slab else None
+        shared = self.copies.staged(unit, self.plan.staging) if self.copies else None
+        stays, peers = shared or (self.windows.staging(self.plan.staging) if self.windows else None, None)
         span = None if stays is None else range(reduction.address, reduction.address + reduction.nbytes)
         if stays is None or span is None:
             memory = torch.empty(reduction.nbytes, dtype=torch.uint8, device=self.run.device)
@@ -371,7 +370,7 @@ class Staging:
             gaps = [piece for i, piece in enumerate(pieces) if i not in set(bucket.leaf_pieces)]
             rest, final = states_of(bucket, "grads", Partial), states_of(bucket, "main")
             fresh = partial_states(bucket)
-            moves = {done: self.move(bucket, fresh, final if done else rest, slab) for done in (True, False)}
+            moves = {done: self.move(bucket, fresh, final if done else rest, peers) for done in (True, False)}
             leaves, which = [piece for piece, _ in chosen], tuple(i for _, i in chosen)
             slots.append(Slot(bucket, whole, spare, leaves, which, gaps, moves, self._share(bucket)))
         self.stages[index] = Stage(memory, slots, span)

@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from hypothesis import given
+from hypothesis import strategies as st
 from problems import LOOPS, Stack, batch, mesh_and_placement, net, reference, sharded, through_the_stack
 
 import functional_fsdp as fsdp
 from functional_fsdp import Precision, Schedule, Spec, SpecError, _runtime, launch
 from functional_fsdp import transforms as T
+from functional_fsdp._copies import Pull, Reading, without
 
 COPIES = Schedule(transport="copy_engine", debug=True)
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
@@ -48,8 +51,11 @@ def test_steps_are_the_plain_modules(preset: str, loop: str) -> None:
 # ---------------------------------------------------------------- what travels
 
 
-def counted(preset: str, precision: Precision | None = None) -> tuple[dict[str, int], dict[str, int], int]:
-    """Collectives of the second step, by kind: in the forward and backward, in `step`; and how many units there are."""
+def counted(
+    preset: str, precision: Precision | None = None, prefetch: int = 1
+) -> tuple[dict[str, int], dict[str, int], int, int]:
+    """Collectives of the second step, by kind: in the forward and backward, in `step`; how many units there are, and
+    how many gathers."""
     counts: Counter[str] = Counter()
     real = {name: getattr(_runtime, name) for name in ("all_gather", "reduce_scatter", "all_reduce", "barrier")}
 
@@ -63,7 +69,7 @@ def counted(preset: str, precision: Precision | None = None) -> tuple[dict[str, 
 
     mesh, placement = mesh_and_placement(preset)
     params, _ = fsdp.functionalize(Stack(32, 4))
-    spec = Spec(mesh, placement, precision=precision, schedule=Schedule(transport="copy_engine"))
+    spec = Spec(mesh, placement, precision=precision, schedule=Schedule(prefetch=prefetch, transport="copy_engine"))
     state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
     for name in real:
         setattr(_runtime, name, double(name))
@@ -74,7 +80,7 @@ def counted(preset: str, precision: Precision | None = None) -> tuple[dict[str, 
             passes = dict(counts)
             counts.clear()
             state = fsdp.step(state)
-        return passes, dict(counts), len(state.units)
+        return passes, dict(counts), len(state.units), len(state.comm.plan.gathers)
     finally:
         for name, function in real.items():
             setattr(_runtime, name, function)
@@ -83,23 +89,76 @@ def counted(preset: str, precision: Precision | None = None) -> tuple[dict[str, 
 @pytest.mark.parametrize(
     ("preset", "passes", "after"),
     [
-        ("zero3", {"barrier": 3}, {}),  # for each unit: one before its first gather, two around its reduction
+        ("zero3", {"barrier": 2}, {}),  # for each unit: around its reduction
         ("zero2", {"barrier": 2}, {"all_gather": 1}),
         ("ddp", {"barrier": 2, "all_gather": 1}, {}),  # the sum stays whole
-        ("hsdp", {"barrier": 3, "all_reduce": 1}, {}),  # the outer axis by collectives
+        ("hsdp", {"barrier": 2, "all_reduce": 1}, {}),  # the outer axis by collectives
     ],
 )
 def test_gathers_are_no_collectives(preset: str, passes: dict[str, int], after: dict[str, int]) -> None:
-    for found, later, units in launch(counted, 4, preset):
+    for found, later, units, gathers in launch(counted, 4, preset):
         expected = Counter({kind: n * units for kind, n in (Counter(passes) + Counter(after)).items()})
-        expected["barrier"] += preset not in ("zero2", "ddp")  # one when a pass begins, if anything is gathered
+        if preset not in ("zero2", "ddp"):
+            assert gathers > units
+            expected["barrier"] += gathers + 1  # one in each, and one when a pass begins
         assert Counter(found) + Counter(later) == expected
         assert ("all_gather" in found) == ("all_gather" in passes)
 
 
 def test_sums_may_be_the_backends() -> None:
-    for found, _, units in launch(counted, 2, "zero3", Precision(sum="native")):
-        assert found == {"barrier": units + 1, "reduce_scatter": units}
+    for found, _, units, gathers in launch(counted, 2, "zero3", Precision(sum="native")):
+        assert found == {"barrier": gathers + 1, "reduce_scatter": units}
+
+
+def on_two_axes(transport: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Three steps of a stack whose layers are sharded over one axis and over the other, by turns; and the axes read."""
+    mesh = fsdp.local_mesh(a=2, b=2)
+    rules = {"layers.[02]*": fsdp.zero3("a"), "*": fsdp.zero3("b")}
+    params, _ = fsdp.functionalize(Stack(32, 4))
+    generator = torch.Generator().manual_seed(0)
+    params = {path: torch.randn(p.shape, generator=generator) for path, p in params.items()}
+    state = fsdp.shard(params, Spec(mesh, rules, schedule=Schedule(transport=transport)), fsdp.sgd(lr=0.1))
+    x = torch.randn(2, 32, generator=torch.Generator().manual_seed(1 + dist.get_rank())).to(state.count.device)
+    for _ in range(3):
+        state = fsdp.step(through_the_stack(state, x)[0])
+    executor = state.executor
+    read = sorted(executor.arena.reading.spans) if executor and executor.arena.reading else []
+    return {path: p.cpu() for path, p in fsdp.full_params(state).items()}, read
+
+
+def test_layers_may_be_read_along_different_axes() -> None:
+    both = zip(launch(on_two_axes, 4, "collective"), launch(on_two_axes, 4, "copy_engine"), strict=True)
+    for (expected, nothing), (found, read) in both:
+        assert (nothing, read) == ([], ["a", "b"])
+        torch.testing.assert_close(found, expected)
+
+
+def test_bytes_that_are_filled_again_at_once_take_a_barrier_more() -> None:
+    for found, _, units, gathers in launch(counted, 2, "zero3", None, 0):
+        assert found.keys() == {"barrier"}
+        assert gathers + 1 < found["barrier"] - 2 * units <= 2 * gathers
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from("ab")), max_size=12))
+def test_nothing_is_filled_that_others_may_be_reading(gathers: list[tuple[int, int, str]]) -> None:
+    """A rank that is slow reads what was gathered last, until a barrier of the axis; here of 2 ranks."""
+    reading = Reading("ab")
+    slow: dict[str, set[int]] = {axis: set(range(50)) for axis in "ab"}
+    for begin, half, axis in gathers:
+        span, own = range(begin, begin + 2 * half), range(begin, begin + half)
+        before, between = reading.filled([span], [Pull(axis, own, [])])
+        for barrier in before:
+            slow[barrier.axis] = set()
+        assert not any(read.intersection(span) for read in slow.values())
+        assert [barrier.axis for barrier in between] == [axis]
+        slow[axis] = set(own)
+
+
+@given(st.integers(0, 20), st.integers(1, 20), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=5))
+def test_what_is_left_of_a_span(begin: int, size: int, holes: list[tuple[int, int]]) -> None:
+    spans = [range(a, a + n) for a, n in holes]
+    left = without(range(begin, begin + size), spans)
+    assert sorted(i for s in left for i in s) == sorted(set(range(begin, begin + size)).difference(*spans))
 
 
 def gradients(transport: Any, times: int) -> list[dict[str, torch.Tensor]]:
@@ -128,7 +187,7 @@ def test_sums_are_exact_and_the_same_bits_every_time() -> None:
                 assert torch.equal(found[name], local)
 
 
-# ---------------------------------------------------------------- what is in the slabs is what the state has
+# ---------------------------------------------------------------- what is gathered is what the state has
 
 
 def other_weights() -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import logging
 import math
@@ -29,6 +30,7 @@ from functional_fsdp._launch import stop_workers
 from functional_fsdp._runtime import runtime_of
 from functional_fsdp._verbs import then
 from functional_fsdp.transforms._capturing import Home
+from functional_fsdp.transforms._memsets import Kernel, Memset, words
 from functional_fsdp.transforms.cuda_graph import signature
 
 
@@ -575,6 +577,25 @@ def test_plans_without_ranks_take_auto_for_collective() -> None:
     params, _ = fsdp.functionalize(Stack(16, 3))
     layouts = [fsdp.layout(params, Spec({"data": 8}, schedule=Schedule(transport=t))) for t in ("auto", "collective")]
     assert layouts[0].hash == layouts[1].hash
+
+
+def test_small_memsets_of_whole_words_are_words() -> None:
+    found = [words(Memset(dst, 0, value, size, width, height)) for dst, value, size, width, height in (
+        (512, 0, 1, 4, 1), (512, 0xAB, 1, 8, 1), (512, 0x1234, 2, 2, 1), (512, 0x12345678, 4, 3, 1),
+        (512, 0xFFAB, 1, 4, 1), (514, 0, 1, 4, 1), (512, 0, 1, 3, 1), (512, 0, 4, 1, 2), (512, 0, 4, 1 << 20, 1),
+        (512, 0, 1, 0, 1))]  # fmt: skip
+    assert found == [
+        (0, 1), (0xABABABAB, 2), (0x12341234, 1), (0x12345678, 3), (0xABABABAB, 1), None, None, None, None, None
+    ]  # fmt: skip
+
+
+def test_parameters_are_laid_out_as_the_driver_reads_them() -> None:
+    """CUDA_MEMSET_NODE_PARAMS and CUDA_KERNEL_NODE_PARAMS_v2 of cuda.h."""
+    offsets = [Memset.dst, Memset.pitch, Memset.value, Memset.size, Memset.width, Memset.height]
+    assert [one.offset for one in offsets] == [0, 8, 16, 20, 24, 32]
+    offsets = [Kernel.function, Kernel.grid, Kernel.block, Kernel.shared, Kernel.parameters, Kernel.context]
+    assert [one.offset for one in offsets] == [0, 8, 20, 32, 40, 64]
+    assert [ctypes.sizeof(one) for one in (Memset, Kernel)] == [40, 72]
 
 
 def test_zero_cta_is_symmetrics() -> None:

@@ -20,6 +20,8 @@ from functional_fsdp._runtime import Runtime
 from functional_fsdp._tree import flatten
 from functional_fsdp._update import put
 
+from ._memsets import as_kernels
+
 __all__ = ["Home", "captured", "stale_streams_followed"]
 
 KEPT = ("main", "weights", "opt", "buffers", "count", "extras")
@@ -66,7 +68,7 @@ def captured(run: Runtime, pool: Any) -> Iterator[Any]:
     Raises:
         ScheduleError: it cannot be captured, with the cause. Everything is as it was before.
     """
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     for generator in run.generators.values():
         graph.register_generator_state(generator)
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -82,6 +84,8 @@ def captured(run: Runtime, pool: Any) -> Iterator[Any]:
         _abandon(run, None, pool)
         _explain(error)
         raise
+    as_kernels(graph, run.device.index)
+    graph.instantiate()
 
 
 def _abandon(run: Runtime, graph: Any, pool: Any) -> None:

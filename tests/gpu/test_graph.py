@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import statistics
 import time
@@ -15,11 +16,15 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from gpu.compared import weights_differ
+from gpu.traces import recorded
 from problems import LOOPS
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, StaleStateError, launch
 from functional_fsdp import transforms as T
+from functional_fsdp._driver import call
+from functional_fsdp._runtime import runtime_of
+from functional_fsdp.transforms._capturing import captured
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]
@@ -312,3 +317,32 @@ def host_time() -> float:
 
 def test_the_host_launches_a_replay_within_a_millisecond() -> None:
     assert max(launch(host_time, RANKS)) < 1.0
+
+
+def zeroed() -> tuple[int, bool]:
+    """A graph of memsets, small and large, of whole words and not: how many became kernels, and what a replay did."""
+    run = runtime_of(fsdp.local_mesh())
+    spans = [(0, 4), (8, 1024), (2048, 3), (4096, 16384), (1 << 20, 1 << 19)]  # bytes: from, how many
+    memory = torch.zeros(1 << 21, dtype=torch.uint8, device=run.device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), captured(run, torch.cuda.graph_pool_handle()) as graph:
+        for value, (begin, size) in enumerate(spans):
+            at = ctypes.c_void_p(memory.data_ptr() + begin)
+            call(
+                "cuMemsetD8Async", at, ctypes.c_ubyte(value), ctypes.c_size_t(size), ctypes.c_void_p(stream.cuda_stream)
+            )
+        memory[-1:].add_(1)
+    memory.fill_(7)
+    expected = memory.clone()
+    for value, (begin, size) in enumerate(spans):
+        expected[begin : begin + size] = value
+    expected[-1] = 8
+    torch.cuda.synchronize()
+    with recorded() as traces:
+        graph.replay()
+    return sum(kernel.name == "fill" for kernel in traces[0].kernels), torch.equal(memory, expected)
+
+
+def test_small_memsets_of_a_graph_are_kernels() -> None:
+    """All but the one of three bytes and the one of half a megabyte."""
+    assert launch(zeroed, RANKS) == [(3, True)] * RANKS

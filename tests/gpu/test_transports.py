@@ -7,7 +7,7 @@ import torch
 from gpu.compared import gradients_differ, weights_differ
 from gpu.traces import recorded
 from problems import LOOPS, Stack, through_the_stack
-from test_copy_engine import abandoned, copied, gradients, other_weights
+from test_copy_engine import abandoned, copied, gradients, on_two_axes, other_weights
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, Spec, launch
@@ -33,6 +33,16 @@ def test_sums_by_copies_are_exact_and_the_same_bits_every_time() -> None:
         for found in seen:
             for name, local in expected.items():
                 assert torch.equal(found[name], local)
+
+
+def test_layers_may_be_read_along_different_axes() -> None:
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs 4 GPUs")
+    for (expected, _), (found, read) in zip(
+        launch(on_two_axes, 4, "collective"), launch(on_two_axes, 4, "copy_engine"), strict=True
+    ):
+        assert read == ["a", "b"]
+        torch.testing.assert_close(found, expected)
 
 
 def test_copies_read_what_the_state_has() -> None:
