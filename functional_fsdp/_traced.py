@@ -146,9 +146,9 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
 def _use(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
     """One unit's weights: issue what the plan has due, then wait for this one."""
     trace = _trace(state)
-    if name in trace.held:
-        return state, trace.ready[name][0]
     cursor, issued = trace.cursor, trace.issued
+    if name in trace.held and recipes.uses[cursor : cursor + 1] != (name,):
+        return state, trace.ready[name][0]
     flying, ready = dict(trace.flying), dict(trace.ready)
     use = _next(recipes, name, cursor)
     if use < cursor:  # the program begins again
@@ -168,7 +168,7 @@ def _use(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
         wholes = flying.pop(name) if name in flying else _gather(state, one)
         weights = _weights(one, _whole(one, wholes))
     ready[name] = (weights, last)
-    held = (*trace.held, name)
+    held = trace.held if name in trace.held else (*trace.held, name)
     return state.evolve(token=trace.but(cursor=cursor, issued=issued, flying=flying, ready=ready, held=held)), weights
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from problems import LOOPS, Stack, batch, mesh_and_placement, net, reference, through_the_stack
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
 
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, SpecError, launch
@@ -177,6 +179,41 @@ def test_the_graph_has_the_plans_collectives_and_no_more_gathered_bytes(recomput
 
 
 # ---------------------------------------------------------------- around a step
+
+
+def carried_out() -> list[str]:
+    """What the code that Inductor makes of a step does, in order: collectives and waits by number, matrix products."""
+    params, _ = fsdp.functionalize(Stack(64, 6))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=TRACED), fsdp.sgd(lr=0.1))
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, loss = through_the_stack(state, x)
+        return fsdp.step(state), loss
+
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        _, codes = run_and_get_code(T.compile(train_step), state, torch.ones(4, 64))
+    names: dict[str, str] = {}
+    found = []
+    for line in codes[0][codes[0].index("def call(") :].splitlines():
+        issued = re.search(r"(\w+) = torch\.ops\._c10d_functional\.(all_gather|reduce_scatter)", line)
+        waited = re.search(r"wait_tensor\.default\((\w+)\)", line)
+        if issued:
+            names[issued[1]] = f"{issued[2]} {sum(name.startswith(issued[2]) for name in names.values())}"
+            found.append(names[issued[1]])
+        elif waited:
+            found.append(f"wait {names[waited[1]]}")
+        elif re.search(r"extern_kernels\.(mm|addmm)\(", line):
+            found.append("product")
+    return found
+
+
+def test_inductor_keeps_the_order_of_the_plan() -> None:
+    """Between a collective and its wait lies compute, but for the first gather and the last reduction."""
+    for order in launch(carried_out, 2):
+        issued = [one for one in order if one[-1].isdigit() and not one.startswith("wait")]
+        assert Counter(one.split()[0] for one in issued) == {"all_gather": 11, "reduce_scatter": 6}
+        bare = [one for one in issued if "product" not in order[order.index(one) : order.index(f"wait {one}")]]
+        assert bare == ["all_gather 0", "reduce_scatter 5"]
 
 
 def around(way: str) -> list[Any]:

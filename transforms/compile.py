@@ -23,6 +23,8 @@ __all__ = ["compile"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 BACKENDS = ("inductor", "aot_eager")
+#: the step's own order is the plan's: gathers one use ahead, reductions waited for when the next one comes
+ORDERED = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 
 
 def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
@@ -39,8 +41,8 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
         updated in place: the state that went in has the new values as well, and must not be used for the old ones.
 
     Beside `torch.compile(train_step, fullgraph=True)`, which works too, this saves the second forward that
-    keeping no more than a few units gathered would cost there (`T.vjp` recomputes when it is traced), and, on GPUs,
-    turns on Inductor's pass that moves collectives beside compute.
+    keeping no more than a few units gathered would cost there (`T.vjp` recomputes when it is traced), and keeps
+    Inductor from moving a gather to where it is waited for, as it does to save memory: the order is the schedule's.
 
     Raises:
         SpecError: an unknown backend. (When called) ScheduleError: a state for eager execution.
@@ -117,7 +119,7 @@ def _backend(name: str, config: dict[str, Any]) -> Callable[..., Any]:
     def inductor(module: torch.fx.GraphModule, inputs: Any) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
-        settings = {"reorder_for_compute_comm_overlap": torch.cuda.is_available()} | config
+        settings = ORDERED | config
         return compile_fx(module, inputs, config_patches=settings | {"post_grad_custom_pre_pass": _inductors_pass()})
 
     return inductor
