@@ -109,8 +109,8 @@ class Place:
             yield from run.collective(barrier, some, some)
         for pull in self.pulls:
             pull.read()
-        for job in rest:
-            yield from job
+        if rest:
+            yield from together(rest)
 
     def _fill(self, run: Runtime, part: Part, source: torch.Tensor) -> Steps:
         given = part.own
@@ -175,9 +175,8 @@ class Arena:
         On the CPU they stay, so that reading weights after the step is wrong, but no crash.
         """
         if self.plan.schedule.debug:
-            read = [span for spans in self.reading.spans.values() for span in spans] if self.reading else []
             for place in self.places.values():
-                place.poison(read)
+                place.poison(self.reading.spans if self.reading else ())
         elif self.run.cuda and not self.stays:
             for memory in self.memory:
                 memory.resize_(0)

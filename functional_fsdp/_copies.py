@@ -5,9 +5,9 @@
     reduce   gradients staged in a slab: barrier, one copy of the own part from every other rank, barrier; summed in
              float32, in the order of ranks
 
-A gather's barrier says that all have read what was gathered before, too. Only where a place is filled again at once,
-and where a pass begins, one more comes first. Copies run on the copy engines and barriers are stream memory operations,
-so that on GPUs the multiprocessors are left to compute.
+A gather's barrier says that all have read what was gathered before, too. Only where bytes of the last gather are filled
+again, and where a step begins, one more comes first. Copies run on the copy engines and barriers are stream memory
+operations, so that on GPUs multiprocessors do nothing for either but cast and add up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from ._lanes import Issued, Steps
+from ._lanes import ARENA, Issued, Steps
 from ._layout import Bucket, Layout, Unit
 from ._plan import Plan
 from ._route import Partial, Replicate, partial_states, route, states_of
@@ -33,10 +33,11 @@ EVERYTHING = range(1 << 62)  # bytes
 
 
 class Pull(NamedTuple):
-    """How a bucket in the arena is gathered along an axis: the bytes of the own slice, and those of the others with
+    """How a bucket in the arena is gathered along an axis: its bytes, those of the own slice, and the other slices with
     where they are read from."""
 
     axis: str
+    whole: range
     own: range
     reads: list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -47,32 +48,41 @@ class Pull(NamedTuple):
 
 
 class Reading:
-    """What others may be reading of this rank's arena, along each axis: its own slices in what was gathered last."""
+    """What others may be reading of this rank's arena, along each axis: its own slices in what was gathered last.
+
+    Barriers go by the whole buckets: slices are elsewhere on each rank, and all must come to the same barriers.
+    """
 
     def __init__(self, axes: Iterable[str]) -> None:
-        self.spans = {axis: [EVERYTHING] for axis in axes}
+        self.last: dict[str, list[Pull] | None] = dict.fromkeys(axes)  # None: anything
 
     def anything(self) -> None:
-        """A pass begins, and others may be in the one before."""
-        self.spans = {axis: [EVERYTHING] for axis in self.spans}
+        """A step begins, or is begun anew, and others may still be in the one before."""
+        self.last = dict.fromkeys(self.last)
 
     def filled(self, spans: list[range], pulls: list[Pull]) -> tuple[Barriers, Barriers]:
         """These bytes are filled next, and then read so. Returns the barriers before that, and those between."""
-        before = [axis for axis, read in self.spans.items() if any(_meet(a, b) for a in spans for b in read)]
+        before = [axis for axis, last in self.last.items() if last is None or _meet(spans, [p.whole for p in last])]
         for axis in before:
-            self.spans[axis] = []
+            self.last[axis] = []
         between = list(dict.fromkeys(pull.axis for pull in pulls))
         for axis in between:  # whoever is there has read what was gathered before
-            self.spans[axis] = [pull.own for pull in pulls if pull.axis == axis]
+            self.last[axis] = [pull for pull in pulls if pull.axis == axis]
         return [_barrier(axis) for axis in before], [_barrier(axis) for axis in between]
+
+    @property
+    def spans(self) -> list[range]:
+        """The bytes of this rank's that others may be reading."""
+        last = [pulls for pulls in self.last.values() if pulls is not None]
+        return [pull.own for pulls in last for pull in pulls] if len(last) == len(self.last) else [EVERYTHING]
 
 
 def _barrier(axis: str) -> Issued:
-    return Issued("gather", axis, "barrier", 1, torch.float32, "", "arena")
+    return Issued("gather", axis, "barrier", 1, torch.float32, "", ARENA)
 
 
-def _meet(a: range, b: range) -> bool:
-    return a.start < b.stop and b.start < a.stop
+def _meet(some: list[range], others: list[range]) -> bool:
+    return any(a.start < b.stop and b.start < a.stop for a in some for b in others)
 
 
 def without(span: range, holes: Iterable[range]) -> list[range]:
@@ -143,6 +153,7 @@ class Copies:
     def arena(self, nbytes: int) -> torch.Tensor:
         """At least so many bytes [uint8] for gathered units."""
         if self.whole is None or self.whole.nbytes < nbytes:
+            self.whole = None  # before there is a larger one
             self.whole = self._slab(list(dict.fromkeys(self.axis.values())), nbytes)
         return self.whole.mine
 
@@ -156,7 +167,7 @@ class Copies:
         peers = zip(self.whole.peers[axis], spans, strict=True)
         theirs = [peer[span.start : span.stop].view(whole.dtype) for peer, span in peers]
         reads = turned(list(zip(whole.chunk(ranks), theirs, strict=True)), place)[1:]
-        return Pull(axis, spans[place], reads)
+        return Pull(axis, span_of(whole), spans[place], reads)
 
     def staged(self, unit: Unit, nbytes: int) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
         """At least so many bytes [uint8] in which all of a unit's gradients are staged, and those of every rank along
@@ -170,6 +181,7 @@ class Copies:
         (axis,) = axes
         found = self.staging.get(axis)
         if found is None or found.nbytes < nbytes:
+            self.staging.pop(axis, None)  # before there is a larger one
             found = self.staging[axis] = self._slab([axis], nbytes)
         return found.mine, found.peers[axis]
 

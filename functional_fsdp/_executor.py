@@ -21,7 +21,7 @@ from ._arena import Arena, Place
 from ._comm import Comm
 from ._copies import Copies
 from ._flat import FlatBuffer
-from ._lanes import Job, Mark
+from ._lanes import Mark, passed
 from ._layout import Layout
 from ._loose import Loose
 from ._plan import Plan, plan
@@ -30,7 +30,8 @@ from ._route import Partial, Replicate, states_of
 from ._runtime import Runtime
 from ._schedule import Order
 from ._spec import Spec
-from ._staging import Staging, Values
+from ._stage import Values
+from ._staging import Staging
 from ._symmetric import Windows
 from ._weights import Lease, owned
 
@@ -141,6 +142,8 @@ class Executor:
         """The weights of units, once they are there; starts what the plan names next."""
         if self.shared and not self.shared.made:
             self.shared.prepare(self.plan)
+        if self.run.cuda:
+            self.staging.age()
         if outside_plan and self.recording is None:
             self.midway = True
             outside = list(names)
@@ -281,7 +284,7 @@ class Executor:
         self.last = last
         self.early[mine] = owned(values) if self.run.cuda else values  # there it is copied on the reduce lane
         self._issue(self.comm.reduce(mine))
-        if mine in self.early:  # it waits, and what was borrowed may be released meanwhile
+        if mine in self.early and not self.run.cuda:  # it waits, and what was borrowed may be released meanwhile
             self.early[mine] = owned(values)
         self.midway = False
 
@@ -380,8 +383,8 @@ class Executor:
 
     def snapshot(self) -> Comm:
         """What `state.comm` shows."""
-        flying = [name for name, place in self.flying.items() if not _passed(place.gathered)]
-        reducing = sum(not _passed(mark) for mark in (stage.done for stage in self.staging.busy))
+        flying = [name for name, place in self.flying.items() if not passed(place.gathered)]
+        reducing = sum(not passed(mark) for mark in (stage.done for stage in self.staging.busy))
         return self.comm.snapshot(flying, reducing)
 
     def __del__(self) -> None:
@@ -394,7 +397,3 @@ class Executor:
         for mark in (*self.staging.marks.values(), self.newest):  # what is freed now may still be in use
             if mark is not None and torch.cuda.is_initialized():
                 self.run.wait(mark)
-
-
-def _passed(mark: Mark) -> bool:
-    return mark is None or (mark.done if isinstance(mark, Job) else bool(mark.query()))

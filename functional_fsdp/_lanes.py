@@ -17,15 +17,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Issued", "Job", "Log", "Mark", "Queue", "Steps", "Streams", "together"]
+__all__ = ["ARENA", "Issued", "Job", "Log", "Mark", "Queue", "Steps", "Streams", "passed", "together"]
 
 Steps = Iterator[list[Any] | str]
 REMEMBER = 1 << 14  # jobs: how far apart two ranks may be and still be drained
+ARENA = "(arena)"  # in the place of a bucket: a barrier for all of a gather, before its buckets part
 
 
 class Issued(NamedTuple):
@@ -147,6 +149,17 @@ class Streams:
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
 
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """What the current stream is given inside comes after all that lanes have, and before what they are given next:
+        a graph has parts on lanes, which would else run beside another lineage's."""
+        home = self.current()
+        for stream in self.lanes.values():
+            home.wait_stream(stream)
+        yield
+        for stream in self.lanes.values():
+            stream.wait_stream(home)
+
     def run(self, lane: str, job: Steps, after: Mark, mark: Mark) -> Mark:
         """Issue all of a job on a lane's stream ("side": on the current one). The host waits for nothing."""
         home = stream = self.current()
@@ -174,6 +187,11 @@ class Streams:
 
 
 Mark = Any  # torch.cuda.Event, Job, or None: nothing to wait for
+
+
+def passed(mark: Mark) -> bool:
+    """Whether nobody would wait for it."""
+    return mark is None or (mark.done if isinstance(mark, Job) else bool(mark.query()))
 
 
 def together(jobs: list[Steps]) -> Steps:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ._errors import CommError
-from ._lanes import Issued, Steps, together
+from ._lanes import ARENA, Issued, Steps, together
 
 if TYPE_CHECKING:
     from ._runtime import Runtime
@@ -111,11 +111,13 @@ def _drain(run: Runtime, name: str) -> None:
 
 
 def _twin(run: Runtime, hops: tuple[Issued, ...]) -> Steps:
-    """The collectives of a job on scratch buffers, for whoever waits for them: buckets side by side, as in a job."""
+    """The collectives of a job on scratch buffers, for whoever waits for them: buckets side by side, as in a job, after
+    a gather's barriers."""
     chains: dict[str, list[Issued]] = {}
     for hop in hops:
         chains.setdefault(hop.what, []).append(hop)
-    return together([_scratch(run, chain) for chain in chains.values()])
+    yield from _scratch(run, chains.pop(ARENA, []))
+    yield from together([_scratch(run, chain) for chain in chains.values()])
 
 
 def _scratch(run: Runtime, chain: list[Issued]) -> Steps:

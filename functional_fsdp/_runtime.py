@@ -4,8 +4,8 @@ Every lane has a communicator of its own on every axis, so that gathers and redu
 other, and so that a user's own collectives on the mesh are never paired with ours.
 
     lane      collectives
-    gather    all-gather of weights
-    reduce    reduce-scatter and all-reduce of gradients
+    gather    all-gather of weights; or barriers, where ranks read each other's memory
+    reduce    reduce-scatter and all-reduce of gradients; or barriers
     outer     what follows on a second axis of the mesh
     side      what no plan names: whole trees, exports, metrics; on the compute lane's stream
     control   (all ranks of the mesh; the host) the vote before `step` commits; uses outside the plan

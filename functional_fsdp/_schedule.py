@@ -89,7 +89,7 @@ class Schedule:
         if zero_cta and transport != "symmetric":
             raise SpecError(
                 f"Schedule(zero_cta=True, transport={transport!r}): expected transport='symmetric', whose gathers it "
-                "is about. 'copy_engine' never uses a multiprocessor for a gather."
+                "is about. 'copy_engine' copies without multiprocessors as it is."
             )
         put = object.__setattr__
         put(self, "order", order if order is None or order == "recorded" else _order(order))

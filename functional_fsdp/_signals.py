@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ._driver import function
+from ._cuda import function
 from ._errors import CommError
 from ._slab import Slab
 
@@ -75,9 +75,10 @@ class Signals:
             bases = [peer.data_ptr() + 2 * WORD * ranks * lane for peer in self.slab.peers[axis]]
             steps = operations(ranks, run.coordinate[axis])
             self.batches.append([_packed(steps[i : i + MOST], bases) for i in range(0, len(steps), MOST)])
+        works = self._works()
         torch.cuda.synchronize()
         # Where a driver lacks the operations, torch's kernel does it on all ranks; and nobody signals before all began.
-        self.batched = all(run.everyone(self._works()))
+        self.batched = all(run.everyone(works))
 
     def _works(self) -> bool:
         """Whether the driver takes such operations: one that changes nothing."""

@@ -55,10 +55,14 @@ class Slab:
         except RuntimeError as error:
             failed = str(error).splitlines()[0]
         self._agree(run, failed)
-        for axis in self.axes:
-            handle = self.handles[axis] = symmetric.rendezvous(self.mine, run.groups["gather", axis].group_name)
-            places = range(run.sizes[axis])
-            self.peers[axis] = [handle.get_buffer(place, (self.nbytes,), torch.uint8) for place in places]
+        try:
+            for axis in self.axes:
+                handle = self.handles[axis] = symmetric.rendezvous(self.mine, run.groups["gather", axis].group_name)
+                places = range(run.sizes[axis])
+                self.peers[axis] = [handle.get_buffer(place, (self.nbytes,), torch.uint8) for place in places]
+        except RuntimeError as error:
+            failed = str(error).splitlines()[0]
+        self._agree(run, failed)
 
     def _shared(self, run: Runtime) -> None:
         """Memory without a name, which peers find by this process's number: nothing stays behind if it dies."""

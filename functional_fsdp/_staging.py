@@ -4,23 +4,24 @@
     compute lane   reduce lane                reduce lane                              outer lane
 
 On GPUs the copy runs beside compute, too; the gradients live until compute has waited for it, which it does when the
-next ones come.
+next ones come. They are as many bytes as one staging more, so where a reduction is one collective there is one staging
+at a time, and not two.
 
 An exact sum takes an all-to-all in the place of the reduction: what comes in, each rank's summand of the own slice, is
 added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32.
 
-A reduction's staging is there from its copy until compute has waited for it, which it does when the next but one needs
-some: two at a time, and no more bytes than the plan says. The first reduction of a step lands in the main gradients,
-which are allocated then; later ones are added, in their dtype. What was announced with `last=False` may stay partial
-(see `Placement`); `complete` reduces the rest.
+A reduction's staging is there from its copy until compute has waited for it, which it does at the latest when the next
+but one needs some: two at a time, and no more bytes than the plan says. The first reduction of a step lands in the main
+gradients, which are allocated then; later ones are added, in their dtype. What was announced with `last=False` may stay
+partial (see `Placement`); `complete` reduces the rest.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._utils import _unflatten_dense_tensors
@@ -32,109 +33,13 @@ from ._layout import STAGED, Bucket, Unit, aligned
 from ._plan import SLOTS, Plan
 from ._route import Hop, Partial, States, partial_states, route, states_of
 from ._runtime import Runtime
+from ._stage import Move, Slot, Stage, Values
 from ._sum import ordered_sum
 from ._symmetric import Windows
 
 __all__ = ["Staging"]
 
-Values = Sequence[torch.Tensor | None]  # a unit's gradients, in the order of `Unit.paths`; None means zeros
-
-
-class Move(NamedTuple):
-    """How a partial buffer gets to some states: hops, all in place in the buffer, and the elements at the end.
-
-    issued: the collectives of each hop; all: the same in a row. exact: the first hop adds up in float32.
-    """
-
-    states: States
-    hops: tuple[Hop, ...]
-    issued: tuple[tuple[Issued, ...], ...]
-    all: tuple[Issued, ...]
-    numel: int
-    exact: bool
-    single: bool  # no more than one collective, which starts at once
-    ends: str  # the lane on which it ends
-    peers: list[torch.Tensor] | None = None  # what the ranks have staged, if the first hop reads it
-    ranks: int = 1  # by which a mean has to be divided: its hops add up only
-
-
-class Slot(NamedTuple):
-    """A bucket's staging in one reduction: the whole, in the wire's dtype, its leaves, which of a unit's gradients they
-    are, and the gaps.
-
-    moves: how it gets to the main gradients; True: to their final place, False: as far as it needs be now. share: what
-    it is divided by beside.
-    """
-
-    bucket: Bucket
-    whole: torch.Tensor
-    spare: torch.Tensor  # bytes that an exact sum needs beside it
-    leaves: list[torch.Tensor]
-    which: tuple[int, ...]
-    gaps: list[torch.Tensor]
-    moves: dict[bool, Move]
-    share: int
-
-    def write(self, values: Values) -> None:
-        """Copy and cast a unit's gradients; no values means zeros."""
-        given = [values[i] for i in self.which] if values else []
-        leaves, tensors = self.leaves, [value for value in given if value is not None]
-        if len(tensors) < len(leaves):
-            leaves = [leaf for leaf, value in zip(leaves, given, strict=False) if value is not None]
-            self.whole.zero_()
-        elif self.gaps:
-            torch._foreach_zero_(self.gaps)
-        if leaves:
-            torch._foreach_copy_(leaves, tensors)
-
-
-class Stage:
-    """The staging of one reduction: its bytes, which come and go, the slots in them, and marks."""
-
-    def __init__(self, memory: torch.Tensor, slots: list[Slot], span: range | None = None) -> None:
-        self.memory = memory
-        self.slots = slots
-        self.span = span  # the bytes of a slab or window, which stay; else its own, which come and go
-        self.values: Values | None = None  # what is being copied here
-        self.ready: Mark = None  # they are there
-        self.staged: Mark = None  # they were copied
-        self.done: Mark = None
-
-    @property
-    def short(self) -> bool:
-        """Whether each of its reductions is one collective at most, so that none goes on beside the next one."""
-        return all(len(move.all) <= 1 for slot in self.slots for move in slot.moves.values())
-
-    def copied(self, run: Runtime) -> Steps | None:
-        """Where the values wait for it: copy and cast them, on the lane that goes on with the reduction."""
-        return None if self.values is None else self._copied(run, self.values)
-
-    def _copied(self, run: Runtime, values: Values) -> Steps:
-        self.write(values)
-        self.staged = run.mark(self.staged)
-        yield from ()
-
-    def write(self, values: Values) -> None:
-        """Copy and cast a unit's gradients."""
-        for slot in self.slots:
-            slot.write(values)
-
-    def take(self) -> None:
-        """Have the bytes. Views made on them come back to life."""
-        storage = self.memory.untyped_storage()
-        if self.span is None and not storage.size():
-            storage.resize_(self.memory.numel())
-
-    def give(self) -> None:
-        """Give the bytes back: compute has waited for `done`."""
-        self.values = None
-        if self.span is None:
-            self.memory.untyped_storage().resize_(0)
-
-    def overlaps(self, other: Stage) -> bool:
-        """Whether both lie in a slab or window, on the same bytes."""
-        a, b = self.span, other.span
-        return a is not None and b is not None and a.start < b.stop and b.start < a.stop
+OLD = 2  # uses
 
 
 class Staging:
@@ -164,10 +69,7 @@ class Staging:
             oldest = self.busy.popleft()
             self.run.wait(oldest.done)
             oldest.give()
-        for before in self.busy:
-            if before.values is not None:
-                self.run.wait(before.staged)
-                before.values = None
+        self._let_go(list(self.busy))
         stage.take()
         jobs: list[Steps] = []
         moves: list[Move] = []
@@ -181,14 +83,27 @@ class Staging:
             moves.append(move)
             if last and not whole:
                 partial.append(bucket)
+        self.busy.append(stage)
         if self.run.cuda:
-            stage.values, stage.ready = values, self.run.mark(stage.ready)
+            stage.values, stage.age, stage.ready = values, 0, self.run.mark(stage.ready)
         else:
             stage.write(values)
         stage.done = self._submit(jobs, moves, stage.ready, stage.done, first=stage.copied(self.run))
-        self.busy.append(stage)
         for bucket in partial:
             self.complete(bucket, grads)
+
+    def age(self) -> None:
+        """A unit is asked for. Gradients that were staged some uses ago are let go: it may be a forward, and long."""
+        for stage in self.busy:
+            stage.age += 1
+        self._let_go([stage for stage in self.busy if stage.age > OLD])
+
+    def _let_go(self, stages: list[Stage]) -> None:
+        """Compute waits until their values were copied, which then are free."""
+        for stage in stages:
+            if stage.values is not None:
+                self.run.wait(stage.staged)
+                stage.values = None
 
     def _into(
         self, grads: dict[str, FlatBuffer], bucket: Bucket, move: Move, stage: torch.Tensor, spare: torch.Tensor,

@@ -8,9 +8,10 @@ Placements that replicate weights, or shard them less than main weights, keep a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import torch
 
@@ -20,9 +21,22 @@ from ._layout import Bucket, Unit
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["Gathered", "Lease", "alias_of", "gather", "keeps_copy", "owned", "poison", "read", "refresh", "whole_of"]
+__all__ = [
+    "Gathered",
+    "Lease",
+    "alias_of",
+    "gather",
+    "keeps_copy",
+    "lease_of",
+    "owned",
+    "poison",
+    "read",
+    "refresh",
+    "whole_of",
+]
 
 _LEASES: WeakValueDictionary[int, Lease] = WeakValueDictionary()
+_LENT: Counter[int] = Counter()  # storages on which tensors of leases lie, and of how many leases
 
 
 class Lease:
@@ -34,16 +48,26 @@ class Lease:
         self.held = False
         for tensor in weights.values():  # they live as long as the lease, so an id means one tensor
             _LEASES[id(tensor)] = self
+        storages = {tensor.untyped_storage()._cdata for tensor in weights.values()}  # likewise
+        _LENT.update(storages)
+        finalize(self, _returned, storages)
+
+
+def _returned(storages: set[int]) -> None:
+    for storage in storages:
+        _LENT[storage] -= 1
+        if not _LENT[storage]:
+            del _LENT[storage]
+
+
+def owned(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The same values, to be read after a release: of what lies on bytes that `unshard` lent, copies."""
+    return [v.clone() if v is not None and _LENT[v.untyped_storage()._cdata] > 0 else v for v in values]
 
 
 def lease_of(tensor: Any) -> Lease | None:
     """The lease of a tensor that `unshard(state, unit)` gave, None for every other tensor."""
     return _LEASES.get(id(tensor))
-
-
-def owned(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The same values, to be read after a release: of what a lease lends, copies."""
-    return [v.clone() if v is not None and lease_of(v) is not None else v for v in values]
 
 
 def keeps_copy(bucket: Bucket) -> bool:

@@ -6,7 +6,9 @@ What other tests say of steps, schedules and restarts holds as well: this file h
 from __future__ import annotations
 
 import copy
+import random
 import socket
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from hypothesis import given
@@ -122,7 +125,7 @@ def on_two_axes(transport: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
     for _ in range(3):
         state = fsdp.step(through_the_stack(state, x)[0])
     executor = state.executor
-    read = sorted(executor.arena.reading.spans) if executor and executor.arena.reading else []
+    read = sorted(executor.arena.reading.last) if executor and executor.arena.reading else []
     return {path: p.cpu() for path, p in fsdp.full_params(state).items()}, read
 
 
@@ -141,17 +144,76 @@ def test_bytes_that_are_filled_again_at_once_take_a_barrier_more() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from("ab")), max_size=12))
 def test_nothing_is_filled_that_others_may_be_reading(gathers: list[tuple[int, int, str]]) -> None:
-    """A rank that is slow reads what was gathered last, until a barrier of the axis; here of 2 ranks."""
-    reading = Reading("ab")
-    slow: dict[str, set[int]] = {axis: set(range(50)) for axis in "ab"}
+    """Two ranks: both come to the same barriers, and until one a slow peer reads the own slice of what was gathered."""
+    reading = [Reading("ab") for _ in range(2)]
+    slow: list[dict[str, set[int]]] = [{axis: set(range(60)) for axis in "ab"} for _ in range(2)]
     for begin, half, axis in gathers:
-        span, own = range(begin, begin + 2 * half), range(begin, begin + half)
-        before, between = reading.filled([span], [Pull(axis, own, [])])
-        for barrier in before:
-            slow[barrier.axis] = set()
-        assert not any(read.intersection(span) for read in slow.values())
-        assert [barrier.axis for barrier in between] == [axis]
-        slow[axis] = set(own)
+        span, taken = range(begin, begin + 2 * half), []
+        for rank in range(2):
+            own = span[rank * half : (rank + 1) * half]
+            before, between = reading[rank].filled([span], [Pull(axis, span, own, [])])
+            taken.append(([one.axis for one in before], [one.axis for one in between]))
+            for barrier in before:
+                slow[rank][barrier.axis] = set()
+            assert not any(read.intersection(span) for read in slow[rank].values())
+            slow[rank][axis] = set(own)
+            assert reading[rank].last["ab".replace(axis, "")] is None or own in reading[rank].spans
+        assert taken[0] == taken[1]
+        assert taken[0][1] == [axis]
+
+
+class Uneven(nn.Module):
+    """Layers of these widths."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 32, bias=False) for width in widths)
+
+
+def gone_through(widths: tuple[int, ...], prefetch: int, evaluations: int, microbatches: int, two: bool) -> list[str]:
+    """Weights that were not what they should be, in two steps with evaluations before them; peers read slowly."""
+    params, _ = fsdp.functionalize(Uneven(widths))
+    generator = torch.Generator().manual_seed(0)
+    params = {path: torch.randn(p.shape, generator=generator) for path, p in params.items()}
+    mesh = fsdp.local_mesh(a=2, b=2) if two else fsdp.local_mesh()
+    rules = {"layers.[02]*": fsdp.zero3("a"), "*": fsdp.zero3("b")} if two else None
+    spec = Spec(mesh, rules, schedule=Schedule(prefetch=prefetch, transport="copy_engine", debug=True))
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.0))
+    slow, wrong, real = random.Random(dist.get_rank()), [], Pull.read
+
+    def read(self: Pull) -> None:
+        time.sleep(0.01 * (slow.random() < 0.3))
+        real(self)
+
+    Pull.read = read  # type: ignore[method-assign]
+    try:
+        for _ in range(2):
+            forward = [(unit, False) for unit in state.units]
+            backward = [(unit, True) for unit in reversed(state.units)]
+            for unit, trains in forward * evaluations + (forward + backward) * microbatches:
+                state, w = fsdp.unshard(state, unit)
+                wrong += [unit for key, weight in w.items() if not torch.equal(weight, params[f"{unit}.{key}"])]
+                if trains:
+                    state = fsdp.reduce(state, {key: torch.ones_like(weight) for key, weight in w.items()}, unit)
+                state = fsdp.release(state, unit)
+            state = fsdp.step(state)
+    finally:
+        Pull.read = real  # type: ignore[method-assign]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("widths", "prefetch", "evaluations", "microbatches", "two"),
+    [
+        ((16, 64, 256), 1, 1, 1, False), ((64, 16, 64, 8), 0, 0, 1, False), ((16, 64, 32, 32, 256), 1, 2, 1, False),
+        ((16, 64, 32, 256), 2, 2, 2, False), ((64, 16, 32, 48, 80), 1, 0, 1, True),
+    ],
+)  # fmt: skip
+def test_units_of_many_sizes(
+    widths: tuple[int, ...], prefetch: int, evaluations: int, microbatches: int, two: bool
+) -> None:
+    """Places overlap in part, differently for each rank's slice."""
+    assert launch(gone_through, 4, widths, prefetch, evaluations, microbatches, two) == [[]] * 4
 
 
 @given(st.integers(0, 20), st.integers(1, 20), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=5))
@@ -276,6 +338,51 @@ def copied(folder: str) -> list[float]:
 def test_copies_and_checkpoints_go_on_alike(tmp_path: Path) -> None:
     for seen in launch(copied, 2, str(tmp_path / "saved")):
         assert seen[0] == seen[1] == seen[2]
+
+
+class Three(nn.Module):
+    """Layers of three parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"u": 64, "v": 2048, "w": 512}
+        self.layers = nn.ModuleList(
+            nn.ParameterDict({name: nn.Parameter(torch.randn(n)) for name, n in shapes.items()}) for _ in range(5)
+        )
+
+
+def began_anew(turned: bool) -> int:
+    """Rank 3 comes to one gather, and then begins anew, while the others wait in the second; buckets of a unit have one
+    hop by reading, and two by collectives, in the same order of axes or turned."""
+    params, _ = fsdp.functionalize(Three())
+    if not turned:  # of another dtype: a bucket of its own
+        params = {path: p.double() if path.endswith("v") else p for path, p in params.items()}
+    rules = {"*.w": fsdp.zero3("a"), "*.u": fsdp.zero3("a", "b"), "*.v": fsdp.zero3(*("ba" if turned else "ab"))}
+    schedule = Schedule(transport="copy_engine", prefetch=0)
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(a=2, b=2), rules, schedule=schedule), fsdp.sgd(lr=0.1))
+
+    def forward(units: int) -> None:
+        middle = state
+        for unit in state.units[:units]:
+            middle, _ = fsdp.unshard(middle, unit)
+            middle = fsdp.release(middle, unit)
+
+    met = 0
+    if dist.get_rank() == 3:
+        forward(1)
+        time.sleep(1)
+        met += 1
+    while True:
+        try:
+            forward(5)
+            return met
+        except fsdp.RestartError:
+            met += 1
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_rank_that_begins_anew_takes_barriers_and_collectives_in_the_order_of_the_others(turned: bool) -> None:
+    assert launch(began_anew, 4, turned) == [1] * 4
 
 
 # ---------------------------------------------------------------- what a machine may lack

@@ -548,20 +548,21 @@ def test_evaluations_in_which_a_rank_skips_units(schedule: Schedule, skips: Sequ
         assert equal(weights, expected)
 
 
-def early_gradients_are_weights() -> Tree:
-    """What is reduced is what was borrowed, long before its turn; then it is given back."""
+def early_gradients_are_weights(views: bool) -> Tree:
+    """What is reduced is what was borrowed, or views of it, long before its turn; then it is given back."""
     state = start(Schedule(debug=True))
     params = flat(fsdp.full_params(state))
     for unit in UNITS:
         state, w = fsdp.unshard(state, unit)
-        state = fsdp.reduce(state, w, unit)
+        state = fsdp.reduce(state, {key: t.detach() if views else t for key, t in w.items()}, unit)
         state = fsdp.release(state, unit)
     grads = full_grads(fsdp.finish(state))
     return {key: grads[key] - params[key] for key in params}
 
 
-def test_what_was_given_to_reduce_may_be_released_at_once() -> None:
-    for difference in run(early_gradients_are_weights, 2):
+@pytest.mark.parametrize("views", [False, True])
+def test_what_was_given_to_reduce_may_be_released_at_once(views: bool) -> None:
+    for difference in run(early_gradients_are_weights, 2, views):
         assert all(bool((t == 0).all()) for t in difference.values())
 
 

@@ -84,8 +84,13 @@ def captured(run: Runtime, pool: Any) -> Iterator[Any]:
         _abandon(run, None, pool)
         _explain(error)
         raise
-    as_kernels(graph, run.device.index)
-    graph.instantiate()
+    try:
+        as_kernels(graph, run.device.index)
+        graph.instantiate()
+    except RuntimeError as error:
+        raise ScheduleError(
+            f"cuda_graph: the step was captured, but is refused as a graph that can be launched: {error}"
+        ) from error
 
 
 def _abandon(run: Runtime, graph: Any, pool: Any) -> None:

@@ -1,7 +1,7 @@
 """Small memsets of a captured graph, turned into kernels.
 
 Matrix products and attention have counters set to zero before they begin. In a graph a memset is carried out by a copy
-engine, where it waits for copies between GPUs, and the product waits for it. A kernel of one block waits for nobody.
+engine, where it waits for copies between GPUs, and the product waits for it. A small kernel does not.
 
 Source: CUDA driver API, "Graph Management"; PTX ISA.
 """
@@ -9,15 +9,21 @@ Source: CUDA driver API, "Graph Management"; PTX ISA.
 from __future__ import annotations
 
 import ctypes
+import logging
 from functools import cache
 from typing import Any
 
 import torch
 
-from functional_fsdp._driver import call
+from functional_fsdp._cuda import call, function
 
 __all__ = ["Memset", "as_kernels", "words"]
 
+log = logging.getLogger(__name__)
+FUNCTIONS = (
+    "cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphMemsetNodeGetParams", "cuGraphNodeGetDependencies_v2",
+    "cuGraphNodeGetDependentNodes_v2", "cuGraphAddKernelNode_v2", "cuGraphAddDependencies_v2", "cuGraphDestroyNode",
+)  # fmt: skip
 MEMSET = 2  # CU_GRAPH_NODE_TYPE_MEMSET
 SMALL = 1 << 16  # bytes: above, a copy engine is not slower
 BLOCK = 256  # threads
@@ -89,15 +95,22 @@ def words(memset: Memset) -> tuple[int, int] | None:
     return (memset.value & (1 << 8 * memset.size) - 1) * repeated, nbytes // 4
 
 
-def as_kernels(graph: torch.cuda.CUDAGraph, device: int) -> int:
+def as_kernels(graph: torch.cuda.CUDAGraph, device: int) -> None:
     """Turn small memsets of a captured graph, made with `keep_graph=True`, into kernels before it is instantiated.
 
-    Returns how many there were.
+    Where a driver or GPU has no such functions, or takes no such kernel, the graph stays as it is, and the log says so.
 
     Raises:
-        RuntimeError: the driver refuses, naming the call.
+        RuntimeError: the driver refuses to change the graph, naming the call.
     """
-    whole, done = Handle(graph.raw_cuda_graph()), 0
+    try:
+        fill = _fill(device)
+        for name in FUNCTIONS:
+            function(name)
+    except (AttributeError, OSError, RuntimeError) as error:
+        log.info("cuda_graph: small memsets stay memsets: %s", error)
+        return
+    whole = Handle(graph.raw_cuda_graph())
     for node in _many("cuGraphGetNodes", whole):
         kind, memset = ctypes.c_int(), Memset()
         call("cuGraphNodeGetType", node, ctypes.byref(kind))
@@ -106,15 +119,13 @@ def as_kernels(graph: torch.cuda.CUDAGraph, device: int) -> int:
         call("cuGraphMemsetNodeGetParams", node, ctypes.byref(memset))
         small = words(memset)
         if small is not None:
-            _replace(whole, node, memset.dst, *small, device)
-            done += 1
-    return done
+            _replace(whole, node, memset.dst, *small, fill)
 
 
-def _replace(graph: Handle, node: Handle, to: int, value: int, count: int, device: int) -> None:
+def _replace(graph: Handle, node: Handle, to: int, value: int, count: int, fill: int) -> None:
     given = (ctypes.c_uint64(to), ctypes.c_uint32(value), ctypes.c_uint32(count))
     parameters = (Handle * len(given))(*(ctypes.addressof(one) for one in given))
-    kernel = Kernel(_fill(device), (-(-count // BLOCK), 1, 1), (BLOCK, 1, 1), 0, ctypes.addressof(parameters))
+    kernel = Kernel(fill, (-(-count // BLOCK), 1, 1), (BLOCK, 1, 1), 0, ctypes.addressof(parameters))
     before, after = (_many(f"cuGraphNodeGet{which}_v2", node, None) for which in ("Dependencies", "DependentNodes"))
     made = Handle()
     call(

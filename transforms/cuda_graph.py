@@ -112,7 +112,10 @@ class Graph:
     def launch(self, state: State) -> None:
         """Replay it from this state's values."""
         self.home.enter(state)
-        self.graph.replay()
+        streams = runtime_of(state.spec.mesh).streams
+        assert streams is not None
+        with streams.joined():
+            self.graph.replay()
         self.home.changed()
 
 

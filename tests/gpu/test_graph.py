@@ -22,7 +22,7 @@ from problems import LOOPS
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, StaleStateError, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._driver import call
+from functional_fsdp._cuda import call
 from functional_fsdp._runtime import runtime_of
 from functional_fsdp.transforms._capturing import captured
 

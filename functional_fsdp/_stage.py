@@ -1,0 +1,115 @@
+"""Stages: the staging of each reduction, with the places of its buckets and the ways that these go from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ._lanes import Issued, Mark, Steps
+from ._layout import Bucket
+from ._route import Hop, States
+from ._runtime import Runtime
+
+__all__ = ["Move", "Slot", "Stage", "Values"]
+
+Values = Sequence[torch.Tensor | None]  # a unit's gradients, in the order of `Unit.paths`; None means zeros
+
+
+class Move(NamedTuple):
+    """How a partial buffer gets to some states: hops, all in place in the buffer, and the elements at the end.
+
+    issued: the collectives of each hop; all: the same in a row. exact: the first hop adds up in float32.
+    """
+
+    states: States
+    hops: tuple[Hop, ...]
+    issued: tuple[tuple[Issued, ...], ...]
+    all: tuple[Issued, ...]
+    numel: int
+    exact: bool
+    single: bool  # no more than one collective, which starts at once
+    ends: str  # the lane on which it ends
+    peers: list[torch.Tensor] | None = None  # what the ranks have staged, if the first hop reads it
+    ranks: int = 1  # by which a mean has to be divided: its hops add up only
+
+
+class Slot(NamedTuple):
+    """A bucket's staging in one reduction: the whole, in the wire's dtype, its leaves, which of a unit's gradients they
+    are, and the gaps.
+
+    moves: how it gets to the main gradients; True: to their final place, False: as far as it needs be now. share: what
+    it is divided by beside.
+    """
+
+    bucket: Bucket
+    whole: torch.Tensor
+    spare: torch.Tensor  # bytes that an exact sum needs beside it
+    leaves: list[torch.Tensor]
+    which: tuple[int, ...]
+    gaps: list[torch.Tensor]
+    moves: dict[bool, Move]
+    share: int
+
+    def write(self, values: Values) -> None:
+        """Copy and cast a unit's gradients; no values means zeros."""
+        given = [values[i] for i in self.which] if values else []
+        leaves, tensors = self.leaves, [value for value in given if value is not None]
+        if len(tensors) < len(leaves):
+            leaves = [leaf for leaf, value in zip(leaves, given, strict=False) if value is not None]
+            self.whole.zero_()
+        elif self.gaps:
+            torch._foreach_zero_(self.gaps)
+        if leaves:
+            torch._foreach_copy_(leaves, tensors)
+
+
+class Stage:
+    """The staging of one reduction: its bytes, which come and go, the slots in them, and marks."""
+
+    def __init__(self, memory: torch.Tensor, slots: list[Slot], span: range | None = None) -> None:
+        self.memory = memory
+        self.slots = slots
+        self.span = span  # the bytes of a slab or window, which stay; else its own, which come and go
+        self.values: Values | None = None  # what is being copied here
+        self.age = 0  # how many units were asked for since
+        self.ready: Mark = None  # they are there
+        self.staged: Mark = None  # they were copied
+        self.done: Mark = None
+
+    @property
+    def short(self) -> bool:
+        """Whether each of its reductions is one collective at most, so that none goes on beside the next one."""
+        return all(len(move.all) <= 1 for slot in self.slots for move in slot.moves.values())
+
+    def copied(self, run: Runtime) -> Steps | None:
+        """Where the values wait for it: copy and cast them, on the lane that goes on with the reduction."""
+        return None if self.values is None else self._copied(run, self.values)
+
+    def _copied(self, run: Runtime, values: Values) -> Steps:
+        self.write(values)
+        self.staged = run.mark(self.staged)
+        yield from ()
+
+    def write(self, values: Values) -> None:
+        """Copy and cast a unit's gradients."""
+        for slot in self.slots:
+            slot.write(values)
+
+    def take(self) -> None:
+        """Have the bytes. Views made on them come back to life."""
+        storage = self.memory.untyped_storage()
+        if self.span is None and not storage.size():
+            storage.resize_(self.memory.numel())
+
+    def give(self) -> None:
+        """Give the bytes back: compute has waited for `done`."""
+        self.values = None
+        if self.span is None:
+            self.memory.untyped_storage().resize_(0)
+
+    def overlaps(self, other: Stage) -> bool:
+        """Whether both lie in a slab or window, on the same bytes."""
+        a, b = self.span, other.span
+        return a is not None and b is not None and a.start < b.stop and b.start < a.stop
