@@ -179,11 +179,11 @@ class Copies:
         if len(axes) != 1:
             return None
         (axis,) = axes
-        found = self.staging.get(axis)
-        if found is None or found.nbytes < nbytes:
-            self.staging.pop(axis, None)  # before there is a larger one
-            found = self.staging[axis] = self._slab([axis], nbytes)
-        return found.mine, found.peers[axis]
+        if axis in self.staging and self.staging[axis].nbytes < nbytes:
+            del self.staging[axis]  # before there is a larger one
+        if axis not in self.staging:
+            self.staging[axis] = self._slab([axis], nbytes)
+        return self.staging[axis].mine, self.staging[axis].peers[axis]
 
 
 def gathered(bucket: Bucket, run: Runtime) -> str | None:
