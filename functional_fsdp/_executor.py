@@ -282,10 +282,11 @@ class Executor:
         elif self.comm.lapsed:
             self._issue(self.comm.lapse())
         self.last = last
-        self.early[mine] = owned(values) if self.run.cuda else values  # there it is copied on the reduce lane
+        lease = place.lease if (place := self.arena.places.get(unit)) else None
+        self.early[mine] = owned(values, lease) if self.run.cuda else values  # there it is copied on the reduce lane
         self._issue(self.comm.reduce(mine))
         if mine in self.early and not self.run.cuda:  # it waits, and what was borrowed may be released meanwhile
-            self.early[mine] = owned(values)
+            self.early[mine] = owned(values, lease)
         self.midway = False
 
     def waive(self, unit: str) -> bool:

@@ -83,12 +83,12 @@ class Staging:
             moves.append(move)
             if last and not whole:
                 partial.append(bucket)
-        self.busy.append(stage)
         if self.run.cuda:
             stage.values, stage.age, stage.ready = values, 0, self.run.mark(stage.ready)
         else:
             stage.write(values)
         stage.done = self._submit(jobs, moves, stage.ready, stage.done, first=stage.copied(self.run))
+        self.busy.append(stage)  # not before: if issuing it is interrupted, its bytes may be written to, and must stay
         for bucket in partial:
             self.complete(bucket, grads)
 
@@ -303,6 +303,8 @@ class Staging:
 
     def drop(self) -> None:
         """Forget what is under way."""
+        for stage in self.stages.values():  # one may have been interrupted
+            stage.values = None
         self.marks.clear()
         self.completing = False
         while self.busy:

@@ -8,10 +8,9 @@ Placements that replicate weights, or shard them less than main weights, keep a 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary, finalize
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -36,7 +35,6 @@ __all__ = [
 ]
 
 _LEASES: WeakValueDictionary[int, Lease] = WeakValueDictionary()
-_LENT: Counter[int] = Counter()  # storages on which tensors of leases lie, and of how many leases
 
 
 class Lease:
@@ -48,21 +46,12 @@ class Lease:
         self.held = False
         for tensor in weights.values():  # they live as long as the lease, so an id means one tensor
             _LEASES[id(tensor)] = self
-        storages = {tensor.untyped_storage()._cdata for tensor in weights.values()}  # likewise
-        _LENT.update(storages)
-        finalize(self, _returned, storages)
 
 
-def _returned(storages: set[int]) -> None:
-    for storage in storages:
-        _LENT[storage] -= 1
-        if not _LENT[storage]:
-            del _LENT[storage]
-
-
-def owned(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The same values, to be read after a release: of what lies on bytes that `unshard` lent, copies."""
-    return [v.clone() if v is not None and _LENT[v.untyped_storage()._cdata] > 0 else v for v in values]
+def owned(values: Sequence[torch.Tensor | None], lease: Lease | None) -> list[torch.Tensor | None]:
+    """The same values, to be read after the lease is released: of what was lent, and of views of it, copies."""
+    lent = {tensor.data_ptr() for tensor in lease.weights.values() if tensor.numel()} if lease else set()
+    return [v.clone() if v is not None and (v.data_ptr() in lent or lease_of(v) is not None) else v for v in values]
 
 
 def lease_of(tensor: Any) -> Lease | None:
