@@ -109,8 +109,7 @@ class Place:
             yield from run.collective(barrier, some, some)
         for pull in self.pulls:
             pull.read()
-        if rest:
-            yield from together(rest)
+        yield from together(rest)
 
     def _fill(self, run: Runtime, part: Part, source: torch.Tensor) -> Steps:
         given = part.own
@@ -134,9 +133,9 @@ class Arena:
         self.copies = copies
         self.windows = windows
         self.reading = Reading(copies.axis.values()) if copies and copies.axis else None
-        self.stays = bool(windows or self.reading)
+        self.shared = windows or (copies if self.reading else None)  # has the bytes, which stay then
         self.places: dict[str, Place] = {}
-        sides = not self.stays and all(u.address in (0, plan.arena - u.nbytes) for u in plan.units if u.nbytes)
+        sides = not self.shared and all(u.address in (0, plan.arena - u.nbytes) for u in plan.units if u.nbytes)
         #: where each unit lies: (which allocation, the address in it)
         self.where = {u.name: (int(u.address > 0), 0) if sides else (0, u.address) for u in plan.units}
         self.sizes = {u.name: u.nbytes if sides else plan.arena for u in plan.units}
@@ -144,9 +143,8 @@ class Arena:
         self.bytes = {name: (self.memory[which], self.sizes[name]) for name, (which, _) in self.where.items()}
 
     def place(self, state: State, unit: str) -> Place:
-        shared = self.windows or self.copies
-        if self.stays and shared and not self.places:
-            self.memory[0] = shared.arena(self.plan.arena).untyped_storage()
+        if self.shared and not self.places:
+            self.memory[0] = self.shared.arena(self.plan.arena).untyped_storage()
         found = self.places.get(unit)
         if found is None or (
             found.resident and any(whole_of(state, bucket) is not whole for bucket, whole in found.resident)
@@ -154,13 +152,18 @@ class Arena:
             found = self.places[unit] = self._make(state, state.layout.by_name[unit])
         return found
 
+    def lease(self, unit: str) -> Lease | None:
+        """What a unit was lent by, if it has been gathered here."""
+        place = self.places.get(unit)
+        return place.lease if place else None
+
     def take(self, unit: str) -> bool:
         """Have the bytes for a unit, before it is gathered. Returns whether they are new: views come back to life.
 
         What lay there was released, and compute has waited for all that wrote it.
         """
         memory, size = self.bytes[unit]
-        if self.stays:
+        if self.shared:
             return False
         there = memory.size()
         if there == size or (there > size and (self.plan.schedule.debug or not self.run.cuda)):
@@ -177,7 +180,7 @@ class Arena:
         if self.plan.schedule.debug:
             for place in self.places.values():
                 place.poison(self.reading.spans if self.reading else ())
-        elif self.run.cuda and not self.stays:
+        elif self.run.cuda and not self.shared:
             for memory in self.memory:
                 memory.resize_(0)
         if self.reading:

@@ -282,11 +282,10 @@ class Executor:
         elif self.comm.lapsed:
             self._issue(self.comm.lapse())
         self.last = last
-        lease = place.lease if (place := self.arena.places.get(unit)) else None
-        self.early[mine] = owned(values, lease) if self.run.cuda else values  # there it is copied on the reduce lane
+        self.early[mine] = owned(values, self.arena.lease(unit)) if self.run.cuda else values  # the lane reads them
         self._issue(self.comm.reduce(mine))
         if mine in self.early and not self.run.cuda:  # it waits, and what was borrowed may be released meanwhile
-            self.early[mine] = owned(values, lease)
+            self.early[mine] = owned(values, self.arena.lease(unit))
         self.midway = False
 
     def waive(self, unit: str) -> bool:

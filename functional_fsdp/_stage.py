@@ -83,11 +83,8 @@ class Stage:
         """Whether each of its reductions is one collective at most, so that none goes on beside the next one."""
         return all(len(move.all) <= 1 for slot in self.slots for move in slot.moves.values())
 
-    def copied(self, run: Runtime) -> Steps | None:
-        """Where the values wait for it: copy and cast them, on the lane that goes on with the reduction."""
-        return None if self.values is None else self._copied(run, self.values)
-
-    def _copied(self, run: Runtime, values: Values) -> Steps:
+    def copied(self, run: Runtime, values: Values) -> Steps:
+        """Copy and cast the values, on the lane that goes on with the reduction."""
         self.write(values)
         self.staged = run.mark(self.staged)
         yield from ()

@@ -83,11 +83,13 @@ class Staging:
             moves.append(move)
             if last and not whole:
                 partial.append(bucket)
+        first = None
         if self.run.cuda:
             stage.values, stage.age, stage.ready = values, 0, self.run.mark(stage.ready)
+            first = stage.copied(self.run, values)
         else:
             stage.write(values)
-        stage.done = self._submit(jobs, moves, stage.ready, stage.done, first=stage.copied(self.run))
+        stage.done = self._submit(jobs, moves, stage.ready, stage.done, first=first)
         self.busy.append(stage)  # not before: if issuing it is interrupted, its bytes may be written to, and must stay
         for bucket in partial:
             self.complete(bucket, grads)
