@@ -38,13 +38,16 @@ class Setting:
     zero_cta: bool = False
     graph: bool = False  # the step as a CUDA graph
     keep: Any = None  # `Schedule(keep=)`; FSDP2 keeps everything gathered for "all"
+    overlap_update: bool = True  # nothing is read between `reduce` and `step`
     budget: int = 0  # bytes, of the row "budget"; 0: half of the gathered weights'
 
     def spec(self) -> fsdp.Spec:
         placement = getattr(fsdp, self.placement)(*(self.mesh.mesh_dim_names or ()))
         precision = fsdp.Precision(torch.float32, compute=self.dtype, wire=self.wire, sum=self.sum)
         transport: Any = self.transport
-        schedule = fsdp.Schedule(keep=self.keep, transport=transport, zero_cta=self.zero_cta)
+        schedule = fsdp.Schedule(
+            keep=self.keep, transport=transport, zero_cta=self.zero_cta, overlap_update=self.overlap_update
+        )
         return fsdp.Spec(self.mesh, placement, precision=precision, units=self.config.units(), schedule=schedule)
 
     def functionalize(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], Any]:

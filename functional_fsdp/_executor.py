@@ -163,10 +163,8 @@ class Executor:
             outside = list(names)
         for name in outside:
             self.loose.gather(state, name, self._planned)
-        found = {}
-        for name in names:
-            lease = self._lend(state, name, name in outside)
-            found[name] = dict(lease.weights)
+            self.staging.touched(self.layout.by_name[name])
+        found = {name: dict(self._lend(state, name, name in outside).weights) for name in names}
         self.midway = False
         return found
 
@@ -207,6 +205,7 @@ class Executor:
         after = self._free(unit)
         fresh = self.arena.take(unit)
         place = self.arena.place(state, unit)
+        self.staging.touched(self.layout.by_name[unit])
         self.digests[0] = zlib.crc32(place.key, self.digests[0])
         if fresh or self.fence:  # waits for all that compute has done: the bytes or the weights may be new
             self.fence = False
@@ -262,6 +261,7 @@ class Executor:
         """Go on from these main gradients: a transform may have put others in the state's place."""
         if grads is not self.grads:
             self.grads = dict(grads or {})
+            self.staging.reduced.clear()
 
     def reduce(self, unit: str, values: Values, last: bool, whole_tree: bool = False) -> None:
         """A unit's gradients, as `Unit.paths`, on their way into `grads`: now, or when their turn comes."""

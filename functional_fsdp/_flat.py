@@ -9,7 +9,7 @@ Gathers and reductions that a plan names are jobs on lanes of their own: see `_a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,7 +25,9 @@ from ._runtime import runtime_of
 from ._tracing import tracing
 from ._tree import register
 
-__all__ = ["FlatBuffer", "leaves_of", "templates", "write_leaves"]
+__all__ = ["FlatBuffer", "leaves_of", "make_room", "templates", "write_leaves", "zeros_like"]
+
+BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -151,6 +153,24 @@ def _coordinate(mesh: Any) -> dict[str, int]:
 
 def _places(mesh: Any) -> dict[str, int]:
     return {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
+
+
+def make_room(sizes: Iterable[int], device: torch.device) -> None:
+    """Have the caching allocator hold one segment for tensors of these sizes (bytes), which are made next.
+
+    A tensor that has a segment of its own takes up to 1 MiB more than it needs: a block is not split for less
+    (PyTorch documentation, "CUDA semantics", memory management).
+    """
+    if device.type == "cuda":
+        torch.empty(sum(-(-n // BLOCK) * BLOCK for n in sizes), dtype=torch.uint8, device=device)
+
+
+def zeros_like(trees: int, buffers: dict[str, FlatBuffer]) -> list[dict[str, FlatBuffer]]:
+    """So many trees of zeros, each as `buffers`: what an optimizer keeps beside main weights."""
+    locals_ = [buffer.local for buffer in buffers.values()]
+    if locals_:
+        make_room([local.nbytes for local in locals_] * trees, locals_[0].device)
+    return [{name: b.but(torch.zeros_like(b.local)) for name, b in buffers.items()} for _ in range(trees)]
 
 
 @lru_cache(maxsize=65536)

@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ._errors import SpecError
-from ._flat import FlatBuffer
+from ._flat import FlatBuffer, zeros_like
 from ._tracing import tracing
 
 __all__ = ["AdamState", "AdamW", "Optimizer", "Sgd", "adamw", "as_optimizer", "from_updates", "sgd"]
@@ -120,7 +120,7 @@ class AdamW:
 
     def init(self, main: Tree) -> AdamState:
         _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
-        return AdamState(*(pytree.tree_map(torch.zeros_like, main) for _ in range(2)))
+        return AdamState(*zeros_like(2, main))
 
     def update(self, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor) -> tuple[Tree, AdamState]:
         return self.update_unless(None, grads, opt, main, count)
@@ -171,7 +171,7 @@ class Sgd:
 
     def init(self, main: Tree) -> Tree | tuple[()]:
         _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
-        return pytree.tree_map(torch.zeros_like, main) if self.momentum else ()
+        return zeros_like(1, main)[0] if self.momentum else ()
 
     def update(self, grads: Tree, opt: Tree | tuple[()], main: Tree, count: torch.Tensor) -> tuple[Tree, Any]:
         return self.update_unless(None, grads, opt, main, count)

@@ -78,7 +78,7 @@ class Runtime:
         self.generators: dict[int, torch.Generator] = {}  # on GPUs, by microbatch
         self.digest = 0  # of the side lane, since the last vote
         self.queues = {name: Queue() for name in QUEUES}
-        self.streams = Streams(self.device, ("gather", "reduce", "outer")) if self.cuda else None
+        self.streams = Streams(self.device, ("gather", "reduce", "outer", "update")) if self.cuda else None
         self.failed = False  # a collective never came to an end: the communicators are of no more use
         self.lineages = 0
         self.ledgers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

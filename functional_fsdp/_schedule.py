@@ -38,6 +38,11 @@ class Schedule:
             1 GiB of weights collective, else the first that every rank's machine has of copy_engine, symmetric and
             collective; chosen by `shard` and logged.
         zero_cta: of "symmetric": gathers by the copy engines, which leave the multiprocessors to compute.
+        overlap_update: on GPUs, `step` updates a bucket from the moment when its gradient is reduced, on a lane of its
+            own, beside what is left of the backward; in a CUDA graph, and wherever the host is ahead of the device.
+            Then main weights and optimizer state are not to be read between `reduce` and `step`: they may be new
+            already. It is for optimizers that have `by_bucket`; where gradients are looked at before `step`, as
+            clipping does, all of them are there first.
 
     Raises:
         SpecError: a value of the wrong kind, a negative depth or budget, an empty order or group, a group that
@@ -55,6 +60,7 @@ class Schedule:
     debug: bool
     transport: Transport
     zero_cta: bool
+    overlap_update: bool
 
     def __init__(
         self,
@@ -64,6 +70,7 @@ class Schedule:
         debug: bool = False,
         transport: Transport = "collective",
         zero_cta: bool = False,
+        overlap_update: bool = False,
     ) -> None:
         depths = prefetch if isinstance(prefetch, Mapping) else {"*": prefetch}
         for name, depth in depths.items():
@@ -98,6 +105,7 @@ class Schedule:
         put(self, "debug", bool(debug))
         put(self, "transport", transport)
         put(self, "zero_cta", bool(zero_cta))
+        put(self, "overlap_update", bool(overlap_update))
 
     def depth(self, unit: str) -> int:
         """How many uses ahead of its own this unit's gather starts."""
@@ -116,7 +124,8 @@ class Schedule:
     def _but(self, **changes: Any) -> Schedule:
         prefetch = self.prefetch if isinstance(self.prefetch, int) else dict(self.prefetch)
         now = {"order": self.order, "prefetch": prefetch, "keep": self.keep, "debug": self.debug,
-               "transport": self.transport, "zero_cta": self.zero_cta}  # fmt: skip
+               "transport": self.transport, "zero_cta": self.zero_cta,
+               "overlap_update": self.overlap_update}  # fmt: skip
         return Schedule(**(now | changes))
 
     def __str__(self) -> str:
@@ -132,6 +141,8 @@ class Schedule:
             said.append(f"keeps {f'{bytes_text(self.keep)} more' if isinstance(self.keep, int) else kept}")
         if self.transport != "collective":
             said.append(f"{self.transport}, zero-CTA gathers" if self.zero_cta else self.transport)
+        if self.overlap_update:
+            said.append("updates overlap")
         return "; ".join([*said, "debug"] if self.debug else said)
 
 

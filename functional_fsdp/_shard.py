@@ -11,7 +11,7 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 
 from ._errors import SpecError, TreeError
-from ._flat import FlatBuffer
+from ._flat import FlatBuffer, make_room
 from ._layout import Bucket, Layout, LeafInfo, plan_layout
 from ._optim import as_optimizer
 from ._route import states_of
@@ -154,15 +154,22 @@ def build(
     """Assemble a State from a layout; `fetch(unit)` gives the unit's whole leaves by path, one unit at a time."""
     run = runtime_of(spec.mesh)
     optimizer = as_optimizer(optimizer)
-    main: dict[str, FlatBuffer] = {}
+    make_room([bucket.nbytes("main") for bucket in plan.buckets.values()], run.device)
+    main = {
+        name: FlatBuffer(
+            torch.zeros(bucket.numel // bucket.slices("main"), dtype=bucket.main, device=run.device),
+            bucket,
+            states_of(bucket, "main"),
+            spec.mesh,
+        )
+        for name, bucket in plan.buckets.items()
+    }
     with torch.no_grad():
         for unit in plan.units:
             values = fetch(unit)
             for bucket in unit.buckets:
-                states = states_of(bucket, "main")
-                start, stop = bucket.span(bucket.placement.main, run.coordinate)
-                local = torch.zeros(stop - start, dtype=bucket.main, device=run.device)
-                main[bucket.name] = FlatBuffer(_slice(bucket, values, start, local), bucket, states, spec.mesh)
+                _fill(bucket, values, *main[bucket.name].span(), main[bucket.name].local)
+            del values
         weights: dict[str, FlatBuffer] = {}
         for name, bucket in plan.buckets.items():
             if keeps_copy(bucket):
@@ -179,15 +186,13 @@ def build(
     return State(main, weights or (), (), opt, buffers, count, rng, (), *static).prepared()
 
 
-def _slice(bucket: Bucket, values: Any, start: int, local: torch.Tensor) -> torch.Tensor:
-    """Copy what of the leaves lies in [start, start + len(local)) of the bucket. Never builds the whole bucket."""
-    stop = start + local.numel()
+def _fill(bucket: Bucket, values: Any, start: int, stop: int, local: torch.Tensor) -> None:
+    """Copy what of the leaves lies in [start, stop) of the bucket, as `local` does. Never builds the whole bucket."""
     for leaf in bucket.leaves:
         a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
         if a < b:
             flat = values[leaf.path].detach().reshape(-1)
             local[a - start : b - start].copy_(flat[a - leaf.offset : b - leaf.offset])
-    return local
 
 
 def _checksums(paths: Sequence[str], values: dict[str, torch.Tensor]) -> list[str]:

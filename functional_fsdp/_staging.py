@@ -57,7 +57,8 @@ class Staging:
         self.busy: deque[Stage] = deque()
         self.completing = False  # whether something beside them is under way
         self.moves: dict[tuple[str, States, States, bool], Move] = {}
-        self.marks: dict[str, Mark] = {}  # the end of the newest reduction, by the lane that it ends on
+        self.marks: dict[str, Mark] = {}  # the end of what is newest, by the lane that it ends on
+        self.reduced: dict[str, Mark] = {}  # buckets that only lanes have touched since, oldest first, and from when on
 
     def reduce(
         self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object
@@ -90,6 +91,9 @@ class Staging:
         else:
             stage.write(values)
         stage.done = self._submit(jobs, moves, stage.ready, stage.done, first=first)
+        for slot in stage.slots:
+            self.reduced.pop(slot.bucket.name, None)
+            self.reduced[slot.bucket.name] = stage.done
         self.busy.append(stage)  # not before: if issuing it is interrupted, its bytes may be written to, and must stay
         for bucket in partial:
             self.complete(bucket, grads)
@@ -145,6 +149,7 @@ class Staging:
         if have.states == final:
             return
         self.completing = True
+        self.reduced.pop(bucket.name, None)
         move = self.move(bucket, have.states, final)
         local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
         grads[bucket.name] = FlatBuffer(local, bucket, move.states, have.mesh)
@@ -297,6 +302,12 @@ class Staging:
         """Buckets whose newest reduction compute has not waited for; None: it is not known which."""
         return None if self.completing else {slot.bucket.name for stage in self.busy for slot in stage.slots}
 
+    def touched(self, unit: Unit) -> None:
+        """The main weights of a unit are read once more: an update may have to wait for that, too."""
+        if self.reduced:
+            for bucket in unit.buckets:
+                self.reduced.pop(bucket.name, None)
+
     def settle(self) -> None:
         """Compute waits for every reduction; their staging is given back."""
         for mark in self.marks.values():
@@ -308,6 +319,7 @@ class Staging:
         for stage in self.stages.values():  # one may have been interrupted
             stage.values = None
         self.marks.clear()
+        self.reduced.clear()
         self.completing = False
         while self.busy:
             self.busy.popleft().give()

@@ -1,8 +1,15 @@
-"""What `step` asks of an optimizer, eagerly and traced: the update itself, and whether its result fits."""
+"""What `step` asks of an optimizer, eagerly and traced: the update itself, when and where, and whether its result fits.
+
+    reduce lane   ── bucket 3 ──┬── bucket 2 ──┬── bucket 1 ──┐
+    update lane                 └── update 3 ──┴── update 2 ──┴── update 1 ──┐
+    compute       ── backward of 2 ── of 1 ── of 0 ──                        └── the step is over
+
+That is `Schedule(overlap_update=True)`; else compute updates everything after the backward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +17,14 @@ import torch.utils._pytree as pytree
 
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer
+from ._lanes import Mark, Steps
 
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["check", "may_step", "put", "update"]
+__all__ = ["carry_out", "check", "may_step", "portions", "put", "update"]
+
+FILL = 1 << 25  # bytes of main weights: what an update on the lane takes at least, so that small units share a call
 
 
 def may_step(state: State, skip: torch.Tensor | None) -> None:
@@ -25,6 +35,61 @@ def may_step(state: State, skip: torch.Tensor | None) -> None:
         raise ScheduleError(
             "step: this state has no optimizer. Give one to shard(params, spec, optimizer), as fsdp.adamw(lr=3e-4)."
         )
+
+
+def carry_out(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None) -> tuple[Any, Any]:
+    """The update of all, eagerly: on GPUs in parts, as gradients come, if the optimizer is one for parts. A stream
+    waits, the host does not. Compute has waited for all of it at the end."""
+    executor = state.executor
+    if not (executor.run.cuda and getattr(state.optimizer, "by_bucket", False)):
+        executor.settle()
+        return update(state, executor.grads, main, skip)
+    left = main
+    if state.spec.schedule.overlap_update and skip is None:
+        left = _beside(state, main)
+    late = executor.staging.late()
+    early = {name: buffer for name, buffer in left.items() if late is not None and name not in late}
+    if early:  # while the others are on their way
+        update(state, executor.grads, early, skip)
+    executor.settle()
+    if rest := {name: buffer for name, buffer in left.items() if name not in early}:
+        update(state, executor.grads, rest, skip)
+    return main, state.opt
+
+
+def _beside(state: State, main: dict[str, FlatBuffer]) -> dict[str, FlatBuffer]:
+    """Update on a lane what only lanes have touched since its gradients came. Returns what is left for compute."""
+    run, staging, grads = state.executor.run, state.executor.staging, state.executor.grads
+    assert run.streams is not None
+    sizes = {name: main[name].local.nbytes for name in staging.reduced if main[name].sharded()}  # else compute reads it
+    for some in portions(sizes, FILL):
+        job = _portion(state, grads, {name: main[name] for name in some}, [staging.reduced[name] for name in some])
+        staging.marks["update"] = run.streams.run("update", job, None, None)
+    return {name: buffer for name, buffer in main.items() if name not in sizes}
+
+
+def _portion(state: State, grads: Any, main: dict[str, FlatBuffer], after: Sequence[Mark]) -> Steps:
+    for mark in after:
+        state.executor.run.wait(mark)  # the lane does: it is the current one
+    update(state, grads, main, None)
+    yield from ()
+
+
+def portions(sizes: Mapping[str, int], fill: int) -> list[list[str]]:
+    """Names in a row, divided into runs of `fill` bytes at least, but for the last one.
+
+    >>> portions({"a": 3, "b": 1, "c": 2, "d": 1}, 3)
+    [['a'], ['b', 'c'], ['d']]
+    """
+    found: list[list[str]] = []
+    room = 0
+    for name, nbytes in sizes.items():
+        if room <= 0:
+            found.append([])
+            room = fill
+        found[-1].append(name)
+        room -= nbytes
+    return found
 
 
 def update(state: State, reduced: Any, main: Any, skip: torch.Tensor | None) -> tuple[Any, Any]:

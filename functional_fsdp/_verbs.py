@@ -30,7 +30,7 @@ from ._gradients import of_tree, of_unit
 from ._layout import Unit
 from ._state import State, Token
 from ._tracing import LOWERING, tracing
-from ._update import check, may_step, put, update
+from ._update import carry_out, check, may_step, put
 from ._weights import gather, refresh, whole_of
 
 __all__ = ["changed", "finish", "reduce", "release", "step", "then", "unshard", "verb"]
@@ -136,6 +136,8 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
         ledger.enter(state.token.serial, "unshard")
         state = then(state, "unshard()")
         views: dict[str, torch.Tensor] = {}
+        if (executor := ledger.executor) is not None:
+            executor.staging.reduced.clear()  # compute reads main weights
         for bucket in state.layout.buckets.values():
             whole = whole_of(state, bucket)
             views |= leaves_of(bucket, gather(state, bucket) if whole is None else whole)
@@ -290,20 +292,12 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
     touched = [leaf for leaf in pytree.tree_leaves((main, state.opt)) if isinstance(leaf, torch.Tensor)]
     versions = [leaf._version for leaf in touched]
     ledger.runtime.compare(vote)
-    late = executor.staging.late() if executor.run.cuda and getattr(state.optimizer, "by_bucket", False) else None
-    if not late:
+    if not executor.run.cuda:
         executor.settle()
     ledger.runtime.confirm()
 
     try:
-        if late:  # the others first, while these are on their way; a stream waits for them, and cannot fail
-            early = {name: buffer for name, buffer in main.items() if name not in late}
-            update(state, executor.grads, early, skip)
-            executor.settle()
-            update(state, executor.grads, {name: main[name] for name in late}, skip)
-            new_main, new_opt = main, state.opt
-        else:
-            new_main, new_opt = update(state, executor.grads, main, skip)
+        new_main, new_opt = carry_out(state, main, skip)
         opt = state.opt
         same = new_main is main and all(main[name] is state.main[name] for name in trainable)
         if not same or new_opt is not opt:  # else it was all done in place
