@@ -44,6 +44,8 @@ The contestants take turns in rounds, in rotating order, so that drift of the ma
 ranks meet and devices are synchronized; a turn is `--steps` steps without a pause. Weights and data are random, never
 zeros, on which a GPU computes faster.
 
+This project's rows have `Schedule(overlap_update=True)`: nothing here reads weights between `reduce` and `step`.
+
 `--apart` runs groups of rows in processes of their own, one after another (`--apart rows`: each row), since some
 libraries exclude each other in one process, and not all rows of a large model fit beside each other. Each set of
 processes has the yardsticks beside its rows (`--yardsticks`), and all ratios are within one set. The table then has the

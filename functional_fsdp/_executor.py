@@ -261,7 +261,7 @@ class Executor:
         """Go on from these main gradients: a transform may have put others in the state's place."""
         if grads is not self.grads:
             self.grads = dict(grads or {})
-            self.staging.reduced.clear()
+            self.staging.touched()
 
     def reduce(self, unit: str, values: Values, last: bool, whole_tree: bool = False) -> None:
         """A unit's gradients, as `Unit.paths`, on their way into `grads`: now, or when their turn comes."""

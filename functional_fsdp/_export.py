@@ -34,6 +34,7 @@ def full_params(state: State) -> Any:
     """
     state.valid("full_params")
     state.token.ledger.look(state.token.serial)
+    state.token.ledger.touched()
     views: dict[str, torch.Tensor] = {}
     for name, bucket in state.layout.buckets.items():
         main = state.main[name]

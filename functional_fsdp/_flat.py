@@ -10,6 +10,7 @@ Gathers and reductions that a plan names are jobs on lanes of their own: see `_a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -25,7 +26,7 @@ from ._runtime import runtime_of
 from ._tracing import tracing
 from ._tree import register
 
-__all__ = ["FlatBuffer", "leaves_of", "make_room", "templates", "write_leaves", "zeros_like"]
+__all__ = ["FlatBuffer", "leaves_of", "make_room", "templates", "write_leaves", "zeros"]
 
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
 
@@ -162,15 +163,15 @@ def make_room(sizes: Iterable[int], device: torch.device) -> None:
     (PyTorch documentation, "CUDA semantics", memory management).
     """
     if device.type == "cuda":
-        torch.empty(sum(-(-n // BLOCK) * BLOCK for n in sizes), dtype=torch.uint8, device=device)
+        with suppress(torch.OutOfMemoryError):  # there may be room for each
+            torch.empty(sum(-(-n // BLOCK) * BLOCK for n in sizes), dtype=torch.uint8, device=device)
 
 
-def zeros_like(trees: int, buffers: dict[str, FlatBuffer]) -> list[dict[str, FlatBuffer]]:
-    """So many trees of zeros, each as `buffers`: what an optimizer keeps beside main weights."""
-    locals_ = [buffer.local for buffer in buffers.values()]
-    if locals_:
-        make_room([local.nbytes for local in locals_] * trees, locals_[0].device)
-    return [{name: b.but(torch.zeros_like(b.local)) for name, b in buffers.items()} for _ in range(trees)]
+def zeros(like: dict[str, FlatBuffer], trees: int = 1) -> list[dict[str, FlatBuffer]]:
+    """So many trees of zeros: what an optimizer keeps beside main weights."""
+    for device in {buffer.local.device for buffer in like.values()}:
+        make_room([buffer.local.nbytes for buffer in like.values()] * trees, device)
+    return [{name: b.but(torch.zeros_like(b.local)) for name, b in like.items()} for _ in range(trees)]
 
 
 @lru_cache(maxsize=65536)

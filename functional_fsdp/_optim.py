@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ._errors import SpecError
-from ._flat import FlatBuffer, zeros_like
+from ._flat import FlatBuffer, zeros
 from ._tracing import tracing
 
 __all__ = ["AdamState", "AdamW", "Optimizer", "Sgd", "adamw", "as_optimizer", "from_updates", "sgd"]
@@ -32,8 +32,9 @@ PerLabel = float | Mapping[str, float]
 class Optimizer(NamedTuple):
     """A pair of pure functions; any object with these two attributes will do.
 
-    `by_bucket = True` says that an update of some buckets of `main` touches those only, in place: then `step` begins
-    with those whose gradients are there. An optimizer may have a third function, `update_unless(skip, grads, opt, main,
+    `by_bucket = True` says that an update of some buckets of `main` touches those only, in place: then on GPUs `step`
+    calls it several times, on some buckets each, as their gradients come; with `Schedule(overlap_update=True)` on
+    another stream. An optimizer may have a third function, `update_unless(skip, grads, opt, main,
     count)`, which changes nothing where the bool tensor `skip` [] is true; `step(skip=)` else copies what it may have
     to put back.
 
@@ -110,7 +111,7 @@ class AdamState(NamedTuple):
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019) on torch's fused kernel: one launch a label, for all buckets."""
+    """AdamW (Loshchilov and Hutter 2019) on torch's fused kernel: one launch a label, for all buckets of a call."""
 
     lr: Any
     betas: tuple[float, float]
@@ -120,7 +121,7 @@ class AdamW:
 
     def init(self, main: Tree) -> AdamState:
         _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
-        return AdamState(*zeros_like(2, main))
+        return AdamState(*zeros(main, 2))
 
     def update(self, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor) -> tuple[Tree, AdamState]:
         return self.update_unless(None, grads, opt, main, count)
@@ -171,7 +172,7 @@ class Sgd:
 
     def init(self, main: Tree) -> Tree | tuple[()]:
         _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
-        return zeros_like(1, main)[0] if self.momentum else ()
+        return zeros(main)[0] if self.momentum else ()
 
     def update(self, grads: Tree, opt: Tree | tuple[()], main: Tree, count: torch.Tensor) -> tuple[Tree, Any]:
         return self.update_unless(None, grads, opt, main, count)

@@ -1,12 +1,13 @@
 """Runtime: the lanes and communicators of one mesh, the log of what was issued, and how ranks that parted meet again.
 
-Every lane has a communicator of its own on every axis, so that gathers and reductions are never ordered behind each
-other, and so that a user's own collectives on the mesh are never paired with ours.
+Every lane with collectives has a communicator of its own on every axis, so that gathers and reductions are never
+ordered behind each other, and so that a user's own collectives on the mesh are never paired with ours.
 
     lane      collectives
     gather    all-gather of weights; or barriers, where ranks read each other's memory
     reduce    reduce-scatter and all-reduce of gradients; or barriers
     outer     what follows on a second axis of the mesh
+    update    none: an optimizer, beside the backward
     side      what no plan names: whole trees, exports, metrics; on the compute lane's stream
     control   (all ranks of the mesh; the host) the vote before `step` commits; uses outside the plan
 """

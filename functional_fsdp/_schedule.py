@@ -40,9 +40,11 @@ class Schedule:
         zero_cta: of "symmetric": gathers by the copy engines, which leave the multiprocessors to compute.
         overlap_update: on GPUs, `step` updates a bucket from the moment when its gradient is reduced, on a lane of its
             own, beside what is left of the backward; in a CUDA graph, and wherever the host is ahead of the device.
-            Then main weights and optimizer state are not to be read between `reduce` and `step`: they may be new
-            already. It is for optimizers that have `by_bucket`; where gradients are looked at before `step`, as
-            clipping does, all of them are there first.
+            Then between `reduce` and `step` main weights, optimizer state and whatever an update reads beside them (a
+            tensor that a learning rate is computed from) are neither to be read nor to be changed: they may be new
+            already. It is for optimizers that have `by_bucket` and for sharded main weights; where something looks at
+            all gradients or weights before `step`, as clipping or `unshard(state)` does, the update follows it as ever.
+            A step that is traced is the compiler's to order.
 
     Raises:
         SpecError: a value of the wrong kind, a negative depth or budget, an empty order or group, a group that

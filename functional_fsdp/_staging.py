@@ -58,7 +58,8 @@ class Staging:
         self.completing = False  # whether something beside them is under way
         self.moves: dict[tuple[str, States, States, bool], Move] = {}
         self.marks: dict[str, Mark] = {}  # the end of what is newest, by the lane that it ends on
-        self.reduced: dict[str, Mark] = {}  # buckets that only lanes have touched since, oldest first, and from when on
+        #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients
+        self.reduced: dict[str, Mark] = {}
 
     def reduce(
         self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object
@@ -149,11 +150,12 @@ class Staging:
         if have.states == final:
             return
         self.completing = True
-        self.reduced.pop(bucket.name, None)
         move = self.move(bucket, have.states, final)
         local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
         grads[bucket.name] = FlatBuffer(local, bucket, move.states, have.mesh)
-        self._submit([self._complete(bucket, move, have.local, local)], [move], self.run.mark(), ordered=True)
+        job = self._complete(bucket, move, have.local, local)
+        self.reduced.pop(bucket.name, None)
+        self.reduced[bucket.name] = self._submit([job], [move], self.run.mark(), ordered=True)
 
     def _complete(self, bucket: Bucket, move: Move, have: torch.Tensor, out: torch.Tensor) -> Steps:
         wire = have.to(move.issued[0][0].dtype) if move.issued else have
@@ -302,9 +304,11 @@ class Staging:
         """Buckets whose newest reduction compute has not waited for; None: it is not known which."""
         return None if self.completing else {slot.bucket.name for stage in self.busy for slot in stage.slots}
 
-    def touched(self, unit: Unit) -> None:
-        """The main weights of a unit are read once more: an update may have to wait for that, too."""
-        if self.reduced:
+    def touched(self, unit: Unit | None = None) -> None:
+        """The main weights of a unit, or all of the state, are read once more: an update has to wait for that, too."""
+        if unit is None:
+            self.reduced.clear()
+        elif self.reduced:
             for bucket in unit.buckets:
                 self.reduced.pop(bucket.name, None)
 

@@ -131,6 +131,11 @@ class Ledger:
         if serial == self.base and self.begun and self.epoch == self.runtime.epoch:
             self.runtime.restart(self.number)
 
+    def touched(self) -> None:
+        """Compute reads what the state owns, perhaps in the middle of a step, whose updates have to wait for that."""
+        if self.executor is not None:
+            self.executor.staging.touched()
+
     def rest(self, verb: str) -> None:
         """The step so far only looked at weights: back to the base, which every rank goes on from."""
         if self.head != self.base:
@@ -297,6 +302,7 @@ class State:
             raise StaleStateError(
                 f"{what}: this State is in the middle of a step. Use the state before the step, or after step()."
             )
+        self.token.ledger.touched()
 
     # ---- copies
 

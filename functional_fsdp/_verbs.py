@@ -136,8 +136,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
         ledger.enter(state.token.serial, "unshard")
         state = then(state, "unshard()")
         views: dict[str, torch.Tensor] = {}
-        if (executor := ledger.executor) is not None:
-            executor.staging.reduced.clear()  # compute reads main weights
+        ledger.touched()
         for bucket in state.layout.buckets.values():
             whole = whole_of(state, bucket)
             views |= leaves_of(bucket, gather(state, bucket) if whole is None else whole)

@@ -1,0 +1,166 @@
+"""Which updates may run beside the backward, and that they are the same ones. Streams: tests/gpu/test_update.py."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import LOOPS, batch, mesh_and_placement, net
+
+import functional_fsdp as fsdp
+from functional_fsdp import Schedule, TreeError, launch
+from functional_fsdp._update import _beside, _in_place, portions
+
+PRESETS = ("zero3", "zero2", "zero1", "hsdp", "hfsdp", "ddp")
+
+
+@given(st.lists(st.integers(0, 50), max_size=20), st.integers(1, 100))
+def test_portions_are_runs_that_are_just_full(sizes: list[int], fill: int) -> None:
+    named = {f"b{i}": nbytes for i, nbytes in enumerate(sizes)}
+    found = portions(named, fill)
+    assert [name for some in found for name in some] == list(named)
+    assert all(found)
+    for some in found[:-1]:
+        assert sum(named[name] for name in some) >= fill
+        assert sum(named[name] for name in some[:-1]) < fill
+
+
+# ---------------------------------------------------------------- which
+
+
+def reduced(preset: str, flags: tuple[bool, ...]) -> fsdp.State:
+    """A state with all its gradients on their way, whose `step` comes next."""
+    mesh, placement = mesh_and_placement(preset)
+    params, model = fsdp.functionalize(net(torch.float32))
+    spec = fsdp.Spec(mesh, placement, schedule=Schedule(overlap_update=True))
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2, weight_decay=0.1))
+    for k, last in enumerate(flags):
+        state, _ = LOOPS["by_unit"](model, state, batch(0, dist.get_rank(), k), last)
+    state.executor.finish(state)
+    return state
+
+
+def waited_for(preset: str, flags: tuple[bool, ...]) -> tuple[set[str], set[str]]:
+    state = reduced(preset, flags)
+    return set(state.executor.staging.reduced), set(state.layout.trainable)
+
+
+@pytest.mark.parametrize("flags", [(True,), (False, True), (True, True), (False, False)], ids=str)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_gradient_has_a_mark_of_its_own(preset: str, flags: tuple[bool, ...]) -> None:
+    for found, trainable in launch(waited_for, 4, preset, flags):
+        assert found == trainable
+
+
+def looked(how: str) -> tuple[int, int]:
+    base_and_state: list[fsdp.State] = []
+    mesh, placement = mesh_and_placement("zero3")
+    params, model = fsdp.functionalize(net(torch.float32))
+    base = fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.adamw(lr=1e-2))
+    state, _ = LOOPS["by_unit"](model, base, batch(0, dist.get_rank()), True)
+    base_and_state += [base, state]
+    staging = state.executor.staging
+    before = len(staging.reduced)
+    if how == "unshard":
+        state, _ = fsdp.unshard(state)
+    elif how == "outside":
+        with pytest.warns(UserWarning, match="not what the schedule expects"):
+            state, _ = fsdp.unshard(state, "tail", outside=True)
+    elif how == "full_params":
+        fsdp.full_params(state)
+    elif how == "copy":
+        copy.deepcopy(base)
+    elif how == "finish":
+        state = fsdp.finish(state)
+    elif how == "other gradients":
+        state = state.evolve(grads=pytree.tree_map(lambda g: 2 * g, state.grads))
+        state.executor.adopt(state.grads)
+    after = len(staging.reduced)
+    fsdp.step(state)
+    assert not staging.reduced
+    return before, after
+
+
+@pytest.mark.parametrize("how", ["unshard", "full_params", "copy", "finish", "other gradients"])
+def test_whoever_looks_at_weights_or_gradients_comes_before_the_update(how: str) -> None:
+    for before, after in launch(looked, 2, how):
+        assert before > 0
+        assert after == 0
+
+
+def test_a_unit_that_is_gathered_once_more_is_updated_after_that() -> None:
+    for before, after in launch(looked, 2, "outside"):
+        assert 0 < after < before
+
+
+# ---------------------------------------------------------------- how
+
+
+class AtOnce:
+    """Streams of a machine that has none: a lane's job is done when it is given."""
+
+    def __init__(self) -> None:
+        self.jobs: list[str] = []
+
+    def run(self, lane: str, job: Any, after: Any, mark: Any) -> None:
+        self.jobs.append(lane)
+        assert [*job] == []
+
+
+def updated(preset: str, flags: tuple[bool, ...]) -> tuple[int, int, bool]:
+    """How many buckets the lane takes and leaves, and whether it does as `step` does."""
+    state, twin = reduced(preset, flags), reduced(preset, flags)
+    twin = fsdp.step(twin)
+    run = state.executor.run
+    run.streams = streams = AtOnce()  # type: ignore[assignment]
+    try:
+        main = {name: state.main[name] for name in state.layout.trainable}
+        left = _beside(state, main)
+    finally:
+        run.streams = None
+    assert set(streams.jobs) <= {"update"}
+    state.executor.settle()
+    if left:
+        _in_place(state, state.executor.grads, left)
+    pairs = zip(*(pytree.tree_leaves((one.main, one.opt)) for one in (state, twin)), strict=True)
+    same = all(torch.equal(a, b) for a, b in pairs)
+    return len(main) - len(left), len(left), same
+
+
+@pytest.mark.parametrize("flags", [(True,), (False, True)], ids=str)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_update_on_the_lane_is_that_of_a_step(preset: str, flags: tuple[bool, ...]) -> None:
+    for taken, left, same in launch(updated, 4, preset, flags):
+        assert same
+        assert (taken == 0, left == 0) == ((True, False) if preset == "ddp" else (False, True))
+
+
+def returned(change: Callable[[Any], Any]) -> str:
+    class Elsewhere:
+        by_bucket = True
+
+        def init(self, main: Any) -> Any:
+            return ()
+
+        def update(self, grads: Any, opt: Any, main: Any, count: torch.Tensor) -> Any:
+            return pytree.tree_map(change, main), opt
+
+    state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh()), Elsewhere())
+    state = fsdp.reduce(state, {"w": torch.ones(4)})
+    try:
+        _in_place(state, state.executor.grads, dict(state.main))
+    except TreeError as error:
+        return str(error)
+    return ""
+
+
+def test_an_update_by_bucket_that_is_not_in_place_is_refused() -> None:
+    assert "Elsewhere says by_bucket = True, and its update returned other tensors" in returned(lambda p: p + 1)
+    assert returned(lambda p: p.add_(1)) == ""
