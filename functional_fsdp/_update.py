@@ -40,8 +40,9 @@ def may_step(state: State, skip: torch.Tensor | None) -> None:
 def carry_out(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None) -> tuple[Any, Any]:
     """The update of all, eagerly: on GPUs in parts, as gradients come, if the optimizer is one for parts. A stream
     waits, the host does not. Compute has waited for all of it at the end."""
-    executor = state.executor
-    if not (executor.run.cuda and getattr(state.optimizer, "by_bucket", False)):
+    executor, optimizer = state.executor, state.optimizer
+    in_parts = getattr(optimizer, "by_bucket", False) and (skip is None or hasattr(optimizer, "update_unless"))
+    if not (executor.run.cuda and in_parts):
         executor.settle()
         return update(state, executor.grads, main, skip)
     left = main

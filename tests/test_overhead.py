@@ -49,8 +49,9 @@ def host_time() -> float:
 
 def test_the_schedule_takes_less_than_60_microseconds_a_unit_and_step() -> None:
     found: list[float] = []
-    for _ in range(3):  # the machine may do something else for a while
+    for _ in range(8):  # the machine may do something else for a while
         found += launch(host_time, 2)
         if min(found) < 60:
             return
+        time.sleep(2)
     raise AssertionError(f"{found} µs")

@@ -16,7 +16,7 @@ from problems import LOOPS, batch, mesh_and_placement, net
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, TreeError, launch
-from functional_fsdp._update import _beside, _in_place, portions
+from functional_fsdp._update import _beside, _in_place, carry_out, portions
 
 PRESETS = ("zero3", "zero2", "zero1", "hsdp", "hfsdp", "ddp")
 
@@ -140,6 +140,55 @@ def test_an_update_on_the_lane_is_that_of_a_step(preset: str, flags: tuple[bool,
     for taken, left, same in launch(updated, 4, preset, flags):
         assert same
         assert (taken == 0, left == 0) == ((True, False) if preset == "ddp" else (False, True))
+
+
+class Plain:
+    """Gradient descent by bucket, which knows nothing of skipping."""
+
+    by_bucket = True
+
+    def init(self, main: Any) -> Any:
+        return ()
+
+    def update(self, grads: Any, opt: Any, main: Any, count: torch.Tensor) -> Any:
+        for name, buffer in main.items():
+            buffer.local.sub_(grads[name].local)
+        return main, opt
+
+
+def as_on_gpus(optimizer: Any, overlapped: bool, skip: bool | None) -> tuple[bool, int]:
+    """Whether an update in parts is that of a step, and how many portions of it the lane gets."""
+
+    def made() -> fsdp.State:
+        spec = fsdp.Spec(fsdp.local_mesh(), schedule=Schedule(overlap_update=overlapped))
+        params = {f"w{i}": torch.full((5,), float(i)) for i in range(4)}
+        state = fsdp.shard(params, spec, optimizer)
+        for unit in reversed(state.units):
+            grads = {key: torch.ones(5) for key in state.layout.by_name[unit].keys}
+            state = fsdp.reduce(state, grads, unit)
+        return state
+
+    given = None if skip is None else torch.tensor(skip)
+    state, twin = made(), fsdp.step(made(), skip=given)
+    state.executor.finish(state)
+    run, streams = state.executor.run, AtOnce()
+    run.cuda, run.streams = True, streams  # type: ignore[assignment]
+    try:
+        main = {name: state.main[name] for name in state.layout.trainable}
+        new, opt = carry_out(state, main, given)
+    finally:
+        run.cuda, run.streams = False, None
+    pairs = zip(*(pytree.tree_leaves(one) for one in ((new, opt), (twin.main, twin.opt))), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs), len(streams.jobs)
+
+
+@pytest.mark.parametrize("skip", [None, False, True])
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("optimizer", [Plain(), fsdp.adamw(lr=0.1)], ids=["plain", "adamw"])
+def test_an_update_in_parts_is_that_of_a_step(optimizer: Any, overlapped: bool, skip: bool | None) -> None:
+    for same, taken in launch(as_on_gpus, 2, optimizer, overlapped, skip):
+        assert same
+        assert (taken > 0) == (overlapped and skip is None)
 
 
 def returned(change: Callable[[Any], Any]) -> str:
