@@ -20,7 +20,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from ._errors import SpecError
 from ._lanes import Issued
-from ._layout import Bucket
+from ._layout import Bucket, aligned
 from ._route import Axis, Replicate, Shard, States, route
 from ._runtime import runtime_of
 from ._tracing import tracing
@@ -164,7 +164,7 @@ def make_room(sizes: Iterable[int], device: torch.device) -> None:
     """
     if device.type == "cuda":
         with suppress(torch.OutOfMemoryError):  # there may be room for each
-            torch.empty(sum(-(-n // BLOCK) * BLOCK for n in sizes), dtype=torch.uint8, device=device)
+            torch.empty(sum(aligned(n, BLOCK) for n in sizes), dtype=torch.uint8, device=device)
 
 
 def zeros(like: dict[str, FlatBuffer], trees: int = 1) -> list[dict[str, FlatBuffer]]:

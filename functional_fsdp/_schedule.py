@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from ._errors import SpecError
@@ -124,10 +124,9 @@ class Schedule:
         return self._but(transport=transport)
 
     def _but(self, **changes: Any) -> Schedule:
-        prefetch = self.prefetch if isinstance(self.prefetch, int) else dict(self.prefetch)
-        now = {"order": self.order, "prefetch": prefetch, "keep": self.keep, "debug": self.debug,
-               "transport": self.transport, "zero_cta": self.zero_cta,
-               "overlap_update": self.overlap_update}  # fmt: skip
+        now = {field.name: getattr(self, field.name) for field in fields(self)}
+        if not isinstance(self.prefetch, int):
+            now["prefetch"] = dict(self.prefetch)
         return Schedule(**(now | changes))
 
     def __str__(self) -> str:

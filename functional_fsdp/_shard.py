@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 
 from ._errors import SpecError, TreeError
 from ._flat import FlatBuffer, make_room
-from ._layout import Bucket, Layout, LeafInfo, plan_layout
+from ._layout import Layout, LeafInfo, plan_layout
 from ._optim import as_optimizer
 from ._route import states_of
 from ._runtime import Runtime, runtime_of
@@ -168,7 +168,7 @@ def build(
         for unit in plan.units:
             values = fetch(unit)
             for bucket in unit.buckets:
-                _fill(bucket, values, *main[bucket.name].span(), main[bucket.name].local)
+                _fill(main[bucket.name], values)
             del values
         weights: dict[str, FlatBuffer] = {}
         for name, bucket in plan.buckets.items():
@@ -186,13 +186,14 @@ def build(
     return State(main, weights or (), (), opt, buffers, count, rng, (), *static).prepared()
 
 
-def _fill(bucket: Bucket, values: Any, start: int, stop: int, local: torch.Tensor) -> None:
-    """Copy what of the leaves lies in [start, stop) of the bucket, as `local` does. Never builds the whole bucket."""
-    for leaf in bucket.leaves:
+def _fill(buffer: FlatBuffer, values: Any) -> None:
+    """Copy what of the leaves lies in this rank's part of a bucket. Never builds the whole bucket."""
+    start, stop = buffer.span()
+    for leaf in buffer.bucket.leaves:
         a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
         if a < b:
             flat = values[leaf.path].detach().reshape(-1)
-            local[a - start : b - start].copy_(flat[a - leaf.offset : b - leaf.offset])
+            buffer.local[a - start : b - start].copy_(flat[a - leaf.offset : b - leaf.offset])
 
 
 def _checksums(paths: Sequence[str], values: dict[str, torch.Tensor]) -> list[str]:

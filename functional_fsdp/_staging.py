@@ -19,7 +19,7 @@ partial (see `Placement`); `complete` reduces the rest.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from itertools import chain
 from typing import Any
 
@@ -58,7 +58,8 @@ class Staging:
         self.completing = False  # whether something beside them is under way
         self.moves: dict[tuple[str, States, States, bool], Move] = {}
         self.marks: dict[str, Mark] = {}  # the end of what is newest, by the lane that it ends on
-        #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients
+        #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients. Where
+        #: updates do not overlap it stays empty
         self.reduced: dict[str, Mark] = {}
 
     def reduce(
@@ -71,7 +72,7 @@ class Staging:
             oldest = self.busy.popleft()
             self.run.wait(oldest.done)
             oldest.give()
-        self._let_go(list(self.busy))
+        self._let_go(self.busy)
         stage.take()
         jobs: list[Steps] = []
         moves: list[Move] = []
@@ -92,9 +93,7 @@ class Staging:
         else:
             stage.write(values)
         stage.done = self._submit(jobs, moves, stage.ready, stage.done, first=first)
-        for slot in stage.slots:
-            self.reduced.pop(slot.bucket.name, None)
-            self.reduced[slot.bucket.name] = stage.done
+        self._newest([slot.bucket for slot in stage.slots], stage.done)
         self.busy.append(stage)  # not before: if issuing it is interrupted, its bytes may be written to, and must stay
         for bucket in partial:
             self.complete(bucket, grads)
@@ -103,9 +102,9 @@ class Staging:
         """A unit is asked for. Gradients that were staged some uses ago are let go: it may be a forward, and long."""
         for stage in self.busy:
             stage.age += 1
-        self._let_go([stage for stage in self.busy if stage.age > OLD])
+        self._let_go(stage for stage in self.busy if stage.age > OLD)
 
-    def _let_go(self, stages: list[Stage]) -> None:
+    def _let_go(self, stages: Iterable[Stage]) -> None:
         """Compute waits until their values were copied, which then are free."""
         for stage in stages:
             if stage.values is not None:
@@ -154,8 +153,7 @@ class Staging:
         local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
         grads[bucket.name] = FlatBuffer(local, bucket, move.states, have.mesh)
         job = self._complete(bucket, move, have.local, local)
-        self.reduced.pop(bucket.name, None)
-        self.reduced[bucket.name] = self._submit([job], [move], self.run.mark(), ordered=True)
+        self._newest([bucket], self._submit([job], [move], self.run.mark(), ordered=True))
 
     def _complete(self, bucket: Bucket, move: Move, have: torch.Tensor, out: torch.Tensor) -> Steps:
         wire = have.to(move.issued[0][0].dtype) if move.issued else have
@@ -303,6 +301,13 @@ class Staging:
     def late(self) -> set[str] | None:
         """Buckets whose newest reduction compute has not waited for; None: it is not known which."""
         return None if self.completing else {slot.bucket.name for stage in self.busy for slot in stage.slots}
+
+    def _newest(self, buckets: list[Bucket], mark: Mark) -> None:
+        """The gradients of these are there from this mark on."""
+        if self.plan.schedule.overlap_update:
+            for bucket in buckets:
+                self.reduced.pop(bucket.name, None)
+                self.reduced[bucket.name] = mark
 
     def touched(self, unit: Unit | None = None) -> None:
         """The main weights of a unit, or all of the state, are read once more: an update has to wait for that, too."""

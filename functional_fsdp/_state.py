@@ -296,7 +296,8 @@ class State:
         self.token.ledger.valid(self.token.serial, what)
 
     def resting(self, what: str) -> None:
-        """Raise StaleStateError unless this is a valid state between steps, as whoever copies or saves it needs."""
+        """Raise StaleStateError unless this is a valid state between steps, as whoever copies or saves it needs; an
+        update comes after what is read from here on."""
         self.valid(what)
         if not self.between_steps:
             raise StaleStateError(

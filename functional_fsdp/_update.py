@@ -52,15 +52,15 @@ def carry_out(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | No
     early = {name: buffer for name, buffer in left.items() if late is not None and name not in late}
     if early:  # while the others are on their way
         executor.run.wait(executor.newest)  # a gather may be reading weights still
-        _in_place(state, executor.grads, early, skip)
+        _in_place(state, early, skip)
     executor.settle()
     if rest := {name: buffer for name, buffer in left.items() if name not in early}:
-        _in_place(state, executor.grads, rest, skip)
+        _in_place(state, rest, skip)
     return main, state.opt
 
 
-def _in_place(state: State, grads: Any, main: dict[str, FlatBuffer], skip: torch.Tensor | None = None) -> None:
-    new, _ = update(state, grads, main, skip)
+def _in_place(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None = None) -> None:
+    new, _ = update(state, state.executor.grads, main, skip)
     if new is not main and any(new[name].local is not buffer.local for name, buffer in main.items()):
         raise TreeError(
             f"step: {type(state.optimizer).__name__} says by_bucket = True, and its update returned other tensors than "
@@ -70,12 +70,12 @@ def _in_place(state: State, grads: Any, main: dict[str, FlatBuffer], skip: torch
 
 def _beside(state: State, main: dict[str, FlatBuffer]) -> dict[str, FlatBuffer]:
     """Update on a lane what only lanes have touched since its gradients came. Returns what is left for compute."""
-    run, staging, grads = state.executor.run, state.executor.staging, state.executor.grads
+    run, staging = state.executor.run, state.executor.staging
     assert run.streams is not None
     sizes = {name: main[name].local.nbytes for name in staging.reduced if main[name].sharded()}  # else compute reads it
     try:
         for some in portions(sizes, FILL):
-            job = _portion(state, grads, {name: main[name] for name in some}, [staging.reduced[name] for name in some])
+            job = _portion(state, {name: main[name] for name in some}, [staging.reduced[name] for name in some])
             staging.marks["update"] = run.streams.run("update", job, None, None)
     except BaseException:  # what it has begun writes to the state, which may be let go now
         run.streams.current().wait_stream(run.streams.lanes["update"])
@@ -83,10 +83,10 @@ def _beside(state: State, main: dict[str, FlatBuffer]) -> dict[str, FlatBuffer]:
     return {name: buffer for name, buffer in main.items() if name not in sizes}
 
 
-def _portion(state: State, grads: Any, main: dict[str, FlatBuffer], after: Sequence[Mark]) -> Steps:
+def _portion(state: State, main: dict[str, FlatBuffer], after: Sequence[Mark]) -> Steps:
     for mark in after:
         state.executor.run.wait(mark)  # the lane does: it is the current one
-    _in_place(state, grads, main)
+    _in_place(state, main)
     yield from ()
 
 

@@ -291,7 +291,7 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
     touched = [leaf for leaf in pytree.tree_leaves((main, state.opt)) if isinstance(leaf, torch.Tensor)]
     versions = [leaf._version for leaf in touched]
     ledger.runtime.compare(vote)
-    if not executor.run.cuda:
+    if not executor.run.cuda:  # the host waits there, which may fail: before all commit
         executor.settle()
     ledger.runtime.confirm()
 

@@ -60,12 +60,11 @@ def test_every_gradient_has_a_mark_of_its_own(preset: str, flags: tuple[bool, ..
 
 
 def looked(how: str) -> tuple[int, int]:
-    base_and_state: list[fsdp.State] = []
     mesh, placement = mesh_and_placement("zero3")
     params, model = fsdp.functionalize(net(torch.float32))
-    base = fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.adamw(lr=1e-2))
+    spec = fsdp.Spec(mesh, placement, schedule=Schedule(overlap_update=True))
+    base = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
     state, _ = LOOPS["by_unit"](model, base, batch(0, dist.get_rank()), True)
-    base_and_state += [base, state]
     staging = state.executor.staging
     before = len(staging.reduced)
     if how == "unshard":
@@ -128,7 +127,7 @@ def updated(preset: str, flags: tuple[bool, ...]) -> tuple[int, int, bool]:
     assert set(streams.jobs) <= {"update"}
     state.executor.settle()
     if left:
-        _in_place(state, state.executor.grads, left)
+        _in_place(state, left)
     pairs = zip(*(pytree.tree_leaves((one.main, one.opt)) for one in (state, twin)), strict=True)
     same = all(torch.equal(a, b) for a, b in pairs)
     return len(main) - len(left), len(left), same
@@ -204,7 +203,7 @@ def returned(change: Callable[[Any], Any]) -> str:
     state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh()), Elsewhere())
     state = fsdp.reduce(state, {"w": torch.ones(4)})
     try:
-        _in_place(state, state.executor.grads, dict(state.main))
+        _in_place(state, dict(state.main))
     except TreeError as error:
         return str(error)
     return ""

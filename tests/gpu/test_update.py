@@ -34,9 +34,9 @@ class Chain(nn.Module):
         )
 
 
-def made(transport: Any, overlapped: bool, kept: bool = False) -> tuple[fsdp.State, Any, torch.Tensor]:
+def made(transport: Any, overlapped: bool) -> tuple[fsdp.State, Any, torch.Tensor]:
     gc.collect()
-    schedule = Schedule(transport=transport, overlap_update=overlapped, keep="all" if kept else None)
+    schedule = Schedule(transport=transport, overlap_update=overlapped)
     spec = fsdp.Spec(fsdp.local_mesh(), precision=fsdp.Precision(compute=torch.bfloat16), schedule=schedule)
     rate = lambda count: 1e-4 * ((count + 1) / 4).clamp(max=1.0)  # noqa: E731
     state, model = fsdp.init(Chain, spec, fsdp.adamw(lr=rate, weight_decay=0.1), seed=0)
