@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -117,10 +118,13 @@ def megatron(model: nn.Module, setting: Setting) -> Step:
         main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=setting.wire or setting.dtype
     )
     cast(model, setting.dtype)  # compute's dtype is the module's there
+    *units, _ = replace(setting, compiled=False).modules(model)  # the head is left to the root, which keeps it gathered
+    if setting.compiled:
+        for module in chain(*units[1:]):  # the layers; not `compile()`, which would take its hooks in
+            module.forward = torch.compile(module.forward, dynamic=False)
     parallel = peer.fully_shard_model(
         module=model,
-        # classes: the head is left to the root, which keeps it gathered, as the others do
-        fsdp_unit_modules=list({type(module) for module in chain(*setting.modules(model)[:-1])}),
+        fsdp_unit_modules=list({type(module) for module in chain(*units)}),
         zero_dp_strategy=strategy,
         mixed_precision_policy=policy,
         device=torch.device("cuda", torch.cuda.current_device()),

@@ -225,6 +225,7 @@ CONTESTANTS = {
     "DDP": Contestant(ddp, "peer", "peers"),
     "DDP compiled": Contestant(varied(ddp, compiled=True), "peer", "peers compiled"),
     "Megatron-FSDP": Contestant(megatron, "peer", "Megatron-FSDP"),
+    "Megatron-FSDP compiled": Contestant(varied(megatron, compiled=True), "peer", "Megatron-FSDP"),
     "resident": Contestant(resident, "bound", "bound"),
     "resident compiled": Contestant(varied(resident, compiled=True), "bound", "bound"),
     "resident graph compiled": Contestant(varied(resident, compiled=True, graph=True), "bound", "bound"),
@@ -254,7 +255,7 @@ def missing(name: str, model: str, config: Config, cuda: bool, placement: str) -
         return "needs GPUs"
     if name.startswith("DDP") and model == "6.7b":
         return "6.7 B parameters with their AdamW state take 100 GiB and more on every rank"
-    if name == "Megatron-FSDP":
+    if name.startswith("Megatron-FSDP"):
         if find_spec("megatron_fsdp") is None:
             return "not installed (pip install megatron-fsdp)"
         if not cuda or placement in ("hsdp", "hfsdp"):

@@ -31,7 +31,8 @@
 | FSDP2 compiled  | with `layer.compile()`; also "FSDP2 tuned compiled"                                              |
 | DDP             | `DistributedDataParallel`; with bfloat16, of a bfloat16 copy, and float32 main weights beside it |
 | DDP compiled    | with `layer.compile()`                                                                           |
-| Megatron-FSDP   | `megatron_fsdp.fully_shard_model` where that package is installed, and GPUs                      |
+| Megatron-FSDP   | `megatron_fsdp.fully_shard_model` where that package is installed, and GPUs; also with layers'   |
+|                 | `forward` compiled, "Megatron-FSDP compiled"                                                     |
 | resident        | what no sharding can beat: whole weights stay in place, nothing is sent, and each rank updates   |
 |                 | its share of main weights; the weights that compute sees never change. "resident compiled" and   |
 |                 | "resident graph compiled" too                                                                    |
@@ -42,7 +43,8 @@ driven there. Models are in `_benchmark_models.py`, rows in `_benchmark_rows.py`
 
 The contestants take turns in rounds, in rotating order, so that drift of the machine meets all of them. Before a turn
 ranks meet and devices are synchronized; a turn is `--steps` steps without a pause. Weights and data are random, never
-zeros, on which a GPU computes faster.
+zeros, on which a GPU computes faster. Weights begin as numbers of the compute dtype, since Megatron-FSDP's can begin as
+nothing else.
 
 This project's rows have `Schedule(overlap_update=True)`: nothing here reads weights between `reduce` and `step`.
 
@@ -116,6 +118,9 @@ class Runner:
             torch.manual_seed(0)
             with meter.device:
                 model = config.build()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(p.to(setting.dtype))
             self.step = CONTESTANTS[name].build(model, setting)
             del model
             self.run(1)  # after the first step optimizers have their state

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
     from ._runtime import Runtime
 
@@ -68,7 +66,7 @@ class Board:
             os.close(fd)
         return board if shared else None
 
-    def largest(self, ballot: torch.Tensor) -> Iterator[list[Any] | str]:
+    def largest(self, ballot: Any) -> Iterator[list[Any] | str]:
         """`ballot` [value, -value] -> [the largest, minus the smallest] of all ranks' values. One work, as gloo's."""
         posted = Posted(self, int(ballot[0]))
         yield [posted]

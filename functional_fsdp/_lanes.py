@@ -137,6 +137,9 @@ class Streams:
         self.device = device
         self.lanes = {name: torch.cuda.Stream(device, priority=-1) for name in names}
         self.known = torch.cuda.current_stream(device)
+        self.used: set[str] = set()  # lanes that were given something since the last graph
+        self.behind: set[str] = set()  # lanes that have yet to wait for it
+        self.graph = torch.cuda.Event()  # its end
 
     def current(self) -> torch.cuda.Stream:
         found = torch._C._cuda_getCurrentStream(self.device.index)
@@ -152,13 +155,29 @@ class Streams:
     @contextmanager
     def joined(self) -> Iterator[None]:
         """What the current stream is given inside comes after all that lanes have, and before what they are given next:
-        a graph has parts on lanes, which would else run beside another lineage's."""
+        a graph has parts on lanes, which would else run beside another lineage's. Lanes wait when they are used."""
         home = self.current()
-        for stream in self.lanes.values():
-            home.wait_stream(stream)
+        home.wait_event(self.graph)
+        for name in self.used:
+            home.wait_stream(self.lanes[name])
+        self.used.clear()
         yield
-        for stream in self.lanes.values():
-            stream.wait_stream(home)
+        self.graph.record(home)
+        self.behind.update(self.lanes)
+
+    def lane(self, name: str) -> torch.cuda.Stream:
+        """A lane, to be given something."""
+        self.used.add(name)
+        stream = self.lanes[name]
+        if name in self.behind:
+            self.behind.discard(name)
+            stream.wait_event(self.graph)
+        return stream
+
+    def catch_up(self) -> None:
+        """Have all lanes wait for the last graph now: while another is captured they cannot."""
+        for name in list(self.behind):
+            self.lane(name)
 
     def run(self, lane: str, job: Steps, after: Mark, mark: Mark) -> Mark:
         """Issue all of a job on a lane's stream ("side": on the current one). The host waits for nothing."""
@@ -166,7 +185,7 @@ class Streams:
         event = mark or torch.cuda.Event()
         try:
             if lane in self.lanes:
-                stream = self.lanes[lane]
+                stream = self.lane(lane)
                 self.set(stream)
             if after is not None:
                 stream.wait_event(after)
@@ -174,7 +193,7 @@ class Streams:
                 if isinstance(item, str):
                     turn = torch.cuda.Event()
                     turn.record(stream)
-                    stream = self.lanes[item]
+                    stream = self.lane(item)
                     self.set(stream)
                     stream.wait_event(turn)
                 else:

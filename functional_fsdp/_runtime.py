@@ -47,7 +47,7 @@ class Vote(NamedTuple):
     """A vote under way: this rank's value, the largest of (value, -value) in the end, and the job."""
 
     mine: int
-    ballot: torch.Tensor
+    ballot: Any  # [value, -value]: numbers for the board, a tensor for gloo
     job: Mark
 
 
@@ -128,8 +128,9 @@ class Runtime:
 
     # ---- jobs
 
-    def collective(self, hop: Issued, out: torch.Tensor, given: torch.Tensor) -> Steps:
-        """One collective, as a part of a job. `given` may be the rank's own slice of `out`, or the same tensor."""
+    def collective(self, hop: Issued, out: Any, given: Any) -> Steps:
+        """One collective, as a part of a job. `given` may be the rank's own slice of `out`, or the same
+        tensor. (A ballot of the board is a list.)"""
         if self.sizes.get(hop.axis, self.size) == 1:
             if out.data_ptr() != given.data_ptr():
                 out.copy_(given)
@@ -256,7 +257,9 @@ class Runtime:
 
     def _ballot(self, value: int, what: str) -> Vote:
         """Start comparing every rank's `value`. Host, 16 bytes."""
-        ballot = torch.tensor([value, -value])
+        ballot: Any = [value, -value]
+        if self.board is None:
+            ballot = torch.tensor(ballot)
         hop = Issued("control", "", "all_reduce", 2, torch.int64, "max", what)
         return Vote(value, ballot, self.submit("control", (hop,), self.collective(hop, ballot, ballot)))
 

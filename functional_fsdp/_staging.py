@@ -33,7 +33,7 @@ from ._layout import STAGED, Bucket, Unit, aligned
 from ._plan import SLOTS, Plan
 from ._route import Hop, Partial, States, partial_states, route, states_of
 from ._runtime import Runtime
-from ._stage import Move, Slot, Stage, Values
+from ._stage import LARGE, Move, Slot, Stage, Values
 from ._sum import ordered_sum
 from ._symmetric import Windows
 
@@ -294,7 +294,8 @@ class Staging:
             fresh = partial_states(bucket)
             moves = {done: self.move(bucket, fresh, final if done else rest, peers) for done in (True, False)}
             leaves, which = [piece for piece, _ in chosen], tuple(i for _, i in chosen)
-            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, moves, self._share(bucket)))
+            large = self.run.cuda and any(leaf.nbytes >= LARGE for leaf in leaves)
+            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, moves, self._share(bucket), large))
         self.stages[index] = Stage(memory, slots, span)
         return self.stages[index]
 

@@ -68,6 +68,8 @@ def captured(run: Runtime, pool: Any) -> Iterator[Any]:
     Raises:
         ScheduleError: it cannot be captured, with the cause. Everything is as it was before.
     """
+    if run.streams is not None:
+        run.streams.catch_up()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     for generator in run.generators.values():
         graph.register_generator_state(generator)

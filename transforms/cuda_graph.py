@@ -104,7 +104,8 @@ class Graph:
         self.capture: Capture
         self.home: Home
         self.inputs: list[torch.Tensor] = []
-        self.outputs: Any = None
+        self.outputs: list[Any] = []  # what the step returns beside the state, and its structure
+        self.structure: Any = None
         self.kind: type = State  # of what the step returns
         self.peak = 0  # bytes that a replay uses at most, beside the state and the batch
         self.reserved = 0  # bytes that stay reserved for it
@@ -112,7 +113,7 @@ class Graph:
     def launch(self, state: State) -> None:
         """Replay it from this state's values."""
         self.home.enter(state)
-        streams = runtime_of(state.spec.mesh).streams
+        streams = self.capture.run.streams
         assert streams is not None
         with streams.joined():
             self.graph.replay()
@@ -213,15 +214,16 @@ class Graphed:
                 new, results = _parts(out)
                 _one_step(state, new, steps)
                 home.keep(new)
-            graph.graph, graph.home = made, home
+            graph.graph, graph.home, graph.capture = made, home, capture
             capture.first(lambda: graph.launch(state))
         except BaseException:
             graph.graph = None
             capture.abandon()
             raise
-        graph.capture = capture
         graph.inputs = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
-        graph.outputs, graph.kind = results, type(out)
+        outputs, graph.structure = pytree.tree_flatten(results)
+        graph.outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
+        graph.kind = type(out)
         graph.peak = torch.cuda.max_memory_allocated(run.device) - before[0]
         graph.reserved = torch.cuda.memory_reserved(run.device) - before[1]
         self.homes[key] = home
@@ -244,7 +246,8 @@ class Graphed:
     def _results(self, graph: Graph, state: State) -> Any:
         if graph.kind is State:
             return state
-        copies = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, graph.outputs)
+        outputs = [x.clone() if isinstance(x, torch.Tensor) else x for x in graph.outputs]
+        copies = pytree.tree_unflatten(outputs, graph.structure)
         named = hasattr(graph.kind, "_fields")
         return graph.kind(state, *copies) if named else (state, *copies)
 

@@ -139,8 +139,10 @@ def times(graph: bool, overlapped: bool) -> tuple[list[float], float]:
 def test_updates_run_beside_the_backward(graph: bool) -> None:
     for begun, end in launch(times, RANKS, graph, True):
         print(f"\ngraph {graph}: products end at {end:.2f} ms, updates begin at {', '.join(f'{t:.2f}' for t in begun)}")
-        assert len(begun) == DEPTH
-        assert sum(t < end for t in begun) >= DEPTH - 3  # all but those of the last units
+        each = len(begun) // DEPTH  # kernels: one divides a large share among several
+        assert each
+        assert len(begun) == each * DEPTH
+        assert sum(t < end for t in begun) >= each * (DEPTH - 3)  # all but those of the last units
     for begun, end in launch(times, RANKS, graph, False):
         assert begun
         assert min(begun) > end
