@@ -55,11 +55,15 @@ class Config:
         if self.kind == "gpt":
             return GPT(self)
         import transformers
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        # of a name for which transformers makes no mask: else it looks, on the host, whether positions begin anew, and
+        # makes one where it cannot look, as in a graph
+        transformers.AttentionInterface.register("causal", sdpa_attention_forward)
         settings: dict[str, Any] = {
             "vocab_size": self.vocab, "hidden_size": self.width, "intermediate_size": self.hidden,
             "num_hidden_layers": self.depth, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": self.seq, "tie_word_embeddings": False,
+            "max_position_embeddings": self.seq, "tie_word_embeddings": False, "attn_implementation": "causal",
         }  # fmt: skip
         model: nn.Module
         if self.kind == "llama":

@@ -36,6 +36,9 @@ RANDOM = (
 )
 # what torch and CUDA say, and what it means
 CAUSES = (
+    ("backend='", "a part is compiled while it is captured, since it is called with something else than in the steps "
+     "before (TORCH_LOGS=recompiles says what). Libraries ask whether a stream is captured: transformers then makes an "
+     "attention mask, unless its attention needs none (AttentionInterface.register)"),
     ("unless the CPU tensor is pinned", "a tensor is copied between host and device. Make it on the GPU "
      "(torch.full, torch.arange with device=), or pass it with the batch"),
     ("CUDAGeneratorImpl", RANDOM),

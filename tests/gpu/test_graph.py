@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +233,18 @@ def refused() -> dict[str, str]:
     def sends(state: fsdp.State, x: torch.Tensor, y: torch.Tensor) -> Any:
         return eager_step(state, x + torch.ones(WIDTH).to(x.device), y)
 
-    for step in (looks, looks_early, outside, sends):
+    def looks_back(graph: Any, inputs: Any) -> Any:
+        torch.zeros((), device="cuda").item()  # as Inductor does with constants
+        return graph.forward
+
+    @partial(torch.compile, backend=looks_back)
+    def changed(x: torch.Tensor, captured: bool) -> torch.Tensor:
+        return x * 2 if captured else x + 0
+
+    def compiles(state: fsdp.State, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return eager_step(state, changed(x, torch.cuda.is_current_stream_capturing()), y)
+
+    for step in (looks, looks_early, outside, sends, compiles):
         graphed = T.cuda_graph(step, warmup=1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the use outside the plan
@@ -266,6 +278,7 @@ def test_what_cannot_be_captured_is_an_error_with_its_cause() -> None:
             assert "the host waits for the device" in found[name]
         assert "not what the schedule expects" in found["outside"]
         assert "copied between host and device" in found["sends"]
+        assert "a part is compiled while it is captured" in found["compiles"]
         assert "was moved in memory" in found["moved"]
 
 
