@@ -161,9 +161,11 @@ class Streams:
         for name in self.used:
             home.wait_stream(self.lanes[name])
         self.used.clear()
-        yield
-        self.graph.record(home)
-        self.behind.update(self.lanes)
+        try:
+            yield
+        finally:
+            self.graph.record(home)
+            self.behind.update(self.lanes)
 
     def lane(self, name: str) -> torch.cuda.Stream:
         """A lane, to be given something."""

@@ -124,7 +124,7 @@ def apart(leaves: Tensors, values: Tensors) -> tuple[Tensors, Tensors]:
     to do.)"""
     rest = []
     for leaf, value in zip(leaves, values, strict=True):
-        if leaf.nbytes < LARGE or value.dtype is not leaf.dtype:
+        if leaf.nbytes < LARGE or value.dtype is not leaf.dtype or value.device != leaf.device:
             rest.append((leaf, value))
         else:
             torch.mul(value, 1, out=leaf)

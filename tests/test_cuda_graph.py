@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from problems import LOOPS, Stack, mesh_and_placement, reference, sharded, through_the_stack
 from test_forward_backward import raised
 from test_traced import trained
+from torch._inductor.exc import InductorError
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, SpecError, StaleStateError, TreeError, launch
@@ -31,6 +32,7 @@ from functional_fsdp._launch import stop_workers
 from functional_fsdp._runtime import runtime_of
 from functional_fsdp._verbs import then
 from functional_fsdp.transforms._capturing import Home
+from functional_fsdp.transforms._capturing import _explain as explain
 from functional_fsdp.transforms._memsets import Kernel, Memset, words
 from functional_fsdp.transforms.cuda_graph import signature
 
@@ -51,6 +53,22 @@ def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Te
 
 
 # ---------------------------------------------------------------- without GPUs
+
+
+def test_what_fails_to_compile_while_it_is_captured_is_told_from_what_waits() -> None:
+    refused = "operation not permitted when stream is capturing"
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError(refused)
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    for error in (caught.value, InductorError(RuntimeError(refused), None)):
+        with pytest.raises(ScheduleError, match=rf"a part is compiled.*torch says: RuntimeError: {refused}"):
+            explain(error)
+    with pytest.raises(ScheduleError, match=rf"the host waits for the device.*torch says: {refused}"):
+        explain(RuntimeError(refused))
+    explain(RuntimeError("attention with backend='flash' takes no mask"))  # nothing to do with it: left as it is
 
 
 def test_without_a_gpu_it_says_so_or_passes_through() -> None:

@@ -112,6 +112,29 @@ def test_a_state_of_another_model() -> None:
 # ---------------------------------------------------------------- by hand and driven
 
 
+def waited() -> list[bool]:
+    """Whether staging is a part of autograd's graph, after gradients by hand that require grad, out of turn, waited for
+    a pass that is driven with grad mode on."""
+    state, model = start(net(torch.float32))
+    forward_backward = T.forward_backward(model, loss_fn)
+    first = state.units[0]
+    state, w = fsdp.unshard(state, first)
+    grads = {key: torch.ones_like(value).requires_grad_() for key, value in w.items()}
+    state = fsdp.reduce(fsdp.release(state, first), grads, first, last=False)
+    with torch.enable_grad():
+        state, _ = forward_backward(state, on(state, batch(0, dist.get_rank(), 0)))
+    stages = state.executor.staging.stages.values()
+    found = [slot.whole.requires_grad for stage in stages for slot in stage.slots]
+    fsdp.step(state)
+    return found
+
+
+def test_staging_is_no_part_of_a_graph() -> None:
+    for found in launch(waited, 2):
+        assert found
+        assert not any(found)
+
+
 def as_by_hand() -> tuple[bool, list[str], list[str]]:
     """Losses and weights bit for bit, and the same program."""
     from problems import by_unit

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_readme_runs(capsys: Any) -> None:
+def test_the_readme_runs(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len(blocks) >= 5
-    space: dict[str, Any] = {"__name__": "__main__"}
+    script = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", script)  # where the compiler looks for what functions refer to
+    space = script.__dict__
     losses = []
     for block in blocks:
         exec(compile(block, str(README), "exec"), space)

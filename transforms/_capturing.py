@@ -5,6 +5,7 @@ torch leaves its allocator and its generators in the middle of a capture that fa
 
 from __future__ import annotations
 
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -34,11 +35,13 @@ RANDOM = (
     "random state is read or set on the host, or a generator of its own is drawn from. Of activation checkpointing "
     "take preserve_rng_state=False; draw with torch's default generator"
 )
+COMPILED = (
+    "a part is compiled while it is captured, and that failed. Often it is called with something else than in the "
+    "steps before (TORCH_LOGS=recompiles says what): libraries ask whether a stream is captured, and transformers then "
+    "makes an attention mask, unless its attention needs none (AttentionInterface.register)"
+)
 # what torch and CUDA say, and what it means
 CAUSES = (
-    ("backend='", "a part is compiled while it is captured, since it is called with something else than in the steps "
-     "before (TORCH_LOGS=recompiles says what). Libraries ask whether a stream is captured: transformers then makes an "
-     "attention mask, unless its attention needs none (AttentionInterface.register)"),
     ("unless the CPU tensor is pinned", "a tensor is copied between host and device. Make it on the GPU "
      "(torch.full, torch.arange with device=), or pass it with the batch"),
     ("CUDAGeneratorImpl", RANDOM),
@@ -121,16 +124,20 @@ def _explain(error: BaseException) -> None:
     """If capturing is what is wrong, raise what it means and where."""
     if not isinstance(error, RuntimeError) or isinstance(error, FsdpError):
         return
-    said = str(error)
-    cause = next((cause for words, cause in CAUSES if words in said), None)
-    if cause is None:
+    dynamo = sys.modules.get("torch._dynamo.exc")
+    if dynamo is not None and isinstance(error, dynamo.BackendCompilerFailed):
+        said, cause = f"{type(error.inner_exception).__name__}: {error.inner_exception}", COMPILED
+    else:
+        said = str(error) or type(error).__name__
+        cause = next((cause for words, cause in CAUSES if words in said), "")
+    if not cause:
         return
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "/torch/" not in f.filename and "functional_fsdp" not in f.filename]
     own = [f for f in own if "/transforms/" not in f.filename]
     where = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
     raise ScheduleError(
-        f"cuda_graph: the step cannot be captured{where}: {cause}. The state before the step is valid. CUDA says: "
+        f"cuda_graph: the step cannot be captured{where}: {cause}. The state before the step is valid. torch says: "
         f"{said.splitlines()[0][:200]}"
     ) from error
 

@@ -121,13 +121,15 @@ class Driver:
         state.token.ledger.enter(state.token.serial, verb)
         executor = state.executor
         executor.follow(self.order)
-        number = executor.begin(state) if trains else executor.begins
+        with torch.no_grad():  # gradients may have waited for this
+            number = executor.begin(state) if trains else executor.begins
         self.state = state
         try:
             yield number
             self.release()
             if trains:
-                executor.end(self.state, tuple(self.trace[0]), tuple(self.trace[1]))
+                with torch.no_grad():
+                    executor.end(self.state, tuple(self.trace[0]), tuple(self.trace[1]))
         finally:
             for door in self.doors:
                 door.empty()

@@ -101,8 +101,8 @@ class Graph:
         self.warm = 0
         self.lineage: Callable[[], Any] = lambda: None  # whose steps they were
         self.graph: Any = None
-        self.capture: Capture
-        self.home: Home
+        self.capture: Any = None
+        self.home: Any = None
         self.inputs: list[torch.Tensor] = []
         self.outputs: list[Any] = []  # what the step returns beside the state, and its structure
         self.structure: Any = None
@@ -217,7 +217,7 @@ class Graphed:
             graph.graph, graph.home, graph.capture = made, home, capture
             capture.first(lambda: graph.launch(state))
         except BaseException:
-            graph.graph = None
+            graph.graph = graph.home = graph.capture = None
             capture.abandon()
             raise
         graph.inputs = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
