@@ -10,7 +10,8 @@ They are forked, so they have everything that the caller has imported and start 
         |<--- "done", result | "failed", traceback ---|
 
 The fork happens in a thread of its own. OpenMP keeps a pool for each thread that computed in parallel; the child of
-such a thread would wait for a pool that was not copied, the child of a new thread makes its own.
+such a thread would wait for a pool that was not copied, the child of a new thread makes its own. Inductor keeps a pool
+of threads that compile, of which the child has the object and no thread: it forgets it.
 """
 
 from __future__ import annotations
@@ -215,6 +216,8 @@ def _become(rank: int, nproc: int, env: dict[str, str]) -> None:
         _inherited.extend(dist.distributed_c10d._world.pg_map)  # their threads did not come along: never join them
         dist.destroy_process_group()
     torch.set_num_threads(max(1, torch.get_num_threads() // nproc))
+    if inductor := sys.modules.get("torch._inductor.async_compile"):
+        inductor.AsyncCompile.pool.cache_clear()
 
 
 def _serve(task: bytes) -> tuple[str, Any]:

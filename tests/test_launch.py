@@ -120,6 +120,19 @@ def test_threads_after_a_parallel_caller() -> None:
     """)
 
 
+def test_a_caller_that_compiled_leaves_its_ranks_able_to() -> None:
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    with config.patch(compile_threads=2):
+        assert AsyncCompile.pool().submit(int, "3").result() == 3
+        _launch.stop_workers()
+        try:
+            assert launch(lambda: AsyncCompile.pool().submit(int, "4").result(timeout=10), 2) == [4, 4]
+        finally:
+            _launch.stop_workers()
+
+
 def test_groups_of_the_caller_stay_with_the_caller() -> None:
     run_script("""
         import torch.distributed as dist
