@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -33,6 +32,8 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting
 def fsdp2(model: nn.Module, setting: Setting, tune: Callable[[Any, list[Any], Setting], None] | None = None) -> Step:
     policy = MixedPrecisionPolicy(param_dtype=setting.dtype, reduce_dtype=setting.wire or setting.dtype)
     reshard = setting.placement not in ("zero1", "zero2") and setting.keep != "all"
+    for layer in setting.to_compile(model):
+        layer.compile(dynamic=False)
     *units, head = setting.modules(model)
     for modules in units:
         fully_shard(modules, mesh=setting.mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -89,7 +90,8 @@ def ddp(model: nn.Module, setting: Setting) -> Step:
     if setting.dtype is not torch.float32:
         main = [nn.Parameter(p.detach().clone()) for p in main]
         cast(model, setting.dtype)
-    setting.modules(model)
+    for layer in setting.to_compile(model):
+        layer.compile(dynamic=False)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     compute = list(model.parameters())
     optimizer = torch.optim.AdamW(main, lr=LR, fused=True)
@@ -118,10 +120,9 @@ def megatron(model: nn.Module, setting: Setting) -> Step:
         main_params_dtype=torch.float32, main_grads_dtype=torch.float32, grad_comm_dtype=setting.wire or setting.dtype
     )
     cast(model, setting.dtype)  # compute's dtype is the module's there
-    *units, _ = replace(setting, compiled=False).modules(model)  # the head is left to the root, which keeps it gathered
-    if setting.compiled:
-        for module in chain(*units[1:]):  # the layers; not `compile()`, which would take its hooks in
-            module.forward = torch.compile(module.forward, dynamic=False)
+    for layer in setting.to_compile(model):
+        layer.forward = torch.compile(layer.forward, dynamic=False)  # `layer.compile()` would take its hooks in
+    *units, _ = setting.modules(model)  # the head is left to the root, which keeps it gathered, as the others do
     parallel = peer.fully_shard_model(
         module=model,
         fsdp_unit_modules=list({type(module) for module in chain(*units)}),

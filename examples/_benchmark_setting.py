@@ -38,16 +38,13 @@ class Setting:
     zero_cta: bool = False
     graph: bool = False  # the step as a CUDA graph
     keep: Any = None  # `Schedule(keep=)`; FSDP2 keeps everything gathered for "all"
-    overlap_update: bool = True  # nothing is read between `reduce` and `step`
     budget: int = 0  # bytes, of the row "budget"; 0: half of the gathered weights'
 
     def spec(self) -> fsdp.Spec:
         placement = getattr(fsdp, self.placement)(*(self.mesh.mesh_dim_names or ()))
         precision = fsdp.Precision(torch.float32, compute=self.dtype, wire=self.wire, sum=self.sum)
         transport: Any = self.transport
-        schedule = fsdp.Schedule(
-            keep=self.keep, transport=transport, zero_cta=self.zero_cta, overlap_update=self.overlap_update
-        )
+        schedule = fsdp.Schedule(keep=self.keep, transport=transport, zero_cta=self.zero_cta, overlap_update=True)
         return fsdp.Spec(self.mesh, placement, precision=precision, units=self.config.units(), schedule=schedule)
 
     def functionalize(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], Any]:
@@ -59,9 +56,10 @@ class Setting:
         return fsdp.shard(params, self.spec(), fsdp.adamw(lr=LR), buffers=fsdp.buffers(model)), skeleton
 
     def modules(self, model: nn.Module) -> list[list[nn.Module]]:
-        """Those of each unit; the peers' layers compiled, their way."""
-        if self.compiled:
-            for path in self.config.units():
-                if path.startswith(self.config.layers[:-1]):
-                    model.get_submodule(path).compile(dynamic=False)
+        """Those of each unit."""
         return [[model.get_submodule(path) for path in paths] for paths in self.config.units().values()]
+
+    def to_compile(self, model: nn.Module) -> list[nn.Module]:
+        """The layers, which peers compile their way; none where nothing is compiled."""
+        paths = [path for path in self.config.units() if path.startswith(self.config.layers[:-1])]
+        return [model.get_submodule(path) for path in paths] if self.compiled else []

@@ -6,7 +6,6 @@ from contextlib import suppress
 from typing import Any
 
 import hypothesis.strategies as st
-import torch
 from hypothesis import given
 
 from functional_fsdp._lanes import Streams
@@ -37,7 +36,6 @@ class Event:
 
 class Remembered(Streams):
     def __init__(self) -> None:
-        self.device = torch.device("cpu")
         self.lanes: Any = {name: Stream() for name in LANES}
         self.homes: Any = [Stream(), Stream()]
         self.home = 0

@@ -128,7 +128,7 @@ def _explain(error: BaseException) -> None:
     if dynamo is not None and isinstance(error, dynamo.BackendCompilerFailed):
         said, cause = f"{type(error.inner_exception).__name__}: {error.inner_exception}", COMPILED
     else:
-        said = str(error) or type(error).__name__
+        said = str(error)
         cause = next((cause for words, cause in CAUSES if words in said), "")
     if not cause:
         return
