@@ -149,5 +149,6 @@ class Recipes:
 
 def recipes(layout: Layout, spec: Spec, run: Runtime) -> Recipes:
     """The recipes of a state that runs."""
-    groups = {key: group.group_name for key, group in run.groups.items()}
+    lanes = tuple(run.groups)
+    groups = {(lane, axis): run.group(lane if run.cuda else "traced", axis).group_name for lane, axis in lanes}
     return Recipes(layout, spec, run.sizes, run.coordinate, groups)

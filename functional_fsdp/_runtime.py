@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._board import Board
-from ._collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
+from ._collectives import all_gather, all_reduce, all_to_all, barrier, one_thread, reduce_scatter
 from ._errors import CommError, RestartError, ScheduleError, SpecError
 from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
 from ._restart import QUEUES, restart
@@ -108,12 +108,17 @@ class Runtime:
         )
 
     def group(self, lane: str, axis: str) -> dist.ProcessGroup:
-        """The communicator of a lane on an axis. "zero_cta" has one when it is first asked for, which is collective."""
-        if (lane, axis) not in self.groups and lane == "zero_cta":
-            options = dist.ProcessGroupNCCL.Options()
-            options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
+        """The communicator of a lane on an axis. "zero_cta" and "traced" (for all traced lanes of CPUs) have one when
+        it is first asked for, which is collective."""
+        if (lane, axis) not in self.groups and lane in ("zero_cta", "traced"):
+            backend, options = None, None
+            if lane == "traced":
+                backend = one_thread()
+            else:
+                options = dist.ProcessGroupNCCL.Options()
+                options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
             ranks = dist.get_process_group_ranks(self.groups["gather", axis])
-            self.groups[lane, axis] = self._group(ranks, f"{lane} {axis}", options=options)
+            self.groups[lane, axis] = self._group(ranks, f"{lane} {axis}", backend, options)
         return self.groups[lane, axis]
 
     def _group(self, ranks: list[int], what: str, backend: str | None = None, options: Any = None) -> dist.ProcessGroup:

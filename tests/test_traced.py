@@ -118,6 +118,33 @@ def test_one_compilation_serves_twenty_steps() -> None:
         assert len({loss for loss, _ in seen}) == 20
 
 
+def overtaken(transport: Any) -> list[tuple[int, bool]]:
+    """Of each group that gathers or reduces: its threads, and whether a short work overtook a long one."""
+    params, _ = fsdp.functionalize(net(torch.float64))
+    spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(transport=transport))
+    ledger = fsdp.shard(params, spec, fsdp.sgd(lr=0.1)).token.ledger
+    lanes = ledger.runtime.groups
+    names = {ledger.recipes.group(*key) for key in lanes} if ledger.recipes else {lanes["gather", "data"].group_name}
+    found = []
+    for group in [lanes[key] for key in sorted(lanes) if lanes[key].group_name in names]:
+        long, short = torch.ones(1 << 24), torch.ones(1)
+        dist.barrier()
+        works = [dist.all_reduce(one, group=group, async_op=True) for one in (long, short)]
+        works[1].wait()
+        done = works[0].is_completed()
+        works[0].wait()
+        options: Any = group._get_backend(torch.device("cpu")).options
+        found.append((options._threads, not done))
+    return found
+
+
+def test_functional_collectives_have_one_thread_a_group() -> None:
+    """Two threads corrupt the heap: each frees the name of the last work, when an all-gather's is too long to be kept
+    in place. A work that is over before an earlier one shows the second thread."""
+    assert launch(overtaken, 2, "traced") == [[(1, False)]] * 2
+    assert launch(overtaken, 2, "collective") == [[(2, True)]] * 2  # which issues no all-gathers of gloo's
+
+
 @pytest.mark.parametrize("total", ["native", "fp32"])
 def test_every_stage_has_the_dtype_that_the_spec_says(total: Any) -> None:
     """bfloat16 compute: as with lanes, to the rounding of another order of operations in bfloat16."""
