@@ -6,7 +6,7 @@ reduce-scatter copy through temporary buffers; its broadcast and reduce work in 
 a slice, a reduce-scatter one reduce a slice, and an all-reduce both, one after the other. That is several times faster,
 and makes reduce-scatter and all-reduce equal bit for bit at every world size: the same reduces, in the same order.
 
-A traced step on CPUs calls torch's functional collectives instead, of groups with one thread each: see `one_thread`.
+A traced step on CPUs calls torch's functional collectives instead, of groups with one thread each: see `_groups`.
 """
 
 from __future__ import annotations
@@ -17,37 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "one_thread", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "reduce_scatter"]
 
 Works = Iterator[list[Any] | str]
 OPS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # torch renamed these two after 2.11
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-NAME = "gloo_with_one_thread"
-
-
-def one_thread() -> str:
-    """The name of a backend for `dist.new_group`: gloo with one worker thread a group, for functional collectives.
-
-    torch gives a group two, and a thread that has done a work writes the work's name into a string of the group's
-    without a lock. Short names fit into the string itself; a functional all-gather's, "ALLGATHER_COALESCED", does not,
-    so both threads now and then free the same old name, which corrupts the heap (seen with torch 2.13 on its own).
-    """
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _one_thread, extended_api=True, devices=["cpu"])
-    return NAME
-
-
-def _one_thread(group: Any, _: Any) -> Any:
-    backend: Any = dist.ProcessGroupGloo
-    options = backend._Options()
-    options._devices, options._threads = [backend.create_default_device()], 1
-    options._timeout = group.timeout
-    options.global_ranks_in_group, options.group_name = group.global_ranks_in_group, group.group_id
-    return backend(group.store, group.group_rank, group.group_size, options)
 
 
 def all_gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> Works:

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._board import Board
-from ._collectives import all_gather, all_reduce, all_to_all, barrier, one_thread, reduce_scatter
+from ._collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from ._errors import CommError, RestartError, ScheduleError, SpecError
+from ._groups import level, new_group, one_thread
 from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
 from ._restart import QUEUES, restart
 from ._signals import Signals
@@ -63,6 +64,7 @@ class Runtime:
         self.size = mesh.size()
         self.device = torch.device(mesh.device_type)
         self.cuda = self.device.type == "cuda"
+        self.backend = "nccl" if self.cuda else "gloo"
         if self.cuda:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.epoch = 0  # how often a restart dropped what was under way
@@ -92,14 +94,15 @@ class Runtime:
         if mesh.get_coordinate() is None:
             raise SpecError(f"rank {dist.get_rank()} is not part of the mesh of ranks {mesh.mesh.flatten().tolist()}.")
         self.timeout = _timeout(mesh, self.device)
+        level(self.ranks, self.timeout)
         for i, axis in enumerate(names):
             mine = mesh.mesh.movedim(i, -1).reshape(-1, mesh.shape[i])
             ranks = next(row.tolist() for row in mine if dist.get_rank() in row)
             if len(ranks) > 1:
                 for lane in LANES:
-                    self.groups[lane, axis] = self._group(ranks, f"{lane} {axis}")
+                    self.groups[lane, axis] = new_group(ranks, f"{lane} {axis}", self.timeout, self.backend)
         self.rank = self.ranks.index(dist.get_rank())
-        self.control = self._group(self.ranks, "control", backend="gloo")
+        self.control = new_group(self.ranks, "control", self.timeout, "gloo")
         self.board = Board.of(self)
         name = [uuid.uuid4().hex]
         dist.broadcast_object_list(name, src=self.ranks[0], group=self.control)
@@ -111,25 +114,16 @@ class Runtime:
         """The communicator of a lane on an axis. "zero_cta" and "traced" (for all traced lanes of CPUs) have one when
         it is first asked for, which is collective."""
         if (lane, axis) not in self.groups and lane in ("zero_cta", "traced"):
-            backend, options = None, None
+            backend, options = self.backend, None
             if lane == "traced":
                 backend = one_thread()
             else:
                 options = dist.ProcessGroupNCCL.Options()
                 options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
             ranks = dist.get_process_group_ranks(self.groups["gather", axis])
-            self.groups[lane, axis] = self._group(ranks, f"{lane} {axis}", backend, options)
+            level(ranks, self.timeout)
+            self.groups[lane, axis] = new_group(ranks, f"{lane} {axis}", self.timeout, backend, options)
         return self.groups[lane, axis]
-
-    def _group(self, ranks: list[int], what: str, backend: str | None = None, options: Any = None) -> dist.ProcessGroup:
-        return dist.new_group(
-            ranks,
-            timeout=self.timeout,
-            backend=backend or ("nccl" if self.device.type == "cuda" else "gloo"),
-            pg_options=options,
-            use_local_synchronization=True,
-            group_desc=f"functional_fsdp {what}",
-        )
 
     # ---- jobs
 

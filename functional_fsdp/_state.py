@@ -81,9 +81,9 @@ class Ledger:
             raise self._stale(serial, verb)
         if self.recipes is not None and verb not in ("pmean", "psum"):
             raise ScheduleError(
-                f"{verb} ran eagerly, and this state's schedule says transport='traced'. Call it inside "
+                f"{verb} ran eagerly, and this state's schedule says transport='traced'. Verbs belong inside "
                 "torch.compile(train_step, fullgraph=True), without which torch may fall back to eager execution; for "
-                "eager steps shard with Schedule(transport='collective')."
+                "eager steps, and for what calls the verbs for you, shard with Schedule(transport='collective')."
             )
         if serial == self.base:
             if self.begun:

@@ -45,6 +45,20 @@ def raised(call: Callable[[], Any]) -> str:
     return ""
 
 
+@pytest.mark.parametrize("second_order", [False, True])
+def test_the_callers_grad_mode_does_not_matter(second_order: bool) -> None:
+    losses, grads = [], []
+    for mode in (torch.no_grad, torch.enable_grad):
+        state, model = start(net())
+        forward_backward = T.forward_backward(model, loss_fn, second_order=second_order)
+        with mode():
+            state, loss = forward_backward(state, batch(0, 0, 0))
+        losses.append(loss)
+        grads.append(full_grads(fsdp.finish(state)))
+    assert torch.equal(*losses)
+    assert all(torch.equal(grads[0][path], grads[1][path]) for path in grads[1])
+
+
 # ---------------------------------------------------------------- entries, without a process group
 
 

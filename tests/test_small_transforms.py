@@ -186,6 +186,16 @@ def test_remat_of_a_function() -> None:
     assert len(runs) == 3
 
 
+def test_a_model_that_recomputes_is_not_bound_by_hand() -> None:
+    params, model = fsdp.functionalize(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    x = torch.randn(2, 3)
+    out, pullback = T.vjp(lambda w, x: fsdp.bind(T.remat(model, "0"), w)(x), params, x)
+    with pytest.raises(fsdp.ScheduleError, match=r"bound by hand, .* T\.vjp\(T\.remat\(stage\), w, h\)"):
+        pullback(params, out)
+    with pytest.raises(fsdp.TreeError, match="bind weights first"):
+        T.remat(model, "0")(x)
+
+
 def test_remat_says_what_is_wrong() -> None:
     _, model = fsdp.functionalize(Stack())
     with pytest.raises(fsdp.SpecError, match=r"the pattern 'blocks\.\*' matches no module of Stack\. Its parts"):
@@ -194,6 +204,8 @@ def test_remat_says_what_is_wrong() -> None:
         T.remat(model)
     with pytest.raises(fsdp.SpecError, match="are paths in a model, and this is a function"):
         T.remat(len, "blocks.*")  # type: ignore[call-overload]
+    with pytest.raises(fsdp.ScheduleError, match=r"checkpoints do not run under torch\.func.*T\.vjp\(T\.remat"):
+        torch.func.grad(T.remat(torch.sum))(torch.ones(3))
     assert type(T.remat(model, "layers.*").layers[0]) is not type(model.layers[0])
     assert type(T.remat(model, "layers.*")) is Stack
 

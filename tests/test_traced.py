@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.utils._pytree as pytree
 from problems import LOOPS, Stack, batch, mesh_and_placement, net, reference, through_the_stack
 from torch._dynamo.backends.common import aot_autograd
@@ -325,6 +326,50 @@ def state_of(transport: Any = "traced") -> tuple[fsdp.State, Any]:
     return fsdp.shard(params, spec, fsdp.sgd(lr=0.1)), model
 
 
+STAGES: dict[str, Any] = {"0": lambda w, h, x: x @ w["weight"], "1": lambda w, h, x: (h @ w["weight"]).sum()}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda state: T.hvp(STAGES)(state, state.main, torch.ones(2, 2)),
+        lambda state: T.per_sample_norms(STAGES)(state, torch.ones(2, 2)),
+        lambda state: T.clipped_gradients(STAGES, 1.0)(state, torch.ones(2, 2)),
+    ],
+)
+def test_what_calls_the_verbs_itself_is_not_traced(call: Any) -> None:
+    torch._dynamo.reset()
+    params = {"0": {"weight": torch.ones(2, 2)}, "1": {"weight": torch.ones(2, 2)}}
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=TRACED), fsdp.sgd(lr=0.1))
+    with pytest.raises(ScheduleError, match=r"for what calls the verbs for you, .*transport='collective'"):
+        call(state)
+    with pytest.raises(Exception, match="drives the schedule from Python, as it runs, and cannot be traced"):
+        torch.compile(call, fullgraph=True, backend="eager")(state)
+
+
+def recomputed(way: str) -> Any:
+    """The loss and the weights after a step whose first stage recomputes, by the model's own module."""
+    torch.manual_seed(0)
+    params, model = fsdp.functionalize(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+    model = T.remat(model, "0") if way else model
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=TRACED), fsdp.sgd(lr=0.1))
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, weights = fsdp.unshard(state)
+        grads, loss = torch.func.grad_and_value(lambda w: fsdp.bind(model, w)(x).square().mean())(weights)
+        return fsdp.step(fsdp.reduce(state, grads)), loss
+
+    torch._dynamo.reset()
+    state, loss = torch.compile(train_step, fullgraph=True, backend="eager")(state, torch.ones(4, 8))
+    return loss, fsdp.full_params(state)
+
+
+def test_in_a_graph_remat_is_left_to_the_compiler() -> None:
+    (plain, _), (again, _) = (launch(recomputed, 2, way) for way in ("", "remat"))
+    assert torch.equal(plain[0], again[0])
+    assert all(torch.equal(plain[1][path], again[1][path]) for path in plain[1])
+
+
 def test_an_eager_step_of_a_traced_state_is_an_error() -> None:
     state, _ = state_of()
     with pytest.raises(ScheduleError, match=r"unshard ran eagerly, .* transport='traced'.*fullgraph=True"):
@@ -529,3 +574,5 @@ def test_unknown_names_are_refused() -> None:
         fsdp.Schedule(transport="nvlink")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"backend='cudagraphs'.*'inductor', 'aot_eager'"):
         T.compile(lambda state: state, "cudagraphs")
+    with pytest.raises(SpecError, match=r"got a tuple first; expected a State"):
+        T.compile(lambda pair: pair, "aot_eager")((1, 2))

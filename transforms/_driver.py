@@ -34,7 +34,7 @@ def refuse_tracing(verb: str) -> None:
     """It follows the model as it runs, which a graph of the whole step cannot do."""
     if tracing():
         raise ScheduleError(
-            f"{verb} drives the schedule while the model runs, and cannot be traced. Inside torch.compile write "
+            f"{verb} drives the schedule from Python, as it runs, and cannot be traced. Inside torch.compile write "
             "the step in the first or second way (unshard, T.vjp, reduce); or compile units: "
             "T.forward_backward(..., compile=True)."
         )
@@ -216,8 +216,10 @@ class Driver:
         self.release()
         self.differentiating = True
         self.state.executor.turned()
+        with torch.enable_grad():  # the caller may have turned it off
+            start = Start.apply(self, loss)
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as everything that this drives
-            torch.autograd.grad(Start.apply(self, loss), self.token, scale, allow_unused=True)
+            torch.autograd.grad(start, self.token, scale, allow_unused=True)
 
     def begin(self) -> None:
         """The backward begins: which gradients are to come is known now."""

@@ -20,6 +20,8 @@ import torch.utils._pytree as pytree
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError, release, unshard
 
+from ._driver import refuse_tracing
+
 __all__ = ["Key", "Stage", "Stages", "dims", "rows"]
 
 Key = str | tuple[str, ...]
@@ -81,8 +83,9 @@ class Stages:
         """A walk begins from this state.
 
         Raises:
-            ScheduleError: a unit that is not there, or one that trains and that no stage uses.
+            ScheduleError: a unit that is not there, or one that trains and that no stage uses; in a graph.
         """
+        refuse_tracing(self.verb)
         layout = state.layout
         if layout is not self.checked:
             used = {unit for stage in self.forward for unit in stage.units}

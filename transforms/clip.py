@@ -49,7 +49,7 @@ def clip_by_global_norm(state: State, max_norm: float | torch.Tensor) -> tuple[S
     changed in place; use the returned state.
 
     Raises:
-        SpecError: a negative `max_norm`. ScheduleError: the state has no gradients.
+        SpecError: a negative `max_norm` (a tensor is not looked at). ScheduleError: the state has no gradients.
 
     Collective: as `global_norm`.
 

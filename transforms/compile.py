@@ -45,7 +45,8 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
     Inductor from moving a gather to where it is waited for, as it does to save memory: the order is the schedule's.
 
     Raises:
-        SpecError: an unknown backend. (When called) ScheduleError: a state for eager execution.
+        SpecError: an unknown backend. When called: SpecError if no State comes first, ScheduleError for a state that
+            is for eager execution.
 
     Source: torch.compiler's documentation; custom passes of Inductor (`torch._inductor.config`).
 
@@ -67,6 +68,11 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
             raise ScheduleError(
                 "a compiled train step was called inside a torch.func transform, which cannot see through its "
                 "collectives. Use the transform inside the step, between unshard and reduce."
+            )
+        if not isinstance(state, State):
+            raise SpecError(
+                f"the compiled train step got a {type(state).__name__} first; expected a State, as in "
+                "train_step(state, ...). A step of several states, or of a method: torch.compile(..., fullgraph=True)."
             )
         signature = _signature(args, kwargs)
         if signature not in checked:

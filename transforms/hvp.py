@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from functional_fsdp import FlatBuffer, State, TreeError, finish, reduce
 from functional_fsdp._flat import leaves_of
 
+from ._driver import refuse_tracing
 from ._stages import Stage, Stages, Weights
 
 __all__ = ["Vector", "hvp"]
@@ -62,6 +63,7 @@ def hvp(
 
     @torch.no_grad()
     def f(state: State, v: Vector, batch: Any) -> tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]:
+        refuse_tracing("hvp")
         _check(state, v)
         before = state
         if state.grads or state.executor.early:  # those whose turn has not come, too

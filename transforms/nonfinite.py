@@ -43,7 +43,8 @@ def skip_nonfinite(step: Callable[..., State]) -> Callable[[State], State]:
     Returns:
         `f(state) -> state`. How many steps were skipped is counted in `state.extras["skipped"]`, an int64 tensor [].
 
-    Nothing waits for the device: it decides there.
+    Nothing waits for the device: it decides there. What a forward made of the buffers stays, as under torch's
+    GradScaler: a BatchNorm that has seen a NaN keeps it.
 
     Collective: as `nonfinite` and `step`.
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, overload
 
+import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from functional_fsdp import SpecError
+from functional_fsdp import ScheduleError, SpecError, TreeError
 from functional_fsdp._module import skeleton_of
 from functional_fsdp._tracing import tracing
 
@@ -34,12 +35,15 @@ def remat(what: Any, *patterns: str, preserve_rng_state: bool = True) -> Any:
         preserve_rng_state: random numbers come again in the recomputation. False saves time where there are none
             (no dropout), and is what `T.cuda_graph` needs.
 
+    A model that recomputes is for `T.forward_backward` and `T.apply`; around `bind`, wrap the function that binds.
+
     Returns:
         the function, or a copy of the model (a skeleton), that does so. Values and gradients are the same, and so are
         random numbers. Within a unit the recomputation uses the weights that are gathered for its backward anyway.
 
     Raises:
-        SpecError: a pattern that matches no module.
+        SpecError: a pattern that matches no module. ScheduleError, when it runs: such a model
+            bound by hand, or torch.func around a checkpoint.
 
     Source: torch.utils.checkpoint, `use_reentrant=False`; the idea is Chen et al. 2016 (arXiv:1604.06174).
 
@@ -63,7 +67,25 @@ def _checkpointed(fn: Callable[..., Any], preserve_rng_state: bool, /, *args: An
     """Traced, `T.vjp` and the compiler say what is kept, and torch has no checkpoints there."""
     if tracing():
         return fn(*args, **kwargs)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise ScheduleError(
+            "remat: torch's checkpoints do not run under torch.func's transforms (grad, vjp, ...). Use T.vjp(T.remat("
+            "stage), w, h), or T.forward_backward."
+        )
     return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+
+
+def _bound(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a module, whose weights are gone when it runs again if `bind` lent them for the forward."""
+    try:
+        return cls.__call__(module, *args, **kwargs)
+    except TreeError as error:
+        if torch._C._current_autograd_node() is None:  # it is the forward
+            raise
+        raise ScheduleError(
+            "remat(model, ...) was bound by hand, and its weights are gone when it recomputes. Wrap the function that "
+            "binds them, as T.vjp(T.remat(stage), w, h), or use T.forward_backward."
+        ) from error
 
 
 _RECOMPUTED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
@@ -74,8 +96,7 @@ def _recomputed(cls: type[nn.Module], preserve_rng_state: bool) -> type[nn.Modul
     if (cls, preserve_rng_state) not in _RECOMPUTED:
 
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            call = partial(cls.__call__, self)
-            return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+            return _checkpointed(partial(_bound, cls, self), preserve_rng_state, *args, **kwargs)
 
         body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _RECOMPUTED[cls, preserve_rng_state] = type(cls.__name__, (cls,), body)

@@ -1,0 +1,88 @@
+"""The process groups that lanes have: how they are made, beside whatever other groups there are.
+
+torch names a group that only its own ranks make by those ranks and by how many groups the process is in. Where a
+program has made a group of some ranks, as `dist.new_group([0])` on all of them does, ranks would call ours by different
+names and wait for each other; so `level` counts first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ._errors import CommError
+
+__all__ = ["level", "new_group", "one_thread"]
+
+NAME = "gloo_with_one_thread"
+_levelled: Counter[str] = Counter()  # how often, by ranks
+
+
+def new_group(ranks: list[int], what: str, timeout: timedelta, backend: str, options: Any = None) -> dist.ProcessGroup:
+    """A group of these ranks, which alone call this; `level` has been called before. Collective."""
+    return dist.new_group(
+        ranks,
+        timeout=timeout,
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=f"functional_fsdp {what}",
+    )
+
+
+def level(ranks: list[int], timeout: timedelta) -> None:
+    """Bring these ranks, which alone call this, to the same number of groups: a rank with fewer makes some of its own.
+
+    Collective, through the store only: no communicator is made for it.
+
+    Raises:
+        CommError: a rank has not come within the timeout.
+    """
+    world: Any = dist.distributed_c10d
+    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    key = f"functional_fsdp/groups/{name}/{_levelled[name]}"
+    store: Any = dist.PrefixStore(key, world._get_default_store())  # type: ignore[attr-defined]
+    me, mine = dist.get_rank(), len(world._world.pg_names)
+    store.set(str(me), str(mine))
+    try:
+        if me == ranks[0]:
+            store.wait([str(rank) for rank in ranks], timeout)
+            store.set("most", str(max(int(store.get(str(rank))) for rank in ranks)))
+        store.wait(["most"], timeout)
+    except RuntimeError as error:
+        missing = [rank for rank in ranks if not store.check([str(rank)])] or ranks[:1]
+        raise CommError(
+            f"communicators for the ranks {ranks}: after {timeout.total_seconds():g} s ranks {missing} have not come "
+            "to make them. Every rank of a mesh makes the same states on it, in the same order."
+        ) from error
+    for _ in range(mine, int(store.get("most"))):
+        new_group([me], "nothing", timeout, "gloo")
+    _levelled[name] += 1
+
+
+def one_thread() -> str:
+    """The name of a backend for `new_group`: gloo with one worker thread a group, for functional collectives.
+
+    torch gives a group two, and a thread that has done a work writes the work's name into a string of the group's
+    without a lock. Short names fit into the string itself; a functional all-gather's, "ALLGATHER_COALESCED", does not,
+    so both threads now and then free the same old name, which corrupts the heap (seen with torch 2.13 on its own).
+    """
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _one_thread, extended_api=True, devices=["cpu"])
+    return NAME
+
+
+def _one_thread(group: Any, _: Any) -> Any:
+    backend: Any = dist.ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options = backend._Options()
+    options._devices = [backend.create_device(interface=name) for name in names] or [backend.create_default_device()]
+    options._threads = 1
+    options._timeout = group.timeout
+    options.global_ranks_in_group, options.group_name = group.global_ranks_in_group, group.group_id
+    return backend(group.store, group.group_rank, group.group_size, options)

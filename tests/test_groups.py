@@ -1,0 +1,106 @@
+"""The communicators of a mesh: beside other groups of the program's, and where a rank does not come."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import LOOPS, batch, net
+from torch.distributed.device_mesh import DeviceMesh
+
+import functional_fsdp as fsdp
+from functional_fsdp import CommError, launch
+from functional_fsdp._launch import stop_workers
+
+
+@pytest.fixture(autouse=True)
+def own_workers() -> Iterator[None]:
+    """Processes without groups, and none that are left behind."""
+    stop_workers()
+    yield
+    stop_workers()
+
+
+def stepped(mesh: DeviceMesh, transport: Any) -> int:
+    """The steps that a state has taken."""
+    params, model = fsdp.functionalize(net(torch.float64))
+    spec = fsdp.Spec(mesh, fsdp.zero3("data"), schedule=fsdp.Schedule(transport=transport))
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+
+    def train_step(state: fsdp.State, data: Any) -> fsdp.State:
+        return fsdp.step(LOOPS["whole"](model, state, data, True)[0])
+
+    step = torch.compile(train_step, fullgraph=True, backend="eager") if transport == "traced" else train_step
+    return step(state, batch(0, dist.get_rank(), 0)).steps
+
+
+def beside_others() -> list[int]:
+    """Groups that only some ranks are in come before ours, and between ours."""
+    mesh = fsdp.local_mesh()
+    dist.new_group([0])
+    first = stepped(mesh, "collective")
+    dist.new_group([0, 1])
+    dist.new_group([0])
+    return [first, stepped(mesh, "traced")]
+
+
+def test_groups_of_some_ranks_are_in_nobodys_way() -> None:
+    assert launch(beside_others, 3) == [[1, 1]] * 3
+
+
+def after_a_smaller_mesh() -> list[int]:
+    """A state on ranks 1 and 2, then one on all."""
+    mesh = fsdp.local_mesh()
+    small = DeviceMesh("cpu", [1, 2], mesh_dim_names=("data",))
+    taken = [stepped(small, "collective")] if dist.get_rank() else []
+    return [*taken, stepped(mesh, "traced")]
+
+
+def test_a_mesh_of_some_ranks_is_in_nobodys_way() -> None:
+    assert launch(after_a_smaller_mesh, 3) == [[1], [1, 1], [1, 1]]
+
+
+def waited_for(absent: int) -> str:
+    """What the other rank hears when one does not make the state."""
+    mesh = fsdp.local_mesh()
+    if dist.get_rank() == absent:
+        time.sleep(3)
+        return ""
+    try:
+        stepped(mesh, "collective")
+    except CommError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_does_not_come_is_named(absent: int) -> None:
+    said = launch(waited_for, 2, absent, timeout=1)
+    assert "for the ranks [0, 1]: after 1 s ranks [" + str(absent) + "] have not come" in said[1 - absent]
+
+
+def interfaces(name: str) -> str:
+    """What comes of torch's variable that says which network interface gloo takes."""
+    mesh = fsdp.local_mesh()
+    stepped(mesh, "collective")
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        return str(stepped(mesh, "traced"))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_all_groups_take_the_interface_that_is_named() -> None:
+    assert launch(interfaces, 2, "lo,lo") == ["1", "1"]
+
+
+def test_an_interface_that_is_not_there_is_an_error() -> None:
+    for said in launch(interfaces, 2, "nosuch0"):
+        assert "nosuch0" in said
