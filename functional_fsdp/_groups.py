@@ -56,6 +56,7 @@ def level(ranks: list[int], timeout: timedelta) -> None:
         store.wait(["most"], timeout)
     except RuntimeError as error:
         missing = [rank for rank in ranks if not store.check([str(rank)])] or ranks[:1]
+        store.delete_key(str(me))  # nobody is to think that this rank is here
         raise CommError(
             f"communicators for the ranks {ranks}: after {timeout.total_seconds():g} s ranks {missing} have not come "
             "to make them. Every rank of a mesh makes the same states on it, in the same order."

@@ -49,9 +49,13 @@ def undisturbed(preset: str) -> dict[str, torch.Tensor]:
     return fsdp.full_params(state)
 
 
-def raising(error: type[BaseException], place: str) -> Callable[[str], None]:
+def raising(error: type[BaseException], place: str, together: bool) -> Callable[[str], None]:
+    """`together`: when all ranks are there; one that still waits in a verb would hear of the others first."""
+
     def at(here: str) -> None:
         if here == place:
+            if together:
+                dist.barrier()
             raise error("on purpose")
 
     return at
@@ -61,11 +65,12 @@ def disturbed(preset: str, place: str, who: list[int], error: type[BaseException
     """Train; in step BAD, ranks in `who` raise `error` at `place`. All go on from the state before the step."""
     state, model = start(preset)
     raised = restarts = 0
+    together = len(who) == dist.get_world_size()
     for step in range(STEPS):
         while True:
             bad = step == BAD and dist.get_rank() in who and not raised
             try:
-                state = train_step(state, model, step, raising(error, place if bad else ""))
+                state = train_step(state, model, step, raising(error, place if bad else "", together))
                 break
             except (Boom, KeyboardInterrupt):
                 raised += 1
