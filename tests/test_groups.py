@@ -76,10 +76,11 @@ def waited_for(absent: int) -> str:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
+    stop_workers()  # processes keep the timeout that they began with
     for absent in (0, 1):
         said = launch(waited_for, 2, absent, timeout=1)
         assert f"for the ranks [0, 1]: after 1 s ranks [{absent}] have not come" in said[1 - absent]
-    stop_workers()  # their timeout stays
+    stop_workers()
 
 
 def interfaces(name: str) -> str:
