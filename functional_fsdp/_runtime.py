@@ -64,7 +64,6 @@ class Runtime:
         self.size = mesh.size()
         self.device = torch.device(mesh.device_type)
         self.cuda = self.device.type == "cuda"
-        self.backend = "nccl" if self.cuda else "gloo"
         if self.cuda:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.epoch = 0  # how often a restart dropped what was under way
@@ -95,12 +94,13 @@ class Runtime:
             raise SpecError(f"rank {dist.get_rank()} is not part of the mesh of ranks {mesh.mesh.flatten().tolist()}.")
         self.timeout = _timeout(mesh, self.device)
         level(self.ranks, self.timeout)
+        backend = "nccl" if self.cuda else "gloo"
         for i, axis in enumerate(names):
             mine = mesh.mesh.movedim(i, -1).reshape(-1, mesh.shape[i])
             ranks = next(row.tolist() for row in mine if dist.get_rank() in row)
             if len(ranks) > 1:
                 for lane in LANES:
-                    self.groups[lane, axis] = new_group(ranks, f"{lane} {axis}", self.timeout, self.backend)
+                    self.groups[lane, axis] = new_group(ranks, f"{lane} {axis}", self.timeout, backend)
         self.rank = self.ranks.index(dist.get_rank())
         self.control = new_group(self.ranks, "control", self.timeout, "gloo")
         self.board = Board.of(self)
@@ -114,10 +114,8 @@ class Runtime:
         """The communicator of a lane on an axis. "zero_cta" and "traced" (for all traced lanes of CPUs) have one when
         it is first asked for, which is collective."""
         if (lane, axis) not in self.groups and lane in ("zero_cta", "traced"):
-            backend, options = self.backend, None
-            if lane == "traced":
-                backend = one_thread()
-            else:
+            backend, options = one_thread() if lane == "traced" else "nccl", None
+            if lane == "zero_cta":
                 options = dist.ProcessGroupNCCL.Options()
                 options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
             ranks = dist.get_process_group_ranks(self.groups["gather", axis])

@@ -16,10 +16,10 @@ from functional_fsdp import CommError, launch
 from functional_fsdp._launch import stop_workers
 
 
-def mesh_of(ranks: int, name: str) -> DeviceMesh:
+def mesh_of(name: str) -> DeviceMesh:
     """All ranks, under a name of its own: its communicators are not there yet."""
     fsdp.local_mesh()  # begins what there is to begin
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=(name,))
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
 
 
 def stepped(mesh: DeviceMesh, transport: Any) -> int:
@@ -38,7 +38,7 @@ def stepped(mesh: DeviceMesh, transport: Any) -> int:
 
 def beside_others() -> list[int]:
     """Groups that only some ranks are in come before ours, and between ours."""
-    mesh = mesh_of(3, "beside")
+    mesh = mesh_of("beside")
     dist.new_group([0])
     first = stepped(mesh, "collective")
     dist.new_group([0, 1])
@@ -52,7 +52,7 @@ def test_groups_of_some_ranks_are_in_nobodys_way() -> None:
 
 def after_a_smaller_mesh() -> list[int]:
     """A state on ranks 1 and 2, then one on all."""
-    mesh = mesh_of(3, "whole")
+    mesh = mesh_of("whole")
     small = DeviceMesh("cpu", [1, 2], mesh_dim_names=("small",))
     taken = [stepped(small, "collective")] if dist.get_rank() else []
     return [*taken, stepped(mesh, "traced")]
@@ -64,7 +64,7 @@ def test_a_mesh_of_some_ranks_is_in_nobodys_way() -> None:
 
 def waited_for(absent: int) -> str:
     """What the other rank hears when one does not make the state."""
-    mesh = mesh_of(2, f"without {absent}")
+    mesh = mesh_of(f"without {absent}")
     if dist.get_rank() == absent:
         time.sleep(3)
         return ""
@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def interfaces(name: str) -> str:
     """What comes of torch's variable that says which network interface gloo takes."""
-    mesh = mesh_of(2, name)
+    mesh = mesh_of(name)
     stepped(mesh, "collective")
     os.environ["GLOO_SOCKET_IFNAME"] = name
     try:

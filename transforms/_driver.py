@@ -31,7 +31,7 @@ __all__ = ["Driver", "refuse_nesting", "refuse_tracing"]
 
 
 def refuse_tracing(verb: str) -> None:
-    """It follows the model as it runs, which a graph of the whole step cannot do."""
+    """What calls the verbs for the user decides in Python, as it goes, which a graph of the whole step cannot hold."""
     if tracing():
         raise ScheduleError(
             f"{verb} drives the schedule from Python, as it runs, and cannot be traced. Inside torch.compile write "

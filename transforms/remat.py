@@ -35,15 +35,14 @@ def remat(what: Any, *patterns: str, preserve_rng_state: bool = True) -> Any:
         preserve_rng_state: random numbers come again in the recomputation. False saves time where there are none
             (no dropout), and is what `T.cuda_graph` needs.
 
-    A model that recomputes is for `T.forward_backward` and `T.apply`; around `bind`, wrap the function that binds.
-
     Returns:
         the function, or a copy of the model (a skeleton), that does so. Values and gradients are the same, and so are
         random numbers. Within a unit the recomputation uses the weights that are gathered for its backward anyway.
+        Such a model is for `T.forward_backward` and `T.apply`; around `bind`, wrap the function that binds.
 
     Raises:
-        SpecError: a pattern that matches no module. ScheduleError, when it runs: such a model
-            bound by hand, or torch.func around a checkpoint.
+        SpecError: a pattern that matches no module. When it runs: ScheduleError for such a model bound by hand, and
+            for torch.func around a checkpoint.
 
     Source: torch.utils.checkpoint, `use_reentrant=False`; the idea is Chen et al. 2016 (arXiv:1604.06174).
 
