@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,12 +19,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import _byvalue
+from ._objects import without_numpy
 from ._workers import CUDA, STORE, TIMEOUT, LaunchError, Pool
 
 __all__ = ["LaunchError", "launch", "local_mesh", "stop_workers"]
 
 T = TypeVar("T")
 _pools: dict[tuple[int, int], Pool] = {}  # by the caller's process and the number of ranks
+_call = threading.RLock()  # held by the thread whose call is being served
+_serving: list[str] = []  # that call's function, by name
 _numbers = itertools.count()  # of the process groups that this process was in: each has keys of its own in the store
 
 
@@ -112,6 +116,7 @@ def launch(
     for the next call with the same `nproc`: process groups, compiled code and globals that only the workers assign
     are still there. `fn` and what it refers to are sent anew each time, as the caller sees them now; modules are
     as they were at the first import. What ranks print is shown, other ranks than 0 with their number before it.
+    Calls from several threads take turns. The processes end with the caller, also one that is killed.
 
     Args:
         fn: any function, also one from a notebook cell, a lambda or a closure.
@@ -120,7 +125,8 @@ def launch(
 
     Raises:
         LaunchError: a rank raised or died. The workers survive if every rank came to an end.
-        RuntimeError: forking is no good here: CUDA is in use, or this process is itself a rank.
+        RuntimeError: forking is no good here: CUDA is in use, this process is itself a rank, or the call came from
+            inside another one (a signal handler, say).
         TypeError: `fn` or its arguments hold something that cannot be sent.
 
     >>> launch(lambda x: x * 2, 2, 21)
@@ -139,23 +145,59 @@ def launch(
             f"launch(): {_name(fn)} cannot be sent to the workers: {error}. Create what belongs to one process (a "
             "lock, an open file, a mesh) inside the function, not in a global or an argument"
         ) from error
+    with _call:
+        if _serving:
+            raise RuntimeError(
+                f"launch({_name(fn)}, {nproc}): this thread is inside launch({_serving[0]}), which has not returned. "
+                "Call one after the other"
+            )
+        _serving.append(_name(fn))
+        try:
+            return _run(nproc, task, _name(fn))
+        finally:
+            _serving.clear()
+
+
+def _run(nproc: int, task: bytes, name: str) -> list[Any]:
+    """One call on the workers of this size, which are forked if there are none."""
     key = (os.getpid(), nproc)
     if key in _pools and not _pools[key].alive():
         _pools.pop(key).kill()
     if key not in _pools:
-        _pools[key] = Pool(nproc, [pipe for other in _pools.values() for pipe in other.pipes])
+        _pools[key] = Pool(nproc)
     try:
-        return _pools[key].run(task, _name(fn))
+        return _pools[key].run(task, name)
     finally:
         if not _pools[key].idle:
             _pools.pop(key).kill()
 
 
-@atexit.register
 def stop_workers() -> None:
-    """Ends the workers of every `launch` so far; the next call forks new ones. Runs by itself at exit."""
+    """Ends the workers of every `launch` so far; the next call forks new ones."""
+    with _call:
+        _at_exit()
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Ends the workers, also those of a call in a thread that nobody waits for."""
     for key in [key for key in _pools if key[0] == os.getpid()]:
         _pools.pop(key).kill()
+
+
+def _forked() -> None:
+    """In a child that the caller forked: the workers are not its own, and the thread that had them is not here."""
+    global _call
+    _call = threading.RLock()
+    _serving.clear()
+    for pool in _pools.values():
+        pool.let_go()
+    _pools.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+without_numpy()
 
 
 def _name(fn: Callable[..., Any]) -> str:

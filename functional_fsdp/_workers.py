@@ -12,14 +12,20 @@ They are forked, so they have everything that the caller has imported and start 
 The fork happens in a thread of its own. OpenMP keeps a pool for each thread that computed in parallel; the child of
 such a thread would wait for a pool that was not copied, the child of a new thread makes its own. Inductor keeps a pool
 of threads that compile, of which the child has the object and no thread: it forgets it.
+
+Nothing stays behind, however the caller ends. On Linux the kernel kills the workers when the thread that forked them
+is gone, so that one lives as long as they do, and the ranks meet in a file without a name (a memfd). Elsewhere workers
+end when the caller's end of their pipe does, and remove the folder of the file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import io
 import math
+import multiprocessing.process
 import os
 import shutil
 import signal
@@ -31,7 +37,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import connection, get_context
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -47,6 +52,7 @@ __all__ = ["CUDA", "STORE", "TIMEOUT", "LaunchError", "Pool"]
 
 STORE = "FUNCTIONAL_FSDP_STORE"  # the file over which ranks of this machine meet; `local_mesh` reads this and the next
 TIMEOUT = "FUNCTIONAL_FSDP_TIMEOUT"  # seconds a collective may wait for the other ranks
+PR_SET_PDEATHSIG = 1  # of prctl
 GRACE = 5.0  # seconds that the other ranks have to finish once one has failed
 CUDA = (
     "launch(): CUDA was initialised in this process before launch(), and a forked worker cannot use it then. "
@@ -72,13 +78,13 @@ class LaunchError(FsdpError, RuntimeError):
 
 
 class Pool:
-    """`nproc` workers and the pipes to them. `others` are the caller's ends of other pools' pipes."""
+    """`nproc` workers and the pipes to them."""
 
-    def __init__(self, nproc: int, others: list[connection.Connection]) -> None:
+    def __init__(self, nproc: int) -> None:
         if torch.cuda.is_initialized():
             raise RuntimeError(CUDA)
         self.idle = True  # no worker is inside a call
-        self.folder = tempfile.TemporaryDirectory(prefix="functional-fsdp-")
+        self.file, self.folder, store = _meeting_place()
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]  # for code that calls torch's init_process_group itself
         self.environment = {
@@ -86,18 +92,40 @@ class Pool:
             "LOCAL_WORLD_SIZE": str(nproc),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            STORE: os.path.join(self.folder.name, "store"),
+            STORE: store,
         }
         self.pipes: list[connection.Connection] = []
         self.processes: list[Any] = []
-        with ThreadPoolExecutor(1) as thread:
-            for rank in range(nproc):
-                thread.submit(self._fork, rank, nproc, others).result()
+        self.failure: BaseException | None = None
+        self.forked, self.gone = threading.Event(), threading.Event()
+        threading.Thread(target=self._parent, args=(nproc,), daemon=True).start()
+        try:
+            self.forked.wait()
+        except BaseException:
+            self.forked.wait()
+            self.kill()
+            raise
+        if self.failure is not None:
+            self.kill()
+            raise self.failure
 
-    def _fork(self, rank: int, nproc: int, others: list[connection.Connection]) -> None:
+    def _parent(self, nproc: int) -> None:
+        """The life of the thread that forks the workers: it ends after them."""
+        try:
+            for rank in range(nproc):
+                self._fork(rank, nproc)
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self.forked.set()
+        self.gone.wait()
+
+    def _fork(self, rank: int, nproc: int) -> None:
         here, there = connection.Pipe()
-        theirs = [*others, *self.pipes, here]
-        process = get_context("fork").Process(target=_work, args=(there, theirs, rank, nproc, self.environment))
+        theirs = [*self.pipes, here]
+        process = get_context("fork").Process(
+            target=_work, args=(there, theirs, rank, nproc, self.environment, os.getpid(), self.folder)
+        )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)  # of threads: see the top of this file
             process.start()
@@ -109,11 +137,29 @@ class Pool:
         return all(process.is_alive() for process in self.processes)
 
     def kill(self) -> None:
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
+        for process in self.processes:
             process.kill()
+        for process in self.processes:
             process.join()
+        self.gone.set()
+        self._close()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def let_go(self) -> None:
+        """In a process that the caller forked: the workers are to notice when the caller is gone."""
+        self._close()
+        children: Any = getattr(multiprocessing.process, "_children", None)
+        for process in self.processes:
+            if children is not None:
+                children.discard(process)  # else this process waits for them at its exit
+
+    def _close(self) -> None:
+        for pipe in self.pipes:
             pipe.close()
-        self.folder.cleanup()
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
     def run(self, task: bytes, name: str) -> list[Any]:
         """Sends the task to every rank, shows what they print, and waits until all are done or all is lost."""
@@ -172,11 +218,34 @@ def _error(name: str, nproc: int, reports: dict[int, tuple[str, str]], busy: lis
     return LaunchError("\n\n".join(parts), texts)
 
 
+def _meeting_place() -> tuple[int, str, str]:
+    """Where the ranks' store lies: (descriptor or -1, folder or "", path)."""
+    if sys.platform == "linux":
+        file = -1
+        try:
+            file = os.memfd_create("functional_fsdp_store")
+            path = f"/proc/self/fd/{file}"
+            dist.FileStore(path).set("is", "here")  # type: ignore[attr-defined]
+            return file, "", path
+        except (OSError, RuntimeError):  # no /proc, say
+            if file >= 0:
+                os.close(file)
+    folder = tempfile.mkdtemp(prefix="functional-fsdp-")
+    return -1, folder, os.path.join(folder, "store")
+
+
 def _work(
-    pipe: connection.Connection, theirs: list[connection.Connection], rank: int, nproc: int, env: dict[str, str]
+    pipe: connection.Connection,
+    theirs: list[connection.Connection],
+    rank: int,
+    nproc: int,
+    env: dict[str, str],
+    caller: int,
+    folder: str,
 ) -> NoReturn:
-    """The life of a worker: set up as a rank, then serve calls until the caller's end of the pipe closes."""
+    """The life of a worker: set up as a rank, then serve calls until the caller is gone."""
     try:
+        _end_with(caller)
         for end in theirs:
             end.close()  # so that the workers notice when the caller is gone
         _become(rank, nproc, env)
@@ -196,12 +265,22 @@ def _work(
                 send("spoilt", "")
             send(*message)
     except (EOFError, OSError):
-        shutil.rmtree(os.path.dirname(env[STORE]), ignore_errors=True)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
     except BaseException:
         traceback.print_exc(file=sys.__stderr__)
     finally:
         os._exit(1)
+
+
+def _end_with(caller: int) -> None:
+    """Have the kernel kill this process when the thread that forked it ends, also in a collective."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != caller:  # it was gone before that
+        os._exit(0)
 
 
 def _become(rank: int, nproc: int, env: dict[str, str]) -> None:

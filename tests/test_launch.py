@@ -449,21 +449,195 @@ def test_interrupting_the_caller_stops_the_workers() -> None:
     assert launch(rank_and_sum, 2) == [(0, 3.0), (1, 3.0)]
 
 
-def test_workers_end_with_the_caller() -> None:
-    pids = run_script("import os, functional_fsdp as f\nprint(*f.launch(os.getpid, 2))").split()
-    killed = """
-        import os, signal, functional_fsdp as f
-        print(*f.launch(os.getpid, 2), flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    with pytest.raises(AssertionError) as caught:
-        run_script(killed)
-    pids += [word for word in str(caught.value).split() if word.isdigit()][:2]
-    assert len(pids) == 4
-    deadline = time.monotonic() + 5
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+ENDS = {
+    "normal": "",
+    "exception": "raise SystemExit(3)",
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "SIGKILL in a call": "threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGKILL]).start(); f.launch(stuck, 2)",
+    "SIGKILL of a worker": "os.kill(pids[0], signal.SIGKILL)",
+}
+PROGRAM = """
+import os, signal, threading, torch, torch.distributed as dist, functional_fsdp as f
+
+def stuck():
+    state = f.shard({"w": torch.ones(300)}, f.Spec(f.local_mesh(), schedule=f.Schedule(transport="copy_engine")))
+    if dist.get_rank():
+        signal.pause()
+    f.full_params(f.unshard(state, "w")[0])
+
+pids = f.launch(os.getpid, 2)
+f.launch(lambda: f.shard({"w": torch.ones(300)}, f.Spec(f.local_mesh())).units, 2)
+print(*pids, *f.launch(os.getpid, 3), flush=True)
+"""
+
+
+def running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_nothing_stays_behind_however_the_caller_ends(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    programs = {}
+    shared = set(os.listdir("/dev/shm"))
+    for end, how in ENDS.items():
+        folder = tmp_path / end.replace(" ", "_")
+        folder.mkdir()
+        programs[end] = folder, subprocess.Popen(
+            [sys.executable, "-c", PROGRAM + how],
+            env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+    for end, (folder, program) in programs.items():
+        pids = program.communicate(timeout=90)[0].split()
+        assert len(pids) == 5, end
+        deadline = time.monotonic() + 5
+        while any(map(running, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not list(filter(running, pids)), end
+        assert not os.listdir(folder), end
+    assert not [name for name in set(os.listdir("/dev/shm")) - shared if "functional" in name]
+
+
+# ---------------------------------------------------------------------------------------------------- threads, forks
+
+
+def test_calls_from_several_threads_take_turns() -> None:
+    def work(i: int, nproc: int) -> tuple[int, int, str]:
         time.sleep(0.05)
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        if i == 2:
+            raise ValueError("one of them")
+        return i, int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
+
+    found: dict[int, Any] = {}
+
+    def call(i: int) -> None:
+        try:
+            found[i] = launch(work, 2 + i % 2, i, 2 + i % 2)
+        except LaunchError as error:
+            found[i] = str(error)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert "failed: ValueError: one of them" in found.pop(2)
+    for i, results in found.items():
+        assert results == [(i, rank, str(2 + i % 2)) for rank in range(2 + i % 2)]
+    assert len(found) == 5
+
+
+def test_a_worker_killed_under_one_thread_does_not_concern_another() -> None:
+    found: dict[str, Any] = {}
+
+    def die() -> None:
+        try:
+            launch(lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
+        except LaunchError as error:
+            found["die"] = str(error)
+
+    launch(os.getpid, 2)
+    threads = [threading.Thread(target=die), threading.Thread(target=lambda: found.update(sum=launch(rank_and_sum, 2)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert "was killed by SIGKILL" in found["die"]
+    assert found["sum"] == [(0, 3.0), (1, 3.0)]
+
+
+def test_a_call_inside_a_call_is_refused() -> None:
+    met: list[str] = []
+
+    def again(*_: Any) -> None:
+        with pytest.raises(RuntimeError, match=r"launch\(getpid, 2\): this thread is inside launch\(sleep\)") as error:
+            launch(os.getpid, 2)
+        met.append(str(error.value))
+
+    launch(os.getpid, 2)
+    before = signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        launch(time.sleep, 2, 0.8)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(met) == 1
+    assert len(launch(os.getpid, 2)) == 2
+
+
+def test_a_child_of_the_caller_has_workers_of_its_own() -> None:
+    """Forked while another thread is inside launch, and so holds its lock; the child's end is not the workers' end."""
+    printed = run_script("""
+        import os, sys, threading, time, warnings
+        from functional_fsdp import launch
+
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        mine = launch(os.getpid, 2)
+        thread = threading.Thread(target=lambda: print(launch(lambda: (time.sleep(2), os.getpid())[1], 2) == mine))
+        thread.start()
+        time.sleep(0.5)
+        if child := os.fork():
+            assert os.waitpid(child, 0)[1] == 0
+            thread.join()
+            assert launch(os.getpid, 2) == mine
+        else:
+            print(len(set(launch(os.getpid, 2)) - set(mine)), flush=True)
+            sys.exit()
+    """)
+    assert sorted(printed.split()) == ["2", "True"]
+
+
+# ------------------------------------------------------------------------------------------------------------- numpy
+
+WITHOUT_NUMPY = """
+    import sys
+    from importlib.machinery import PathFinder
+
+    class WithoutNumpy(PathFinder):
+        @classmethod
+        def find_spec(cls, name, path=None, target=None):
+            return None if name.split(".")[0] == "numpy" else super().find_spec(name, path, target)
+
+    sys.meta_path[sys.meta_path.index(PathFinder)] = WithoutNumpy
+    import warnings
+
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    import torch
+    import functional_fsdp as fsdp
+    from functional_fsdp import transforms as T
+
+    def train(folder):
+        mesh = fsdp.local_mesh()
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 1))
+        params, model = fsdp.functionalize(module)
+        state = fsdp.shard(params, fsdp.Spec(mesh), fsdp.adamw(lr=1e-2), buffers=fsdp.buffers(module))
+        forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
+        for step in range(2):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(mesh.get_rank()))
+            state, loss = forward_backward(state, x)
+            state, norm = T.clip_by_global_norm(state, 1.0)
+            state = fsdp.step(state)
+            state, loss = fsdp.pmean(state, loss)
+        fsdp.save(state, folder)
+        again = fsdp.full_params(fsdp.load(state, folder))
+        state, _ = fsdp.init(lambda: torch.nn.Linear(3, 3), fsdp.Spec(mesh, fsdp.ddp("data")), seed=0)
+        return fsdp.full_params(state)["weight"].shape, again, loss
+
+    (_, one, loss), (_, two, other) = fsdp.launch(train, 2, sys.argv[1])
+    assert loss == other and all(torch.equal(one[key], two[key]) for key in one)
+    assert "numpy" not in sys.modules
+    print(len(one))
+"""
+
+
+def test_without_numpy(tmp_path: Path) -> None:
+    assert run_script(WITHOUT_NUMPY, "-", str(tmp_path / "saved")) == "6\n"
 
 
 def test_cuda_that_is_already_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
