@@ -105,9 +105,10 @@ class Pool:
             self.forked.wait()
             self.kill()
             raise
-        if self.failure is not None:
+        failure: BaseException | None = self.failure
+        if failure is not None:
             self.kill()
-            raise self.failure
+            raise failure
 
     def _parent(self, nproc: int) -> None:
         """The life of the thread that forks the workers: it ends after them."""
