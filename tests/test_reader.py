@@ -164,13 +164,15 @@ def test_a_file_changes_no_class_of_torch(saved: Path) -> None:
 
 def test_other_objects_than_tensors_are_refused(saved: Path, tmp_path: Path) -> None:
     metadata = metadata_of(saved)
-    payload = pickle.dumps(Evil(os.system, f"touch {tmp_path / 'ran'}"))
-    (saved / "__0_0.distcp").write_bytes(payload)
+    with open(saved / "__0_0.distcp", "ab") as file:
+        start = file.tell()
+        torch.save(Evil(os.system, f"touch {tmp_path / 'ran'}"), file)
+        length = file.tell() - start
     for name in ("count.", "more"):
         metadata.state_dict_metadata[name] = md.BytesStorageMetadata()
-        metadata.storage_data[md.MetadataIndex(name)] = _StorageInfo("__0_0.distcp", 0, len(payload))
+        metadata.storage_data[md.MetadataIndex(name)] = _StorageInfo("__0_0.distcp", start, length)
+    rewrite(saved, files={**note_of(saved).get("files", {}), "__0_0.distcp": start + length})
     craft(saved, metadata)
-    rewrite(saved, files={**note_of(saved)["files"], "__0_0.distcp": len(payload)})
     assert "expected a tensor, since reading another object could run code" in refused(saved)
     assert not (tmp_path / "ran").exists()
 
