@@ -7,7 +7,16 @@ state = fsdp.step(state)
 """
 
 from ._checkpoint import latest, load, save
-from ._errors import CommError, FsdpError, RestartError, ScheduleError, SpecError, StaleStateError, TreeError
+from ._errors import (
+    CheckpointError,
+    CommError,
+    FsdpError,
+    RestartError,
+    ScheduleError,
+    SpecError,
+    StaleStateError,
+    TreeError,
+)
 from ._export import buffers, full_params, local_shards, state_dict
 from ._flat import FlatBuffer
 from ._init import init
@@ -30,6 +39,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Bucket",
+    "CheckpointError",
     "CommError",
     "FlatBuffer",
     "FsdpError",

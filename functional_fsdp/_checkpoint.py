@@ -1,86 +1,118 @@
-"""Checkpoints: each rank's shards by torch.distributed.checkpoint, written whole or not at all.
+"""Checkpoints: each rank's shards in the files of torch.distributed.checkpoint, written whole or not at all.
 
-    folder/            appears by one rename, when everything is on disk
-      layout.json      what wrote it: layout hash, spec, world, step
-      .metadata, *.distcp
+    folder/            appears by one rename, when everything is on disk (see `_folder`)
+      layout.json      what wrote it: layout hash, spec, world, step, files (see `_note`)
+      .metadata        where each tensor lies
+      *.distcp         tensors, one file for each rank that writes any (see `_writer`, `_reader`)
 
 Only the same layout (placement, world size, units, dtypes) is read back for now; another is refused before anything is
-read.
+read. Whatever goes wrong on one rank is an error on every rank.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
+import uuid
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.utils._pytree as pytree
 
-from ._errors import SpecError, TreeError
-from ._flat import FlatBuffer
-from ._runtime import runtime_of
+from ._about import about_of, same_layout
+from ._content import content
+from ._errors import CheckpointError, RestartError, ScheduleError
+from ._folder import LOCK, Claim, partial, unfinished
+from ._joint import jointly
+from ._note import METADATA, NOTE, read_note, sizes, write_note
+from ._parts import SAVED, named, own_place, parts_of, plain_names, shard_name
+from ._reader import check, read_metadata, read_tensors
+from ._runtime import Runtime, runtime_of
 from ._state import Ledger, State, Token
-from ._tree import flatten
 from ._weights import refresh
+from ._writer import Entry, write_metadata, write_tensors
 
 __all__ = ["latest", "load", "save"]
-
-SAVED = ("main", "opt", "buffers", "count", "rng", "extras")
 
 
 def save(state: State, folder: str | os.PathLike[str]) -> Path:
     """Write a state between steps to `folder`. Never consumes it. Collective: every rank of the mesh calls it.
 
-    The folder appears only when it is complete; an interrupted save leaves a `.partial` folder that the next save
-    replaces. Main weights, optimizer state, buffers, count, rng and extras are written, each shard once; compute copies
-    are not.
+    The folder appears only when it is complete and on disk; an interrupted save leaves a folder `NAME.partial-...`,
+    which the next save of that name removes. Main weights, optimizer state, buffers, count, rng and extras are written,
+    each shard once; compute copies are not.
+
+    What is sharded is kept in FlatBuffers. A plain tensor in the optimizer state or the extras is written once and
+    given to all ranks, so all ranks must hold the same (where each rank has experts of its own: all ranks with the
+    same experts).
 
     Raises:
-        StaleStateError: a state in the middle of a step. FileExistsError: the folder exists. TreeError: an optimizer
-            state or extra that is no tensor. OSError: what the first rank met, on every rank.
+        StaleStateError: a state in the middle of a step. FileExistsError: the folder exists, or another save has taken
+            the name meanwhile. TreeError: an optimizer state or extra that is no tensor, or a plain tensor that differs
+            between ranks. CheckpointError: ranks name different folders, or do not see the same. OSError: what a rank
+            met, as a full disk. If one rank raises, all do.
 
     Example: `fsdp.save(state, f"checkpoints/step_{n}")`.
     """
-    state.resting("save")
-    run, final = runtime_of(state.spec.mesh), Path(folder)
-    partial = final.with_name(final.name + ".partial")
-    tensors = _tensors(state, only_sharded=run.size > 1 and run.rank > 0)
-    about = {**_about(state), "step": state.steps}
+    run, token = runtime_of(state.spec.mesh), uuid.uuid4().hex[:12]
     state.token.ledger.look(state.token.serial)
+    _meet(run, "save")
+    final, token = _same_folder(run, "save", folder, token)
+    path, file = partial(final, token), f"__{run.rank}_0.distcp"
+    chosen: dict[str, torch.Tensor] = {}
+    about: dict[str, Any] = {}
+    claim: Claim | None = None
 
-    def prepare() -> None:
-        if final.exists():
-            raise FileExistsError(f"save: {final} exists. Choose another folder, or remove it first.")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+    def prepare() -> tuple[str, dict[str, str]]:
+        state.resting("save")
+        about.update(about_of(state), step=state.steps, save=token)
+        return own_place(state), {p.name: content(p.tensor) for p in parts_of(state) if p.buffer is None}
+
+    def begin() -> None:
+        nonlocal claim
+        if run.rank == 0:
+            claim = Claim(final, token)
+
+    def write() -> Any:
+        if not (path / LOCK).is_file():
+            raise CheckpointError(
+                f"save: rank {run.ranks[run.rank]} does not see {path}, which rank {run.ranks[0]} made. Save to a "
+                "folder that all ranks share."
+            )
+        return write_tensors(path, file, token, chosen) if chosen else ([], 0)
 
     def complete() -> None:
-        (partial / "layout.json").write_text(json.dumps(about, indent=1))
-        os.replace(partial, final)
+        if claim is not None:
+            entries = [entry for some, _ in written for entry in some]
+            files = {f"__{rank}_0.distcp": nbytes for rank, (_, nbytes) in enumerate(written) if nbytes}
+            nbytes, digest = write_metadata(path, entries)
+            write_note(path, {**about, "files": {**files, METADATA: nbytes}, "metadata": digest})
+            claim.appear()
 
-    _first(run, prepare)
-    with _quiet():
-        dcp.save(  # type: ignore[attr-defined]
-            tensors, checkpoint_id=str(partial), process_group=_group(run), no_dist=run.size == 1
-        )
-    _first(run, complete)
-    return final
+    plain = plain_names(run, jointly(run, "save", prepare))
+    for part in parts_of(state):
+        name, writes = shard_name(state, part) if part.buffer else plain[part.name]
+        if writes:
+            chosen[name] = part.tensor
+    try:
+        jointly(run, "save", begin)
+        written = jointly(run, "save", write)
+        jointly(run, "save", complete)
+    finally:
+        if claim is not None:
+            claim.drop()
+    return Path(folder)
 
 
 def load(state: State, folder: str | os.PathLike[str]) -> State:
     """Read what `save` wrote, into a new state of the same spec. `state` is the template; it is not changed.
 
+    Files are not trusted: nothing in them is run, and damage is found before or while they are read.
+
     Args:
         state: a state of the same placement, world size and units, as `init` or `shard` gives; also one that `step`
-            consumed, or that an error left half updated.
+            consumed, or that an error left half updated. Numbers of its optimizer (lr, betas) may be others.
         folder: what was given to `save`.
 
     Returns:
@@ -88,110 +120,105 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
 
     Raises:
         FileNotFoundError: no complete checkpoint there.
-        SpecError: it was written with another layout (placement, world size, units, dtypes): both are named.
+        SpecError: it was written with another layout (placement, world size, units, dtypes), `average`, or kind of
+            optimizer: both are named.
+        CheckpointError: it is damaged (the file is named), or ranks name or see different checkpoints.
+        If one rank raises, all do.
 
     Collective: every rank calls it.
     """
-    path = Path(folder)
-    if not (path / "layout.json").is_file():
-        raise FileNotFoundError(f"load: {path} is not a complete checkpoint (it has no layout.json).")
-    there, here = json.loads((path / "layout.json").read_text()), _about(state)
-    differ = [key for key in here if there.get(key) != here[key]]
-    if differ:
-        said = "; ".join(f"{key} {there.get(key)!r} there, {here[key]!r} here" for key in differ)
-        raise SpecError(
-            f"load: {path} was written with another layout: {said}. Checkpoints are read back by the same "
-            f"placement, world size, units and dtypes only, so far."
-        )
     run = runtime_of(state.spec.mesh)
-    trees = {name: pytree.tree_map_only(torch.Tensor, torch.empty_like, getattr(state, name)) for name in SAVED}
-    fresh = state.evolve(**trees)
-    with _quiet():
-        dcp.load(  # type: ignore[attr-defined]
-            _tensors(fresh), checkpoint_id=str(path), process_group=_group(run), no_dist=run.size == 1
+    _meet(run, "load")
+    path, _ = _same_folder(run, "load", folder, "")
+    note: dict[str, Any] = {}
+    entries: dict[str, Entry] = {}
+
+    def look() -> str:
+        note.update(read_note(path))
+        same_layout(path, note, about_of(state))
+        sizes(path, note)
+        entries.update(read_metadata(path, note))
+        check(path, entries, named(state, entries))
+        return str(note["digest"])
+
+    def read() -> None:
+        trees = {name: pytree.tree_map_only(torch.Tensor, torch.empty_like, getattr(state, name)) for name in SAVED}
+        made.append(state.evolve(**trees))
+        read_tensors(path, note, entries, named(made[0], entries))
+
+    seen = jointly(run, "load", look)
+    other = next((rank for rank, digest in enumerate(seen) if digest != seen[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"load: {path} is not the same for all ranks: {NOTE} of rank {run.ranks[0]} has the digest "
+            f"{seen[0][:16]}, that of rank {run.ranks[other]} {seen[other][:16]}. Load from a folder that all ranks "
+            "share, while nobody replaces it."
         )
-    weights: Any = ()
-    if state.weights:
-        weights = pytree.tree_map(torch.empty_like, state.weights)
-        with torch.no_grad():
+    made: list[State] = []
+    with torch.inference_mode(False), torch.no_grad():
+        jointly(run, "load", read)
+        fresh = made[0]
+        weights: Any = ()
+        if state.weights:
+            weights = pytree.tree_map(torch.empty_like, state.weights)
             for name, copy in weights.items():
                 refresh(fresh.main[name], copy)
-    ledger = Ledger(run, state.layout, state.spec, int(there["step"]))
+    ledger = Ledger(run, state.layout, state.spec, note["step"])
     ledger.enroll()
     return fresh.evolve(weights=weights, grads=(), token=Token(ledger, 0)).prepared()
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest complete checkpoint (by its step) among the subfolders of `folder`, or None."""
-    found = [p.parent for p in Path(folder).glob("*/layout.json") if p.parent.suffix != ".partial"]
-    return max(found, key=lambda p: json.loads((p / "layout.json").read_text())["step"], default=None)
+    """The newest complete checkpoint (by its step) among the subfolders of `folder`, or None.
 
-
-def _about(state: State) -> dict[str, Any]:
-    placements = ", ".join(f"{pattern}: {placement}" for pattern, placement in state.spec.placements)
-    return {
-        "placement": placements,
-        "mesh": " × ".join(f"{axis} {size}" for axis, size in state.spec.axes.items()),
-        "leaves": len(state.layout.paths),
-        "tree": ", ".join(f"{name} {len(pytree.tree_leaves(getattr(state, name)))}" for name in SAVED),
-        "layout": state.layout.hash,
-    }
-
-
-def _tensors(state: State, only_sharded: bool = False) -> dict[str, torch.Tensor]:
-    """{name: tensor}: shards under the index of their slice, so that replicas are written once; what is not cut into
-    shards is written by the first rank."""
-    found: dict[str, torch.Tensor] = {}
-    for name in SAVED:
-        nodes, _ = pytree.tree_flatten(getattr(state, name), is_leaf=lambda x: isinstance(x, FlatBuffer))
-        paths, _, _ = flatten(
-            pytree.tree_map(lambda x: 0, getattr(state, name), is_leaf=lambda x: isinstance(x, FlatBuffer))
-        )
-        for path, node in zip(paths, nodes, strict=True):
-            if isinstance(node, FlatBuffer):
-                start, stop = node.span()
-                found[f"{name}.{path}[{start}:{stop}]{_own(state, node)}"] = node.local
-            elif isinstance(node, torch.Tensor) and only_sharded:
-                continue
-            elif isinstance(node, torch.Tensor):
-                found[f"{name}.{path}"] = node
-            elif node is not None:
-                raise TreeError(
-                    f"checkpoint: State.{name} holds a {type(node).__name__} at {path!r}; only tensors are written. "
-                    "Keep it as a tensor."
-                )
-    return found
-
-
-def _own(state: State, buffer: FlatBuffer) -> str:
-    """Where on the axes that a bucket is not averaged over: ranks there have leaves of their own."""
-    at = runtime_of(state.spec.mesh).coordinate
-    axes = (axis for axis in state.spec.axes if axis not in buffer.bucket.placement.data and state.spec.axes[axis] > 1)
-    said = ", ".join(f"{axis} {at[axis]}" for axis in axes)
-    return f" of {said}" if said else ""
-
-
-def _group(run: Any) -> dist.ProcessGroup | None:
-    return None if run.size == 1 else run.control
-
-
-def _first(run: Any, do: Callable[[], None]) -> None:
-    """Run `do` on the first rank. All ranks wait for it, and raise what it raised."""
-    result: list[BaseException | None] = [None]
-    if run.size == 1 or run.rank == 0:
+    A damaged one, as far as its `layout.json` and the sizes of its files show, is left out with a warning that names
+    it; one that is under way, without.
+    """
+    found: list[tuple[int, str, dict[str, Any]]] = []
+    there = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
+    for path in there:
+        if unfinished(path) or not any(os.path.lexists(path / name) for name in (NOTE, METADATA)):
+            continue
         try:
-            do()
-        except OSError as error:
-            result = [error]
-    if run.size > 1:
-        dist.broadcast_object_list(result, src=run.ranks[0], group=run.control)
-    if result[0] is not None:
-        raise result[0]
+            note = read_note(path)
+            found.append((note["step"], path.name, note))
+        except (CheckpointError, OSError) as error:
+            _left_out(path, error)
+    for _, name, note in sorted(found, key=lambda item: item[:2], reverse=True):
+        try:
+            sizes(Path(folder, name), note)
+            return Path(folder, name)
+        except (CheckpointError, OSError) as error:
+            _left_out(Path(folder, name), error)
+    return None
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch's checkpointing warns about what it was asked to do (a process group given, no group needed)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _left_out(path: Path, error: Exception) -> None:
+    warnings.warn(f"latest: {path} is left out: {error}", stacklevel=3)
+
+
+def _meet(run: Runtime, what: str) -> None:
+    """Wait until every rank has come here. A rank that abandons a step for it meets the others first."""
+    while True:
+        try:
+            alike = run.alike(what)
+            break
+        except RestartError:  # a peer did; nothing of this call has happened
+            continue
+    if not alike:
+        raise ScheduleError(f"{what}: every rank must call it at the same place, but some are in a step. None does.")
+
+
+def _same_folder(run: Runtime, what: str, folder: Any, token: str) -> tuple[Path, str]:
+    """The folder that all ranks name, and the first rank's token; lanes on which ranks stopped apart are drained."""
+    counts = {name: log.count for name, log in run.issued.items()}
+    told = jointly(run, what, lambda: (os.path.abspath(os.fsdecode(folder)), token, counts))
+    for rank, (name, _, _) in enumerate(told):
+        if name != told[0][0]:
+            raise CheckpointError(
+                f"{what}: rank {run.ranks[0]} names the folder {told[0][0]}, rank {run.ranks[rank]} names {name}. Give "
+                "every rank the same."
+            )
+    if any(theirs != counts for _, _, theirs in told):
+        run.restart()
+    return Path(told[0][0]), told[0][1]

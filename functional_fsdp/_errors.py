@@ -1,6 +1,15 @@
 """The errors a user can meet. Each text says what was given, where, what was expected, and what to do."""
 
-__all__ = ["CommError", "FsdpError", "RestartError", "ScheduleError", "SpecError", "StaleStateError", "TreeError"]
+__all__ = [
+    "CheckpointError",
+    "CommError",
+    "FsdpError",
+    "RestartError",
+    "ScheduleError",
+    "SpecError",
+    "StaleStateError",
+    "TreeError",
+]
 
 
 class FsdpError(Exception):
@@ -21,6 +30,10 @@ class StaleStateError(FsdpError, RuntimeError):
 
 class ScheduleError(FsdpError, RuntimeError):
     """A verb called out of order: a unit used before it was gathered, a step without gradients, ranks out of order."""
+
+
+class CheckpointError(FsdpError, ValueError):
+    """A checkpoint that is damaged, or not the same for every rank."""
 
 
 class CommError(FsdpError, RuntimeError):

@@ -22,7 +22,7 @@ from ._errors import SpecError
 from ._flat import FlatBuffer, zeros
 from ._tracing import tracing
 
-__all__ = ["AdamState", "AdamW", "Optimizer", "Sgd", "adamw", "as_optimizer", "from_updates", "sgd"]
+__all__ = ["AdamState", "AdamW", "Optimizer", "Sgd", "Updates", "adamw", "as_optimizer", "from_updates", "sgd"]
 
 Tree = dict[str, FlatBuffer]
 Rate = float | Callable[[torch.Tensor], torch.Tensor]
@@ -47,14 +47,32 @@ class Optimizer(NamedTuple):
     update: Callable[[Any, Any, Any, torch.Tensor], tuple[Any, Any]]
 
 
-def from_updates(pair: Any) -> Optimizer:
-    """Adapt an optax-style pair (TorchOpt's too): its `update(grads, opt, params=)` returns what is to be added."""
+@dataclass(frozen=True)
+class Updates:
+    """An optax-style pair as an optimizer. A class, so that a State that has one can be pickled."""
 
-    def update(grads: Any, opt: Any, main: Any, count: torch.Tensor) -> tuple[Any, Any]:
-        updates, opt = pair.update(grads, opt, params=main)
+    pair: Any
+
+    def init(self, main: Any) -> Any:
+        return self.pair.init(main)
+
+    def update(self, grads: Any, opt: Any, main: Any, count: torch.Tensor) -> tuple[Any, Any]:
+        updates, opt = self.pair.update(grads, opt, params=main)
         return pytree.tree_map(lambda p, u: p.add_(u), main, updates), opt
 
-    return Optimizer(pair.init, update)
+
+def from_updates(pair: Any) -> Updates:
+    """Adapt an optax-style pair (TorchOpt's too): its `update(grads, opt, params=)` returns what is to be added.
+
+    Args:
+        pair: an object with `init(params) -> opt` and `update(grads, opt, params=) -> updates, opt`.
+
+    What of its state `save` writes: moments that it makes by tree_map over the parameters are FlatBuffers, saved as the
+    main weights are. Moments that it keeps as plain tensors (TorchOpt's ready-made optimizers do: lists of tensors) are
+    saved only where all ranks hold the same, as with ddp or on one rank; else `save` raises TreeError, since one rank's
+    would be given to all.
+    """
+    return Updates(pair)
 
 
 def as_optimizer(value: Any) -> Any:

@@ -1,0 +1,109 @@
+"""Writer: tensors into the files of torch.distributed.checkpoint, each with whatever the disk says against it.
+
+    __0_0.distcp   functional_fsdp <token> __0_0.distcp      which save, which file
+                   torch.save(tensor), one after the other
+    .metadata      a pickled `Metadata`: which tensor lies where; torch's tools read it
+
+torch's own writer talks to all ranks while it writes and wraps what goes wrong; this one talks to none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from ._note import METADATA, head
+
+__all__ = ["Entry", "write_metadata", "write_tensors"]
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies: `file[offset : offset + length]`, bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+class _Sink:
+    """What torch.save writes to. Keeps the error that the disk gave, which torch replaces by one of its own."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        """Once for all tensors, at the end."""
+
+
+def write_tensors(folder: Path, file: str, token: str, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Entry], int]:
+    """Write tensors to a new file, to disk. Returns where they lie, and the file's bytes.
+
+    Raises:
+        OSError: as the disk gave it.
+    """
+    entries = []
+    # the sums by which `_reader` finds damage are a setting of torch.save
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        with open(folder / file, "xb") as raw:
+            raw.write(head(token, file))
+            for name, tensor in tensors.items():
+                start, sink = raw.tell(), _Sink(raw)
+                try:
+                    torch.save(_plain(tensor), sink)  # type: ignore[arg-type]
+                except Exception:
+                    if sink.error is None:
+                        raise
+                if sink.error is not None:
+                    raise sink.error
+                entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), file, start, raw.tell() - start))
+            raw.flush()
+            os.fsync(raw.fileno())
+            return entries, raw.tell()
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, contiguous, alone in its storage."""
+    host = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
+
+
+def write_metadata(folder: Path, entries: Iterable[Entry]) -> tuple[int, str]:
+    """Write `.metadata` for torch's tools and for `load`, to disk. Returns its bytes and their sha256."""
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    tensors: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for name, dtype, shape, file, offset, length in entries:
+        size, zero = torch.Size(shape), torch.Size([0] * len(shape))
+        properties = dcp.TensorProperties(dtype=dtype)
+        tensors[name] = dcp.TensorStorageMetadata(properties, size, [dcp.ChunkStorageMetadata(zero, size)])
+        places[dcp.MetadataIndex(name, zero, 0)] = _StorageInfo(file, offset, length)
+    names = {name: (name,) for name in tensors}
+    data = pickle.dumps(dcp.Metadata(tensors, names, places, dcp.StorageMeta(), "1.0.0"))
+    with open(folder / METADATA, "xb") as raw:
+        raw.write(data)
+        raw.flush()
+        os.fsync(raw.fileno())
+    return len(data), hashlib.sha256(data).hexdigest()
