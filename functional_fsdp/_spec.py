@@ -93,6 +93,9 @@ class Placement:
             order += [a for a in reversed(axes) if a not in order]
         return tuple(order)
 
+    def __fsdp_settings__(self) -> dict[str, tuple[str, ...]]:
+        return {kind: getattr(self, kind) for kind in ("weights", "grads", "main", "data")}
+
     def __str__(self) -> str:
         if self.name:
             return self.name
