@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["dumps", "loads"]
+__all__ = ["dumps", "global_names", "loads"]
 
 Reduced = tuple[Any, ...]
 Key = tuple[int, int]  # the process where a class was first pickled, and its number there
@@ -94,7 +94,7 @@ class _Pickler(pickle.Pickler):
 
     def _function(self, fn: types.FunctionType) -> Reduced:
         scope = self.namespaces.setdefault(id(fn.__globals__), _Namespace(fn.__globals__))
-        names = _global_names(fn.__code__) if scope.travels(self.home) else ()
+        names = global_names(fn.__code__) if scope.travels(self.home) else ()
         values = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
         cells = fn.__closure__ or ()
         held = [(cell.cell_contents,) if _filled(cell) else () for cell in cells]
@@ -157,14 +157,14 @@ def _importable(obj: Any) -> bool:
         return False
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
+def global_names(code: types.CodeType) -> Iterator[str]:
     """The globals that `code` and the code inside it read (an attribute of the same name is none)."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
             yield instruction.argval
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from _global_names(const)
+            yield from global_names(const)
 
 
 def _filled(cell: types.CellType) -> bool:

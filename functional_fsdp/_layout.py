@@ -11,6 +11,9 @@ an update is a few fused calls. Two leaves, [3, 100] and [250], on 4 ranks:
     leaves   [ weight [3, 100]       |...| bias [250]       |......pad.....|
     slices   [      rank 0     |     rank 1        |      rank 2       |  rank 3  ]
 
+A unit's one bucket has its name; several are called `unit:0`, `unit:1`, ..., or `unit::0`, ... where something else has
+such a name: names of units and buckets are keys everywhere, and no two of a layout are alike.
+
 A slice of 256 elements is a view of one rank's shard; gathering the four slices in rank order lands every leaf ready to
 use, without a copy-out. On two axes, `order[0]` cuts first and `order[1]` cuts its slices.
 """
@@ -29,7 +32,7 @@ import torch
 from ._errors import SpecError
 from ._spec import Placement, Spec
 from ._tree import Paths, bytes_text, first_match, match, table
-from ._units import find_units, relative_keys
+from ._units import find_units, in_order_of_use, relative_keys
 
 __all__ = ["ALIGN", "STAGED", "Bucket", "Layout", "Leaf", "LeafInfo", "Unit", "aligned", "plan_layout"]
 
@@ -194,6 +197,13 @@ class Layout:
     paths: Paths
     source: Paths
 
+    def __post_init__(self) -> None:
+        leaves = [leaf.path for unit in self.units for bucket in unit.buckets for leaf in bucket.leaves]
+        buckets = [bucket.name for unit in self.units for bucket in unit.buckets]
+        for names in (leaves, buckets, [unit.name for unit in self.units], self.paths):
+            assert len(set(names)) == len(names), f"names of a layout must differ: {names}"
+        assert set(leaves) == set(self.source), "every leaf lies in one bucket"
+
     @cached_property
     def buckets(self) -> dict[str, Bucket]:
         return {bucket.name: bucket for unit in self.units for bucket in unit.buckets}
@@ -293,9 +303,13 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
     nbytes = [leaf.numel * leaf.dtype.itemsize for leaf in leaves]
     groups = find_units(paths, nbytes, tied, spec.units, aliases=every_path[len(paths) :])
 
+    order = tuple(order or (path for leaf in leaves for path in (leaf.path, *leaf.aliases)))
+    used = {order[i]: at for at, i in enumerate(in_order_of_use(order))}
+    groups.sort(key=lambda group: min(used[paths[i]] for i in group.members))
     units = []
-    for name, members in groups.items():
-        keys = relative_keys(name, [paths[i] for i in members])
+    taken = {group.name for group in groups}
+    for name, inside, members in groups:
+        keys = relative_keys(inside, [paths[i] for i in members])
         kinds: dict[Any, list[tuple[LeafInfo, str]]] = {}
         for i, key in zip(members, keys, strict=True):
             leaf = leaves[i]
@@ -305,14 +319,24 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
                 _trains(leaf, spec),
             )
             kinds.setdefault(kind, []).append((leaf, key))
-        buckets: list[Bucket] = []
-        for (placement, dtypes, trainable), chosen in kinds.items():
-            label = name if len(kinds) == 1 else f"{name}:{len(buckets)}"
-            buckets.append(_bucket(label, name, chosen, placement, dtypes, trainable, spec))
+        names = _bucket_names(name, len(kinds), taken)
+        taken |= set(names)
+        buckets = [
+            _bucket(label, name, some, *kind, spec) for label, (kind, some) in zip(names, kinds.items(), strict=True)
+        ]
         units.append(Unit(name, tuple(keys), tuple(paths[i] for i in members), tuple(buckets)))
     source = {path: leaf.path for leaf in leaves for path in (leaf.path, *leaf.aliases)}
-    order = tuple(order or source)
     return Layout(tuple(units), order, tuple(source[path] for path in order))
+
+
+def _bucket_names(unit: str, count: int, taken: set[str]) -> list[str]:
+    """Names for a unit's buckets that nothing has yet, but the unit itself its own one's."""
+    if count == 1 and unit:
+        return [unit]
+    colons = ":"
+    while any(f"{unit}{colons}{k}" in taken for k in range(count)):
+        colons += ":"
+    return [f"{unit}{colons}{k}" for k in range(count)]
 
 
 def _trains(leaf: LeafInfo, spec: Spec) -> bool:

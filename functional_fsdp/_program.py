@@ -25,6 +25,7 @@ from ._errors import ScheduleError, SpecError
 from ._layout import Layout
 from ._pack import Interval
 from ._schedule import Order, Schedule, means
+from ._units import in_order_of_use
 
 __all__ = ["Program", "combined", "program"]
 
@@ -195,7 +196,8 @@ def _default(layout: Layout) -> tuple[str, ...]:
     forward: list[str] = []
     seen: set[str] = set()
     tied: list[str] = []  # used again before the next new unit
-    for path, source in zip(layout.paths, layout.source, strict=True):
+    for i in in_order_of_use(layout.paths):
+        path, source = layout.paths[i], layout.source[i]
         name = owner[source]
         if path != source:
             if name not in (tied or forward[-1:]):

@@ -43,7 +43,7 @@ def describe(tree: Any) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpe
         raise TreeError("the tree of parameters has no leaves.")
     if len(set(paths)) != len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
-        raise TreeError(f"two leaves have the path {twice!r}: a key contains a dot and collides. Rename it.")
+        raise TreeError(f"two leaves have the path {twice!r}: their keys read alike. Rename one of them.")
     infos: dict[Any, LeafInfo] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ._errors import SpecError
 from ._schedule import Schedule
 from ._tree import first_match, table
+from ._units import ByName, freeze_units
 
 __all__ = ["Placement", "Precision", "Spec", "ddp", "hfsdp", "hsdp", "zero1", "zero2", "zero3"]
 
@@ -92,6 +93,9 @@ class Placement:
         for axes in (self.weights, self.grads, self.main):
             order += [a for a in reversed(axes) if a not in order]
         return tuple(order)
+
+    def __fsdp_settings__(self) -> dict[str, tuple[str, ...]]:
+        return {kind: getattr(self, kind) for kind in ("weights", "grads", "main", "data")}
 
     def __str__(self) -> str:
         if self.name:
@@ -247,7 +251,9 @@ class Spec:
         units: how leaves are grouped. None finds them from the paths: the outermost repeated blocks (`blocks.0`,
             `blocks.1`, ...), and of the rest the largest parts that contain no block. A list of patterns makes one unit
             of each distinct prefix that a pattern matches, and of each tuple of patterns one unit.
-            `{name: pattern or patterns}` names them. What matches nothing is grouped as the rest.
+            `{name: pattern or patterns}` names them. What matches nothing is grouped as the rest. A function from a
+            leaf's path to the name of its unit, or to None for the rest, as `lambda path: path.split(".")[0]`; the same
+            one on every rank.
         labels: `{pattern: label}` for optimizers (weight decay, learning rate); first match wins, else "default".
         trainable: `{pattern: bool}`, first match wins. Otherwise parameters of modules go by their `requires_grad`,
             plain tensors are trainable when they are of a floating dtype.
@@ -276,7 +282,7 @@ class Spec:
         placement: Placement | Mapping[str, Placement] | None = None,
         *,
         precision: Precision | Mapping[str, Precision] | None = None,
-        units: Sequence[str | Sequence[str]] | Mapping[str, str | Sequence[str]] | None = None,
+        units: Sequence[str | Sequence[str]] | Mapping[str, str | Sequence[str]] | ByName | None = None,
         labels: Mapping[str, str] | None = None,
         trainable: Mapping[str, bool] | None = None,
         average: Literal["mean", "sum"] = "mean",
@@ -317,7 +323,7 @@ class Spec:
                     "Precision(compute=torch.bfloat16)."
                 )
         put("precisions", tuple(dtypes.items()))
-        put("units", _freeze_units(units))
+        put("units", freeze_units(units))
         put("labels", _rules(labels))
         put("trainable", _rules(trainable))
         put("average", average)
@@ -382,15 +388,3 @@ class Spec:
             ("schedule", str(self.schedule)),
         ]
         return table(("Spec", ""), rows)
-
-
-def _freeze_units(units: Any) -> Hashable:
-    """Lists and mappings of patterns as nested tuples: `(name or None, (pattern, ...))` each."""
-    if units is None:
-        return None
-    if isinstance(units, str):
-        raise SpecError(f"Spec(units={units!r}): expected a list of patterns, as [{units!r}], or a mapping of names.")
-    pairs = units.items() if isinstance(units, Mapping) else ((None, patterns) for patterns in units)
-    return tuple(
-        (name, (p,) if isinstance(p, str) and name else p if isinstance(p, str) else tuple(p)) for name, p in pairs
-    )

@@ -1,14 +1,17 @@
 """Pytrees by path: flattening with dotted paths, the one pattern language, and registration with both pytree libraries.
 
 A path is the keys from the root to a leaf, joined by dots: `blocks.0.attn.qkv.weight`. It reads the same for a flat
-dict with dotted keys (what `functionalize` returns) and for nested dicts, lists, tuples and dataclasses.
+dict with dotted keys (what `functionalize` returns) and for nested dicts, lists, tuples and dataclasses. Leaves of one
+tree that would read the same (`{0: x, "0": y}`) are also spelt out as Python would index them: `0.[0]` and `0.['0']`.
 
 A pattern is a shell glob (`fnmatch`: `*` crosses dots). It matches a leaf when it matches the leaf's path or a leading
-part of it, so `blocks.*` covers everything in the blocks, `*norm*` every leaf under anything called norm.
+part of it, so `blocks.*` covers everything in the blocks, `*norm*` every leaf under anything called norm. A path, or a
+leading part of it, always matches itself, whatever characters it has.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any
@@ -35,7 +38,23 @@ def flatten(tree: Any) -> tuple[Paths, list[Any], pytree.TreeSpec]:
     (('a.0', 'a.1'), [1, 2])
     """
     pairs, treedef = pytree.tree_flatten_with_path(tree)
-    return tuple(".".join(map(_key, keys)) for keys, _ in pairs), [leaf for _, leaf in pairs], treedef
+    return _told_apart([keys for keys, _ in pairs]), [leaf for _, leaf in pairs], treedef
+
+
+def _told_apart(keys: list[Any]) -> Paths:
+    """Dotted paths; those that several leaves would have are also spelt out, so that patterns still match them. Which
+    ones they are does not depend on the order."""
+    paths = [".".join(map(_key, one)) for one in keys]
+    spelt: set[int] = set()
+    while len(paths) > len(set(paths)):
+        often = Counter(paths)
+        more = {i for i, path in enumerate(paths) if often[path] > 1} - spelt
+        if not more:  # keys that Python writes alike
+            break
+        for i in more:
+            paths[i] += f".{pytree.keystr(keys[i])}"
+        spelt |= more
+    return tuple(paths)
 
 
 def prefixes(path: str) -> Iterable[str]:
@@ -56,7 +75,7 @@ def match(pattern: str, path: str) -> str | None:
     >>> match("blocks.*", "blocks.0.mlp.weight"), match("*.bias", "head.weight")
     ('blocks.0', None)
     """
-    return next((prefix for prefix in prefixes(path) if fnmatchcase(prefix, pattern)), None)
+    return next((prefix for prefix in prefixes(path) if prefix == pattern or fnmatchcase(prefix, pattern)), None)
 
 
 def register(

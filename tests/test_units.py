@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
 import warnings
 from typing import Any
 
@@ -52,13 +55,54 @@ def test_the_outermost_repetition_counts() -> None:
 
 
 def test_blocks_deep_in_the_tree() -> None:
-    tree = leaves("model.embed", "model.layers.0.w", "model.layers.10.w", "model.layers.2.w", "lm.w")
-    assert list(grouped(tree)) == ["model.embed", "model.layers.0", "model.layers.10", "model.layers.2", "lm"]
+    tree = leaves("model.embed", "model.layers.0.w", "model.layers.1.w", "model.layers.2.w", "lm.w")
+    assert list(grouped(tree)) == ["model.embed", "model.layers.0", "model.layers.1", "model.layers.2", "lm"]
 
 
 def test_units_keep_the_order_of_the_tree() -> None:
     tree = leaves("z.0.w", "a.w", "z.0.b", "m.0.w")
     assert grouped(tree) == {"z.0": ("z.0.w", "z.0.b"), "a": ("a.w",), "m.0": ("m.0.w",)}
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["h.0.w", "h.1.w", "h.10.w", "h.2.w"], ["h.0", "h.1", "h.2", "h.10"]),
+        (["wte", "h.0.w", "h.1.w", "h.10.w", "h.2.w", "head"], ["wte", "h.0", "h.1", "h.2", "h.10", "head"]),
+        (["b_0.w", "b_10.w", "b_9.w", "head.w", "wte.w"], ["b_0", "b_9", "b_10", "head", "wte"]),
+        (["a.0.w", "a.10.w", "a.2.w", "b.1.w", "b.11.w", "b.3.w"], ["a.0", "a.2", "a.10", "b.1", "b.3", "b.11"]),
+        (["h.10.w", "h.9.w"], ["h.9", "h.10"]),  # all of the tree is sorted
+        (["wte", "h.10.w", "h.9.w"], ["wte", "h.10", "h.9"]),  # it is not
+        (["h.2.w", "h.1.w", "h.0.w"], ["h.2", "h.1", "h.0"]),  # nor as texts
+        (["h.3.w", "h.20.w", "h.1.w"], ["h.3", "h.20", "h.1"]),
+        (["a.0.w", "b.0.w", "a.10.w", "b.10.w", "a.2.w", "b.2.w"], ["a.0", "b.0", "a.10", "b.10", "a.2", "b.2"]),
+    ],
+)
+def test_numbered_units_come_in_the_order_of_their_numbers_where_a_library_sorted_them_as_texts(
+    paths: list[str], expected: list[str]
+) -> None:
+    found = fsdp.layout(leaves(*paths), Spec({"data": 2}))
+    assert [unit.name for unit in found.units] == expected
+    assert found.paths == tuple(paths)
+    assert [use.unit for use in fsdp.plan(found).uses][: len(expected)] == expected
+
+
+def test_numbers_at_several_levels() -> None:
+    paths = sorted(f"stages.{i}.layers.{j}.w" for i in (0, 2, 10) for j in (0, 2, 10))
+    found = list(grouped(leaves(*paths), units=["stages.*.layers.*"]))
+    assert found == [f"stages.{i}.layers.{j}" for i in (0, 2, 10) for j in (0, 2, 10)]
+
+
+def test_a_tied_leaf_is_used_again_where_its_block_comes() -> None:
+    shared = torch.empty(8, device="meta")
+    tree = {key: torch.empty(8, device="meta") for key in ("h.0.w", "h.1.w", "h.10.w", "h.2.w", "wte")}
+    tree = dict(sorted({**tree, "h.0.s": shared, "h.10.s": shared}.items()))
+    found = fsdp.layout(tree, Spec({"data": 2}))
+    uses = [use.unit for use in fsdp.plan(found).uses]
+    forward = ["h.0.s", "h.0", "h.1", "h.2", "h.0.s", "h.10", "wte"]
+    assert uses == [*forward, *reversed(forward)]
+    numbered = {key: tree[key] for key in ("h.0.s", "h.0.w", "h.1.w", "h.2.w", "h.10.s", "h.10.w", "wte")}
+    assert [use.unit for use in fsdp.plan(fsdp.layout(numbered, Spec({"data": 2}))).uses] == uses
 
 
 def test_a_list_of_tensors_is_no_block() -> None:
@@ -163,6 +207,55 @@ def test_a_leaf_in_two_units(units: Any, one: str, two: str) -> None:
     text = str(caught.value)
     assert text.startswith("Spec(units): the leaf 'blocks.0.")
     assert f"is in two units, '{one}' and '{two}'. A leaf belongs to one unit: make the patterns disjoint." in text
+
+
+# -------------------------------------------------------------------------------- functions
+
+
+def halves(path: str) -> str | None:
+    number = path.split(".")[1]
+    return f"half {int(number) // 2}" if number.isdigit() else None
+
+
+def by(names: dict[str, str]) -> Any:
+    return lambda path: names.get(path)
+
+
+def test_a_function_names_units() -> None:
+    tree = leaves("h.0.w", "h.1.w", "h.2.w", "h.2.b", "x.w", "x.b")
+    found = grouped(tree, units=halves)
+    assert found == {"half 0": ("h.0.w", "h.1.w"), "half 1": ("h.2.w", "h.2.b"), "x": ("x.w", "x.b")}
+    assert grouped(tree, units=lambda path: "all") == {"all": tuple(tree)}
+    assert grouped(tree, units=lambda path: None) == {"h": tuple(tree)[:4], "x": tuple(tree)[4:]}
+    assert list(grouped(tied("blocks.0.w"), units=lambda path: "all")) == ["wte.weight", "all"]
+
+
+def test_a_function_that_gives_no_name() -> None:
+    with pytest.raises(
+        SpecError, match=r"Spec\(units\): the function gave 3 for the leaf 'a\.w'; expected the name of"
+    ):
+        grouped(leaves("a.w"), units=lambda path: 3)
+
+
+def test_specs_with_equal_functions_are_equal() -> None:
+    mesh = {"data": 2}
+    one, two = Spec(mesh, units=by({"a": "b"})), Spec(mesh, units=by({"a": "b"}))
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != Spec(mesh, units=by({"a": "c"}))
+    assert one != Spec(mesh, units=halves)
+    assert one != Spec(mesh)
+    assert pickle.loads(pickle.dumps(Spec(mesh, units=halves))) == Spec(mesh, units=halves)
+    assert copy.deepcopy(one) == one
+    assert "by the function test_units.halves" in str(Spec(mesh, units=halves))
+
+
+def test_what_of_a_function_cannot_be_compared_is_said() -> None:
+    lock: Any = threading.Lock()
+    spec = Spec({"data": 2}, units=by(lock))
+    assert "(ranks cannot compare function.names: _thread.lock)" in str(spec)
+    assert spec != Spec({"data": 2}, units=by(lock))  # another function, and who knows
+    assert spec == copy.copy(spec)
 
 
 # -------------------------------------------------------------------------------- keys
