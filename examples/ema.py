@@ -19,15 +19,15 @@ __all__ = ["averaged", "update", "with_ema"]
 
 def with_ema(state: State) -> State:
     """The average begins at the weights as they are."""
-    return state.evolve(extras={**dict(state.extras), "ema": pytree.tree_map(torch.clone, state.main)})
+    return state._evolve(extras={**dict(state.extras), "ema": pytree.tree_map(torch.clone, state.main)})
 
 
 def update(state: State, decay: float = 0.999) -> State:
     """The average goes a little towards the weights, after a step."""
     ema = pytree.tree_map(lambda e, w: torch.lerp(w, e, decay), state.extras["ema"], state.main)
-    return state.evolve(extras={**state.extras, "ema": ema})
+    return state._evolve(extras={**state.extras, "ema": ema})
 
 
 def averaged(state: State) -> State:
     """The state with the average in the place of the main weights, for `full_params` and `state_dict`."""
-    return state.evolve(main=state.extras["ema"])
+    return state._evolve(main=state.extras["ema"])

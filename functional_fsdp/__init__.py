@@ -18,6 +18,7 @@ from ._metrics import pmean, psum
 from ._module import bind, functionalize
 from ._optim import Optimizer, adamw, from_updates, sgd
 from ._plan import Plan, plan
+from ._rounds import drop_gradients
 from ._route import Partial, Replicate, Shard
 from ._schedule import Schedule
 from ._shard import layout, shard
@@ -58,6 +59,7 @@ __all__ = [
     "bind",
     "buffers",
     "ddp",
+    "drop_gradients",
     "finish",
     "from_updates",
     "full_params",

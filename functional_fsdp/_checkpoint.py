@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.utils._pytree as pytree
 
+from ._entry import alone
 from ._errors import SpecError, TreeError
 from ._flat import FlatBuffer
 from ._runtime import runtime_of
@@ -36,6 +37,7 @@ __all__ = ["latest", "load", "save"]
 SAVED = ("main", "opt", "buffers", "count", "rng", "extras")
 
 
+@alone
 def save(state: State, folder: str | os.PathLike[str]) -> Path:
     """Write a state between steps to `folder`. Never consumes it. Collective: every rank of the mesh calls it.
 
@@ -75,6 +77,7 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
     return final
 
 
+@alone
 def load(state: State, folder: str | os.PathLike[str]) -> State:
     """Read what `save` wrote, into a new state of the same spec. `state` is the template; it is not changed.
 
@@ -105,7 +108,7 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
         )
     run = runtime_of(state.spec.mesh)
     trees = {name: pytree.tree_map_only(torch.Tensor, torch.empty_like, getattr(state, name)) for name in SAVED}
-    fresh = state.evolve(**trees)
+    fresh = state._evolve(**trees)
     with _quiet():
         dcp.load(  # type: ignore[attr-defined]
             _tensors(fresh), checkpoint_id=str(path), process_group=_group(run), no_dist=run.size == 1
@@ -118,7 +121,7 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
                 refresh(fresh.main[name], copy)
     ledger = Ledger(run, state.layout, state.spec, int(there["step"]))
     ledger.enroll()
-    return fresh.evolve(weights=weights, grads=(), token=Token(ledger, 0)).prepared()
+    return fresh._evolve(weights=weights, grads=(), token=Token(ledger, 0)).prepared()
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:

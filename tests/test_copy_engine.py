@@ -266,7 +266,7 @@ def other_weights() -> list[float]:
 
     for _ in range(3):
         seen.append(look(state))
-        doubled = state.evolve(main=pytree.tree_map(lambda t: t * 2, state.main))
+        doubled = state._evolve(main=pytree.tree_map(lambda t: t * 2, state.main))
         seen.append(look(doubled) / 2)
         seen.append(look(state))
     for buffer in state.main.values():

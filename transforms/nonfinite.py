@@ -60,7 +60,7 @@ def skip_nonfinite(step: Callable[..., State]) -> Callable[[State], State]:
         zero = torch.zeros((), dtype=torch.int64, device=state.count.device)
         with torch.no_grad():
             skipped = (zero if before is None else before) + bad
-        return step(state, skip=bad).evolve(extras={**extras, "skipped": skipped})
+        return step(state, skip=bad)._evolve(extras={**extras, "skipped": skipped})
 
     return stepped
 
