@@ -18,6 +18,7 @@ from ._metrics import pmean, psum
 from ._module import bind, functionalize
 from ._optim import Optimizer, adamw, from_updates, sgd
 from ._plan import Plan, plan
+from ._replace import replace_extras, replace_grads, replace_params
 from ._rounds import drop_gradients
 from ._route import Partial, Replicate, Shard
 from ._schedule import Schedule
@@ -79,6 +80,9 @@ __all__ = [
     "psum",
     "reduce",
     "release",
+    "replace_extras",
+    "replace_grads",
+    "replace_params",
     "save",
     "sgd",
     "shard",

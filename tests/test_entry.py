@@ -1,4 +1,4 @@
-"""What a call on a State goes through first: one thread at a time, and nothing that is kept is made in inference mode."""
+"""What a call on a State goes through first: one thread at a time, outside torch.inference_mode."""
 
 from __future__ import annotations
 
@@ -141,8 +141,7 @@ def test_of_threads_that_come_together_one_is_let_in() -> None:
                 state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(2)}))
                 done[0] += 1
             except fsdp.ScheduleError as error:
-                assert "while the thread" in str(error)
-                refused[0] += 1
+                refused[0] += "while the thread" in str(error)
 
     optimizer = fsdp.Optimizer(lambda main: (), update)
     states = [fsdp.shard({"w": torch.ones(2)}, fsdp.Spec(mesh), optimizer) for _ in range(4)]
@@ -241,7 +240,7 @@ def copied(state: fsdp.State, model: Any, folder: Path) -> fsdp.State:
 
 
 def pickled(state: fsdp.State, model: Any, folder: Path) -> fsdp.State:
-    return pickle.loads(pickle.dumps(copy.deepcopy(state)))  # noqa: S301
+    return pickle.loads(pickle.dumps(copy.deepcopy(state)))
 
 
 BATCH = torch.ones(5, 4)
