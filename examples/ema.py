@@ -2,7 +2,7 @@
 
     state = ema.with_ema(state)                  once, after init or shard
     state = ema.update(fsdp.step(state))         in the train step
-    fsdp.full_params(ema.averaged(state))        to export the average
+    state_of_average = ema.averaged(state)       to evaluate with the average, or to export it
 
 It is sharded as the main weights are, and is saved and loaded with the state.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.utils._pytree as pytree
 
+import functional_fsdp as fsdp
 from functional_fsdp import State
 
 __all__ = ["averaged", "update", "with_ema"]
@@ -19,15 +20,16 @@ __all__ = ["averaged", "update", "with_ema"]
 
 def with_ema(state: State) -> State:
     """The average begins at the weights as they are."""
-    return state.evolve(extras={**dict(state.extras), "ema": pytree.tree_map(torch.clone, state.main)})
+    return fsdp.replace_extras(state, ema=pytree.tree_map(torch.clone, state.main))
 
 
 def update(state: State, decay: float = 0.999) -> State:
     """The average goes a little towards the weights, after a step."""
     ema = pytree.tree_map(lambda e, w: torch.lerp(w, e, decay), state.extras["ema"], state.main)
-    return state.evolve(extras={**state.extras, "ema": ema})
+    return fsdp.replace_extras(state, ema=ema)
 
 
 def averaged(state: State) -> State:
-    """The state with the average in the place of the main weights, for `full_params` and `state_dict`."""
-    return state.evolve(main=state.extras["ema"])
+    """A state with the average as its weights, to evaluate and to export: without an optimizer. The one that is trained
+    stays. Every rank must call it."""
+    return fsdp.replace_params(state, state.extras["ema"], optimizer=False)

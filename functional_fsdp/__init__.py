@@ -27,6 +27,8 @@ from ._metrics import pmean, psum
 from ._module import bind, functionalize
 from ._optim import Optimizer, adamw, from_updates, sgd
 from ._plan import Plan, plan
+from ._replace import replace_extras, replace_grads, replace_params
+from ._rounds import drop_gradients
 from ._route import Partial, Replicate, Shard
 from ._schedule import Schedule
 from ._shard import layout, shard
@@ -68,6 +70,7 @@ __all__ = [
     "bind",
     "buffers",
     "ddp",
+    "drop_gradients",
     "finish",
     "from_updates",
     "full_params",
@@ -87,6 +90,9 @@ __all__ = [
     "psum",
     "reduce",
     "release",
+    "replace_extras",
+    "replace_grads",
+    "replace_params",
     "save",
     "sgd",
     "shard",

@@ -115,7 +115,7 @@ class Capture:
         self._launched(ledger, launch)
         for hop in sides[self.sides :]:
             run.note(hop)
-        return state.evolve(token=Token(ledger, ledger.commit(middle.token.serial)))
+        return state._evolve(token=Token(ledger, ledger.commit(middle.token.serial)))
 
     def _launched(self, ledger: Any, launch: Callable[[], None]) -> None:
         self.launched = True

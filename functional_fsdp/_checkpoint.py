@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 
 from ._about import about_of, same_layout
 from ._content import content
+from ._entry import alone
 from ._errors import CheckpointError, RestartError, ScheduleError
 from ._folder import LOCK, Claim, partial, unfinished
 from ._joint import jointly
@@ -36,6 +37,7 @@ from ._writer import Entry, write_metadata, write_tensors
 __all__ = ["latest", "load", "save"]
 
 
+@alone
 def save(state: State, folder: str | os.PathLike[str]) -> Path:
     """Write a state between steps to `folder`. Never consumes it. Collective: every rank of the mesh calls it.
 
@@ -105,6 +107,7 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
     return Path(folder)
 
 
+@alone
 def load(state: State, folder: str | os.PathLike[str]) -> State:
     """Read what `save` wrote, into a new state of the same spec. `state` is the template; it is not changed.
 
@@ -143,7 +146,7 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
 
     def read() -> None:
         trees = {name: pytree.tree_map_only(torch.Tensor, torch.empty_like, getattr(state, name)) for name in SAVED}
-        made.append(state.evolve(**trees))
+        made.append(state._evolve(**trees))
         read_tensors(path, note, entries, named(made[0], entries))
 
     seen = jointly(run, "load", look)
@@ -165,7 +168,7 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
                 refresh(fresh.main[name], copy)
     ledger = Ledger(run, state.layout, state.spec, note["step"])
     ledger.enroll()
-    return fresh.evolve(weights=weights, grads=(), token=Token(ledger, 0)).prepared()
+    return fresh._evolve(weights=weights, grads=(), token=Token(ledger, 0)).prepared()
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:

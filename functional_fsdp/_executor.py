@@ -61,6 +61,7 @@ class Executor:
         self.eager = all(len({states_of(b, *kind) for kind in kinds}) == 1 for b in layout.trainable.values())
         self.observing = False
         self.begins = 0  # forwards of this step
+        self.whole = False  # whether a transform has put a whole round of gradients there, see `_rounds`
         self.recorded_turn: int | None = None
         self.open = spec.schedule.order is None  # whether the order of use is anyone's to say
         self.observed: tuple[Order, Order] | None = None
@@ -345,7 +346,7 @@ class Executor:
         """Back to the state between steps, whether the step was taken or abandoned."""
         self.settle()
         self.grads, self.digests = {}, [0, 0]
-        self.midway, self.last = False, True
+        self.midway, self.last, self.whole = False, True, False
         self.early.clear()
         self.comm.reset()
         self.flying.clear()

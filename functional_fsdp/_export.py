@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
+from ._entry import alone
 from ._errors import TreeError
 from ._flat import FlatBuffer, leaves_of
 from ._module import persistent
@@ -17,6 +18,7 @@ from ._tree import flatten
 __all__ = ["buffers", "full_params", "local_shards", "state_dict"]
 
 
+@alone
 @torch.no_grad()
 def full_params(state: State) -> Any:
     """The whole parameters on every rank, in `Precision.main`: shards [n / ranks] -> leaves of global shapes.
@@ -43,6 +45,7 @@ def full_params(state: State) -> Any:
     return state.treedef.unflatten([views[path] for path in state.layout.source])
 
 
+@alone
 def local_shards(state: State, kind: Literal["main", "weights", "grads"] = "main") -> dict[str, torch.Tensor]:
     """This rank's part of every leaf, as 1-D views of the state's own buffers: no copy, no communication.
 
@@ -77,6 +80,7 @@ def buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     return {path: held[name] for path, held, name in persistent(module)}
 
 
+@alone
 def state_dict(state: State) -> dict[str, torch.Tensor]:
     """Whole parameters and the state's buffers by path, on every rank: `module.load_state_dict(state_dict(state))`.
 

@@ -31,7 +31,7 @@ __all__ = ["FlatBuffer", "leaves_of", "make_room", "templates", "write_leaves", 
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
 
 
-@dataclass(frozen=True, eq=False, init=False)
+@dataclass(frozen=True, eq=False, init=False, repr=False)
 class FlatBuffer:
     """A bucket, or the part of it that this rank holds.
 
@@ -55,6 +55,14 @@ class FlatBuffer:
                 object.__setattr__(self, name, value)
         else:  # the same without its cost: a step makes one for each bucket
             self.__dict__.update(local=local, bucket=bucket, states=states, mesh=mesh)
+
+    def __repr__(self) -> str:
+        """One line: a notebook shows a tree of them as a table."""
+        n, whole = self.local.numel(), self.bucket.numel
+        part = f"{n:,}" if n == whole else f"{n:,} of {whole:,}"
+        placed = ", ".join(f"{axis}: {state}" for axis, state in self.states)
+        leaves, dtype = len(self.bucket.leaves), str(self.local.dtype).removeprefix("torch.")
+        return f"FlatBuffer({self.bucket.name!r}, {leaves} leaves, {part} elements, {dtype}, {placed or 'on no axis'})"
 
     def but(self, local: torch.Tensor, states: States | None = None) -> FlatBuffer:
         """The same bucket with other numbers, and perhaps in other states."""

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ._entry import outside_inference
 from ._errors import SpecError
 from ._export import buffers
 from ._layout import Unit
@@ -166,6 +167,7 @@ class _Copies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@outside_inference
 def init(make: Callable[[], M], spec: Spec, optimizer: Any = None, *, seed: int = 0) -> tuple[State, M]:
     """Build a model as shards: one unit at a time is made by the module's own initialisers, sliced and dropped.
 

@@ -180,7 +180,7 @@ def _trace(
     run = _Imagined(sizes, coordinate)
     ledger = Ledger(run, state.layout, state.spec)  # type: ignore[arg-type]
     ledger.recipes = recipes(state.layout, state.spec, run)  # type: ignore[arg-type]
-    leaves, treedef = pytree.tree_flatten((state.evolve(token=Token(ledger, 0)), args, kwargs))
+    leaves, treedef = pytree.tree_flatten((state._evolve(token=Token(ledger, 0)), args, kwargs))
     device = _device(leaves)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     which = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -206,6 +206,7 @@ class _Imagined:
     def __init__(self, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> None:
         self.sizes, self.coordinate = sizes, coordinate
         self.groups: dict[Any, Any] = {}
+        self.users: dict[int, int] = {}
 
 
 def _device(leaves: list[Any]) -> torch.device:

@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 from torch.nn.utils.stateless import _reparametrize_module
 
+from ._entry import outside_inference
 from ._errors import TreeError
 
 M = TypeVar("M", bound=nn.Module)
@@ -103,6 +104,7 @@ def functionalize(module: M) -> tuple[dict[str, torch.Tensor], M]:
     return params, skeleton_of(module)
 
 
+@outside_inference
 def skeleton_of(module: M) -> M:
     """A copy of the module whose parameters are placeholders. Buffers are copied, weights never."""
     _refuse_closures(module)

@@ -81,6 +81,7 @@ class Runtime:
         self.digest = 0  # of the side lane, since the last vote
         self.queues = {name: Queue() for name in QUEUES}
         self.streams = Streams(self.device, ("gather", "reduce", "outer", "update")) if self.cuda else None
+        self.users: dict[int, int] = {}  # under 0 the thread that is in a call, see `_entry`
         self.failed = False  # a collective never came to an end: the communicators are of no more use
         self.lineages = 0
         self.ledgers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

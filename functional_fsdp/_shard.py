@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
+from ._entry import outside_inference
 from ._errors import SpecError, TreeError
 from ._flat import FlatBuffer, make_room
 from ._layout import Layout, LeafInfo, plan_layout
@@ -95,6 +96,7 @@ def layout(params: Any, spec: Spec) -> Layout:
     return plan_layout(infos, spec, paths)
 
 
+@outside_inference
 def shard(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (), seed: int = 0) -> State:
     """Shard a pytree of whole parameters: leaves of global shape -> flat shards [n / ranks].
 

@@ -19,6 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ._comm import Comm
+from ._entry import alone, ordinary
 from ._errors import ScheduleError, StaleStateError
 from ._executor import Executor
 from ._flat import FlatBuffer
@@ -169,13 +170,17 @@ class Ledger:
 
 
 class Token:
-    """Which state of which lineage this is. Outside equality: trees of two states of one spec compare equal."""
+    """Which state of which lineage this is. Outside equality: trees of two states of one spec compare equal.
 
-    __slots__ = ("ledger", "serial")
+    origin: the state that the step began with; None between steps.
+    """
 
-    def __init__(self, ledger: Ledger, serial: int) -> None:
+    __slots__ = ("ledger", "origin", "serial")
+
+    def __init__(self, ledger: Ledger, serial: int, origin: State | None = None) -> None:
         self.ledger = ledger
         self.serial = serial
+        self.origin = origin
 
 
 class Context:
@@ -235,8 +240,8 @@ class State:
     treedef: pytree.TreeSpec = field(metadata={"static": True})
     token: Token = field(metadata={"static": True})
 
-    def evolve(self, **changes: Any) -> State:
-        """A State with some fields replaced (dataclasses.replace, without its cost: this runs for every verb)."""
+    def _evolve(self, **changes: Any) -> State:
+        """A State with some fields replaced, unchecked (dataclasses.replace, without its cost): for packages only."""
         if tracing():  # compilers know constructors best
             return State(**{name: changes[name] if name in changes else getattr(self, name) for name in FIELDS})
         new = object.__new__(State)
@@ -307,6 +312,7 @@ class State:
 
     # ---- copies
 
+    @alone
     def __getstate__(self) -> dict[str, Any]:
         self.resting("pickle")
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "token"}
@@ -318,8 +324,9 @@ class State:
         token = Token(Ledger(runtime_of(spec.mesh), kept["layout"], spec, kept.pop("steps")), 0)
         kept["treedef"] = pytree.tree_structure(kept["treedef"])
         for name, value in {**kept, "token": token}.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, ordinary(value) if name in CHILDREN else value)
 
+    @alone
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         self.resting("copy")
         ledger = self.token.ledger
@@ -328,7 +335,7 @@ class State:
             return x.clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x, memo)
 
         trees = {name: pytree.tree_map(clone, getattr(self, name)) for name in CHILDREN}
-        return self.evolve(**trees, token=Token(Ledger(ledger.runtime, self.layout, self.spec, self.steps), 0))
+        return self._evolve(**trees, token=Token(Ledger(ledger.runtime, self.layout, self.spec, self.steps), 0))
 
     def __copy__(self) -> State:
         return copy.deepcopy(self)  # two lineages must not share buffers: step reuses them

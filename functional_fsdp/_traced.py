@@ -104,7 +104,7 @@ def _unit(recipes: Recipes, name: str, verb: str) -> UnitRecipe:
 def _then(state: State, trace: Trace, **fields: Any) -> State:
     """The state after a verb: between steps again if nothing is held, in flight or reduced."""
     busy = len(trace.held) + len(trace.ready) + len(trace.flying) + len(trace.pending)
-    return state.evolve(token=trace if busy else trace.base, **fields)
+    return state._evolve(token=trace if busy else trace.base, **fields)
 
 
 # ---------------------------------------------------------------- metrics
@@ -169,7 +169,7 @@ def _use(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
         weights = _weights(one, _whole(one, wholes))
     ready[name] = (weights, last)
     held = trace.held if name in trace.held else (*trace.held, name)
-    return state.evolve(token=trace.but(cursor=cursor, issued=issued, flying=flying, ready=ready, held=held)), weights
+    return state._evolve(token=trace.but(cursor=cursor, issued=issued, flying=flying, ready=ready, held=held)), weights
 
 
 def _beside(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
@@ -180,7 +180,7 @@ def _beside(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
     weights = _weights(one, _whole(one, _gather(state, one)))
     ready = {**trace.ready, name: (weights, -1)}
     held = (*trace.held, name)
-    return state.evolve(token=trace.but(ready=ready, held=held)), weights
+    return state._evolve(token=trace.but(ready=ready, held=held)), weights
 
 
 def _ahead(recipes: Recipes, name: str, cursor: int) -> int:
@@ -292,7 +292,7 @@ def _reduce(state: State, recipes: Recipes, unit: UnitRecipe, values: list[Any],
             move = one.fresh[last if have is None else have.states == one.fresh[True].states]
             local = _flat(one, values, state.main[one.bucket.name].local)
             pending.append(Pending(one, move, start(move.exchanges[0], local, op) if move.exchanges else local))
-    state = state.evolve(token=_trace(state).but(pending=tuple(pending)), grads=state.grads or {})
+    state = state._evolve(token=_trace(state).but(pending=tuple(pending)), grads=state.grads or {})
     return _complete(_collect(state, recipes), recipes, (unit,)) if last and _partial(state, unit) else state
 
 
@@ -354,7 +354,7 @@ def _complete(state: State, recipes: Recipes, units: Iterable[UnitRecipe]) -> St
             if have is not None and have.states != one.rest.states:
                 local = _through(one.rest, have.local, op, 0)
                 grads[one.bucket.name] = _added(one, None, local, one.rest.states, state)
-    return state.evolve(grads=grads)
+    return state._evolve(grads=grads)
 
 
 def finish(state: State) -> State:
@@ -370,4 +370,4 @@ def finish(state: State) -> State:
                 main = state.main[one.bucket.name]
                 zero = torch.zeros_like(main.local, dtype=one.bucket.grads)
                 grads[one.bucket.name] = FlatBuffer(zero, one.bucket, main.states, state.spec.mesh)
-    return state.evolve(grads=grads)
+    return state._evolve(grads=grads)

@@ -36,7 +36,7 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
                     local = run(exchange, local)
                 state.weights[one.bucket.name].local.copy_(local)
     state.count.add_(1 if skip is None else ~skip)
-    return state.evolve(grads=(), token=base)
+    return state._evolve(grads=(), token=base)
 
 
 def _write(old: Any, new: Any) -> None:

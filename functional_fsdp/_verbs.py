@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
+from threading import get_ident
 from typing import Any, TypeVar, cast, overload
 
 import torch
 import torch.utils._pytree as pytree
 
 from . import _traced, _traced_step
+from ._entry import busy
 from ._errors import ScheduleError
 from ._flat import leaves_of
 from ._gradients import of_tree, of_unit
@@ -41,7 +43,8 @@ INTERPRETER: Any = torch._C._functorch.CInterpreter
 
 
 def verb(traced: Callable[..., Any]) -> Callable[[F], F]:
-    """A verb runs without autograd, and not inside a torch.func transform (collectives cannot be differentiated).
+    """A verb runs without autograd, in one thread at a time (see `_entry`), outside torch.inference_mode, and not
+    inside a torch.func transform (collectives cannot be differentiated).
 
     Args:
         traced: what it is inside torch.compile.
@@ -61,14 +64,26 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
         if torch.compiler.is_dynamo_compiling() or LOWERING:
             with torch.no_grad():
                 return traced(*args, **kwargs)
-        if args and not isinstance(args[0], State):
-            raise TypeError(f"{fn.__name__}(state, ...): the first argument is a State, not {type(args[0]).__name__}.")
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        state = args[0] if args else kwargs.get("state")
+        if not isinstance(state, State):
+            raise TypeError(f"{fn.__name__}(state, ...): the first argument is a State, not {type(state).__name__}.")
+        before, users = torch.is_grad_enabled(), state.token.ledger.runtime.users
+        me = owner = get_ident()
+        outermost = users.get(0) != me  # else within another call of this thread
         try:
-            return fn(*args, **kwargs)
+            if outermost:
+                owner = users.setdefault(0, me)
+            if owner == me:
+                if torch.is_inference_mode_enabled():
+                    with torch.inference_mode(False), torch.no_grad():
+                        return fn(*args, **kwargs)
+                torch._C._set_grad_enabled(False)
+                return fn(*args, **kwargs)
         finally:
             torch._C._set_grad_enabled(before)
+            if outermost and owner == me:
+                users.pop(0, None)
+        raise busy(fn.__name__, owner)
 
     return cast(F, checked)
 
@@ -79,7 +94,7 @@ def then(state: State, verb: str | tuple[str, Any], grads: Any = None) -> State:
     new = object.__new__(State)
     fields = new.__dict__
     fields.update(state.__dict__)
-    fields["token"] = Token(ledger, ledger.advance(state.token.serial, verb))
+    fields["token"] = Token(ledger, ledger.advance(state.token.serial, verb), state.token.origin or state)
     if grads is not None:
         fields["grads"] = grads
     return new
@@ -317,7 +332,7 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
                 f"weights, so this State is half updated. Load the last checkpoint."
             )
         raise
-    return state.evolve(grads=(), opt=opt, token=token)
+    return state._evolve(grads=(), opt=opt, token=token)
 
 
 def _install(old: Any, new: Any) -> Any:

@@ -253,7 +253,7 @@ def test_sums_are_exact_and_the_same_bits_every_time() -> None:
 
 
 def other_weights() -> list[float]:
-    """The same lineage with other main weights (an average, say) for an evaluation, and back; and changed in place."""
+    """Other main weights (an average, say) for an evaluation, and back; and changed in place."""
     params, _ = fsdp.functionalize(Stack(32, 3))
     state = fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.sgd(lr=0.1))
     predict = T.apply(Stack(32, 3), lambda model, x: sum(F.linear(x, m.weight).sum() for m in model.layers))
@@ -266,7 +266,7 @@ def other_weights() -> list[float]:
 
     for _ in range(3):
         seen.append(look(state))
-        doubled = state.evolve(main=pytree.tree_map(lambda t: t * 2, state.main))
+        doubled = fsdp.replace_params(state, pytree.tree_map(lambda t: t * 2, state.main))
         seen.append(look(doubled) / 2)
         seen.append(look(state))
     for buffer in state.main.values():

@@ -410,13 +410,13 @@ def test_a_home_refuses_what_does_not_fit() -> None:
     state = made()
     home = Home(state)
     with pytest.raises(TreeError, match="the state that came in has another structure"):
-        home.check(state.evolve(extras={"ema": torch.ones(3)}))
-    state = state.evolve(extras={"ema": torch.ones(3), "n": 1})
+        home.check(state._evolve(extras={"ema": torch.ones(3)}))
+    state = state._evolve(extras={"ema": torch.ones(3), "n": 1})
     home = Home(state)
     with pytest.raises(TreeError, match=r"'extras.ema' .*is torch.float32 \(4,\); expected torch.float32 \(3,\)"):
-        home.check(state.evolve(extras={"ema": torch.ones(4), "n": 1}))
+        home.check(state._evolve(extras={"ema": torch.ones(4), "n": 1}))
     with pytest.raises(TreeError, match=r"'extras.n' of the state at the end of the step is 2; expected 1"):
-        home.keep(state.evolve(extras={"ema": torch.ones(3), "n": 2}))
+        home.keep(state._evolve(extras={"ema": torch.ones(3), "n": 2}))
     local = next(iter(state.main.values())).local
     local.data = local.data.clone()
     with pytest.raises(ScheduleError, match=r"'main\..*local' of the state was moved in memory"):
@@ -425,15 +425,15 @@ def test_a_home_refuses_what_does_not_fit() -> None:
 
 def test_a_history_that_moves_along_is_read_before_it_is_written() -> None:
     old, older = torch.ones(3), torch.zeros(3)
-    state = made().evolve(extras={"now": old, "before": older})
+    state = made()._evolve(extras={"now": old, "before": older})
     home = Home(state)
-    home.keep(state.evolve(extras={"now": torch.full((3,), 2.0), "before": old}))
+    home.keep(state._evolve(extras={"now": torch.full((3,), 2.0), "before": old}))
     assert torch.equal(state.extras["now"], torch.full((3,), 2.0))
     assert torch.equal(state.extras["before"], torch.ones(3))
 
 
 def test_what_is_a_tensor_stays_one() -> None:
-    state = made().evolve(extras={"a": torch.ones(()), "b": 2.0, "c": np.ones(3)})
+    state = made()._evolve(extras={"a": torch.ones(()), "b": 2.0, "c": np.ones(3)})
     home = Home(state)
     for extras, text in (
         ({"a": 1.0, "b": 2.0, "c": np.ones(3)}, r"'extras.a' .* is 1.0; expected torch.float32 \(\)"),
@@ -441,17 +441,17 @@ def test_what_is_a_tensor_stays_one() -> None:
         ({"a": torch.ones(()), "b": 2.0, "c": np.ones(3)}, r"'extras.c' .* is array"),
     ):
         with pytest.raises(TreeError, match=text):
-            home.check(state.evolve(extras=extras))
+            home.check(state._evolve(extras=extras))
     kept = torch.ones((), requires_grad=True)
-    home.keep(state.evolve(extras={"a": kept * 2, "b": 2.0, "c": state.extras["c"]}))
+    home.keep(state._evolve(extras={"a": kept * 2, "b": 2.0, "c": state.extras["c"]}))
     assert state.extras["a"] == 2
     assert not state.extras["a"].requires_grad
 
 
 def test_what_a_step_makes_anew_goes_home() -> None:
-    state = made().evolve(extras={"ema": torch.ones(3)})
+    state = made()._evolve(extras={"ema": torch.ones(3)})
     home = Home(state)
-    home.keep(state.evolve(extras={"ema": torch.full((3,), 2.0)}))
+    home.keep(state._evolve(extras={"ema": torch.full((3,), 2.0)}))
     assert torch.equal(state.extras["ema"], torch.full((3,), 2.0))
 
 

@@ -233,10 +233,10 @@ def products(preset: str, order: str) -> dict[str, Any]:
     after, (found["loss"], hv) = T.hvp({key: counted(fn) for key, fn in stages(model).items()})(state, v, data)
     found["between steps"] = after is state and state.between_steps and state.comm.idle
     found["most"] = max(most)
-    found["Hv"] = full_grads(after.evolve(grads=hv))
+    found["Hv"] = full_grads(after._evolve(grads=hv))
     # again, of what came out; in the middle of a step, whose gradients stay; and then the step
     after, (_, twice) = product(after, hv, data)
-    found["HHv"] = full_grads(after.evolve(grads=twice))
+    found["HHv"] = full_grads(after._evolve(grads=twice))
     forward_backward = T.forward_backward(model, loss_fn)
     middle, _ = forward_backward(after, data)
     middle, (_, again) = product(middle, v, data)
@@ -288,7 +288,7 @@ def with_frozen() -> tuple[Tree, Tree]:
     def loss(w: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ p["a"] @ w + x @ p["c"]).square().mean()
 
-    return full_grads(state.evolve(grads=hv)), {"b.w": torch.func.jvp(torch.func.grad(loss), (p["b"],), (p["b"],))[1]}
+    return full_grads(state._evolve(grads=hv)), {"b.w": torch.func.jvp(torch.func.grad(loss), (p["b"],), (p["b"],))[1]}
 
 
 def test_hvp_with_frozen_units_and_leaves() -> None:

@@ -95,7 +95,7 @@ def applied(name: str, debug: bool) -> dict[str, bool]:
         same["state"] = state is before and state.between_steps and state.comm.idle
         same["no graph"] = not any(t.requires_grad for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
     forward_backward = T.forward_backward(model, case.loss_fn)
-    middle, first = forward_backward(state, batch_of(case, 0, 0))
+    middle, first = forward_backward(state, batch_of(case, 0, 0), last=False)
     middle, _ = predict(middle, **data)  # in the middle of a step, too
     middle, second = forward_backward(middle, batch_of(case, 0, 0))
     same["in the middle"] = torch.equal(first, second) and not middle.between_steps

@@ -164,7 +164,7 @@ class Home:
 
     def state(self, state: State) -> State:
         """This state, with these tensors as its own."""
-        return state.evolve(**dict(zip(KEPT, self.fields, strict=True)))
+        return state._evolve(**dict(zip(KEPT, self.fields, strict=True)))
 
     def check(self, state: State) -> None:
         """Whether a state's values can come here.

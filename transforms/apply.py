@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from functional_fsdp import State
+from functional_fsdp._entry import alone
 
 from ._buffers import Buffers
 from ._driver import Driver, refuse_tracing
@@ -49,11 +51,16 @@ def apply(
 
     def applied(state: State, *args: Any, **kwargs: Any) -> tuple[State, Any]:
         refuse_tracing("apply")
+        return run(state, torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad, args, kwargs)
+
+    def forward(state: State, mode: Callable[[], AbstractContextManager[Any]], args: Any, kwargs: Any) -> Any:
+        """`mode`: in which the model computes; what is kept is made outside it."""
         resting = state.between_steps
         with driver.running(state, "apply") as number, seeded(state, number), torch.no_grad():
             buffers.lend(state, driver.device)
             try:
-                out = driver.model(*args, **kwargs) if fn is None else fn(driver.model, *args, **kwargs)
+                with mode():
+                    out = driver.model(*args, **kwargs) if fn is None else fn(driver.model, *args, **kwargs)
             finally:
                 buffers.restore()
             driver.release()
@@ -64,4 +71,5 @@ def apply(
             done = state
         return done, out
 
+    run = alone(forward, "apply")
     return applied

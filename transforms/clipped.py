@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from functional_fsdp import SpecError, State, finish, reduce
+from functional_fsdp._entry import alone
+from functional_fsdp._rounds import begin_round, end_round
 from functional_fsdp._verbs import changed
 
 from ._noise import add_noise
@@ -51,7 +53,8 @@ def clipped_gradients(
     random, and a secret `seed`.
 
     Raises:
-        SpecError: max_norm not above 0, noise below 0. TreeError and ScheduleError as `per_sample_norms`.
+        SpecError: max_norm not above 0, noise below 0. TreeError and ScheduleError as `per_sample_norms`; ScheduleError
+            as `forward_backward`, where the gradients of a whole round are there.
 
     Collective: as `unshard` for each stage twice, forward and backward; as `reduce` for each unit; with noise, what
     `finish` issues.
@@ -73,6 +76,7 @@ def clipped_gradients(
     def f(
         state: State, batch: Any, *, last: bool = True, scale: float | torch.Tensor = 1.0
     ) -> tuple[State, torch.Tensor]:
+        begin_round(state, "clipped_gradients")
         state, losses, norms = norms_of(walk, state, batch, chunk)
         weights = max_norm / norms.clamp(min=max_norm)
         mean = scale / len(losses)
@@ -83,9 +87,10 @@ def clipped_gradients(
             with torch.no_grad():
                 add_noise(state, noise * max_norm * mean / ranks)
             state = changed(state, "clipped_gradients()")
+        end_round(state, last)
         return state, losses
 
-    return f
+    return alone(f, "clipped_gradients")
 
 
 def _weighted(walk: Stages, state: State, batch: Any, dlosses: torch.Tensor, last: bool) -> State:

@@ -23,6 +23,7 @@ import torch.utils._pytree as pytree
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError
 from functional_fsdp._capture import Capture
+from functional_fsdp._entry import outside_inference
 from functional_fsdp._runtime import Runtime, runtime_of
 
 from ._capturing import KEPT, Home, captured, stale_streams_followed
@@ -134,6 +135,7 @@ class Graphed:
         self.stream: Any = None
         self.full = False
 
+    @outside_inference
     def __call__(self, state: State, args: Any, kwargs: Any) -> Any:
         if not isinstance(state, State):
             raise TypeError(f"cuda_graph: the first argument is a State, not {type(state).__name__}.")

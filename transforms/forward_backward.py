@@ -9,6 +9,8 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError
+from functional_fsdp._entry import alone
+from functional_fsdp._rounds import begin_round, end_round
 
 from ._buffers import Buffers, Rule
 from ._driver import Driver, refuse_tracing
@@ -59,9 +61,10 @@ def forward_backward(
 
     Raises (from f):
         TreeError: the state is of another model, or the loss is no scalar.
-        ScheduleError: nothing to differentiate; a gradient inside `loss_fn` without `second_order`; reentrant
-            checkpointing; a loss that hangs on a unit other than by what its module returns; outputs of a unit that
-            share memory and of which one is changed in place.
+        ScheduleError: the gradients of a whole round (`last=True`) are there and no step has taken them, see
+            `fsdp.drop_gradients`; nothing to differentiate; a gradient inside `loss_fn` without `second_order`;
+            reentrant checkpointing; a loss that hangs on a unit other than by what its module returns; outputs of a
+            unit that share memory and of which one is changed in place.
         SpecError: a buffer that changes, or comes, in the forward and is not in the state; units that do not compile.
 
     Collective: as `unshard` and `reduce` for each unit that is used; one small all-reduce if buffers changed.
@@ -93,8 +96,12 @@ class ForwardBackward:
     def __call__(
         self, state: State, *args: Any, last: bool = True, scale: float | torch.Tensor = 1.0, **kwargs: Any
     ) -> tuple[State, Any]:
-        driver = self.driver
         refuse_tracing("forward_backward")
+        return run(self, state, args, kwargs, last, scale)
+
+    def _run(self, state: State, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor) -> tuple[State, Any]:
+        driver = self.driver
+        begin_round(state, "forward_backward")
         with driver.running(state, "forward_backward", trains=True) as number, seeded(state, number):
             driver.token = torch.zeros((), device=driver.device, requires_grad=True)
             self.buffers.lend(state, driver.device)
@@ -109,9 +116,10 @@ class ForwardBackward:
                 self.buffers.restore()
             loss = loss.detach()
             driver.release()
+            end_round(driver.state, last)
             state = driver.state
         if kept is not state.buffers:
-            state = state.evolve(buffers=kept)
+            state = state._evolve(buffers=kept)
         return state, (loss, map_tensors(torch.Tensor.detach, aux)) if self.has_aux else loss
 
     def _parts(self, out: Any) -> tuple[torch.Tensor, Any]:
@@ -144,3 +152,6 @@ class ForwardBackward:
                     "gradient_checkpointing_enable({'use_reentrant': False})."
                 ) from error
             raise
+
+
+run = alone(ForwardBackward._run, "forward_backward", at=1)

@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from functional_fsdp import FlatBuffer, State, TreeError, finish, reduce
+from functional_fsdp._entry import alone
 from functional_fsdp._flat import leaves_of
 
 from ._driver import refuse_tracing
@@ -71,13 +72,13 @@ def hvp(
         grads = state.grads
         walk.enter(state)
         state.executor.adopt({})  # products are reduced in the place of gradients
-        state, loss = _products(walk, state.evolve(grads=()), v, batch)
+        state, loss = _products(walk, state._evolve(grads=()), v, batch)
         state = finish(state)
         found = dict(state.grads)
         state.executor.adopt(grads)
-        return walk.rest(before, state.evolve(grads=grads)), (loss, found)
+        return walk.rest(before, state._evolve(grads=grads)), (loss, found)
 
-    return f
+    return alone(f, "hvp")
 
 
 def _products(walk: Stages, state: State, v: Vector, batch: Any) -> tuple[State, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_fsdp import State, finish
+from functional_fsdp import State, finish, replace_extras
 from functional_fsdp._runtime import runtime_of
 
 from ._gradients import shards, total
@@ -60,7 +60,7 @@ def skip_nonfinite(step: Callable[..., State]) -> Callable[[State], State]:
         zero = torch.zeros((), dtype=torch.int64, device=state.count.device)
         with torch.no_grad():
             skipped = (zero if before is None else before) + bad
-        return step(state, skip=bad).evolve(extras={**extras, "skipped": skipped})
+        return replace_extras(step(state, skip=bad), skipped=skipped)
 
     return stepped
 

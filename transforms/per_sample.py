@@ -17,6 +17,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from functional_fsdp import SpecError, State, TreeError
+from functional_fsdp._entry import alone
 
 from ._stages import Stage, Stages, Weights, dims, rows
 from .vjp import Pullback, functional_vjp, lent
@@ -108,7 +109,7 @@ def per_sample_norms(
         after, losses, norms = norms_of(walk, state, batch, chunk)
         return walk.rest(state, after), (losses, norms)
 
-    return f
+    return alone(f, "per_sample_norms")
 
 
 def _alone() -> AbstractContextManager[Any]:
