@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ._errors import SpecError
 from ._export import buffers
 from ._layout import Unit
-from ._module import skeleton_of
+from ._skeleton import skeleton_of
 from ._runtime import runtime_of
 from ._shard import build, describe
 from ._spec import Spec

@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, State, reduce, release, unshard
-from functional_fsdp._module import skeleton_of
+from functional_fsdp._skeleton import skeleton_of
 from functional_fsdp._runtime import runtime_of
 from functional_fsdp._tracing import tracing
 

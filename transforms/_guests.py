@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from functional_fsdp._module import METADATA, Placeholder
+from functional_fsdp._skeleton import METADATA, Placeholder
 
 from ._entries import Leaf
 from ._outputs import map_tensors

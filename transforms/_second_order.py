@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 
 from functional_fsdp import Layout, State, reduce, unshard
-from functional_fsdp._module import skeleton_of
+from functional_fsdp._skeleton import skeleton_of
 from functional_fsdp._runtime import runtime_of
 
 from ._driver import refuse_nesting
