@@ -30,9 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ._errors import SpecError
 from ._export import buffers
 from ._layout import Unit
-from ._skeleton import skeleton_of
 from ._runtime import runtime_of
 from ._shard import build, describe
+from ._skeleton import skeleton_of
 from ._spec import Spec
 from ._state import State
 from ._transport import settled

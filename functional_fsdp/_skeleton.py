@@ -29,6 +29,12 @@ class Placeholder(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "__set__" and func.__self__.__name__ == "requires_grad" and bool(args[1]) is not _trains(args[0]):
+            raise TreeError(
+                f"requires_grad of a parameter of shape {_shape(args)} was set after its module had been split: what "
+                "trains is the state's to say. Set it before functionalize, or freeze leaves by "
+                "Spec(trainable={pattern: False})."
+            )
         if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -73,6 +79,11 @@ METADATA |= {
 
 # what torch.compile asks of a tensor that it only passes along
 METADATA |= {"_is_view", "is_neg", "is_conj", "untyped_storage"}
+
+
+def _trains(t: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.requires_grad
 
 
 def _shape(args: Any) -> Any:

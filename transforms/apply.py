@@ -12,6 +12,7 @@ from functional_fsdp import State
 
 from ._buffers import Buffers
 from ._driver import Driver, refuse_tracing
+from ._guests import values
 from ._seed import seeded
 from .compile_units import Options
 
@@ -53,7 +54,7 @@ def apply(
         with driver.running(state, "apply") as number, seeded(state, number), torch.no_grad():
             buffers.lend(state, driver.device)
             try:
-                out = driver.model(*args, **kwargs) if fn is None else fn(driver.model, *args, **kwargs)
+                out = values(driver.model(*args, **kwargs) if fn is None else fn(driver.model, *args, **kwargs))
             finally:
                 buffers.restore()
             driver.release()
