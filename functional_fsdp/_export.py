@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from ._entry import alone
 from ._errors import TreeError
 from ._flat import FlatBuffer, leaves_of
-from ._module import persistent
+from ._skeleton import persistent
 from ._state import State
 from ._tree import flatten
 

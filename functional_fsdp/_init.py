@@ -31,9 +31,9 @@ from ._entry import outside_inference
 from ._errors import SpecError
 from ._export import buffers
 from ._layout import Unit
-from ._module import skeleton_of
 from ._runtime import runtime_of
 from ._shard import build, describe
+from ._skeleton import skeleton_of
 from ._spec import Spec
 from ._state import State
 from ._transport import settled

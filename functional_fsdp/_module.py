@@ -1,14 +1,11 @@
 """Modules as functions: `functionalize` splits a module into parameters and a skeleton, `bind` puts weights back in.
 
-A skeleton is a copy of the module with its structure and buffers but no weights: each parameter is a placeholder
-on the meta device that says "bind weights first" when it is used. Your module is not touched. Ties live
-in the pytree (the same tensor at two paths), not in the skeleton.
+Your module is not touched: a skeleton (see `_skeleton`) is a copy without weights.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import FunctionType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -17,76 +14,12 @@ import torch
 import torch.nn as nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from ._entry import outside_inference
 from ._errors import TreeError
+from ._skeleton import Placeholder, skeleton_of
 
 M = TypeVar("M", bound=nn.Module)
 
-__all__ = ["METADATA", "Bound", "Placeholder", "bind", "functionalize", "persistent", "skeleton_of"]
-
-
-class Placeholder(nn.Parameter):
-    """Where a weight belongs in a skeleton: has a shape and a dtype, and refuses everything else."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise TreeError(
-            f"bind weights first: this is a skeleton, its parameters have no values ({name or func} was called on one "
-            f"of shape {_shape((*args, *(kwargs or {}).values()))}). Call fsdp.bind(model, weights)(...), with weights "
-            "from unshard."
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        return memo.setdefault(id(self), _placeholder(self))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (tuple(self.shape), self.dtype, self.requires_grad)
-
-
-METADATA = {
-    "__get__",
-    "__set__",
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "stride",
-    "is_floating_point",
-    "is_complex",
-}
-METADATA |= {
-    "element_size",
-    "storage_offset",
-    "__hash__",
-    "__repr__",
-    "__len__",
-    "is_contiguous",
-    "type",
-    "__format__",
-}
-
-# what torch.compile asks of a tensor that it only passes along
-METADATA |= {"_is_view", "is_neg", "is_conj", "untyped_storage"}
-
-
-def _shape(args: Any) -> Any:
-    return next((tuple(a.shape) for a in args if isinstance(a, Placeholder)), "?")
-
-
-def _rebuild(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Placeholder:
-    return Placeholder(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
-
-
-def _placeholder(param: torch.Tensor) -> Placeholder:
-    return _rebuild(tuple(param.shape), param.dtype, param.requires_grad)
+__all__ = ["Bound", "bind", "functionalize"]
 
 
 def functionalize(module: M) -> tuple[dict[str, torch.Tensor], M]:
@@ -102,43 +35,6 @@ def functionalize(module: M) -> tuple[dict[str, torch.Tensor], M]:
     """
     params: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     return params, skeleton_of(module)
-
-
-@outside_inference
-def skeleton_of(module: M) -> M:
-    """A copy of the module whose parameters are placeholders. Buffers are copied, weights never."""
-    _refuse_closures(module)
-    memo: dict[int, Any] = {id(p): _placeholder(p) for p in module.parameters()}
-    skeleton = copy.deepcopy(module, memo)
-    for path, param in list(skeleton.named_parameters(remove_duplicate=False)):
-        owner, _, name = path.rpartition(".")
-        skeleton.get_submodule(owner)._parameters[name] = _placeholder(param)  # one each: ties live in the pytree
-    return skeleton
-
-
-def persistent(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(path, dict of buffers, name in it) of each buffer that a state dict has."""
-    for path, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, part._buffers, name
-
-
-def _refuse_closures(module: nn.Module) -> None:
-    """A copy of a function goes on with the objects that it closed over: the module's own, with their weights."""
-    own = {id(x) for x in (*module.modules(), *module.parameters())}
-    for path, part in module.named_modules():
-        hooks = (hook for hooks in (part._forward_hooks, part._forward_pre_hooks) for hook in hooks.values())
-        for function in (*vars(part).values(), *hooks):
-            cells = getattr(function, "__closure__", None) or ()
-            held = [getattr(cell, "cell_contents", None) for cell in cells]
-            held += [*(getattr(function, "__defaults__", None) or ())]
-            if any(id(x) in own or id(getattr(x, "__self__", None)) in own for x in held):
-                raise TreeError(
-                    f"the module {path or type(module).__name__!r} has a function {function.__qualname__!r} that "
-                    "closes over a part of the model: a copy would compute with this model's weights. Make it a "
-                    "method, in a subclass, or types.MethodType(function, module)."
-                )
 
 
 class Slots:

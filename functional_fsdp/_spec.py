@@ -181,6 +181,7 @@ class Precision:
             each rank gets the summands of its part (an all-to-all) and adds them up in float32 in the order of the
             ranks, ((r0 + r1) + r2) + ..., the same bits in every run; further axes carry float32. It doubles the
             staging. "auto": "fp32" on the `copy_engine` transport, which adds up itself, else "native".
+        inputs: cast floating inputs of a driven model's parts to the dtype that they compute in, as FSDP2 does.
 
     Integer and boolean leaves keep their dtype throughout.
 
@@ -197,6 +198,7 @@ class Precision:
     grads: torch.dtype | None = None
     wire: torch.dtype | None = None
     sum: str = "auto"
+    inputs: bool = False
 
     def __post_init__(self) -> None:
         for kind in ("main", "compute", "grads", "wire"):
@@ -210,6 +212,8 @@ class Precision:
                 raise SpecError(f"Precision({kind}={dtype}): expected one of {', '.join(map(str, FLOATS))} or None.")
         if self.sum not in ("auto", "native", "fp32"):
             raise SpecError(f"Precision(sum={self.sum!r}): expected 'auto', 'native' or 'fp32'.")
+        if not isinstance(self.inputs, bool):
+            raise SpecError(f"Precision(inputs={self.inputs!r}): expected True or False.")
         if self.sum == "fp32" and (self.wire or self.compute or self.main) is torch.float64:
             raise SpecError(_NO_SUM)
 
@@ -230,7 +234,7 @@ class Precision:
         compute = _name(self.compute) if self.compute else "as main" if self.main else "as the leaf"
         grads, wire = _name(self.grads) if self.grads else "as main", _name(self.wire) if self.wire else "as compute"
         added = "as the transport does" if self.sum == "auto" else self.sum
-        return f"main {main}, compute {compute}, grads {grads}, wire {wire}, sum {added}"
+        return f"main {main}, compute {compute}{' (inputs too)' * self.inputs}, grads {grads}, wire {wire}, sum {added}"
 
 
 Rules = tuple[tuple[str, Any], ...]

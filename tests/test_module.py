@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -84,17 +85,169 @@ def model(**kwargs: Any) -> Model:
 # -------------------------------------------------------------------------------- functionalize
 
 
-@pytest.mark.parametrize("how", ["closure", "default", "hook"])
-def test_a_function_that_closes_over_the_model_is_refused(how: str) -> None:
+class Tap:
+    """A hook that is an object, or a method of one."""
+
+    def __init__(self, feats: dict[str, Any]) -> None:
+        self.feats = feats
+
+    def __call__(self, part: Any, args: Any, out: torch.Tensor) -> None:
+        self.feats["a"] = out
+
+    def method(self, *args: Any) -> None:
+        self(*args)
+
+
+class Featured(nn.Module):
+    """Reads what a hook, or a function in an attribute, wrote into a container that it holds."""
+
+    feats: Any
+    scale: Any
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.feats = feats = {} if how != "nested" else {"deep": [{}]}
+        self.scale = lambda out: out
+        first, forward, calls = self.a, self.a.forward, 0
+
+        def write(into: Any, part: Any, args: Any, out: Any) -> None:
+            into["a"] = out
+
+        def counting(part: Any, args: Any, out: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                feats["a"] = out
+            else:
+                counting(part, args, out)
+
+        hooks: dict[str, Any] = {
+            "closure": lambda part, args, out: feats.__setitem__("a", out),
+            "default": lambda part, args, out, into=feats: into.__setitem__("a", out),
+            "partial": functools.partial(write, feats),
+            "method": Tap(feats).method,
+            "object": Tap(feats),
+            "recursive": counting,
+            "nested": lambda part, args, out: feats["deep"][0].__setitem__("a", out),
+        }
+        if how in hooks:
+            self.a.register_forward_hook(hooks[how])
+        elif how == "backward":
+            feats["a"] = torch.ones(2)
+            self.a.register_full_backward_hook(lambda part, into, out: feats.__setitem__("a", into))
+        elif how == "attribute":
+            self.scale = lambda out: feats.setdefault("a", first(out)) * 2
+        elif how == "in a list":
+            self.scale = {"all": [lambda out: feats.setdefault("a", first(out)) * 2]}
+        else:
+            self.a.forward = lambda x: feats.setdefault("a", forward(x) * 2)  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale["all"][0] if isinstance(self.scale, dict) else self.scale
+        y = scale(self.b(self.a(x)))
+        feats = self.feats["deep"][0] if "deep" in self.feats else self.feats
+        return y + feats["a"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["closure", "default", "partial", "method", "object", "recursive", "nested", "backward", "attribute", "in a list",
+     "forward"],
+)  # fmt: skip
+def test_functions_go_on_with_the_copy(how: str) -> None:
+    """What a hook of the copy closes over is the copy's, and the module's own is left alone."""
+    module, other = Featured(how), Featured(how)
+    params = {name: p.detach() for name, p in other.named_parameters()}
+    x = torch.randn(3, 2)
+    want = other(x)
+    before = repr(module.feats)
+    _, skeleton = fsdp.functionalize(module)
+    again = fsdp.functionalize(skeleton)[1]  # as a driver does
+    for one in (skeleton, again):
+        assert torch.equal(fsdp.bind(one, params)(x), want)
+        assert repr(module.feats) == before
+
+
+def test_what_a_hook_writes_for_its_user_stays_his() -> None:
+    seen: list[torch.Tensor] = []
+    tap = Tap({})
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    old, first = module[0].forward, module[1]
-    if how == "closure":
-        module[0].forward = lambda x: old(x) * 2
-    elif how == "default":
-        module[0].forward = lambda x, old=old: old(x) * 2
-    else:
-        module[0].register_forward_hook(lambda part, args, out: out + first.bias)
-    with pytest.raises(fsdp.TreeError, match=r"the module '0' has a function .*<lambda>' that closes over a part"):
+    module[0].register_forward_hook(lambda part, args, out: seen.append(out))
+    module[1].register_forward_hook(tap)
+    params, skeleton = fsdp.functionalize(module)
+    out = fsdp.bind(skeleton, params)(torch.ones(1, 2))
+    assert len(seen) == 1
+    assert tap.feats["a"] is out
+
+
+FEATS: dict[str, Any] = {}
+
+
+class Local(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+
+
+def test_functions_that_cannot_go_on_with_the_copy_are_refused() -> None:
+    module = Local()
+    module.table = nn.Buffer(torch.ones(2))
+    table = module.table
+    module.a.register_forward_hook(lambda part, args, out: out * table)
+    with pytest.raises(fsdp.TreeError, match=r"the module 'a' has .* 'Tensor' closes over the buffer 'table', whose"):
+        fsdp.functionalize(module)
+
+    module = Local()
+    weight = module.a.weight
+    module.late = lambda: weight.sum()  # type: ignore[assignment]
+    with pytest.raises(fsdp.TreeError, match=r"closes over the parameter 'a\.weight', whose values come from a state"):
+        fsdp.functionalize(module)
+
+    module = Local()
+    module.feats = FEATS  # type: ignore[assignment]
+    module.a.register_forward_hook(lambda part, args, out: FEATS.__setitem__("a", out))
+    with pytest.raises(fsdp.TreeError, match=r"reads the global variable 'FEATS', which is a part of the model"):
+        fsdp.functionalize(module)
+
+    kept: dict[str, Any] = {}
+
+    class Closes(Local):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept["a"] = self.a(x)
+            out: torch.Tensor = kept["a"]
+            return out
+
+    assert fsdp.functionalize(Closes())  # it is nobody's but the class's
+    module = Closes()
+    module.kept = kept  # type: ignore[assignment]
+    with pytest.raises(fsdp.TreeError, match=r"'.*Closes\.forward' closes over a part of the model, and classes are"):
+        fsdp.functionalize(module)
+
+    module = Local()
+    module.pair = (lambda: module.a, 3)  # type: ignore[assignment]
+    with pytest.raises(fsdp.TreeError, match=r"is a tuple or set of functions .* Put them into a list"):
+        fsdp.functionalize(module)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_refused(kind: str) -> None:
+    module = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2))
+    handle = getattr(module[0].weight, kind)(lambda grad: None)
+    with pytest.raises(
+        fsdp.TreeError, match=r"'0\.weight' has a hook of its own .* Spec\(trainable=\{pattern: False\}\)"
+    ):
+        fsdp.functionalize(module)
+    handle.remove()
+    fsdp.functionalize(module)
+
+
+def test_modules_that_cannot_be_copied_say_why() -> None:
+    with pytest.raises(fsdp.TreeError, match=r"the parameter '0\.weight' has no shape yet: its module is lazy"):
+        fsdp.functionalize(nn.Sequential(nn.LazyLinear(2)))
+    module = nn.Sequential(nn.Linear(2, 2))
+    module[0].double = module[0].weight * 2  # type: ignore[union-attr,assignment]
+    with pytest.raises(fsdp.TreeError, match=r"the attribute '0\.double' is a tensor computed from others"):
         fsdp.functionalize(module)
 
 

@@ -41,7 +41,7 @@ def state_of(seed: int = 0) -> fsdp.State:
         "turned": torch.randn(2, 3, generator=generator).t(),
         "complex": torch.randn(2, generator=generator, dtype=torch.complex64),
     }
-    return state.evolve(extras=extras)
+    return fsdp.replace_extras(state, **extras)
 
 
 def bits(state: fsdp.State) -> Bits:

@@ -14,8 +14,8 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from functional_fsdp import SpecError, State
 from functional_fsdp._metrics import over_ranks
-from functional_fsdp._module import persistent
 from functional_fsdp._runtime import runtime_of
+from functional_fsdp._skeleton import persistent
 
 __all__ = ["Buffers", "Rule"]
 

@@ -21,7 +21,10 @@ import torch.nn as nn
 from functional_fsdp import ScheduleError
 
 from ._entries import Entry, Leaf
+from ._guests import Guest
+from ._inputs import cast_inputs, dtypes_of, refuse_dtypes
 from ._outputs import map_tensors
+from ._watch import Watch, changed, clear, version
 from .compile_units import Compiled
 
 if TYPE_CHECKING:
@@ -46,8 +49,12 @@ class Door:
         self.slots = [(*slots[path], number[leaf]) for path, leaf in entry.leaves]
         self.guests = [held[name] for held, name, _ in self.slots]
         self.trained = [i for i, leaf in enumerate(self.leaves) if driver.trains(leaf)]
-        firsts = {buckets[leaf]: i for i, leaf in reversed([*enumerate(self.leaves)])}
-        self.firsts = list(firsts.values())  # a leaf of each bucket: they share its storage
+        firsts = {buckets[leaf]: i for i, leaf in reversed([*enumerate(self.leaves)]) if leaf in buckets}
+        self.firsts = list(firsts.values())  # a leaf of each bucket: they share its storage and its version counter
+        self.paths = {number[leaf]: path for path, leaf in reversed(entry.leaves)}
+        self.rebound = [number[leaf] for path, leaf in entry.leaves if _rebinds(module, entry.path, path)]
+        self.dtypes, self.inputs = dtypes_of(entry, driver.precisions)
+        self.watched = False  # whether it was called, and what it does to its weights was looked at
         self.inside = 0
         self.own_class = type(module)
         self.compiled = Compiled(driver.compiler, entry.path, self.own_class) if driver.compiler else None
@@ -62,6 +69,10 @@ class Door:
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         """Weights into the slots."""
         self.inside += 1
+        if self.inside == 1:
+            for (held, name, i), guest in zip(self.slots, self.guests, strict=True):
+                if held.get(name) is not guest:
+                    raise self.refuse([i], "by assignment, outside the module that holds it")
         for held, name, i in self.slots:
             held[name] = tensors[i]
 
@@ -78,14 +89,60 @@ class Door:
             self.inside = 1
             self.take()
 
+    def refuse(self, which: Sequence[int], how: str) -> ScheduleError:
+        """The error for weights that were changed, with the slots as they were."""
+        for held, name, _ in self.slots:
+            clear(self.module, held, name)
+        self.inside = max(self.inside, 1)
+        self.empty()
+        return changed([self.paths[i] for i in which], how)
+
+    def check(
+        self, lent: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], versions: list[int], node: Any
+    ) -> None:
+        """After a call: the weights are what they were.
+
+        Raises:
+            ScheduleError: they were changed. If they are the state's own, it is of no more use.
+        """
+        now = [version(lent[i]) for i in self.firsts]
+        if now != versions:
+            moved = [i for i, a, b in zip(self.firsts, versions, now, strict=True) if a != b]
+            storages = {lent[i].untyped_storage()._cdata for i in moved}
+            which = [i for i, t in enumerate(lent) if t.numel() and t.untyped_storage()._cdata in storages]
+            sure = [i for i in which if node is not None and i in self.trained and tensors[i].grad_fn is not node]
+            where = f"the module {self.entry.path!r}" if self.entry.path else "the model"
+            self.driver.spoilt(self.units, where)
+            raise self.refuse(sure or which, f"in place, in {where}")
+        for held, name, i in self.slots:
+            if held.get(name) is not tensors[i]:
+                raise self.refuse([i], "by assignment")
+
+    def watch(self, function: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """`run`, looking at each operation."""
+        before = [(t, t.detach()) for t in tensors]
+        with Watch({path: tensors[i] for i, path in self.paths.items()}):
+            out = self.run(function, args, kwargs)
+        for i, (t, same) in enumerate(before):
+            if i not in self.rebound and t.data_ptr() != same.data_ptr():
+                t.data = same
+                raise self.refuse([i], "by .data =")
+        self.watched = not self.driver.debug
+        return out
+
     def enter(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the module's own code with its weights."""
         driver = self.driver
         if self.inside or driver.state is None:
             return self.run(function, args, kwargs) if self.inside else function(self.module, *args, **kwargs)
+        if self.inputs is not None:
+            args, kwargs = cast_inputs(args, kwargs, self.inputs)
         outside = driver.gather(self.units, driver.busy)
         tensors = driver.tensors(self.leaves)
         lent = tuple(tensors)
+        versions = [version(lent[i]) for i in self.firsts]
+        for i in self.rebound:
+            tensors[i] = torch.empty(0, dtype=lent[i].dtype, device=lent[i].device).set_(lent[i])
         storages = [tensors[i].untyped_storage()._cdata for i in self.firsts]
         call = None
         if driver.backward:  # activation checkpointing runs it again: the same, with nothing to come of it
@@ -103,7 +160,12 @@ class Door:
         driver.stack.append(self)
         self.put(tensors)
         try:
-            out = self.run(function, args, kwargs)
+            watch = not self.watched and self.compiled is None and not driver.backward
+            out = self.watch(function, args, kwargs, tensors) if watch else self.run(function, args, kwargs)
+            self.check(lent, tensors, versions, call and call.node)
+        except RuntimeError as error:
+            refuse_dtypes(error, (args, kwargs), self.dtypes, f"the module {self.entry.path!r}")
+            raise
         finally:
             driver.stack.pop()
             self.take()
@@ -116,11 +178,19 @@ class Door:
         return self.compiled.module(self.own_class, function, self.module, args, kwargs)
 
 
+def _rebinds(module: nn.Module, path: str, leaf: str) -> bool:
+    """Whether a leaf is of a recurrent module, which on GPUs has its weights point to a copy of its own."""
+    inner = leaf[len(path) + 1 if path else 0 :].rpartition(".")[0]
+    return isinstance(module.get_submodule(inner), nn.RNNBase)
+
+
 def _out(out: Any, storages: list[int], call: Call | None) -> Any:
     """An entry's output: copied where it is a weight itself, and through `Outputs` where it is differentiated."""
     found: list[torch.Tensor] = []
 
     def look(t: torch.Tensor) -> torch.Tensor:
+        if type(t) is Guest:
+            t = t.value()
         if t.layout is torch.strided and t.untyped_storage()._cdata in storages:
             t = t.clone()
         if call is not None and t.requires_grad:

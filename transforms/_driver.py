@@ -17,14 +17,17 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from functional_fsdp import Layout, ScheduleError, State, reduce, release, unshard
-from functional_fsdp._module import skeleton_of
+from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, release, unshard
 from functional_fsdp._runtime import runtime_of
+from functional_fsdp._skeleton import skeleton_of
 from functional_fsdp._tracing import tracing
+from functional_fsdp._weights import whole_of
 
 from ._doors import Call, Door, Gradients, Slot, Start, Weights
 from ._entries import Leaf, find_entries, leaves_of, order_of, slots_of
 from ._guests import Guest
+from ._inputs import precisions
+from ._watch import changed, clear, spoilt
 from .compile_units import Compiler, Options, refuse_around
 
 __all__ = ["Driver", "refuse_nesting", "refuse_tracing"]
@@ -59,6 +62,12 @@ class Driver:
 
     def __init__(self, model: nn.Module, compile: bool | Options = False) -> None:
         self.compiler = Compiler.of(compile)
+        for path, part in model.named_modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise TreeError(
+                    f"the module {path!r} is a torch.jit module, which keeps its weights to itself. Give the module "
+                    "that it was made from."
+                )
         self.model = skeleton_of(model)
         self.layout: Layout | None = None
         self.doors: list[Door] = []
@@ -78,6 +87,7 @@ class Driver:
         self.differentiating = False  # whether the forward is over
         self.backward = False  # whether the backward has begun
         self.token: torch.Tensor | None = None
+        self.copies: list[tuple[str, torch.Tensor, int]] = []  # of weights used outside their entries
 
     # ---------------------------------------------------------------- a state's layout
 
@@ -90,22 +100,24 @@ class Driver:
         refuse_around(self.model, entries)
         for door in self.doors:
             door.remove()
-        dtypes = {leaf.path: b.compute for b in state.layout.buckets.values() for leaf in b.leaves}
-        source = dict(zip(state.layout.paths, state.layout.source, strict=True))
+        self.precisions = precisions(state)
         homes = leaves_of(state.layout)
         slots: dict[str, Slot] = {}
         for path, held, name in slots_of(self.model):
             old = held[name]
-            shape = torch.empty(tuple(old.size()), dtype=dtypes[source[path]], device="meta")
+            shape = torch.empty(tuple(old.size()), dtype=self.precisions[path][0], device="meta")
             held[name] = Guest(shape, requires_grad=old.requires_grad)
-            held[name].home = (self, homes[path])
+            held[name].home, held[name].path = (self, homes[path]), path
             slots[path] = (held, name)
-        buckets = {(b.unit, leaf.key): name for name, b in state.layout.buckets.items() for leaf in b.leaves}
+        every = state.layout.buckets.items()
+        buckets = {(b.unit, leaf.key): name for name, b in every for leaf in b.leaves if leaf.numel}
         self.trainable = {
             (unit.name, key) for unit in state.layout.units
             for key, shape in zip(unit.keys, unit.trains, strict=True) if shape is not None
         }  # fmt: skip
         self.doors = [Door(self, self.model.get_submodule(entry.path), entry, slots, buckets) for entry in entries]
+        inside = {path for entry in entries for path, _ in entry.leaves}
+        self.loose = [(held, name, held[name]) for path, (held, name) in slots.items() if path not in inside]
         self.order = order_of(entries, state.layout)
         self.keys = {unit.name: unit.keys for unit in state.layout.units}
         self.layout = state.layout
@@ -124,8 +136,10 @@ class Driver:
         with torch.no_grad():  # gradients may have waited for this
             number = executor.begin(state) if trains else executor.begins
         self.state = state
+        self.debug = state.spec.schedule.debug
         try:
             yield number
+            self.look_back()
             self.release()
             if trains:
                 with torch.no_grad():
@@ -202,6 +216,30 @@ class Driver:
         self.calls.append(call)
         copied: torch.Tensor = through.clone()
         return copied
+
+    def note(self, path: str, copied: torch.Tensor) -> None:
+        """Look back at this copy in the end: views of it may be changed."""
+        if not copied.is_inference():
+            probe = copied.detach()  # has the same version counter, and below no memory
+            probe.data = probe.new_empty(0)
+            self.copies.append((path, probe, probe._version))
+
+    def look_back(self) -> None:
+        """Weights that were used, or are held, outside entries are what they were."""
+        for path, probe, before in self.copies:
+            if probe._version != before:
+                raise changed([path], "in place, by a view of it")
+        for held, name, guest in self.loose:
+            if held.get(name) is not guest:
+                clear(self.model, held, name)
+                held[name] = guest
+                raise changed([guest.path], "by assignment")
+
+    def spoilt(self, units: Sequence[str], where: str) -> None:
+        """Weights that were lent to a module were changed. Where they are the state's own it is of no more use."""
+        state: State = self.state
+        if any(whole_of(state, bucket) is not None for unit in units for bucket in state.layout.by_name[unit].buckets):
+            state.token.ledger.broken = spoilt(where)
 
     def trains(self, leaf: Leaf) -> bool:
         """Whether a weight is trained."""

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from functional_fsdp._module import METADATA, Placeholder
+from functional_fsdp._skeleton import METADATA, Placeholder
 
 from ._entries import Leaf
+from ._inputs import refuse_dtypes
 from ._outputs import map_tensors
+from ._watch import changed, version
 
 if TYPE_CHECKING:
     from ._driver import Driver
 
-__all__ = ["Guest"]
+__all__ = ["Guest", "values"]
 
 VALUES = ("T", "H", "mT", "mH", "data", "real", "imag")  # attributes that are more than metadata
 
@@ -27,12 +29,20 @@ class Guest(Placeholder):
     """A parameter's place: metadata as it is, and a weight of its own for each operation."""
 
     home: tuple[Driver, Leaf]
+    path: str
+
+    def value(self) -> torch.Tensor:
+        """A copy of the weight, differentiable where it trains."""
+        driver, leaf = self.home
+        copied = driver.leaf(leaf)
+        driver.note(self.path, copied)
+        return copied
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
+        attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
         if name == "__get__":
-            attribute = func.__self__.__name__
             if attribute in ("device", "is_cuda", "is_cpu", "is_meta"):
                 with torch._C.DisableTorchFunctionSubclass():
                     device = args[0].home[0].device
@@ -40,14 +50,34 @@ class Guest(Placeholder):
             known = attribute not in VALUES
         else:
             known = name in METADATA
+        if name == "__set__" and attribute == "data":
+            raise changed([args[0].path], "by .data =")
         if known:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return super().__torch_function__(func, types, args, kwargs)
+
+        copies: list[tuple[torch.Tensor, int, Guest]] = []
 
         def value(t: torch.Tensor) -> torch.Tensor:
             if type(t) is not cls:
                 return t
             driver, leaf = t.home
-            return driver.leaf(leaf)
+            copies.append((copied := driver.leaf(leaf), version(copied), t))
+            return copied
 
-        return func(*map_tensors(value, args), **map_tensors(value, kwargs or {}))
+        given = map_tensors(value, args), map_tensors(value, kwargs or {})
+        try:
+            out = func(*given[0], **given[1])
+        except RuntimeError as error:
+            if copies:
+                refuse_dtypes(error, given, (copies[0][0].dtype,), f"the weight {copies[0][2].path!r}")
+            raise
+        for copied, before, guest in copies:
+            if version(copied) != before:
+                raise changed([guest.path], f"in place, by {name}")
+            guest.home[0].note(guest.path, out if attribute == "data" else copied)
+        return out
+
+
+def values(tree: Any) -> Any:
+    """The same with copies of weights where guests stand."""
+    return map_tensors(lambda t: t.value() if type(t) is Guest else t, tree)

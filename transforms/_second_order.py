@@ -11,19 +11,22 @@ For `forward_backward` it is what a `Driver` is: the same names, the same transa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
-from functional_fsdp import Layout, State, reduce, unshard
-from functional_fsdp._module import skeleton_of
+from functional_fsdp import Layout, SpecError, State, reduce, unshard
 from functional_fsdp._runtime import runtime_of
+from functional_fsdp._skeleton import skeleton_of
+from functional_fsdp._weights import whole_of
 
 from ._driver import refuse_nesting
 from ._entries import find_entries, slots_of
+from ._inputs import precisions
+from ._watch import Watch, changed, clear, spoilt, version
 
 __all__ = ["Whole"]
 
@@ -41,6 +44,7 @@ class Whole:
         self.model = skeleton_of(model)
         self.slots = [(path, held, name, held[name]) for path, held, name in slots_of(self.model)]
         self.layout: Layout | None = None
+        self.watched = False  # whether it ran, and what it does to weights was looked at
         self.state: Any = None
         self.token: torch.Tensor | None = None  # a driver's; nothing hangs on it here
         self.leaves: dict[str, torch.Tensor] = {}
@@ -54,6 +58,11 @@ class Whole:
         refuse_nesting(self.state)
         if state.layout is not self.layout:
             find_entries(self.model, state.layout)  # raises if the state is of another model
+            if any(inputs for _, inputs in precisions(state).values()):
+                raise SpecError(
+                    "Precision(inputs=True) with forward_backward(second_order=True): inputs are cast where a module "
+                    "is gathered, and here all are gathered at once. Cast the batch in the loss function."
+                )
             self.device = runtime_of(state.spec.mesh).device
             self.trained = {
                 path for unit in state.layout.units
@@ -73,11 +82,32 @@ class Whole:
             home = dict(zip(state.layout.paths, state.layout.source, strict=True))
             for path, held, name, _ in self.slots:
                 held[name] = self.leaves[home[path]]
-            yield number
+            before = [(version(t), t.data_ptr()) for t in self.leaves.values()]
+            watch = not self.watched or state.spec.schedule.debug
+            with Watch(self.leaves) if watch else nullcontext():
+                yield number
+            self.watched = True
+            self._check(state, before, home)
         finally:
             for _, held, name, placeholder in self.slots:
                 held[name] = placeholder
             self.state, self.leaves = None, {}
+
+    def _check(self, state: State, before: list[tuple[int, int]], home: dict[str, str]) -> None:
+        """The weights are what they were; see `_watch`."""
+        now = [(version(t), t.data_ptr()) for t in self.leaves.values()]
+        paths = [path for path, new, old in zip(self.leaves, now, before, strict=True) if new[1] != old[1]]
+        if paths:
+            raise changed(paths, "by .data =")
+        paths = [path for path, new, old in zip(self.leaves, now, before, strict=True) if new != old]
+        if paths:
+            if any(whole_of(state, bucket) is not None for bucket in state.layout.buckets.values()):
+                state.token.ledger.broken = spoilt("the model")
+            raise changed(paths, "in place")
+        for path, held, name, _ in self.slots:
+            if held.get(name) is not self.leaves[home[path]]:
+                clear(self.model, held, name)
+                raise changed([path], "by assignment")
 
     def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool) -> None:
         """The gradient of the loss, with respect to every weight at once; reduced unit by unit."""

@@ -14,6 +14,7 @@ from functional_fsdp._entry import alone
 
 from ._buffers import Buffers
 from ._driver import Driver, refuse_tracing
+from ._guests import values
 from ._seed import seeded
 from .compile_units import Options
 
@@ -60,7 +61,7 @@ def apply(
             buffers.lend(state, driver.device)
             try:
                 with mode():
-                    out = driver.model(*args, **kwargs) if fn is None else fn(driver.model, *args, **kwargs)
+                    out = values(driver.model(*args, **kwargs) if fn is None else fn(driver.model, *args, **kwargs))
             finally:
                 buffers.restore()
             driver.release()

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import SpecError
-from functional_fsdp._module import skeleton_of
+from functional_fsdp._skeleton import skeleton_of
 
 from ._entries import NEVER_CALLED, Entry
 from ._patterns import outermost

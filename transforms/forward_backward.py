@@ -14,6 +14,7 @@ from functional_fsdp._rounds import begin_round, end_round
 
 from ._buffers import Buffers, Rule
 from ._driver import Driver, refuse_tracing
+from ._guests import values
 from ._outputs import map_tensors
 from ._second_order import Whole
 from ._seed import seeded
@@ -107,7 +108,7 @@ class ForwardBackward:
             self.buffers.lend(state, driver.device)
             try:
                 with torch.enable_grad():
-                    out = self.loss_fn(driver.model, *args, **kwargs)
+                    out = values(self.loss_fn(driver.model, *args, **kwargs))
                 loss, aux = self._parts(out)
                 factor = scale.to(loss) if isinstance(scale, torch.Tensor) else torch.full_like(loss, scale)
                 self._differentiate(loss, factor.expand(loss.shape), last)
@@ -150,6 +151,11 @@ class ForwardBackward:
                     "forward_backward: the model uses reentrant activation checkpointing, which needs .backward(). Use "
                     "checkpoint(..., use_reentrant=False); in Hugging Face models "
                     "gradient_checkpointing_enable({'use_reentrant': False})."
+                ) from error
+            if "expected device meta" in str(error):
+                raise ScheduleError(
+                    "forward_backward: an autograd.Function was given a weight outside the module that holds it, where "
+                    "a stand-in is in its place. Give it a copy: weight.clone()."
                 ) from error
             raise
 

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from functional_fsdp import ScheduleError, SpecError, TreeError
-from functional_fsdp._module import skeleton_of
+from functional_fsdp._skeleton import skeleton_of
 from functional_fsdp._tracing import tracing
 
 from ._patterns import outermost

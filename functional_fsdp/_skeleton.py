@@ -1,0 +1,159 @@
+"""Skeletons: copies of modules with their structure and buffers but no weights.
+
+Each parameter is a placeholder on the meta device that says "bind weights first" when it is used. Ties live in the
+pytree (the same tensor at two paths), not in the skeleton. Hooks and functions in attributes are copied along, see
+`_closures`; what a copy would drop or get wrong without a word is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.nn as nn
+
+from ._closures import HOOKS, Functions
+from ._entry import outside_inference
+from ._errors import TreeError
+
+M = TypeVar("M", bound=nn.Module)
+
+__all__ = ["METADATA", "Placeholder", "persistent", "skeleton_of"]
+
+
+class Placeholder(nn.Parameter):
+    """Where a weight belongs in a skeleton: has a shape and a dtype, and refuses everything else."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__set__" and func.__self__.__name__ == "requires_grad" and bool(args[1]) is not _trains(args[0]):
+            raise TreeError(
+                f"requires_grad of a parameter of shape {_shape(args)} was set after its module had been split: what "
+                "trains is the state's to say. Set it before functionalize, or freeze leaves by "
+                "Spec(trainable={pattern: False})."
+            )
+        if name in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise TreeError(
+            f"bind weights first: this is a skeleton, its parameters have no values ({name or func} was called on one "
+            f"of shape {_shape((*args, *(kwargs or {}).values()))}). Call fsdp.bind(model, weights)(...), with weights "
+            "from unshard."
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
+        return memo.setdefault(id(self), _placeholder(self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (tuple(self.shape), self.dtype, self.requires_grad)
+
+
+METADATA = {
+    "__get__",
+    "__set__",
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "stride",
+    "is_floating_point",
+    "is_complex",
+}
+METADATA |= {
+    "element_size",
+    "storage_offset",
+    "__hash__",
+    "__repr__",
+    "__len__",
+    "is_contiguous",
+    "type",
+    "__format__",
+}
+
+# what torch.compile asks of a tensor that it only passes along
+METADATA |= {"_is_view", "is_neg", "is_conj", "untyped_storage"}
+
+
+def _trains(t: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.requires_grad
+
+
+def _shape(args: Any) -> Any:
+    return next((tuple(a.shape) for a in args if isinstance(a, Placeholder)), "?")
+
+
+def _rebuild(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Placeholder:
+    return Placeholder(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
+
+
+def _placeholder(param: torch.Tensor) -> Placeholder:
+    return _rebuild(tuple(param.shape), param.dtype, param.requires_grad)
+
+
+@outside_inference
+def skeleton_of(module: M) -> M:
+    """A copy of the module whose parameters are placeholders. Buffers are copied, weights never.
+
+    Raises:
+        TreeError: what a copy cannot have: hooks on parameters, tensors in the middle of a graph, parameters that are
+            made later, functions that go on with the original.
+    """
+    parts = dict(module.named_modules())
+    _refuse(module, parts)
+    memo: dict[int, Any] = {id(p): _placeholder(p) for p in module.parameters()}
+    tables = [(path, part, vars(part).get(name)) for path, part in parts.items() for name in HOOKS]
+    found = [(path, table) for path, _, table in tables if table]
+    for _, table in found:
+        memo[id(table)] = OrderedDict()
+    skeleton = copy.deepcopy(module, memo)
+    functions = Functions(module, memo)
+    for path, part in parts.items():
+        functions.methods(path, type(part))
+        functions.attributes(path, memo[id(part)])
+    for path, table in found:
+        for number, hook in table.items():
+            memo[id(table)][number] = functions.of(hook, path)
+    for path, param in list(skeleton.named_parameters(remove_duplicate=False)):
+        owner, _, name = path.rpartition(".")
+        skeleton.get_submodule(owner)._parameters[name] = _placeholder(param)  # one each: ties live in the pytree
+    return skeleton
+
+
+def _refuse(module: nn.Module, parts: dict[str, nn.Module]) -> None:
+    for path, param in module.named_parameters(remove_duplicate=False):
+        if isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
+            raise TreeError(
+                f"the parameter {path!r} has no shape yet: its module is lazy. Run the module once, on a batch, first."
+            )
+        if getattr(param, "_backward_hooks", None) or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise TreeError(
+                f"the parameter {path!r} has a hook of its own (register_hook, register_post_accumulate_grad_hook), "
+                "which no gradient would meet: weights are gathered and gradients reduced outside of it. Remove it. "
+                "To mask gradients, change fsdp.local_shards(state, 'grads') between the backward and step; to freeze "
+                "leaves, Spec(trainable={pattern: False})."
+            )
+    for path, part in parts.items():
+        for name, value in vars(part).items():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                raise TreeError(
+                    f"the attribute {f'{path}.{name}'.lstrip('.')!r} is a tensor computed from others that require "
+                    "gradients, which cannot be copied. Compute it in the forward; instead of torch.nn.utils."
+                    "weight_norm and prune use torch.nn.utils.parametrizations."
+                )
+
+
+def persistent(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(path, dict of buffers, name in it) of each buffer that a state dict has."""
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, part._buffers, name
