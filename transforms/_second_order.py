@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from functional_fsdp import Layout, State, reduce, unshard
 from functional_fsdp._module import skeleton_of
 from functional_fsdp._runtime import runtime_of
 
-from ._driver import refuse_nesting
+from ._driver import caller, refuse_nesting
 from ._entries import find_entries, slots_of
 
 __all__ = ["Whole"]
@@ -42,6 +43,7 @@ class Whole:
         self.slots = [(path, held, name, held[name]) for path, held, name in slots_of(self.model)]
         self.layout: Layout | None = None
         self.state: Any = None
+        self.caller: FrameType | None = None  # whose `with` it is that runs
         self.token: torch.Tensor | None = None  # a driver's; nothing hangs on it here
         self.leaves: dict[str, torch.Tensor] = {}
 
@@ -51,7 +53,7 @@ class Whole:
 
         Gives the number of this forward in its step.
         """
-        refuse_nesting(self.state)
+        refuse_nesting(self.caller)
         if state.layout is not self.layout:
             find_entries(self.model, state.layout)  # raises if the state is of another model
             self.device = runtime_of(state.spec.mesh).device
@@ -61,6 +63,7 @@ class Whole:
             }  # fmt: skip
             self.layout = state.layout
         state.token.ledger.enter(state.token.serial, verb)
+        state.token.ledger.leave()
         state, params = unshard(state)
         executor = state.executor
         number = executor.begins
@@ -68,7 +71,7 @@ class Whole:
         weights = dict(zip(state.layout.source, pytree.tree_leaves(params), strict=True))
         del params
         try:
-            self.state = state
+            self.caller, self.state = caller(), state
             self.leaves = {path: t.detach().requires_grad_(path in self.trained) for path, t in weights.items()}
             home = dict(zip(state.layout.paths, state.layout.source, strict=True))
             for path, held, name, _ in self.slots:
@@ -77,7 +80,8 @@ class Whole:
         finally:
             for _, held, name, placeholder in self.slots:
                 held[name] = placeholder
-            self.state, self.leaves = None, {}
+            self.leaves = {}
+            self.state = self.caller = None
 
     def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool) -> None:
         """The gradient of the loss, with respect to every weight at once; reduced unit by unit."""

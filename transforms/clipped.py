@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import SpecError, State, finish, reduce
-from functional_fsdp._verbs import changed
+from functional_fsdp._verbs import changed, changing
 
 from ._noise import add_noise
 from ._stages import Stages, Weights
@@ -80,6 +80,7 @@ def clipped_gradients(
         if noise and last:
             state = finish(state)
             ranks = prod(state.spec.axes[axis] for axis in state.spec.data) if state.spec.average == "mean" else 1
+            changing(state, "clipped_gradients()")
             with torch.no_grad():
                 add_noise(state, noise * max_norm * mean / ranks)
             state = changed(state, "clipped_gradients()")
