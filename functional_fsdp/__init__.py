@@ -35,7 +35,7 @@ from ._shard import layout, shard
 from ._spec import Placement, Precision, Spec, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._state import State
 from ._units import units
-from ._verbs import finish, reduce, release, step, unshard
+from ._verbs import finish, newest, reduce, release, step, unshard
 
 __version__ = "0.1.0"
 
@@ -85,6 +85,7 @@ __all__ = [
     "local_mesh",
     "local_shards",
     "lower",
+    "newest",
     "plan",
     "pmean",
     "psum",

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import select
 import time
-import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from ._watch import Watch, here
 
 if TYPE_CHECKING:
     from ._runtime import Runtime
@@ -33,37 +33,35 @@ BUSY = 2e-4  # seconds of looking again and again, before it sleeps in between
 class Board:
     """The cells of all ranks of a mesh, and whether their processes are alive."""
 
-    def __init__(self, memory: mmap.mmap, rank: int, ranks: int, alive: list[int], limit: timedelta) -> None:
+    def __init__(self, memory: mmap.mmap, rank: int, ranks: int, watch: Watch, limit: timedelta) -> None:
         self.memory = memory  # kept: the cells are a view of it
         self.cells = memoryview(memory).cast("q")
         self.rank, self.ranks = rank, ranks
+        self.watch = watch
         self.limit = limit
         self.number = 0
-        self.alive = select.poll()
-        for fd in alive:  # readable when the process has ended
-            self.alive.register(fd, select.POLLIN)
-        weakref.finalize(self, _close, alive)
 
     @classmethod
     def of(cls, run: Runtime) -> Board | None:
-        """The board of a mesh; None where its ranks cannot share one. Collective."""
+        """The board of a mesh; None where its ranks cannot share one. Collective. Sets the mesh's `watch` before."""
         fd, where = -1, ""
         with contextlib.suppress(OSError, AttributeError):  # no memfd: not Linux
             fd = os.memfd_create(NAME)
             os.ftruncate(fd, 16 * run.size)
             where = f"/proc/{os.getpid()}/fd/{fd}"
-        machine = ("", "")
-        with contextlib.suppress(OSError):
-            machine = _machine()
-        told = run.everyone((machine, os.getpid(), where))
-        board = None
-        if where and len({machine for machine, _, _ in told}) == 1:
-            with contextlib.suppress(OSError, AttributeError, ValueError):
-                memory = _mapped(told[0][2], 16 * run.size)
-                board = cls(memory, run.rank, run.size, _alive([pid for _, pid, _ in told]), run.timeout)
-        shared = all(run.everyone(board is not None))
-        if fd >= 0:
-            os.close(fd)
+        mine = here()
+        try:
+            told = run.everyone((*mine, where), "where ranks are")
+            near = [machine is not None and machine == mine[0] for machine, _, _ in told]
+            watch = run.watch = Watch({i: told[i][1] for i in range(run.size) if near[i] and i != run.rank})
+            board = None
+            if where and all(near) and len(watch) == run.size - 1:
+                with contextlib.suppress(OSError, ValueError):
+                    board = cls(_mapped(told[0][2], 16 * run.size), run.rank, run.size, watch, run.timeout)
+            shared = all(run.everyone(board is not None, "a board"))
+        finally:
+            if fd >= 0:
+                os.close(fd)
         return board if shared else None
 
     def largest(self, ballot: Any) -> Iterator[list[Any] | str]:
@@ -74,12 +72,6 @@ class Board:
         ballot[0], ballot[1] = max(values), -min(values)
 
 
-def _machine() -> tuple[str, str]:
-    """The same for processes that can see each other: the kernel that runs, and its names for them."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read(), os.readlink("/proc/self/ns/pid")
-
-
 def _mapped(where: str, size: int) -> mmap.mmap:
     """The memory that another process told of. ValueError if it is something else by now."""
     if NAME not in os.readlink(where):
@@ -88,21 +80,6 @@ def _mapped(where: str, size: int) -> mmap.mmap:
     try:
         return mmap.mmap(fd, size)
     finally:
-        os.close(fd)
-
-
-def _alive(processes: list[int]) -> list[int]:
-    found: list[int] = []
-    try:
-        found += [os.pidfd_open(pid) for pid in processes if pid != os.getpid()]
-    except BaseException:
-        _close(found)
-        raise
-    return found
-
-
-def _close(descriptors: list[int]) -> None:
-    for fd in descriptors:
         os.close(fd)
 
 
@@ -138,7 +115,7 @@ class Posted:
             if spent < BUSY:
                 os.sched_yield()
                 continue
-            if self.board.alive.poll(0) and not self._all_posted():
+            if self.board.watch.ended() and not self._all_posted():
                 self.gone = True
                 raise RuntimeError("the process of a rank has ended")
             if spent > limit:

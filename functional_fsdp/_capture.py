@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ._interrupts import arrive, whole
 from ._lanes import Issued, Log
+from ._ledger import Ledger
 from ._state import State, Token
 from ._verbs import then
 
 __all__ = ["Capture"]
 
-POSITION = ("base", "head", "steps", "epoch", "broken")
+POSITION = ("base", "head", "steps", "epoch", "broken", "midway", "taken")
 
 
 class Capture:
@@ -35,6 +37,7 @@ class Capture:
         self.digests = self.run.digest
         self.jobs: dict[str, list[tuple[Issued, ...]]] = {}
         self.digest = self.sides = 0
+        self.forms: list[tuple[Any, int]] = []  # of metrics, and after how many votes
         self.held: Any = None  # the bytes that a replay writes
         self.launched = False
 
@@ -48,6 +51,7 @@ class Capture:
         logs = {name: Log() for name in run.issued}
         run.logs = {**logs, "control": run.issued["control"]}
         run.capturing = True
+        run.forms.came = self.forms
         try:
             yield
         except BaseException:
@@ -55,6 +59,7 @@ class Capture:
             raise
         finally:
             run.logs, run.capturing = run.issued, False
+            run.forms.came = None
         self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
         self.digest, self.sides = run.voted
         self.held = self.executor.arena, self.executor.staging
@@ -92,10 +97,13 @@ class Capture:
         """The step that was captured, and voted for, is put in motion: it is issued now."""
         self._launched(self.ledger, launch)
 
-    def again(self, state: State, launch: Callable[[], None]) -> State:
+    def again(self, state: State, launch: Callable[[], None], home: Callable[[State], State]) -> State:
         """Take the step from `state`: every rank votes, then `launch()` puts it in motion. Consumes `state`.
 
         A step that was compiled as a whole has no votes, here as there.
+
+        Args:
+            home: the state with the tensors in which the step leaves it.
 
         Raises:
             StaleStateError, ScheduleError, RestartError, CommError: as `step`; nothing was launched then.
@@ -104,18 +112,37 @@ class Capture:
         state.resting("cuda_graph")
         if self.traced:
             launch()
-            return state
+            return home(state)
         ledger.enter(state.token.serial, "cuda_graph")
         middle = then(state, "cuda_graph()")  # from here on the step is under way: who abandons it says so
+        self._compare(ledger, [form for form, votes in self.forms if votes == self.votes])
         sides = [hop for (hop,) in self.jobs.get("side", [])]  # the votes compare them, too
         for hop in sides[: self.sides]:
             run.note(hop)
         run.compare(run.vote(self.digest))
-        run.confirm()
+        return self._take(middle, launch, home, sides[self.sides :])
+
+    @whole
+    def _take(self, middle: State, launch: Callable[[], None], home: Callable[[State], State], sides: Any) -> State:
+        """From the moment on in which ranks cannot take the step back. An interrupt waits."""
+        ledger = middle.token.ledger
+        self.run.confirm()
         self._launched(ledger, launch)
-        for hop in sides[self.sides :]:
-            run.note(hop)
-        return state._evolve(token=Token(ledger, ledger.commit(middle.token.serial)))
+        for hop in sides:
+            self.run.note(hop)
+        new = home(middle._evolve(token=Token(ledger, ledger.latest + 1)))
+        ledger.commit(middle.token.serial, new)
+        self._compare(ledger, [form for form, votes in self.forms if votes != self.votes])
+        arrive()
+        return new
+
+    def _compare(self, ledger: Ledger, forms: list[Any]) -> None:
+        """As ranks do that take the step eagerly."""
+        try:
+            for form in forms:
+                self.run.forms.same(self.run, form, ledger)
+        finally:
+            self.run.form = ()
 
     def _launched(self, ledger: Any, launch: Callable[[], None]) -> None:
         self.launched = True

@@ -37,8 +37,9 @@ class CheckpointError(FsdpError, ValueError):
 
 
 class CommError(FsdpError, RuntimeError):
-    """A collective that could not complete: a rank died, hung, or issued something else."""
+    """A collective that could not complete: a rank died, hung, or issued something else. No state of this mesh can go
+    on: restart the job from its last checkpoint."""
 
 
-class RestartError(CommError):
+class RestartError(FsdpError, RuntimeError):
     """Another rank abandoned this step. Nothing is lost: go on from the state that the step started from."""

@@ -20,7 +20,9 @@ import torch
 from ._arena import Arena, Place
 from ._comm import Comm
 from ._copies import Copies
+from ._errors import ScheduleError
 from ._flat import FlatBuffer
+from ._interrupts import whole
 from ._lanes import Mark, passed
 from ._layout import Layout
 from ._loose import Loose
@@ -65,7 +67,6 @@ class Executor:
         self.recorded_turn: int | None = None
         self.open = spec.schedule.order is None  # whether the order of use is anyone's to say
         self.observed: tuple[Order, Order] | None = None
-        self.midway = False  # whether a verb was stopped in the middle
         self.digests = [0, 0]  # of the gathers and of the reductions issued in this step
         if spec.schedule.order == "recorded":
             self.recording = []
@@ -74,12 +75,16 @@ class Executor:
             self._install(plan(layout, spec.schedule))
 
     def _install(self, program: Plan, turn: int | None = None) -> None:
+        self._follow(program, turn)
+        if self.shared and self.shared.made:
+            self.shared.prepare(program)
+
+    @whole
+    def _follow(self, program: Plan, turn: int | None) -> None:
         self.plan = program
         self.comm = Comm(program, turn)
         self.arena = Arena(self.run, program, self.copies, self.windows)
         self.staging = Staging(self.run, program, self.spec.average, self.copies, self.windows)
-        if self.shared and self.shared.made:
-            self.shared.prepare(program)
         self.fence = True  # the next gather waits for all that compute has done
         self.newest: Mark = None  # the end of the newest gather
         self.flying: dict[str, Place] = {}  # gathers that compute has not waited for
@@ -90,9 +95,9 @@ class Executor:
     def follow(self, order: Order) -> None:
         """Go by this order, the same on every rank, if the schedule left it open and nothing is under way."""
         if self.open and self.comm.idle and not self.grads:
-            self.open = False
-            self.observing = True
             self._reorder(order, len(order) // 2)
+            self.observing = True
+            self.open = False  # last: if it is interrupted, it comes again
 
     def begin(self, state: State) -> int:
         """A forward begins, to which everything belongs until `end`: nothing in it is taken for the next pass.
@@ -146,12 +151,14 @@ class Executor:
         if self.run.cuda:
             self.staging.age()
         if outside_plan and self.recording is None:
-            self.midway = True
             outside = list(names)
         elif self.recording is None:
             wanted = [name for name in names if not self.loose.held(name)] if self.loose.units else names
-            gathers, outside = self.comm.use(wanted)
-            self.midway = True
+            try:
+                gathers, outside = self.comm.use(wanted)
+            except ScheduleError:
+                state.token.ledger.leave()  # nothing has changed
+                raise
             if self.comm.jumped and (self.eager or self.comm.training):
                 self.comm.skipped()
                 self._in_order(state, gathers, self.comm.lapse())
@@ -159,15 +166,12 @@ class Executor:
                 for i in gathers:
                     self._gather(state, i)
         else:
-            self.midway = True
             self.recording.append(tuple(names))
             outside = list(names)
         for name in outside:
             self.loose.gather(state, name, self._planned)
             self.staging.touched(self.layout.by_name[name])
-        found = {name: dict(self._lend(state, name, name in outside).weights) for name in names}
-        self.midway = False
-        return found
+        return {name: dict(self._lend(state, name, name in outside).weights) for name in names}
 
     @property
     def _planned(self) -> bool:
@@ -231,7 +235,6 @@ class Executor:
 
     def release(self, state: State, names: Sequence[str]) -> None:
         """Units are given back: a mark on compute, and gathers that waited for their bytes."""
-        self.midway = True
         mine = []
         for name in names:
             if self.loose.units and self.loose.held(name):
@@ -240,7 +243,6 @@ class Executor:
                 mine.append(name)
                 self.arena.places[name].lease.held = False
         if not mine:
-            self.midway = False
             return
         gathers, free = self.comm.release(mine)
         if free and self.plan.schedule.debug:
@@ -254,7 +256,6 @@ class Executor:
                 self.released[name] = place.released
         for i in gathers:
             self._gather(state, i)
-        self.midway = False
 
     # ---------------------------------------------------------------- reductions
 
@@ -268,13 +269,11 @@ class Executor:
         """A unit's gradients, as `Unit.paths`, on their way into `grads`: now, or when their turn comes."""
         if self.shared and not self.shared.made:
             self.shared.prepare(self.plan)
-        self.midway = True
         mine = self.comm.turn_of(unit)
         if mine is None:
             if not whole_tree:
                 self.loose.agree(unit, "reduce", self._planned)
             self.staging.outside(self.layout.by_name[unit], values, self.grads, last, self.spec.mesh)
-            self.midway = False
             return
         if mine < 0:
             self._issue(self.comm.close())
@@ -287,7 +286,6 @@ class Executor:
         self._issue(self.comm.reduce(mine))
         if mine in self.early and not self.run.cuda:  # it waits, and what was borrowed may be released meanwhile
             self.early[mine] = owned(values, self.arena.lease(unit))
-        self.midway = False
 
     def waive(self, unit: str) -> bool:
         """On this rank no gradient of this unit will come in this pass. False: there is no plan, say so by `reduce`."""
@@ -346,7 +344,7 @@ class Executor:
         """Back to the state between steps, whether the step was taken or abandoned."""
         self.settle()
         self.grads, self.digests = {}, [0, 0]
-        self.midway, self.last, self.whole = False, True, False
+        self.last, self.whole = True, False
         self.early.clear()
         self.comm.reset()
         self.flying.clear()

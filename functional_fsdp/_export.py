@@ -35,13 +35,13 @@ def full_params(state: State) -> Any:
     Example: `torch.save(fsdp.full_params(state), "model.pt")`.
     """
     state.valid("full_params")
-    state.token.ledger.look(state.token.serial)
-    state.token.ledger.touched()
     views: dict[str, torch.Tensor] = {}
-    for name, bucket in state.layout.buckets.items():
-        main = state.main[name]
-        whole = main.gather(main.local.new_empty(bucket.numel))
-        views |= {path: leaf.clone() for path, leaf in leaves_of(bucket, whole).items()}
+    with state.token.ledger.looking(state.token.serial):
+        state.token.ledger.touched()
+        for name, bucket in state.layout.buckets.items():
+            main = state.main[name]
+            whole = main.gather(main.local.new_empty(bucket.numel))
+            views |= {path: leaf.clone() for path, leaf in leaves_of(bucket, whole).items()}
     return state.treedef.unflatten([views[path] for path in state.layout.source])
 
 
@@ -64,6 +64,7 @@ def local_shards(state: State, kind: Literal["main", "weights", "grads"] = "main
     if kind == "grads" and tree:
         state.token.ledger.enter(state.token.serial, "local_shards")
         state.executor.settle()
+        state.token.ledger.leave()
     found: dict[str, torch.Tensor] = {}
     for buffer in (tree or {}).values():
         assert isinstance(buffer, FlatBuffer)

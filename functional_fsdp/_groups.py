@@ -17,28 +17,43 @@ import torch.distributed as dist
 
 from ._errors import CommError
 
-__all__ = ["level", "new_group", "one_thread"]
+__all__ = ["forget", "level", "new_group", "one_thread"]
 
 NAME = "gloo_with_one_thread"
 _levelled: Counter[str] = Counter()  # how often, by ranks
 
 
 def new_group(ranks: list[int], what: str, timeout: timedelta, backend: str, options: Any = None) -> dist.ProcessGroup:
-    """A group of these ranks, which alone call this; `level` has been called before. Collective."""
-    return dist.new_group(
-        ranks,
-        timeout=timeout,
-        backend=backend,
-        pg_options=options,
-        use_local_synchronization=True,
-        group_desc=f"functional_fsdp {what}",
-    )
+    """A group of these ranks, which alone call this; `level` has been called before. Collective.
+
+    Raises:
+        CommError: a rank is gone, or cannot be reached.
+    """
+    try:
+        return dist.new_group(
+            ranks,
+            timeout=timeout,
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc=f"functional_fsdp {what}",
+        )
+    except RuntimeError as error:
+        raise CommError(
+            f"communicators for the ranks {ranks}: the one for {what} could not be made: a rank died, or cannot be "
+            "reached over the network. Restart the job; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network "
+            f"interface. The backend says: {str(error)[:300]}"
+        ) from error
 
 
-def level(ranks: list[int], timeout: timedelta) -> None:
+def level(ranks: list[int], timeout: timedelta) -> str:
     """Bring these ranks, which alone call this, to the same number of groups: a rank with fewer makes some of its own.
 
     Collective, through the store only: no communicator is made for it.
+
+    Returns:
+        a name in the store that these ranks have to themselves, each time another one. What is said here lies there
+        until they `forget` it.
 
     Raises:
         CommError: a rank has not come within the timeout.
@@ -48,22 +63,38 @@ def level(ranks: list[int], timeout: timedelta) -> None:
     key = f"functional_fsdp/groups/{name}/{_levelled[name]}"
     store: Any = dist.PrefixStore(key, world._get_default_store())  # type: ignore[attr-defined]
     me, mine = dist.get_rank(), len(world._world.pg_names)
-    store.set(str(me), str(mine))
     try:
+        store.set(str(me), str(mine))
         if me == ranks[0]:
             store.wait([str(rank) for rank in ranks], timeout)
             store.set("most", str(max(int(store.get(str(rank))) for rank in ranks)))
         store.wait(["most"], timeout)
+        most = int(store.get("most"))
     except RuntimeError as error:
-        missing = [rank for rank in ranks if not store.check([str(rank)])] or ranks[:1]
-        store.delete_key(str(me))  # nobody is to think that this rank is here
+        try:
+            missing = [rank for rank in ranks if not store.check([str(rank)])] or ranks[:1]
+            store.delete_key(str(me))  # nobody is to think that this rank is here
+        except RuntimeError:
+            raise CommError(
+                f"communicators for the ranks {ranks}: the ranks' store cannot be reached: the process that keeps it, "
+                f"rank 0's or the launcher's, is gone. Restart the job. It says: {str(error)[:300]}"
+            ) from error
         raise CommError(
             f"communicators for the ranks {ranks}: after {timeout.total_seconds():g} s ranks {missing} have not come "
             "to make them. Every rank of a mesh makes the same states on it, in the same order."
         ) from error
-    for _ in range(mine, int(store.get("most"))):
+    for _ in range(mine, most):
         new_group([me], "nothing", timeout, "gloo")
     _levelled[name] += 1
+    return key
+
+
+def forget(place: str, ranks: list[int]) -> None:
+    """Take out of the store what this rank said in `level`: all have read it."""
+    store: Any = dist.PrefixStore(place, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    store.delete_key(str(dist.get_rank()))
+    if dist.get_rank() == ranks[0]:
+        store.delete_key("most")
 
 
 def one_thread() -> str:

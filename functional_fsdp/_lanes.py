@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ._interrupts import whole
+
 __all__ = ["ARENA", "Issued", "Job", "Log", "Mark", "Queue", "Steps", "Streams", "passed", "together"]
 
 Steps = Iterator[list[Any] | str]
@@ -72,6 +74,7 @@ class Job:
         self.done = False
         self._advance()
 
+    @whole
     def _advance(self) -> None:
         for item in self.steps:
             if not isinstance(item, str) and item:

@@ -42,8 +42,9 @@ def psum(state: State, tree: Any) -> tuple[State, Any]:
 
 
 def _metrics(state: State, tree: Any, name: str, op: Op) -> tuple[State, Any]:
+    ledger = state.token.ledger
     if not tracing():
-        state.token.ledger.enter(state.token.serial, name)
+        ledger.enter(state.token.serial, name)
     device = state.count.device
     leaves, treedef = pytree.tree_flatten(tree)
     tensors = [
@@ -52,12 +53,37 @@ def _metrics(state: State, tree: Any, name: str, op: Op) -> tuple[State, Any]:
         else torch.full((), leaf, dtype=torch.float32, device=device)  # made there: nothing waits, and graphs can too
         for leaf in leaves
     ]
-    done = over_ranks(state, [t if t.is_floating_point() else t.float() for t in tensors], op)
+    floats = [t if t.is_floating_point() else t.float() for t in tensors]
+    done = over_ranks(state, floats, op, structure=(name, treedef))
+    if not tracing():
+        ledger.leave()
     return state, pytree.tree_unflatten(done, treedef)
 
 
-def over_ranks(state: State, tensors: list[torch.Tensor], op: Op, what: str = "") -> list[torch.Tensor]:
-    """Tensors averaged or added up over the data ranks: one all-reduce an axis and dtype."""
+def over_ranks(
+    state: State, tensors: list[torch.Tensor], op: Op, what: str = "", structure: Any = ()
+) -> list[torch.Tensor]:
+    """Tensors averaged or added up over the data ranks: one all-reduce an axis and dtype.
+
+    Args:
+        structure: what they are, for comparison with the other ranks, by equality.
+
+    Raises:
+        TreeError: on every rank, where ranks have other shapes, dtypes or another structure.
+    """
+    if tracing():
+        return _over_ranks(state, tensors, op, what)
+    run = runtime_of(state.spec.mesh)
+    try:
+        if run.size > 1:
+            form = what or op, structure, [(t.shape, t.dtype) for t in tensors]
+            run.forms.same(run, form, state.token.ledger)
+        return _over_ranks(state, tensors, op, what)
+    finally:
+        run.form = ()
+
+
+def _over_ranks(state: State, tensors: list[torch.Tensor], op: Op, what: str) -> list[torch.Tensor]:
     done = list(tensors)
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
@@ -71,7 +97,9 @@ def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, wha
     """A flat tensor averaged or added up over mesh axes, perhaps in place."""
     if tracing():
         return _traced.over_axes(state, flat, axes, op)
-    run = runtime_of(state.spec.mesh)
+    run, ledger = runtime_of(state.spec.mesh), state.token.ledger
+    before, ledger.midway = ledger.midway, True  # who is stopped here is out of step with the other ranks
     for axis in axes:
         run.now(Issued("side", axis, "all_reduce", flat.numel(), flat.dtype, op, what), flat, flat)
+    ledger.midway = before
     return flat

@@ -4,8 +4,9 @@ A rank that abandons a step and goes back to the state before it must not pair i
 whatever its peers are waiting in. So it announces a restart in the store; peers notice while they wait for a
 collective; each says how many jobs it issued on each lane; whoever is behind issues the missing ones with scratch
 buffers, lane after lane, until all are equal and drained; then all continue in a new epoch, on the same communicators.
-Ranks that had not abandoned the step themselves get a `RestartError`. A peer that never answers is a `CommError`
-within the group's timeout.
+Ranks that had not abandoned the step themselves get a `RestartError`. A peer that is gone is a `CommError` at once: its
+process has ended, where it can be seen, or connections to it break. One that never answers is a `CommError` within the
+group's timeout.
 """
 
 from __future__ import annotations
@@ -13,19 +14,34 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ._errors import CommError
+from ._forms import described
 from ._lanes import ARENA, Issued, Steps, together
 
 if TYPE_CHECKING:
     from ._runtime import Runtime
 
-__all__ = ["QUEUES", "restart"]
+__all__ = ["POLL", "QUEUES", "Meeting", "restart"]
 
+POLL = timedelta(seconds=0.1)
+LOOK = 0.05  # seconds
 QUEUES = ("gather", "reduce", "side", "control")  # in which jobs are issued; a job of "reduce" may go on on "outer"
+
+
+class Status(NamedTuple):
+    """What a rank says of itself at a meeting: jobs issued by lane, whose step it abandoned (0: nobody's in
+    particular), the steps that its states have taken, and the metrics that it is reducing."""
+
+    counts: dict[str, int]
+    lineage: int
+    steps: dict[int, int]
+    form: str
 
 
 def restart(run: Runtime, lineage: int, noticed: bool) -> None:
@@ -34,49 +50,93 @@ def restart(run: Runtime, lineage: int, noticed: bool) -> None:
     When every rank comes of its own accord, for the same lineage and from the same place (all look at the state
     before a step, say), nothing was abandoned by some ranks only, and the epoch goes on.
 
+    A rank that is interrupted in a meeting comes to the same one again, and says the same.
+
     Args:
         lineage: whose state before the step is used again (0: nobody's in particular).
         noticed: this rank comes because a peer announced a restart.
 
     Raises:
-        CommError: a rank did not answer within the timeout, or is a step ahead or behind.
+        CommError: a rank is gone, did not answer within the timeout, or is a step ahead or behind.
     """
-    epoch = run.meetings
-    counts = {name: log.count for name, log in run.issued.items()}
-    here = (counts, 0 if noticed else lineage)
-    steps = {key: ledger.steps for key, ledger in run.ledgers.items()}
-    run.store.set(f"restart/{epoch}", "1")
-    run.store.set(f"status/{epoch}/{run.rank}", pickle.dumps((here, steps)))  # type: ignore[arg-type]
-    statuses = [pickle.loads(data) for data in _read(run, f"status/{epoch}/", range(run.size))]
-    for rank, (_, theirs) in enumerate(statuses):
-        for key in steps.keys() & theirs.keys():
-            if steps[key] != theirs[key]:
-                raise CommError(
-                    f"restart: this rank's state is at step {steps[key]}, that of rank {run.ranks[rank]} at step "
-                    f"{theirs[key]}. Restart the job from its last checkpoint."
+    run.usable("restart")
+    number = run.meetings
+    if run.meeting is None or run.meeting.number != number:
+        counts = {name: log.count for name, log in run.issued.items()}
+        steps = {key: ledger.steps for key, ledger in run.ledgers.items()}
+        run.meeting = Meeting(number, Status(counts, 0 if noticed else lineage, steps, described(run.form)))
+    here = run.meeting.status
+    run.store.set(f"restart/{number}", "1")
+    run.store.set(f"status/{number}/{run.rank}", pickle.dumps(here))
+    run.meeting.arrive(run)
+    statuses: list[Status] = [pickle.loads(data) for data in _read(run, f"status/{number}/", range(run.size))]
+    for rank, status in enumerate(statuses):
+        theirs = status.steps
+        for key in here.steps.keys() & theirs.keys():
+            if here.steps[key] != theirs[key]:
+                why = (
+                    f"restart: this rank's state is at step {here.steps[key]}, that of rank {run.ranks[rank]} at step "
+                    f"{theirs[key]}."
                 )
+                run.lose(why)
+                raise CommError(f"{why} Restart the job from its last checkpoint.")
     for name in QUEUES:
-        _catch_up(run, name, [status[0][0][name] for status in statuses], f"log/{epoch}/{name}/")
+        _catch_up(run, name, [status.counts[name] for status in statuses], f"log/{number}/{name}/")
     if run.cuda:
         torch.cuda.synchronize()
     run.digest = 0
-    run.meetings += 1
-    if not (here[-1] and all(status[0] == here for status in statuses)):
+    run.heard = [status.form for status in statuses]
+    run.forms.clear()
+    run.formed = 0
+    if not (here.lineage and all(status[:2] == here[:2] for status in statuses)):
         run.epoch += 1
-    run.store.delete_key(f"status/{epoch - 1}/{run.rank}")
+    run.parted = False
+    run.meetings += 1  # last: whoever is interrupted before that comes again
+    run.store.delete_key(f"status/{number - 1}/{run.rank}")
+    run.store.delete_key(f"restart/{number - 1}")
+
+
+class Meeting:
+    """The meeting that this rank has come to: what it said there."""
+
+    def __init__(self, number: int, status: Status) -> None:
+        self.number = number
+        self.status = status
+        self.works: list[Any] | None = None
+
+    def arrive(self, run: Runtime) -> None:
+        """Where not all ranks see each other's processes, one that is gone breaks the connections that this uses."""
+        if self.works is None and run.arrivals is not None:
+            self.works = [dist.all_reduce(torch.zeros(1), group=run.arrivals, async_op=True)]
+
+    def broken(self) -> bool:
+        """Whether one of those has broken."""
+        try:
+            for work in self.works or ():
+                if work.is_completed():
+                    work.wait()
+        except RuntimeError:
+            return True
+        return False
 
 
 def _read(run: Runtime, prefix: str, ranks: Iterable[int]) -> list[bytes]:
     """What these ranks (by their place in the mesh) put under `prefix`, as soon as all have."""
-    deadline = time.monotonic() + run.timeout.total_seconds()
+    begun = looked = time.monotonic()
     keys = {r: f"{prefix}{r}" for r in ranks}
     while missing := [r for r, key in keys.items() if not run.store.check([key])]:
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now - begun > run.timeout.total_seconds():
+            absent = [run.ranks[r] for r in missing]
+            why = f"restart: rank(s) {absent} did not answer within {now - begun:.0f} s."
+            run.lose(why)
             raise CommError(
-                f"restart: rank(s) {[run.ranks[r] for r in missing]} did not answer within "
-                f"{run.timeout.total_seconds():.0f} s. They died, hang, or never use the state again. "
-                f"Restart the job from its last checkpoint."
+                f"{why} They died, hang, or never use the state again. Restart the job from its last checkpoint."
             )
+        if now - looked > LOOK:
+            looked = now
+            broken = run.meeting is not None and run.meeting.broken()
+            run.listen("restart: waiting for the other ranks", begun, "", failed=broken, restarts=False)
         time.sleep(0.002)
     return [run.store.get(key) for key in keys.values()]
 
@@ -87,12 +147,14 @@ def _catch_up(run: Runtime, name: str, counts: list[int], prefix: str) -> None:
     if counts[run.rank] == furthest:
         behind = furthest - min(counts)
         if behind > len(log.tail):
-            raise CommError(f"restart: ranks are {behind} jobs apart, more than the {len(log.tail)} remembered.")
+            why = f"restart: ranks are {behind} jobs apart, more than the {len(log.tail)} remembered."
+            run.lose(why)
+            raise CommError(f"{why} Restart the job from its last checkpoint.")
         if behind and counts.index(furthest) == run.rank:
-            run.store.set(f"{prefix}{run.rank}", pickle.dumps(list(log.tail)[-behind:]))  # type: ignore[arg-type]
+            run.store.set(f"{prefix}{run.rank}", pickle.dumps(list(log.tail)[-behind:]))
     _drain(run, name)  # one after the other, as every rank does
-    missing = furthest - counts[run.rank]
-    if missing:
+    missing = furthest - log.count
+    if missing > 0:
         (data,) = _read(run, prefix, [counts.index(furthest)])
         for hops in pickle.loads(data)[-missing:]:
             run.submit(name, hops, _twin(run, hops))
@@ -100,14 +162,16 @@ def _catch_up(run: Runtime, name: str, counts: list[int], prefix: str) -> None:
 
 
 def _drain(run: Runtime, name: str) -> None:
-    try:
-        run.queues[name].drain()
-    except RuntimeError as error:
-        run.failed = True
-        raise CommError(
-            f"restart: what was in flight on the {name} lane never came to an end: a rank died, hangs, or issued "
-            f"another collective. Restart the job from its last checkpoint. The backend says: {str(error)[:300]}"
-        ) from error
+    """Finish what is in flight on a lane: every rank that takes part is here."""
+    jobs, begun = run.queues[name].jobs, time.monotonic()
+    while jobs:
+        try:
+            jobs[0].wait(POLL)
+        except RuntimeError as error:
+            what = f"restart: what was in flight on the {name} lane never came to an end: it"
+            run.listen(what, begun, error, failed=jobs[0].failed(), restarts=False)
+        else:
+            jobs.popleft()
 
 
 def _twin(run: Runtime, hops: tuple[Issued, ...]) -> Steps:

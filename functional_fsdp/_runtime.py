@@ -16,48 +16,38 @@ from __future__ import annotations
 
 import math
 import time
-import uuid
 import weakref
 import zlib
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ._agreement import Agreement
 from ._board import Board
 from ._collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
-from ._errors import CommError, RestartError, ScheduleError, SpecError
-from ._groups import level, new_group, one_thread
+from ._errors import SpecError
+from ._groups import forget, level, new_group, one_thread
+from ._interrupts import whole
 from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
-from ._restart import QUEUES, restart
+from ._restart import POLL, QUEUES
 from ._signals import Signals
-
-T = TypeVar("T")
 
 __all__ = ["Runtime", "any_failed", "runtime_of"]
 
 LANES = ("gather", "reduce", "outer", "side")  # with communicators on every axis
-POLL = timedelta(seconds=0.1)
-ALIKE = 1 << 39  # no vote's number, which has 32 bits
-OUTSIDE = 1 << 40  # ballots from here on name a unit that is used outside the plan
 
 
-class Vote(NamedTuple):
-    """A vote under way: this rank's value, the largest of (value, -value) in the end, and the job."""
-
-    mine: int
-    ballot: Any  # [value, -value]: numbers for the board, a tensor for gloo
-    job: Mark
-
-
-class Runtime:
+class Runtime(Agreement):
     """What all states on one mesh share. Made once per mesh and process, by `runtime_of`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
         names = mesh.mesh_dim_names or ()
-        self.mesh = mesh
         self.sizes = dict(zip(names, mesh.shape, strict=True))
         self.coordinate = {axis: mesh.get_local_rank(axis) for axis in names}
         self.position = tuple(self.coordinate.items())
@@ -66,50 +56,63 @@ class Runtime:
         self.cuda = self.device.type == "cuda"
         if self.cuda:
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.epoch = 0  # how often a restart dropped what was under way
-        self.meetings = 0  # restarts, and meetings that found every rank at the same place
         self.issued = {name: Log() for name in QUEUES}
         self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
         self.capturing = False
-        self.board: Board | None = None  # for votes, where all ranks are on one host
-        self.votes = 0  # that ended with all ranks agreed
-        self.voted = (0, 0)  # in the last vote: the digest given, and how many side jobs were logged before it
         self.chosen: dict[tuple[bool, tuple[str, ...]], Any] = {}  # "auto", for large models or not, and by axes
         self.spare: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # windows that no lineage uses, by number
         self.windows = 0  # how many were made
         self.generators: dict[int, torch.Generator] = {}  # on GPUs, by microbatch
-        self.digest = 0  # of the side lane, since the last vote
         self.queues = {name: Queue() for name in QUEUES}
         self.streams = Streams(self.device, ("gather", "reduce", "outer", "update")) if self.cuda else None
         self.users: dict[int, int] = {}  # under 0 the thread that is in a call, see `_entry`
-        self.failed = False  # a collective never came to an end: the communicators are of no more use
         self.lineages = 0
         self.ledgers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         self.signals: dict[str, Signals] = {}  # by axis: barriers on GPUs
+        self.arrivals: dist.ProcessGroup | None = None  # of restarts, where not all ranks see each other's processes
+        self.rows: dict[str, list[int]] = {}  # of ranks, along each axis, that this one is in
         self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
         self.rank = 0  # which of them this one is
+        self.world: Any = dist.group.WORLD
         if self.size == 1:
             return
         if mesh.get_coordinate() is None:
             raise SpecError(f"rank {dist.get_rank()} is not part of the mesh of ranks {mesh.mesh.flatten().tolist()}.")
         self.timeout = _timeout(mesh, self.device)
-        level(self.ranks, self.timeout)
+        self.rank = self.ranks.index(dist.get_rank())
+        self.place = place = level(self.ranks, self.timeout)
+        self.store = dist.PrefixStore(  # type: ignore[attr-defined]
+            f"{place}/run", dist.distributed_c10d._get_default_store()
+        )
         backend = "nccl" if self.cuda else "gloo"
         for i, axis in enumerate(names):
             mine = mesh.mesh.movedim(i, -1).reshape(-1, mesh.shape[i])
-            ranks = next(row.tolist() for row in mine if dist.get_rank() in row)
-            if len(ranks) > 1:
+            row = self.rows[axis] = next(row.tolist() for row in mine if dist.get_rank() in row)
+            if len(row) > 1:
                 for lane in LANES:
-                    self.groups[lane, axis] = new_group(ranks, f"{lane} {axis}", self.timeout, backend)
-        self.rank = self.ranks.index(dist.get_rank())
+                    self.groups[lane, axis] = new_group(row, f"{lane} {axis}", self.timeout, backend)
         self.control = new_group(self.ranks, "control", self.timeout, "gloo")
         self.board = Board.of(self)
-        name = [uuid.uuid4().hex]
-        dist.broadcast_object_list(name, src=self.ranks[0], group=self.control)
-        self.store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"functional_fsdp/{name[0]}", dist.distributed_c10d._get_default_store()
-        )
+        if not all(self.everyone(len(self.watch or ()) == self.size - 1, "who sees whom")):
+            self.arrivals = new_group(self.ranks, "arrivals", self.timeout, "gloo")
+        forget(place, self.ranks)
+
+    def idle(self) -> bool:
+        """Whether its communicators can be given back: nothing is under way, or would wait for a rank that is gone."""
+        busy = any(job for queue in self.queues.values() for job in queue.jobs if not job.ready())
+        return not (busy or self.failed or self.windows or self.signals)
+
+    def let_go(self) -> None:
+        """Give back the communicators, which nobody will use again. (Memory that NCCL knows of keeps its own.)"""
+        groups = [*self.groups.values(), self.control, *([self.arrivals] if self.arrivals else [])]
+        self.lose("Its communicators were given back, as nobody held the mesh.", tell=False)
+        self.groups.clear()
+        del self.control
+        self.arrivals = self.board = self.watch = None
+        for group in groups:
+            with suppress(ValueError):  # the program has destroyed all groups
+                dist.destroy_process_group(group)
 
     def group(self, lane: str, axis: str) -> dist.ProcessGroup:
         """The communicator of a lane on an axis. "zero_cta" and "traced" (for all traced lanes of CPUs) have one when
@@ -120,8 +123,10 @@ class Runtime:
                 options = dist.ProcessGroupNCCL.Options()
                 options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
             ranks = dist.get_process_group_ranks(self.groups["gather", axis])
-            level(ranks, self.timeout)
+            place = level(ranks, self.timeout)
             self.groups[lane, axis] = new_group(ranks, f"{lane} {axis}", self.timeout, backend, options)
+            if lane == "traced":  # else ranks are not connected before they communicate, and may still read there
+                forget(place, ranks)
         return self.groups[lane, axis]
 
     # ---- jobs
@@ -133,7 +138,7 @@ class Runtime:
             if out.data_ptr() != given.data_ptr():
                 out.copy_(given)
             return iter(())
-        if hop.lane == "control" and self.board is not None:
+        if hop.lane == "control" and hop.kind == "all_reduce" and self.board is not None:
             return self.board.largest(out)
         group = self.control if hop.lane == "control" else self.groups[hop.lane, hop.axis]
         if hop.kind == "barrier":
@@ -181,10 +186,17 @@ class Runtime:
         jobs = self.queues[lane].jobs
         if jobs and (ordered or not jobs[-1].single):
             self.wait(jobs[-1])
+        return self._begin(lane, hops, job, after, single, mark)
+
+    @whole
+    def _begin(
+        self, lane: str, hops: tuple[Issued, ...], job: Steps, after: Mark, single: bool, mark: Mark
+    ) -> Mark:  # what is logged is issued, even if an interrupt comes
         if self.size > 1 and hops:
             self.logs[lane].append(hops)
         if self.streams is not None and lane != "control":
             return self.streams.run(lane, job, after, mark)
+        jobs = self.queues[lane].jobs
         jobs.append(Job(job, lane, hops, single))
         return jobs[-1]
 
@@ -227,22 +239,9 @@ class Runtime:
                 job.wait(POLL)
             except RuntimeError as error:
                 self._progress()
-                spent, limit = time.monotonic() - begun, self.timeout.total_seconds()
-                if job.failed() or spent > limit:
-                    self.failed = True
-                    hop = job.hops[0]
-                    raise CommError(
-                        f"{hop.kind} over the axis {hop.axis!r} ({hop.lane} lane, {hop.what}, {hop.numel} "
-                        f"elements) failed after {spent:.1f} s of {limit:.0f} s: a rank died, hangs, or issued another "
-                        f"collective. Restart the job from its last checkpoint. The backend says: {str(error)[:300]}"
-                    ) from error
-                if self.store.check([f"restart/{self.meetings}"]):
-                    if not self.capturing:  # else the next verb meets them: what is captured now must not be drained
-                        self.restart(noticed=True)
-                    raise RestartError(
-                        "another rank abandoned this step and restarted. Nothing is lost: go on from the state that "
-                        "the step started from (it is still valid), on every rank."
-                    ) from None
+                hop = job.hops[0]
+                what = f"{hop.kind} over the axis {hop.axis!r} ({hop.lane} lane, {hop.what}, {hop.numel} elements)"
+                self.listen(what, begun, error, failed=job.failed())
 
     def _progress(self) -> None:
         """Meanwhile take the other lanes' jobs as far as they go: a peer may wait for what one of them issues next."""
@@ -251,103 +250,11 @@ class Runtime:
                 if not job.done and job.works and all(work.is_completed() for work in job.works) and not job.failed():
                     job.step()
 
-    # ---- agreement
 
-    def _ballot(self, value: int, what: str) -> Vote:
-        """Start comparing every rank's `value`. Host, 16 bytes."""
-        ballot: Any = [value, -value]
-        if self.board is None:
-            ballot = torch.tensor(ballot)
-        hop = Issued("control", "", "all_reduce", 2, torch.int64, "max", what)
-        return Vote(value, ballot, self.submit("control", (hop,), self.collective(hop, ballot, ballot)))
-
-    def vote(self, digest: int) -> Vote | None:
-        """Start the vote before `step` commits; the host may do something else before it waits in `compare`.
-
-        Args:
-            digest: of what this lineage issued since its last step.
-        """
-        if self.size == 1:
-            return None
-        self.voted = digest, self.logs["side"].count
-        mine, self.digest = zlib.crc32(f"{digest} {self.digest}".encode()), 0
-        return self._ballot(mine, "vote")
-
-    def compare(self, vote: Vote | None) -> None:
-        """The first round: every rank arrived at `step`, having issued the same collectives.
-
-        In this round ranks wait for the slowest; whoever is interrupted there, or before `confirm`, abandons the step,
-        which its peers hear in `confirm`.
-
-        Raises:
-            ScheduleError: ranks issued different collectives since the last step.
-            RestartError, CommError: as for every collective.
-        """
-        if vote is None:
-            return
-        most, least = self._count(vote)
-        if most != least:
-            raise ScheduleError(
-                f"ranks issued different collectives in this step (this rank's digest is {vote.mine}, the digests lie "
-                f"between {least} and {most}), so the step was not taken. Call unshard and reduce for the same units, "
-                "in the same order, on every rank; only units of the schedule may be left out. The state before the "
-                "step is valid."
-            )
-
-    def _count(self, vote: Vote) -> tuple[int, int]:
-        """The largest and the smallest of every rank's value, once all have come."""
-        self.wait(vote.job)
-        return int(vote.ballot[0]), -int(vote.ballot[1])
-
-    def confirm(self) -> None:
-        """The second round: nobody waits here for longer than a message takes, and then all commit."""
-        if self.size > 1:
-            self._count(self._ballot(0, "confirm"))
-        self.votes += 1
-
-    def alike(self, what: str) -> bool:
-        """Whether every rank comes here, and not to a vote. For what is rare. Host."""
-        if self.size == 1:
-            return True
-        most, least = self._count(self._ballot(ALIKE, what))
-        return most == least
-
-    def agree(self, number: int, names: tuple[str, ...], verb: str) -> None:
-        """Before a use outside the plan: every rank is about to `verb` the unit `names[number]`. Host, 16 bytes.
-
-        Raises:
-            ScheduleError: ranks came with different units, or are elsewhere.
-        """
-        if self.size == 1:
-            return
-        most, least = self._count(self._ballot(OUTSIDE + number, f"{verb} {names[number]}"))
-        if most != least:
-            both = [repr(names[n - OUTSIDE]) if n >= OUTSIDE else "step" for n in (least, most)]
-            raise ScheduleError(
-                f"{verb}({names[number]!r}) is not what the schedule expects here, so every rank must do the same, but "
-                f"ranks came with {both[0]} and {both[1]}. Use the same units in the same order on every rank, or "
-                "give the order: Schedule(order=...). The state before the step is valid."
-            )
-
-    def everyone(self, value: T) -> list[T]:
-        """Every rank's value, by rank: a small object. Host; waits for all."""
-        found = [value] * self.size
-        if self.size > 1:
-            dist.all_gather_object(found, value, group=self.control)
-        return found
-
-    def complaint(self, text: str) -> str | None:
-        """What the first rank that has something to say says; None if all are content (""). Host; waits for all."""
-        return next((said for said in self.everyone(text) if said), None)
-
-    def restart(self, lineage: int = 0, noticed: bool = False) -> None:
-        """Meet every rank of the mesh; see `_restart`."""
-        if self.size > 1:
-            restart(self, lineage, noticed)
-
-
-# Communicators belong to the process, as torch's own do: one Runtime for all equal meshes of one process group.
-_RUNTIMES: dict[tuple[int, DeviceMesh], Runtime] = {}
+# Communicators belong to the process, as torch's own do: one Runtime for all equal meshes of one process group, as long
+# as somebody holds one of them.
+_RUNTIMES: dict[int, tuple[weakref.ref[DeviceMesh], Runtime]] = {}  # by the mesh's id
+_unused: list[Runtime] = []  # of meshes that are no more: let go when the next one is made, where ranks can agree on it
 
 
 def runtime_of(mesh: Any) -> Runtime:
@@ -355,21 +262,49 @@ def runtime_of(mesh: Any) -> Runtime:
 
     Raises:
         SpecError: for a mesh that is only a mapping of axis sizes: that plans, but cannot run.
+        CommError: not every rank of the mesh came, or one is gone.
     """
+    found = _RUNTIMES.get(id(mesh))
+    if found is not None and found[1].world is dist.group.WORLD:
+        return found[1]
     if not isinstance(mesh, DeviceMesh):
         raise SpecError(
             f"the mesh {dict(mesh)} is a plan without ranks. To run, give Spec a DeviceMesh: fsdp.local_mesh(), or "
             f"torch's init_device_mesh(device, {tuple(dict(mesh).values())}, mesh_dim_names={tuple(dict(mesh))})."
         )
-    key = (id(dist.group.WORLD), mesh)
-    if key not in _RUNTIMES:
-        _RUNTIMES[key] = Runtime(mesh)
-    return _RUNTIMES[key]
+    run = next((run for held, run in [*_RUNTIMES.values()] if held() == mesh and run.world is dist.group.WORLD), None)
+    if run is None:
+        run = Runtime(mesh)
+        _give_back(run)
+    _RUNTIMES[id(mesh)] = weakref.ref(mesh, partial(_dropped, id(mesh))), run
+    return run
+
+
+def _dropped(key: int, _: Any) -> None:
+    """A mesh is no more. This may be in the middle of anything."""
+    _, run = _RUNTIMES.pop(key)
+    if run.size > 1 and not any(run is other for _, other in _RUNTIMES.values()):
+        _unused.append(run)
+
+
+def _give_back(new: Runtime) -> None:
+    """Let go of what nobody uses any more, now that another was made; with NCCL, of what all its ranks do without."""
+    for key, (_, run) in [*_RUNTIMES.items()]:
+        if run.size > 1 and run.world is not dist.group.WORLD:
+            del _RUNTIMES[key]
+            if run not in _unused:
+                _unused.append(run)
+    names = [run.place for run in _unused if run.idle() and (not run.cuda or run.ranks == new.ranks)]
+    if new.cuda:
+        names = sorted(set.intersection(*map(set, new.everyone(names, "communicators that are not used"))))
+    for run in [run for run in _unused if run.place in names]:
+        _unused.remove(run)
+        run.let_go()
 
 
 def any_failed() -> bool:
     """Whether the communicators of any mesh of this process are of no more use."""
-    return any(run.failed for run in _RUNTIMES.values())
+    return any(run.failed for _, run in _RUNTIMES.values()) or any(not run.idle() for run in _unused)
 
 
 def _timeout(mesh: DeviceMesh, device: torch.device) -> timedelta:

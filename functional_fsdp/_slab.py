@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ._errors import SpecError
 from ._symmetric import use_backend
@@ -103,10 +102,7 @@ class Slab:
 
 def _along(run: Runtime, axis: str) -> list[int]:
     """The ranks of this rank's row along an axis, by place, as indices of `run.everyone`."""
-    names = run.mesh.mesh_dim_names or ()
-    i = names.index(axis)
-    rows = run.mesh.mesh.movedim(i, -1).reshape(-1, run.sizes[axis]).tolist()
-    return [run.ranks.index(rank) for rank in next(row for row in rows if dist.get_rank() in row)]
+    return [run.ranks.index(rank) for rank in run.rows[axis]]
 
 
 def check_reach(run: Runtime, axes: Iterable[str]) -> None:

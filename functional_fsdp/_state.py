@@ -1,12 +1,4 @@
-"""State: everything that training owns, as one frozen pytree; and the ledger that makes a step a transaction.
-
-    base ──unshard──▶ ◦ ──reduce──▶ ◦ ──step──▶ base'
-      ▲                                          (base is consumed)
-      └── stays valid until step commits: using it again drops what was in flight and starts the step anew
-
-Every verb takes the newest state of a step, or the base; anything else raises `StaleStateError`, naming the call that
-consumed it.
-"""
+"""State: everything that training owns, as one frozen pytree. What makes a step a transaction is its `_ledger`."""
 
 from __future__ import annotations
 
@@ -20,167 +12,17 @@ import torch.utils._pytree as pytree
 
 from ._comm import Comm
 from ._entry import alone, ordinary
-from ._errors import ScheduleError, StaleStateError
+from ._errors import StaleStateError
 from ._executor import Executor
 from ._flat import FlatBuffer
 from ._layout import Layout
-from ._recipes import recipes
-from ._runtime import Runtime, runtime_of
+from ._ledger import Ledger, Token
+from ._runtime import runtime_of
 from ._spec import Spec
 from ._tracing import tracing
 from ._tree import bytes_text, register, table
 
 __all__ = ["Context", "Ledger", "State", "Token"]
-
-REMEMBER = 256  # how many consumed states, at least, a ledger can name the consumer of
-
-
-class Ledger:
-    """The mutable side of one lineage of states (a `shard` and all steps from it): which state is the newest.
-
-    `executor` has what the lineage has in flight; it is made when a state first needs it.
-    """
-
-    def __init__(self, runtime: Runtime, layout: Layout, spec: Spec, steps: int = 0) -> None:
-        self.runtime = runtime
-        self.recipes = recipes(layout, spec, runtime) if spec.schedule.transport == "traced" else None
-        self.steps = steps
-        self.base = self.head = self.latest = 0
-        self.number = 0  # the same on every rank for one lineage; 0 for copies
-        self.epoch = runtime.epoch
-        self.consumed: dict[int, str | tuple[str, Any]] = {}  # by what: in words, or a verb and its unit
-        self.executor: Executor | None = None
-        self.broken = ""
-
-    def enroll(self) -> None:
-        """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""
-        self.runtime.lineages += 1
-        self.number = self.runtime.lineages
-        self.runtime.ledgers[self.number] = self
-
-    @property
-    def midway(self) -> bool:
-        """Whether a verb was stopped in the middle, so that what is in flight is ahead of every state."""
-        return self.executor is not None and self.executor.midway
-
-    def advance(self, serial: int, verb: str | tuple[str, Any]) -> int:
-        """Consume the state `serial`, which has entered, for `verb`. Returns the new serial."""
-        self.latest = self.head = new = self.latest + 1
-        if serial != self.base:
-            self.consumed[serial] = verb
-            if not new % REMEMBER:
-                self._forget()
-        return new
-
-    def enter(self, serial: int, verb: str) -> None:
-        """Check that the state `serial` may be used; begin the step anew if it is the base of an abandoned one."""
-        under_way = serial == self.head != self.base and not self.broken and self.epoch == self.runtime.epoch
-        if under_way and self.executor is not None and not self.executor.midway:
-            return  # nearly always
-        self.valid(serial, verb)
-        if serial not in (self.base, self.head):
-            raise self._stale(serial, verb)
-        if self.recipes is not None and verb not in ("pmean", "psum"):
-            raise ScheduleError(
-                f"{verb} ran eagerly, and this state's schedule says transport='traced'. Verbs belong inside "
-                "torch.compile(train_step, fullgraph=True), without which torch may fall back to eager execution; for "
-                "eager steps, and for what calls the verbs for you, shard with Schedule(transport='collective')."
-            )
-        if serial == self.base:
-            if self.begun:
-                self.look(serial)
-                if self.head != self.base:
-                    self._consume(self.head, "the restart of its step (the state before the step was used again)")
-                if self.executor is not None:
-                    self.executor.reset()
-            self.head, self.epoch = self.base, self.runtime.epoch
-        elif self.midway and self.epoch == self.runtime.epoch:
-            self._consume(serial, "a call that was stopped")
-            raise self._stale(serial, verb)
-        elif self.epoch != self.runtime.epoch:
-            self._consume(serial, "the restart of its step (a rank abandoned it)")
-            self.head = self.base
-            if self.executor is not None:
-                self.executor.reset()
-            raise self._stale(serial, verb)
-
-    @property
-    def begun(self) -> bool:
-        """Whether a step is under way, if only because its first verb was interrupted."""
-        return self.head != self.base or self.midway
-
-    def valid(self, serial: int, verb: str) -> None:
-        """Check that what the state `serial` owns still has its values: no step consumed it, none was cut short."""
-        if self.broken:
-            raise StaleStateError(f"{verb}: {self.broken}")
-        if serial < self.base:
-            raise self._stale(serial, verb)
-
-    def consumer(self, serial: int) -> str:
-        """What consumed the state `serial`, in words."""
-        by = self.consumed.get(serial, "an earlier call")
-        if isinstance(by, str):
-            return by
-        units = (by[1],) if isinstance(by[1], str) else by[1]
-        return f"{by[0]}({', '.join(map(repr, units))})"
-
-    def look(self, serial: int) -> None:
-        """Before ranks communicate about the base outside a step: they meet if one of them may have abandoned it.
-
-        Never consumes: where all ranks look from the same place, the step goes on afterwards.
-        """
-        if serial == self.base and self.begun and self.epoch == self.runtime.epoch:
-            self.runtime.restart(self.number)
-
-    def touched(self) -> None:
-        """Compute reads what the state owns, perhaps in the middle of a step, whose updates have to wait for that."""
-        if self.executor is not None:
-            self.executor.staging.touched()
-
-    def rest(self, verb: str) -> None:
-        """The step so far only looked at weights: back to the base, which every rank goes on from."""
-        if self.head != self.base:
-            self._consume(self.head, verb)
-        self.head = self.base
-
-    def commit(self, serial: int) -> int:
-        """The step that ends with `serial` is taken: its base is consumed, its result is the new base."""
-        self._consume(self.base, f"step() number {self.steps + 1}")
-        self._consume(serial, f"step() number {self.steps + 1}")
-        self.steps += 1
-        self.latest += 1
-        self.base = self.head = self.latest
-        return self.base
-
-    def _consume(self, serial: int, what: str) -> None:
-        self.consumed[serial] = what
-        self._forget()
-
-    def _forget(self) -> None:
-        if len(self.consumed) > 2 * REMEMBER:
-            self.consumed = dict(list(self.consumed.items())[-REMEMBER:])
-
-    def _stale(self, serial: int, verb: str) -> StaleStateError:
-        by = self.consumer(serial)
-        return StaleStateError(
-            f"{verb}: this State was consumed by {by}. Use the State that that call returned"
-            f"{'' if 'step()' in by else ', or begin again from the state before the step'}; "
-            f"to keep an old one, copy.deepcopy it between steps."
-        )
-
-
-class Token:
-    """Which state of which lineage this is. Outside equality: trees of two states of one spec compare equal.
-
-    origin: the state that the step began with; None between steps.
-    """
-
-    __slots__ = ("ledger", "origin", "serial")
-
-    def __init__(self, ledger: Ledger, serial: int, origin: State | None = None) -> None:
-        self.ledger = ledger
-        self.serial = serial
-        self.origin = origin
 
 
 class Context:

@@ -26,16 +26,17 @@ import torch.utils._pytree as pytree
 
 from . import _traced, _traced_step
 from ._entry import busy
-from ._errors import ScheduleError
+from ._errors import ScheduleError, StaleStateError
 from ._flat import leaves_of
 from ._gradients import of_tree, of_unit
+from ._interrupts import arrive, whole
 from ._layout import Unit
 from ._state import State, Token
 from ._tracing import LOWERING, tracing
 from ._update import carry_out, check, may_step, put
 from ._weights import gather, refresh, whole_of
 
-__all__ = ["changed", "finish", "reduce", "release", "step", "then", "unshard", "verb"]
+__all__ = ["changed", "changing", "finish", "newest", "reduce", "release", "step", "then", "unshard", "verb"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 Weights = dict[str, torch.Tensor]
@@ -103,6 +104,13 @@ def then(state: State, verb: str | tuple[str, Any], grads: Any = None) -> State:
 def changed(state: State, what: str) -> State:
     """The state after a transform changed its gradients in place: consumes `state`."""
     return state if tracing() else then(state, what)
+
+
+def changing(state: State, what: str) -> None:
+    """A transform is about to change the state's gradients in place. If it is stopped before `changed`, the step has to
+    begin anew."""
+    if not tracing():
+        state.token.ledger.enter(state.token.serial, what)
 
 
 def _unit(state: State, name: Any, verb: str) -> Unit:
@@ -184,11 +192,13 @@ def release(state: State, unit: str | Sequence[str]) -> State:
         ScheduleError: an unknown unit, or one that is not gathered.
     """
     names = (unit,) if isinstance(unit, str) else tuple(dict.fromkeys(unit))
+    for name in names:
+        _unit(state, name, "release")
     state.token.ledger.enter(state.token.serial, "release")
     executor = state.executor
     for name in names:
-        _unit(state, name, "release")
         if not executor.held(name):
+            state.token.ledger.leave()
             raise ScheduleError(
                 f"release: the unit {name!r} is not gathered. Call state, w = unshard(state, {name!r}) first."
             )
@@ -269,6 +279,7 @@ def finish(state: State) -> State:
         executor.finish(state, step=False)
         state = then(state, "finish()", grads=executor.grads)
     executor.settle()
+    state.token.ledger.leave()
     return state
 
 
@@ -285,6 +296,11 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
 
     Everything is checked first, and every rank votes before anything changes (on the host; devices are not
     synchronised). The buffers of the state are reused, so the states of this step raise StaleStateError from here on.
+
+    An interrupt (SIGINT) before ranks have voted costs nothing. One that comes after it waits until the caller has the
+    new state: until the first verb that is given it, or until the caller has come to another line. Then it comes
+    through, by the program's own handler; a second one, a second later, comes through at once. `newest` gives the new
+    state again if it was lost all the same.
 
     Raises:
         ScheduleError: no gradients, no optimizer, or ranks that issued different collectives.
@@ -305,15 +321,26 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
     main = {name: state.main[name] for name in trainable}
     touched = [leaf for leaf in pytree.tree_leaves((main, state.opt)) if isinstance(leaf, torch.Tensor)]
     versions = [leaf._version for leaf in touched]
-    ledger.runtime.compare(vote)
+    try:
+        ledger.runtime.compare(vote)
+    except ScheduleError:
+        ledger.leave()
+        raise
     if not executor.run.cuda:  # the host waits there, which may fail: before all commit
         executor.settle()
-    ledger.runtime.confirm()
+    return _take(state, main, skip, touched, versions)
 
+
+@whole
+def _take(state: State, main: Any, skip: Any, touched: list[torch.Tensor], versions: list[int]) -> State:
+    """The step itself, from the moment on in which ranks cannot take it back. An interrupt waits."""
+    ledger = state.token.ledger
+    executor = state.executor
+    ledger.runtime.confirm()
     try:
         new_main, new_opt = carry_out(state, main, skip)
         opt = state.opt
-        same = new_main is main and all(main[name] is state.main[name] for name in trainable)
+        same = new_main is main and all(main[name] is state.main[name] for name in state.layout.trainable)
         if not same or new_opt is not opt:  # else it was all done in place
             check(main, new_main, "main")
             check(opt, new_opt, "opt")
@@ -324,15 +351,43 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
                     refresh(state.main[name], kept)
         state.count.add_(1 if skip is None else ~skip)
         executor.commit()
-        token = Token(ledger, ledger.commit(state.token.serial))
+        new = state._evolve(grads=(), opt=opt, token=Token(ledger, ledger.latest + 1))
+        ledger.commit(state.token.serial, new)
     except BaseException as error:
-        if versions != [leaf._version for leaf in touched]:
+        if versions == [leaf._version for leaf in touched]:
+            ledger.leave()
+        else:
             ledger.broken = (
                 f"step() number {ledger.steps + 1} was stopped by {type(error).__name__} while it was updating the "
                 f"weights, so this State is half updated. Load the last checkpoint."
             )
         raise
-    return state._evolve(grads=(), opt=opt, token=token)
+    arrive()
+    return new
+
+
+def newest(state: State) -> State:
+    """The state that the last `step` of this one's lineage returned: where an interrupt, or an error of the caller's,
+    came between that and the assignment. Changes nothing, and waits for nothing.
+
+    Args:
+        state: any state of the lineage, also a consumed one.
+
+    Raises:
+        StaleStateError: no step has been taken, so that the state which `shard`, `init` or `load` gave is still valid;
+            or one was cut short while it updated the weights.
+
+    Example: `try: state = train_step(state, batch)`; `except KeyboardInterrupt: state = fsdp.newest(state)`.
+    """
+    ledger = state.token.ledger
+    ledger.valid(ledger.base, "newest")
+    if ledger.taken is None:
+        raise StaleStateError(
+            "newest: no step of this state's lineage has been taken. The state that shard, init or load gave is valid."
+        )
+    new = object.__new__(State)
+    new.__dict__.update(ledger.taken, token=Token(ledger, ledger.base))
+    return new
 
 
 def _install(old: Any, new: Any) -> Any:

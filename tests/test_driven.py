@@ -334,7 +334,7 @@ def test_an_empty_leaf_first_in_its_bucket() -> None:
 
 
 def test_jit_modules_are_refused() -> None:
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="jit"):
         scripted = torch.jit.script(nn.ReLU())
     state, model = made(nn.Sequential(nn.Linear(4, 4), scripted))
     with pytest.raises(fsdp.TreeError, match=r"the module '1' is a torch\.jit module"):

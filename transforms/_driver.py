@@ -10,8 +10,10 @@ A unit is released when the next one is gathered, so parts of one unit that are 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, rel
 from functional_fsdp._runtime import runtime_of
 from functional_fsdp._skeleton import skeleton_of
 from functional_fsdp._tracing import tracing
+from functional_fsdp._verbs import then
 from functional_fsdp._weights import whole_of
 
 from ._doors import Call, Door, Gradients, Slot, Start, Weights
@@ -30,7 +33,7 @@ from ._inputs import precisions
 from ._watch import changed, clear, spoilt
 from .compile_units import Compiler, Options, refuse_around
 
-__all__ = ["Driver", "refuse_nesting", "refuse_tracing"]
+__all__ = ["Driver", "caller", "refuse_nesting", "refuse_tracing"]
 
 
 def refuse_tracing(verb: str) -> None:
@@ -43,9 +46,18 @@ def refuse_tracing(verb: str) -> None:
         )
 
 
-def refuse_nesting(running: State | None) -> None:
-    """A model's copy computes with one state's weights at a time."""
-    if running is not None:
+def caller() -> FrameType:
+    """The frame whose `with` a generator is the context manager of, as that one calls it."""
+    return sys._getframe(3)  # of this function, the generator, contextlib's __enter__
+
+
+def refuse_nesting(running: FrameType | None) -> None:
+    """A model's copy computes with one state's weights at a time. Whether its last user still runs, the stack says: one
+    that an interrupt has stopped may not have come to say so."""
+    frame = sys._getframe() if running is not None else None
+    while frame is not None and frame is not running:
+        frame = frame.f_back
+    if frame is not None:
         raise ScheduleError(
             "this transformed model is running: it was called again from within its own loss function. "
             "Call the model that the loss function is given."
@@ -72,6 +84,7 @@ class Driver:
         self.layout: Layout | None = None
         self.doors: list[Door] = []
         self.state: Any = None
+        self.caller: FrameType | None = None  # whose `with` it is that runs
         self.order: Any = None
         self._clear()
 
@@ -128,30 +141,42 @@ class Driver:
 
         Gives the number of this forward in its step.
         """
-        refuse_nesting(self.state)
+        refuse_nesting(self.caller)
+        self._stop()  # it may have been stopped before it had cleared up
         self.attach(state)
-        state.token.ledger.enter(state.token.serial, verb)
-        executor = state.executor
+        ledger, executor = state.token.ledger, state.executor
+        ledger.enter(state.token.serial, verb)
         executor.follow(self.order)
-        with torch.no_grad():  # gradients may have waited for this
-            number = executor.begin(state) if trains else executor.begins
-        self.state = state
         self.debug = state.spec.schedule.debug
+        number = executor.begins
+        if trains:
+            with torch.no_grad():  # gradients may have waited for this
+                executor.begin(state)
+            state = then(state, f"{verb}()")
+        else:
+            ledger.leave()
         try:
+            self.caller, self.state = caller(), state
             yield number
             self.look_back()
             self.release()
             if trains:
                 with torch.no_grad():
+                    ledger.enter(self.state.token.serial, verb)
                     executor.end(self.state, tuple(self.trace[0]), tuple(self.trace[1]))
+                    ledger.leave()
         finally:
-            for door in self.doors:
-                door.empty()
-            for call in self.calls:
-                call.node = call.out = None  # they hold each other
-                call.tensors, call.shared = [], []
-            self.state = None
-            self._clear()
+            self._stop()
+
+    def _stop(self) -> None:
+        """Nothing runs any more: everything that was lent is given back."""
+        for door in self.doors:
+            door.empty()
+        for call in self.calls:
+            call.node = call.out = None  # they hold each other
+            call.tensors, call.shared = [], []
+        self._clear()
+        self.state = self.caller = None
 
     # ---------------------------------------------------------------- weights
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from functional_fsdp._runtime import runtime_of
 from functional_fsdp._skeleton import skeleton_of
 from functional_fsdp._weights import whole_of
 
-from ._driver import refuse_nesting
+from ._driver import caller, refuse_nesting
 from ._entries import find_entries, slots_of
 from ._inputs import precisions
 from ._watch import Watch, changed, clear, spoilt, version
@@ -46,6 +47,7 @@ class Whole:
         self.layout: Layout | None = None
         self.watched = False  # whether it ran, and what it does to weights was looked at
         self.state: Any = None
+        self.caller: FrameType | None = None  # whose `with` it is that runs
         self.token: torch.Tensor | None = None  # a driver's; nothing hangs on it here
         self.leaves: dict[str, torch.Tensor] = {}
 
@@ -55,7 +57,7 @@ class Whole:
 
         Gives the number of this forward in its step.
         """
-        refuse_nesting(self.state)
+        refuse_nesting(self.caller)
         if state.layout is not self.layout:
             find_entries(self.model, state.layout)  # raises if the state is of another model
             if any(inputs for _, inputs in precisions(state).values()):
@@ -70,6 +72,7 @@ class Whole:
             }  # fmt: skip
             self.layout = state.layout
         state.token.ledger.enter(state.token.serial, verb)
+        state.token.ledger.leave()
         state, params = unshard(state)
         executor = state.executor
         number = executor.begins
@@ -77,7 +80,7 @@ class Whole:
         weights = dict(zip(state.layout.source, pytree.tree_leaves(params), strict=True))
         del params
         try:
-            self.state = state
+            self.caller, self.state = caller(), state
             self.leaves = {path: t.detach().requires_grad_(path in self.trained) for path, t in weights.items()}
             home = dict(zip(state.layout.paths, state.layout.source, strict=True))
             for path, held, name, _ in self.slots:
@@ -91,7 +94,8 @@ class Whole:
         finally:
             for _, held, name, placeholder in self.slots:
                 held[name] = placeholder
-            self.state, self.leaves = None, {}
+            self.leaves = {}
+            self.state = self.caller = None
 
     def _check(self, state: State, before: list[tuple[int, int]], home: dict[str, str]) -> None:
         """The weights are what they were; see `_watch`."""

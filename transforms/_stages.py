@@ -100,6 +100,7 @@ class Stages:
                 )
             self.checked = layout
         state.token.ledger.enter(state.token.serial, self.verb)
+        state.token.ledger.leave()  # nothing is done yet
 
     def trained(self, state: State, w: Weights) -> Weights:
         """Of weights, those that train."""

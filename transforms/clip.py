@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from functional_fsdp import SpecError, State, finish
-from functional_fsdp._verbs import changed
+from functional_fsdp._verbs import changed, changing
 
 from ._gradients import shards, total
 
@@ -58,6 +58,7 @@ def clip_by_global_norm(state: State, max_norm: float | torch.Tensor) -> tuple[S
     if not isinstance(max_norm, torch.Tensor) and not max_norm >= 0:
         raise SpecError(f"clip_by_global_norm({max_norm!r}): expected a norm of at least 0.")
     state, norm = global_norm(state)
+    changing(state, "clip_by_global_norm()")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for tensors in shards(state).values():
         torch._foreach_mul_(tensors, scale)
@@ -78,6 +79,7 @@ def clip_by_value(state: State, max_value: float) -> State:
     if not max_value >= 0:
         raise SpecError(f"clip_by_value({max_value!r}): expected a value of at least 0.")
     state = finish(state)
+    changing(state, "clip_by_value()")
     for tensors in shards(state).values():
         torch._foreach_clamp_min_(tensors, -max_value)
         torch._foreach_clamp_max_(tensors, max_value)

@@ -18,7 +18,7 @@ import torch
 from functional_fsdp import SpecError, State, finish, reduce
 from functional_fsdp._entry import alone
 from functional_fsdp._rounds import begin_round, end_round
-from functional_fsdp._verbs import changed
+from functional_fsdp._verbs import changed, changing
 
 from ._noise import add_noise
 from ._stages import Stages, Weights
@@ -84,6 +84,7 @@ def clipped_gradients(
         if noise and last:
             state = finish(state)
             ranks = prod(state.spec.axes[axis] for axis in state.spec.data) if state.spec.average == "mean" else 1
+            changing(state, "clipped_gradients()")
             with torch.no_grad():
                 add_noise(state, noise * max_norm * mean / ranks)
             state = changed(state, "clipped_gradients()")

@@ -243,7 +243,7 @@ class Graphed:
             given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             for mine, theirs in zip(graph.inputs, given, strict=True):  # before the vote: it may fail
                 mine.copy_(theirs, non_blocking=True)
-            return self._results(graph, graph.home.state(graph.capture.again(state, launch)))
+            return self._results(graph, graph.capture.again(state, launch, graph.home.state))
 
     def _results(self, graph: Graph, state: State) -> Any:
         if graph.kind is State:
