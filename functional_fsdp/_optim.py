@@ -30,7 +30,6 @@ Tree = dict[str, FlatBuffer]
 Rate = float | Callable[[torch.Tensor], torch.Tensor]
 PerLabel = float | Mapping[str, float]
 Betas = tuple[float, float]
-RATE = ", or a function of the count"
 
 
 class Optimizer(NamedTuple):
@@ -82,18 +81,20 @@ def _by_label(name: str, value: Any, label: str) -> Any:
     return value[label] if label in value else value["default"]
 
 
-def _number(where: str, value: Any, of: Any = None, below: float = math.inf) -> None:
-    """Refuse what is no finite number in [0, below): of numbers by label each, and of pairs. `of`: what may be called
-    instead."""
+def _number(where: str, value: Any, below: float = math.inf) -> None:
+    """Refuse what is no finite number in [0, below)."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < below:
+        least = "a number in [0, 1)" if below == 1 else "a finite number of at least 0"
+        raise SpecError(f"{where} is {value!r}; expected {least}.")
+
+
+def _numbers(where: str, value: Any, rates: bool = False) -> None:
+    """The same of a setting that may be given by label. `rates`: of functions and tensors, too, which may change."""
     if isinstance(value, Mapping):
         for label, one in value.items():
-            _number(f"{where} for the label {label!r}", one, of, below)
-        return
-    if (of is not None and callable(value)) or (isinstance(value, torch.Tensor) and not value.dim()):
-        return  # a tensor may change, and asking one on a GPU waits
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < below:
-        least = "a number in [0, 1)" if below == 1 else "a finite number of at least 0"
-        raise SpecError(f"{where} is {value!r}; expected {least}{of or ''}.")
+            _numbers(f"{where} for the label {label!r}", one, rates)
+    elif not (rates and (callable(value) or (isinstance(value, torch.Tensor) and not value.dim()))):
+        _number(where, value)
 
 
 def _pairs(where: str, value: Any) -> Any:
@@ -103,7 +104,7 @@ def _pairs(where: str, value: Any) -> Any:
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
         raise SpecError(f"{where} is {value!r}; expected a pair of numbers, as (0.9, 0.999).")
     for k, beta in enumerate(value):
-        _number(f"{where}[{k}]", beta, below=1)
+        _number(f"{where}[{k}]", beta, 1)
     return tuple(value)
 
 
@@ -164,9 +165,9 @@ class AdamW:
     by_bucket: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _number("adamw: lr", self.lr, RATE)
+        _numbers("adamw: lr", self.lr, rates=True)
         _number("adamw: eps", self.eps)
-        _number("adamw: weight_decay", self.weight_decay)
+        _numbers("adamw: weight_decay", self.weight_decay)
         object.__setattr__(self, "betas", _pairs("adamw: betas", self.betas))
 
     def init(self, main: Tree) -> AdamState:
@@ -224,9 +225,9 @@ class Sgd:
     by_bucket: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _number("sgd: lr", self.lr, RATE)
+        _numbers("sgd: lr", self.lr, rates=True)
         _number("sgd: momentum", self.momentum)
-        _number("sgd: weight_decay", self.weight_decay)
+        _numbers("sgd: weight_decay", self.weight_decay)
 
     def init(self, main: Tree) -> Tree | tuple[()]:
         _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
@@ -271,7 +272,7 @@ class Sgd:
 
 def adamw(
     lr: Rate | Mapping[str, Rate] = 1e-3,
-    betas: Betas | Mapping[str, Betas] = (0.9, 0.999),
+    betas: Betas | Mapping[str, Sequence[float]] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: PerLabel = 0.01,
 ) -> AdamW:

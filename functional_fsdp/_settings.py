@@ -131,7 +131,7 @@ class _Walk:
                 self.hide(where, _name(value) if callable(value) else _name(type(value)))
         elif hasattr(value, "__dict__") or _slots(value):
             self._object(where, value, _slots(value))
-        elif type(value).__repr__ is not object.__repr__ and " at 0x" not in (text := repr(value)):
+        elif " at 0x" not in (text := repr(value)):
             self.say(where, _short(f"{_name(type(value))} {text}"))  # a fraction, a range, a date
         else:
             self.hide(where, _name(type(value)))

@@ -219,13 +219,13 @@ def build(
         count = torch.zeros((), dtype=torch.int64, device=run.device)
         rng = torch.tensor(seed, dtype=torch.int64)
         held = _buffers(where, kept, local_buffers, run.size > 1)
-        made = (main, copies, opt, kept, count, rng, Ledger(run, plan, spec))
-        return made, [_values(where, sums, plan, spec), held]
+        return (main, copies, opt, kept, count, rng), [_values(where, sums, plan, spec), held]
 
     with torch.no_grad():
-        main, weights, opt, kept, count, rng, ledger = agree(run, where, assemble)
+        main, weights, opt, kept, count, rng = agree(run, where, assemble)
         for name, copy in weights.items():
             refresh(main[name], copy)
+    ledger = Ledger(run, plan, spec)
     ledger.enroll()
     static = (spec, plan, optimizer, treedef, Token(ledger, 0))
     return State(main, weights or (), (), opt, kept, count, rng, (), *static).prepared()

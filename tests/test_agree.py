@@ -396,3 +396,9 @@ def test_one_rank_alone_is_told_what_is_wrong() -> None:
         shard(buffers={"mean": torch.ones(2)}, local_buffers=["nope"])
     with pytest.raises(SpecError, match="shard: spec is a dict; expected a Spec"):
         fsdp.shard(params(), {"data": 2})  # type: ignore[arg-type]
+
+
+def test_what_ranks_cannot_compare_is_said_when_a_state_is_printed() -> None:
+    assert "cannot compare" not in str(shard(None, fsdp.adamw(lr=functools.partial(warm, peak=1.0))))
+    state = shard(None, fsdp.sgd(lr=closing(threading.Lock())))
+    assert str(state).endswith("\nranks cannot compare optimizer.lr.over: _thread.lock")

@@ -136,7 +136,8 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "optimizer": (fsdp.adamw(lr=0.1), fsdp.adamw(lr=0.2), "x.lr: 0.2"),
     "kind of optimizer": (fsdp.adamw(), fsdp.sgd(), "x: functional_fsdp._optim.Sgd"),
     "adapted optimizer": (
-        *(fsdp.from_updates(fsdp.Optimizer(len, closing(k))) for k in (2, 3)),
+        fsdp.from_updates(fsdp.Optimizer(len, closing(2))),
+        fsdp.from_updates(fsdp.Optimizer(len, closing(3))),
         "pair.update.over: 3",
     ),
     "schedule": (fsdp.Schedule(), fsdp.Schedule(prefetch=2), "x.prefetch: 2"),
