@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,12 +27,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ._agree import Topic, agree
 from ._entry import outside_inference
 from ._errors import SpecError
 from ._export import buffers
 from ._layout import Unit
+from ._optim import as_optimizer
 from ._runtime import runtime_of
-from ._shard import build, describe
+from ._shard import build, describe, given, needs_spec
 from ._skeleton import skeleton_of
 from ._spec import Spec
 from ._state import State
@@ -168,12 +170,19 @@ class _Copies(TorchFunctionMode):
 
 
 @outside_inference
-def init(make: Callable[[], M], spec: Spec, optimizer: Any = None, *, seed: int = 0) -> tuple[State, M]:
+def init(
+    make: Callable[[], M],
+    spec: Spec,
+    optimizer: Any = None,
+    *,
+    local_buffers: Sequence[str] = (),
+    seed: int = 0,
+) -> tuple[State, M]:
     """Build a model as shards: one unit at a time is made by the module's own initialisers, sliced and dropped.
 
     Args:
         make: builds the module, as `lambda: GPT(config)`. It runs with fake tensors, which have no memory.
-        spec, optimizer: as for `shard`.
+        spec, optimizer, local_buffers: as for `shard`.
         seed: decides every bit of the weights, whatever the world size and the placement.
 
     Returns:
@@ -183,10 +192,38 @@ def init(make: Callable[[], M], spec: Spec, optimizer: Any = None, *, seed: int 
 
     Raises:
         SpecError: a module whose construction needs what fake tensors cannot give (numpy, shapes that hang on values).
+        SpecError, TreeError: ranks that were given different settings or make different models, as for `shard`.
+        If one rank raises, all do.
+
+    Collective: as `shard`.
 
     Example: `state, model = fsdp.init(lambda: GPT(config), spec, fsdp.adamw(lr=3e-4), seed=0)`.
     """
-    device = runtime_of(spec.mesh).device
+    run = runtime_of(needs_spec("init", spec).mesh)
+
+    def look() -> tuple[Any, list[Topic]]:
+        recorder, module = _recorded(make, seed, run.device)
+        params = dict(module.named_parameters(remove_duplicate=False))
+        shapes = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in params.values()}
+        infos, paths, treedef = describe({path: shapes[id(p)] for path, p in params.items()})
+        topics = given(infos, paths, spec, as_optimizer(optimizer), seed)
+        with torch.no_grad(), _Copies(recorder):
+            skeleton = skeleton_of(module)
+        views = {path: recorder.view(p) for path, p in params.items()}
+        return (infos, paths, treedef, recorder, views, skeleton), topics
+
+    infos, paths, treedef, recorder, views, skeleton = agree(run, "init", look)
+    spec, plan = settled(spec, infos, paths)
+
+    def fetch(unit: Unit) -> dict[str, torch.Tensor]:
+        return dict(zip(unit.paths, recorder.replay(views[path] for path in unit.paths), strict=True))
+
+    state = build("init", plan, spec, optimizer, treedef, fetch, buffers(skeleton) or (), local_buffers, seed)
+    return state, skeleton
+
+
+def _recorded(make: Callable[[], M], seed: int, device: torch.device) -> tuple[Recorder, M]:
+    """The module, made with fake tensors, and what made it."""
     if isinstance(make, nn.Module):
         raise SpecError(
             f"init: expected a function that builds the module, as lambda: {type(make).__name__}(...), not a module. "
@@ -207,19 +244,7 @@ def init(make: Callable[[], M], spec: Spec, optimizer: Any = None, *, seed: int 
         ) from error
     if not isinstance(module, nn.Module):
         raise SpecError(f"init: make() returned a {type(module).__name__}; expected a module.")
-    params = dict(module.named_parameters(remove_duplicate=False))
-    shapes = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in params.values()}
-    infos, paths, treedef = describe({path: shapes[id(p)] for path, p in params.items()})
-    spec, plan = settled(spec, infos, paths)
-    views = {path: recorder.view(p) for path, p in params.items()}
-
-    def fetch(unit: Unit) -> dict[str, torch.Tensor]:
-        return dict(zip(unit.paths, recorder.replay(views[path] for path in unit.paths), strict=True))
-
-    with torch.no_grad(), _Copies(recorder):
-        skeleton = skeleton_of(module)
-    kept = {path: buffer.clone().to(device) for path, buffer in buffers(skeleton).items()}
-    return build(plan, spec, optimizer, treedef, fetch, buffers=kept or (), seed=seed), skeleton
+    return recorder, module
 
 
 def _meta(p: torch.Tensor) -> torch.Tensor:

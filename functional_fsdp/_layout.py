@@ -321,9 +321,9 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
             kinds.setdefault(kind, []).append((leaf, key))
         names = _bucket_names(name, len(kinds), taken)
         taken |= set(names)
-        buckets = [
-            _bucket(label, name, some, *kind, spec) for label, (kind, some) in zip(names, kinds.items(), strict=True)
-        ]
+        buckets = []
+        for label, ((placement, dtypes, trainable), some) in zip(names, kinds.items(), strict=True):
+            buckets.append(_bucket(label, name, some, placement, dtypes, trainable, spec))
         units.append(Unit(name, tuple(keys), tuple(paths[i] for i in members), tuple(buckets)))
     source = {path: leaf.path for leaf in leaves for path in (leaf.path, *leaf.aliases)}
     return Layout(tuple(units), order, tuple(source[path] for path in order))

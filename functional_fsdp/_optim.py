@@ -11,8 +11,10 @@ there, so a pure update is as good as an in-place one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,11 +24,23 @@ from ._errors import SpecError
 from ._flat import FlatBuffer, zeros
 from ._tracing import tracing
 
-__all__ = ["AdamState", "AdamW", "Optimizer", "Sgd", "Updates", "adamw", "as_optimizer", "from_updates", "sgd"]
+__all__ = [
+    "AdamState",
+    "AdamW",
+    "Optimizer",
+    "Sgd",
+    "Updates",
+    "adamw",
+    "as_optimizer",
+    "check_labels",
+    "from_updates",
+    "sgd",
+]
 
 Tree = dict[str, FlatBuffer]
 Rate = float | Callable[[torch.Tensor], torch.Tensor]
 PerLabel = float | Mapping[str, float]
+Betas = tuple[float, float]
 
 
 class Optimizer(NamedTuple):
@@ -87,13 +101,55 @@ def as_optimizer(value: Any) -> Any:
     )
 
 
-def _by_label(name: str, value: PerLabel, label: str) -> float:
+def _by_label(name: str, value: Any, label: str) -> Any:
     if not isinstance(value, Mapping):
         return value
     if label not in value and "default" not in value:
         keys = " or ".join(dict.fromkeys((repr(label), "'default'")))
         raise SpecError(f"{name}={dict(value)}: nothing for the label {label!r}. Add a number under {keys}.")
     return value[label] if label in value else value["default"]
+
+
+def _number(where: str, value: Any, below: float = math.inf) -> None:
+    """Refuse what is no finite number in [0, below)."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < below:
+        least = "a number in [0, 1)" if below == 1 else "a finite number of at least 0"
+        raise SpecError(f"{where} is {value!r}; expected {least}.")
+
+
+def _numbers(where: str, value: Any, rates: bool = False) -> None:
+    """The same of a setting that may be given by label. `rates`: of functions and tensors, too, which may change."""
+    if isinstance(value, Mapping):
+        for label, one in value.items():
+            _numbers(f"{where} for the label {label!r}", one, rates)
+    elif not (rates and (callable(value) or (isinstance(value, torch.Tensor) and not value.dim()))):
+        _number(where, value)
+
+
+def _pairs(where: str, value: Any) -> Any:
+    """Betas as a tuple, or as tuples by label."""
+    if isinstance(value, Mapping):
+        return {label: _pairs(f"{where} for the label {label!r}", one) for label, one in value.items()}
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
+        raise SpecError(f"{where} is {value!r}; expected a pair of numbers, as (0.9, 0.999).")
+    for k, beta in enumerate(value):
+        _number(f"{where}[{k}]", beta, 1)
+    return tuple(value)
+
+
+def check_labels(optimizer: Any, known: Collection[str]) -> None:
+    """Refuse settings for a label that no leaf can have, as a misspelt one."""
+    if not isinstance(optimizer, AdamW | Sgd):
+        return
+    for field in fields(optimizer):
+        value = getattr(optimizer, field.name)
+        for label in value if isinstance(value, Mapping) else ():
+            if label not in known:
+                name, labels = type(optimizer).__name__.lower(), ", ".join(map(repr, sorted(known)))
+                raise SpecError(
+                    f"{name}({field.name}): no leaf has the label {label!r}. The labels are {labels}; "
+                    "Spec(labels={pattern: label}) gives them."
+                )
 
 
 def _check_labels(main: Tree, **settings: Any) -> None:
@@ -116,7 +172,7 @@ def _groups(*trees: Tree) -> dict[str, list[list[torch.Tensor]]]:
 
 
 def _rate(lr: Rate | Mapping[str, Rate], label: str, count: torch.Tensor) -> Any:
-    rate = _by_label("lr", lr, label) if isinstance(lr, Mapping) else lr  # type: ignore[arg-type]
+    rate = _by_label("lr", lr, label)
     return rate(count) if callable(rate) else rate
 
 
@@ -132,13 +188,19 @@ class AdamW:
     """AdamW (Loshchilov and Hutter 2019) on torch's fused kernel: one launch a label, for all buckets of a call."""
 
     lr: Any
-    betas: tuple[float, float]
+    betas: Any  # a pair, or pairs by label
     eps: float
     weight_decay: Any
     by_bucket: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        _numbers("adamw: lr", self.lr, rates=True)
+        _number("adamw: eps", self.eps)
+        _numbers("adamw: weight_decay", self.weight_decay)
+        object.__setattr__(self, "betas", _pairs("adamw: betas", self.betas))
+
     def init(self, main: Tree) -> AdamState:
-        _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
+        _check_labels(main, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
         return AdamState(*zeros(main, 2))
 
     def update(self, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor) -> tuple[Tree, AdamState]:
@@ -150,32 +212,35 @@ class AdamW:
         taken = (count + 1).float()
         for label, (p, g, m, v) in _groups(main, grads, opt.mean, opt.square).items():
             lr, decay = _rate(self.lr, label, count), _by_label("weight_decay", self.weight_decay, label)
+            betas = _by_label("betas", self.betas, label)
             if tracing():
                 for one in zip(p, g, m, v, strict=True):
-                    self._plainly(skip, *one, taken, lr, decay)
+                    self._plainly(skip, *one, taken, lr, betas, decay)
                 continue
             torch.autograd.graph.increment_version([*p, *m, *v])  # the fused kernel does not
             torch._fused_adamw_(
                 p, g, m, v, [], [taken] * len(p),
-                lr=lr, beta1=self.betas[0], beta2=self.betas[1], eps=self.eps, weight_decay=decay, amsgrad=False,
+                lr=lr, beta1=betas[0], beta2=betas[1], eps=self.eps, weight_decay=decay, amsgrad=False,
                 maximize=False, found_inf=None if skip is None else skip.float(),
             )  # fmt: skip
         return main, opt
 
-    def _plainly(self, skip: Any, p: Any, g: Any, m: Any, v: Any, taken: Any, lr: Any, decay: float) -> None:
+    def _plainly(
+        self, skip: Any, p: Any, g: Any, m: Any, v: Any, taken: Any, lr: Any, betas: Betas, decay: float
+    ) -> None:
         """In plain operations, which compilers can trace and fuse; in float32 at least, as the kernel."""
         wide = torch.promote_types(p.dtype, torch.float32)
         weight, grad = p.to(wide), g.to(wide)
-        mean = m.to(wide) + (1 - self.betas[0]) * (grad - m.to(wide))
-        square = self.betas[1] * v.to(wide) + (1 - self.betas[1]) * grad * grad
+        mean = m.to(wide) + (1 - betas[0]) * (grad - m.to(wide))
+        square = betas[1] * v.to(wide) + (1 - betas[1]) * grad * grad
         taken = taken.to(wide)
-        denominator = square.sqrt() / (1 - self.betas[1] ** taken).sqrt() + self.eps
-        new = weight * (1 - lr * decay) - lr / (1 - self.betas[0] ** taken) * mean / denominator
+        denominator = square.sqrt() / (1 - betas[1] ** taken).sqrt() + self.eps
+        new = weight * (1 - lr * decay) - lr / (1 - betas[0] ** taken) * mean / denominator
         for old, value in ((p, new), (m, mean), (v, square)):
             old.copy_(value if skip is None else torch.where(skip, old.to(wide), value))
 
     def __hash__(self) -> int:
-        return hash((type(self), self.betas, self.eps))
+        return hash((type(self), self.eps))
 
 
 @dataclass(frozen=True)
@@ -187,6 +252,11 @@ class Sgd:
     weight_decay: Any
     nesterov: bool
     by_bucket: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _numbers("sgd: lr", self.lr, rates=True)
+        _number("sgd: momentum", self.momentum)
+        _numbers("sgd: weight_decay", self.weight_decay)
 
     def init(self, main: Tree) -> Tree | tuple[()]:
         _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
@@ -231,7 +301,7 @@ class Sgd:
 
 def adamw(
     lr: Rate | Mapping[str, Rate] = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: Betas | Mapping[str, Sequence[float]] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: PerLabel = 0.01,
 ) -> AdamW:
@@ -240,12 +310,17 @@ def adamw(
     Args:
         lr: a number, or a function of the count tensor (int64 [], steps taken so far) that returns a tensor []; or
             either by label.
+        betas: two numbers in [0, 1), or `{label: (number, number)}`.
         weight_decay: a number, or `{label: number}` for the labels of `Spec(labels=...)`; "default" covers the others.
+
+    Raises:
+        SpecError: a number that is negative, not finite or out of its range. By `shard` and `init`: a label that no
+            leaf can have, or one that has no number.
 
     >>> adamw(lr=lambda count: 3e-4 * (count / 100).clamp(max=1), weight_decay={"norm": 0.0, "default": 0.1}).eps
     1e-08
     """
-    return AdamW(lr, (betas[0], betas[1]), eps, weight_decay)
+    return AdamW(lr, betas, eps, weight_decay)
 
 
 def sgd(

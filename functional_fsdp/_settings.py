@@ -131,7 +131,7 @@ class _Walk:
                 self.hide(where, _name(value) if callable(value) else _name(type(value)))
         elif hasattr(value, "__dict__") or _slots(value):
             self._object(where, value, _slots(value))
-        elif type(value).__repr__ is not object.__repr__ and " at 0x" not in (text := repr(value)):
+        elif " at 0x" not in (text := repr(value)):
             self.say(where, _short(f"{_name(type(value))} {text}"))  # a fraction, a range, a date
         else:
             self.hide(where, _name(type(value)))
@@ -188,10 +188,8 @@ class _Walk:
     def _sequence(self, where: str, value: Any) -> None:
         fields = getattr(value, "_fields", None)  # of a NamedTuple
         kind = "" if type(value) in (list, tuple) else _name(type(value))
-        texts = [_plain(item) for item in value]
-        if not fields and None not in texts:
-            inside = ", ".join(map(str, texts)) + ("," if len(texts) == 1 else "")
-            self.say(where, _short(f"{kind}({inside})"))
+        if not fields and (text := _literal(list(value))) is not None:
+            self.say(where, _short(f"{kind}{text}"))
             return
         self.say(where, f"{kind or type(value).__name__} of {len(value)}")
         for i, item in enumerate(value):
@@ -285,6 +283,14 @@ _KINDS: tuple[tuple[Any, Callable[[_Walk, str, Any], None]], ...] = (
 def _plain(value: Any) -> str | None:
     """A number or a text as it reads; None for what has parts."""
     return _short(repr(value)) if type(value) in PLAIN else None
+
+
+def _literal(value: Any, deep: int = 0) -> str | None:
+    """Numbers and texts in lists of lists, as they read; None where there is anything else."""
+    if type(value) not in (list, tuple) or deep > 4:
+        return _plain(value)
+    texts = [_literal(item, deep + 1) for item in value]
+    return None if None in texts else f"({', '.join(map(str, texts))}{',' if len(texts) == 1 else ''})"
 
 
 def _whole(value: Any) -> str:

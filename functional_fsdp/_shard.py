@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,20 +9,23 @@ import torch
 import torch.nn as nn
 import torch.utils._pytree as pytree
 
+from ._agree import Topic, agree
+from ._checksum import checksum
 from ._entry import outside_inference
 from ._errors import SpecError, TreeError
 from ._flat import FlatBuffer, make_room
-from ._layout import Layout, LeafInfo, plan_layout
-from ._optim import as_optimizer
+from ._layout import Bucket, Layout, LeafInfo, plan_layout
+from ._optim import as_optimizer, check_labels
 from ._route import states_of
-from ._runtime import Runtime, runtime_of
+from ._runtime import runtime_of
+from ._settings import describe_settings
 from ._spec import FLOATS, Spec
 from ._state import Ledger, State, Token
 from ._transport import settled
-from ._tree import flatten
+from ._tree import flatten, match
 from ._weights import keeps_copy, refresh
 
-__all__ = ["build", "describe", "layout", "shard"]
+__all__ = ["build", "describe", "given", "layout", "needs_spec", "shard"]
 
 Fetch = Callable[[Any], Any]
 
@@ -97,7 +99,15 @@ def layout(params: Any, spec: Spec) -> Layout:
 
 
 @outside_inference
-def shard(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (), seed: int = 0) -> State:
+def shard(
+    params: Any,
+    spec: Spec,
+    optimizer: Any = None,
+    *,
+    buffers: Any = (),
+    local_buffers: Sequence[str] = (),
+    seed: int = 0,
+) -> State:
     """Shard a pytree of whole parameters: leaves of global shape -> flat shards [n / ranks].
 
     Args:
@@ -106,16 +116,27 @@ def shard(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (), 
         spec: placement, precision, units.
         optimizer: an `(init, update)` pair, as `adamw(lr=3e-4)`; None for inference.
         buffers: tensors by path that ride along (`State.buffers`): `buffers(module)` for what a module has. Copied.
+        local_buffers: patterns of buffers that may differ by rank, `["*"]` for all (see `buffers="local"` of
+            `forward_backward`).
         seed: what `State.rng` starts from.
 
     Returns:
         a State between steps, on the mesh's device.
 
-    Raises:
-        TreeError: a leaf that is no plain tensor; ranks whose trees or values differ, naming the first leaf that does.
-        SpecError: whatever is wrong with units, patterns or dtypes.
+    Ranks are compared by what they were given: the tree, the bits of every leaf and buffer, every setting of the spec
+    and the optimizer, and the seed. Leaves may differ along axes that their placement's data axes leave out (experts).
+    Functions are compared by name, code, defaults, what they close over and the plain globals they read; what cannot be
+    compared so (locks, generators, objects of C) is named when the spec or the state is printed. An object may say
+    itself what counts: by a method `__fsdp_settings__()`, whose result is compared in its place.
 
-    Collective: a check that ranks agree (bytes, not weights); an all-gather where a placement keeps a compute copy.
+    Raises:
+        TreeError: a leaf that is no plain tensor; ranks whose trees, values or buffers differ, naming the first that
+            does.
+        SpecError: whatever is wrong with units, patterns or dtypes; ranks whose settings differ, naming the first.
+        If one rank raises, all do: the others name it and what it met.
+
+    Collective: two exchanges of digests on the host (of lines, where they differ); an all-gather where a placement
+    keeps a compute copy.
 
     Example:
         >>> from functional_fsdp import adamw, local_mesh, shard
@@ -123,69 +144,101 @@ def shard(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (), 
         >>> state.units
         ('w',)
     """
-    infos, paths, treedef = describe(params)
-    _, leaves, _ = flatten(params)
-    for path, leaf in zip(paths, leaves, strict=True):
-        if leaf.device.type == "meta":
-            raise TreeError(
-                f"shard: the leaf {path!r} is on the meta device and has no values. Use init(lambda: Model(...), "
-                "spec), which materialises one unit at a time."
-            )
+    run = runtime_of(needs_spec("shard", spec).mesh)
+
+    def look() -> tuple[Any, list[Topic]]:
+        infos, paths, treedef = describe(params)
+        values = dict(zip(paths, (leaf.detach() for leaf in flatten(params)[1]), strict=True))
+        for path, leaf in values.items():
+            if leaf.device.type == "meta":
+                raise TreeError(
+                    f"shard: the leaf {path!r} is on the meta device and has no values. Use init(lambda: Model(...), "
+                    "spec), which materialises one unit at a time."
+                )
+        return (infos, paths, treedef, values), given(infos, paths, spec, as_optimizer(optimizer), seed)
+
+    infos, paths, treedef, values = agree(run, "shard", look)
     spec, plan = settled(spec, infos, paths)
-    run = runtime_of(spec.mesh)
-    values = {path: leaf.detach() for path, leaf in zip(paths, leaves, strict=True)}
-    _agree(
-        run,
-        [f"{i.path} {i.shape} {i.dtype} {i.aliases}" for i in infos],
-        plan.hash,
-        "shard: ranks have different trees",
-    )
-    own = [tuple(a for a in run.sizes if a not in spec.placement_of(i.path, *i.aliases).data) for i in infos]
-    _agree(run, _checksums([i.path for i in infos], values), "", "shard: ranks have different values", own)
-    return build(plan, spec, optimizer, treedef, lambda unit: values, buffers=_on(run, buffers), seed=seed)
+    return build("shard", plan, spec, optimizer, treedef, lambda unit: values, buffers, local_buffers, seed)
 
 
-def _on(run: Runtime, tree: Any) -> Any:
-    """Copies of the tensors, on the mesh's device."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(run.device), tree)
+def needs_spec(where: str, spec: Any) -> Spec:
+    """Refuse what is no Spec."""
+    if not isinstance(spec, Spec):
+        raise SpecError(f"{where}: spec is a {type(spec).__name__}; expected a Spec, as Spec(mesh, zero3('data')).")
+    return spec
+
+
+def given(infos: list[LeafInfo], paths: Sequence[str], spec: Spec, optimizer: Any, seed: int) -> list[Topic]:
+    """What ranks are to have been given alike, but for values; a spec that cannot be honoured is refused here."""
+    plan = plan_layout(infos, spec, paths)
+    known = {"default", *(spec.label_of(info.path, *info.aliases) for info in infos), *(str(v) for _, v in spec.labels)}
+    check_labels(optimizer, known)
+    kinds = [
+        f"{i.dtype}{'' if i.trainable else ' frozen'}{f' tied to {list(i.aliases)}' if i.aliases else ''}"
+        for i in infos
+    ]
+    trees = [f"{info.path} {info.shape} {kind}" for info, kind in zip(infos, kinds, strict=True)]
+    settings = [*describe_settings(spec, "Spec"), *describe_settings(optimizer, "optimizer")]
+    build_alike = "Build the same parameters on every rank (seed them alike, or use init)."
+    give_alike = "Give every rank the same. An object of which not all counts says what does: by __fsdp_settings__()."
+    return [
+        Topic(trees, TreeError, "trees", "leaf", build_alike),
+        Topic([*settings, f"seed: {seed!r}"], SpecError, "settings", "one", give_alike),
+        Topic([f"the layout {plan.hash}"], SpecError, "layouts", "thing", "Print fsdp.layout(params, spec) on both."),
+    ]
 
 
 def build(
-    plan: Layout, spec: Spec, optimizer: Any, treedef: pytree.TreeSpec, fetch: Fetch, *, buffers: Any, seed: int
+    where: str,
+    plan: Layout,
+    spec: Spec,
+    optimizer: Any,
+    treedef: pytree.TreeSpec,
+    fetch: Fetch,
+    buffers: Any,
+    local_buffers: Sequence[str],
+    seed: int,
 ) -> State:
     """Assemble a State from a layout; `fetch(unit)` gives the unit's whole leaves by path, one unit at a time."""
     run = runtime_of(spec.mesh)
     optimizer = as_optimizer(optimizer)
-    make_room([bucket.nbytes("main") for bucket in plan.buckets.values()], run.device)
-    main = {
-        name: FlatBuffer(
-            torch.zeros(bucket.numel // bucket.slices("main"), dtype=bucket.main, device=run.device),
-            bucket,
-            states_of(bucket, "main"),
-            spec.mesh,
-        )
-        for name, bucket in plan.buckets.items()
-    }
-    with torch.no_grad():
+
+    def assemble() -> tuple[Any, list[Topic]]:
+        make_room([bucket.nbytes("main") for bucket in plan.buckets.values()], run.device)
+        main = {name: _empty(bucket, "main", spec, run.device) for name, bucket in plan.buckets.items()}
+        sums: dict[str, torch.Tensor] = {}
         for unit in plan.units:
             values = fetch(unit)
             for bucket in unit.buckets:
                 _fill(main[bucket.name], values)
+                if run.size > 1:
+                    sums |= {leaf.path: checksum(values[leaf.path]) for leaf in bucket.leaves}
             del values
-        weights: dict[str, FlatBuffer] = {}
-        for name, bucket in plan.buckets.items():
-            if keeps_copy(bucket):
-                n = bucket.numel // bucket.slices("weights")
-                local = torch.empty(n, dtype=bucket.compute, device=run.device)
-                weights[name] = FlatBuffer(local, bucket, states_of(bucket, "weights"), spec.mesh)
-                refresh(main[name], weights[name])
-        opt = optimizer.init({name: main[name] for name in plan.trainable}) if optimizer else ()
+        copies = {name: _empty(b, "weights", spec, run.device) for name, b in plan.buckets.items() if keeps_copy(b)}
+        opt = optimizer.init({name: main[name] for name in plan.trainable}) if optimizer is not None else ()
+        kept = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(run.device), buffers)
+        count = torch.zeros((), dtype=torch.int64, device=run.device)
+        rng = torch.tensor(seed, dtype=torch.int64)
+        held = _buffers(where, kept, local_buffers, run.size > 1)
+        return (main, copies, opt, kept, count, rng), [_values(where, sums, plan, spec), held]
+
+    with torch.no_grad():
+        main, weights, opt, kept, count, rng = agree(run, where, assemble)
+        for name, copy in weights.items():
+            refresh(main[name], copy)
     ledger = Ledger(run, plan, spec)
     ledger.enroll()
-    count = torch.zeros((), dtype=torch.int64, device=run.device)
-    rng = torch.tensor(seed, dtype=torch.int64)
     static = (spec, plan, optimizer, treedef, Token(ledger, 0))
-    return State(main, weights or (), (), opt, buffers, count, rng, (), *static).prepared()
+    return State(main, weights or (), (), opt, kept, count, rng, (), *static).prepared()
+
+
+def _empty(bucket: Bucket, kind: str, spec: Spec, device: torch.device) -> FlatBuffer:
+    """A bucket's shard of main weights, of zeros (its padding stays so), or of compute copies, which are gathered."""
+    make = torch.zeros if kind == "main" else torch.empty
+    dtype = bucket.main if kind == "main" else bucket.compute
+    local = make(bucket.numel // bucket.slices(kind), dtype=dtype, device=device)
+    return FlatBuffer(local, bucket, states_of(bucket, kind), spec.mesh)
 
 
 def _fill(buffer: FlatBuffer, values: Any) -> None:
@@ -198,36 +251,42 @@ def _fill(buffer: FlatBuffer, values: Any) -> None:
             buffer.local[a - start : b - start].copy_(flat[a - leaf.offset : b - leaf.offset])
 
 
-def _checksums(paths: Sequence[str], values: dict[str, torch.Tensor]) -> list[str]:
-    """A sum over the bits of each leaf: equal values give equal sums on every rank."""
-    views = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [values[p].reshape(-1).view(views[values[p].element_size()]).sum(dtype=torch.int64).cpu() for p in paths]
-    numbers = torch.stack(sums).tolist()
-    return [f"{path} checksum {number}" for path, number in zip(paths, numbers, strict=True)]
+def _values(where: str, sums: dict[str, torch.Tensor], plan: Layout, spec: Spec) -> Topic:
+    """The checksum of every leaf. Ranks may have leaves of their own along axes that its gradients do not average."""
+    numbers = _numbers(list(sums.values()))
+    data = {leaf.path: bucket.placement.data for bucket in plan.buckets.values() for leaf in bucket.leaves}
+    own = [tuple(axis for axis in spec.axes if axis not in data[path]) for path in sums]
+    alike = "Build the same parameters on every rank (seed them alike, or use init)."
+    alike = "Have make() do the same on every rank." if where == "init" else alike
+    lines = [f"{path} checksum {n:016x}" for path, n in zip(sums, numbers, strict=True)]
+    return Topic(lines, TreeError, "values", "leaf", alike, own)
 
 
-def _agree(run: Runtime, lines: list[str], extra: str, what: str, own: Sequence[tuple[str, ...]] = ()) -> None:
-    """Raise TreeError on every rank, naming the first line that differs, unless all ranks have the same lines.
+def _buffers(where: str, buffers: Any, local: Sequence[str], several: bool) -> Topic:
+    """Every buffer and its checksum; of those that may differ by rank, that they are there."""
+    paths, leaves, _ = flatten(buffers)
+    for pattern in local:
+        if all(match(pattern, path) is None for path in paths):
+            raise SpecError(
+                f"{where}(local_buffers): the pattern {pattern!r} matches nothing. There are {len(paths)} buffers"
+                f"{f', as {paths[0]!r}' if paths else ''}."
+            )
+    own = [any(match(pattern, path) is not None for pattern in local) for path in paths]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    sums = iter(_numbers([checksum(tensor) for tensor in tensors] if several else []))
+    lines = []
+    for path, leaf, mine in zip(paths, leaves, own, strict=True):
+        tensor = several and isinstance(leaf, torch.Tensor)
+        said = f"{tuple(leaf.shape)} {leaf.dtype} checksum {next(sums):016x}" if tensor else describe_settings(leaf)[0]
+        lines.append(f"{path} of this rank" if mine else f"{path} {said}")
+    remedy = "Give every rank the same, or say which ones may differ: local_buffers=[pattern, ...]."
+    return Topic(lines, TreeError, "buffers", "one", remedy)
 
-    own: for each line the mesh axes along which ranks may differ (experts, of which each has its own).
-    """
-    if run.size == 1:
-        return
-    digest = (len(lines), hashlib.sha256("\n".join([*lines, extra]).encode()).hexdigest())
-    if len(set(run.everyone(digest))) == 1:
-        return
-    everyone, places = run.everyone(lines), run.everyone(run.coordinate)
-    for i in range(max(map(len, everyone))):
-        seen: dict[Any, tuple[int, str]] = {}
-        for rank, (theirs, at) in enumerate(zip(everyone, places, strict=True)):
-            line = theirs[i] if i < len(theirs) else "nothing"
-            where = tuple(at[axis] for axis in own[i]) if i < len(own) else ()
-            first, expected = seen.setdefault(where, (rank, line))
-            if line != expected:
-                raise TreeError(
-                    f"{what}. The first leaf that differs: rank {run.ranks[first]} has {expected}, rank "
-                    f"{run.ranks[rank]} has {line}. Build the same parameters on every rank (seed them alike, or use "
-                    "init)."
-                )
-    if not any(own):
-        raise TreeError(f"{what}: the leaves agree, the specs do not. Build the same Spec on every rank.")
+
+def _numbers(sums: list[torch.Tensor]) -> list[int]:
+    """Checksums on the host: one copy for all of a device."""
+    found: dict[int, int] = {}
+    for device in {number.device for number in sums}:
+        which = [i for i, number in enumerate(sums) if number.device == device]
+        found |= dict(zip(which, torch.stack([sums[i] for i in which]).tolist(), strict=True))
+    return [found[i] % (1 << 64) for i in range(len(sums))]

@@ -18,6 +18,7 @@ from ._flat import FlatBuffer
 from ._layout import Layout
 from ._ledger import Ledger, Token
 from ._runtime import runtime_of
+from ._settings import opaque_settings
 from ._spec import Spec
 from ._tracing import tracing
 from ._tree import bytes_text, register, table
@@ -209,7 +210,10 @@ class State:
             rows.append((name, len(tensors), size(tree), dtypes or "-", states or "-"))
         what = f"State of {len(self.units)} units, {len(self.layout.paths)} leaves"
         header = ("field", "tensors", "bytes a rank", "dtype", "placed")
-        return f"{what}, mesh {axes}, step {self.steps}, {status}\n{table(header, rows)}"
+        hidden = opaque_settings(self.optimizer, "optimizer")
+        more = f" and {len(hidden) - 2} more" if len(hidden) > 2 else ""
+        unseen = f"\nranks cannot compare {', '.join(hidden[:2])}{more}" if hidden else ""
+        return f"{what}, mesh {axes}, step {self.steps}, {status}\n{table(header, rows)}{unseen}"
 
 
 FIELDS = tuple(f.name for f in fields(State))

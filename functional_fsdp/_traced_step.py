@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["step"]
 
 
-def step(state: State, *, skip: torch.Tensor | None = None) -> State:
+def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     recipes = recipes_of(state, "step")
-    may_step(state, skip)
+    skip = may_step(state, skip)
     base = base_of(state)
     state = finish(state)
     main, opt = {name: state.main[name] for name in state.layout.trainable}, state.opt

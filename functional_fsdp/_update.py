@@ -27,14 +27,20 @@ __all__ = ["carry_out", "check", "may_step", "portions", "put", "update"]
 FILL = 1 << 25  # bytes of main weights: what an update on the lane takes at least, so that small units share a call
 
 
-def may_step(state: State, skip: torch.Tensor | None) -> None:
-    """Refuse a step that cannot be taken."""
-    if skip is not None and (skip.dtype is not torch.bool or skip.dim()):
-        raise TreeError(f"step: skip has shape {tuple(skip.shape)} and dtype {skip.dtype}; expected [] and torch.bool.")
+def may_step(state: State, skip: torch.Tensor | bool | None) -> torch.Tensor | None:
+    """Refuse a step that cannot be taken. Returns whether to skip it, on the state's device; None for False."""
+    if isinstance(skip, bool):
+        skip = torch.full((), True, device=state.count.device) if skip else None
+    elif skip is not None and (not isinstance(skip, torch.Tensor) or skip.dtype is not torch.bool or skip.dim()):
+        had = f"shape {tuple(skip.shape)} and dtype {skip.dtype}" if isinstance(skip, torch.Tensor) else repr(skip)
+        raise TreeError(f"step: skip has {had}; expected a bool, or a tensor of shape [] and torch.bool.")
+    elif skip is not None and skip.device != state.count.device:
+        raise TreeError(f"step: skip is on {skip.device}; expected the state's device, {state.count.device}.")
     if state.optimizer is None:
         raise ScheduleError(
             "step: this state has no optimizer. Give one to shard(params, spec, optimizer), as fsdp.adamw(lr=3e-4)."
         )
+    return skip
 
 
 def carry_out(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None) -> tuple[Any, Any]:

@@ -287,12 +287,12 @@ def finish(state: State) -> State:
 
 
 @verb(_traced_step.step)
-def step(state: State, *, skip: torch.Tensor | None = None) -> State:
+def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     """Update main weights with the optimizer, refresh the compute copies, and drop the gradients. Consumes `state`.
 
     Args:
         skip: a bool tensor [], the same on every rank. Where it is true, on the device, weights, optimizer state and
-            count stay what they are (see `transforms.skip_nonfinite`). Nothing waits for it.
+            count stay what they are (see `transforms.skip_nonfinite`). Nothing waits for it. Or a bool.
 
     Everything is checked first, and every rank votes before anything changes (on the host; devices are not
     synchronised). The buffers of the state are reused, so the states of this step raise StaleStateError from here on.
@@ -308,7 +308,7 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
 
     Collective: what `reduce` left unfinished; an all-gather a bucket where weights are less sharded than main weights.
     """
-    may_step(state, skip)
+    skip = may_step(state, skip)
     state.valid("step")
     _has_gradients(state)
     ledger = state.token.ledger

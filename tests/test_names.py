@@ -152,7 +152,7 @@ def test_names_that_once_met(case: str) -> None:
 
 def test_a_part_of_the_tree_with_the_name_of_a_tied_leaf() -> None:
     shared = full(1)
-    tree = {"wte": shared, "wte.bias": full(2), "wte.*": full(3), "head": shared}
+    tree: Any = {"wte": shared, "wte.bias": full(2), "wte.*": full(3), "head": shared}
     layout = fsdp.layout(tree, Spec({"data": 2}))
     assert {unit.name: (unit.paths, unit.keys) for unit in layout.units} == {
         "wte": (("wte",), ("wte",)),

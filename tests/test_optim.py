@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -166,6 +167,97 @@ def test_a_label_without_a_setting() -> None:
         SpecError, match=r"weight_decay=\{'bias': 0\.0\}: nothing for the label 'default'\. Add a number"
     ):
         fsdp.shard(tree(0), spec(labels=LABELS), fsdp.sgd(weight_decay={"bias": 0.0}))
+
+
+def test_betas_by_label() -> None:
+    betas = {"norm": (0.7, 0.9), "default": [0.8, 0.95]}
+    settings = {"norm": {"betas": (0.7, 0.9)}}
+    wanted = theirs(lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95)), settings)
+    for rate in (1e-2, {"norm": 1e-2, "default": 1e-2}):
+        equal(ours(fsdp.adamw(lr=rate, betas=betas)), wanted)
+    with pytest.raises(SpecError, match=r"betas=\{'norm': \(0\.7, 0\.9\)\}: nothing for the label '(default|bias)'"):
+        fsdp.shard(tree(0), spec(labels=LABELS), fsdp.adamw(betas={"norm": (0.7, 0.9)}))
+    assert hash(fsdp.adamw(betas=betas)) == hash(fsdp.adamw(betas=betas))
+    assert fsdp.adamw(betas=betas) == fsdp.adamw(betas=betas)
+
+
+DESCENT = Optimizer(
+    lambda main: (), lambda grads, opt, main, count: (pytree.tree_map(lambda p, g: p - 0.1 * g, main, grads), opt)
+)
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "text"),
+    [
+        (make, {name: number}, rf"{made}: {name} is {number!r}; expected a finite number of at least 0")
+        for make, made, names in (
+            (fsdp.adamw, "adamw", ("lr", "eps", "weight_decay")),
+            (fsdp.sgd, "sgd", ("lr", "momentum", "weight_decay")),
+        )
+        for name in names
+        for number in (-1e-3, NAN, float("inf"), -float("inf"), True, "fast", None)
+    ]
+    + [
+        (
+            fsdp.adamw,
+            {"lr": {"norm": -1.0, "default": 1}},
+            r"adamw: lr for the label 'norm' is -1\.0; expected a finite",
+        ),
+        (fsdp.sgd, {"lr": -1}, "sgd: lr is -1; expected"),
+        (fsdp.adamw, {"eps": {"norm": 1e-8}}, "adamw: eps is {'norm': 1e-08}; expected a finite number"),
+        (fsdp.sgd, {"weight_decay": {"default": NAN}}, "sgd: weight_decay for the label 'default' is nan; expected"),
+        (fsdp.adamw, {"betas": (0.9, 1.0)}, r"adamw: betas\[1\] is 1\.0; expected a number in \[0, 1\)"),
+        (fsdp.adamw, {"betas": (-0.1, 0.9)}, r"adamw: betas\[0\] is -0\.1; expected a number in \[0, 1\)"),
+        (fsdp.adamw, {"betas": (NAN, 0.9)}, r"adamw: betas\[0\] is nan"),
+        (fsdp.adamw, {"betas": 0.9}, r"adamw: betas is 0\.9; expected a pair of numbers, as \(0\.9, 0\.999\)"),
+        (fsdp.adamw, {"betas": (0.9,)}, r"adamw: betas is \(0\.9,\); expected a pair"),
+        (
+            fsdp.adamw,
+            {"betas": {"norm": (0.9, 2)}},
+            r"adamw: betas for the label 'norm'\[1\] is 2; expected a number in",
+        ),
+    ],
+)
+def test_numbers_that_no_optimizer_can_have(make: Any, kwargs: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        make(**kwargs)
+
+
+def test_numbers_at_the_edge_are_fine() -> None:
+    fsdp.adamw(lr=0, betas=(0, 0.0), eps=0.0, weight_decay={"a": 0})
+    fsdp.sgd(lr=torch.tensor(0.1), momentum=1.0, weight_decay=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        (fsdp.adamw(lr={"nrom": 1.0, "default": 1.0}), "adamw(lr)"),
+        (fsdp.adamw(betas={"nrom": (0.9, 0.9), "default": (0.9, 0.9)}), "adamw(betas)"),
+        (fsdp.adamw(weight_decay={"nrom": 0.0, "default": 1.0}), "adamw(weight_decay)"),
+        (fsdp.sgd(lr={"nrom": lambda count: count, "default": 1.0}), "sgd(lr)"),
+        (fsdp.sgd(weight_decay={"nrom": 0.0, "default": 1.0}), "sgd(weight_decay)"),
+    ],
+)
+def test_a_misspelt_label(optimizer: Any, name: str) -> None:
+    text = f"{name}: no leaf has the label 'nrom'. The labels are 'bias', 'default', 'norm'; Spec(labels="
+    with pytest.raises(SpecError, match=re.escape(text)):
+        fsdp.shard(tree(0), spec(labels=LABELS), optimizer)
+    with pytest.raises(SpecError, match=re.escape(text)):
+        fsdp.init(Labelled, Spec(fsdp.local_mesh(), labels=LABELS), optimizer)
+
+
+class Labelled(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.norm, self.sub = torch.nn.LayerNorm(2), torch.nn.Linear(2, 2)
+
+
+def test_labels_that_only_one_side_names() -> None:
+    """No setting names a label of the spec; a setting names one whose leaves are all frozen."""
+    fsdp.shard(tree(0), spec(labels=LABELS), fsdp.adamw(lr=1e-3))
+    rates = {"norm": 1.0, "default": 1.0}
+    fsdp.shard(tree(0), spec(labels=LABELS, trainable={"norm": False}), fsdp.adamw(lr=rates))
 
 
 # -------------------------------------------------------------------------------- sgd
@@ -486,3 +578,52 @@ def test_an_update_by_bucket_is_the_update_of_all(optimizer: Any) -> None:
         pytree.tree_leaves((state.main, state.opt)), pytree.tree_leaves((apart.main, apart.opt)), strict=True
     ):
         assert torch.equal(a, b)
+
+
+# -------------------------------------------------------------------------------- skipped steps
+
+
+@pytest.mark.parametrize("optimizer", [fsdp.adamw(lr=1e-2), fsdp.sgd(lr=1e-2, momentum=0.9), DESCENT])
+def test_a_bool_may_say_whether_to_skip(optimizer: Any) -> None:
+    found = []
+    for skips in ([False, True, False], [torch.tensor(k == 1) for k in range(3)], [None, torch.tensor(True), None]):
+        state = fsdp.shard(tree(0), spec(), optimizer)
+        for i, skip in enumerate(skips):
+            state = fsdp.step(fsdp.reduce(state, tree(i + 1)), skip=skip)
+        assert int(state.count) == 2
+        found.append(fsdp.full_params(state))
+    for other in found[1:]:
+        assert all(torch.equal(other[name], p) for name, p in found[0].items())
+
+
+def test_a_bool_may_say_so_in_a_traced_step() -> None:
+    torch._dynamo.reset()
+    traced = Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(transport="traced"))
+    state = fsdp.shard({"w": torch.ones(3)}, traced, fsdp.sgd(lr=1.0))
+
+    def one(state: fsdp.State, grads: Tree, skip: bool) -> fsdp.State:
+        return fsdp.step(fsdp.reduce(state, grads), skip=skip)
+
+    step: Any = torch.compile(one, backend="eager", fullgraph=True)
+    for skip, weight, count in ((True, 1.0, 0), (False, 0.0, 1)):
+        state = step(state, {"w": torch.ones(3)}, skip)
+        assert fsdp.full_params(state)["w"].tolist() == [weight] * 3
+        assert int(state.count) == count
+
+
+@pytest.mark.parametrize(
+    ("skip", "text"),
+    [
+        (1, "step: skip has 1; expected a bool, or a tensor of shape"),
+        ("yes", "step: skip has 'yes'; expected a bool"),
+        (torch.ones(()), r"step: skip has shape \(\) and dtype torch\.float32"),
+        (torch.tensor([True]), r"step: skip has shape \(1,\) and dtype torch\.bool"),
+        (torch.empty((), dtype=torch.bool, device="meta"), "step: skip is on meta; expected the state's device, cpu"),
+    ],
+)
+def test_what_cannot_say_whether_to_skip(skip: Any, text: str) -> None:
+    state = fsdp.shard(tree(0), spec(), fsdp.sgd())
+    ready = fsdp.reduce(state, tree(1))
+    with pytest.raises(TreeError, match=text):
+        fsdp.step(ready, skip=skip)
+    assert int(fsdp.step(ready, skip=False).count) == 1

@@ -66,38 +66,6 @@ def test_between_microbatches_gradients_take_what_the_table_says(preset: str, pa
     assert set(launch(partial_bytes, 4, preset)) == {64 * 32 * 4 // parts}
 
 
-def disagrees(what: str) -> str:
-    rank = fsdp.local_mesh().get_rank()
-    params = {"a": torch.ones(3), "b": torch.ones(2, 2), "c": torch.ones(4)}
-    if what == "shape" and rank == 1:
-        params["b"] = torch.ones(2, 3)
-    if what == "missing" and rank == 1:
-        del params["c"]
-    if what == "value" and rank == 1:
-        params["b"][0, 0] += 1e-7
-    if what == "dtype" and rank == 1:
-        params["c"] = params["c"].double()
-    units = [("a", "b")] if what == "spec" and rank == 1 else None
-    with pytest.raises(fsdp.TreeError) as error:
-        fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), units=units))
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "expected"),
-    [
-        ("shape", "different trees. The first leaf that differs: rank 0 has b (2, 2)"),
-        ("missing", "rank 0 has c (4,) torch.float32 (), rank 1 has nothing"),
-        ("value", "different values. The first leaf that differs: rank 0 has b checksum"),
-        ("dtype", "rank 1 has c (4,) torch.float64"),
-        ("spec", "the leaves agree, the specs do not"),
-    ],
-)
-def test_ranks_that_disagree_are_found_at_shard(what: str, expected: str) -> None:
-    for text in launch(disagrees, 2, what):
-        assert expected in text
-
-
 def averages() -> tuple[float, float, float, bool]:
     mesh, placement = mesh_and_placement("hsdp")
     state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(mesh, placement))
