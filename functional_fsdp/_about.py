@@ -34,9 +34,12 @@ def about_of(state: State) -> dict[str, Any]:
 
 def _kind(optimizer: Any) -> str:
     """What an optimizer is called: its class, or for a mere pair of functions the first one's name."""
+    if optimizer is None:
+        return "none"
     pair = getattr(optimizer, "pair", optimizer)
-    name = getattr(pair.init, "__qualname__", "") if isinstance(pair, tuple) else type(pair).__qualname__
-    return f"{type(optimizer).__qualname__}({name})" if pair is not optimizer else name
+    named = getattr(pair, "init", pair) if isinstance(pair, tuple) else type(pair)
+    name = getattr(named, "__qualname__", type(named).__qualname__)
+    return name if pair is optimizer else f"{type(optimizer).__qualname__}({name})"
 
 
 def same_layout(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:

@@ -22,14 +22,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from stat import S_ISREG
-from typing import IO
+from typing import IO, Any
 
 from ._errors import CheckpointError
 
-try:
-    import fcntl
-except ImportError:  # no Unix: leftovers go by their age
-    fcntl = None  # type: ignore[assignment]
+locks: Any = None
+with suppress(ImportError):  # no Unix: leftovers go by their age
+    import fcntl as locks
 
 __all__ = ["LOCK", "Claim", "inside", "partial", "sync", "unfinished"]
 
@@ -61,7 +60,10 @@ class Claim:
         self.final, self.path, self.lock = final, partial(final, token), -1
         self.refuse()
         missing = [path for path in (final.parent, *final.parent.parents) if not path.exists()]
-        final.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(final)) from error
         for path in missing:
             sync(path.parent)
         _sweep(final)
@@ -80,9 +82,9 @@ class Claim:
         """Locked under another name first, so that nobody ever sees the lock free."""
         early = self.path / f"{LOCK}.new"
         self.lock = os.open(early, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        if fcntl is not None:
+        if locks is not None:
             with suppress(OSError):  # the file system has no locks
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                locks.flock(self.lock, locks.LOCK_EX | locks.LOCK_NB)
         os.rename(early, self.path / LOCK)
 
     def appear(self) -> None:
@@ -105,9 +107,9 @@ class Claim:
         """Remove what has not appeared, and let go of the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self.lock >= 0:
-            if fcntl is not None:
+            if locks is not None:
                 with suppress(OSError):
-                    fcntl.flock(self.lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+                    locks.flock(self.lock, locks.LOCK_UN)  # a forked child may have the descriptor, too
             os.close(self.lock)
             self.lock = -1
 
@@ -127,9 +129,9 @@ def _dead(path: Path) -> bool:
     except OSError:
         return _quiet(path, YOUNG)
     try:
-        if fcntl is None:
+        if locks is None:
             return _quiet(path, DEAD)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locks.flock(lock, locks.LOCK_EX | locks.LOCK_NB)
         return True
     except BlockingIOError:
         return False

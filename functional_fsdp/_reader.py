@@ -195,14 +195,15 @@ def _read(raw: IO[bytes], entry: Entry, into: torch.Tensor) -> None:
                 raise zipfile.BadZipFile(f"{info.filename} is compressed")
             if info.filename.endswith("/data/0"):
                 data = info
-            elif archive.read(info) is None:
-                raise zipfile.BadZipFile(info.filename)
+            else:
+                archive.read(info)
         if data is None or data.file_size != into.nbytes:
             raise zipfile.BadZipFile(f"{data.file_size if data else 'no'} bytes of data; expected {into.nbytes}")
         target = into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
         flat, buffer, at = target.reshape(-1).view(torch.uint8), bytearray(min(CHUNK, max(into.nbytes, 1))), 0
         chunk = torch.frombuffer(buffer, dtype=torch.uint8)
-        with archive.open(data) as member:
+        with archive.open(data) as opened:
+            member: Any = opened
             while n := member.readinto(buffer):  # the last one compares the CRC
                 flat[at : at + n].copy_(chunk[:n])
                 at += n
@@ -233,6 +234,7 @@ class _Part(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self.file.seek(self.start + self.at)
-        n = self.file.readinto(memoryview(buffer)[: max(self.size - self.at, 0)])  # type: ignore[attr-defined]
+        data: Any = self.file
+        n = int(data.readinto(memoryview(buffer)[: max(self.size - self.at, 0)]))
         self.at += n
-        return int(n)
+        return n

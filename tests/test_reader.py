@@ -227,7 +227,11 @@ def changed(change: Callable[[Any, Any, Any], Any]) -> Callable[[Path], None]:
 
 
 def put(**changes: Any) -> Callable[[Any], None]:
-    return lambda thing: [setattr(thing, name, value) for name, value in changes.items()] and None
+    def do(thing: Any) -> None:
+        for name, value in changes.items():
+            setattr(thing, name, value)
+
+    return do
 
 
 OTHER = [
@@ -294,7 +298,8 @@ def test_a_note_that_is_none(saved: Path, text: str, said: str) -> None:
 @pytest.mark.parametrize("key", ["step", "save", "placement", "tree", "files", "metadata", "digest"])
 def test_a_note_that_lacks_a_key_or_has_another_type(saved: Path, key: str) -> None:
     note = note_of(saved)
-    for value in (None, [], 1.5, True):
+    wrong: tuple[Any, ...] = (None, [], 1.5, True)
+    for value in wrong:
         (saved / "layout.json").write_text(json.dumps({**note, key: value}))
         assert f"as '{key}': a {type(value).__name__}; expected" in refused(saved)
     note.pop(key)
