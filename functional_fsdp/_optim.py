@@ -19,7 +19,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ._errors import SpecError
-from ._flat import FlatBuffer, zeros
+from ._flat import FlatBuffer, summary, zeros
 from ._tracing import tracing
 
 __all__ = ["AdamState", "AdamW", "Optimizer", "Sgd", "Updates", "adamw", "as_optimizer", "from_updates", "sgd"]
@@ -125,6 +125,9 @@ class AdamState(NamedTuple):
 
     mean: Tree
     square: Tree
+
+    def __repr__(self) -> str:
+        return f"AdamState\n{summary(self._asdict())}"
 
 
 @dataclass(frozen=True)

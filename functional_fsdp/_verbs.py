@@ -26,13 +26,13 @@ import torch.utils._pytree as pytree
 
 from . import _traced, _traced_step
 from ._entry import busy
-from ._errors import ScheduleError, StaleStateError
+from ._errors import FsdpError, ScheduleError, StaleStateError
 from ._flat import leaves_of
-from ._gradients import of_tree, of_unit
+from ._gradients import in_order, of_tree, of_unit
 from ._interrupts import arrive, whole
 from ._layout import Unit
 from ._state import State, Token
-from ._tracing import LOWERING, tracing
+from ._tracing import LOWERING, refuse, tracing
 from ._update import carry_out, check, may_step, put
 from ._weights import gather, refresh, whole_of
 
@@ -57,14 +57,18 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
     @wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if isinstance(torch._C._functorch.peek_interpreter_stack(), INTERPRETER):  # the compiler, too, can tell
-            raise ScheduleError(
+            said = (
                 f"{fn.__name__} was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see "
                 "through a collective. Call unshard before the transform and reduce after it; inside, compute on the "
                 "weights only."
             )
+            refuse("ScheduleError", said, torch.compiler.is_dynamo_compiling())
         if torch.compiler.is_dynamo_compiling() or LOWERING:
-            with torch.no_grad():
-                return traced(*args, **kwargs)
+            try:
+                with torch.no_grad():
+                    return traced(*args, **kwargs)
+            except FsdpError as error:
+                refuse(type(error).__name__, error.args[0], torch.compiler.is_dynamo_compiling())
         state = args[0] if args else kwargs.get("state")
         if not isinstance(state, State):
             raise TypeError(f"{fn.__name__}(state, ...): the first argument is a State, not {type(state).__name__}.")
@@ -238,8 +242,11 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
         ledger.enter(state.token.serial, "reduce")
         executor = state.executor
         executor.adopt(state.grads)
+        have = len(executor.grads)
         if values:
             executor.reduce(one.name, values, last)
+        if len(executor.grads) > have:
+            executor.grads = in_order(state.layout, executor.grads)
         return then(state, ("reduce", unit), grads=executor.grads)
 
     total = of_tree(state.layout, grads)
@@ -249,6 +256,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     for one in reversed(state.layout.units):
         if any(shape is not None for shape in one.trains):
             executor.reduce(one.name, [total.get(path) for path in one.paths], last, whole_tree=True)
+    executor.grads = in_order(state.layout, executor.grads)
     return then(state, "reduce()", grads=executor.grads)
 
 
@@ -275,8 +283,11 @@ def finish(state: State) -> State:
     state.token.ledger.enter(state.token.serial, "finish")
     executor = state.executor
     executor.adopt(state.grads)
-    if not executor.complete:
+    complete = executor.complete
+    if not complete:
         executor.finish(state, step=False)
+    before, executor.grads = executor.grads, in_order(state.layout, executor.grads)
+    if not complete or executor.grads is not before:
         state = then(state, "finish()", grads=executor.grads)
     executor.settle()
     state.token.ledger.leave()

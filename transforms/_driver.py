@@ -22,7 +22,7 @@ import torch.nn as nn
 from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, release, unshard
 from functional_fsdp._runtime import runtime_of
 from functional_fsdp._skeleton import skeleton_of
-from functional_fsdp._tracing import tracing
+from functional_fsdp._tracing import refuse, tracing
 from functional_fsdp._verbs import then
 from functional_fsdp._weights import whole_of
 
@@ -39,11 +39,12 @@ __all__ = ["Driver", "caller", "refuse_nesting", "refuse_tracing"]
 def refuse_tracing(verb: str) -> None:
     """What calls the verbs for the user decides in Python, as it goes, which a graph of the whole step cannot hold."""
     if tracing():
-        raise ScheduleError(
+        said = (
             f"{verb} drives the schedule from Python, as it runs, and cannot be traced. Inside torch.compile write "
             "the step in the first or second way (unshard, T.vjp, reduce); or compile units: "
             "T.forward_backward(..., compile=True)."
         )
+        refuse("ScheduleError", said, torch.compiler.is_dynamo_compiling())
 
 
 def caller() -> FrameType:
