@@ -148,7 +148,8 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
     Returns:
         The new state and the weights. The whole tree has the structure that was sharded, its tensors are yours as long
         as you hold them (where weights are replicated they are views of the state's own copy, which `step`
-        overwrites). A unit's weights are `{path relative to the unit: tensor}`, borrowed until
+        overwrites); a tied leaf is one tensor at each of its paths, for which torch.func gives a gradient each (`bind`
+        and `tie` keep it one). A unit's weights are `{path relative to the unit: tensor}`, borrowed until
         `release`; several units give `{unit: weights}`. Gathering a unit that is already gathered costs nothing.
 
     Raises:
@@ -220,7 +221,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     Args:
         grads: as the weights that `unshard` gave: the whole tree, or a unit's `{relative path: tensor}`, leaves of
             global shape. They belong to the reduction from here on: do not change them in place. None means zero;
-            gradients of frozen leaves are ignored; those of tied leaves add up.
+            gradients of frozen leaves are ignored; those of tied leaves add up, and one path of them is enough.
         unit: None for the whole tree, or the unit that `grads` belong to.
         last: False says that more microbatches follow, so that a placement which keeps whole gradients (`ddp`,
             `zero1`, and the outer axis of `hsdp` and `hfsdp`) can add them up locally first. A wrong flag costs time

@@ -11,7 +11,7 @@ A unit is released when the next one is gathered, so parts of one unit that are 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -75,6 +75,7 @@ class Driver:
 
     def __init__(self, model: nn.Module, compile: bool | Options = False) -> None:
         self.compiler = Compiler.of(compile)
+        self.watch: Callable[[str, Gradients], None] | None = None  # what sees gradients before they are reduced
         for path, part in model.named_modules():
             if isinstance(part, torch.jit.ScriptModule):
                 raise TreeError(
@@ -320,4 +321,6 @@ class Driver:
             self._reduce(unit, grads)
 
     def _reduce(self, unit: str, grads: Gradients) -> None:
+        if self.watch is not None:
+            self.watch(unit, grads)
         self.state = reduce(self.state, dict(zip(self.keys[unit], grads, strict=True)), unit, last=self.last)
