@@ -16,81 +16,27 @@ and nothing else. Which collective it is follows from the placement:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from threading import get_ident
-from typing import Any, TypeVar, cast, overload
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 import torch.utils._pytree as pytree
 
 from . import _traced, _traced_step
-from ._entry import busy
-from ._errors import FsdpError, ScheduleError, StaleStateError
+from ._entry import verb
+from ._errors import ScheduleError, StaleStateError
 from ._flat import leaves_of
 from ._gradients import in_order, of_tree, of_unit
 from ._interrupts import arrive, whole
 from ._layout import Unit
 from ._state import State, Token
-from ._tracing import LOWERING, refuse, tracing
+from ._tracing import tracing
 from ._update import carry_out, check, may_step, put
 from ._weights import gather, refresh, whole_of
 
-__all__ = ["changed", "changing", "finish", "newest", "reduce", "release", "step", "then", "unshard", "verb"]
+__all__ = ["changed", "changing", "finish", "newest", "reduce", "release", "step", "then", "unshard"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 Weights = dict[str, torch.Tensor]
-INTERPRETER: Any = torch._C._functorch.CInterpreter
-
-
-def verb(traced: Callable[..., Any]) -> Callable[[F], F]:
-    """A verb runs without autograd, in one thread at a time (see `_entry`), outside torch.inference_mode, and not
-    inside a torch.func transform (collectives cannot be differentiated).
-
-    Args:
-        traced: what it is inside torch.compile.
-    """
-    return lambda fn: _checked(fn, traced)
-
-
-def _checked(fn: F, traced: Callable[..., Any]) -> F:
-    @wraps(fn)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(torch._C._functorch.peek_interpreter_stack(), INTERPRETER):  # the compiler, too, can tell
-            said = (
-                f"{fn.__name__} was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see "
-                "through a collective. Call unshard before the transform and reduce after it; inside, compute on the "
-                "weights only."
-            )
-            refuse("ScheduleError", said, torch.compiler.is_dynamo_compiling())
-        if torch.compiler.is_dynamo_compiling() or LOWERING:
-            try:
-                with torch.no_grad():
-                    return traced(*args, **kwargs)
-            except FsdpError as error:
-                refuse(type(error).__name__, error.args[0], torch.compiler.is_dynamo_compiling())
-        state = args[0] if args else kwargs.get("state")
-        if not isinstance(state, State):
-            raise TypeError(f"{fn.__name__}(state, ...): the first argument is a State, not {type(state).__name__}.")
-        before, users = torch.is_grad_enabled(), state.token.ledger.runtime.users
-        me = owner = get_ident()
-        outermost = users.get(0) != me  # else within another call of this thread
-        try:
-            if outermost:
-                owner = users.setdefault(0, me)
-            if owner == me:
-                if torch.is_inference_mode_enabled():
-                    with torch.inference_mode(False), torch.no_grad():
-                        return fn(*args, **kwargs)
-                torch._C._set_grad_enabled(False)
-                return fn(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(before)
-            if outermost and owner == me:
-                users.pop(0, None)
-        raise busy(fn.__name__, owner)
-
-    return cast(F, checked)
 
 
 def then(state: State, verb: str | tuple[str, Any], grads: Any = None) -> State:
