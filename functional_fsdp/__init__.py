@@ -34,6 +34,7 @@ from ._schedule import Schedule
 from ._shard import layout, shard
 from ._spec import Placement, Precision, Spec, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._state import State
+from ._ties import tie
 from ._units import units
 from ._verbs import finish, newest, reduce, release, step, unshard
 
@@ -99,6 +100,7 @@ __all__ = [
     "shard",
     "state_dict",
     "step",
+    "tie",
     "units",
     "unshard",
     "zero1",

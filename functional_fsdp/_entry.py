@@ -22,15 +22,16 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.utils._pytree as pytree
 
-from ._errors import ScheduleError
-from ._tracing import tracing
+from ._errors import FsdpError, ScheduleError
+from ._tracing import LOWERING, refuse, tracing
 
-__all__ = ["alone", "busy", "ordinary", "outside_inference"]
+__all__ = ["alone", "ordinary", "outside_inference", "verb"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+INTERPRETER: Any = torch._C._functorch.CInterpreter
 
 
-def busy(name: str, owner: int) -> ScheduleError:
+def _busy(name: str, owner: int) -> ScheduleError:
     """What is said to a thread that comes while the thread `owner` is inside."""
     other = next((repr(t.name) for t in threading.enumerate() if t.ident == owner), "which has ended")
     return ScheduleError(
@@ -38,6 +39,54 @@ def busy(name: str, owner: int) -> ScheduleError:
         "on this State, or on another State of its mesh. Ranks issue collectives in one order, so one thread at a time "
         "may use the states of a mesh. Nothing has changed: wait until the other thread has come back, then call again."
     )
+
+
+def verb(traced: Callable[..., Any]) -> Callable[[F], F]:
+    """A verb runs without autograd, in one thread at a time (see `_entry`), outside torch.inference_mode, and not
+    inside a torch.func transform (collectives cannot be differentiated).
+
+    Args:
+        traced: what it is inside torch.compile.
+    """
+    return lambda fn: _checked(fn, traced)
+
+
+def _checked(fn: F, traced: Callable[..., Any]) -> F:
+    @wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if isinstance(torch._C._functorch.peek_interpreter_stack(), INTERPRETER):  # the compiler, too, can tell
+            said = (
+                f"{fn.__name__} was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see "
+                "through a collective. Call unshard before the transform and reduce after it; inside, compute on the "
+                "weights only."
+            )
+            refuse("ScheduleError", said, torch.compiler.is_dynamo_compiling())
+        if torch.compiler.is_dynamo_compiling() or LOWERING:
+            try:
+                with torch.no_grad():
+                    return traced(*args, **kwargs)
+            except FsdpError as error:
+                refuse(type(error).__name__, error.args[0], torch.compiler.is_dynamo_compiling())
+        state = args[0] if args else kwargs.get("state")
+        before, users = torch.is_grad_enabled(), _token(state, fn.__name__).ledger.runtime.users
+        me = owner = get_ident()
+        outermost = users.get(0) != me  # else within another call of this thread
+        try:
+            if outermost:
+                owner = users.setdefault(0, me)
+            if owner == me:
+                if torch.is_inference_mode_enabled():
+                    with torch.inference_mode(False), torch.no_grad():
+                        return fn(*args, **kwargs)
+                torch._C._set_grad_enabled(False)
+                return fn(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(before)
+            if outermost and owner == me:
+                users.pop(0, None)
+        raise _busy(fn.__name__, owner)
+
+    return cast(F, checked)
 
 
 def alone(fn: F, name: str = "", at: int = 0) -> F:
@@ -53,13 +102,8 @@ def alone(fn: F, name: str = "", at: int = 0) -> F:
         if tracing():
             return fn(*args, **kwargs)
         state = args[at] if len(args) > at else kwargs.get("state")
-        token = getattr(state, "token", None)
-        if token is None:
-            raise TypeError(
-                f"{name or fn.__name__}(state, ...): the first argument is a State, not {type(state).__name__}."
-            )
         me = owner = get_ident()
-        users = token.ledger.runtime.users
+        users = _token(state, name or fn.__name__).ledger.runtime.users
         if users.get(0) == me:  # within another call of this thread
             return _outside(fn, args, kwargs)
         try:
@@ -69,9 +113,17 @@ def alone(fn: F, name: str = "", at: int = 0) -> F:
         finally:
             if owner == me:
                 users.pop(0, None)
-        raise busy(name or fn.__name__, owner)
+        raise _busy(name or fn.__name__, owner)
 
     return cast(F, entered)
+
+
+def _token(state: Any, name: str) -> Any:
+    """A State's token; what is no State has none."""
+    try:
+        return state.token
+    except AttributeError:
+        raise TypeError(f"{name}(state, ...): the first argument is a State, not {type(state).__name__}.") from None
 
 
 def _outside(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -62,8 +62,7 @@ class Executor:
         kinds = (("grads", Partial), ("main", Replicate))
         self.eager = all(len({states_of(b, *kind) for kind in kinds}) == 1 for b in layout.trainable.values())
         self.observing = False
-        self.begins = 0  # forwards of this step
-        self.whole = False  # whether a transform has put a whole round of gradients there, see `_rounds`
+        self.begins, self.whole = 0, False  # forwards of this step; whether gradients are whole, see `_rounds`
         self.recorded_turn: int | None = None
         self.open = spec.schedule.order is None  # whether the order of use is anyone's to say
         self.observed: tuple[Order, Order] | None = None

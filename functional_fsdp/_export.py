@@ -9,8 +9,10 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 
 from ._entry import alone
-from ._errors import TreeError
+from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer, leaves_of
+from ._route import Partial, Replicate
+from ._runtime import runtime_of
 from ._skeleton import persistent
 from ._state import State
 from ._tree import flatten
@@ -46,8 +48,15 @@ def full_params(state: State) -> Any:
 
 
 @alone
-def local_shards(state: State, kind: Literal["main", "weights", "grads"] = "main") -> dict[str, torch.Tensor]:
+def local_shards(
+    state: State, kind: Literal["main", "weights", "grads"] = "main", *, unique: bool = False
+) -> dict[str, torch.Tensor]:
     """This rank's part of every leaf, as 1-D views of the state's own buffers: no copy, no communication.
+
+    Args:
+        unique: where several ranks hold the same part (ddp, hsdp, compute copies), all but the first of them get empty
+            views. Then each element of a leaf is on one rank, and a sum over ranks counts it once. (Experts of which
+            ranks have their own are not the same part: each counts.)
 
     Returns:
         `{path: [elements of this leaf that this rank holds]}`; empty where it holds none. Since a bucket is cut
@@ -55,7 +64,12 @@ def local_shards(state: State, kind: Literal["main", "weights", "grads"] = "main
         appear once. Frozen leaves have no gradients; placements without compute copies have no "weights".
 
     Raises:
-        StaleStateError: a state that `step` has consumed.
+        StaleStateError: a state that `step` has consumed. ScheduleError: `unique` gradients that are still partial
+            (`reduce(..., last=False)`), of which each rank holds a summand.
+
+    Example, the norm of the weights:
+        >>> mine = local_shards(state, unique=True).values()  # doctest: +SKIP
+        >>> state, square = psum(state, sum(part.square().sum() for part in mine))  # doctest: +SKIP
     """
     state.valid("local_shards")
     if kind not in ("main", "weights", "grads"):
@@ -65,10 +79,18 @@ def local_shards(state: State, kind: Literal["main", "weights", "grads"] = "main
         state.token.ledger.enter(state.token.serial, "local_shards")
         state.executor.settle()
         state.token.ledger.leave()
+    at = runtime_of(state.spec.mesh).coordinate
     found: dict[str, torch.Tensor] = {}
-    for buffer in (tree or {}).values():
+    for name, buffer in (tree or {}).items():
         assert isinstance(buffer, FlatBuffer)
+        if unique and any(placed is Partial for _, placed in buffer.states):
+            raise ScheduleError(
+                f"local_shards(state, {kind!r}, unique=True): the gradients of {name!r} are partial, {buffer!r}: each "
+                "rank holds a summand of every element. Call state = fsdp.finish(state) first."
+            )
         start, stop = buffer.span()
+        if unique and any(placed is Replicate and at[axis] for axis, placed in buffer.states):
+            stop = start  # another rank has it
         for leaf in buffer.bucket.leaves:
             a = min(max(leaf.offset, start), stop)
             b = max(min(leaf.offset + leaf.numel, stop), a)

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch._utils import _unflatten_dense_tensors
 
 from ._errors import SpecError
@@ -24,9 +25,9 @@ from ._layout import Bucket, aligned
 from ._route import Axis, Replicate, Shard, States, route
 from ._runtime import runtime_of
 from ._tracing import tracing
-from ._tree import register
+from ._tree import bytes_text, register, table
 
-__all__ = ["FlatBuffer", "leaves_of", "make_room", "templates", "write_leaves", "zeros"]
+__all__ = ["FlatBuffer", "leaves_of", "make_room", "summary", "templates", "write_leaves", "zeros"]
 
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
 
@@ -61,8 +62,9 @@ class FlatBuffer:
         n, whole = self.local.numel(), self.bucket.numel
         part = f"{n:,}" if n == whole else f"{n:,} of {whole:,}"
         placed = ", ".join(f"{axis}: {state}" for axis, state in self.states)
-        leaves, dtype = len(self.bucket.leaves), str(self.local.dtype).removeprefix("torch.")
-        return f"FlatBuffer({self.bucket.name!r}, {leaves} leaves, {part} elements, {dtype}, {placed or 'on no axis'})"
+        count, dtype = len(self.bucket.leaves), str(self.local.dtype).removeprefix("torch.")
+        leaves = f"{count} leaves" if count != 1 else "1 leaf"
+        return f"FlatBuffer({self.bucket.name!r}, {leaves}, {part} elements, {dtype}, {placed or 'on no axis'})"
 
     def but(self, local: torch.Tensor, states: States | None = None) -> FlatBuffer:
         """The same bucket with other numbers, and perhaps in other states."""
@@ -151,6 +153,20 @@ register(
     ("local",),
     lambda context, children: FlatBuffer(children[0], *context),
 )
+
+
+def summary(trees: Mapping[str, Any]) -> str:
+    """A table with a row for each tree of tensors: how many, their bytes, their dtype, and how they lie."""
+    rows: list[tuple[Any, ...]] = []
+    for name, tree in trees.items():
+        tensors = [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+        dtypes = "/".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+        nodes = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
+        buffer = next((node for node in nodes if isinstance(node, FlatBuffer)), None)
+        states = ", ".join(f"{axis}: {s}" for axis, s in buffer.states) if buffer else ""
+        size = bytes_text(sum(t.numel() * t.element_size() for t in tensors))
+        rows.append((name, len(tensors), size, dtypes or "-", states or "-"))
+    return table(("field", "tensors", "bytes a rank", "dtype", "placed"), rows)
 
 
 def _coordinate(mesh: Any) -> dict[str, int]:

@@ -1,4 +1,7 @@
-"""What users give to `reduce`: checked against the layout before anything is sent, and put in its order."""
+"""Gradients and the layout's order: what users give to `reduce`, checked before anything is sent; and what they see.
+
+They come in the order of the backward. Once all are there, `State.grads` has them in the order of main weights.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import Any
 import torch
 
 from ._errors import TreeError
+from ._flat import FlatBuffer
 from ._layout import Layout, Unit
+from ._ties import once
 from ._tree import flatten
 
-__all__ = ["of_tree", "of_unit"]
+__all__ = ["in_order", "of_tree", "of_unit"]
 
 
 def of_unit(unit: Unit, grads: Any) -> list[torch.Tensor | None]:
@@ -49,6 +54,9 @@ def _wrong(name: str, value: Any, shape: tuple[int, ...]) -> TreeError:
 def of_tree(layout: Layout, grads: Any) -> dict[str, torch.Tensor | None]:
     """The gradients of a whole tree by the path that holds the leaf: those of tied leaves are added up."""
     paths, leaves, _ = flatten(grads)
+    if paths != layout.paths:
+        given = once(layout, dict(zip(paths, leaves, strict=True)))
+        paths, leaves = tuple(given), list(given.values())
     values = _match(layout.paths, paths, leaves, "reduce(state, grads)")
     shapes = {path: shape for unit in layout.units for path, shape in zip(unit.paths, unit.trains, strict=True)}
     total: dict[str, torch.Tensor | None] = {}
@@ -75,3 +83,11 @@ def _match(wanted: Sequence[str], paths: Sequence[str], leaves: Sequence[Any], w
             f"({len(paths)} leaves, expected {len(wanted)}). Return a gradient, or None, for each."
         )
     return values
+
+
+def in_order(layout: Layout, grads: dict[str, FlatBuffer]) -> dict[str, FlatBuffer]:
+    """The same dict if it is in the order of main weights, or lacks a bucket; else one that is."""
+    trainable = layout.trainable
+    if len(grads) < len(trainable) or list(grads) == list(trainable):
+        return grads
+    return {name: grads[name] for name in trainable}

@@ -9,11 +9,11 @@ import torch
 import torch.utils._pytree as pytree
 
 from . import _traced
+from ._entry import verb
 from ._lanes import Issued
 from ._runtime import runtime_of
 from ._state import State
 from ._tracing import tracing
-from ._verbs import verb
 
 __all__ = ["over_axes", "over_ranks", "pmean", "psum"]
 

@@ -16,6 +16,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from ._errors import TreeError
 from ._skeleton import Placeholder, skeleton_of
+from ._ties import aliases_of, tied
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -59,10 +60,12 @@ class Slots:
         self.dicts: list[Any] = [m._modules for m in modules] + [m._parameters for m in modules]
         self.noted = [dict(d) for d in self.dicts]
         apart = len({(id(params), name) for params, name in self.slots}) == len(self.slots)
+        self.aliases = aliases_of(skeleton)
         self.usable = apart and all(type(p) is Placeholder for p in self.placeholders)
 
     def fit(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
         """The weights in the order of the slots, if they are tensors with the right keys and shapes."""
+        weights = tied(weights, self.aliases) if self.aliases else weights
         if len(weights) != len(self.keys):
             return None
         try:
@@ -240,6 +243,8 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
     Args:
         model: a skeleton, or a submodule of one (any module works; its own weights are never used).
         weights: `{path relative to the module: tensor}`, all of its parameters and nothing else: what `unshard` gives.
+            A leaf that the module has tied is taken from the first of its paths, whatever is at the others, which may
+            be left out: so it stays one when weights are changed one by one (`{k: p - lr * g[k]}`, an inner step).
 
     Returns:
         a callable with the module's methods, attributes and submodules, all seeing these weights.
@@ -252,6 +257,9 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
     if not isinstance(weights, Mapping):
         raise TreeError(f"bind: weights is a {type(weights).__name__}; expected {{path: tensor}}, as unshard gives.")
     place = _place(model, weights)
+    aliases = aliases_of(model) if place is None else place[0].aliases
+    if aliases:
+        weights = tied(weights, aliases)
     if place is None:
         _validate(model, weights)
     return Bound(model, weights, place)

@@ -21,7 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ._errors import SpecError
-from ._flat import FlatBuffer, zeros
+from ._flat import FlatBuffer, summary, zeros
 from ._tracing import tracing
 
 __all__ = [
@@ -181,6 +181,9 @@ class AdamState(NamedTuple):
 
     mean: Tree
     square: Tree
+
+    def __repr__(self) -> str:
+        return f"AdamState\n{summary(self._asdict())}"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from . import _shard
-from ._entry import ordinary
+from ._entry import ordinary, verb
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer, zeros
 from ._layout import Bucket, Leaf
@@ -26,7 +26,7 @@ from ._runtime import Runtime, runtime_of
 from ._state import Ledger, State, Token
 from ._tracing import tracing
 from ._tree import flatten
-from ._verbs import finish, then, verb
+from ._verbs import finish, then
 from ._weights import refresh
 
 __all__ = ["replace_extras", "replace_grads", "replace_params"]
@@ -74,24 +74,23 @@ def replace_params(state: State, params: Any, *, optimizer: bool = True) -> Stat
     ledger, run = state.token.ledger, runtime_of(state.spec.mesh)
     ledger.look(state.token.serial)
     ledger.touched()
-    problem: Exception | None = None
     trees: dict[str, Any] = {}
-    whole: Values | None = {}
-    try:
-        whole = _fill(state, params, main := zeros(state.main)[0])
-        trees = {"main": main, "weights": pytree.tree_map(torch.empty_like, state.weights)}
+    whole: Values | None = None
+
+    def prepare() -> bool:
+        nonlocal whole
+        main = trees["main"] = zeros(state.main)[0]
+        whole = _fill(state, params, main)
+        trees["weights"] = pytree.tree_map(torch.empty_like, state.weights)
         for name in ("opt", "buffers", "count", "rng", "extras"):
             trees[name] = pytree.tree_map(_copied, getattr(state, name)) if optimizer or name != "opt" else ()
-    except Exception as error:  # others must not wait for this rank
-        problem = error
-    said = run.everyone((f"rank {run.ranks[run.rank]}: {problem}" if problem else "", whole is not None))
-    if problem is not None:
-        raise problem
-    if others := [text for text, _ in said if text]:
-        raise TreeError(f"replace_params failed on another rank, and nothing has changed. {others[0]}")
-    _compare(run, trees["main"], whole if whole is not None and all(is_whole for _, is_whole in said) else None)
-    for name, kept in (trees["weights"] or {}).items():
-        refresh(trees["main"][name], kept)
+        return whole is not None
+
+    everywhere = all(run.together(prepare, "replace_params"))
+    _compare(run, trees["main"], whole if everywhere else None)
+    with ledger.looking(state.token.serial):
+        for name, kept in (trees["weights"] or {}).items():
+            refresh(trees["main"][name], kept)
     new = Ledger(run, state.layout, state.spec, state.steps)
     new.enroll()
     changes = {**trees, "grads": (), "optimizer": state.optimizer if optimizer else None, "token": Token(new, 0)}
@@ -211,13 +210,12 @@ def replace_grads(state: State, grads: Any) -> State:
         >>> there, loss = forward_backward(there, batch)  # doctest: +SKIP
         >>> state = step(replace_grads(state, finish(there).grads))  # doctest: +SKIP
     """
-    ledger = state.token.ledger
-    ledger.enter(state.token.serial, "replace_grads")
     main = {name: state.main[name] for name in state.layout.trainable}
     _fit("replace_grads", grads, main, {name: b.bucket.grads for name, b in main.items()})
     executor = state.executor
     if state.grads or executor.early:  # what is under way would be added to the new ones
         state = finish(state)
+    state.token.ledger.enter(state.token.serial, "replace_grads")
     executor.adopt({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
     state = then(state, "replace_grads()", grads=executor.grads)
     end_round(state, last=True)

@@ -1,7 +1,7 @@
 """Skeletons: copies of modules with their structure and buffers but no weights.
 
-Each parameter is a placeholder on the meta device that says "bind weights first" when it is used. Ties live in the
-pytree (the same tensor at two paths), not in the skeleton. Hooks and functions in attributes are copied along, see
+Each parameter is a placeholder on the meta device that says "bind weights first" when it is used; those of a tied leaf
+know of each other, see `_ties`. Hooks and functions in attributes are copied along, see
 `_closures`; what a copy would drop or get wrong without a word is refused.
 """
 
@@ -18,6 +18,7 @@ import torch.nn as nn
 from ._closures import HOOKS, Functions
 from ._entry import outside_inference
 from ._errors import TreeError
+from ._ties import Tie, aliases_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -26,6 +27,8 @@ __all__ = ["METADATA", "Placeholder", "persistent", "skeleton_of"]
 
 class Placeholder(nn.Parameter):
     """Where a weight belongs in a skeleton: has a shape and a dtype, and refuses everything else."""
+
+    tie: Tie | None = None  # what the places of one tied leaf have in common
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,10 +52,10 @@ class Placeholder(nn.Parameter):
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        return memo.setdefault(id(self), _placeholder(self))
+        return memo.setdefault(id(self), _placeholder(self, copy.deepcopy(self.tie, memo)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (tuple(self.shape), self.dtype, self.requires_grad)
+        return _rebuild, (tuple(self.shape), self.dtype, self.requires_grad, self.tie)
 
 
 METADATA = {
@@ -91,12 +94,14 @@ def _shape(args: Any) -> Any:
     return next((tuple(a.shape) for a in args if isinstance(a, Placeholder)), "?")
 
 
-def _rebuild(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Placeholder:
-    return Placeholder(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
+def _rebuild(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, tie: Tie | None = None) -> Placeholder:
+    made = Placeholder(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
+    made.tie = tie
+    return made
 
 
-def _placeholder(param: torch.Tensor) -> Placeholder:
-    return _rebuild(tuple(param.shape), param.dtype, param.requires_grad)
+def _placeholder(param: torch.Tensor, tie: Tie | None = None) -> Placeholder:
+    return _rebuild(tuple(param.shape), param.dtype, param.requires_grad, tie)
 
 
 @outside_inference
@@ -122,9 +127,11 @@ def skeleton_of(module: M) -> M:
     for path, table in found:
         for number, hook in table.items():
             memo[id(table)][number] = functions.of(hook, path)
+    aliases = aliases_of(module)
+    ties = {first: Tie() for first in aliases.values()}
     for path, param in list(skeleton.named_parameters(remove_duplicate=False)):
-        owner, _, name = path.rpartition(".")
-        skeleton.get_submodule(owner)._parameters[name] = _placeholder(param)  # one each: ties live in the pytree
+        owner, _, name = path.rpartition(".")  # a placeholder for each path
+        skeleton.get_submodule(owner)._parameters[name] = _placeholder(param, ties.get(aliases.get(path, path)))
     return skeleton
 
 

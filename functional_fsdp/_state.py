@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,14 +13,14 @@ from ._comm import Comm
 from ._entry import alone, ordinary
 from ._errors import StaleStateError
 from ._executor import Executor
-from ._flat import FlatBuffer
+from ._flat import FlatBuffer, summary
 from ._layout import Layout
 from ._ledger import Ledger, Token
 from ._runtime import runtime_of
 from ._settings import opaque_settings
 from ._spec import Spec
 from ._tracing import tracing
-from ._tree import bytes_text, register, table
+from ._tree import register
 
 __all__ = ["Context", "Ledger", "State", "Token"]
 
@@ -186,11 +185,6 @@ class State:
     # ---- pictures
 
     def __repr__(self) -> str:
-        def size(tree: Any) -> str:
-            return bytes_text(
-                sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
-            )
-
         ledger = self.token.ledger
         if self.between_steps:
             status = "between steps"
@@ -199,21 +193,12 @@ class State:
         else:
             status = f"consumed by {ledger.consumer(self.token.serial)}"
         axes = " × ".join(f"{axis} {n}" for axis, n in self.spec.axes.items())
-        rows: list[Sequence[Any]] = []
-        for name in ("main", "weights", "grads", "opt", "buffers", "extras"):
-            tree = getattr(self, name)
-            tensors = [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
-            dtypes = "/".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
-            nodes = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
-            buffer = next((node for node in nodes if isinstance(node, FlatBuffer)), None)
-            states = ", ".join(f"{axis}: {s}" for axis, s in buffer.states) if buffer else ""
-            rows.append((name, len(tensors), size(tree), dtypes or "-", states or "-"))
+        trees = {name: getattr(self, name) for name in ("main", "weights", "grads", "opt", "buffers", "extras")}
         what = f"State of {len(self.units)} units, {len(self.layout.paths)} leaves"
-        header = ("field", "tensors", "bytes a rank", "dtype", "placed")
         hidden = opaque_settings(self.optimizer, "optimizer")
         more = f" and {len(hidden) - 2} more" if len(hidden) > 2 else ""
         unseen = f"\nranks cannot compare {', '.join(hidden[:2])}{more}" if hidden else ""
-        return f"{what}, mesh {axes}, step {self.steps}, {status}\n{table(header, rows)}{unseen}"
+        return f"{what}, mesh {axes}, step {self.steps}, {status}\n{summary(trees)}{unseen}"
 
 
 FIELDS = tuple(f.name for f in fields(State))

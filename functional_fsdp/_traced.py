@@ -329,7 +329,7 @@ def _collect(state: State, recipes: Recipes) -> State:
         if one.divisor > 1:
             local = local / one.divisor
         grads[one.bucket.name] = _added(one, grads.get(one.bucket.name), local, move.states, state)
-    return _then(state, trace.but(pending=()), grads=grads)
+    return _then(state, trace.but(pending=()), grads={name: grads[name] for name in state.main if name in grads})
 
 
 def _through(move: Move, local: torch.Tensor, op: str, begin: int) -> torch.Tensor:
@@ -370,4 +370,4 @@ def finish(state: State) -> State:
                 main = state.main[one.bucket.name]
                 zero = torch.zeros_like(main.local, dtype=one.bucket.grads)
                 grads[one.bucket.name] = FlatBuffer(zero, one.bucket, main.states, state.spec.mesh)
-    return state._evolve(grads=grads)
+    return state._evolve(grads={name: grads[name] for name in state.main if name in grads})

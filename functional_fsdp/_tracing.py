@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["KEEPING", "LOWERING", "keeping", "lowering", "tracing"]
+from . import _errors
+
+__all__ = ["KEEPING", "LOWERING", "keeping", "lowering", "refuse", "tracing"]
 
 LOWERING: list[bool] = []
 KEEPING: list[bool] = []
@@ -20,6 +23,27 @@ KEEPING: list[bool] = []
 def tracing() -> bool:
     """Whether torch.compile or `lower` is looking."""
     return torch.compiler.is_dynamo_compiling() or bool(LOWERING)
+
+
+def refuse(kind: str, text: str, compiling: bool) -> NoReturn:
+    """Raise an error of `_errors`, so that it reaches the user as itself.
+
+    Dynamo would wrap what is raised in the code that it traces ("Unsupported: Observed exception"), or run that code
+    eagerly. So it runs this function for real, as one whose result is constant, and lets an exception of one kind of
+    its own through, with or without fullgraph: ours is of that kind, too.
+
+    Args:
+        compiling: whether Dynamo is tracing the caller.
+    """
+    cls: Any = getattr(_errors, kind)
+    if compiling:
+        from torch._dynamo.exc import UncapturedHigherOrderOpError
+
+        cls = type(kind, (cls, UncapturedHigherOrderOpError), {"__module__": cls.__module__})
+    raise cls(text)
+
+
+refuse._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
 
 
 @contextmanager

@@ -16,77 +16,27 @@ and nothing else. Which collective it is follows from the placement:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from threading import get_ident
-from typing import Any, TypeVar, cast, overload
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 import torch.utils._pytree as pytree
 
 from . import _traced, _traced_step
-from ._entry import busy
+from ._entry import verb
 from ._errors import ScheduleError, StaleStateError
 from ._flat import leaves_of
-from ._gradients import of_tree, of_unit
+from ._gradients import in_order, of_tree, of_unit
 from ._interrupts import arrive, whole
 from ._layout import Unit
 from ._state import State, Token
-from ._tracing import LOWERING, tracing
+from ._tracing import tracing
 from ._update import carry_out, check, may_step, put
 from ._weights import gather, refresh, whole_of
 
-__all__ = ["changed", "changing", "finish", "newest", "reduce", "release", "step", "then", "unshard", "verb"]
+__all__ = ["changed", "changing", "finish", "newest", "reduce", "release", "step", "then", "unshard"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 Weights = dict[str, torch.Tensor]
-INTERPRETER: Any = torch._C._functorch.CInterpreter
-
-
-def verb(traced: Callable[..., Any]) -> Callable[[F], F]:
-    """A verb runs without autograd, in one thread at a time (see `_entry`), outside torch.inference_mode, and not
-    inside a torch.func transform (collectives cannot be differentiated).
-
-    Args:
-        traced: what it is inside torch.compile.
-    """
-    return lambda fn: _checked(fn, traced)
-
-
-def _checked(fn: F, traced: Callable[..., Any]) -> F:
-    @wraps(fn)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(torch._C._functorch.peek_interpreter_stack(), INTERPRETER):  # the compiler, too, can tell
-            raise ScheduleError(
-                f"{fn.__name__} was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see "
-                "through a collective. Call unshard before the transform and reduce after it; inside, compute on the "
-                "weights only."
-            )
-        if torch.compiler.is_dynamo_compiling() or LOWERING:
-            with torch.no_grad():
-                return traced(*args, **kwargs)
-        state = args[0] if args else kwargs.get("state")
-        if not isinstance(state, State):
-            raise TypeError(f"{fn.__name__}(state, ...): the first argument is a State, not {type(state).__name__}.")
-        before, users = torch.is_grad_enabled(), state.token.ledger.runtime.users
-        me = owner = get_ident()
-        outermost = users.get(0) != me  # else within another call of this thread
-        try:
-            if outermost:
-                owner = users.setdefault(0, me)
-            if owner == me:
-                if torch.is_inference_mode_enabled():
-                    with torch.inference_mode(False), torch.no_grad():
-                        return fn(*args, **kwargs)
-                torch._C._set_grad_enabled(False)
-                return fn(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(before)
-            if outermost and owner == me:
-                users.pop(0, None)
-        raise busy(fn.__name__, owner)
-
-    return cast(F, checked)
 
 
 def then(state: State, verb: str | tuple[str, Any], grads: Any = None) -> State:
@@ -144,7 +94,8 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
     Returns:
         The new state and the weights. The whole tree has the structure that was sharded, its tensors are yours as long
         as you hold them (where weights are replicated they are views of the state's own copy, which `step`
-        overwrites). A unit's weights are `{path relative to the unit: tensor}`, borrowed until
+        overwrites); a tied leaf is one tensor at each of its paths, for which torch.func gives a gradient each (`bind`
+        and `tie` keep it one). A unit's weights are `{path relative to the unit: tensor}`, borrowed until
         `release`; several units give `{unit: weights}`. Gathering a unit that is already gathered costs nothing.
 
     Raises:
@@ -216,7 +167,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     Args:
         grads: as the weights that `unshard` gave: the whole tree, or a unit's `{relative path: tensor}`, leaves of
             global shape. They belong to the reduction from here on: do not change them in place. None means zero;
-            gradients of frozen leaves are ignored; those of tied leaves add up.
+            gradients of frozen leaves are ignored; those of tied leaves add up, and one path of them is enough.
         unit: None for the whole tree, or the unit that `grads` belong to.
         last: False says that more microbatches follow, so that a placement which keeps whole gradients (`ddp`,
             `zero1`, and the outer axis of `hsdp` and `hfsdp`) can add them up locally first. A wrong flag costs time
@@ -238,8 +189,11 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
         ledger.enter(state.token.serial, "reduce")
         executor = state.executor
         executor.adopt(state.grads)
+        have = len(executor.grads)
         if values:
             executor.reduce(one.name, values, last)
+        if len(executor.grads) > have:
+            executor.grads = in_order(state.layout, executor.grads)
         return then(state, ("reduce", unit), grads=executor.grads)
 
     total = of_tree(state.layout, grads)
@@ -249,6 +203,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     for one in reversed(state.layout.units):
         if any(shape is not None for shape in one.trains):
             executor.reduce(one.name, [total.get(path) for path in one.paths], last, whole_tree=True)
+    executor.grads = in_order(state.layout, executor.grads)
     return then(state, "reduce()", grads=executor.grads)
 
 
@@ -275,8 +230,11 @@ def finish(state: State) -> State:
     state.token.ledger.enter(state.token.serial, "finish")
     executor = state.executor
     executor.adopt(state.grads)
-    if not executor.complete:
+    complete = executor.complete
+    if not complete:
         executor.finish(state, step=False)
+    before, executor.grads = executor.grads, in_order(state.layout, executor.grads)
+    if not complete or executor.grads is not before:
         state = then(state, "finish()", grads=executor.grads)
     executor.settle()
     state.token.ledger.leave()

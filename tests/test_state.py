@@ -827,3 +827,42 @@ def test_pmean_does_not_change_what_it_was_given() -> None:
     assert found.item() == 2.0
     assert found is not loss
     assert not found.requires_grad
+
+
+# -------------------------------------------------------------------------------- what a notebook shows
+
+
+def test_trees_of_buffers_print_a_short_line_a_bucket() -> None:
+    state = fsdp.shard(
+        {f"layers.{i}.w": torch.zeros(1000, 100) for i in range(20)}, Spec(fsdp.local_mesh()), fsdp.adamw()
+    )
+    assert repr(state.main["layers.0"]) == (
+        "FlatBuffer('layers.0', 1 leaf, 100,096 elements, float32, data: Shard)"
+    )  # 782 × 128
+    reduced = fsdp.reduce(*fsdp.unshard(state))
+    for tree in (state.main, reduced.grads):
+        assert len(repr(tree)) < 20 * 120
+        assert "tensor(" not in repr(tree)
+        assert "Leaf(" not in repr(tree)
+    lines = [" ".join(line.split()) for line in repr(state.opt).splitlines()]
+    assert lines[0] == "AdamState"
+    assert lines[3:] == ["mean 20 7.6 MiB float32 data: Shard", "square 20 7.6 MiB float32 data: Shard"]
+
+
+def test_gradients_are_in_the_order_of_main_weights() -> None:
+    names = [f"layers.{i}" for i in (0, 1, 10, 2)]
+    params = {f"{name}.w": torch.ones(3) for name in names} | {"frozen.w": torch.ones(2)}
+    base = fsdp.shard(params, Spec(fsdp.local_mesh(), trainable={"frozen.*": False}), fsdp.sgd())
+    want = [name for name in base.main if name in base.layout.trainable]
+    assert [*fsdp.reduce(*fsdp.unshard(base)).grads] == want
+    for order in (want[::-1], want, [want[2], want[0], want[3], want[1]]):
+        state = base
+        for unit in order:
+            state = fsdp.reduce(state, {"w": torch.ones(3)}, unit, last=False)
+        assert [*state.grads] == want
+        state = fsdp.reduce(state, {"w": torch.ones(3)}, order[0])  # once more
+        assert [*fsdp.finish(state).grads] == want
+    state = fsdp.finish(fsdp.reduce(base, {"w": torch.ones(3)}, want[-1]))
+    assert [*state.grads] == want
+    assert fsdp.local_shards(state, "grads")[want[-1] + ".w"].sum() == 3
+    assert fsdp.step(state).steps == 1

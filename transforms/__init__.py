@@ -10,7 +10,7 @@ from .cuda_graph import cuda_graph
 from .divide import divide
 from .forward_backward import ForwardBackward, forward_backward
 from .hvp import hvp
-from .nonfinite import Nonfinite, find_nonfinite, nonfinite, skip_nonfinite
+from .nonfinite import Nonfinite, NonfiniteError, find_nonfinite, nonfinite, skip_nonfinite
 from .per_sample import per_sample_norms, per_sample_vjp
 from .remat import remat
 from .vjp import vjp
@@ -18,6 +18,7 @@ from .vjp import vjp
 __all__ = [
     "ForwardBackward",
     "Nonfinite",
+    "NonfiniteError",
     "accumulate",
     "apply",
     "clip_by_global_norm",

@@ -11,7 +11,7 @@ A unit is released when the next one is gathered, so parts of one unit that are 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -22,7 +22,7 @@ import torch.nn as nn
 from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, release, unshard
 from functional_fsdp._runtime import runtime_of
 from functional_fsdp._skeleton import skeleton_of
-from functional_fsdp._tracing import tracing
+from functional_fsdp._tracing import refuse, tracing
 from functional_fsdp._verbs import then
 from functional_fsdp._weights import whole_of
 
@@ -39,11 +39,12 @@ __all__ = ["Driver", "caller", "refuse_nesting", "refuse_tracing"]
 def refuse_tracing(verb: str) -> None:
     """What calls the verbs for the user decides in Python, as it goes, which a graph of the whole step cannot hold."""
     if tracing():
-        raise ScheduleError(
+        said = (
             f"{verb} drives the schedule from Python, as it runs, and cannot be traced. Inside torch.compile write "
             "the step in the first or second way (unshard, T.vjp, reduce); or compile units: "
             "T.forward_backward(..., compile=True)."
         )
+        refuse("ScheduleError", said, torch.compiler.is_dynamo_compiling())
 
 
 def caller() -> FrameType:
@@ -74,6 +75,7 @@ class Driver:
 
     def __init__(self, model: nn.Module, compile: bool | Options = False) -> None:
         self.compiler = Compiler.of(compile)
+        self.watch: Callable[[str, Gradients], None] | None = None  # what sees gradients before they are reduced
         for path, part in model.named_modules():
             if isinstance(part, torch.jit.ScriptModule):
                 raise TreeError(
@@ -319,4 +321,6 @@ class Driver:
             self._reduce(unit, grads)
 
     def _reduce(self, unit: str, grads: Gradients) -> None:
+        if self.watch is not None:
+            self.watch(unit, grads)
         self.state = reduce(self.state, dict(zip(self.keys[unit], grads, strict=True)), unit, last=self.last)

@@ -10,7 +10,7 @@ For `forward_backward` it is what a `Driver` is: the same names, the same transa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -50,6 +50,7 @@ class Whole:
         self.caller: FrameType | None = None  # whose `with` it is that runs
         self.token: torch.Tensor | None = None  # a driver's; nothing hangs on it here
         self.leaves: dict[str, torch.Tensor] = {}
+        self.watch: Callable[[str, Any], None] | None = None  # what sees gradients before they are reduced
 
     @contextmanager
     def running(self, state: State, verb: str, trains: bool = True) -> Iterator[int]:
@@ -120,6 +121,8 @@ class Whole:
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as a driver
             found = torch.autograd.grad(loss, [*wanted.values()], scale, allow_unused=True)
         grads = dict(zip(wanted, found, strict=True))
+        for unit in state.layout.units if self.watch is not None else ():
+            self.watch(unit.name, [grads.get(path) for path in unit.paths])
         tree = state.treedef.unflatten([grads.pop(path, None) for path in state.layout.source])  # tied ones once
         self.state = reduce(state, tree, last=last)
 

@@ -14,8 +14,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.utils._pytree as pytree
 
-from functional_fsdp import ScheduleError, SpecError, State
+from functional_fsdp import FsdpError, ScheduleError, SpecError, State
 from functional_fsdp import _regather as regather
+from functional_fsdp._entry import outside_inference
 from functional_fsdp._lower import custom_backwards
 from functional_fsdp._tracing import keeping
 
@@ -74,6 +75,11 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
                 f"the compiled train step got a {type(state).__name__} first; expected a State, as in "
                 "train_step(state, ...). A step of several states, or of a method: torch.compile(..., fullgraph=True)."
             )
+        if state.token.ledger.recipes is None:
+            raise ScheduleError(
+                "a compiled train step was given a state whose schedule is for eager execution. Shard with "
+                "Spec(mesh, schedule=fsdp.Schedule(transport='traced'))."
+            )
         signature = _signature(args, kwargs)
         if signature not in checked:
             _refuse_custom_backwards(train_step, state, args, kwargs)
@@ -81,7 +87,7 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
         with keeping(True):
             return compiled(state, *args, **kwargs)
 
-    return cast(F, run)
+    return cast(F, outside_inference(run))
 
 
 def _signature(args: Any, kwargs: Any) -> Any:
@@ -94,6 +100,8 @@ def _refuse_custom_backwards(train_step: Callable[..., Any], state: State, args:
     """torch's compiler drops the backward of an autograd.Function under torch.func, without a word: wrong gradients."""
     try:
         found = custom_backwards(train_step, state, *args, **kwargs)
+    except FsdpError:  # as the step itself would raise
+        raise
     except (RuntimeError, NotImplementedError) as error:  # it reads a tensor's value, say: the compiler may know it
         warnings.warn(
             "compile: the step could not be searched for torch.autograd.Functions, whose backward torch.compile drops "

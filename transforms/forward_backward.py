@@ -19,6 +19,7 @@ from ._outputs import map_tensors
 from ._second_order import Whole
 from ._seed import seeded
 from .compile_units import Options
+from .nonfinite import NonfiniteError, Watch
 
 __all__ = ["ForwardBackward", "forward_backward"]
 
@@ -31,6 +32,7 @@ def forward_backward(
     buffers: Rule = "mean",
     compile: bool | Options = False,
     second_order: bool = False,
+    find_nonfinite: bool = False,
 ) -> ForwardBackward:
     """A function that computes the loss and adds the averaged gradients to the state, unit by unit.
 
@@ -48,6 +50,8 @@ def forward_backward(
             or of `model.parameters()` (a gradient penalty). Then all units are gathered before the forward, which waits
             for them, and stay until the loss is differentiated: a rank holds the whole model, and for a moment its
             whole gradient.
+        find_nonfinite: look at every gradient before it is reduced, and raise `NonfiniteError` on all ranks, naming
+            rank, unit and leaf, if one is inf or NaN. For debugging: it waits for the device at the end of each call.
 
     Returns:
         `f(state, *args, **kwargs) -> state, loss`, or `state, (loss, aux)`; loss and aux are this rank's and detached.
@@ -67,14 +71,16 @@ def forward_backward(
             reentrant checkpointing; a loss that hangs on a unit other than by what its module returns; outputs of a
             unit that share memory and of which one is changed in place.
         SpecError: a buffer that changes, or comes, in the forward and is not in the state; units that do not compile.
+        NonfiniteError: see `find_nonfinite`.
 
-    Collective: as `unshard` and `reduce` for each unit that is used; one small all-reduce if buffers changed.
+    Collective: as `unshard` and `reduce` for each unit that is used; one small all-reduce if buffers changed; with
+    `find_nonfinite` a gather of the findings on the host.
 
     Example:
         >>> forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())  # doctest: +SKIP
         >>> state, loss = forward_backward(state, x)  # doctest: +SKIP
     """
-    return ForwardBackward(model, loss_fn, has_aux, buffers, compile, second_order)
+    return ForwardBackward(model, loss_fn, has_aux, buffers, compile, second_order, find_nonfinite)
 
 
 class ForwardBackward:
@@ -82,7 +88,7 @@ class ForwardBackward:
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool, buffers: Rule,
-        compile: bool | Options = False, second_order: bool = False,
+        compile: bool | Options = False, second_order: bool = False, find_nonfinite: bool = False,
     ) -> None:  # fmt: skip
         if second_order and compile is not False:
             raise SpecError(
@@ -93,6 +99,7 @@ class ForwardBackward:
         self.buffers = Buffers(self.driver.model, buffers)
         self.loss_fn = loss_fn
         self.has_aux = has_aux
+        self.find_nonfinite = find_nonfinite
 
     def __call__(
         self, state: State, *args: Any, last: bool = True, scale: float | torch.Tensor = 1.0, **kwargs: Any
@@ -106,6 +113,8 @@ class ForwardBackward:
         with driver.running(state, "forward_backward", trains=True) as number, seeded(state, number):
             driver.token = torch.zeros((), device=driver.device, requires_grad=True)
             self.buffers.lend(state, driver.device)
+            watch = Watch(state) if self.find_nonfinite else None
+            driver.watch = watch.look if watch else None
             try:
                 with torch.enable_grad():
                     out = values(self.loss_fn(driver.model, *args, **kwargs))
@@ -117,6 +126,8 @@ class ForwardBackward:
                 self.buffers.restore()
             loss = loss.detach()
             driver.release()
+            if watch and (bad := watch.found()):
+                raise NonfiniteError(bad)
             end_round(driver.state, last)
             state = driver.state
         if kept is not state.buffers:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from functional_fsdp import State, finish, replace_extras
+from functional_fsdp import FsdpError, ScheduleError, State, finish, replace_extras
+from functional_fsdp._gradients import of_tree, of_unit
 from functional_fsdp._runtime import runtime_of
 
 from ._gradients import shards, total
 
-__all__ = ["Nonfinite", "find_nonfinite", "nonfinite", "skip_nonfinite"]
+__all__ = ["Nonfinite", "NonfiniteError", "Watch", "find_nonfinite", "nonfinite", "skip_nonfinite"]
 
 
 @torch.no_grad()
@@ -66,7 +67,7 @@ def skip_nonfinite(step: Callable[..., State]) -> Callable[[State], State]:
 
 
 class Nonfinite(NamedTuple):
-    """Elements of a leaf's gradient that are not finite: how many of those that `rank` holds."""
+    """Elements of a leaf's gradient that are not finite, and how many: of what `rank` holds, or of what it gave."""
 
     leaf: str
     unit: str
@@ -74,19 +75,53 @@ class Nonfinite(NamedTuple):
     elements: int
 
 
+class NonfiniteError(FsdpError, FloatingPointError):
+    """A gradient that is inf or NaN before it is reduced. `found` says where: the same on every rank."""
+
+    def __init__(self, found: list[Nonfinite]) -> None:
+        self.found = found
+        some = "; ".join(f"rank {n.rank}, unit {n.unit!r}, leaf {n.leaf!r}: {n.elements:,} elements" for n in found[:5])
+        super().__init__(
+            f"gradients are not finite before the reduction: {some}{' and more' if len(found) > 5 else ''}. The first "
+            "named came first in that rank's backward. The state before the step is valid."
+        )
+
+    def __reduce__(self) -> Any:
+        return NonfiniteError, (self.found,)
+
+
 @torch.no_grad()
-def find_nonfinite(state: State) -> tuple[State, list[Nonfinite]]:
-    """Which gradients are inf or NaN: leaf, unit, and the rank whose shard it is. Waits for the device: for debugging.
+def find_nonfinite(state: State, grads: Any = None, unit: str | None = None) -> tuple[State, list[Nonfinite]]:
+    """Which gradients are inf or NaN: leaf, unit, and rank. Waits for the device: for debugging.
+
+    Args:
+        grads: what is going to be given to `reduce`, and `unit` as there: the rank is the one whose gradient is bad.
+            None: the gradients that the state has, reduced; a bad one is bad wherever it went, so the rank is the one
+            whose shard it is. In the third way: `T.forward_backward(..., find_nonfinite=True)`.
+
+    Returns:
+        the state, and the findings, the same list on every rank.
 
     Raises:
-        ScheduleError: the state has no gradients.
+        ScheduleError: the state has no gradients, and none were given. TreeError: as `reduce`.
 
-    Collective: what `finish` issues, and a gather of the findings, the same list on every rank.
+    Collective: a gather of the findings on the host, and without `grads` what `finish` issues.
 
     Example: `state, found = T.find_nonfinite(state)`.
     """
-    state = finish(state)
     run = runtime_of(state.spec.mesh)
+    if grads is not None:
+        watch = Watch(state)
+        if unit is None:
+            values = of_tree(state.layout, grads)
+            for one in state.layout.units:
+                watch.look(one.name, [values.get(path) for path in one.paths])
+        elif unit in state.layout.by_name:
+            watch.look(unit, of_unit(state.layout.by_name[unit], grads))
+        else:
+            raise ScheduleError(f"find_nonfinite: there is no unit {unit!r}. The units are {', '.join(state.units)}.")
+        return state, watch.found()
+    state = finish(state)
     mine = []
     for buffer in state.grads.values():
         start, stop = buffer.span()
@@ -96,3 +131,25 @@ def find_nonfinite(state: State) -> tuple[State, list[Nonfinite]]:
             if count:
                 mine.append(Nonfinite(leaf.path, buffer.bucket.unit, run.ranks[run.rank], count))
     return state, [one for found in run.everyone(mine) for one in found]
+
+
+class Watch:
+    """Gradients of this rank's backward, unit by unit: counts stay on the device until `found` asks for them."""
+
+    def __init__(self, state: State) -> None:
+        self.layout = state.layout
+        self.run = runtime_of(state.spec.mesh)
+        self.counts: list[tuple[str, str, torch.Tensor]] = []  # unit, leaf, elements
+
+    def look(self, unit: str, grads: Sequence[torch.Tensor | None]) -> None:
+        """A unit's gradients, as `Unit.paths`, before they are reduced."""
+        for path, grad in zip(self.layout.by_name[unit].paths, grads, strict=False):
+            if grad is not None and grad.numel():
+                self.counts.append((unit, path, grad.detach().isfinite().logical_not().sum()))
+
+    def found(self) -> list[Nonfinite]:
+        """What every rank has seen. Collective; waits for the device."""
+        numbers = torch.stack([count for *_, count in self.counts]).tolist() if self.counts else []
+        rank = self.run.ranks[self.run.rank]
+        mine = [Nonfinite(leaf, unit, rank, n) for (unit, leaf, _), n in zip(self.counts, numbers, strict=True) if n]
+        return [one for found in self.run.everyone(mine) for one in found]

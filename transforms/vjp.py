@@ -24,8 +24,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from functional_fsdp import ScheduleError, TreeError
+from functional_fsdp._entry import INTERPRETER
 from functional_fsdp._tracing import KEEPING, tracing
-from functional_fsdp._verbs import INTERPRETER
 from functional_fsdp._weights import Lease, lease_of
 
 __all__ = ["Pullback", "functional_vjp", "lent", "vjp"]
