@@ -10,7 +10,7 @@ import torch.utils._pytree as pytree
 
 from ._errors import TreeError
 from ._flat import FlatBuffer, leaves_of
-from ._skeleton import persistent
+from ._skeleton import every_buffer, persistent
 from ._state import State
 from ._tree import flatten
 
@@ -72,9 +72,14 @@ def local_shards(state: State, kind: Literal["main", "weights", "grads"] = "main
     return found
 
 
-def buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The persistent buffers of a module by path, for `shard(params, spec, optimizer, buffers=buffers(module))`."""
-    return {path: held[name] for path, held, name in persistent(module)}
+def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor]:
+    """The buffers of a module by path, for `shard(params, spec, optimizer, buffers=buffers(module))`.
+
+    Args:
+        every: those that are not persistent, too: what a forward makes of them then comes back in the new state, each
+            rank's own, and is in checkpoints. For running counts; masks and tables would be copied in each forward.
+    """
+    return {path: held[name] for path, held, name in (every_buffer if every else persistent)(module)}
 
 
 def state_dict(state: State) -> dict[str, torch.Tensor]:

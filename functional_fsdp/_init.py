@@ -166,13 +166,16 @@ class _Copies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def init(make: Callable[[], M], spec: Spec, optimizer: Any = None, *, seed: int = 0) -> tuple[State, M]:
+def init(
+    make: Callable[[], M], spec: Spec, optimizer: Any = None, *, seed: int = 0, every_buffer: bool = False
+) -> tuple[State, M]:
     """Build a model as shards: one unit at a time is made by the module's own initialisers, sliced and dropped.
 
     Args:
         make: builds the module, as `lambda: GPT(config)`. It runs with fake tensors, which have no memory.
         spec, optimizer: as for `shard`.
         seed: decides every bit of the weights, whatever the world size and the placement.
+        every_buffer: the state gets the buffers that are not persistent, too; see `buffers`.
 
     Returns:
         the State, its persistent buffers included, and the skeleton with real buffers, for `bind`.
@@ -216,7 +219,7 @@ def init(make: Callable[[], M], spec: Spec, optimizer: Any = None, *, seed: int 
 
     with torch.no_grad(), _Copies(recorder):
         skeleton = skeleton_of(module)
-    kept = {path: buffer.clone().to(device) for path, buffer in buffers(skeleton).items()}
+    kept = {path: buffer.clone().to(device) for path, buffer in buffers(skeleton, every=every_buffer).items()}
     return build(plan, spec, optimizer, treedef, fetch, buffers=kept or (), seed=seed), skeleton
 
 

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ._errors import TreeError
-from ._skeleton import Placeholder, skeleton_of
+from ._skeleton import Placeholder, refuse_meta, skeleton_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -56,6 +56,8 @@ class Slots:
         self.placeholders = [params[name] for params, name in self.slots]
         self.shapes = [torch.Size(p.size()) for p in self.placeholders]
         self.buffers: list[dict[str, Any]] = [m._buffers for m in modules]
+        self.meta = [(f"{path}{name}", m._buffers, name) for m, path in zip(modules, paths, strict=True)
+                     for name, b in m._buffers.items() if b is not None and b.is_meta]  # fmt: skip
         self.dicts: list[Any] = [m._modules for m in modules] + [m._parameters for m in modules]
         self.noted = [dict(d) for d in self.dicts]
         apart = len({(id(params), name) for params, name in self.slots}) == len(self.slots)
@@ -139,6 +141,9 @@ class Bound:
             with _reparametrize_module(module, tensors, tie_weights=False, strict=True, stack_weights=True):
                 return function(module, *args, **kwargs)
         slots, weights = place
+        for path, held, name in slots.meta:
+            if held[name].is_meta and not all(w.is_meta for w in weights):
+                refuse_meta(path)
         buffers = [(held, held.copy()) for held in slots.buffers if held] if any(slots.buffers) else ()
         try:
             for (held, name), weight in zip(slots.slots, weights, strict=True):
