@@ -87,6 +87,43 @@ def _bound(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any
         ) from error
 
 
+class Runs:
+    """One call of a module that recomputes: its forward, and the same again, which leaves the buffers as they are.
+
+    What the forward made of them (running statistics, the vectors of a power iteration) must not be made of them
+    twice, and the recomputation must find them as the forward did.
+    """
+
+    def __init__(self, cls: type[nn.Module], module: nn.Module) -> None:
+        self.cls, self.module = cls, module
+        self.places = [(part._buffers, name, part.training) for part in module.modules() for name in part._buffers]
+        self.before: list[torch.Tensor | None] | None = None  # the buffers as the forward found them
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        now = [held.get(name) for held, name, _ in self.places]
+        if self.before is None:
+            changing = self.module.__dict__.setdefault("_remat_changes", {})
+            self.before = [
+                t if t is None or (changing.get(i) is False and not (trains and t.is_floating_point())) else t.clone()
+                for i, (t, (_, _, trains)) in enumerate(zip(now, self.places, strict=True))
+            ]
+            counted = [None if t is None else version(t) for t in now]
+            out = _bound(self.cls, self.module, *args, **kwargs)
+            for i, (t, (held, name, _)) in enumerate(zip(now, self.places, strict=True)):
+                changed = held.get(name) is not t or (t is not None and version(t) != counted[i])
+                changing[i] = changed or changing.get(i, False)
+            return out
+        for t, old, (held, name, _) in zip(now, self.before, self.places, strict=True):
+            if old is not t and old is not None:
+                held[name] = old.clone()
+        try:
+            return _bound(self.cls, self.module, *args, **kwargs)
+        finally:
+            for t, (held, name, _) in zip(now, self.places, strict=True):
+                if t is not None or name in held:
+                    held[name] = t
+
+
 _RECOMPUTED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
@@ -95,7 +132,10 @@ def _recomputed(cls: type[nn.Module], preserve_rng_state: bool) -> type[nn.Modul
     if (cls, preserve_rng_state) not in _RECOMPUTED:
 
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _checkpointed(partial(_bound, cls, self), preserve_rng_state, *args, **kwargs)
+            run = partial(_bound, cls, self)
+            if any(part._buffers for part in self.modules()) and not tracing():
+                run = Runs(cls, self)
+            return _checkpointed(run, preserve_rng_state, *args, **kwargs)
 
         body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _RECOMPUTED[cls, preserve_rng_state] = type(cls.__name__, (cls,), body)
