@@ -81,6 +81,11 @@ class Slots:
             return False
 
 
+def _recomputing() -> bool:
+    """Whether a backward runs this: activation checkpointing, which must not change buffers a second time."""
+    return not torch.compiler.is_compiling() and torch._C._current_autograd_node() is not None
+
+
 Place = tuple[Slots, list[torch.Tensor]]
 _NOTED: WeakKeyDictionary[nn.Module, Slots] = WeakKeyDictionary()
 
@@ -137,7 +142,10 @@ class Bound:
         module = self._module
         place = None if torch.compiler.is_compiling() else self._place or _place(module, self._weights)
         if place is None or not place[0].same():
-            tensors = {**dict(module.named_buffers(remove_duplicate=False)), **self._weights}
+            own = dict(module.named_buffers(remove_duplicate=False))
+            if own and _recomputing():
+                own = {path: buffer.clone() for path, buffer in own.items()}
+            tensors = {**own, **self._weights}
             with _reparametrize_module(module, tensors, tie_weights=False, strict=True, stack_weights=True):
                 return function(module, *args, **kwargs)
         slots, weights = place
@@ -146,6 +154,9 @@ class Bound:
                 refuse_meta(path)
         buffers = [(held, held.copy()) for held in slots.buffers if held] if any(slots.buffers) else ()
         try:
+            if buffers and _recomputing():
+                for held, before in buffers:
+                    held.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})
             for (held, name), weight in zip(slots.slots, weights, strict=True):
                 held[name] = weight
             return function(module, *args, **kwargs)

@@ -290,6 +290,59 @@ def test_remat_of_a_function() -> None:
     assert len(runs) == 3
 
 
+class Stateful(nn.Module):
+    """Computes with a buffer, and changes it; BatchNorm counts, and a power iteration goes on."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.BatchNorm1d(4), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("calls", torch.ones(()))
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.up(self.norm(x)).tanh() * self.calls * self.table
+        self.calls = self.calls + 1
+        return y
+
+
+@pytest.mark.parametrize("units", [["0", "1", "2"], None, {"all": "*"}])
+def test_remat_makes_buffers_once(units: Any) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), Stateful(), Stateful())
+    x = torch.randn(5, 4)
+    params, model = fsdp.functionalize(module)
+    states = []
+    for one in (model, T.remat(model, "1", "2")):
+        spec = fsdp.Spec(fsdp.local_mesh(), units=units)
+        state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1, momentum=0.9), buffers=fsdp.buffers(module))
+        forward_backward = T.forward_backward(one, lambda model, x: model(x).square().sum())
+        for _ in range(3):
+            state, _ = forward_backward(state, x, last=False)
+            state, _ = forward_backward(state, x)
+            state = fsdp.step(state)
+        states.append(state)
+    plain, again = states
+    assert plain.buffers["1.norm.num_batches_tracked"] == again.buffers["1.norm.num_batches_tracked"] == 6
+    for key, buffer in plain.buffers.items():
+        assert torch.equal(again.buffers[key], buffer), key
+    assert largest(fsdp.full_params(again), fsdp.full_params(plain)) < 1e-6
+
+
+def test_remat_of_a_function_that_binds_makes_buffers_once() -> None:
+    skeletons = []
+    for remat in (False, True):
+        torch.manual_seed(0)
+        params, model = fsdp.functionalize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        stage: Any = lambda w, h, model=model: fsdp.bind(model, w)(h)  # noqa: E731
+        out, pullback = T.vjp(T.remat(stage) if remat else stage, params, torch.ones(3, 4))
+        pullback(params, out)
+        skeletons.append(dict(model.named_buffers()))
+    assert skeletons[1]["1.num_batches_tracked"] == 1
+    assert all(torch.equal(skeletons[0][key], skeletons[1][key]) for key in skeletons[0])
+
+
 def test_a_model_that_recomputes_is_not_bound_by_hand() -> None:
     params, model = fsdp.functionalize(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
     x = torch.randn(2, 3)

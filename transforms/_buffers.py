@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from functional_fsdp import SpecError, State
 from functional_fsdp._metrics import over_ranks
@@ -81,8 +80,7 @@ class Buffers:
             by_dtype.setdefault(buffer.dtype, []).append(path)
         for paths in by_dtype.values():
             tensors = [source[path].to(device) for path in paths]
-            flat = _flatten_dense_tensors(tensors) if len(tensors) > 1 else tensors[0].clone()
-            copies = _unflatten_dense_tensors(flat, tensors) if len(tensors) > 1 else [flat]
+            copies = _copies(tensors)
             self.lent |= dict(zip(paths, copies, strict=True))
         self.versions = {path: tensor._version for path, tensor in self.lent.items()}
         for path, tensor in self.lent.items():
@@ -210,6 +208,16 @@ class Buffers:
         tensors = [torch.zeros_like(t) if zeros else t for t in kinds.values()]
         summed = over_ranks(state, tensors, "sum" if first else "mean", "buffers")
         return mine | dict(zip(kinds, summed, strict=True))
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One call for tensors of one dtype; each with a version counter of its own, since autograd saves some of them."""
+    if tensors[0].dtype in NUMBERS:
+        return [*torch._foreach_mul(tensors, 1)]
+    return [t.clone() for t in tensors]
+
+
+NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32)
 
 
 def _absent(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
