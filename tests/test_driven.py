@@ -419,6 +419,78 @@ def test_inputs_in_words() -> None:
         T.forward_backward(model, total, second_order=True)(state, X)
 
 
+# ---------------------------------------------------------------- what hooks see
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gain = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.up(x).tanh()
+        return y
+
+
+class Tower(nn.Module):
+    """Hooks keep what parts return, as output_hidden_states does in Hugging Face models, or change it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(Scaled() for _ in range(4))
+        self.kept: dict[str, Any] = {}
+        kept = self.kept
+        if how != "changed":
+            self.parts[1].register_forward_hook(lambda part, args, out: kept.__setitem__("out", out))
+        if how != "kept":
+            self.parts[1].register_forward_hook(lambda part, args, out: (out * part.gain).exp() * part.up.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def of_kept(model: Any, x: torch.Tensor, both: bool) -> torch.Tensor:
+    out = model(x)
+    kept = model.kept.get("out", out)
+    loss: torch.Tensor = (kept - 1).square().sum()
+    return loss + out.sum() if both else loss
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("how", ["kept", "changed", "kept and changed"])
+def test_what_a_hook_keeps_may_be_all_that_the_loss_uses(how: str, both: bool) -> None:
+    plain = Tower(how)
+    state, model = made(Tower(how), schedule=fsdp.Schedule(debug=True))
+    run = T.forward_backward(model, of_kept)
+    want = of_kept(plain, X, both)
+    grads = torch.autograd.grad(want, [*plain.parameters()], allow_unused=True, materialize_grads=True)
+    for _ in range(2):
+        middle, loss = run(state, X, both)
+        assert torch.equal(loss, want.detach())
+        found = fsdp.local_shards(fsdp.finish(middle), "grads")
+        for (path, _), grad in zip(plain.named_parameters(), grads, strict=True):
+            torch.testing.assert_close(found[path].view_as(grad), grad, msg=path)
+
+
+def test_what_a_hook_inside_keeps_says_what_to_do() -> None:
+    class Inside(Tower):
+        def __init__(self) -> None:
+            super().__init__("")
+            kept = self.kept
+            self.parts[2].up.register_forward_hook(lambda part, args, out: kept.__setitem__("out", out))
+
+    state, model = made(Inside())
+    with pytest.raises(fsdp.ScheduleError, match=r"no output of the module 'parts\.2' .* a unit of its own: Spec"):
+        T.forward_backward(model, of_kept)(state, X, False)
+    units = ["parts.0", "parts.1", "parts.2.up", "parts.2.gain", "parts.3"]
+    state, model = made(Inside(), units=units)
+    _, loss = T.forward_backward(model, of_kept)(state, X, False)
+    assert torch.equal(loss, of_kept(Inside(), X, False).detach())
+
+
 # ---------------------------------------------------------------- settings of the model, changed later
 
 
