@@ -13,7 +13,7 @@ from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer, leaves_of
 from ._route import Partial, Replicate
 from ._runtime import runtime_of
-from ._skeleton import persistent
+from ._skeleton import every_buffer, persistent
 from ._state import State
 from ._tree import flatten
 
@@ -98,9 +98,14 @@ def local_shards(
     return found
 
 
-def buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The persistent buffers of a module by path, for `shard(params, spec, optimizer, buffers=buffers(module))`."""
-    return {path: held[name] for path, held, name in persistent(module)}
+def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor]:
+    """The buffers of a module by path, for `shard(params, spec, optimizer, buffers=buffers(module))`.
+
+    Args:
+        every: those that are not persistent, too: what a forward makes of them then comes back in the new state, each
+            rank's own, and is in checkpoints. For running counts; masks and tables would be copied in each forward.
+    """
+    return {path: held[name] for path, held, name in (every_buffer if every else persistent)(module)}
 
 
 @alone

@@ -177,6 +177,7 @@ def init(
     *,
     local_buffers: Sequence[str] = (),
     seed: int = 0,
+    every_buffer: bool = False,
 ) -> tuple[State, M]:
     """Build a model as shards: one unit at a time is made by the module's own initialisers, sliced and dropped.
 
@@ -184,6 +185,7 @@ def init(
         make: builds the module, as `lambda: GPT(config)`. It runs with fake tensors, which have no memory.
         spec, optimizer, local_buffers: as for `shard`.
         seed: decides every bit of the weights, whatever the world size and the placement.
+        every_buffer: the state gets the buffers that are not persistent, too; see `buffers`.
 
     Returns:
         the State, its persistent buffers included, and the skeleton with real buffers, for `bind`.
@@ -218,7 +220,8 @@ def init(
     def fetch(unit: Unit) -> dict[str, torch.Tensor]:
         return dict(zip(unit.paths, recorder.replay(views[path] for path in unit.paths), strict=True))
 
-    state = build("init", plan, spec, optimizer, treedef, fetch, buffers(skeleton) or (), local_buffers, seed)
+    kept = buffers(skeleton, every=every_buffer) or ()
+    state = build("init", plan, spec, optimizer, treedef, fetch, kept, local_buffers, seed)
     return state, skeleton
 
 

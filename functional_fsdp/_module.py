@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ._errors import TreeError
-from ._skeleton import Placeholder, skeleton_of
+from ._skeleton import Placeholder, refuse_meta, skeleton_of
 from ._ties import aliases_of, tied
 
 M = TypeVar("M", bound=nn.Module)
@@ -57,6 +57,8 @@ class Slots:
         self.placeholders = [params[name] for params, name in self.slots]
         self.shapes = [torch.Size(p.size()) for p in self.placeholders]
         self.buffers: list[dict[str, Any]] = [m._buffers for m in modules]
+        self.meta = [(f"{path}{name}", m._buffers, name) for m, path in zip(modules, paths, strict=True)
+                     for name, b in m._buffers.items() if b is not None and b.is_meta]  # fmt: skip
         self.dicts: list[Any] = [m._modules for m in modules] + [m._parameters for m in modules]
         self.noted = [dict(d) for d in self.dicts]
         apart = len({(id(params), name) for params, name in self.slots}) == len(self.slots)
@@ -80,6 +82,11 @@ class Slots:
             return self.dicts == self.noted
         except TreeError:  # a placeholder was compared, by value, with what is in its place
             return False
+
+
+def _recomputing() -> bool:
+    """Whether a backward runs this: activation checkpointing, which must not change buffers a second time."""
+    return not torch.compiler.is_compiling() and torch._C._current_autograd_node() is not None
 
 
 Place = tuple[Slots, list[torch.Tensor]]
@@ -138,12 +145,21 @@ class Bound:
         module = self._module
         place = None if torch.compiler.is_compiling() else self._place or _place(module, self._weights)
         if place is None or not place[0].same():
-            tensors = {**dict(module.named_buffers(remove_duplicate=False)), **self._weights}
+            own = dict(module.named_buffers(remove_duplicate=False))
+            if own and _recomputing():
+                own = {path: buffer.clone() for path, buffer in own.items()}
+            tensors = {**own, **self._weights}
             with _reparametrize_module(module, tensors, tie_weights=False, strict=True, stack_weights=True):
                 return function(module, *args, **kwargs)
         slots, weights = place
+        for path, held, name in slots.meta:
+            if held[name].is_meta and not all(w.is_meta for w in weights):
+                refuse_meta(path)
         buffers = [(held, held.copy()) for held in slots.buffers if held] if any(slots.buffers) else ()
         try:
+            if buffers and _recomputing():
+                for held, before in buffers:
+                    held.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})
             for (held, name), weight in zip(slots.slots, weights, strict=True):
                 held[name] = weight
             return function(module, *args, **kwargs)

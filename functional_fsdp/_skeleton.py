@@ -17,12 +17,12 @@ import torch.nn as nn
 
 from ._closures import HOOKS, Functions
 from ._entry import outside_inference
-from ._errors import TreeError
+from ._errors import SpecError, TreeError
 from ._ties import Tie, aliases_of
 
 M = TypeVar("M", bound=nn.Module)
 
-__all__ = ["METADATA", "Placeholder", "persistent", "skeleton_of"]
+__all__ = ["METADATA", "Placeholder", "every_buffer", "persistent", "refuse_meta", "skeleton_of"]
 
 
 class Placeholder(nn.Parameter):
@@ -160,7 +160,21 @@ def _refuse(module: nn.Module, parts: dict[str, nn.Module]) -> None:
 
 def persistent(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     """(path, dict of buffers, name in it) of each buffer that a state dict has."""
+    return every_buffer(module, persistent=True)
+
+
+def every_buffer(module: nn.Module, persistent: bool = False) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(path, dict of buffers, name in it) of each buffer, or each that is persistent."""
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
+            if buffer is not None and not (persistent and name in part._non_persistent_buffers_set):
                 yield f"{path}.{name}" if path else name, part._buffers, name
+
+
+def refuse_meta(path: str) -> None:
+    """Say that a buffer has no values."""
+    raise SpecError(
+        f"the buffer {path!r} is on the meta device and has no values: its module was built there. Build the model by "
+        "init(lambda: Model(config), spec), whose skeleton has real buffers, or functionalize one that was built on a "
+        "real device; persistent ones may come from the state: shard(params, spec, optimizer, buffers={path: tensor})."
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -334,7 +336,7 @@ def test_an_empty_leaf_first_in_its_bucket() -> None:
 
 
 def test_jit_modules_are_refused() -> None:
-    with pytest.warns(DeprecationWarning, match="jit"):
+    with pytest.warns(DeprecationWarning, match="deprecated"):
         scripted = torch.jit.script(nn.ReLU())
     state, model = made(nn.Sequential(nn.Linear(4, 4), scripted))
     with pytest.raises(fsdp.TreeError, match=r"the module '1' is a torch\.jit module"):
@@ -415,3 +417,299 @@ def test_inputs_in_words() -> None:
     state, model = made(Net(), precision=CAST)
     with pytest.raises(fsdp.SpecError, match=r"Precision\(inputs=True\) with forward_backward\(second_order=True\)"):
         T.forward_backward(model, total, second_order=True)(state, X)
+
+
+# ---------------------------------------------------------------- what hooks see
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gain = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.up(x).tanh()
+        return y
+
+
+class Tower(nn.Module):
+    """Hooks keep what parts return, as output_hidden_states does in Hugging Face models, or change it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(Scaled() for _ in range(4))
+        self.kept: dict[str, Any] = {}
+        kept = self.kept
+        if how != "changed":
+            self.parts[1].register_forward_hook(lambda part, args, out: kept.__setitem__("out", out))
+        if how != "kept":
+            self.parts[1].register_forward_hook(lambda part, args, out: (out * part.gain).exp() * part.up.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def of_kept(model: Any, x: torch.Tensor, both: bool) -> torch.Tensor:
+    out = model(x)
+    kept = model.kept.get("out", out)
+    loss: torch.Tensor = (kept - 1).square().sum()
+    return loss + out.sum() if both else loss
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("how", ["kept", "changed", "kept and changed"])
+def test_what_a_hook_keeps_may_be_all_that_the_loss_uses(how: str, both: bool) -> None:
+    plain = Tower(how)
+    state, model = made(Tower(how), schedule=fsdp.Schedule(debug=True))
+    run = T.forward_backward(model, of_kept)
+    want = of_kept(plain, X, both)
+    grads = torch.autograd.grad(want, [*plain.parameters()], allow_unused=True, materialize_grads=True)
+    for _ in range(2):
+        middle, loss = run(state, X, both)
+        assert torch.equal(loss, want.detach())
+        found = fsdp.local_shards(fsdp.finish(middle), "grads")
+        for (path, _), grad in zip(plain.named_parameters(), grads, strict=True):
+            torch.testing.assert_close(found[path].view_as(grad), grad, msg=path)
+
+
+def test_what_a_hook_inside_keeps_says_what_to_do() -> None:
+    class Inside(Tower):
+        def __init__(self) -> None:
+            super().__init__("")
+            kept = self.kept
+            self.parts[2].up.register_forward_hook(lambda part, args, out: kept.__setitem__("out", out))
+
+    state, model = made(Inside())
+    with pytest.raises(fsdp.ScheduleError, match=r"no output of the module 'parts\.2' .* a unit of its own: Spec"):
+        T.forward_backward(model, of_kept)(state, X, False)
+    units = ["parts.0", "parts.1", "parts.2.up", "parts.2.gain", "parts.3"]
+    state, model = made(Inside(), units=units)
+    _, loss = T.forward_backward(model, of_kept)(state, X, False)
+    assert torch.equal(loss, of_kept(Inside(), X, False).detach())
+
+
+# ---------------------------------------------------------------- settings of the model, changed later
+
+
+class Config:
+    def __init__(self) -> None:
+        self.scale, self.rope = 2.0, {"factor": 1.0}
+
+
+class Configured(Net):
+    flag = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.widths, self.drop = Config(), [4, 4], nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(super().forward(x)) * self.config.scale
+
+
+def put(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
+
+
+CHANGED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "an attribute": (lambda m: put(m.drop, "p", 0.1), r"'drop\.p' was 0\.5 and is 0\.1"),
+    "a class's default": (lambda m: put(m, "flag", True), "'flag' is new"),
+    "a configuration": (lambda m: put(m.config, "scale", 3.0), r"'config\.scale' was 2\.0 and is 3\.0"),
+    "inside it": (lambda m: m.config.rope.update(factor=2.0), r"'config\.rope\.factor' was 1\.0 and is 2\.0"),
+    "a list": (lambda m: m.widths.append(4), r"'widths' was \[4, 4\] and is \[4, 4, 4\]"),
+    "a module": (lambda m: put(m, "b", nn.Linear(4, 4)), "its modules or hooks"),
+    "a hook": (lambda m: m.b.register_forward_hook(lambda *args: None), "the modules or hooks of 'b'"),
+    "deleted": (lambda m: delattr(m, "widths"), r"'widths' was \[4, 4\] and is None"),
+}
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("how", ["forward_backward", "apply", "second order"])
+@pytest.mark.parametrize("what", CHANGED)
+def test_a_setting_that_is_changed_later_is_refused(what: str, how: str, real: bool) -> None:
+    module = Configured()
+    state, model = made(module)
+    model = module if real else model
+    run = drives(how, model)
+    run(state, X)
+    change, said = CHANGED[what]
+    change(model)
+    for _ in range(2):
+        with pytest.raises(fsdp.SpecError, match=rf"the model was changed after the transform was made of it.*{said}"):
+            run(state, X)
+    if what not in ("a module", "deleted"):
+        drives(how, model)(state, X)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_modes_are_followed(real: bool) -> None:
+    module = Configured()
+    state, model = made(module)
+    model = module if real else model
+    run, look = T.forward_backward(model, total), T.apply(model)
+    follows = T.apply(model, training=True)
+    want = Configured().eval()(X)
+
+    def evaluates(f: Any) -> bool:
+        out = f(state, X)[1]
+        return torch.equal(out, want if out.dim() else want.sum())
+
+    assert [evaluates(f) for f in (run, look, follows)] == [False, True, False]
+    model.eval()
+    assert [evaluates(f) for f in (run, look, follows)] == [True, True, True]
+    model.train()
+    assert [evaluates(f) for f in (run, look, follows)] == [False, True, False]
+    run.driver.model.eval()  # as a loss function may do
+    assert evaluates(run)
+
+
+def test_modes_decide_about_running_statistics() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    state, model = made(module.eval())
+    run = T.forward_backward(model, total)
+    frozen, _ = run(state, X)
+    assert torch.equal(frozen.buffers["1.running_mean"], state.buffers["1.running_mean"])
+    module.train()
+    module(X)
+    model.train()
+    trained, _ = run(state, X)
+    assert torch.equal(trained.buffers["1.running_mean"], module[1].running_mean)  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_gone_is_not_kept_alive() -> None:
+
+    module = Configured()
+    state, _ = made(module)
+    run = T.forward_backward(module, total)
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+    run(state, X)
+
+
+# ---------------------------------------------------------------- buffers
+
+
+class Counting(Net):
+    """Counts in a buffer."""
+
+    count: torch.Tensor
+
+    def __init__(self, how: str, persistent: bool) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("count", torch.zeros(4), persistent=persistent)
+        self.extra = {"attribute": [self.count], "view": self.count[:2]}.get(how, 0)
+        if how == "name":
+            self.register_buffer("other", self.count)
+        if how == "none":
+            self.register_buffer("late", None, persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "replaced":
+            self.count = self.count + 1
+        elif self.how == "removed":
+            self.count = None  # type: ignore[assignment]
+            return super().forward(x)
+        elif self.how == "none":
+            self.late = torch.ones(4)
+        elif self.how == "kernel":
+            F.batch_norm(x, self.count, torch.ones(4), training=True)
+        else:
+            self.count += 1
+        return super().forward(x) * self.count.mean()
+
+
+@pytest.mark.parametrize("how", ["in place", "kernel"])
+def test_a_buffer_that_is_not_persistent_and_changes_is_refused(how: str) -> None:
+    state, model = made(Counting(how, False))
+    run = T.forward_backward(model, total)
+    for _ in range(2):
+        with pytest.raises(fsdp.SpecError, match=r"changed the buffer 'count' in place, which is not persistent"):
+            run(state, X)
+
+
+@pytest.mark.parametrize("how", ["in place", "kernel", "replaced"])
+def test_or_rides_in_the_state_if_it_is_given(how: str, tmp_path: Any) -> None:
+    module = plain = Counting(how, False)
+    params, model = fsdp.functionalize(module)
+    spec = fsdp.Spec(fsdp.local_mesh())
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.0), buffers=fsdp.buffers(module, every=True))
+    run, look = T.forward_backward(model, total), T.apply(model, training=True)
+    for _ in range(3):
+        abandoned, _ = run(state, X)
+        middle, loss = run(state, X)
+        torch.testing.assert_close(loss, total(plain, X).detach())
+        assert torch.equal(middle.buffers["count"], plain.count)
+        assert torch.equal(abandoned.buffers["count"], plain.count)
+        state = fsdp.step(middle)
+    fsdp.save(state, tmp_path / "saved")
+    loaded = fsdp.load(state, tmp_path / "saved")
+    torch.testing.assert_close(look(loaded, X)[1], plain(X))
+
+
+def test_init_gives_them_too() -> None:
+    spec = fsdp.Spec(fsdp.local_mesh())
+    assert fsdp.init(lambda: Counting("in place", False), spec, every_buffer=True)[0].buffers.keys() == {"count"}
+    assert not fsdp.init(lambda: Counting("in place", False), spec)[0].buffers
+
+
+def test_a_cache_that_is_replaced_warns_once() -> None:
+    state, model = made(Counting("replaced", False))
+    run = T.forward_backward(model, total)
+    with pytest.warns(UserWarning, match="replaced the buffer 'count', which is not persistent") as caught:
+        run(state, X)
+    assert len(caught) == 1
+    run(state, X)  # where warnings are errors
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("removed", "the forward removed the buffer 'count'"),
+        ("none", "the forward registered the buffer 'late', which the state cannot know of"),
+        ("attribute", "whose memory the attribute 'extra' has too"),
+        ("view", "whose memory the attribute 'extra' has too"),
+        ("name", "whose memory the buffer '(other|count)' has too"),
+    ],
+)
+def test_buffers_that_cannot_be_followed(how: str, said: str) -> None:
+    state, model = made(Counting(how, True))
+    run = T.forward_backward(model, total)
+    for _ in range(2):
+        with pytest.raises(fsdp.SpecError, match=said):
+            run(state, X)
+
+
+class Rotary(Net):
+    """Computes a buffer when it is built, as Hugging Face models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 1.0 / torch.arange(1, 5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.inv_freq
+
+
+@pytest.mark.parametrize("how", ["forward_backward", "apply", "second order", "bind"])
+def test_buffers_without_values_are_refused(how: str) -> None:
+    with torch.device("meta"):
+        meta = Rotary()
+    shapes, model = fsdp.functionalize(meta)
+    assert fsdp.layout(shapes, fsdp.Spec({"data": 8}))  # to plan needs no values
+    params = dict(Rotary().named_parameters())
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    with pytest.raises(
+        fsdp.SpecError, match=r"buffer 'inv_freq' is on the meta device .* init\(lambda: Model\(config\)"
+    ):
+        fsdp.bind(model, params)(X) if how == "bind" else drives(how, model)(state, X)
+    assert fsdp.bind(model, shapes)(X.to("meta")).is_meta
+    state, model = fsdp.init(Rotary, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    torch.testing.assert_close(
+        T.apply(model)(state, X)[1], torch.func.functional_call(Rotary(), fsdp.full_params(state), (X,))
+    )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -67,11 +68,114 @@ def test_accumulate_refuses_before_anything_runs() -> None:
         raise AssertionError("it ran")
 
     state: Any = None
-    with pytest.raises(fsdp.TreeError, match=r"shape \(10, 2\) cannot be cut along dim 0 into 4 equal .* Give 8 rows"):
-        T.accumulate(never, 4)(state, {"a": torch.zeros(8), "b": torch.zeros(10, 2)})
+    with pytest.raises(fsdp.TreeError, match=r"shape \(10, 2\), along dim 0, cannot be cut into 4 .* Give 8 rows"):
+        T.accumulate(never, 4)(state, {"b": torch.zeros(10, 2), "a": torch.zeros(10)})
     for n in (0, True, 1.5):
         with pytest.raises(fsdp.SpecError, match="expected a number of microbatches of at least 1"):
             T.accumulate(never, n)  # type: ignore[arg-type]
+
+
+def parts(n: int, *args: Any, split: Any = None, **kwargs: Any) -> list[Any]:
+    """What each microbatch is called with."""
+    seen = []
+
+    def record(state: Any, *some: Any, last: bool, scale: float, **more: Any) -> Any:
+        seen.append((some, more) if more else some)
+        return state, torch.zeros(())
+
+    state: Any = None
+    T.accumulate(record, n, split=split)(state, *args, **kwargs)
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, seen)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+IDS, MASK = torch.arange(4), torch.ones(1, 1)
+SAMPLES = [{"boxes": torch.full((i % 2 + 1, 1), float(i))} for i in range(4)]
+
+
+def test_accumulate_by_default_wants_one_length() -> None:
+    assert parts(2, IDS, 3, b={"x": IDS, "y": torch.tensor(5)})[1] == (([2, 3], 3), {"b": {"x": [2, 3], "y": 5}})
+    assert parts(1, IDS, SAMPLES)[0][0] == [0, 1, 2, 3]  # whole
+    with pytest.raises(fsdp.TreeError, match=r"different lengths along dim 0: argument 0\['ids'\] has shape \(4,\), "):
+        parts(2, {"ids": IDS, "mask": MASK})
+    with pytest.raises(fsdp.TreeError, match=r"0 has shape \(4,\), argument 1\[0\]\['boxes'\] has shape \(1, 1"):
+        parts(2, IDS, SAMPLES)
+    with pytest.raises(fsdp.TreeError, match=r"'mask' has shape \(1, 1\)\. Say what is batch, .* split=\(0, None"):
+        parts(2, IDS, mask=MASK)
+
+
+@pytest.mark.parametrize(
+    "batch", [[torch.zeros(4)] * 4, (torch.zeros(4),) * 4, [{"x": torch.zeros(4)}] * 4, {"a": [[torch.zeros(4)] * 4]}]
+)
+def test_accumulate_refuses_a_list_that_may_be_one_of_samples(batch: Any) -> None:
+    """Pictures of four channels, say, four of them."""
+    with pytest.raises(fsdp.TreeError, match=r"a (list|tuple) of 4, and tensors have 4 rows: it may be one of samples"):
+        parts(2, batch)
+    assert len(parts(2, (torch.zeros(4), torch.zeros(4), torch.zeros(4)))[0][0]) == 3
+    assert parts(2, Pair(torch.zeros(2), torch.zeros(2)))[0] == (Pair([0.0], [0.0]),)  # a tuple of names is no list
+
+
+def test_accumulate_splits_as_it_is_told() -> None:
+    halves = parts(2, IDS, SAMPLES, MASK, split=(0, list, None))
+    assert halves[0] == ([0, 1], [{"boxes": [[0.0]]}, {"boxes": [[1.0], [1.0]]}], [[1.0]])
+    assert [one["boxes"][0] for one in halves[1][1]] == [[2.0], [3.0]]
+    grid = torch.arange(8).view(2, 4)
+    assert parts(2, grid, split=(1,))[1] == ([[2, 3], [6, 7]],)
+    assert parts(2, {"x": grid, "y": grid}, split=({"x": -1},))[0] == ({"x": [[0, 1], [4, 5]], "y": [[0, 1, 2, 3]]},)
+    assert parts(2, [IDS, MASK], split=([0, None],))[1] == ([[2, 3], [[1.0]]],)
+    assert parts(2, IDS, mask=MASK, split={"mask": None})[1] == (([2, 3],), {"mask": [[1.0]]})
+    assert parts(2, Pair(IDS, MASK), split=((0, None),))[1] == (Pair([2, 3], [[1.0]]),)
+    assert parts(2, UserDict(a=IDS, b=MASK), split=({"b": None},))[1][0]["a"].tolist() == [2, 3]
+    assert parts(2, (IDS, IDS), 3, split=(0, None))[1] == (([2, 3], [2, 3]), 3)
+
+    def odd_and_even(args: Any, kwargs: Any, n: int) -> Any:
+        return [((args[0][i::n],), kwargs) for i in range(n)]
+
+    assert parts(2, IDS, split=odd_and_even) == [([0, 2],), ([1, 3],)]
+
+
+@pytest.mark.parametrize(
+    ("args", "split", "said"),
+    [
+        ((IDS,), 0, r"accumulate\(split=0\): expected a tuple"),
+        ((IDS,), (0, None), r"split has 2 entries for 1 positional arguments"),
+        ((IDS,), {"mask": None}, r"split names 'mask', which is no keyword argument"),
+        ((IDS,), (list,), r"split says list of argument 0, which is a Tensor"),
+        ((IDS,), (1,), r"split says dim 1 of argument 0, which has shape \(4,\)"),
+        (({"a": IDS},), ({"b": 0},), r"split names 'b', which argument 0 does not have"),
+        ((IDS,), ("rows",), r"split says 'rows' of argument 0, which is a Tensor"),
+        ((IDS,), (lambda args, kwargs, n: [(args, kwargs)]), r"gave 1 parts; expected 2, each \(args, kwargs\)"),
+        ((IDS,), (lambda args, kwargs, n: [args, args]), r"gave 2 parts of another kind; expected 2"),
+    ],
+)
+def test_accumulate_says_what_is_wrong_with_a_split(args: Any, split: Any, said: str) -> None:
+    with pytest.raises(fsdp.SpecError, match=said):
+        parts(2, *args, split=split)
+    with pytest.raises(fsdp.TreeError, match=r"argument 0, a list of 3 cannot be cut into 2 equal microbatches"):
+        parts(2, SAMPLES[:3], split=(list,))
+
+
+def test_accumulate_over_samples_is_the_plain_mean() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(1, 1)
+    x = torch.randn(4, 1)
+
+    def loss_fn(model: Any, x: torch.Tensor, targets: Any) -> torch.Tensor:
+        return torch.stack([(p - t["boxes"]).abs().mean() for p, t in zip(model(x), targets, strict=True)]).mean()
+
+    params, model = fsdp.functionalize(module)
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    accumulated = T.accumulate(T.forward_backward(model, loss_fn), 2, split=(0, list))
+    state, loss = accumulated(state, x, SAMPLES)
+    want = loss_fn(module, x, SAMPLES)
+    torch.testing.assert_close(loss, want.detach())
+    grads = torch.autograd.grad(want, [*module.parameters()])
+    found = full_grads(fsdp.finish(state))
+    assert largest(found, dict(zip(("weight", "bias"), grads, strict=True))) < 1e-6
 
 
 # ---------------------------------------------------------------- apply
@@ -184,6 +288,59 @@ def test_remat_of_a_function() -> None:
     assert torch.equal(dw["a"], dw2["a"])
     assert torch.equal(dh, dh2)
     assert len(runs) == 3
+
+
+class Stateful(nn.Module):
+    """Computes with a buffer, and changes it; BatchNorm counts, and a power iteration goes on."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.BatchNorm1d(4), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("calls", torch.ones(()))
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.up(self.norm(x)).tanh() * self.calls * self.table
+        self.calls = self.calls + 1
+        return y
+
+
+@pytest.mark.parametrize("units", [["0", "1", "2"], None, {"all": "*"}])
+def test_remat_makes_buffers_once(units: Any) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), Stateful(), Stateful())
+    x = torch.randn(5, 4)
+    params, model = fsdp.functionalize(module)
+    states = []
+    for one in (model, T.remat(model, "1", "2")):
+        spec = fsdp.Spec(fsdp.local_mesh(), units=units)
+        state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1, momentum=0.9), buffers=fsdp.buffers(module))
+        forward_backward = T.forward_backward(one, lambda model, x: model(x).square().sum())
+        for _ in range(3):
+            state, _ = forward_backward(state, x, last=False)
+            state, _ = forward_backward(state, x)
+            state = fsdp.step(state)
+        states.append(state)
+    plain, again = states
+    assert plain.buffers["1.norm.num_batches_tracked"] == again.buffers["1.norm.num_batches_tracked"] == 6
+    for key, buffer in plain.buffers.items():
+        assert torch.equal(again.buffers[key], buffer), key
+    assert largest(fsdp.full_params(again), fsdp.full_params(plain)) < 1e-6
+
+
+def test_remat_of_a_function_that_binds_makes_buffers_once() -> None:
+    skeletons = []
+    for remat in (False, True):
+        torch.manual_seed(0)
+        params, model = fsdp.functionalize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        stage: Any = lambda w, h, model=model: fsdp.bind(model, w)(h)  # noqa: E731
+        out, pullback = T.vjp(T.remat(stage) if remat else stage, params, torch.ones(3, 4))
+        pullback(params, out)
+        skeletons.append(dict(model.named_buffers()))
+    assert skeletons[1]["1.num_batches_tracked"] == 1
+    assert all(torch.equal(skeletons[0][key], skeletons[1][key]) for key in skeletons[0])
 
 
 def test_a_model_that_recomputes_is_not_bound_by_hand() -> None:

@@ -1,21 +1,29 @@
 """Buffers of a driven module: they come from the state, and what the forward made of them goes into the next one.
 
-A forward works on copies, so the state that it started from keeps its own. Only persistent buffers ride in a state;
-what a module makes for itself (masks, rotary tables) stays with its copy.
+    persistent               ride in the state; a forward works on copies, so the state that it began from keeps its own
+    not persistent           masks, rotary tables: stay with the transform's copy of the module
+      given to the state     ride in it too, each rank's own (`fsdp.buffers(module, every=True)`)
+      changed in place       refused: evaluation, a retried step and other transforms would not see it
+      replaced               a cache, most likely: a warning
+
+A buffer that something else in the module holds too (an attribute, another name) is refused when it changes.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 import torch.nn as nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from functional_fsdp import SpecError, State
 from functional_fsdp._metrics import over_ranks
 from functional_fsdp._runtime import runtime_of
-from functional_fsdp._skeleton import persistent
+from functional_fsdp._skeleton import every_buffer, persistent, refuse_meta
+
+from ._watch import version
 
 __all__ = ["Buffers", "Rule"]
 
@@ -23,7 +31,7 @@ Rule = Literal["mean", "first", "local"]
 
 
 class Buffers:
-    """The persistent buffers of one module: `lend` puts a state's into it, `collect` takes them out again."""
+    """The buffers of one module: `lend` puts a state's into it, `collect` takes them out again."""
 
     def __init__(self, module: nn.Module, rule: Rule) -> None:
         if rule not in ("mean", "first", "local"):
@@ -33,32 +41,46 @@ class Buffers:
             )
         self.rule = rule
         self.module = module
-        self.places = {path: (held, name) for path, held, name in persistent(module)}
-        training = {id(part._buffers) for part in module.modules() if part.training}
-        self.live = {path for path, (held, _) in self.places.items() if id(held) in training}
-        self.dicts = [part._buffers for part in module.modules()]
+        self.parts = [*module.modules()]
+        self.persistent = {path: (held, name) for path, held, name in persistent(module)}
+        every = {path: (held, name) for path, held, name in every_buffer(module)}
+        self.rest = {path: place for path, place in every.items() if path not in self.persistent}
+        self.absent = [(path, part, name) for path, part, name in _absent(module)]
+        self.aliases = _aliases(module, every)
+        self.dicts = [part._buffers for part in self.parts]
         self.sizes = [*map(len, self.dicts)]
         self.device: torch.device | None = None
+        self.places = dict(self.persistent)  # of what is lent
+        self.given: Any = None  # the paths in the state, when `places` was found
         self.lent: dict[str, torch.Tensor] = {}
+        self.before: dict[str, tuple[torch.Tensor, int, torch.Tensor | None]] = {}  # of what stays: version, a copy
         self.checked = False  # that what is not in the state does not change
-        self.own = {path: held[name] for path, (held, name) in self.places.items()}
+        self.warned: set[str] = set()
+        self.own = {path: held[name] for path, (held, name) in every.items()}
 
-    def lend(self, state: State, device: torch.device) -> None:
-        """Copies of the state's buffers into the module, of all others the module's own; all on the device."""
-        if device != self.device:
-            self._move(device)
-        if not self.own:
-            return
+    def lend(self, state: State, device: torch.device, collects: bool = True) -> None:
+        """Copies of the state's buffers into the module, of all others the module's own; all on the device.
+
+        Args:
+            collects: `collect` follows, which asks what the forward changed.
+        """
         given = state.buffers if isinstance(state.buffers, dict) else {}
+        if given.keys() != self.given or device != self.device:
+            self.given = given.keys()
+            self.places = self.persistent | {path: place for path, place in self.rest.items() if path in given}
+            self._move(device)
+        if collects:
+            self._note()
+        if not self.places:
+            return
         self.lent = {}
         by_dtype: dict[torch.dtype, list[str]] = {}
-        source = {path: given.get(path, own) for path, own in self.own.items()}
+        source = {path: given.get(path, self.own[path]) for path in self.places}
         for path, buffer in source.items():
             by_dtype.setdefault(buffer.dtype, []).append(path)
         for paths in by_dtype.values():
             tensors = [source[path].to(device) for path in paths]
-            flat = _flatten_dense_tensors(tensors) if len(tensors) > 1 else tensors[0].clone()
-            copies = _unflatten_dense_tensors(flat, tensors) if len(tensors) > 1 else [flat]
+            copies = _copies(tensors)
             self.lent |= dict(zip(paths, copies, strict=True))
         self.versions = {path: tensor._version for path, tensor in self.lent.items()}
         for path, tensor in self.lent.items():
@@ -66,13 +88,31 @@ class Buffers:
             held[name] = tensor
 
     def _move(self, device: torch.device) -> None:
-        """The module's own buffers, once."""
+        """The module's own buffers, once.
+
+        Raises:
+            SpecError: one has no values, and the state has none for it.
+        """
         self.device = device
-        for part in self.module.modules():
-            for name, buffer in part._buffers.items():
-                if buffer is not None and buffer.device.type != "meta":
-                    part._buffers[name] = buffer.to(device)
-        self.own = {path: held[name] for path, (held, name) in self.places.items()}
+        every = self.persistent | self.rest
+        for path, (held, name) in every.items():
+            if held[name].device.type != "meta":
+                held[name] = self.own[path] = held[name].to(device)
+            elif path not in self.given:
+                refuse_meta(path)
+
+    def _live(self) -> set[int]:
+        """The dicts of modules in training mode, whose kernels may write running statistics."""
+        return {id(part._buffers) for part in self.parts if part._buffers and part.training}
+
+    def _note(self) -> None:
+        """How the buffers that stay with the module are before a forward."""
+        self.live = self._live()
+        for path, (held, name) in self.rest.items():
+            if path not in self.places:
+                t = held[name]
+                copied = t.clone() if not self.checked and id(held) in self.live and t.is_floating_point() else None
+                self.before[path] = (t, version(t), copied)
 
     def collect(self, state: State) -> Any:
         """The buffers of the new state: the old ones if the forward can have changed nothing.
@@ -81,34 +121,69 @@ class Buffers:
         in training mode count as changed.
 
         Raises:
-            SpecError: it changed one that the state does not have.
+            SpecError: it changed one that the state does not have, or removed one, or made one.
         """
-        if [*map(len, self.dicts)] != self.sizes:
+        filled = any(part._buffers.get(name) is not None for _, part, name in self.absent)
+        if filled or [*map(len, self.dicts)] != self.sizes:
             self._refuse_new()
-        now = {path: held[name] for path, (held, name) in self.places.items()}
-        changed = [
-            path for path, t in now.items()
+        now = {path: held.get(name) for path, (held, name) in self.places.items()}
+        live = self.live | self._live()
+        changed = {
+            path: t for path, t in now.items()
             if t is not self.lent[path] or t._version != self.versions[path]
-            or (path in self.live and t.is_floating_point())
-        ]  # fmt: skip
+            or (id(self.places[path][0]) in live and t.is_floating_point())
+        }  # fmt: skip
         given = state.buffers if isinstance(state.buffers, dict) else {}
-        missing = [] if self.checked else [path for path in changed if path not in given]
-        self.checked = True
-        for path in missing:  # once: it waits for the device
-            if not torch.equal(now[path], self.own[path].to(now[path].device)):
-                self.checked = False
+        mine = {}
+        for path, t in changed.items():
+            if t is None:
+                raise SpecError(f"the forward removed the buffer {path!r}, which is in the state. Fill it with zeros.")
+            if path in self.aliases and not torch.equal(t, self.own[path]):
+                raise SpecError(
+                    f"the forward changed the buffer {path!r}, whose memory {self.aliases[path]} has too: that would "
+                    "not follow, since buffers come from the state. Keep it in one place, or read it by a property."
+                )
+            if path in given:
+                mine[path] = t.detach()
+            elif not self.checked and not torch.equal(t, self.own[path].to(t.device)):  # once: it waits for the device
                 raise SpecError(
                     f"the forward changed the buffer {path!r}, which is not in the state. Give the state its buffers: "
                     "shard(params, spec, optimizer, buffers=fsdp.buffers(model)), or build it with init."
                 )
-        mine = {path: now[path].detach() for path in changed if path in given}
+        self._look_at_rest()
+        self.checked = True
         return {**given, **self._agreed(state, mine)} if mine else state.buffers
+
+    def _look_at_rest(self) -> None:
+        """Buffers that stay with the module, after a forward."""
+        for path, (t, counted, copied) in self.before.items():
+            held, name = self.rest[path]
+            new = held.get(name)
+            if new is t and (version(t) != counted or (copied is not None and not torch.equal(t, copied))):
+                self.checked = False
+                raise SpecError(
+                    f"the forward changed the buffer {path!r} in place, which is not persistent, and not in the state: "
+                    "evaluation, a retried step and other transforms would not see it. Make it persistent, or give the "
+                    "state all buffers: buffers=fsdp.buffers(model, every=True), init(..., every_buffer=True)."
+                )
+            if new is not t and path not in self.warned:
+                self.warned.add(path)
+                warnings.warn(
+                    f"the forward replaced the buffer {path!r}, which is not persistent: it stays with this "
+                    "transform's copy of the model, which is right for a cache. If it is more, make it persistent, or "
+                    "give the state all buffers: buffers=fsdp.buffers(model, every=True).",
+                    stacklevel=4,
+                )
 
     def _refuse_new(self) -> None:
         """Caches may come in a forward; what a state dict would have may not."""
-        new = [(path, held, name) for path, held, name in persistent(self.module) if path not in self.places]
-        for _, held, name in new:
-            del held[name]
+        new = [(path, held, name) for path, held, name in persistent(self.module) if path not in self.persistent]
+        absent = {path for path, _, _ in self.absent}
+        for path, held, name in new:
+            if path in absent:
+                held[name] = None
+            else:
+                del held[name]
         self.sizes = [*map(len, self.dicts)]
         if new:
             raise SpecError(
@@ -117,7 +192,7 @@ class Buffers:
             )
 
     def restore(self) -> None:
-        """The module's own buffers back into it."""
+        """The module's own buffers back into it, of those that were lent."""
         for path, (held, name) in self.places.items():
             held[name] = self.own[path]
 
@@ -126,9 +201,51 @@ class Buffers:
         run = runtime_of(state.spec.mesh)
         if self.rule == "local" or run.size == 1:
             return mine
+        shared = {path: t for path, t in mine.items() if path in self.persistent}
         first = self.rule == "first"
-        kinds = {p: t for p, t in mine.items() if t.dtype is not torch.bool and (first or t.is_floating_point())}
+        kinds = {p: t for p, t in shared.items() if t.dtype is not torch.bool and (first or t.is_floating_point())}
         zeros = first and any(run.coordinate[axis] for axis in state.spec.data)
         tensors = [torch.zeros_like(t) if zeros else t for t in kinds.values()]
         summed = over_ranks(state, tensors, "sum" if first else "mean", "buffers")
         return mine | dict(zip(kinds, summed, strict=True))
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One call for tensors of one dtype; each with a version counter of its own, since autograd saves some of them."""
+    if tensors[0].dtype in NUMBERS:
+        return [*torch._foreach_mul(tensors, 1)]
+    return [t.clone() for t in tensors]
+
+
+NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32)
+
+
+def _absent(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Persistent buffers that are registered as None: (path, module, name)."""
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is None and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, part, name
+
+
+def _aliases(module: nn.Module, every: dict[str, tuple[dict[str, Any], str]]) -> dict[str, str]:
+    """Buffers whose memory something else in the module has too: another buffer, or an attribute (in words)."""
+    holders: dict[int, list[str]] = {}
+    for path, (held, name) in every.items():
+        holders.setdefault(_storage(held[name]), []).append(path)
+    found = {path: f"the buffer {other!r}" for paths in holders.values() for path in paths for other in paths
+             if other != path}  # fmt: skip
+    for where, part in module.named_modules():
+        for name, value in vars(part).items():
+            many = [*value.values()] if type(value) is dict else value
+            for t in many if isinstance(many, list | tuple) else [many]:
+                if name == "_buffers":
+                    break
+                if isinstance(t, torch.Tensor) and t.layout is torch.strided and t.numel() and not t.is_meta:
+                    for path in holders.get(_storage(t), ()):
+                        found[path] = f"the attribute {f'{where}.{name}'.lstrip('.')!r}"
+    return found
+
+
+def _storage(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)

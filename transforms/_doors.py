@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
+import torch.nn.modules.module as GLOBAL
 
 from functional_fsdp import ScheduleError
 
@@ -56,6 +57,8 @@ class Door:
         self.dtypes, self.inputs = dtypes_of(entry, driver.precisions)
         self.watched = False  # whether it was called, and what it does to its weights was looked at
         self.inside = 0
+        self.call: Call | None = None  # of the forward that is under way
+        self.storages: list[int] = []
         self.own_class = type(module)
         self.compiled = Compiled(driver.compiler, entry.path, self.own_class) if driver.compiler else None
         module.__class__ = _entered(self.own_class)
@@ -133,8 +136,13 @@ class Door:
     def enter(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the module's own code with its weights."""
         driver = self.driver
-        if self.inside or driver.state is None:
-            return self.run(function, args, kwargs) if self.inside else function(self.module, *args, **kwargs)
+        if self.inside:
+            out = self.run(function, args, kwargs)
+            seen = self.call is not None and function is self.own_class.forward
+            hooked = seen and (self.module._forward_hooks or GLOBAL._global_forward_hooks)
+            return _out(out, self.storages, self.call) if hooked else out  # what hooks keep may be what the loss uses
+        if driver.state is None:
+            return function(self.module, *args, **kwargs)
         if self.inputs is not None:
             args, kwargs = cast_inputs(args, kwargs, self.inputs)
         outside = driver.gather(self.units, driver.busy)
@@ -159,6 +167,7 @@ class Door:
             call.lent, call.tensors, call.outside = lent, tensors, outside
         driver.stack.append(self)
         self.put(tensors)
+        self.call, self.storages = call, storages
         try:
             watch = not self.watched and self.compiled is None and not driver.backward
             out = self.watch(function, args, kwargs, tensors) if watch else self.run(function, args, kwargs)
@@ -167,6 +176,7 @@ class Door:
             refuse_dtypes(error, (args, kwargs), self.dtypes, f"the module {self.entry.path!r}")
             raise
         finally:
+            self.call = None
             driver.stack.pop()
             self.take()
         return _out(out, storages, call)
@@ -202,9 +212,9 @@ def _out(out: Any, storages: list[int], call: Call | None) -> Any:
         return out
     assert call is not None
     through = Outputs.apply(call, *found)
-    call.out = through[0].grad_fn
+    call.outs.append(through[0].grad_fn)
     if len(found) > 1 and len({t.untyped_storage()._cdata for t in found}) < len(found):
-        call.shared = [(t, t._version) for t in through]
+        call.shared += [(t, t._version) for t in through]
     passed = {id(t): new for t, new in zip(found, through, strict=True)}
     return map_tensors(lambda t: passed.get(id(t), t), out)
 
@@ -221,7 +231,7 @@ class Call:
         self.outside = False  # whether the schedule did not know of it
         self.idle = False  # whether its backward runs, and not that of its weights
         self.node: Any = None  # of Weights, in the graph
-        self.out: Any = None  # of Outputs
+        self.outs: list[Any] = []  # of Outputs: one, or two where hooks see the first
         self.trained: dict[str, list[tuple[int, int]]] = {}  # for each unit: (which of `leaves`, which of its keys)
         for i, (unit, key) in enumerate(leaves):
             self.trained.setdefault(unit, []).append((i, driver.keys[unit].index(key)))
@@ -235,6 +245,8 @@ class Call:
                 "that: T.forward_backward(model, loss_fn, second_order=True)."
             )
         assert door is not None
+        if self in driver.active:
+            return
         if any(t._version != version for t, version in self.shared):
             raise ScheduleError(
                 f"outputs of the module {door.entry.path!r} share memory, and one was changed in place outside of it, "

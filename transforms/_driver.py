@@ -175,7 +175,7 @@ class Driver:
         for door in self.doors:
             door.empty()
         for call in self.calls:
-            call.node = call.out = None  # they hold each other
+            call.node, call.outs = None, []  # they hold each other
             call.tensors, call.shared = [], []
         self._clear()
         self.state = self.caller = None
@@ -295,11 +295,13 @@ class Driver:
             if call.node is None:
                 continue  # frozen
             comes = executes(call.node)
-            call.idle = not comes and call.out is not None and executes(call.out)
-            if comes and call.door is not None and (call.out is None or not executes(call.out)):
+            out = any(map(executes, call.outs))
+            call.idle = not comes and out
+            if comes and call.door is not None and not out:
                 raise ScheduleError(
                     f"the loss hangs on the units {', '.join(map(repr, call.door.units))} only by a tensor that is no "
-                    f"output of the module {call.door.entry.path!r} (one kept in an attribute, or captured). Return it."
+                    f"output of the module {call.door.entry.path!r} (one kept in an attribute, or by a hook inside "
+                    "it). Return it, or make the module that computes it a unit of its own: Spec(units=[...])."
                 )
             for unit in call.trained:
                 used[unit] = used.get(unit, 0) + (comes or call.idle)

@@ -16,6 +16,7 @@ from ._buffers import Buffers
 from ._driver import Driver, refuse_tracing
 from ._guests import values
 from ._seed import seeded
+from ._settings import Settings
 from .compile_units import Options
 
 __all__ = ["apply"]
@@ -29,7 +30,7 @@ def apply(
     Args:
         model: as for `forward_backward`: copied, never touched.
         fn: what to do with it; by default it is called. It may call the model, or its methods, as often as it likes.
-        training: False puts the copy into evaluation mode, True leaves the modes that the model has.
+        training: False puts the copy into evaluation mode, True follows the modes that the model has.
         compile: as for `forward_backward`. In generation lengths change: leave it out.
 
     Between steps the state is as good afterwards as before: it is returned as it was, with nothing gathered.
@@ -49,6 +50,7 @@ def apply(
     if not training:
         driver.model.eval()
     buffers = Buffers(driver.model, "local")
+    settings = Settings("apply", model, driver.model, modes=training)
 
     def applied(state: State, *args: Any, **kwargs: Any) -> tuple[State, Any]:
         refuse_tracing("apply")
@@ -56,9 +58,10 @@ def apply(
 
     def forward(state: State, mode: Callable[[], AbstractContextManager[Any]], args: Any, kwargs: Any) -> Any:
         """`mode`: in which the model computes; what is kept is made outside it."""
+        settings.follow()
         resting = state.between_steps
         with driver.running(state, "apply") as number, seeded(state, number), torch.no_grad():
-            buffers.lend(state, driver.device)
+            buffers.lend(state, driver.device, collects=False)
             try:
                 with mode():
                     out = values(driver.model(*args, **kwargs) if fn is None else fn(driver.model, *args, **kwargs))

@@ -18,6 +18,7 @@ from ._guests import values
 from ._outputs import map_tensors
 from ._second_order import Whole
 from ._seed import seeded
+from ._settings import Settings
 from .compile_units import Options
 from .nonfinite import NonfiniteError, Watch
 
@@ -38,7 +39,8 @@ def forward_backward(
 
     Args:
         model: the skeleton that `init` or `functionalize` gave, or any module (its weights are not used). It is copied
-            and never touched; training and evaluation modes are those that it has now.
+            and never touched. Its training and evaluation modes are followed; other settings (a dropout rate, a flag)
+            are those that it has now, and to change one later is an error.
         loss_fn: `loss_fn(model, *args, **kwargs)` returns a scalar tensor; the model that it gets is of the same class,
             with all methods and attributes.
         has_aux: `loss_fn` returns `(loss, aux)`.
@@ -70,8 +72,12 @@ def forward_backward(
             `fsdp.drop_gradients`; nothing to differentiate; a gradient inside `loss_fn` without `second_order`;
             reentrant checkpointing; a loss that hangs on a unit other than by what its module returns; outputs of a
             unit that share memory and of which one is changed in place.
-        SpecError: a buffer that changes, or comes, in the forward and is not in the state; units that do not compile.
+        SpecError: a buffer that changes, or comes, in the forward and is not in the state; units that do not compile; a
+            setting of the model that was changed; inputs of another dtype than the weights.
         NonfiniteError: see `find_nonfinite`.
+
+    A weight that the forward changes in place (a clamp, `max_norm`) is a ScheduleError, in whatever call. Writes
+    through `weight.data` are seen in the first call of each module, and with `Schedule(debug=True)` in every call.
 
     Collective: as `unshard` and `reduce` for each unit that is used; one small all-reduce if buffers changed; with
     `find_nonfinite` a gather of the findings on the host.
@@ -97,6 +103,7 @@ class ForwardBackward:
             )
         self.driver: Driver | Whole = Whole(model) if second_order else Driver(model, compile)
         self.buffers = Buffers(self.driver.model, buffers)
+        self.settings = Settings("forward_backward", model, self.driver.model)
         self.loss_fn = loss_fn
         self.has_aux = has_aux
         self.find_nonfinite = find_nonfinite
@@ -110,6 +117,8 @@ class ForwardBackward:
     def _run(self, state: State, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor) -> tuple[State, Any]:
         driver = self.driver
         begin_round(state, "forward_backward")
+        if state.between_steps:
+            self.settings.follow()
         with driver.running(state, "forward_backward", trains=True) as number, seeded(state, number):
             driver.token = torch.zeros((), device=driver.device, requires_grad=True)
             self.buffers.lend(state, driver.device)

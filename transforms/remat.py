@@ -15,6 +15,7 @@ from functional_fsdp._skeleton import skeleton_of
 from functional_fsdp._tracing import tracing
 
 from ._patterns import outermost
+from ._watch import version
 
 __all__ = ["remat"]
 
@@ -37,8 +38,9 @@ def remat(what: Any, *patterns: str, preserve_rng_state: bool = True) -> Any:
 
     Returns:
         the function, or a copy of the model (a skeleton), that does so. Values and gradients are the same, and so are
-        random numbers. Within a unit the recomputation uses the weights that are gathered for its backward anyway.
-        Such a model is for `T.forward_backward` and `T.apply`; around `bind`, wrap the function that binds.
+        random numbers and buffers: what the forward makes of them is made once. Within a unit the recomputation uses
+        the weights that are gathered for its backward anyway. Such a model is for `T.forward_backward` and `T.apply`;
+        around `bind`, wrap the function that binds.
 
     Raises:
         SpecError: a pattern that matches no module. When it runs: ScheduleError for such a model bound by hand, and
@@ -58,6 +60,7 @@ def remat(what: Any, *patterns: str, preserve_rng_state: bool = True) -> Any:
     if not patterns:
         raise SpecError("remat(model): name the modules that recompute, as remat(model, 'blocks.*').")
     for _, module in outermost("remat", model, patterns):
+        module.__dict__["_remat_stays"] = set()  # buffers, by number, that its forward leaves as they are
         module.__class__ = _recomputed(type(module), preserve_rng_state)
     return model
 
@@ -87,6 +90,49 @@ def _bound(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any
         ) from error
 
 
+class Runs:
+    """One call of a module that recomputes: its forward, and the same again, which leaves the buffers as they are.
+
+    What the forward made of them (running statistics, the vectors of a power iteration) must not be made of them
+    twice, and the recomputation must find them as the forward did.
+    """
+
+    def __init__(self, cls: type[nn.Module], module: nn.Module) -> None:
+        self.cls, self.module = cls, module
+        self.places = [(part._buffers, name, part.training) for part in module.modules() for name in part._buffers]
+        self.before: list[torch.Tensor | None] | None = None  # the buffers as the forward found them
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        now = [held.get(name) for held, name, _ in self.places]
+        if self.before is None:
+            return self._forward(now, args, kwargs)
+        for t, old, (held, name, _) in zip(now, self.before, self.places, strict=True):
+            held[name] = old.clone() if old is not None and old is not t else old
+        try:
+            return _bound(self.cls, self.module, *args, **kwargs)
+        finally:
+            for t, (held, name, _) in zip(now, self.places, strict=True):
+                held[name] = t
+
+    def _forward(self, now: list[torch.Tensor | None], args: Any, kwargs: Any) -> Any:
+        """Keeps copies of what may change: of all buffers in the module's first call, then of those that did change,
+        and of floating ones in training mode, which kernels write without telling."""
+        stays: set[int] = self.module.__dict__["_remat_stays"]
+        self.before = [
+            t if t is None or (i in stays and not (trains and t.is_floating_point())) else t.clone()
+            for i, (t, (_, _, trains)) in enumerate(zip(now, self.places, strict=True))
+        ]
+        versions = [t if t is None else version(t) for t in now]
+        first = not stays
+        out = _bound(self.cls, self.module, *args, **kwargs)
+        for i, (t, before, (held, name, _)) in enumerate(zip(now, versions, self.places, strict=True)):
+            if held.get(name) is not t or (t is not None and version(t) != before):
+                stays.discard(i)
+            elif first:
+                stays.add(i)
+        return out
+
+
 _RECOMPUTED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 
 
@@ -95,7 +141,10 @@ def _recomputed(cls: type[nn.Module], preserve_rng_state: bool) -> type[nn.Modul
     if (cls, preserve_rng_state) not in _RECOMPUTED:
 
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _checkpointed(partial(_bound, cls, self), preserve_rng_state, *args, **kwargs)
+            run: Callable[..., Any] = partial(_bound, cls, self)
+            if not tracing() and any(part._buffers for part in self.modules()):
+                run = Runs(cls, self)
+            return _checkpointed(run, preserve_rng_state, *args, **kwargs)
 
         body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _RECOMPUTED[cls, preserve_rng_state] = type(cls.__name__, (cls,), body)
