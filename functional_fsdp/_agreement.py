@@ -153,7 +153,10 @@ class Agreement:
     def _count(self, vote: Vote) -> tuple[int, int]:
         """The largest and the smallest of every rank's value, once all have come."""
         self.wait(vote.job)
-        return int(vote.ballot[0]), -int(vote.ballot[1])
+        most, least = int(vote.ballot[0]), -int(vote.ballot[1])
+        if most != least:
+            self.digest = 0  # as of those that came to the vote of a step: ranks go on alike
+        return most, least
 
     def confirm(self) -> None:
         """The second round: nobody waits here for longer than a message takes, and then all commit."""
@@ -284,7 +287,8 @@ class Agreement:
         """From here on nothing that needs the other ranks works, and peers are told. Returns the error to raise."""
         gone = self.gone()
         why = (
-            f"the process of rank{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))} has ended"
+            (f"the process of rank {gone[0]} has" if len(gone) == 1 else f"the processes of ranks {gone} have")
+            + " ended"
             if gone
             else "a rank died, hangs, or issued another collective"
         )

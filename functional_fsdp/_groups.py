@@ -2,14 +2,17 @@
 
 torch names a group that only its own ranks make by those ranks and by how many groups the process is in. Where a
 program has made a group of some ranks, as `dist.new_group([0])` on all of them does, ranks would call ours by different
-names and wait for each other; so `level` counts first.
+names and wait for each other; so `level` counts first. For the same reason groups are not destroyed, which would have
+names come twice: those of a mesh that nobody holds any more go to the next one of the same ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -46,14 +49,17 @@ def new_group(ranks: list[int], what: str, timeout: timedelta, backend: str, opt
         ) from error
 
 
-def level(ranks: list[int], timeout: timedelta) -> str:
+def level(ranks: list[int], timeout: timedelta, offers: Iterable[str] = ()) -> tuple[str, list[str]]:
     """Bring these ranks, which alone call this, to the same number of groups: a rank with fewer makes some of its own.
 
     Collective, through the store only: no communicator is made for it.
 
+    Args:
+        offers: names of what this rank could use again, if all can.
+
     Returns:
-        a name in the store that these ranks have to themselves, each time another one. What is said here lies there
-        until they `forget` it.
+        a name in the store that these ranks have to themselves, each time another one (what is said here lies there
+        until they `forget` it); and the names that all offer, sorted.
 
     Raises:
         CommError: a rank has not come within the timeout.
@@ -64,12 +70,14 @@ def level(ranks: list[int], timeout: timedelta) -> str:
     store: Any = dist.PrefixStore(key, world._get_default_store())  # type: ignore[attr-defined]
     me, mine = dist.get_rank(), len(world._world.pg_names)
     try:
-        store.set(str(me), str(mine))
+        store.set(str(me), json.dumps((mine, sorted(offers))))
         if me == ranks[0]:
             store.wait([str(rank) for rank in ranks], timeout)
-            store.set("most", str(max(int(store.get(str(rank))) for rank in ranks)))
+            said = [json.loads(store.get(str(rank))) for rank in ranks]
+            shared = set.intersection(*(set(theirs) for _, theirs in said))
+            store.set("most", json.dumps((max(count for count, _ in said), sorted(shared))))
         store.wait(["most"], timeout)
-        most = int(store.get("most"))
+        most, again = json.loads(store.get("most"))
     except RuntimeError as error:
         try:
             missing = [rank for rank in ranks if not store.check([str(rank)])] or ranks[:1]
@@ -86,7 +94,7 @@ def level(ranks: list[int], timeout: timedelta) -> str:
     for _ in range(mine, most):
         new_group([me], "nothing", timeout, "gloo")
     _levelled[name] += 1
-    return key
+    return key, again
 
 
 def forget(place: str, ranks: list[int]) -> None:

@@ -9,9 +9,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from . import _byvalue
+from ._errors import CommError
 from ._objects import without_numpy
 from ._workers import CUDA, STORE, TIMEOUT, LaunchError, Pool
 
@@ -28,6 +29,7 @@ T = TypeVar("T")
 _pools: dict[tuple[int, int], Pool] = {}  # by the caller's process and the number of ranks
 _call = threading.RLock()  # held by the thread whose call is being served
 _serving: list[str] = []  # that call's function, by name
+_meshes: dict[Any, Any] = {}  # one for each shape, since one of several axes brings new process groups
 _numbers = itertools.count()  # of the process groups that this process was in: each has keys of its own in the store
 
 
@@ -40,6 +42,7 @@ def local_mesh(device: str | None = None, /, **axes: int) -> DeviceMesh:
 
     Raises:
         ValueError: the sizes do not multiply to the number of ranks, or a rank has no GPU of its own.
+        CommError: not all ranks came.
 
     >>> local_mesh(replica=1, shard=-1).mesh_dim_names
     ('replica', 'shard')
@@ -48,13 +51,28 @@ def local_mesh(device: str | None = None, /, **axes: int) -> DeviceMesh:
         _init_process_group(device or ("cuda" if torch.cuda.device_count() else "cpu"))
     device = device or ("cuda" if "nccl" in dist.get_backend_config() else "cpu")
     axes = axes or {"data": -1}
-    return _mesh(dist.group.WORLD, device, tuple(axes), _sizes(axes, dist.get_world_size()))
+    if _meshes.get("of") is not dist.group.WORLD:
+        _meshes.clear()  # whose process groups were destroyed
+        _meshes["of"] = dist.group.WORLD
+    key = device, tuple(axes.items())
+    if key not in _meshes:
+        with _reached(f"local_mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"):
+            names, sizes = tuple(axes), _sizes(axes, dist.get_world_size())
+            _meshes[key] = init_device_mesh(device, sizes, mesh_dim_names=names)
+    return _meshes[key]
 
 
-@lru_cache(maxsize=16)
-def _mesh(world: Any, device: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
-    """One mesh for each shape, since a mesh of several axes brings new process groups."""
-    return init_device_mesh(device, sizes, mesh_dim_names=names)
+@contextmanager
+def _reached(what: str) -> Iterator[None]:
+    """What torch says of ranks that do not come, or are gone, as an error of this package's."""
+    try:
+        yield
+    except RuntimeError as error:
+        rank, world = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
+        raise CommError(
+            f"{what}: rank {rank} of {world} could not reach all the others: a rank died, or did not start within the "
+            f"timeout, or cannot be reached over the network. Restart the job. torch says: {str(error)[:300]}"
+        ) from error
 
 
 def _init_process_group(device: str) -> None:
@@ -81,7 +99,8 @@ def _init_process_group(device: str) -> None:
         store, rank, world = None, -1, -1  # all from the environment
     else:
         store, rank, world = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    with _reached("local_mesh()"):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     # gloo's threads need the interpreter once more to drop the last collective's tensors; without it they abort.
     atexit.register(time.sleep, 0.1)
 

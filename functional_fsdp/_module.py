@@ -5,8 +5,9 @@ Your module is not touched: a skeleton (see `_skeleton`) is a copy without weigh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -15,6 +16,7 @@ import torch.nn as nn
 from torch.nn.utils.stateless import _reparametrize_module
 
 from ._errors import TreeError
+from ._interrupts import whole
 from ._skeleton import Placeholder, refuse_meta, skeleton_of
 from ._ties import aliases_of, tied
 
@@ -63,6 +65,7 @@ class Slots:
         self.noted = [dict(d) for d in self.dicts]
         apart = len({(id(params), name) for params, name in self.slots}) == len(self.slots)
         self.aliases = aliases_of(skeleton)
+        self.lent: list[Any] | None = None  # while weights are in the slots, the buffers that were there before
         self.usable = apart and all(type(p) is Placeholder for p in self.placeholders)
 
     def fit(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
@@ -76,11 +79,25 @@ class Slots:
         except (KeyError, TypeError):  # TypeError: not a tensor
             return None
 
+    @whole
+    def restore(self, module: nn.Module) -> None:
+        """Placeholders and buffers back in their places."""
+        for (held, name), placeholder in zip(self.slots, self.placeholders, strict=True):
+            if name in held:
+                held[name] = placeholder
+            else:
+                _put(module, held, name, placeholder)
+        for held, before in self.lent or ():
+            for name, buffer in before.items():
+                if buffer is not None:
+                    _put(module, held, name, buffer)
+        self.lent = None
+
     def same(self) -> bool:
         """Whether the parts and the placeholders are those that were noted: identities, compared in C."""
         try:
             return self.dicts == self.noted
-        except TreeError:  # a placeholder was compared, by value, with what is in its place
+        except (TreeError, RuntimeError):  # a placeholder was compared, by value, with what is in its place
             return False
 
 
@@ -98,6 +115,8 @@ def _place(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Place | No
     if torch.compiler.is_compiling():
         return None
     slots = _NOTED.get(module)
+    if slots is not None and slots.lent is not None and not _lending(slots):
+        slots.restore(module)  # an interrupt came before it was
     if slots is None or not slots.same():  # first seen, changed, or weights are in it just now
         if type(next(module.parameters(), None)) is not Placeholder:
             return None
@@ -107,6 +126,16 @@ def _place(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Place | No
         _NOTED[module] = slots
     given = slots.fit(weights)
     return None if given is None else (slots, given)
+
+
+def _lending(slots: Slots) -> bool:
+    """Whether a call has weights in these slots. The stack says: one that was stopped may not have come to say so."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is Bound._lend.__code__ and frame.f_locals.get("slots") is slots:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _put(module: nn.Module, held: dict[str, Any], name: str, tensor: Any) -> None:
@@ -155,24 +184,16 @@ class Bound:
         for path, held, name in slots.meta:
             if held[name].is_meta and not all(w.is_meta for w in weights):
                 refuse_meta(path)
-        buffers = [(held, held.copy()) for held in slots.buffers if held] if any(slots.buffers) else ()
+        slots.lent = [(held, held.copy()) for held in slots.buffers if held] if any(slots.buffers) else []
         try:
-            if buffers and _recomputing():
-                for held, before in buffers:
+            if slots.lent and _recomputing():
+                for held, before in slots.lent:
                     held.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})
             for (held, name), weight in zip(slots.slots, weights, strict=True):
                 held[name] = weight
             return function(module, *args, **kwargs)
         finally:
-            for (held, name), placeholder in zip(slots.slots, slots.placeholders, strict=True):
-                if name in held:
-                    held[name] = placeholder
-                else:
-                    _put(module, held, name, placeholder)
-            for held, before in buffers:
-                for name, buffer in before.items():
-                    if buffer is not None:
-                        _put(module, held, name, buffer)
+            slots.restore(module)
 
     def _child(self, name: str) -> Bound:
         return Bound(self._module._modules[name], _below(self._weights, name))

@@ -191,7 +191,7 @@ def _scratch(run: Runtime, chain: list[Issued]) -> Steps:
         if hop.kind in ("all_reduce", "barrier"):
             part = whole
         else:
-            part = whole.new_zeros(hop.numel // (1 if hop.kind == "all_to_all" else run.sizes[hop.axis]))
+            part = whole.new_zeros(hop.numel // (1 if hop.kind == "all_to_all" else run.sizes.get(hop.axis, run.size)))
         if hop.lane == "outer":
             yield "outer"
         yield from run.collective(hop, *((part, whole) if hop.kind == "reduce_scatter" else (whole, part)))

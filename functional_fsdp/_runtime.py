@@ -18,7 +18,6 @@ import math
 import time
 import weakref
 import zlib
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -39,6 +38,7 @@ from ._signals import Signals
 
 __all__ = ["Runtime", "any_failed", "runtime_of"]
 
+Kind = tuple[str, tuple[int, ...], timedelta]  # of groups: the backend, the ranks, the timeout
 LANES = ("gather", "reduce", "outer", "side")  # with communicators on every axis
 
 
@@ -70,6 +70,8 @@ class Runtime(Agreement):
         self.ledgers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         self.signals: dict[str, Signals] = {}  # by axis: barriers on GPUs
+        self.own_groups: dict[Kind, list[dist.ProcessGroup]] = {}
+        self.spare_groups: dict[Kind, list[dist.ProcessGroup]] = {}  # of meshes that are no more
         self.arrivals: dist.ProcessGroup | None = None  # of restarts, where not all ranks see each other's processes
         self.rows: dict[str, list[int]] = {}  # of ranks, along each axis, that this one is in
         self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
@@ -81,9 +83,14 @@ class Runtime(Agreement):
             raise SpecError(f"rank {dist.get_rank()} is not part of the mesh of ranks {mesh.mesh.flatten().tolist()}.")
         self.timeout = _timeout(mesh, self.device)
         self.rank = self.ranks.index(dist.get_rank())
-        self.place = place = level(self.ranks, self.timeout)
+        offers = [run.place for run in _unused if run.ranks == self.ranks and run.idle()]
+        self.place, again = level(self.ranks, self.timeout, offers)
+        for run in sorted((run for run in _unused if run.place in again), key=lambda run: again.index(run.place)):
+            _unused.remove(run)
+            for kind, groups in run.let_go().items():
+                self.spare_groups.setdefault(kind, []).extend(groups)
         self.store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"{place}/run", dist.distributed_c10d._get_default_store()
+            f"{self.place}/run", dist.distributed_c10d._get_default_store()
         )
         backend = "nccl" if self.cuda else "gloo"
         for i, axis in enumerate(names):
@@ -91,28 +98,36 @@ class Runtime(Agreement):
             row = self.rows[axis] = next(row.tolist() for row in mine if dist.get_rank() in row)
             if len(row) > 1:
                 for lane in LANES:
-                    self.groups[lane, axis] = new_group(row, f"{lane} {axis}", self.timeout, backend)
-        self.control = new_group(self.ranks, "control", self.timeout, "gloo")
+                    self.groups[lane, axis] = self._group(row, f"{lane} {axis}", backend)
+        self.control: Any = self._group(self.ranks, "control", "gloo")
         self.board = Board.of(self)
         if not all(self.everyone(len(self.watch or ()) == self.size - 1, "who sees whom")):
-            self.arrivals = new_group(self.ranks, "arrivals", self.timeout, "gloo")
-        forget(place, self.ranks)
+            self.arrivals = self._group(self.ranks, "arrivals", "gloo")
+        forget(self.place, self.ranks)
+
+    def _group(self, ranks: list[int], what: str, backend: str) -> dist.ProcessGroup:
+        """A group of these ranks: one that was used before, or a new one. Collective."""
+        kind = backend, tuple(ranks), self.timeout
+        spare = self.spare_groups.get(kind)
+        group = spare.pop(0) if spare else new_group(ranks, what, self.timeout, backend)
+        self.own_groups.setdefault(kind, []).append(group)
+        return group
 
     def idle(self) -> bool:
-        """Whether its communicators can be given back: nothing is under way, or would wait for a rank that is gone."""
-        busy = any(job for queue in self.queues.values() for job in queue.jobs if not job.ready())
-        return not (busy or self.failed or self.windows or self.signals)
+        """Whether its communicators can be used again: nothing is under way on this rank, and no memory knows them."""
+        busy = any(not job.ready() for queue in self.queues.values() for job in queue.jobs)
+        return not (busy or self.failed or self.parted or self.windows or self.signals)
 
-    def let_go(self) -> None:
-        """Give back the communicators, which nobody will use again. (Memory that NCCL knows of keeps its own.)"""
-        groups = [*self.groups.values(), self.control, *([self.arrivals] if self.arrivals else [])]
-        self.lose("Its communicators were given back, as nobody held the mesh.", tell=False)
-        self.groups.clear()
-        del self.control
+    def let_go(self) -> dict[Kind, list[dist.ProcessGroup]]:
+        """Its communicators, which nobody will use for it again."""
+        self.lose("Nobody held their mesh any more.", tell=False)
+        found = self.own_groups
+        for kind, groups in self.spare_groups.items():
+            found.setdefault(kind, []).extend(groups)
+        self.groups, self.own_groups, self.spare_groups = {}, {}, {}
+        self.control = None
         self.arrivals = self.board = self.watch = None
-        for group in groups:
-            with suppress(ValueError):  # the program has destroyed all groups
-                dist.destroy_process_group(group)
+        return found
 
     def group(self, lane: str, axis: str) -> dist.ProcessGroup:
         """The communicator of a lane on an axis. "zero_cta" and "traced" (for all traced lanes of CPUs) have one when
@@ -122,11 +137,15 @@ class Runtime(Agreement):
             if lane == "zero_cta":
                 options = dist.ProcessGroupNCCL.Options()
                 options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
-            ranks = dist.get_process_group_ranks(self.groups["gather", axis])
-            place = level(ranks, self.timeout)
-            self.groups[lane, axis] = new_group(ranks, f"{lane} {axis}", self.timeout, backend, options)
+            if lane == "traced" and self.spare_groups.get((backend, tuple(self.rows[axis]), self.timeout)):
+                self.groups[lane, axis] = self._group(self.rows[axis], "", backend)
+                return self.groups[lane, axis]
+            place, _ = level(self.rows[axis], self.timeout)
+            group = new_group(self.rows[axis], f"{lane} {axis}", self.timeout, backend, options)
             if lane == "traced":  # else ranks are not connected before they communicate, and may still read there
-                forget(place, ranks)
+                forget(place, self.rows[axis])
+                self.own_groups.setdefault((backend, tuple(self.rows[axis]), self.timeout), []).append(group)
+            self.groups[lane, axis] = group
         return self.groups[lane, axis]
 
     # ---- jobs
@@ -254,7 +273,7 @@ class Runtime(Agreement):
 # Communicators belong to the process, as torch's own do: one Runtime for all equal meshes of one process group, as long
 # as somebody holds one of them.
 _RUNTIMES: dict[int, tuple[weakref.ref[DeviceMesh], Runtime]] = {}  # by the mesh's id
-_unused: list[Runtime] = []  # of meshes that are no more: let go when the next one is made, where ranks can agree on it
+_unused: list[Runtime] = []  # of meshes that are no more: the next one of the same ranks takes their communicators
 
 
 def runtime_of(mesh: Any) -> Runtime:
@@ -274,30 +293,26 @@ def runtime_of(mesh: Any) -> Runtime:
         )
     run = next((run for held, run in [*_RUNTIMES.values()] if held() == mesh and run.world is dist.group.WORLD), None)
     if run is None:
+        _forget_groups()
         run = Runtime(mesh)
-        _give_back(run)
     _RUNTIMES[id(mesh)] = weakref.ref(mesh, partial(_dropped, id(mesh))), run
     return run
 
 
 def _dropped(key: int, _: Any) -> None:
     """A mesh is no more. This may be in the middle of anything."""
-    _, run = _RUNTIMES.pop(key)
-    if run.size > 1 and not any(run is other for _, other in _RUNTIMES.values()):
+    _, run = _RUNTIMES.pop(key, (None, None))
+    if run is not None and run.size > 1 and not any(run is other for _, other in _RUNTIMES.values()):
         _unused.append(run)
 
 
-def _give_back(new: Runtime) -> None:
-    """Let go of what nobody uses any more, now that another was made; with NCCL, of what all its ranks do without."""
+def _forget_groups() -> None:
+    """Drop what belongs to process groups that the program has destroyed."""
     for key, (_, run) in [*_RUNTIMES.items()]:
-        if run.size > 1 and run.world is not dist.group.WORLD:
+        if run.world is not dist.group.WORLD:
             del _RUNTIMES[key]
-            if run not in _unused:
-                _unused.append(run)
-    names = [run.place for run in _unused if run.idle() and (not run.cuda or run.ranks == new.ranks)]
-    if new.cuda:
-        names = sorted(set.intersection(*map(set, new.everyone(names, "communicators that are not used"))))
-    for run in [run for run in _unused if run.place in names]:
+            _unused.append(run)
+    for run in [run for run in _unused if run.world is not dist.group.WORLD]:
         _unused.remove(run)
         run.let_go()
 

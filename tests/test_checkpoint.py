@@ -418,13 +418,13 @@ def experts(folder: str) -> dict[str, Any]:
     params = {"experts": torch.full((4,), float(at)), "rest": torch.ones(4)}
     state = fsdp.shard(params, fsdp.Spec(mesh, rules), fsdp.adamw())
     mine = {"routed": torch.tensor([10 + at]), "all": torch.tensor(7)}
-    good = state.evolve(extras=mine)
-    empty = state.evolve(extras={key: torch.zeros_like(value) for key, value in mine.items()})
+    good = state._evolve(extras=mine)
+    empty = state._evolve(extras={key: torch.zeros_like(value) for key, value in mine.items()})
     loaded = fsdp.load(empty, fsdp.save(good, f"{folder}/a"))
     extras = {key: int(value) for key, value in loaded.extras.items()}
-    bad = {"routed": said(lambda: fsdp.save(state.evolve(extras={"routed": torch.tensor([rank])}), f"{folder}/b"))}
+    bad = {"routed": said(lambda: fsdp.save(state._evolve(extras={"routed": torch.tensor([rank])}), f"{folder}/b"))}
     only = {"x": torch.ones(1)} if rank != 2 else {}
-    bad["only"] = said(lambda: fsdp.save(state.evolve(extras=only), f"{folder}/b"))
+    bad["only"] = said(lambda: fsdp.save(state._evolve(extras=only), f"{folder}/b"))
     return {"extras": extras, "same": torch.equal(fsdp.full_params(loaded)["experts"], params["experts"]), **bad}
 
 
@@ -468,15 +468,15 @@ def test_another_average_is_refused_another_schedule_is_not(tmp_path: Path) -> N
         fsdp.load(one(fsdp.adamw(), average="sum"), path)
     assert fsdp.load(one(fsdp.adamw(), schedule=fsdp.Schedule(prefetch=2)), path).steps == 0
     with pytest.raises(fsdp.SpecError, match=r"State\.extras has 0 leaves, .* there, 1 leaves, .* here"):
-        fsdp.load(one(fsdp.adamw()).evolve(extras={"x": torch.ones(1)}), path)
+        fsdp.load(one(fsdp.adamw())._evolve(extras={"x": torch.ones(1)}), path)
 
 
 def test_leaves_that_cannot_be_written(tmp_path: Path) -> None:
     for extra, kind in ((torch.ones(2).to_sparse(), "layout torch.sparse_coo"), ("text", "holds a str")):
         with pytest.raises(fsdp.TreeError, match=f"State.extras holds a .*{kind.split()[-1]}.* at 'x'"):
-            fsdp.save(one(None).evolve(extras={"x": extra}), tmp_path / "a")
+            fsdp.save(one(None)._evolve(extras={"x": extra}), tmp_path / "a")
     with pytest.raises(fsdp.TreeError, match=r"two leaves of State\.extras have the path 'a\.b'"):
-        fsdp.save(one(None).evolve(extras={"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}), tmp_path / "a")
+        fsdp.save(one(None)._evolve(extras={"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -81,10 +81,10 @@ class Door:
 
     def take(self) -> None:
         """Weights out of the slots, once for each `put`."""
-        self.inside -= 1
-        if not self.inside:
+        if self.inside == 1:
             for (held, name, _), guest in zip(self.slots, self.guests, strict=True):
                 held[name] = guest
+        self.inside -= 1  # last: if this is interrupted, `empty` begins again
 
     def empty(self) -> None:
         """Weights out of the slots, whatever happened."""

@@ -1,0 +1,177 @@
+"""Interrupts: wherever a SIGINT strikes, no step is half taken, no state is lost, and no interrupt either."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from strikes import WAYS, bits, disturbed, interruptible, training
+
+import functional_fsdp as fsdp
+from functional_fsdp import _interrupts, launch
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("ranks", "who"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=["alone", "one of two", "both"])
+def test_an_interrupt_at_any_bytecode_costs_nothing(ranks: int, who: list[int], way: str) -> None:
+    preset = "zero3" if ranks == 1 else "zero2"
+    assert launch(disturbed, ranks, way, preset, 12, 3, who) == [[]] * ranks
+
+
+class Optimizer:
+    """Gradient descent, in the middle of which there is a SIGINT, as long as `struck` says so; then it takes a while."""
+
+    def __init__(self) -> None:
+        self.struck = 0
+
+    def init(self, main: Any) -> Any:
+        return ()
+
+    def update(self, grads: Any, opt: Any, main: Any, count: torch.Tensor) -> Any:
+        tensors = [t for t in pytree.tree_leaves(main) if isinstance(t, torch.Tensor)]
+        for i, (p, g) in enumerate(zip(tensors, pytree.tree_leaves(grads), strict=True)):
+            p.sub_(0.1 * g)
+            if i == len(tensors) // 2 and self.struck:
+                self.struck -= 1
+                signal.raise_signal(signal.SIGINT)
+        return main, opt
+
+
+def ready() -> tuple[fsdp.State, Optimizer, list[torch.Tensor]]:
+    """A state with gradients, its optimizer, and the bits after the step."""
+    found = []
+    for _ in range(2):
+        optimizer = Optimizer()
+        params = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5), "c": torch.ones(2)}
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), optimizer)
+        found.append((fsdp.reduce(state, params), optimizer))
+    return *found[0], bits(fsdp.step(found[1][0]))
+
+
+def in_the_optimizer() -> tuple[bool, bool, bool]:
+    """The new state is there, with the right bits, before the interrupt; whose handler is Python's again."""
+    with interruptible():
+        state, optimizer, wanted = ready()
+        optimizer.struck = 1
+        new = None
+        try:
+            new = fsdp.step(state)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            pass
+        assert new is not None
+        same = all(map(torch.equal, bits(new), wanted))
+        return same, new.between_steps, signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_in_an_optimizer_comes_once_the_state_is_in_the_callers_hands() -> None:
+    assert launch(in_the_optimizer, 1) == [(True, True, True)]
+
+
+def steps_through(state: fsdp.State, optimizer: Optimizer) -> fsdp.State:
+    return fsdp.step(state) if optimizer else state
+
+
+def at_the_next_verb() -> tuple[bool, bool]:
+    """Interrupts come through before the first verb that is given the new state has done anything, from a callee too."""
+    with interruptible():
+        state, optimizer, wanted = ready()
+        optimizer.struck = 1
+        params = fsdp.full_params(state.token.origin or state)
+        new = steps_through(state, optimizer)
+        before = bits(new)  # noqa: E702
+        with pytest.raises(KeyboardInterrupt):
+            fsdp.reduce(new, params)
+        after = fsdp.step(fsdp.reduce(new, params))
+        return all(map(torch.equal, before, wanted)), after.steps == 2
+
+
+def test_an_interrupt_that_waits_comes_at_the_next_verb() -> None:
+    assert launch(at_the_next_verb, 1) == [(True, True)]
+
+
+def own_handlers() -> tuple[list[int], bool, int]:
+    """A handler of the program's own is called, once for each signal, and is there afterwards."""
+    calls: list[int] = []
+
+    def mine(number: int, frame: Any) -> None:
+        calls.append(number)
+
+    before = signal.signal(signal.SIGINT, mine)
+    try:
+        state, optimizer, _ = ready()
+        optimizer.struck = 1
+        state = fsdp.step(state)
+        deadline = time.monotonic() + 5
+        while not calls and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return calls, signal.getsignal(signal.SIGINT) is mine, state.steps
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_of_the_programs_own_is_called_and_stays() -> None:
+    assert launch(own_handlers, 1) == [([signal.SIGINT], True, 1)]
+
+
+def twice() -> str:
+    """Who interrupts again after a second means it: an update that takes for ever can be stopped."""
+    with interruptible():
+        state, optimizer, _ = ready()
+        optimizer.struck = 2
+        patience, _interrupts.PATIENCE = _interrupts.PATIENCE, 0.0
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                fsdp.step(state)
+        finally:
+            _interrupts.PATIENCE = patience
+        with pytest.raises(fsdp.StaleStateError) as caught:
+            fsdp.newest(state)
+        return str(caught.value)
+
+
+def test_a_second_interrupt_comes_through() -> None:
+    assert "was stopped by KeyboardInterrupt while it was updating" in launch(twice, 1)[0]
+
+
+def lost() -> tuple[str, bool, bool]:
+    """An error of the caller's own between `step` and the assignment."""
+    state, _, wanted = ready()
+    with pytest.raises(fsdp.StaleStateError) as caught:
+        fsdp.newest(state)
+    fsdp.step(state)
+    again = fsdp.newest(state)
+    return str(caught.value), all(map(torch.equal, bits(again), wanted)), again.between_steps
+
+
+def test_newest_gives_what_the_last_step_returned() -> None:
+    ((text, same, resting),) = launch(lost, 1)
+    assert "no step of this state's lineage has been taken" in text
+    assert same
+    assert resting
+
+
+def nothing_in_threads() -> bool:
+    """Steps in another thread leave the handlers alone: signals are the main thread's."""
+    from threading import Thread
+
+    with interruptible():
+        found = []
+
+        def work() -> None:
+            state, numbered = training("whole", "zero3")
+            numbered(0)(state)
+            found.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+        thread = Thread(target=work)
+        thread.start()
+        thread.join()
+        return found == [True]
+
+
+def test_steps_in_other_threads_leave_handlers_alone() -> None:
+    assert launch(nothing_in_threads, 1) == [True]
