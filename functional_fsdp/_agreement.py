@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ._board import Board
     from ._watch import Watch
 
-__all__ = ["METRICS", "Agreement", "Vote"]
+__all__ = ["APART", "METRICS", "Agreement", "Vote"]
 
 T = TypeVar("T")
 
@@ -40,6 +40,8 @@ ALIKE = 1 << 39  # no vote's number, which has 32 bits
 OUTSIDE = 1 << 40  # ballots from here on name a unit that is used outside the plan
 EXCHANGES = 1 << 41  # are of what an exchange is for
 METRICS = 1 << 42  # ballots from here on are of the structure of metrics
+APART = 1 << 46  # of a rank that cannot come, see `_jobs`
+NAMES = 1 << 16  # units that have numbers of their own
 GRACE = 1.0  # seconds that what a rank sent before it ended may still be on its way
 
 
@@ -79,6 +81,9 @@ class Agreement:
     logs: dict[str, Log]
     issued: dict[str, Log]
     capturing: bool
+    submit: Callable[..., Mark]
+    collective: Callable[..., Steps]
+    wait: Callable[..., bool]
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -97,15 +102,6 @@ class Agreement:
         self.heard: list[str] = []
         self.meeting: Meeting | None = None  # that this rank came to last
         self.absent = 0.0  # since when a rank is known to be gone
-
-    def submit(self, lane: str, hops: tuple[Issued, ...], job: Steps) -> Mark:
-        raise NotImplementedError
-
-    def collective(self, hop: Issued, out: Any, given: Any) -> Steps:
-        raise NotImplementedError
-
-    def wait(self, mark: Mark) -> None:
-        raise NotImplementedError
 
     # ---- ballots
 
@@ -179,7 +175,8 @@ class Agreement:
         """
         if self.size == 1:
             return
-        most, least = self._count(self._ballot(OUTSIDE + number, f"{verb} {names[number]}"))
+        before = 1 + self.logs["reduce"].count % NAMES if verb == "reduce" else 0  # which must be the same ones
+        most, least = self._count(self._ballot(OUTSIDE + before * NAMES + number, f"{verb} {names[number]!r}"))
         if most != least:
             both = [_elsewhere(n, names) for n in (least, most)]
             raise ScheduleError(
@@ -306,12 +303,12 @@ class Agreement:
             self.store.set("failed", why)
             self.store.set(f"restart/{self.meetings}", "1")
 
-    def listen(self, what: str, begun: float, error: object, failed: bool = False, restarts: bool = True) -> None:
+    def listen(self, what: str, begun: float, error: object, failed: bool = False, restarts: Any = True) -> None:
         """While this rank waits for `what`, since `begun`: raise if it need not wait any longer.
 
         Args:
             failed: it has ended with an error.
-            restarts: whether a peer's restart is one to join.
+            restarts: whether a peer's restart is one to join, or a function that says it.
 
         Raises:
             CommError: a rank is gone, or the time is over. RestartError: a peer abandoned the step.
@@ -328,6 +325,7 @@ class Agreement:
             news = self.store.check([f"restart/{self.meetings}"])
             lost = self.store.get("failed").decode() if news and self.store.check(["failed"]) else ""
             asked = restarts and not news and self._asked()
+            news = news and (not callable(restarts) or restarts())
         except RuntimeError as why:
             raise self.fail(f"{what} failed after {spent:.1f} s: the ranks' store cannot be reached", why) from why
         if lost:
@@ -369,7 +367,7 @@ class Agreement:
             self.asking = False
         if most == least:
             return
-        if least < METRICS:
+        if least < METRICS or most >= APART:
             raise ScheduleError(
                 f"ranks came to {described(self.form)}, and to something else (a step, a use outside the plan). Make "
                 "the same calls in the same order on every rank. The state before the step is valid."
@@ -398,5 +396,6 @@ class Agreement:
 def _elsewhere(number: int, names: tuple[str, ...]) -> str:
     """Where a rank is that came to a ballot with this number."""
     if number >= EXCHANGES:
-        return "pmean or psum" if number >= METRICS else "an exchange"
-    return repr(names[number - OUTSIDE]) if number >= OUTSIDE else "step"
+        return "something planned" if number >= APART else "pmean or psum" if number >= METRICS else "an exchange"
+    before, unit = divmod(number - OUTSIDE, NAMES)
+    return "step" if number < OUTSIDE else f"{names[unit]!r}{f' after {before - 1} reductions' if before else ''}"

@@ -67,7 +67,7 @@ class Board:
     def largest(self, ballot: Any) -> Iterator[list[Any] | str]:
         """`ballot` [value, -value] -> [the largest, minus the smallest] of all ranks' values. One work, as gloo's."""
         posted = Posted(self, int(ballot[0]))
-        yield [posted]
+        yield [posted.post]
         values = posted.values()
         ballot[0], ballot[1] = max(values), -min(values)
 
@@ -87,11 +87,17 @@ class Posted:
     """A ballot under way: a `Work`, as torch.distributed has them."""
 
     def __init__(self, board: Board, value: int) -> None:
-        board.number = board.number % NUMBERS + 1
-        self.board, self.number = board, board.number
-        self.row = self.number % 2 * board.ranks
+        self.board, self.value = board, value
+        self.number = self.row = 0
         self.gone = False
-        board.cells[self.row + board.rank] = self.number << VALUE | value
+
+    def post(self) -> Posted:
+        board = self.board
+        board.number = board.number % NUMBERS + 1
+        self.number = board.number
+        self.row = self.number % 2 * board.ranks
+        board.cells[self.row + board.rank] = self.number << VALUE | self.value
+        return self
 
     def _cells(self) -> list[int]:
         return self.board.cells[self.row : self.row + self.board.ranks].tolist()

@@ -1,5 +1,5 @@
-"""The collectives on NCCL and on gloo, each a generator: it issues asynchronous works, yields them, and goes on
-when they are done.
+"""The collectives on NCCL and on gloo, each a generator: it yields calls that issue asynchronous works, and goes on
+when these are done.
 
 NCCL has each as one kernel, which runs on the current stream, and nothing is yielded. gloo's own all-gather and
 reduce-scatter copy through temporary buffers; its broadcast and reduce work in place, so here a gather is one broadcast
@@ -12,6 +12,7 @@ A traced step on CPUs calls torch's functional collectives instead, of groups wi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def all_gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) 
     slices = out.chunk(group.size()) if out.numel() else ()
     if slices and slices[group.rank()].data_ptr() != mine.data_ptr():
         slices[group.rank()].copy_(mine)
-    yield [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
+    yield [partial(dist.broadcast, part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
 
 
 def reduce_scatter(out: torch.Tensor, full: torch.Tensor, op: str, group: dist.ProcessGroup) -> Works:
@@ -56,7 +57,7 @@ def all_to_all(out: torch.Tensor, given: torch.Tensor, group: dist.ProcessGroup)
         dist.all_to_all_single(out, given, group=group)
         return
     if out.numel():
-        yield [dist.all_to_all_single(out, given, group=group, async_op=True)]
+        yield [partial(dist.all_to_all_single, out, given, group=group, async_op=True)]
 
 
 def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, sliced: bool = True) -> Works:
@@ -65,17 +66,18 @@ def all_reduce(tensor: torch.Tensor, op: str, group: dist.ProcessGroup, sliced: 
         dist.all_reduce(tensor, op=OPS[op], group=group)
         return
     if not sliced:
-        yield [dist.all_reduce(tensor, op=OPS[op], group=group, async_op=True)]
+        yield [partial(dist.all_reduce, tensor, op=OPS[op], group=group, async_op=True)]
         return
     slices = tensor.chunk(group.size()) if tensor.numel() else ()
     yield _reduces(slices, op, group)
-    yield [dist.broadcast(part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
+    yield [partial(dist.broadcast, part, group_src=r, group=group, async_op=True) for r, part in enumerate(slices)]
 
 
 def barrier(group: dist.ProcessGroup) -> Works:
     """All ranks are here. On GPUs `Runtime.signals` has one that the host does not take part in."""
-    yield [dist.all_reduce(torch.zeros(1), group=group, async_op=True)]
+    yield [partial(dist.all_reduce, torch.zeros(1), group=group, async_op=True)]
 
 
 def _reduces(slices: tuple[torch.Tensor, ...], op: str, group: dist.ProcessGroup) -> list[Any]:
-    return [dist.reduce(part, group_dst=r, op=OPS[op], group=group, async_op=True) for r, part in enumerate(slices)]
+    how = {"op": OPS[op], "group": group, "async_op": True}
+    return [partial(dist.reduce, part, group_dst=r, **how) for r, part in enumerate(slices)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,21 +21,20 @@ from ._arena import Arena, Place
 from ._comm import Comm
 from ._copies import Copies
 from ._errors import ScheduleError
-from ._flat import FlatBuffer
 from ._interrupts import whole
-from ._lanes import Mark, passed
+from ._lanes import Mark
 from ._layout import Layout
 from ._loose import Loose
 from ._plan import Plan, plan
-from ._program import combined
+from ._program import Seen, combined
+from ._reductions import Reductions
 from ._route import Partial, Replicate, states_of
 from ._runtime import Runtime
 from ._schedule import Order
 from ._spec import Spec
-from ._stage import Values
 from ._staging import Staging
 from ._symmetric import Windows
-from ._weights import Lease, owned
+from ._weights import Lease
 
 if TYPE_CHECKING:
     from ._state import State
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Executor"]
 
 
-class Executor:
+class Executor(Reductions):
     """What one lineage has in flight. `grads` are the main gradients of the step so far."""
 
     def __init__(self, run: Runtime, layout: Layout, spec: Spec) -> None:
@@ -56,16 +55,15 @@ class Executor:
         self.copies = Copies(run, layout) if transport == "copy_engine" else None
         self.windows = Windows(run, spec.schedule.zero_cta) if transport == "symmetric" else None
         self.shared = self.copies or self.windows
-        self.grads: dict[str, FlatBuffer] = {}
-        self.early: dict[int, Values] = {}  # gradients whose turn has not come
-        self.last = True  # as the newest gradient came with: zeros in a unit's stead follow it
+        self.start()
         kinds = (("grads", Partial), ("main", Replicate))
         self.eager = all(len({states_of(b, *kind) for kind in kinds}) == 1 for b in layout.trainable.values())
         self.observing = False
         self.begins, self.whole = 0, False  # forwards of this step; whether gradients are whole, see `_rounds`
         self.recorded_turn: int | None = None
         self.open = spec.schedule.order is None  # whether the order of use is anyone's to say
-        self.observed: tuple[Order, Order] | None = None
+        self.observed: Seen | None = None
+        self.waived: set[str] = set()  # units that were used in this step, and get no gradient on this rank
         self.digests = [0, 0]  # of the gathers and of the reductions issued in this step
         if spec.schedule.order == "recorded":
             self.recording = []
@@ -124,9 +122,9 @@ class Executor:
             self._in_order(state, self.comm.finish(step=False), self.comm.lapse())
         self.comm.end()
         if self.observing and self.observed is None:
-            self.observed = (forward, backward)
+            self.observed = (forward, backward, tuple(self.waived))
 
-    def _adopt(self, mine: tuple[Order, Order]) -> None:
+    def _adopt(self, mine: Seen) -> None:
         planned = self.plan.schedule.order
         forward, backward = combined(self.run.everyone(mine), planned if isinstance(planned, tuple) else ())
         if forward:
@@ -171,11 +169,6 @@ class Executor:
             self.loose.gather(state, name, self._planned)
             self.staging.touched(self.layout.by_name[name])
         return {name: dict(self._lend(state, name, name in outside).weights) for name in names}
-
-    @property
-    def _planned(self) -> bool:
-        """Whether there is an order of use that is not only a guess."""
-        return self.recording is None and not self.observing
 
     def _in_order(self, state: State, gathers: Sequence[int], due: Iterable[tuple[int, bool]]) -> None:
         """Gathers and reductions in the order in which peers come to them: on the CPU, where the host waits, ranks
@@ -232,6 +225,10 @@ class Executor:
         """Whether a unit is handed out and not released."""
         return name in self.comm.held or self.loose.held(name)
 
+    def also(self, unit: str) -> None:
+        """A unit that is gathered by the plan is needed where it lay outside of it, too, until it is released."""
+        self.loose.fill(unit, [(part.bucket, part.whole) for part in self.arena.places[unit].parts])
+
     def release(self, state: State, names: Sequence[str]) -> None:
         """Units are given back: a mark on compute, and gathers that waited for their bytes."""
         mine = []
@@ -241,6 +238,8 @@ class Executor:
             else:
                 mine.append(name)
                 self.arena.places[name].lease.held = False
+                if name in self.loose.units:  # see `also`
+                    self.loose.release(name, self.plan.schedule.debug)
         if not mine:
             return
         gathers, free = self.comm.release(mine)
@@ -256,72 +255,19 @@ class Executor:
         for i in gathers:
             self._gather(state, i)
 
-    # ---------------------------------------------------------------- reductions
-
-    def adopt(self, grads: Any) -> None:
-        """Go on from these main gradients: a transform may have put others in the state's place."""
-        if grads is not self.grads:
-            self.grads = dict(grads or {})
-            self.staging.touched()
-
-    def reduce(self, unit: str, values: Values, last: bool, whole_tree: bool = False) -> None:
-        """A unit's gradients, as `Unit.paths`, on their way into `grads`: now, or when their turn comes."""
-        if self.shared and not self.shared.made:
-            self.shared.prepare(self.plan)
-        mine = self.comm.turn_of(unit)
-        if mine is None:
-            if not whole_tree:
-                self.loose.agree(unit, "reduce", self._planned)
-            self.staging.outside(self.layout.by_name[unit], values, self.grads, last, self.spec.mesh)
-            return
-        if mine < 0:
-            self._issue(self.comm.close())
-            mine = self.comm.turn_of(unit)
-            assert mine is not None
-        elif self.comm.lapsed:
-            self._issue(self.comm.lapse())
-        self.last = last
-        self.early[mine] = owned(values, self.arena.lease(unit)) if self.run.cuda else values  # the lane reads them
-        self._issue(self.comm.reduce(mine))
-        if mine in self.early and not self.run.cuda:  # it waits, and what was borrowed may be released meanwhile
-            self.early[mine] = owned(values, self.arena.lease(unit))
-
-    def waive(self, unit: str) -> bool:
-        """On this rank no gradient of this unit will come in this pass. False: there is no plan, say so by `reduce`."""
-        if self.recording is None:
-            self.comm.waive(unit)
-        return self.recording is None
-
-    def _issue(self, due: Iterable[tuple[int, bool]]) -> None:
-        for index, given in due:
-            unit = self.layout.by_name[self.plan.reductions[index].unit]
-            self.digests[1] = zlib.crc32(unit.name.encode(), self.digests[1])
-            values = self.early.pop(index) if given else ()
-            self.staging.reduce(index, unit, values, self.grads, self.last, self.spec.mesh)
-
     # ---------------------------------------------------------------- the end of a step
-
-    @property
-    def complete(self) -> bool:
-        """Whether every main gradient is there and whole."""
-        if self.early or self.comm.reduced or self.comm.lapsed or self.comm.ahead:
-            return False
-        grads, trainable = self.grads, self.layout.trainable
-        return all(n in grads and grads[n].states == states_of(b, "main") for n, b in trainable.items())
 
     def finish(self, state: State, step: bool = True) -> None:
         """Start what the main gradients still lack: early gradients, zeros where none came, what is partial. And the
         gathers that peers started in this pass and this rank passed over."""
         gathers = self.comm.finish(step) if self.recording is None else []
         self._in_order(state, gathers, self.comm.close())
+        self._issue((), relents=False)  # all gathers that peers may wait for are under way
         for name, bucket in self.layout.trainable.items():
             if name in self.grads:
                 self.staging.complete(bucket, self.grads)
             else:  # of a unit that the plan does not name, and so no rank has a gradient
-                states = states_of(bucket, "main")
-                n = bucket.numel // bucket.slices("main")
-                local = torch.zeros(n, dtype=bucket.grads, device=self.run.device)
-                self.grads[name] = FlatBuffer(local, bucket, states, self.spec.mesh)
+                self.staging.zeros(bucket, self.grads, self.spec.mesh)
 
     def settle(self) -> None:
         """Compute waits for everything under way."""
@@ -345,6 +291,7 @@ class Executor:
         self.grads, self.digests = {}, [0, 0]
         self.last, self.whole = True, False
         self.early.clear()
+        self.backlog.clear()
         self.comm.reset()
         self.flying.clear()
         self.released.clear()
@@ -356,6 +303,7 @@ class Executor:
         self.comm.end()
         self.observed = self.recorded_turn = None
         self.begins = 0
+        self.waived.clear()
         if self.recording is not None:
             self.recording.clear()
 
@@ -381,8 +329,8 @@ class Executor:
 
     def snapshot(self) -> Comm:
         """What `state.comm` shows."""
-        flying = [name for name, place in self.flying.items() if not passed(place.gathered)]
-        reducing = sum(not passed(mark) for mark in (stage.done for stage in self.staging.busy))
+        flying = [name for name, place in self.flying.items() if not self.run.passed(place.gathered)]
+        reducing = sum(not self.run.passed(mark) for mark in (stage.done for stage in self.staging.busy))
         return self.comm.snapshot(flying, reducing)
 
     def __del__(self) -> None:

@@ -5,8 +5,8 @@ What runs on a lane is a job, a generator that issues collectives:
 |       | CUDA                                        | CPU                                                        |
 |-------|---------------------------------------------|------------------------------------------------------------|
 | lane  | a stream                                    | a queue of jobs, done in order                             |
-| job   | runs to its end at once, on the stream      | issues asynchronous works, yields them, goes on when done  |
-| mark  | an event                                    | the job                                                    |
+| job   | runs to its end at once, on the stream      | yields what to issue, goes on when that has ended          |
+| mark  | an event                                    | the job, and all before it                                 |
 | wait  | the current stream waits, the host does not | the host waits                                             |
 
 A job that yields the name of another lane goes on there (on the CPU it stays where it is). Marks may be used again: who
@@ -16,18 +16,20 @@ waits for one waits for the point where it was set last.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from ._interrupts import whole
 
-__all__ = ["ARENA", "Issued", "Job", "Log", "Mark", "Queue", "Steps", "Streams", "passed", "together"]
+__all__ = ["ARENA", "Issued", "Job", "Log", "Mark", "Queue", "Steps", "Streams", "together"]
 
-Steps = Iterator[list[Any] | str]
+Call = Callable[[], Any]  # issues an asynchronous work
+Steps = Iterator[list[Any] | str]  # calls to issue and to wait for, or the name of the lane to go on on
 REMEMBER = 1 << 14  # jobs: how far apart two ranks may be and still be drained
 ARENA = "(arena)"  # in the place of a bucket: a barrier for all of a gather, before its buckets part
 
@@ -61,73 +63,178 @@ class Log:
 
 
 class Job:
-    """A job on the CPU, under way: the generator, and the works that it waits for now. It is its own mark."""
+    """A job on the CPU. It is its own mark, which has passed when it and all jobs before it on its lane are done.
 
-    __slots__ = ("__weakref__", "done", "hops", "lane", "single", "steps", "works")
+    Its own code (`ahead`), issuing (`issue`) and waiting (`pause`) are apart: only a wait can end with "not yet".
+    """
 
-    def __init__(self, steps: Steps, lane: str, hops: tuple[Any, ...] = (), single: bool = False) -> None:
+    __slots__ = (
+        "__weakref__", "calls", "done", "hops", "issued", "lane", "number", "ordered", "ordinal", "single", "started",
+        "steps", "works",
+    )  # fmt: skip
+
+    def __init__(
+        self, steps: Steps, lane: str, hops: tuple[Any, ...] = (), single: bool = False, ordered: bool = False
+    ) -> None:
         self.steps = steps
         self.lane = lane
-        self.hops = hops  # for error texts
-        self.single = single  # all its collectives are issued by now
-        self.works: list[Any] = []
-        self.done = False
-        self._advance()
+        self.hops = hops
+        self.single = single  # once it has started, all its collectives are issued
+        self.ordered = ordered  # starts when all before it are done
+        self.number = 0  # on its lane, from 1
+        self.ordinal = 0  # among the jobs that the log has
+        self.calls: list[Call] = []  # what it issues next
+        self.works: list[Any] = []  # what it waits for
+        self.issued = 0  # calls
+        self.started = self.done = False
 
-    @whole
-    def _advance(self) -> None:
+    def ahead(self) -> None:
+        """Run its own code up to what it issues next. What this raises is the code's own error."""
+        self.started = True
         for item in self.steps:
             if not isinstance(item, str) and item:
-                self.works = item
+                self.calls = list(item)
                 return
         self.done = True
 
-    def wait(self, patience: timedelta | None = None) -> None:
-        """Until it is done. With `patience` RuntimeError when a work takes longer; call again to go on."""
-        while not self.done:
+    def issue(self) -> None:
+        """Issue what comes next. After an interrupt call it again to go on."""
+        while self.calls:
+            self.works.append(self.calls[0]())
+            del self.calls[0]
+            self.issued += 1
+
+    def pause(self, patience: timedelta | None = None) -> RuntimeError | None:
+        """Until all that was issued has ended. With `patience` an error when a work takes longer, or has failed."""
+        try:
             while self.works:
                 self.works[0].wait(patience) if patience else self.works[0].wait()
-                self.works.pop(0)
-            self._advance()
-
-    def step(self) -> None:
-        """On to what it issues next: the works that it waits for are done."""
-        for work in self.works:
-            work.wait()
-        self.works = []
-        self._advance()
+                del self.works[0]
+        except RuntimeError as error:  # a work's: none of the job's own code runs here
+            return error
+        return None
 
     def ready(self) -> bool:
-        """Whether `wait` would not wait for what is issued now."""
-        return self.done or (self.single and all(work.is_completed() for work in self.works) and not self.failed())
+        """Whether all that was issued has ended, and well."""
+        return not self.calls and all(work.is_completed() for work in self.works) and not self.failed()
 
     def failed(self) -> bool:
-        """Whether the work that it waits for has ended with an error. (It may have ended well since `wait` gave up.)"""
-        if not self.works or not self.works[0].is_completed():
-            return False
-        try:
-            self.works[0].wait()
-        except RuntimeError:
-            return True
+        """Whether a work has ended with an error. (It may have ended well since `pause` gave up.)"""
+        for work in self.works:
+            if work.is_completed():
+                try:
+                    work.wait()
+                except RuntimeError:
+                    return True
         return False
+
+    def forsake(self, twin: Steps) -> None:
+        """Its own code has raised: what it did not issue is issued by its twin, since peers wait for that."""
+        self.calls = []
+        self.steps = _left(twin, self.issued)
+
+
+def _left(steps: Steps, issued: int) -> Steps:
+    """What these steps issue after the first so many calls."""
+    for item in steps:
+        if isinstance(item, str):
+            yield item
+        else:
+            left = item[issued:]
+            issued = max(0, issued - len(item))
+            if left:
+                yield left
 
 
 class Queue:
-    """A lane on the CPU: jobs under way, oldest first."""
+    """A lane on the CPU: jobs under way, oldest first. One starts when that before it has issued all that it will.
 
-    def __init__(self) -> None:
+    `ahead` runs a job's own code, `issue` issues what comes of it.
+    """
+
+    def __init__(self, ahead: Callable[[Job], None], issue: Callable[[Job], None]) -> None:
+        self.ahead, self.issue = ahead, issue
         self.jobs: deque[Job] = deque()
+        self.count = 0
+
+    def add(self, job: Job) -> None:
+        """The newest job; it starts if it may."""
+        self.count += 1
+        job.number = self.count
+        jobs = self.jobs
+        free = not jobs or (jobs[-1].started and jobs[-1].single and not job.ordered)
+        jobs.append(job)
+        if free:
+            self.advance(job)
+        else:
+            self.start()
+
+    def start(self) -> None:
+        """Forget jobs that are done, and start those that may."""
+        jobs = self.jobs
+        while jobs and jobs[0].done:
+            jobs.popleft()
+        for before, job in pairwise([None, *jobs]):
+            assert job is not None
+            if not job.started:
+                if before is not None and (job.ordered or not (before.single or before.done)):
+                    return
+                self.advance(job)
+
+    @whole
+    def advance(self, job: Job) -> None:
+        """Take a job that waits for nothing on to what it waits for next."""
+        self.ahead(job)
+        self.issue(job)
+
+    def over(self, job: Job) -> bool:
+        """Whether it and all jobs before it are done."""
+        return all(other.done for other in self.jobs if other.number <= job.number)
+
+    def progress(self) -> None:
+        """Go as far as possible without waiting."""
+        while self.jobs:
+            job = self.jobs[0]
+            if not job.done:
+                if not job.ready():
+                    return
+                job.works = []
+                self.advance(job)
+            self.start()
 
     def reap(self) -> None:
-        """Forget jobs that are done."""
-        while self.jobs and self.jobs[0].ready():
-            self.jobs.popleft().wait()
-
-    def drain(self) -> None:
-        """Finish every job, in order."""
+        """Forget jobs that are over, and let go of what they hold. Issues nothing."""
         while self.jobs:
-            self.jobs[0].wait()
-            self.jobs.popleft()
+            job = self.jobs[0]
+            if not job.done:
+                if not (job.single and job.started and job.ready()) or getattr(job.steps, "gi_running", False):
+                    return
+                job.works = []
+                self.advance(job)
+            if self.jobs and self.jobs[0] is job:
+                self.jobs.popleft()
+
+    def drain(self, patience: timedelta) -> RuntimeError | None:
+        """Finish every job, in order, for those who wait for what they issue. Returns the error of a work that takes
+        longer, or has failed; call again to go on.
+
+        An error of a job's own code is no news: `ahead` has seen to it that its step is void.
+        """
+        while self.jobs:
+            job = self.jobs[0]
+            while not job.done:
+                error = job.pause(patience) if not job.calls else None
+                if error is not None:
+                    return error
+                self._carry(job)
+            self.start()
+        return None
+
+    @whole
+    def _carry(self, job: Job) -> None:
+        with suppress(Exception):
+            self.ahead(job)
+        self.issue(job)
 
 
 class Streams:
@@ -202,8 +309,8 @@ class Streams:
                     self.set(stream)
                     stream.wait_event(turn)
                 else:
-                    for work in item:
-                        work.wait()
+                    for call in item:
+                        call().wait()
             event.record(stream)
         finally:
             self.set(home)
@@ -213,17 +320,12 @@ class Streams:
 Mark = Any  # torch.cuda.Event, Job, or None: nothing to wait for
 
 
-def passed(mark: Mark) -> bool:
-    """Whether nobody would wait for it."""
-    return mark is None or (mark.done if isinstance(mark, Job) else bool(mark.query()))
-
-
 def together(jobs: list[Steps]) -> Steps:
     """Jobs side by side, as one: all issue their first collectives, then all their second ones."""
     while jobs:
         steps = [(job, next(job, None)) for job in jobs]
-        works = [work for _, step in steps if isinstance(step, list) for work in step]
-        if works:
-            yield works
+        calls = [call for _, step in steps if isinstance(step, list) for call in step]
+        if calls:
+            yield calls
         yield from dict.fromkeys(step for _, step in steps if isinstance(step, str))
         jobs = [job for job, step in steps if step is not None]

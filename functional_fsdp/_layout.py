@@ -115,7 +115,7 @@ class Bucket:
         n = aligned(self.numel * self.wire.itemsize, STAGED)
         if not self.exact or prod(self.ranks.values()) == 1:
             return n
-        return 2 * n + (0 if self.placement.main else aligned(self.numel * 4, STAGED))
+        return 2 * n + (0 if self.slices("main") > 1 else aligned(self.numel * 4, STAGED))
 
     def span(self, axes: Sequence[str], coordinate: dict[str, int]) -> tuple[int, int]:
         """The elements [start, stop) that a rank at `coordinate` holds if sharded over `axes` (a prefix of `order`)."""

@@ -88,6 +88,7 @@ class Ledger:
             guard()
             if self.begun:
                 self._meet()
+                self.runtime.meet(verb)  # before what is in flight is waited for
                 if self.head != self.base:
                     self._consume(self.head, "the restart of its step (the state before the step was used again)")
                 if self.executor is not None:

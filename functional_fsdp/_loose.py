@@ -6,10 +6,13 @@ Ranks first agree on the unit; then compute waits for its gather, into bytes tha
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
+
 from ._errors import ScheduleError
-from ._layout import Layout
+from ._layout import Bucket, Layout
 from ._runtime import Runtime
 from ._weights import Gathered, Lease
 
@@ -64,6 +67,10 @@ class Loose:
                 "the order of use, Schedule(order=[...]), or have it recorded: Schedule(order='recorded').",
                 stacklevel=6,
             )
+
+    def fill(self, name: str, parts: Iterable[tuple[Bucket, torch.Tensor]]) -> None:
+        """The bytes of a unit that is gathered by the plan get the same: residuals of an earlier use lie here."""
+        self.units[name].fill(parts)
 
     def release(self, name: str, debug: bool) -> None:
         self.units[name].release(debug)

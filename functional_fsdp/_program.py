@@ -27,7 +27,10 @@ from ._pack import Interval
 from ._schedule import Order, Schedule, means
 from ._units import in_order_of_use
 
-__all__ = ["Program", "combined", "program"]
+__all__ = ["Program", "Seen", "combined", "program"]
+
+
+Seen = tuple[Order, Order, Collection[str]]  # what a rank did: forward, backward, and units without a gradient
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,13 @@ class Program:
         return [(name, begin + k) for begin in range(0, len(self.order), self.length) for name, k in found]
 
 
-def combined(seen: Sequence[tuple[Order, Order]], planned: Order) -> tuple[Order, Order]:
-    """One order for all ranks, forward and backward, from what each did, and from a plan for units that none used.
+def combined(seen: Sequence[Seen], planned: Order) -> tuple[Order, Order]:
+    """One order for all ranks, forward and backward, from what each did, and from a plan for what none used.
 
-    Empty if ranks used the same units in different orders.
+    Where a unit is not used in the backward, that is because its gradient needs no weights; or because no rank had a
+    gradient of it, which another step may have. Empty if ranks used the same units in different orders.
 
-    >>> combined([(("a", "c"), ("c", "a")), (("a", "b"), ("b", "a"))], ("a", "b", "c", "d", "d", "c", "b", "a"))
+    >>> combined([(("a", "c"), ("c", "a"), ()), (("a", "b"), ("a",), ("b",))], tuple("abcddcba"))
     (('a', 'b', 'c', 'd'), ('d', 'c', 'b', 'a'))
     """
     half = len(planned) // 2
@@ -135,10 +139,21 @@ def combined(seen: Sequence[tuple[Order, Order]], planned: Order) -> tuple[Order
         backward = _merged(backward, other)
     if not all(_within(one, forward) for one in forwards) or not all(_within(one, backward) for one in backwards):
         return (), ()
-    used = {name for call in forward for name in _names(call)}
+    used = _units(forward)
     unused = tuple(call for call in planned[half:][::-1] if not used.issuperset(_names(call)))
-    anchors = tuple(call for call in planned[half:][::-1] if call in unused or call in backward)
+    without: set[str] = set()  # units that got a gradient without a use in the backward
+    for forth, back, waived in seen:
+        without |= _units(forth) - _units(back) - set(waived)
+    kept = {name for _, _, waived in seen for name in waived} - without
+    anchors = tuple(
+        call for call in planned[half:][::-1]
+        if call in unused or call in backward or not kept.isdisjoint(_names(call))
+    )  # fmt: skip
     return _merged(forward, planned[:half], used), _merged(backward, anchors)[::-1]
+
+
+def _units(order: Order) -> set[str]:
+    return {name for call in order for name in _names(call)}
 
 
 def _merged(order: Order, other: Order, but: Collection[str] = ()) -> Order:

@@ -25,9 +25,10 @@ from ._forms import described
 from ._lanes import ARENA, Issued, Steps, together
 
 if TYPE_CHECKING:
+    from ._agreement import Agreement
     from ._runtime import Runtime
 
-__all__ = ["POLL", "QUEUES", "Meeting", "restart"]
+__all__ = ["POLL", "QUEUES", "Meeting", "restart", "twin"]
 
 POLL = timedelta(seconds=0.1)
 LOOK = 0.05  # seconds
@@ -64,7 +65,8 @@ def restart(run: Runtime, lineage: int, noticed: bool) -> None:
     if run.meeting is None or run.meeting.number != number:
         counts = {name: log.count for name, log in run.issued.items()}
         steps = {key: ledger.steps for key, ledger in run.ledgers.items()}
-        run.meeting = Meeting(number, Status(counts, 0 if noticed else lineage, steps, described(run.form)))
+        abandons = 0 if noticed or run.parted else lineage
+        run.meeting = Meeting(number, Status(counts, abandons, steps, described(run.form)))
     here = run.meeting.status
     run.store.set(f"restart/{number}", "1")
     run.store.set(f"status/{number}/{run.rank}", pickle.dumps(here))
@@ -157,24 +159,19 @@ def _catch_up(run: Runtime, name: str, counts: list[int], prefix: str) -> None:
     if missing > 0:
         (data,) = _read(run, prefix, [counts.index(furthest)])
         for hops in pickle.loads(data)[-missing:]:
-            run.submit(name, hops, _twin(run, hops))
+            run.submit(name, hops, twin(run, hops))
             _drain(run, name)
 
 
 def _drain(run: Runtime, name: str) -> None:
     """Finish what is in flight on a lane: every rank that takes part is here."""
-    jobs, begun = run.queues[name].jobs, time.monotonic()
-    while jobs:
-        try:
-            jobs[0].wait(POLL)
-        except RuntimeError as error:
-            what = f"restart: what was in flight on the {name} lane never came to an end: it"
-            run.listen(what, begun, error, failed=jobs[0].failed(), restarts=False)
-        else:
-            jobs.popleft()
+    queue, begun = run.queues[name], time.monotonic()
+    while (error := queue.drain(POLL)) is not None:
+        what = f"restart: what was in flight on the {name} lane never came to an end: it"
+        run.listen(what, begun, error, failed=queue.jobs[0].failed(), restarts=False)
 
 
-def _twin(run: Runtime, hops: tuple[Issued, ...]) -> Steps:
+def twin(run: Agreement, hops: tuple[Issued, ...]) -> Steps:
     """The collectives of a job on scratch buffers, for whoever waits for them: buckets side by side, as in a job, after
     a gather's barriers."""
     chains: dict[str, list[Issued]] = {}
@@ -184,7 +181,8 @@ def _twin(run: Runtime, hops: tuple[Issued, ...]) -> Steps:
     yield from together([_scratch(run, chain) for chain in chains.values()])
 
 
-def _scratch(run: Runtime, chain: list[Issued]) -> Steps:
+def _scratch(run: Agreement, chain: list[Issued]) -> Steps:
+    lane = ""
     for hop in chain:
         device = torch.device("cpu") if hop.lane == "control" else run.device
         whole = torch.zeros(hop.numel, dtype=hop.dtype, device=device)
@@ -192,6 +190,7 @@ def _scratch(run: Runtime, chain: list[Issued]) -> Steps:
             part = whole
         else:
             part = whole.new_zeros(hop.numel // (1 if hop.kind == "all_to_all" else run.sizes.get(hop.axis, run.size)))
-        if hop.lane == "outer":
+        if hop.lane == "outer" != lane:
             yield "outer"
+        lane = hop.lane
         yield from run.collective(hop, *((part, whole) if hop.kind == "reduce_scatter" else (whole, part)))

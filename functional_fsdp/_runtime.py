@@ -15,7 +15,6 @@ ordered behind each other, and so that a user's own collectives on the mesh are 
 from __future__ import annotations
 
 import math
-import time
 import weakref
 import zlib
 from datetime import timedelta
@@ -26,14 +25,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ._agreement import Agreement
 from ._board import Board
 from ._collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from ._errors import SpecError
 from ._groups import forget, level, new_group, one_thread
-from ._interrupts import whole
-from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
-from ._restart import POLL, QUEUES
+from ._jobs import Jobs
+from ._lanes import Issued, Log, Queue, Steps, Streams
+from ._restart import QUEUES
 from ._signals import Signals
 
 __all__ = ["Runtime", "any_failed", "runtime_of"]
@@ -42,7 +40,7 @@ Kind = tuple[str, tuple[int, ...], timedelta]  # of groups: the backend, the ran
 LANES = ("gather", "reduce", "outer", "side")  # with communicators on every axis
 
 
-class Runtime(Agreement):
+class Runtime(Jobs):
     """What all states on one mesh share. Made once per mesh and process, by `runtime_of`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -63,7 +61,8 @@ class Runtime(Agreement):
         self.spare: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # windows that no lineage uses, by number
         self.windows = 0  # how many were made
         self.generators: dict[int, torch.Generator] = {}  # on GPUs, by microbatch
-        self.queues = {name: Queue() for name in QUEUES}
+        self.queues = {name: Queue(self._ahead, self._issue) for name in QUEUES}
+        self.issues = self.skips = 0  # on GPUs: collectives that the job has issued, and that its twin leaves out
         self.streams = Streams(self.device, ("gather", "reduce", "outer", "update")) if self.cuda else None
         self.users: dict[int, int] = {}  # under 0 the thread that is in a call, see `_entry`
         self.lineages = 0
@@ -160,6 +159,11 @@ class Runtime(Agreement):
         if hop.lane == "control" and hop.kind == "all_reduce" and self.board is not None:
             return self.board.largest(out)
         group = self.control if hop.lane == "control" else self.groups[hop.lane, hop.axis]
+        if self.cuda and hop.lane != "control":
+            if self.skips:
+                self.skips -= 1
+                return iter(())
+            self.issues += 1
         if hop.kind == "barrier":
             return barrier(group) if not self.cuda else self._barrier(hop)
         if hop.kind == "all_gather":
@@ -184,41 +188,6 @@ class Runtime(Agreement):
         if self.cuda and axis not in self.signals:
             self.signals[axis] = Signals(self, axis, len(LANES))
 
-    def submit(
-        self,
-        lane: str,
-        hops: tuple[Issued, ...],
-        job: Steps,
-        after: Mark = None,
-        single: bool = False,
-        ordered: bool = False,
-        mark: Mark = None,
-    ) -> Mark:
-        """Log a job and start it on its lane once the mark `after` has passed. Returns the mark at its end.
-
-        Args:
-            hops: the collectives that it will issue, for the log.
-            single: its collectives all start at once (on the CPU the next job then need not wait for its end).
-            mark: an old one that may be used again.
-            ordered: it begins with what the job before it ends with (on the CPU it waits for that one's end).
-        """
-        jobs = self.queues[lane].jobs
-        if jobs and (ordered or not jobs[-1].single):
-            self.wait(jobs[-1])
-        return self._begin(lane, hops, job, after, single, mark)
-
-    @whole
-    def _begin(
-        self, lane: str, hops: tuple[Issued, ...], job: Steps, after: Mark, single: bool, mark: Mark
-    ) -> Mark:  # what is logged is issued, even if an interrupt comes
-        if self.size > 1 and hops:
-            self.logs[lane].append(hops)
-        if self.streams is not None and lane != "control":
-            return self.streams.run(lane, job, after, mark)
-        jobs = self.queues[lane].jobs
-        jobs.append(Job(job, lane, hops, single))
-        return jobs[-1]
-
     def now(self, hop: Issued, out: torch.Tensor, given: torch.Tensor) -> None:
         """One collective on the side lane; the compute lane waits for it."""
         self.note(hop)
@@ -227,47 +196,6 @@ class Runtime(Agreement):
     def note(self, hop: Issued) -> None:
         """Have the next vote compare this collective of the side lane."""
         self.digest = zlib.crc32(f"{hop.kind} {hop.axis} {hop.what}".encode(), self.digest)
-
-    def mark(self, mark: Mark = None) -> Mark:
-        """A point on the compute lane; None on the CPU, where it is the host's present. May use an old one again."""
-        if self.streams is None:
-            return None
-        event = mark or torch.cuda.Event()
-        event.record(self.streams.current())
-        return event
-
-    def wait(self, mark: Mark) -> None:
-        """The compute lane waits. On the CPU this listens for restarts; a peer that is gone becomes a CommError."""
-        if mark is None:
-            return
-        if not isinstance(mark, Job):
-            assert self.streams is not None
-            self.streams.current().wait_event(mark)
-            return
-        jobs = self.queues[mark.lane].jobs
-        while not mark.done and jobs:
-            self._finish(jobs[0])
-            jobs.popleft()
-        while jobs and jobs[0].done:
-            jobs.popleft()
-
-    def _finish(self, job: Job) -> None:
-        begun = time.monotonic()
-        while not job.done:
-            try:
-                job.wait(POLL)
-            except RuntimeError as error:
-                self._progress()
-                hop = job.hops[0]
-                what = f"{hop.kind} over the axis {hop.axis!r} ({hop.lane} lane, {hop.what}, {hop.numel} elements)"
-                self.listen(what, begun, error, failed=job.failed())
-
-    def _progress(self) -> None:
-        """Meanwhile take the other lanes' jobs as far as they go: a peer may wait for what one of them issues next."""
-        for queue in self.queues.values():
-            for job in list(queue.jobs)[:1]:
-                if not job.done and job.works and all(work.is_completed() for work in job.works) and not job.failed():
-                    job.step()
 
 
 # Communicators belong to the process, as torch's own do: one Runtime for all equal meshes of one process group, as long

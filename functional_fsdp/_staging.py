@@ -57,21 +57,25 @@ class Staging:
         self.busy: deque[Stage] = deque()
         self.completing = False  # whether something beside them is under way
         self.moves: dict[tuple[str, States, States, bool], Move] = {}
-        self.marks: dict[str, Mark] = {}  # the end of what is newest, by the lane that it ends on
+        self.marks: dict[str, Mark] = {}  # the end of what is newest, and of all before it, by the lane that it ends on
         #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients. Where
         #: updates do not overlap it stays empty
         self.reduced: dict[str, Mark] = {}
 
     def reduce(
-        self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object
-    ) -> None:
-        """Stage a unit's gradients for reduction number `index` of the plan and start reducing them into `grads`."""
+        self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object,
+        relents: bool,
+    ) -> bool:  # fmt: skip
+        """Stage a unit's gradients for reduction number `index` of the plan and start reducing them into `grads`.
+
+        With `relents` it may leave it (False), because there is no staging before peers have what they wait for.
+        """
         stage = self.stages.get(index) or self._make(index, unit)
         slots = 1 if self.run.cuda and stage.span is None and stage.short else SLOTS
         while len(self.busy) >= slots or stage in self.busy or (stage.span and any(map(stage.overlaps, self.busy))):
-            oldest = self.busy.popleft()
-            self.run.wait(oldest.done)
-            oldest.give()
+            if not self.run.wait(self.busy[0].done, relents):
+                return False
+            self.busy.popleft().give()
         self._let_go(self.busy)
         stage.take()
         jobs: list[Steps] = []
@@ -97,6 +101,12 @@ class Staging:
         self.busy.append(stage)  # not before: if issuing it is interrupted, its bytes may be written to, and must stay
         for bucket in partial:
             self.complete(bucket, grads)
+        return True
+
+    def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer], mesh: object) -> None:
+        """Main gradients of a bucket for which no rank has one: nothing is sent."""
+        local = torch.zeros(bucket.numel // bucket.slices("main"), dtype=bucket.grads, device=self.run.device)
+        grads[bucket.name] = FlatBuffer(local, bucket, states_of(bucket, "main"), mesh)
 
     def age(self) -> None:
         """A unit is asked for. Gradients that were staged some uses ago are let go: it may be a forward, and long."""
@@ -156,6 +166,8 @@ class Staging:
         self._newest([bucket], self._submit([job], [move], self.run.mark(), ordered=True))
 
     def _complete(self, bucket: Bucket, move: Move, have: torch.Tensor, out: torch.Tensor) -> Steps:
+        if self.run.streams is not None:
+            self.run.wait(self.marks.get("outer"))  # the lane does: what is partial may have ended there
         wire = have.to(move.issued[0][0].dtype) if move.issued else have
         spare = wire.new_empty(bucket.staged if move.exact else 0, dtype=torch.uint8)
         yield from self._job(move, wire, spare, out, False)

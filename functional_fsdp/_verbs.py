@@ -210,7 +210,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
 def _has_gradients(state: State) -> None:
     if not state.layout.trainable:
         raise ScheduleError("step: nothing is trainable: every leaf is frozen. See print(state.layout).")
-    if not state.grads and not (state.token.ledger.executor and state.token.ledger.executor.early):
+    if not state.grads and not (state.token.ledger.executor and state.token.ledger.executor.waiting):
         raise ScheduleError("step: this state has no gradients. Call state = reduce(state, grads) first.")
 
 

@@ -8,7 +8,7 @@ Placements that replicate weights, or shard them less than main weights, keep a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -117,11 +117,21 @@ class Gathered:
         self.lease = Lease(unit.name, {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)})
 
     def gather(self, state: State) -> None:
+        self._take()
         for name, whole in self.whole.items():
+            gather(state, state.layout.buckets[name], whole)
+
+    def fill(self, parts: Iterable[tuple[Bucket, torch.Tensor]]) -> None:
+        """The same from whole buckets that lie elsewhere."""
+        self._take()
+        for bucket, whole in parts:
+            self.whole[bucket.name].copy_(whole)
+
+    def _take(self) -> None:
+        for whole in self.whole.values():
             storage = whole.untyped_storage()
             if not storage.size():
                 storage.resize_(whole.numel() * whole.element_size())
-            gather(state, state.layout.buckets[name], whole)
 
     def release(self, debug: bool) -> None:
         """On CUDA the bytes are given back; on the CPU they stay, so that a late reader does not crash."""

@@ -35,7 +35,7 @@ def ballots(count: int, numbers: int) -> list[tuple[int, int]]:
             ballot = torch.tensor([value, -value])
             for works in board.largest(ballot):
                 assert isinstance(works, list)
-                works[0].wait()
+                works[0]().wait()
             found.append((int(ballot[0]) >> 20, -int(ballot[1]) >> 20))
         return found
     finally:
@@ -73,7 +73,7 @@ def test_a_process_that_ended_is_told_from_one_that_is_late() -> None:
     board = Board(mmap.mmap(-1, 32), 0, 2, boards.Watch({1: pid}), timedelta(seconds=0.2))
     works = next(board.largest(torch.tensor([1, -1])))
     assert isinstance(works, list)
-    posted = works[0]
+    posted = works[0]()
     with pytest.raises(RuntimeError, match="not all ranks came within"):
         posted.wait(timedelta(seconds=0.05))
     with pytest.raises(RuntimeError, match=r"not all ranks came within 0\.2"):

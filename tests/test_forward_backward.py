@@ -217,13 +217,21 @@ def test_what_only_one_rank_used_has_its_place_in_the_order() -> None:
 
 def test_orders_of_ranks_are_combined() -> None:
     planned = ("a", "b", "c", "d", "d", "c", "b", "a")
-    assert combined([(("a", "b"), ("b", "a"))] * 2, planned) == (planned[:4], planned[4:])
-    differ = combined([(("a", "d"), ("d",)), (("a", "c"), ("c",))], planned)
+    assert combined([(("a", "b"), ("b", "a"), ())] * 2, planned) == (planned[:4], planned[4:])
+    differ = combined([(("a", "d"), ("d",), ()), (("a", "c"), ("c",), ())], planned)
     assert differ == (("a", "b", "c", "d"), ("d", "c", "b"))
-    seen = [(("m", "e1", "m"), ("m", "e1", "m")), (("m", "e3", "m"), ("m", "e3", "m"))]
+    seen = [(("m", "e1", "m"), ("m", "e1", "m"), ()), (("m", "e3", "m"), ("m", "e3", "m"), ())]
     both = combined(seen, ("m", "e1", "e2", "e3", "e3", "e2", "e1", "m"))
     assert both == (("m", "e3", "e1", "e2", "m"), ("m", "e2", "e1", "e3", "m"))  # between the uses of what is around
-    assert combined([(("a", "b"), ()), (("b", "a"), ())], planned) == ((), ())
+    assert combined([(("a", "b"), (), ()), (("b", "a"), (), ())], planned) == ((), ())
+
+
+def test_a_unit_without_a_gradient_keeps_its_place_in_the_backward() -> None:
+    """It may get one in another step; but not where some rank had one, and used no weights for it."""
+    planned = ("a", "b", "c", "c", "b", "a")
+    assert combined([(planned[:3], ("c",), ("a", "b"))], planned) == (planned[:3], planned[3:])
+    assert combined([(planned[:3], ("c", "b"), ("a",))] * 2, planned) == (planned[:3], planned[3:])
+    assert combined([(planned[:3], ("c", "b"), ("a",)), (planned[:3], ("c", "b"), ())], planned)[1] == ("c", "b")
 
 
 def test_a_schedule_with_an_order_is_kept() -> None:

@@ -10,7 +10,7 @@ entry, and what its residuals point at is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import wraps
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -145,7 +145,7 @@ class Door:
             return function(self.module, *args, **kwargs)
         if self.inputs is not None:
             args, kwargs = cast_inputs(args, kwargs, self.inputs)
-        outside = driver.gather(self.units, driver.busy)
+        outside = driver.gather(self.units, driver.busy, driver.besides.intersection(self.units) or None)
         tensors = driver.tensors(self.leaves)
         lent = tuple(tensors)
         versions = [version(lent[i]) for i in self.firsts]
@@ -154,6 +154,7 @@ class Door:
         storages = [tensors[i].untyped_storage()._cdata for i in self.firsts]
         call = None
         if driver.backward:  # activation checkpointing runs it again: the same, with nothing to come of it
+            driver.again.update(outside)
             for i in self.trained:
                 tensors[i] = tensors[i].detach().requires_grad_()
         elif torch.is_grad_enabled():
@@ -165,6 +166,8 @@ class Door:
                 for i, tensor in zip(self.trained, through, strict=True):
                     tensors[i] = tensor
             call.lent, call.tensors, call.outside = lent, tensors, outside
+            if outside:
+                driver.besides.update(outside)
         driver.stack.append(self)
         self.put(tensors)
         self.call, self.storages = call, storages
@@ -228,7 +231,7 @@ class Call:
         self.lent: tuple[torch.Tensor, ...] = ()  # the door's weights, as they were gathered
         self.tensors: list[torch.Tensor] = []  # and as they went in
         self.shared: list[tuple[torch.Tensor, int]] = []  # outputs that share memory, and their versions
-        self.outside = False  # whether the schedule did not know of it
+        self.outside: Set[str] = frozenset()  # units that it had from outside the schedule
         self.idle = False  # whether its backward runs, and not that of its weights
         self.node: Any = None  # of Weights, in the graph
         self.outs: list[Any] = []  # of Outputs: one, or two where hooks see the first
@@ -263,6 +266,9 @@ class Call:
                 f"the units {', '.join(map(repr, door.units))} are used more often than the schedule says, and were "
                 "gathered to another place for the backward. Give the order: Schedule(order=[...])."
             )
+        for unit in driver.again.intersection(door.units):
+            if unit not in driver.outside:
+                driver.state.executor.also(unit)
         driver.active.append(self)
         door.put(self.tensors)
         if self.idle:  # its weights are needed, and get no gradient

@@ -11,7 +11,7 @@ A unit is released when the next one is gathered, so parts of one unit that are 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -34,6 +34,9 @@ from ._watch import changed, clear, spoilt
 from .compile_units import Compiler, Options, refuse_around
 
 __all__ = ["Driver", "caller", "refuse_nesting", "refuse_tracing"]
+
+Units = Set[str]
+NONE: Units = frozenset()
 
 
 def refuse_tracing(verb: str) -> None:
@@ -93,6 +96,8 @@ class Driver:
     def _clear(self) -> None:
         self.weights: dict[str, dict[str, torch.Tensor]] = {}  # of the units that are gathered
         self.outside: set[str] = set()  # of these, what the schedule does not know of
+        self.besides: set[str] = set()  # units that a call had from there
+        self.again: set[str] = set()  # and that a recomputation had from there
         self.stack: list[Door] = []  # entries that are being called, outermost first
         self.calls: list[Call] = []  # of this forward
         self.active: list[Call] = []  # whose backward is under way
@@ -182,32 +187,41 @@ class Driver:
 
     # ---------------------------------------------------------------- weights
 
-    def gather(self, units: tuple[str, ...], keep: Sequence[Door], outside: bool | None = None) -> bool:
+    def gather(self, units: tuple[str, ...], keep: Sequence[Door], outside: Units | None = None) -> Units:
         """Have these units gathered, and give back all others but those of the doors in `keep`.
 
         Args:
-            outside: the backward of a use wants them from where that had them: by the schedule (False) or not (True).
+            outside: these come from outside the schedule, the others by it, as the backward of a use wants them from
+                where that had them. None: from wherever they can be had.
 
-        Returns: whether they are gathered outside the schedule.
+        Returns: those that are gathered outside the schedule.
         """
         weights = self.weights
-        if outside is not None and any(unit in weights and (unit in self.outside) is not outside for unit in units):
-            self.release(units)
+        if outside is not None:
+            moved = tuple(unit for unit in units if unit in weights and (unit in self.outside) is not (unit in outside))
+            if moved:
+                self.release(moved)
         if not all(unit in weights for unit in units):
             kept = {unit for door in keep for unit in door.units}
             stale = tuple(unit for unit in weights if unit not in kept and unit not in units)
             if stale:
                 self.release(stale)
             self.trace[self.differentiating].append(units if len(units) > 1 else units[0])
-            if len(units) == 1:
-                self.state, weights[units[0]] = unshard(self.state, units[0], outside=bool(outside))
+            if not outside and len(units) == 1:
+                self.state, weights[units[0]] = unshard(self.state, units[0])
             else:
-                self.state, found = unshard(self.state, units, outside=bool(outside))
-                weights.update(found)
+                by_plan = tuple(unit for unit in units if not outside or unit not in outside)
+                if by_plan:
+                    self.state, found = unshard(self.state, by_plan)
+                    weights.update(found)
+                if len(by_plan) < len(units):
+                    others = tuple(unit for unit in units if unit not in by_plan)
+                    self.state, found = unshard(self.state, others, outside=True)
+                    weights.update(found)
             executor = self.state.executor
             if executor.loose.units:
                 self.outside.update(unit for unit in units if executor.loose.held(unit))
-        return bool(self.outside) and not self.outside.isdisjoint(units)
+        return self.outside.intersection(units) if self.outside else NONE
 
     @property
     def busy(self) -> list[Door]:
@@ -310,6 +324,12 @@ class Driver:
                 self.pending[unit] = used[unit]
             elif not self.state.executor.waive(unit):
                 self._reduce(unit, [None] * len(self.keys[unit]))
+        trains = {unit for unit, _ in self.trainable}
+        called = {unit for call in self.calls for unit in (call.door.units if call.door else call.trained)}
+        for use in self.trace[0]:
+            for unit in (use,) if isinstance(use, str) else use:
+                if unit in trains and unit not in called:  # used without a graph only
+                    self.state.executor.waive(unit)
 
     def collect(self, unit: str, grads: Gradients) -> None:
         """Gradients of one call; a unit's are reduced when those of all of its calls are there."""

@@ -67,7 +67,7 @@ def hvp(
         refuse_tracing("hvp")
         _check(state, v)
         before = state
-        if state.grads or state.executor.early:  # those whose turn has not come, too
+        if state.grads or state.executor.waiting:  # those whose turn has not come, too
             state = finish(state)
         grads = state.grads
         walk.enter(state)

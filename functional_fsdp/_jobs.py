@@ -1,0 +1,236 @@
+"""Jobs: how a rank submits jobs to lanes, and waits for marks. What all lanes of a mesh have in common.
+
+On the CPU the host carries jobs on while it waits. It waits in short turns, and looks around in between: for works that
+other lanes wait for, for a peer that restarts, and for one that waits for what this rank issues later. The last is how
+ranks get past each other whose gradients come in another order:
+
+    rank 0   gather 1   reduce 1   gather 2 ...   reduce 2: waits for the staging of reduction 1
+    rank 1   gather 1   gather 2   gather 3: waits for rank 0          reduction 1 would come now
+
+Rank 0 then leaves reduction 2 for later, and goes on to gather 3.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ._agreement import APART, Agreement
+from ._errors import FsdpError, ScheduleError
+from ._interrupts import whole
+from ._lanes import Issued, Job, Mark, Queue, Steps, Streams
+from ._restart import POLL, twin
+
+__all__ = ["Jobs"]
+
+AHEAD = ("gather", "side", "control")  # lanes on which peers may have to be ahead of this rank's reductions
+FIRST = timedelta(seconds=0.005)  # one turn of waiting, which then double up to POLL
+
+
+class Waiting(NamedTuple):
+    """What a rank says that waits: for which job of a lane, for what, and how many jobs it has issued on each."""
+
+    rank: int
+    ordinal: int
+    what: str
+    counts: dict[str, int]
+
+
+class Jobs(Agreement):
+    """The half of a Runtime that jobs go through."""
+
+    streams: Streams | None
+    queues: dict[str, Queue]
+    groups: dict[tuple[str, str], dist.ProcessGroup]
+    issues: int
+    skips: int
+
+    def submit(
+        self,
+        lane: str,
+        hops: tuple[Issued, ...],
+        job: Steps,
+        after: Mark = None,
+        single: bool = False,
+        ordered: bool = False,
+        mark: Mark = None,
+    ) -> Mark:
+        """Log a job and start it on its lane once the mark `after` has passed. Returns the mark at its end.
+
+        Args:
+            hops: the collectives that it will issue, for the log.
+            single: its collectives all start at once (on the CPU the next job then need not wait for its end).
+            mark: an old one that may be used again.
+            ordered: it begins with what the job before it ends with (on the CPU it starts after that one's end).
+        """
+        queue = self.queues[lane]
+        if queue.jobs and (ordered or not queue.jobs[-1].single):
+            self.wait(queue.jobs[-1], relents=True)
+        return self._begin(lane, hops, job, after, single, ordered, mark)
+
+    @whole
+    def _begin(
+        self, lane: str, hops: tuple[Issued, ...], job: Steps, after: Mark, single: bool, ordered: bool, mark: Mark
+    ) -> Mark:  # what is logged is issued, even if an interrupt comes
+        if self.size > 1 and hops:
+            self.logs[lane].append(hops)
+        if self.streams is not None and lane != "control":
+            return self._run(lane, hops, job, after, mark)
+        new = Job(job, lane, hops, single, ordered)
+        new.ordinal = self.logs[lane].count
+        self.queues[lane].add(new)
+        return new
+
+    def _run(self, lane: str, hops: tuple[Issued, ...], job: Steps, after: Mark, mark: Mark) -> Mark:
+        """All of a job, on a stream. If its own code raises, what it did not issue is issued for those who wait."""
+        assert self.streams is not None
+        self.issues = 0
+        try:
+            return self.streams.run(lane, job, after, mark)
+        except BaseException:
+            if not self.capturing:
+                self._void()
+                self.skips = self.issues
+                try:
+                    self.streams.run(lane, twin(self, hops), None, None)
+                except BaseException as error:
+                    self.lose(f"What peers wait for on the {lane} lane could not be issued: {error}.")
+                    raise
+                finally:
+                    self.skips = 0
+            raise
+
+    def _ahead(self, job: Job) -> None:
+        """A job's own code, on the CPU. If it raises, what it did not issue is issued for those who wait."""
+        if job.calls:
+            return  # it was interrupted while it issued them
+        try:
+            job.ahead()
+        except BaseException:
+            job.forsake(twin(self, job.hops))
+            self._void()
+            raise
+
+    def _void(self) -> None:
+        """Whatever is under way on this mesh is of no use: something of it was not carried out."""
+        if self.size > 1:
+            self.parted = True
+            self.epoch += 1
+
+    def _issue(self, job: Job) -> None:
+        if job.calls:
+            try:
+                job.issue()
+            except RuntimeError as error:
+                raise self.fail(f"{_said(job)} could not be issued", error) from error
+
+    def mark(self, mark: Mark = None) -> Mark:
+        """A point on the compute lane; None on the CPU, where it is the host's present. May use an old one again."""
+        if self.streams is None:
+            return None
+        event = mark or torch.cuda.Event()
+        event.record(self.streams.current())
+        return event
+
+    def wait(self, mark: Mark, relents: bool = False) -> bool:
+        """The compute lane waits. On the CPU this listens for restarts; a peer that is gone becomes a CommError.
+
+        Args:
+            relents: it stops waiting (False) if a peer waits for something that this rank issues later, perhaps before
+                it comes to what is waited for here.
+        """
+        if mark is None:
+            return True
+        if not isinstance(mark, Job):
+            assert self.streams is not None
+            self.streams.current().wait_event(mark)
+            return True
+        queue = self.queues[mark.lane]
+        jobs = queue.jobs
+        while jobs and jobs[0].number <= mark.number:  # all that is before it, too: it may be done already
+            job = jobs[0]
+            if not job.done and not self._finish(queue, job, relents):
+                return False
+            queue.start()
+        return True
+
+    def passed(self, mark: Mark) -> bool:
+        """Whether nobody would wait for it."""
+        if mark is None:
+            return True
+        return self.queues[mark.lane].over(mark) if isinstance(mark, Job) else bool(mark.query())
+
+    def _finish(self, queue: Queue, job: Job, relents: bool) -> bool:
+        """Wait for a job. Only that a work has not ended means "not yet": what its own code raises goes on its way."""
+        begun, patience = time.monotonic(), FIRST
+        while not job.done:
+            error = job.pause(patience) if job.works and not job.calls else None
+            if error is None:
+                queue.advance(job)
+                continue
+            patience = min(2 * patience, POLL)
+            for other in self.queues.values():  # a peer may wait for what a job on another lane issues next
+                other.progress()
+            self.listen(_said(job), begun, error, job.failed(), lambda: self._short(job))
+            try:
+                awaited = self._awaited()
+                if "control" in awaited:
+                    self._part(job, awaited["control"])
+                if job.lane in AHEAD:
+                    counts = {name: log.count for name, log in self.issued.items()}
+                    said = Waiting(dist.get_rank(), job.ordinal, job.hops[0].what, counts)
+                    self.store.set(f"waits/{self.meetings}/{job.lane}", json.dumps(said))
+            except FsdpError:
+                raise
+            except RuntimeError as why:
+                raise self.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
+            if relents and awaited:
+                return False
+        return True
+
+    def _awaited(self) -> dict[str, Waiting]:
+        """By lane, a peer that waits for what this rank has yet to issue."""
+        found = {}
+        for lane in AHEAD:
+            key = f"waits/{self.meetings}/{lane}"
+            if self.store.check([key]):
+                said = Waiting(*json.loads(self.store.get(key)))
+                if said.ordinal > self.issued[lane].count:
+                    found[lane] = said
+        return found
+
+    def _part(self, job: Job, peer: Waiting) -> None:
+        """Raise if this rank waits for a peer that has not issued the job and stands where all ranks meet, until this
+        rank comes there: neither ever will. The peer hears of it by the ballot that it waits for."""
+        if job.lane == "control" or job.ordinal <= peer.counts[job.lane]:
+            return
+        hop = job.hops[0]
+        if peer.rank in dist.get_process_group_ranks(self.groups[hop.lane, hop.axis]):
+            self._ballot(APART, "apart")
+            raise ScheduleError(
+                f"this rank waits for {hop.kind} of {hop.what!r} ({hop.lane} lane), which rank {peer.rank} has not "
+                f"issued: that rank is at {peer.what} and waits for this one. Use the same units in the same order on "
+                "every rank; only units of the schedule may be left out, and only where the schedule has them. If "
+                "ranks leave units out before the order of use is known, give it: Schedule(order=[...]). The state "
+                "before the step is valid."
+            )
+
+    def _short(self, job: Job) -> bool:
+        """Whether a rank that has come to restart has not issued a job that this rank waits for. Else the job comes to
+        its end, and a step that all have agreed on is taken."""
+        for rank in range(self.size):
+            key = f"status/{self.meetings}/{rank}"
+            if self.store.check([key]) and pickle.loads(self.store.get(key)).counts[job.lane] < job.ordinal:
+                return True
+        return False
+
+
+def _said(job: Job) -> str:
+    hop = job.hops[0]
+    return f"{hop.kind} over the axis {hop.axis!r} ({hop.lane} lane, {hop.what}, {hop.numel} elements)"

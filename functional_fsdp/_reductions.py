@@ -1,0 +1,134 @@
+"""Reductions: how gradients that come in any order are reduced in the plan's.
+
+    reduce ─▶ Comm.reduce ─▶ its turn has not come: early, kept as it is
+                        └──▶ due, in the plan's order ─▶ backlog ─▶ staging ─▶ reduce lane
+
+Nearly always the backlog is empty again at once. A reduction stays in it where all staging is taken by reductions that
+a peer has not come to yet, and that peer waits for a gather that this rank issues later: then this rank goes on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from ._arena import Arena
+from ._comm import Comm
+from ._copies import Copies
+from ._flat import FlatBuffer
+from ._layout import Layout
+from ._loose import Loose
+from ._plan import Plan
+from ._route import states_of
+from ._runtime import Runtime
+from ._spec import Spec
+from ._stage import Values
+from ._staging import Staging
+from ._symmetric import Windows
+from ._weights import owned
+
+__all__ = ["Reductions"]
+
+
+class Reductions:
+    """The part of an `Executor` through which gradients go."""
+
+    run: Runtime
+    layout: Layout
+    spec: Spec
+    plan: Plan
+    comm: Comm
+    arena: Arena
+    staging: Staging
+    loose: Loose
+    shared: Copies | Windows | None
+    recording: list[tuple[str, ...]] | None
+    digests: list[int]
+    waived: set[str]
+    observing: bool
+
+    @property
+    def _planned(self) -> bool:
+        """Whether there is an order of use that is not only a guess."""
+        return self.recording is None and not self.observing
+
+    def start(self) -> None:
+        """Nothing has come yet."""
+        trained = {unit.name: [b for b in unit.buckets if b.trainable] for unit in self.layout.units}
+        self.hollow = {name: some for name, some in trained.items() if not any(bucket.numel for bucket in some)}
+        self.grads: dict[str, FlatBuffer] = {}
+        self.early: dict[int, Values] = {}  # gradients whose turn has not come
+        self.backlog: deque[tuple[int, Values, bool]] = deque()  # due reductions, their gradients and `last`
+        self.last = True  # as the newest gradient came with: zeros in a unit's stead follow it
+
+    def adopt(self, grads: Any) -> None:
+        """Go on from these main gradients: a transform may have put others in the state's place."""
+        if grads is not self.grads:
+            self.grads = dict(grads or {})
+            self.staging.touched()
+
+    def reduce(self, unit: str, values: Values, last: bool, whole_tree: bool = False) -> None:
+        """A unit's gradients, as `Unit.paths`, on their way into `grads`: now, or when their turn comes."""
+        if self.shared and not self.shared.made:
+            self.shared.prepare(self.plan)
+        if unit in self.hollow:  # no element, nothing to send: no peer need come here
+            for bucket in self.hollow[unit]:
+                if bucket.name not in self.grads:
+                    self.staging.zeros(bucket, self.grads, self.spec.mesh)
+            return
+        mine = self.comm.turn_of(unit)
+        if mine is None:
+            self._issue(())
+            if not whole_tree:
+                self.loose.agree(unit, "reduce", self._planned)
+            self.staging.outside(self.layout.by_name[unit], values, self.grads, last, self.spec.mesh)
+            return
+        if mine < 0:
+            self._issue(self.comm.close())
+            mine = self.comm.turn_of(unit)
+            assert mine is not None
+        elif self.comm.lapsed:
+            self._issue(self.comm.lapse())
+        self.last = last
+        self.early[mine] = owned(values, self.arena.lease(unit)) if self.run.cuda else values  # the lane reads them
+        self._issue(self.comm.reduce(mine))
+        if not self.run.cuda:  # if it waits, what was borrowed may be released meanwhile
+            if mine in self.early:
+                self.early[mine] = owned(values, self.arena.lease(unit))
+            for i, (index, waiting, flag) in enumerate(self.backlog):
+                if waiting is values:
+                    self.backlog[i] = index, owned(values, self.arena.lease(unit)), flag
+
+    def waive(self, unit: str) -> bool:
+        """On this rank no gradient of this unit will come in this pass. False: there is no plan, say so by `reduce`."""
+        self.waived.add(unit)
+        if self.recording is None:
+            self.comm.waive(unit)
+        return self.recording is None
+
+    def _issue(self, due: Iterable[tuple[int, bool]], relents: bool = True) -> None:
+        """Reduce what is due, in order; with `relents` what finds no staging is left, if a peer needs this rank to go
+        on before it can come to what holds the staging."""
+        self.backlog.extend((index, self.early.pop(index) if given else (), self.last) for index, given in due)
+        while self.backlog:
+            index, values, last = self.backlog[0]
+            unit = self.layout.by_name[self.plan.reductions[index].unit]
+            if not self.staging.reduce(index, unit, values, self.grads, last, self.spec.mesh, relents):
+                return
+            self.digests[1] = zlib.crc32(unit.name.encode(), self.digests[1])
+            self.backlog.popleft()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are gradients that are not on their way yet."""
+        return bool(self.early or self.backlog)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every main gradient is there and whole."""
+        if self.waiting or self.comm.reduced or self.comm.lapsed or self.comm.ahead:
+            return False
+        grads, trainable = self.grads, self.layout.trainable
+        return all(n in grads and grads[n].states == states_of(b, "main") for n, b in trainable.items())
