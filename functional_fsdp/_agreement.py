@@ -283,12 +283,10 @@ class Agreement:
     def fail(self, what: str, error: object = "") -> CommError:
         """From here on nothing that needs the other ranks works, and peers are told. Returns the error to raise."""
         gone = self.gone()
-        why = (
-            (f"the process of rank {gone[0]} has" if len(gone) == 1 else f"the processes of ranks {gone} have")
-            + " ended"
-            if gone
-            else "a rank died, hangs, or issued another collective"
-        )
+        why = "a rank died, hangs, or issued another collective"
+        if gone:
+            one = len(gone) == 1
+            why = f"the process of rank {gone[0]} has ended" if one else f"the processes of ranks {gone} have ended"
         self.lose(f"{what}: {why}.")
         said = f" The backend says: {str(error)[:300]}" if str(error) else ""
         return CommError(f"{what}: {why}. Restart the job from its last checkpoint.{said}")

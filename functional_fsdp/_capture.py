@@ -133,7 +133,7 @@ class Capture:
         new = home(middle._evolve(token=Token(ledger, ledger.latest + 1)))
         ledger.commit(middle.token.serial, new)
         self._compare(ledger, [form for form, votes in self.forms if votes != self.votes])
-        arrive()
+        arrive(ledger.others_begun())
         return new
 
     def _compare(self, ledger: Ledger, forms: list[Any]) -> None:

@@ -5,10 +5,10 @@
     from the vote of `step` to its end                  when the new state is in the caller's hands
 
 Which of these it is, the stack says when a signal comes, so that nothing is done beforehand but to put a handler in the
-place of the program's, from the first verb of a step to its end. A thread then looks every few milliseconds whether the
-main thread has left what must not be stopped, and sends the signal again; a second one after a second gets through
-whatever runs. Handlers of the program's own are called as they would have been, only later. Python runs handlers in the
-main thread only, so elsewhere there is nothing to do.
+place of the program's, from the first verb of a step until none is under way. A thread then looks every few
+milliseconds whether the main thread has left what must not be stopped, and sends the signal again; a second one after a
+second gets through whatever runs. Handlers of the program's own are called as they would have been, only later. Python
+runs handlers in the main thread only, so elsewhere there is nothing to do.
 """
 
 from __future__ import annotations
@@ -59,11 +59,16 @@ def leave() -> None:
         _signal.signal(signal.SIGINT, _before)
 
 
-def arrive() -> None:
-    """The end of `step`: an interrupt that waits goes on waiting until the callers have the new state."""
+def arrive(others: bool) -> None:
+    """The end of `step`: an interrupt that waits goes on waiting until the callers have the new state.
+
+    Args:
+        others: whether steps of other states are under way.
+    """
     if _waiting and threading.get_ident() == threading.main_thread().ident:
         _places[:] = [(f, f.f_lineno) for f in _stack(sys._getframe()) if not _is_ours(f)]
-    leave()
+    if not others:
+        leave()
 
 
 def resume() -> None:

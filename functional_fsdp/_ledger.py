@@ -116,6 +116,10 @@ class Ledger:
         """Whether a step is under way, if only because a verb was stopped."""
         return self.head != self.base or self.midway
 
+    def others_begun(self) -> bool:
+        """Whether steps of other lineages are under way."""
+        return any(other.begun for other in self.runtime.ledgers.values() if other is not self)
+
     def valid(self, serial: int, verb: str) -> None:
         """Check that what the state `serial` owns still has its values: no step consumed it, none was cut short."""
         if self.broken:

@@ -27,7 +27,7 @@ from ._entry import verb
 from ._errors import ScheduleError, StaleStateError
 from ._flat import leaves_of
 from ._gradients import in_order, of_tree, of_unit
-from ._interrupts import arrive, whole
+from ._interrupts import arrive, guard, whole
 from ._layout import Unit
 from ._state import State, Token
 from ._tracing import tracing
@@ -294,6 +294,7 @@ def _take(state: State, main: Any, skip: Any, touched: list[torch.Tensor], versi
     """The step itself, from the moment on in which ranks cannot take it back. An interrupt waits."""
     ledger = state.token.ledger
     executor = state.executor
+    guard()
     ledger.runtime.confirm()
     try:
         new_main, new_opt = carry_out(state, main, skip)
@@ -320,7 +321,7 @@ def _take(state: State, main: Any, skip: Any, touched: list[torch.Tensor], versi
                 f"weights, so this State is half updated. Load the last checkpoint."
             )
         raise
-    arrive()
+    arrive(ledger.others_begun())
     return new
 
 
