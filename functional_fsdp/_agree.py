@@ -109,7 +109,7 @@ def _alike(found: list[dict[tuple[int, Axes], str]], places: list[dict[str, int]
 
 def _place(run: Runtime, rank: int) -> dict[str, int]:
     """Where a rank stands on each axis of the mesh."""
-    at = (run.mesh.mesh == rank).nonzero()[0].tolist()
+    at = (run.grid == rank).nonzero()[0].tolist()
     return dict(zip(run.sizes, at, strict=True))
 
 

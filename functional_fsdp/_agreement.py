@@ -2,7 +2,7 @@
 when one of them has left.
 
     ballots     every rank's number, largest and smallest: the vote before `step` commits, uses outside the plan
-    exchanges   every rank's object (`everyone`), or what became of a call on every rank (`together`, `first`)
+    exchanges   every rank's object; `_joint` has calls that fail on all ranks if they fail on one
     news        while a rank waits for anything, it listens: a peer has restarted, failed, or is gone
 
 All of it is on the host. A rank that leaves an exchange before its end, by an interrupt say, is out of step with its
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ._errors import CommError, RestartError, ScheduleError, TreeError
-from ._exchange import exchanged, heard_of, said_of
+from ._exchange import exchanged
 from ._forms import Forms, described
 from ._lanes import Issued, Log, Mark, Steps
 from ._restart import Meeting, restart
@@ -220,43 +220,6 @@ class Agreement:
     def complaint(self, text: str) -> str | None:
         """What the first rank that has something to say says; None if all are content (""). Host; waits for all."""
         return next((said for said in self.everyone(text, "complaint") if said), None)
-
-    def together(self, do: Callable[[], T], what: str) -> list[T]:
-        """`do` on every rank, and what it gave on each, small objects. If it raises on a rank, every rank raises.
-
-        Args:
-            what: the call that it is part of, for errors, the same on every rank.
-
-        Raises:
-            what a rank raised (the first such rank's, on those that raised nothing); where a rank was interrupted,
-            RestartError on the others. As `everyone` beside.
-        """
-        value: Any = None
-        raised: BaseException | None = None
-        said: tuple[str, Any] | None = None
-        try:
-            value = do()
-            if self.size > 1:
-                pickle.dumps(value)
-        except BaseException as error:
-            raised, said, value = error, said_of(error), None
-        try:
-            told = self.everyone((value, said), what)
-        except BaseException as error:
-            if raised is not None:
-                raise raised from error
-            raise
-        if raised is not None:
-            raise raised
-        for rank, (_, theirs) in zip(self.ranks, told, strict=True):
-            if theirs is not None:
-                raise heard_of(theirs, rank, what)
-        return [one for one, _ in told]
-
-    def first(self, do: Callable[[], T], what: str) -> T:
-        """`do` on the first rank, and what it gave, on every rank. Raises as `together`."""
-        given: list[Any] = self.together(lambda: do() if self.rank == 0 else None, what)
-        return given[0]
 
     # ---- news
 

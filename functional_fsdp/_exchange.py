@@ -1,4 +1,4 @@
-"""Exchanges: bytes of every rank for every rank, on the host, and errors as the other ranks hear of them.
+"""Exchanges: bytes of every rank for every rank, on the host.
 
     head [512]   length, first bytes      one collective: most are that small
     rest [n]     what is left             one more, if there is any, of as many bytes as the longest
@@ -9,18 +9,16 @@ Each is a job on the control lane like a vote, so a rank that does not come to o
 from __future__ import annotations
 
 import ctypes
-import pickle
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ._errors import FsdpError, RestartError
 from ._lanes import Issued
 
 if TYPE_CHECKING:
     from ._agreement import Agreement
 
-__all__ = ["exchanged", "heard_of", "said_of"]
+__all__ = ["exchanged"]
 
 HEAD = 512  # bytes
 LENGTH = 8  # bytes
@@ -45,25 +43,3 @@ def _gathered(run: Agreement, data: bytes, size: int, what: str) -> list[bytes]:
     run.wait(run.submit("control", (hop,), run.collective(hop, out, given)))
     every = ctypes.string_at(out.data_ptr(), out.numel())
     return [every[i : i + size] for i in range(0, len(every), size)]
-
-
-def said_of(error: BaseException) -> tuple[str, Any]:
-    """An error as the other ranks hear of it: in words, and the error itself if it can be sent."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if not isinstance(error, Exception):
-        return text, BaseException
-    try:
-        same = pickle.loads(pickle.dumps(error))
-        return text, error if type(same) is type(error) else None
-    except Exception:
-        return text, None
-
-
-def heard_of(said: tuple[str, Any], rank: int, what: str) -> Exception:
-    """The error of another rank, on this one."""
-    text, error = said
-    if error is BaseException:
-        return RestartError(
-            f"{what}: rank {rank} was stopped by {text}. Nothing is lost: make the same call again on every rank."
-        )
-    return error if isinstance(error, Exception) else FsdpError(f"{what}: on rank {rank} {text}")

@@ -19,6 +19,7 @@ from . import _shard
 from ._entry import ordinary, verb
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer, zeros
+from ._joint import jointly
 from ._layout import Bucket, Leaf
 from ._rounds import end_round
 from ._route import states_of
@@ -86,7 +87,7 @@ def replace_params(state: State, params: Any, *, optimizer: bool = True) -> Stat
             trees[name] = pytree.tree_map(_copied, getattr(state, name)) if optimizer or name != "opt" else ()
         return whole is not None
 
-    everywhere = all(run.together(prepare, "replace_params"))
+    everywhere = all(jointly(run, "replace_params", prepare))
     _compare(run, trees["main"], whole if everywhere else None)
     with ledger.looking(state.token.serial):
         for name, kept in (trees["weights"] or {}).items():

@@ -73,6 +73,7 @@ class Runtime(Jobs):
         self.spare_groups: dict[Kind, list[dist.ProcessGroup]] = {}  # of meshes that are no more
         self.arrivals: dist.ProcessGroup | None = None  # of restarts, where not all ranks see each other's processes
         self.rows: dict[str, list[int]] = {}  # of ranks, along each axis, that this one is in
+        self.grid = mesh.mesh  # ranks [sizes]; the mesh itself is not kept: when it is let go, so is this
         self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
         self.rank = 0  # which of them this one is
         self.world: Any = dist.group.WORLD
