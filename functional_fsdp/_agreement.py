@@ -62,7 +62,7 @@ class Agreement:
         failed: why the communicators are of no more use; "" as long as they are.
         parted: whether this rank left an exchange before its end.
         form: the structure of the metrics that are being reduced, the `formed`th since the last meeting; asking:
-            whether this rank waits for its peers to compare it.
+            whether this rank waits for its peers to compare it; presumed: whether it goes ahead without that.
         heard: at the last meeting, every rank's `form`, in words.
     """
 
@@ -98,7 +98,7 @@ class Agreement:
         self.form: Any = ()
         self.forms = Forms()
         self.formed = 0
-        self.asking = False
+        self.asking = self.presumed = False
         self.heard: list[str] = []
         self.meeting: Meeting | None = None  # that this rank came to last
         self.absent = 0.0  # since when a rank is known to be gone
@@ -303,7 +303,7 @@ class Agreement:
         key = f"metrics/{self.meetings}/{self.formed}"
         if self.asking:
             self.store.set(key, "1")
-        return bool(self.form) and not self.asking and self.store.check([key])
+        return bool(self.form) and self.presumed and self.store.check([key])
 
     def _join(self, noticed: bool) -> None:
         if not self.capturing:  # else the next verb meets them: what is captured now must not be drained

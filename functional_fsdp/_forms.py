@@ -48,7 +48,7 @@ class Forms:
         found = self.next.get(self.last, -1)
         expected = found >= 0 and self.known[found] == form
         run.formed += 1
-        run.form = form
+        run.form, run.presumed = form, expected
         if not expected:
             text = described(form)
             run.compare_forms(zlib.crc32(text.encode()), ledger)
