@@ -21,13 +21,12 @@ import torch
 import torch.utils._pytree as pytree
 
 from ._about import about_of, same_layout
-from ._content import content
 from ._entry import alone
 from ._errors import CheckpointError, RestartError
 from ._folder import LOCK, Claim, partial, unfinished
 from ._joint import Joint
 from ._note import METADATA, NOTE, read_note, sizes, write_note
-from ._parts import SAVED, named, own_place, parts_of, plain_names, shard_name
+from ._parts import SAVED, content, named, own_place, parts_of, plain_names, shard_name
 from ._reader import check, read_metadata, read_tensors
 from ._runtime import runtime_of
 from ._state import Ledger, State, Token
@@ -75,7 +74,7 @@ def _write(joint: Joint, state: State, folder: str | os.PathLike[str]) -> None:
     def prepare() -> tuple[str, dict[str, str]]:
         state.resting("save")
         about.update(about_of(state), step=state.steps, save=token)
-        return own_place(state), {p.name: content(p.tensor) for p in parts_of(state) if p.buffer is None}
+        return own_place(state), {p.name: content(p) for p in parts_of(state) if p.buffer is None}
 
     def begin() -> None:
         nonlocal claim
@@ -99,14 +98,14 @@ def _write(joint: Joint, state: State, folder: str | os.PathLike[str]) -> None:
             claim.appear()
 
     try:
-        plain = plain_names(run, joint("contents", prepare))
+        plain = plain_names(run, joint(prepare, "contents"))
         for part in parts_of(state):
             name, writes = shard_name(state, part) if part.buffer else plain[part.name]
             if writes:
                 chosen[name] = part.tensor
-        joint("claim", begin)
-        written = joint("tensors", write)
-        joint("end", complete)
+        joint(begin, "claim")
+        written = joint(write, "tensors")
+        joint(complete, "end")
     finally:
         if claim is not None:
             claim.drop()
@@ -170,7 +169,7 @@ def _read(joint: Joint, state: State, folder: str | os.PathLike[str]) -> tuple[S
         made.append(state._evolve(**trees))
         read_tensors(path, note, entries, named(made[0], entries))
 
-    seen = joint("notes", look)
+    seen = joint(look, "notes")
     other = next((rank for rank, digest in enumerate(seen) if digest != seen[0]), None)
     if other is not None:
         raise CheckpointError(
@@ -178,7 +177,7 @@ def _read(joint: Joint, state: State, folder: str | os.PathLike[str]) -> tuple[S
             f"{seen[0][:16]}, that of rank {run.ranks[other]} {seen[other][:16]}. Load from a folder that all ranks "
             "share, while nobody replaces it."
         )
-    joint("tensors", read)
+    joint(read, "tensors")
     return made[0], int(note["step"])
 
 
@@ -218,7 +217,7 @@ def _same_folder(joint: Joint, folder: str | os.PathLike[str]) -> tuple[Path, st
         counts = {name: log.count for name, log in run.issued.items() if name != "control"}
         token = uuid.uuid4().hex[:12]
         try:
-            told = joint("folder", lambda: (os.path.abspath(os.fsdecode(folder)), token, counts))  # noqa: B023
+            told = joint(lambda: (os.path.abspath(os.fsdecode(folder)), token, counts), "folder")  # noqa: B023
             break
         except RestartError:  # a peer began anew; nothing of this call has happened
             if joint.known:

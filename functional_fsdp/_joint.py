@@ -18,7 +18,7 @@ from ._interrupts import guard, leave
 if TYPE_CHECKING:
     from ._runtime import Runtime
 
-__all__ = ["Joint"]
+__all__ = ["Joint", "jointly"]
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class Met(NamedTuple):
 
 
 class Joint:
-    """A call that every rank makes. Within it, `joint(part, do)` is one exchange.
+    """A call that every rank makes. Within it, `joint(do, part)` is one exchange.
 
     An error of this package (FsdpError) that is raised between exchanges is raised on all ranks, as it follows from
     what all were told. A rank that anything else stops there meets the others in its next call.
@@ -78,8 +78,11 @@ class Joint:
             self.run.parted = True
         leave()
 
-    def __call__(self, part: str, do: Callable[[], T]) -> list[T]:
+    def __call__(self, do: Callable[[], T], part: str = "") -> list[T]:
         """Every rank's result of `do`, by rank: small objects. Host; waits for all.
+
+        Args:
+            part: of the call, the same on every rank: ranks that come with different ones raise ScheduleError.
 
         Raises:
             BaseException: what `do` raised here. Exception: where it raised elsewhere, one of the same kind, which
@@ -94,7 +97,9 @@ class Joint:
         except BaseException as met:
             error = met
         try:
-            told = self.run.everyone((mine, None if error is None else Met.of(error)), f"{self.what}, {part}")
+            told = self.run.everyone(
+                (mine, None if error is None else Met.of(error)), f"{self.what}{part and ', '}{part}"
+            )
             self.known = any(met for _, met in told)
         except Exception:
             if error is None:
@@ -108,3 +113,8 @@ class Joint:
             if there is not None:
                 raise there.again(self.what, self.run.ranks[rank])
         return [value for value, _ in told]
+
+
+def jointly(run: Runtime, what: str, do: Callable[[], T]) -> list[T]:
+    """A call of one part: every rank's result of `do`, by rank. Raises as a Joint's parts do."""
+    return Joint(run, what)(do)
