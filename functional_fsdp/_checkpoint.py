@@ -21,15 +21,14 @@ import torch
 import torch.utils._pytree as pytree
 
 from ._about import about_of, same_layout
-from ._content import content
 from ._entry import alone
-from ._errors import CheckpointError, RestartError, ScheduleError
+from ._errors import CheckpointError, RestartError
 from ._folder import LOCK, Claim, partial, unfinished
-from ._joint import jointly
+from ._joint import Joint
 from ._note import METADATA, NOTE, read_note, sizes, write_note
-from ._parts import SAVED, named, own_place, parts_of, plain_names, shard_name
+from ._parts import SAVED, content, named, own_place, parts_of, plain_names, shard_name
 from ._reader import check, read_metadata, read_tensors
-from ._runtime import Runtime, runtime_of
+from ._runtime import runtime_of
 from ._state import Ledger, State, Token
 from ._weights import refresh
 from ._writer import Entry, write_metadata, write_tensors
@@ -57,10 +56,16 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
 
     Example: `fsdp.save(state, f"checkpoints/step_{n}")`.
     """
-    run, token = runtime_of(state.spec.mesh), uuid.uuid4().hex[:12]
+    run = runtime_of(state.spec.mesh)
     state.token.ledger.look(state.token.serial)
-    _meet(run, "save")
-    final, token = _same_folder(run, "save", folder, token)
+    with Joint(run, "save") as joint:
+        _write(joint, state, folder)
+    return Path(folder)
+
+
+def _write(joint: Joint, state: State, folder: str | os.PathLike[str]) -> None:
+    run = joint.run
+    final, token = _same_folder(joint, folder)
     path, file = partial(final, token), f"__{run.rank}_0.distcp"
     chosen: dict[str, torch.Tensor] = {}
     about: dict[str, Any] = {}
@@ -69,7 +74,7 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
     def prepare() -> tuple[str, dict[str, str]]:
         state.resting("save")
         about.update(about_of(state), step=state.steps, save=token)
-        return own_place(state), {p.name: content(p.tensor) for p in parts_of(state) if p.buffer is None}
+        return own_place(state), {p.name: content(p) for p in parts_of(state) if p.buffer is None}
 
     def begin() -> None:
         nonlocal claim
@@ -92,19 +97,18 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
             write_note(path, {**about, "files": {**files, METADATA: nbytes}, "metadata": digest})
             claim.appear()
 
-    plain = plain_names(run, jointly(run, "save", prepare))
-    for part in parts_of(state):
-        name, writes = shard_name(state, part) if part.buffer else plain[part.name]
-        if writes:
-            chosen[name] = part.tensor
     try:
-        jointly(run, "save", begin)
-        written = jointly(run, "save", write)
-        jointly(run, "save", complete)
+        plain = plain_names(run, joint(prepare, "contents"))
+        for part in parts_of(state):
+            name, writes = shard_name(state, part) if part.buffer else plain[part.name]
+            if writes:
+                chosen[name] = part.tensor
+        joint(begin, "claim")
+        written = joint(write, "tensors")
+        joint(complete, "end")
     finally:
         if claim is not None:
             claim.drop()
-    return Path(folder)
 
 
 @alone
@@ -131,10 +135,26 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
     Collective: every rank calls it.
     """
     run = runtime_of(state.spec.mesh)
-    _meet(run, "load")
-    path, _ = _same_folder(run, "load", folder, "")
+    run.meet("load")
+    with Joint(run, "load") as joint, torch.no_grad():
+        fresh, steps = _read(joint, state, folder)
+        weights: Any = ()
+        if state.weights:
+            weights = pytree.tree_map(torch.empty_like, state.weights)
+            for name, copy in weights.items():
+                refresh(fresh.main[name], copy)
+        ledger = Ledger(run, state.layout, state.spec, steps)
+        ledger.enroll()
+        return fresh._evolve(weights=weights, grads=(), token=Token(ledger, 0)).prepared()
+
+
+def _read(joint: Joint, state: State, folder: str | os.PathLike[str]) -> tuple[State, int]:
+    """The state, but for what follows from it, and its steps."""
+    run = joint.run
+    path, _ = _same_folder(joint, folder)
     note: dict[str, Any] = {}
     entries: dict[str, Entry] = {}
+    made: list[State] = []
 
     def look() -> str:
         note.update(read_note(path))
@@ -149,7 +169,7 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
         made.append(state._evolve(**trees))
         read_tensors(path, note, entries, named(made[0], entries))
 
-    seen = jointly(run, "load", look)
+    seen = joint(look, "notes")
     other = next((rank for rank, digest in enumerate(seen) if digest != seen[0]), None)
     if other is not None:
         raise CheckpointError(
@@ -157,18 +177,8 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
             f"{seen[0][:16]}, that of rank {run.ranks[other]} {seen[other][:16]}. Load from a folder that all ranks "
             "share, while nobody replaces it."
         )
-    made: list[State] = []
-    with torch.inference_mode(False), torch.no_grad():
-        jointly(run, "load", read)
-        fresh = made[0]
-        weights: Any = ()
-        if state.weights:
-            weights = pytree.tree_map(torch.empty_like, state.weights)
-            for name, copy in weights.items():
-                refresh(fresh.main[name], copy)
-    ledger = Ledger(run, state.layout, state.spec, note["step"])
-    ledger.enroll()
-    return fresh._evolve(weights=weights, grads=(), token=Token(ledger, 0)).prepared()
+    joint(read, "tensors")
+    return made[0], int(note["step"])
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -200,28 +210,24 @@ def _left_out(path: Path, error: Exception) -> None:
     warnings.warn(f"latest: {path} is left out: {error}", stacklevel=3)
 
 
-def _meet(run: Runtime, what: str) -> None:
-    """Wait until every rank has come here. A rank that abandons a step for it meets the others first."""
+def _same_folder(joint: Joint, folder: str | os.PathLike[str]) -> tuple[Path, str]:
+    """The folder that all ranks name, and the first one's token. Lanes on which ranks stopped apart are drained."""
+    run = joint.run
     while True:
+        counts = {name: log.count for name, log in run.issued.items() if name != "control"}
+        token = uuid.uuid4().hex[:12]
         try:
-            alike = run.alike(what)
+            told = joint(lambda: (os.path.abspath(os.fsdecode(folder)), token, counts), "folder")  # noqa: B023
             break
-        except RestartError:  # a peer did; nothing of this call has happened
-            continue
-    if not alike:
-        raise ScheduleError(f"{what}: every rank must call it at the same place, but some are in a step. None does.")
-
-
-def _same_folder(run: Runtime, what: str, folder: Any, token: str) -> tuple[Path, str]:
-    """The folder that all ranks name, and the first rank's token; lanes on which ranks stopped apart are drained."""
-    counts = {name: log.count for name, log in run.issued.items()}
-    told = jointly(run, what, lambda: (os.path.abspath(os.fsdecode(folder)), token, counts))
+        except RestartError:  # a peer began anew; nothing of this call has happened
+            if joint.known:
+                raise
     for rank, (name, _, _) in enumerate(told):
         if name != told[0][0]:
             raise CheckpointError(
-                f"{what}: rank {run.ranks[0]} names the folder {told[0][0]}, rank {run.ranks[rank]} names {name}. Give "
-                "every rank the same."
+                f"{joint.what}: rank {run.ranks[0]} names the folder {told[0][0]}, rank {run.ranks[rank]} names "
+                f"{name}. Give every rank the same."
             )
-    if any(theirs != counts for _, _, theirs in told):
+    if any(theirs != told[0][2] for _, _, theirs in told):
         run.restart()
     return Path(told[0][0]), told[0][1]

@@ -1,4 +1,4 @@
-"""Joint work: what every rank does at once, and raises together if it fails on any of them.
+"""Joint work: what every rank does at once, part by part, and raises together if it fails on any of them.
 
     rank 0   do() ── error ──┐            raises its own error
     rank 1   do() ── value ──┴─ exchange ─ raises one of the same kind, which names rank 0 and what it met
@@ -9,14 +9,16 @@ So that no rank waits in an exchange for one that has gone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ._errors import FsdpError
+from ._errors import FsdpError, RestartError
+from ._interrupts import guard, leave
 
 if TYPE_CHECKING:
     from ._runtime import Runtime
 
-__all__ = ["jointly"]
+__all__ = ["Joint", "jointly"]
 
 T = TypeVar("T")
 
@@ -25,6 +27,7 @@ class Met(NamedTuple):
     """An error, as other ranks are told of it."""
 
     kinds: tuple[type[Exception], ...]  # its classes that every rank knows, nearest first
+    stopped: bool
     name: str
     text: str
     errno: int | None
@@ -32,51 +35,86 @@ class Met(NamedTuple):
     @classmethod
     def of(cls, error: BaseException) -> Met:
         known = ("builtins", FsdpError.__module__)
-        kinds = [k for k in type(error).__mro__ if issubclass(k, Exception) and k.__module__ in known]
-        return cls(tuple(kinds), type(error).__name__, str(error), getattr(error, "errno", None))
+        mro = type(error).__mro__
+        kinds = [k for k in mro if issubclass(k, Exception) and k is not Exception and k.__module__ in known]
+        number = getattr(error, "errno", None)
+        return cls(tuple(kinds), not isinstance(error, Exception), type(error).__name__, str(error), number)
 
     def again(self, what: str, rank: int) -> Exception:
-        """The error for a rank that did not meet it. For a stop (Ctrl-C, exit) an FsdpError: only one rank was
-        stopped."""
-        text = f"{what}: rank {rank} met {self.name}{': ' if self.text else ''}{self.text}"
+        """The error for a rank that did not meet it."""
+        said = f"{self.name}{': ' if self.text else ''}{self.text}"
+        if self.stopped:
+            return RestartError(
+                f"{what}: rank {rank} was stopped by {said}. Nothing is lost: make the same call again on every rank."
+            )
         for kind in self.kinds:
-            if kind is Exception:
-                break
             try:
-                error = kind(text)
+                error = kind(f"{what}: rank {rank} met {said}")
             except TypeError:  # it wants to be told more
                 continue
             if isinstance(error, OSError):
                 error.errno = self.errno
             return error
-        return FsdpError(text)
+        return FsdpError(f"{what}: rank {rank} met {said}")
+
+
+class Joint:
+    """A call that every rank makes. Within it, `joint(do, part)` is one exchange.
+
+    An error of this package (FsdpError) that is raised between exchanges is raised on all ranks, as it follows from
+    what all were told. A rank that anything else stops there meets the others in its next call.
+    """
+
+    def __init__(self, run: Runtime, what: str) -> None:
+        self.run, self.what = run, what
+        self.known = False  # whether all ranks have been told of the error
+
+    def __enter__(self) -> Joint:
+        guard()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not self.known and not isinstance(error, FsdpError):
+            self.run.parted = True
+        leave()
+
+    def __call__(self, do: Callable[[], T], part: str = "") -> list[T]:
+        """Every rank's result of `do`, by rank: small objects. Host; waits for all.
+
+        Args:
+            part: of the call, the same on every rank: ranks that come with different ones raise ScheduleError.
+
+        Raises:
+            BaseException: what `do` raised here. Exception: where it raised elsewhere, one of the same kind, which
+                names the first rank that met it; RestartError where that rank was interrupted.
+            CommError, RestartError: as `Runtime.everyone`.
+        """
+        mine: Any = None
+        error: BaseException | None = None
+        told: list[Any] = []
+        try:
+            mine = do()
+        except BaseException as met:
+            error = met
+        try:
+            told = self.run.everyone(
+                (mine, None if error is None else Met.of(error)), f"{self.what}{part and ', '}{part}"
+            )
+            self.known = any(met for _, met in told)
+        except Exception:
+            if error is None:
+                raise
+        try:
+            if error is not None:
+                raise error
+        finally:
+            error = None  # its traceback has this frame
+        for rank, (_, there) in enumerate(told):
+            if there is not None:
+                raise there.again(self.what, self.run.ranks[rank])
+        return [value for value, _ in told]
 
 
 def jointly(run: Runtime, what: str, do: Callable[[], T]) -> list[T]:
-    """Every rank's result of `do`, by rank: small objects. Host; waits for all.
-
-    Raises:
-        BaseException: what `do` raised here. Exception: where it raised elsewhere, one of the same kind, which names
-            the first rank that met it.
-    """
-    mine: Any = None
-    error: BaseException | None = None
-    try:
-        mine = do()
-    except BaseException as met:
-        error = met
-    told: list[Any] = []
-    try:
-        told = run.everyone((mine, None if error is None else Met.of(error)))
-    except Exception:
-        if error is None:
-            raise
-    try:
-        if error is not None:
-            raise error
-    finally:
-        error = None  # its traceback has this frame
-    for rank, (_, met_there) in enumerate(told):
-        if met_there is not None:
-            raise met_there.again(what, run.ranks[rank])
-    return [value for value, _ in told]
+    """A call of one part: every rank's result of `do`, by rank. Raises as a Joint's parts do."""
+    return Joint(run, what)(do)

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils._pytree as pytree
 
+from ._checksum import checksum
 from ._errors import TreeError
 from ._flat import FlatBuffer
 from ._runtime import Runtime, runtime_of
 from ._state import State
 from ._tree import Paths, flatten
 
-__all__ = ["SAVED", "Part", "named", "nodes_of", "own_place", "parts_of", "plain_names", "shard_name"]
+__all__ = ["SAVED", "Part", "content", "named", "nodes_of", "own_place", "parts_of", "plain_names", "shard_name"]
 
 SAVED = ("main", "opt", "buffers", "count", "rng", "extras")
 MAY_DIFFER = ("buffers",)  # where ranks keep their own, the first one's are saved
@@ -78,6 +79,12 @@ def parts_of(state: State) -> list[Part]:
                 raise TreeError(f"checkpoint: two leaves of State.{field} have the path {path!r}. Rename one.")
             found[part.name] = part._replace(buffer=node) if isinstance(node, FlatBuffer) else part
     return list(found.values())
+
+
+def content(part: Part) -> str:
+    """What a tensor holds, as a text that ranks can compare."""
+    number = int(checksum(part.tensor)) % (1 << 64)
+    return f"{str(part.tensor.dtype).removeprefix('torch.')} {list(part.tensor.shape)} with checksum {number:016x}"
 
 
 def shard_name(state: State, part: Part) -> tuple[str, bool]:

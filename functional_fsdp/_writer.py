@@ -14,7 +14,7 @@ import os
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,24 +34,6 @@ class Entry(NamedTuple):
     length: int
 
 
-class _Sink:
-    """What torch.save writes to. Keeps the error that the disk gave, which torch replaces by one of its own."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file = file
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self.file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        """Once for all tensors, at the end."""
-
-
 def write_tensors(folder: Path, file: str, token: str, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Entry], int]:
     """Write tensors to a new file, to disk. Returns where they lie, and the file's bytes.
 
@@ -66,20 +48,24 @@ def write_tensors(folder: Path, file: str, token: str, tensors: Mapping[str, tor
         with open(folder / file, "xb") as raw:
             raw.write(head(token, file))
             for name, tensor in tensors.items():
-                start, sink = raw.tell(), _Sink(raw)
+                start = raw.tell()
                 try:
-                    torch.save(_plain(tensor), sink)  # type: ignore[arg-type]
-                except Exception:
-                    if sink.error is None:
-                        raise
-                if sink.error is not None:
-                    raise sink.error
+                    torch.save(_plain(tensor), raw)
+                except RuntimeError as error:
+                    raise _begun(error) from None
                 entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), file, start, raw.tell() - start))
             raw.flush()
             os.fsync(raw.fileno())
             return entries, raw.tell()
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+def _begun(error: BaseException) -> BaseException:
+    """What torch.save met: it raises an error of its own while it closes an archive that it could not end."""
+    while isinstance(error, RuntimeError) and error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

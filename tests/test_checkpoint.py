@@ -236,14 +236,15 @@ def test_a_full_disk_is_its_own_error_on_every_rank(troubles: list[dict[str, str
 
 def test_whatever_one_rank_meets_the_others_name_it(troubles: list[dict[str, str]]) -> None:
     first, second = troubles
+    stop = "RestartError: save: rank {} was stopped by KeyboardInterrupt. Nothing is lost: make the same call again"
     assert first["first KeyboardInterrupt"] == "KeyboardInterrupt: "
-    assert second["first KeyboardInterrupt"] == "FsdpError: save: rank 0 met KeyboardInterrupt"
+    assert second["first KeyboardInterrupt"].startswith(stop.format(0))
     assert first["first MemoryError"] == "MemoryError: none left"
     assert second["first MemoryError"] == "MemoryError: save: rank 0 met MemoryError: none left"
     assert first["first ValueError"] == "ValueError: odd"
     assert second["first ValueError"] == "ValueError: save: rank 0 met ValueError: odd"
     assert second["first UnicodeDecodeError"].startswith("UnicodeError: save: rank 0 met UnicodeDecodeError: ")
-    assert first["second"] == "FsdpError: save: rank 1 met KeyboardInterrupt"
+    assert first["second"].startswith(stop.format(1))
     assert first["no name"].startswith("TypeError: save: rank 1 met TypeError: ")
     assert second["no name"].startswith("TypeError: ")
     assert first["midway"].startswith(
@@ -475,8 +476,6 @@ def test_leaves_that_cannot_be_written(tmp_path: Path) -> None:
     for extra, kind in ((torch.ones(2).to_sparse(), "layout torch.sparse_coo"), ("text", "holds a str")):
         with pytest.raises(fsdp.TreeError, match=f"State.extras holds a .*{kind.split()[-1]}.* at 'x'"):
             fsdp.save(one(None)._evolve(extras={"x": extra}), tmp_path / "a")
-    with pytest.raises(fsdp.TreeError, match=r"two leaves of State\.extras have the path 'a\.b'"):
-        fsdp.save(one(None)._evolve(extras={"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}), tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
 
