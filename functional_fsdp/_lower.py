@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
 from ._flat import FlatBuffer
-from ._optim import as_optimizer
+from ._optim import as_optimizer, check_labels
 from ._recipes import recipes
 from ._regather import is_view, point_at_second_gathers
 from ._route import states_of
@@ -239,6 +239,7 @@ def abstract(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (
     _, _, treedef = describe(params)
     layout = layout_of(params, spec)
     optimizer = as_optimizer(optimizer)
+    check_labels(optimizer, spec)
     main, weights = {}, {}
     with torch.no_grad(), torch.device("meta"):
         for name, bucket in layout.buckets.items():

@@ -12,7 +12,7 @@ there, so a pure update is as good as an in-place one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 
 from ._errors import SpecError
 from ._flat import FlatBuffer, summary, zeros
+from ._spec import Spec
 from ._tracing import tracing
 
 __all__ = [
@@ -137,10 +138,11 @@ def _pairs(where: str, value: Any) -> Any:
     return tuple(value)
 
 
-def check_labels(optimizer: Any, known: Collection[str]) -> None:
-    """Refuse settings for a label that no leaf can have, as a misspelt one."""
+def check_labels(optimizer: Any, spec: Spec) -> None:
+    """Refuse settings for a label that the spec gives no leaf, as a misspelt one."""
     if not isinstance(optimizer, AdamW | Sgd):
         return
+    known = {"default", *(str(label) for _, label in spec.labels)}
     for field in fields(optimizer):
         value = getattr(optimizer, field.name)
         for label in value if isinstance(value, Mapping) else ():

@@ -172,8 +172,7 @@ def needs_spec(where: str, spec: Any) -> Spec:
 def given(infos: list[LeafInfo], paths: Sequence[str], spec: Spec, optimizer: Any, seed: int) -> list[Topic]:
     """What ranks are to have been given alike, but for values; a spec that cannot be honoured is refused here."""
     plan = plan_layout(infos, spec, paths)
-    known = {"default", *(spec.label_of(info.path, *info.aliases) for info in infos), *(str(v) for _, v in spec.labels)}
-    check_labels(optimizer, known)
+    check_labels(optimizer, spec)
     kinds = [
         f"{i.dtype}{'' if i.trainable else ' frozen'}{f' tied to {list(i.aliases)}' if i.aliases else ''}"
         for i in infos

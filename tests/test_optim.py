@@ -245,6 +245,8 @@ def test_a_misspelt_label(optimizer: Any, name: str) -> None:
         fsdp.shard(tree(0), spec(labels=LABELS), optimizer)
     with pytest.raises(SpecError, match=re.escape(text)):
         fsdp.init(Labelled, Spec(fsdp.local_mesh(), labels=LABELS), optimizer)
+    with pytest.raises(SpecError, match=re.escape(text)):
+        fsdp.abstract(tree(0), Spec({"data": 2}, labels=LABELS), optimizer)
 
 
 class Labelled(torch.nn.Linear):
