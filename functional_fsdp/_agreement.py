@@ -84,6 +84,7 @@ class Agreement:
     submit: Callable[..., Mark]
     collective: Callable[..., Steps]
     wait: Callable[..., bool]
+    _void: Callable[[], None]
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -149,6 +150,8 @@ class Agreement:
     def _count(self, vote: Vote) -> tuple[int, int]:
         """The largest and the smallest of every rank's value, once all have come."""
         self.wait(vote.job)
+        if int(vote.ballot[0]) >= APART:
+            self._void()
         return int(vote.ballot[0]), -int(vote.ballot[1])
 
     def confirm(self) -> None:

@@ -118,7 +118,7 @@ class Jobs(Agreement):
             raise
 
     def _void(self) -> None:
-        """Whatever is under way on this mesh is of no use: something of it was not carried out."""
+        """Whatever is under way on this mesh is of no use: ranks meet before anything else."""
         if self.size > 1:
             self.parted = True
             self.epoch += 1
@@ -213,6 +213,7 @@ class Jobs(Agreement):
         hop = job.hops[0]
         if peer.rank in dist.get_process_group_ranks(self.groups[hop.lane, hop.axis]):
             self._ballot(APART, "apart")
+            self._void()
             raise ScheduleError(
                 f"this rank waits for {hop.kind} of {hop.what!r} ({hop.lane} lane), which rank {peer.rank} has not "
                 f"issued: that rank is at {peer.what} and waits for this one. Use the same units in the same order on "
