@@ -84,6 +84,7 @@ class Agreement:
     submit: Callable[..., Mark]
     collective: Callable[..., Steps]
     wait: Callable[..., bool]
+    _void: Callable[[], None]
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -150,6 +151,8 @@ class Agreement:
         """The largest and the smallest of every rank's value, once all have come."""
         self.wait(vote.job)
         most, least = int(vote.ballot[0]), -int(vote.ballot[1])
+        if most >= APART:
+            self._void()
         if most != least:
             self.digest = 0  # as of those that came to the vote of a step: ranks go on alike
         return most, least

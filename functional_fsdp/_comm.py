@@ -229,7 +229,7 @@ class Comm:
         return max(self.issued, plan.due[last - 1])
 
     def _next_pass(self) -> None:
-        if self.training and (self.reduced or self.waiting):  # gradients that will not come any more
+        if self.training and (self.reduced or self.waiting or not self.through):  # what did not come will not any more
             self.through = False
             self._pass_over(len(self.plan.uses))
         self.issued = self.cursor = 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import pickle
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -25,21 +26,24 @@ from ._agreement import APART, Agreement
 from ._errors import FsdpError, ScheduleError
 from ._interrupts import whole
 from ._lanes import Issued, Job, Mark, Queue, Steps, Streams
-from ._restart import POLL, twin
+from ._restart import POLL, QUEUES, twin
 
 __all__ = ["Jobs"]
 
-AHEAD = ("gather", "side", "control")  # lanes on which peers may have to be ahead of this rank's reductions
+AHEAD = {"gather", "side", "control"}  # lanes on which peers may have to be ahead of this rank's reductions
 FIRST = timedelta(seconds=0.005)  # one turn of waiting, which then double up to POLL
 
 
 class Waiting(NamedTuple):
-    """What a rank says that waits: for which job of a lane, for what, and how many jobs it has issued on each."""
+    """What a rank says that waits: for which job of a lane, along which axes, for what, how many jobs it has issued on each lane, and
+    whether it goes on by itself if others need it."""
 
     rank: int
     ordinal: int
+    axes: list[str]
     what: str
     counts: dict[str, int]
+    relents: bool
 
 
 class Jobs(Agreement):
@@ -47,7 +51,7 @@ class Jobs(Agreement):
 
     streams: Streams | None
     queues: dict[str, Queue]
-    groups: dict[tuple[str, str], dist.ProcessGroup]
+    rows: dict[str, list[int]]
     issues: int
     skips: int
 
@@ -118,7 +122,7 @@ class Jobs(Agreement):
             raise
 
     def _void(self) -> None:
-        """Whatever is under way on this mesh is of no use: something of it was not carried out."""
+        """Whatever is under way on this mesh is of no use: ranks meet before anything else."""
         if self.size > 1:
             self.parted = True
             self.epoch += 1
@@ -180,42 +184,47 @@ class Jobs(Agreement):
             self.listen(_said(job), begun, error, job.failed(), lambda: self._short(job))
             try:
                 awaited = self._awaited()
-                if "control" in awaited:
-                    self._part(job, awaited["control"])
-                if job.lane in AHEAD:
-                    counts = {name: log.count for name, log in self.issued.items()}
-                    said = Waiting(dist.get_rank(), job.ordinal, job.hops[0].what, counts)
-                    self.store.set(f"waits/{self.meetings}/{job.lane}", json.dumps(said))
+                if relents and not AHEAD.isdisjoint(awaited):
+                    return False
+                for peer in awaited.values():
+                    self._part(job, peer)
+                counts = {name: log.count for name, log in self.issued.items()}
+                axes = [*{hop.axis for hop in job.hops}]
+                said = Waiting(dist.get_rank(), job.ordinal, axes, job.hops[0].what, counts, relents)
+                self.store.set(f"waits/{self.meetings}/{job.lane}", json.dumps(said))
             except FsdpError:
                 raise
             except RuntimeError as why:
                 raise self.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
-            if relents and awaited:
-                return False
         return True
 
     def _awaited(self) -> dict[str, Waiting]:
         """By lane, a peer that waits for what this rank has yet to issue."""
         found = {}
-        for lane in AHEAD:
+        for lane in QUEUES:
             key = f"waits/{self.meetings}/{lane}"
             if self.store.check([key]):
                 said = Waiting(*json.loads(self.store.get(key)))
-                if said.ordinal > self.issued[lane].count:
+                if said.ordinal > self.issued[lane].count and self._beside(said.rank, said.axes):
                     found[lane] = said
         return found
 
+    def _beside(self, rank: int, axes: Iterable[str]) -> bool:
+        """Whether a rank has collectives along one of these axes ("": along all) with this one."""
+        return any(not axis or rank in self.rows[axis] for axis in axes)
+
     def _part(self, job: Job, peer: Waiting) -> None:
-        """Raise if this rank waits for a peer that has not issued the job and stands where all ranks meet, until this
-        rank comes there: neither ever will. The peer hears of it by the ballot that it waits for."""
-        if job.lane == "control" or job.ordinal <= peer.counts[job.lane]:
+        """Raise if this rank waits for a job that the peer has not issued, which waits for this one: neither will ever
+        come. A peer at a vote hears of it by the ballot that it waits for; others find out as well."""
+        if peer.relents or job.lane == "control" or job.ordinal <= peer.counts[job.lane]:
             return
         hop = job.hops[0]
-        if peer.rank in dist.get_process_group_ranks(self.groups[hop.lane, hop.axis]):
+        if self._beside(peer.rank, [hop.axis for hop in job.hops]):
             self._ballot(APART, "apart")
+            self._void()
             raise ScheduleError(
                 f"this rank waits for {hop.kind} of {hop.what!r} ({hop.lane} lane), which rank {peer.rank} has not "
-                f"issued: that rank is at {peer.what} and waits for this one. Use the same units in the same order on "
+                f"issued: that rank waits for this one at {peer.what!r}. Use the same units in the same order on "
                 "every rank; only units of the schedule may be left out, and only where the schedule has them. If "
                 "ranks leave units out before the order of use is known, give it: Schedule(order=[...]). The state "
                 "before the step is valid."

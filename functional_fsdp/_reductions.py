@@ -74,6 +74,8 @@ class Reductions:
         if self.shared and not self.shared.made:
             self.shared.prepare(self.plan)
         if unit in self.hollow:  # no element, nothing to send: no peer need come here
+            self._issue(self.comm.lapse())
+            self.comm.training, self.last = True, last
             for bucket in self.hollow[unit]:
                 if bucket.name not in self.grads:
                     self.staging.zeros(bucket, self.grads, self.spec.mesh)
