@@ -1,0 +1,91 @@
+"""Verdict: what came out of a case, on one rank or on all; and which exceptions are the package's word."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import functional_fsdp as fsdp
+
+__all__ = ["COLUMNS", "FINE", "Refused", "Verdict", "Wrong", "documented", "judged", "worst"]
+
+COLUMNS = {
+    "right": "as plain arithmetic says",
+    "refused": "a documented error, where one is allowed",
+    "unseen": "damage inside raw tensor data, which only checksums could find",
+    "unfit": "a documented error where the case should work",
+    "accepted": "no error where there must be one",
+    "wrong": "wrong numbers",
+    "hang": "not done in time, or only by a timeout",
+    "raw": "an error that the package does not document",
+    "crash": "a process died by itself, or left something behind",
+}
+FINE = ("right", "refused", "unseen")
+_ORDER = ("crash", "wrong", "hang", "raw", "accepted", "unfit", "unseen", "refused", "right")
+
+
+class Wrong(Exception):
+    """Raised by a case: the package computed something else than plain arithmetic."""
+
+
+class Refused(Exception):
+    """Raised by a case: the package raised its `error` at a place where it may."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+
+
+@dataclass
+class Verdict:
+    """What came out, the text of it, and notes that tests and reports may want."""
+
+    column: str
+    text: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
+    clean: bool = True  # the ranks may go on to the next case
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def fine(self) -> bool:
+        return self.column in FINE
+
+
+def documented(error: BaseException, *more: type[BaseException]) -> bool:
+    """Whether the package raised this on purpose."""
+    return isinstance(error, (fsdp.FsdpError, *more))
+
+
+def judged(error: BaseException, seconds: float, patience: float) -> Verdict:
+    """The verdict on an exception that ended a case which should work."""
+    if isinstance(error, Wrong):
+        return Verdict("wrong", str(error), clean=False)
+    if isinstance(error, Refused):
+        return Verdict("refused", str(error)[:300], clean=False)
+    said = f"{type(error).__name__}: {error}"[:500]
+    if documented(error):
+        if isinstance(error, fsdp.CommError) and seconds > patience:
+            return Verdict("hang", f"{said} (after {seconds:.1f} s){_where(error)}", clean=False)
+        return Verdict("unfit", said + _where(error), clean=False)
+    return Verdict("raw", said + _where(error), clean=False)
+
+
+def _where(error: BaseException) -> str:
+    """The last lines of the package and of the case that the error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    shown = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} {frame.name}" for frame in frames]
+    return " | " + " < ".join(reversed(shown[-6:])) if shown else ""
+
+
+def worst(verdicts: list[Verdict]) -> Verdict:
+    """One verdict for all ranks: the worst, with the ranks that had it."""
+    column = min((v.column for v in verdicts), key=_ORDER.index)
+    ranks = [r for r, v in enumerate(verdicts) if v.column == column]
+    text = verdicts[ranks[0]].text
+    others = sorted({f"{v.column}: {v.text[:160]}" for v in verdicts if v.column != column and v.text})
+    if column not in FINE:
+        text = f"rank {', '.join(map(str, ranks))}: {text}" + "".join(f"; elsewhere {other}" for other in others[:2])
+    return Verdict(column, text, verdicts[ranks[0]].notes, all(v.clean for v in verdicts))
