@@ -30,15 +30,12 @@ import torch
 
 import functional_fsdp as fsdp
 
-from .verdict import Verdict, judged, worst
+from .verdict import LIMIT, PATIENCE, SCALE, Verdict, judged, worst
 
-__all__ = ["KINDS", "LIMIT", "PATIENCE", "draw", "module_of", "play", "play_one"]
+__all__ = ["KINDS", "draw", "module_of", "play", "play_one"]
 
 Case = dict[str, Any]
 KINDS = ("specs", "interrupts", "kills", "files", "differ")
-SCALE = float(os.environ.get("ATTACK_PATIENCE", "1"))  # for machines that are busy
-PATIENCE = 5.0 * SCALE  # seconds that a collective waits: an error that comes later than that is a hang
-LIMIT = 9.0 * SCALE  # seconds that a case may take
 CELLS = 5
 
 

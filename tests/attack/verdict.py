@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import functional_fsdp as fsdp
 
-__all__ = ["COLUMNS", "FINE", "Refused", "Verdict", "Wrong", "documented", "judged", "worst"]
+__all__ = ["COLUMNS", "FINE", "LIMIT", "PATIENCE", "SCALE", "Ended", "Refused", "Verdict", "Wrong", "documented", "judged", "worst"]
 
 COLUMNS = {
     "right": "as plain arithmetic says",
@@ -21,6 +22,9 @@ COLUMNS = {
     "raw": "an error that the package does not document",
     "crash": "a process died by itself, or left something behind",
 }
+SCALE = float(os.environ.get("ATTACK_PATIENCE", "1"))  # for machines that are busy
+PATIENCE = 5.0 * SCALE  # seconds that a collective waits: an error that comes later than that is a hang
+LIMIT = 9.0 * SCALE  # seconds that a case may take
 FINE = ("right", "refused", "unseen")
 _ORDER = ("crash", "wrong", "hang", "raw", "accepted", "unfit", "unseen", "refused", "right")
 
@@ -35,6 +39,10 @@ class Refused(Exception):
     def __init__(self, error: BaseException) -> None:
         super().__init__(f"{type(error).__name__}: {error}")
         self.error = error
+
+
+class Ended(Refused):
+    """A documented error after which this rank cannot go on, so that its peers may meet a CommError."""
 
 
 @dataclass
@@ -63,6 +71,8 @@ def judged(error: BaseException, seconds: float, patience: float) -> Verdict:
     """The verdict on an exception that ended a case which should work."""
     if isinstance(error, Wrong):
         return Verdict("wrong", str(error), clean=False)
+    if isinstance(error, Ended):
+        return Verdict("refused", str(error)[:300], {"ended": True}, clean=False)
     if isinstance(error, Refused):
         return Verdict("refused", str(error)[:300], clean=False)
     said = f"{type(error).__name__}: {error}"[:500]
@@ -82,6 +92,9 @@ def _where(error: BaseException) -> str:
 
 def worst(verdicts: list[Verdict]) -> Verdict:
     """One verdict for all ranks: the worst, with the ranks that had it."""
+    if any(v.notes.get("ended") for v in verdicts):  # what its peers met then is that it was gone
+        gone = [v.column != "wrong" and ("CommError" in v.text or "gloo" in v.text) for v in verdicts]
+        verdicts = [Verdict("refused", v.text, clean=False) if g else v for g, v in zip(gone, verdicts, strict=True)]
     column = min((v.column for v in verdicts), key=_ORDER.index)
     ranks = [r for r, v in enumerate(verdicts) if v.column == column]
     text = verdicts[ranks[0]].text
