@@ -47,6 +47,8 @@ def module_of(kind: str) -> Any:
 def draw(kind: str, seed: int, index: int) -> Case:
     """A case, as a value."""
     case: Case = module_of(kind).draw(seed, index)
+    known = os.environ.get("ATTACK_WITHOUT", "").split(",")
+    case = getattr(module_of(kind), "without", lambda case, names: case)(case, known)
     return {**case, "name": f"{kind}:{seed}:{index}"}
 
 
@@ -89,7 +91,15 @@ def _on_a_rank(cases: list[Case], folder: str) -> int:
     stacks = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115 (open for as long as the handler is)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
     board.set(rank, 4, os.getpid())
-    with open(os.path.join(folder, f"verdicts{rank}"), "a") as out:
+    out_there = os.open(os.path.join(folder, f"said{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(out_there, descriptor)
+    os.close(out_there)
+    with (
+        contextlib.redirect_stdout(open(os.devnull, "w")),
+        contextlib.redirect_stderr(open(os.devnull, "w")),
+        open(os.path.join(folder, f"verdicts{rank}"), "a") as out,
+    ):
         for number, case in enumerate(cases, 1):
             begun = time.monotonic()
             board.set(rank, 3, time.monotonic_ns() + int(1e9 * SCALE * case.get("patience", LIMIT / SCALE)))
@@ -232,6 +242,9 @@ def _lost(folder: str, world: int, done: list[int], number: int, hung: bool, dea
         return Verdict("hang", f"not done in time: {'; '.join(said)}", clean=False)
     first = death.split("\n")[0]
     column = "crash" if "was killed by" in first or "exited with" in first else "raw"
+    for rank in range(world):
+        with contextlib.suppress(OSError), open(os.path.join(folder, f"said{rank}"), errors="replace") as file:
+            said += [line.strip()[:200] for line in file if "what()" in line or "Fatal" in line][:2]
     return Verdict(column, "; ".join([first[:300], *said]), clean=False)
 
 

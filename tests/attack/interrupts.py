@@ -212,7 +212,7 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
         if run.issuing or (documented(error) and run.may_end(error)):
             raise Ended(error) from error
         said = judged(error, time.monotonic() - run.began, 0.7 * PATIENCE)
-        return Verdict(said.column, f"{said.text}; it met {run.met}", clean=False)
+        return Verdict(said.column, said.text, {"met": run.met}, clean=False)
     if got != want:
         raise Wrong(f"after {run.met}: other bits from step {_first(got, want)} on")
     return Verdict("right", "", {"met": run.met}, clean=True)

@@ -173,6 +173,15 @@ def _must_refuse(case: Case, mesh: Any) -> Verdict:
     return Verdict("accepted", f"shard of something that it must refuse: {what}", clean=False)
 
 
+def without(case: Case, names: list[str]) -> Case:
+    """The case without features that are known to fail, to see what else does: operations ("replace", "norm") and what
+    they may have ("absent", "late", "skip")."""
+    for model in case["models"]:
+        ops = [op for op in model["program"] if op["op"] not in names]
+        model["program"] = [{key: value for key, value in op.items() if key not in names} for op in ops]
+    return case
+
+
 # ---------------------------------------------------------------- shrinking
 
 

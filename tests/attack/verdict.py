@@ -75,7 +75,7 @@ def judged(error: BaseException, seconds: float, patience: float) -> Verdict:
         return Verdict("refused", str(error)[:300], {"ended": True}, clean=False)
     if isinstance(error, Refused):
         return Verdict("refused", str(error)[:300], clean=False)
-    said = f"{type(error).__name__}: {error}"[:500]
+    said = " ".join(f"{type(error).__name__}: {error}"[:400].split())
     if documented(error):
         if isinstance(error, fsdp.CommError) and seconds > patience:
             return Verdict("hang", f"{said} (after {seconds:.1f} s){_where(error)}", clean=False)
@@ -96,9 +96,15 @@ def worst(verdicts: list[Verdict]) -> Verdict:
         gone = [v.column != "wrong" and ("CommError" in v.text or "gloo" in v.text) for v in verdicts]
         verdicts = [Verdict("refused", v.text, clean=False) if g else v for g, v in zip(gone, verdicts, strict=True)]
     column = min((v.column for v in verdicts), key=_ORDER.index)
+    ends = [v.notes.get("end") for v in verdicts]
+    if column in FINE and len(set(ends)) > 1:
+        said = "; ".join(f"rank {r}: {end} {v.text[:150]}" for r, (end, v) in enumerate(zip(ends, verdicts, strict=True)))
+        return Verdict("accepted", f"ranks disagree: {said}", clean=False)
     ranks = [r for r, v in enumerate(verdicts) if v.column == column]
     text = verdicts[ranks[0]].text
     others = sorted({f"{v.column}: {v.text[:160]}" for v in verdicts if v.column != column and v.text})
     if column not in FINE:
+        met = [m for v in verdicts for m in v.notes.get("met", [])]
         text = f"rank {', '.join(map(str, ranks))}: {text}" + "".join(f"; elsewhere {other}" for other in others[:2])
+        text += f"; met {met}" if met else ""
     return Verdict(column, text, verdicts[ranks[0]].notes, all(v.clean for v in verdicts))
