@@ -86,7 +86,7 @@ def _ranks(case: Case, folder: str) -> Verdict:
     world, victim = case["world"], case["victim"]
     pids = [_fork(lambda r=rank: _rank(case, r, folder, port)) for rank in range(world)]  # type: ignore[misc]
     ends: dict[int, tuple[int, float]] = {}
-    limit = time.monotonic() + 20 * SCALE
+    limit = time.monotonic() + 45 * SCALE
     while len(ends) < world and time.monotonic() < limit:
         for rank, pid in enumerate(pids):
             if rank not in ends:
@@ -103,7 +103,9 @@ def _ranks(case: Case, folder: str) -> Verdict:
         time.sleep(pause if left else 0)
     for rank in left:
         os.waitpid(pids[rank], 0)
-    if victim in ends and not os.WIFSIGNALED(ends[victim][0]):
+    if victim not in ends:
+        return Verdict("hang", f"before the kill: {'; '.join(_stack(folder, rank) for rank in left)}"[:900], clean=False)
+    if not os.WIFSIGNALED(ends[victim][0]):
         said = _said(folder, victim)
         if said.get("armed"):
             return Verdict("right", "the moment never came", {"missed": True})
@@ -165,6 +167,9 @@ def _rank(case: Case, rank: int, folder: str, port: int) -> None:
     """The life of a rank: an undisturbed run, then the one that is killed; a file says how it ended."""
     stacks = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115 (as long as the handler)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
+    said = os.open(os.path.join(folder, f"said{rank}"), os.O_WRONLY | os.O_CREAT)
+    for descriptor in (1, 2):
+        os.dup2(said, descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
