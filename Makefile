@@ -6,7 +6,10 @@ BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
 TORCH   = $(shell grep -m1 '^torch==' constraints.txt)
 
-.PHONY: train test laws lint format clean
+N     ?= 500
+SEED  ?= 0
+
+.PHONY: train test laws attack lint format clean
 
 train: $(READY)  ## the main job: make train ARGS="--steps 100 --placement ddp"
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -16,6 +19,10 @@ test: lint  ## every check: make test ARGS="-k launch"
 
 laws: $(READY)  ## every row of the law tables of dtypes and of traced steps, not only all pairs
 	LAWS=full $(BIN)/python -m pytest tests/test_precision.py tests/test_traced.py --timeout 1200 -s
+
+attack: $(READY)  ## random cases against the package: make attack N=5000 SEED=0 KIND=kills CASE=specs:0:17 PACKAGE=folder
+	PYTHONPATH="$(PACKAGE)" OMP_NUM_THREADS=1 $(BIN)/python tests/attack --n $(N) --seed $(SEED) \
+		$(if $(KIND),--kind $(KIND)) $(if $(CASE),--case $(CASE)) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check

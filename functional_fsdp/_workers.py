@@ -142,6 +142,7 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join()
+            process.close()
         self.gone.set()
         self._close()
         if self.folder:

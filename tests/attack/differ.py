@@ -1,0 +1,435 @@
+"""differ: ranks that differ in one setting, value or order. An error of the package on every rank, and soon.
+
+A case names what differs; one rank does the other thing. What may differ (leaves and buffers that each rank has for
+itself) is tried too, and has to work.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import functional_fsdp as fsdp
+from functional_fsdp import transforms as T
+
+from .verdict import PATIENCE, Refused, Verdict, Wrong, documented, judged
+
+__all__ = ["DIFFERENCES", "draw", "play", "smaller"]
+
+Case = dict[str, Any]
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3")
+
+
+def draw(seed: int, index: int) -> Case:
+    """The case of this seed and index."""
+    rng = Random(f"differ:{seed}:{index}")
+    world = rng.choice((2, 2, 2, 3, 4))
+    return {
+        "kind": "differ", "world": world, "what": rng.choice(sorted(DIFFERENCES)), "who": rng.randrange(world),
+        "preset": rng.choice(PRESETS), "transport": "copy_engine" if rng.random() < 0.25 else "collective",
+        "seed": rng.randint(0, 10**6), "patience": 15,
+    }  # fmt: skip
+
+
+def smaller(case: Case) -> list[Case]:
+    """Simpler cases."""
+    plain = {"world": 2, "transport": "collective", "preset": "zero3"}
+    return [{**case, key: value, "who": min(case["who"], 1)} for key, value in plain.items() if case[key] != value]
+
+
+class Settings:
+    """What every rank does, before one of them changes something. A leaf or setting a line."""
+
+    def __init__(self, case: Case, folder: str) -> None:
+        self.case, self.folder = case, folder
+        generator = torch.Generator().manual_seed(case["seed"])
+        self.params: dict[str, Any] = {
+            "blocks": [{"w": torch.randint(-9, 9, (6, 6), generator=generator).float()} for _ in range(2)],
+            "order": torch.randperm(50, generator=generator),
+            "head": {"w": torch.randn(7, generator=generator), "b": torch.randn(3, generator=generator)},
+        }
+        self.placement: Any = getattr(fsdp, case["preset"])("data")
+        self.precision: dict[str, Any] = {}
+        self.schedule: dict[str, Any] = {"transport": case["transport"]}
+        self.spec: dict[str, Any] = {"labels": {"*b*": "slow"}}
+        self.adamw: dict[str, Any] = {"lr": 0.01, "weight_decay": {"slow": 0.0, "default": 0.1}}
+        self.optimizer: Callable[[], Any] = lambda: fsdp.adamw(**self.adamw)
+        self.shard: dict[str, Any] = {"seed": 1, "buffers": {"mean": torch.zeros(4), "n": torch.tensor(3)}}
+        self.mesh: Callable[[], Any] = fsdp.local_mesh
+        self.after: Callable[[fsdp.State], Any] = train
+        self.may = False  # this may differ
+        self.slow = False  # ranks call other verbs, which only a timeout can end
+
+    def state(self) -> fsdp.State:
+        spec = fsdp.Spec(
+            self.mesh(), self.placement, precision=fsdp.Precision(**self.precision),
+            schedule=fsdp.Schedule(**self.schedule), **self.spec,
+        )  # fmt: skip
+        return fsdp.shard(self.params, spec, self.optimizer(), **self.shard)
+
+
+def train(state: fsdp.State, steps: int = 2) -> None:
+    """Some steps; afterwards ranks compare their weights, by other means than the package's."""
+    for step in range(steps):
+        state, params = fsdp.unshard(state)
+        paths = torch.utils._pytree.tree_map(lambda t: t * (1 + dist.get_rank() + step), params)
+        grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, paths)
+        state = fsdp.step(fsdp.reduce(state, grads))
+    whole = torch.cat([t.double().reshape(-1) for t in torch.utils._pytree.tree_leaves(fsdp.full_params(state))])
+    every = [torch.empty_like(whole) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, whole)
+    if not all(torch.equal(whole, other) for other in every):
+        raise Wrong("after two steps ranks have different whole parameters")
+
+
+def play(case: Case, rank: int, folder: str) -> Verdict:
+    """On one rank."""
+    warnings.simplefilter("ignore")
+    settings = Settings(case, folder)
+    if rank == 0:
+        os.makedirs(folder, exist_ok=True)
+    fsdp.local_mesh()
+    dist.barrier()
+    change = DIFFERENCES[case["what"]]
+    change(settings, rank == case["who"], rank)
+    begun = time.monotonic()
+    try:
+        settings.after(settings.state())
+    except (Wrong, Refused):
+        raise
+    except Exception as error:
+        seconds = time.monotonic() - begun
+        known = documented(error, OSError, TypeError) if not settings.may else False
+        if known and (settings.slow or not (isinstance(error, fsdp.CommError) and seconds > 0.7 * PATIENCE)):
+            said = f"{type(error).__name__}: {str(error)[:200]}"
+            return Verdict("refused", said, {"end": "refused"}, clean=False)
+        verdict = judged(error, seconds, 0.7 * PATIENCE)
+        return Verdict(verdict.column, f"{case['what']}: {verdict.text}", clean=False)
+    if settings.may:
+        return Verdict("right", "", {"end": "right"})
+    return Verdict("accepted", f"{case['what']} on rank {case['who']}: no error on this rank", clean=False)
+
+
+# ---------------------------------------------------------------- what differs
+
+Change = Callable[[Settings, bool, int], None]
+DIFFERENCES: dict[str, Change] = {}
+
+
+def difference(fn: Change) -> Change:
+    DIFFERENCES[fn.__name__.replace("_", " ")] = fn
+    return fn
+
+
+def setting(name: str, part: str, key: str, value: Any) -> None:
+    """One key of one part of the settings has another value on one rank."""
+
+    def change(s: Settings, me: bool, rank: int) -> None:
+        if me:
+            getattr(s, part)[key] = value
+
+    DIFFERENCES[name] = change
+
+
+setting("prefetch", "schedule", "prefetch", 2)
+setting("keep", "schedule", "keep", "all")
+setting("order", "schedule", "order", ["head", "blocks.0", "blocks.1", "order", "order", "blocks.1", "blocks.0", "head"])
+setting("recorded", "schedule", "order", "recorded")
+setting("debug", "schedule", "debug", True)
+setting("average", "spec", "average", "sum")
+setting("labels", "spec", "labels", {"*w*": "slow"})
+setting("units", "spec", "units", [("blocks.0", "blocks.1"), "head"])
+setting("trainable", "spec", "trainable", {"head": False})
+setting("wire", "precision", "wire", torch.bfloat16)
+setting("sum", "precision", "sum", "fp32")
+setting("compute", "precision", "compute", torch.bfloat16)
+setting("grads", "precision", "grads", torch.float64)
+setting("lr", "adamw", "lr", 0.02)
+setting("betas", "adamw", "betas", (0.8, 0.99))
+setting("eps", "adamw", "eps", 1e-4)
+setting("decay", "adamw", "weight_decay", {"slow": 0.0, "default": 0.2})
+setting("seed", "shard", "seed", 2)
+setting("buffer value", "shard", "buffers", {"mean": torch.ones(4), "n": torch.tensor(3)})
+setting("buffer shape", "shard", "buffers", {"mean": torch.zeros(5), "n": torch.tensor(3)})
+setting("buffer missing", "shard", "buffers", {"mean": torch.zeros(4)})
+setting("buffer dtype", "shard", "buffers", {"mean": torch.zeros(4).double(), "n": torch.tensor(3)})
+
+
+@difference
+def one_value(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        s.params["head"]["w"][3] += 0.5
+
+
+@difference
+def permuted(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        s.params["order"] = s.params["order"].flip(0)
+
+
+@difference
+def transposed(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        s.params["blocks"][0]["w"] = s.params["blocks"][0]["w"].t().contiguous()
+
+
+@difference
+def leaves_exchanged(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        s.params["blocks"].reverse()
+
+
+@difference
+def shape(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        s.params["head"]["b"] = torch.zeros(4)
+
+
+@difference
+def dtype(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        s.params["head"]["b"] = s.params["head"]["b"].double()
+
+
+@difference
+def leaf_missing(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        del s.params["head"]["b"]
+
+
+@difference
+def leaf_order(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        s.params = dict(reversed(s.params.items()))
+
+
+@difference
+def frozen(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        s.params["head"]["w"] = torch.nn.Parameter(s.params["head"]["w"], requires_grad=False)
+
+
+@difference
+def tied(s: Settings, me: bool, rank: int) -> None:
+    for block in s.params["blocks"]:
+        block["w"] = torch.ones(6, 6)
+    if me:
+        s.params["blocks"][1]["w"] = s.params["blocks"][0]["w"]
+
+
+@difference
+def placement(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        s.placement = fsdp.zero2("data") if s.case["preset"] != "zero2" else fsdp.zero3("data")
+
+
+@difference
+def transport(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        s.schedule["transport"] = "copy_engine" if s.case["transport"] == "collective" else "collective"
+
+
+@difference
+def optimizer(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        s.optimizer = lambda: fsdp.sgd(lr=0.01)
+
+
+@difference
+def no_optimizer(s: Settings, me: bool, rank: int) -> None:
+    if me:
+        s.optimizer = lambda: None
+
+
+@difference
+def lr_function(s: Settings, me: bool, rank: int) -> None:
+    """The same code, another number in its closure."""
+    slope = 0.02 if me else 0.01
+    s.adamw["lr"] = lambda count: slope / (1 + count)
+
+
+@difference
+def momentum(s: Settings, me: bool, rank: int) -> None:
+    s.optimizer = lambda: fsdp.sgd(lr=0.01, momentum=0.5 if me else 0.9)
+
+
+@difference
+def raises_before(s: Settings, me: bool, rank: int) -> None:
+    """One rank's tree is one that shard refuses."""
+    if me:
+        s.params["head"]["b"] = "no tensor"
+
+
+# ---- metrics, folders, verbs
+
+
+def _trees(name: str, mine: Any, theirs: Any) -> None:
+    for verb in ("pmean", "psum"):
+
+        def change(s: Settings, me: bool, rank: int, verb: str = verb) -> None:
+            s.after = lambda state: train(getattr(fsdp, verb)(state, mine if me else theirs)[0])
+
+        DIFFERENCES[f"{verb} {name}"] = change
+
+
+_trees("shape", torch.ones(3), torch.ones(4))
+_trees("same size", torch.ones(2, 3), torch.ones(3, 2))
+_trees("dtype", torch.ones(3).double(), torch.ones(3))
+_trees("keys", {"a": torch.ones(2), "b": torch.zeros(2)}, {"a": torch.ones(2), "c": torch.zeros(2)})
+_trees("order", {"b": torch.ones(2), "a": torch.zeros(2)}, {"a": torch.zeros(2), "b": torch.ones(2)})
+_trees("count", [torch.ones(2), torch.ones(2)], [torch.ones(2)])
+_trees("number", [1.0, 2.0], [1.0])
+
+
+@difference
+def pmean_and_psum(s: Settings, me: bool, rank: int) -> None:
+    s.after = lambda state: train((fsdp.psum if me else fsdp.pmean)(state, torch.ones(3))[0])
+
+
+@difference
+def pmean_on_one_rank_only(s: Settings, me: bool, rank: int) -> None:
+    def after(state: fsdp.State) -> None:
+        if me:
+            state, _ = fsdp.pmean(state, torch.ones(3))
+        train(state)
+
+    s.slow, s.after = True, after
+
+
+@difference
+def saves_to_other_folders(s: Settings, me: bool, rank: int) -> None:
+    s.after = lambda state: fsdp.save(state, os.path.join(s.folder, "here" if me else "there"))
+
+
+@difference
+def loads_other_checkpoints(s: Settings, me: bool, rank: int) -> None:
+    def after(state: fsdp.State) -> None:
+        first = fsdp.save(state, os.path.join(s.folder, "first"))
+        state, params = fsdp.unshard(state)
+        grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, params)
+        state = fsdp.step(fsdp.reduce(state, grads))
+        second = fsdp.save(state, os.path.join(s.folder, "second"))
+        train(fsdp.load(state, second if me else first), 0)
+
+    s.after = after
+
+
+@difference
+def loads_what_is_not_there(s: Settings, me: bool, rank: int) -> None:
+    def after(state: fsdp.State) -> None:
+        first = fsdp.save(state, os.path.join(s.folder, "first"))
+        train(fsdp.load(state, os.path.join(s.folder, "nothing") if me else first), 0)
+
+    s.after = after
+
+
+@difference
+def saves_and_loads(s: Settings, me: bool, rank: int) -> None:
+    def after(state: fsdp.State) -> None:
+        first = fsdp.save(state, os.path.join(s.folder, "first"))
+        fsdp.save(state, os.path.join(s.folder, "second")) if me else fsdp.load(state, first)
+
+    s.slow, s.after = True, after
+
+
+@difference
+def loads_with_another_average(s: Settings, me: bool, rank: int) -> None:
+    """The same on all ranks: the checkpoint says mean, the template sum."""
+
+    def after(state: fsdp.State) -> None:
+        folder = fsdp.save(state, os.path.join(s.folder, "first"))
+        s.spec["average"] = "sum"
+        fsdp.load(s.state(), folder)
+
+    s.after = after
+
+
+@difference
+def grads_of_another_shape(s: Settings, me: bool, rank: int) -> None:
+    def after(state: fsdp.State) -> None:
+        state, params = fsdp.unshard(state)
+        grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, params)
+        if me:
+            grads["head"]["w"] = torch.ones(8)
+        try:
+            state = fsdp.reduce(state, grads)
+        except fsdp.TreeError:
+            raise
+        fsdp.step(state)
+
+    s.slow, s.after = True, after
+
+
+@difference
+def units_in_another_order(s: Settings, me: bool, rank: int) -> None:
+    def after(state: fsdp.State) -> None:
+        names = sorted(state.units, reverse=me)
+        for unit in [*names, *reversed(names)]:
+            state, w = fsdp.unshard(state, unit)
+            state = fsdp.release(state, unit)
+        train(state, 1)
+
+    s.slow, s.after = True, after
+
+
+@difference
+def another_number_of_microbatches(s: Settings, me: bool, rank: int) -> None:
+    def after(state: fsdp.State) -> None:
+        for _ in range(2 if me else 1):
+            state, params = fsdp.unshard(state)
+            grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, params)
+            state = fsdp.reduce(state, grads)
+        fsdp.step(state)
+
+    s.slow, s.after = True, after
+
+
+@difference
+def clips_or_not(s: Settings, me: bool, rank: int) -> None:
+    def after(state: fsdp.State) -> None:
+        state, params = fsdp.unshard(state)
+        grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, params)
+        state = fsdp.reduce(state, grads)
+        if me:
+            state, _ = T.clip_by_global_norm(state, 1.0)
+        train(fsdp.step(state), 0)
+
+    s.slow, s.after = True, after
+
+
+@difference
+def states_in_another_order(s: Settings, me: bool, rank: int) -> None:
+    """Two trees, of which one rank shards the second first."""
+
+    def after(state: fsdp.State) -> None:
+        spec = fsdp.Spec(s.mesh())
+        trees = [{"a": torch.ones(5)}, {"b": torch.ones(6)}]
+        made = [fsdp.shard(tree, spec, fsdp.sgd()) for tree in (reversed(trees) if me else trees)]
+        train(made[0])
+
+    s.after = after
+
+
+@difference
+def own_experts(s: Settings, me: bool, rank: int) -> None:
+    """What may differ: leaves that are not averaged over an axis."""
+    world, s.may = s.case["world"], True
+    s.mesh = lambda: fsdp.local_mesh(replica=world, shard=1)
+    s.placement = {"head": fsdp.zero3("shard"), "*": fsdp.zero3("replica", "shard")}
+    s.params["head"]["w"] = torch.full((7,), float(rank))
+
+    def after(state: fsdp.State) -> None:
+        state, params = fsdp.unshard(state)
+        grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, params)
+        state = fsdp.step(fsdp.reduce(state, grads))
+        if not bool((fsdp.full_params(state)["head"]["w"].sign() == float(rank > 0)).all()):
+            raise Wrong("leaves of each rank's own were mixed")
+
+    s.after = after

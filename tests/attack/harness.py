@@ -1,0 +1,253 @@
+"""Harness: cases on ranks, under a watchdog.
+
+      this process                         rank r (of `launch`)
+        |---- launch(a batch of cases) ----->|  for each case: say so on the board, play it, write the verdict to a file
+        |  a thread looks at the board       |  then wait on the board until every rank has a verdict
+        |  and kills ranks that are late     |  go on if all are clean, else end: fresh ranks do the rest
+
+The board is a file mapped into memory: [case, done, clean, deadline, pid] of each rank. It is no part of the package, so
+ranks that are in different cases cannot be, whatever the package does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import json
+import mmap
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from typing import Any
+
+import torch
+
+import functional_fsdp as fsdp
+
+from .verdict import LIMIT, PATIENCE, SCALE, Verdict, judged, worst
+
+__all__ = ["KINDS", "draw", "module_of", "play", "play_one"]
+
+Case = dict[str, Any]
+KINDS = ("specs", "interrupts", "kills", "files", "differ")
+CELLS = 5
+
+
+def module_of(kind: str) -> Any:
+    """The module with a kind's `draw`, `play` and `smaller`."""
+    return importlib.import_module(f"attack.{kind}")
+
+
+def draw(kind: str, seed: int, index: int) -> Case:
+    """A case, as a value."""
+    case: Case = module_of(kind).draw(seed, index)
+    known = os.environ.get("ATTACK_WITHOUT", "").split(",")
+    case = getattr(module_of(kind), "without", lambda case, names: case)(case, known)
+    return {**case, "name": f"{kind}:{seed}:{index}"}
+
+
+class Board:
+    """What every rank of a batch is doing."""
+
+    def __init__(self, folder: str, world: int) -> None:
+        path = os.path.join(folder, "board")
+        if not os.path.exists(path):
+            with open(path, "wb") as file:
+                file.write(bytes(8 * CELLS * world))
+        with open(path, "r+b") as file:
+            self.memory = mmap.mmap(file.fileno(), 0)
+        self.cells = memoryview(self.memory).cast("q")
+        self.world = world
+
+    def close(self) -> None:
+        self.cells.release()
+        self.memory.close()
+
+    def set(self, rank: int, cell: int, value: int) -> None:
+        self.cells[CELLS * rank + cell] = value
+
+    def get(self, cell: int) -> list[int]:
+        return [self.cells[CELLS * rank + cell] for rank in range(self.world)]
+
+    def late(self) -> bool:
+        """Whether a rank is over its time."""
+        now = time.monotonic_ns()
+        case, done, deadline = self.get(0), self.get(1), self.get(3)
+        return any(case[r] > done[r] and 0 < deadline[r] < now for r in range(self.world))
+
+
+def _on_a_rank(cases: list[Case], folder: str) -> int:
+    """Plays cases until one leaves the ranks unclean. Returns how many were played."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    board = Board(folder, world)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    stacks = open(os.path.join(folder, f"stack{rank}"), "w")  # noqa: SIM115 (open for as long as the handler is)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=False)
+    board.set(rank, 4, os.getpid())
+    out_there = os.open(os.path.join(folder, f"said{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(out_there, descriptor)
+    os.close(out_there)
+    with (
+        contextlib.redirect_stdout(open(os.devnull, "w")),
+        contextlib.redirect_stderr(open(os.devnull, "w")),
+        open(os.path.join(folder, f"verdicts{rank}"), "a") as out,
+    ):
+        for number, case in enumerate(cases, 1):
+            begun = time.monotonic()
+            board.set(rank, 3, time.monotonic_ns() + int(1e9 * SCALE * case.get("patience", LIMIT / SCALE)))
+            board.set(rank, 0, number)
+            inside = os.path.join(folder, f"case{number}")
+            try:
+                verdict = module_of(case["kind"]).play(case, rank, inside)
+            except BaseException as error:
+                verdict = judged(error, time.monotonic() - begun, 0.7 * PATIENCE)
+            out.write(json.dumps({**verdict.plain(), "seconds": time.monotonic() - begun}) + "\n")
+            out.flush()
+            board.set(rank, 2, int(verdict.clean))
+            board.set(rank, 1, number)
+            while min(board.get(1)) < number:
+                time.sleep(0.0005)
+            if not all(board.get(2)):
+                return number
+            shutil.rmtree(inside, ignore_errors=True)
+    return len(cases)
+
+
+def play(cases: list[Case]) -> list[Verdict]:
+    """The verdicts of cases of one kind and world, in order."""
+    verdicts: list[Verdict] = []
+    if cases and getattr(module_of(cases[0]["kind"]), "ALONE", False):
+        return [_alone(case) for case in cases]
+    while len(verdicts) < len(cases):
+        verdicts += _batch(cases[len(verdicts) :])
+    return verdicts
+
+
+def play_one(case: Case) -> Verdict:
+    """A case alone, on fresh ranks."""
+    _kill_ranks(_workers.pop(case["world"], []))
+    return play([case])[0]
+
+
+def _alone(case: Case) -> Verdict:
+    """A case that makes its own processes."""
+    begun = time.monotonic()
+    folder = tempfile.mkdtemp(prefix="attack-")
+    try:
+        verdict: Verdict = module_of(case["kind"]).play(case, 0, folder)
+    except BaseException as error:
+        verdict = judged(error, time.monotonic() - begun, PATIENCE)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    verdict.notes["seconds"] = time.monotonic() - begun
+    return verdict
+
+
+_workers: dict[int, list[int]] = {}  # the ranks' processes that `launch` has now, by world
+
+
+def _kill_ranks(pids: list[int]) -> None:
+    """So that the next launch starts fresh ones."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def _batch(cases: list[Case]) -> list[Verdict]:
+    """The verdicts of the first cases, at least one: until the ranks have to be fresh."""
+    world, folder = cases[0]["world"], tempfile.mkdtemp(prefix="attack-")
+    board = Board(folder, world)
+    over, hung = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            if board.late():
+                hung.set()
+                pids = [pid for pid in board.get(4) if pid]
+                for pid in pids:
+                    with contextlib.suppress(OSError):
+                        os.kill(pid, signal.SIGUSR1)
+                time.sleep(0.1)
+                _kill_ranks(pids)
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    death = ""
+    try:
+        fsdp.launch(_on_a_rank, world, cases, folder, timeout=PATIENCE)
+    except fsdp.LaunchError as error:
+        death = str(error)
+    finally:
+        over.set()
+        watcher.join()
+    done, pids = min(board.get(1)), [pid for pid in board.get(4) if pid]
+    clean = all(board.get(2)) and not death
+    stuck, started = board.get(1), max(board.get(0))
+    board.close()
+    verdicts = _read(folder, world, done)
+    if death:
+        number = max(started, done + 1)
+        if len(verdicts) < number <= len(cases):
+            verdicts.append(_lost(folder, world, stuck, number, hung.is_set(), death))
+    _workers[world] = pids
+    if not clean:
+        _kill_ranks(_workers.pop(world))
+    shutil.rmtree(folder, ignore_errors=True)
+    return verdicts or [Verdict("crash", f"launch failed before the first case: {death[:300]}", clean=False)]
+
+
+def _read(folder: str, world: int, done: int) -> list[Verdict]:
+    """What ranks wrote of the cases that all of them ended."""
+    lines = []
+    for rank in range(world):
+        path = os.path.join(folder, f"verdicts{rank}")
+        with open(path) if os.path.exists(path) else contextlib.nullcontext([]) as file:
+            lines.append([json.loads(line) for line in list(file)[:done]])
+    verdicts = []
+    for said in zip(*lines, strict=False):
+        seconds = max(one.pop("seconds") for one in said)
+        verdict = worst([Verdict(**one) for one in said])
+        verdict.notes["seconds"] = seconds
+        verdicts.append(verdict)
+    return verdicts
+
+
+def _lost(folder: str, world: int, done: list[int], number: int, hung: bool, death: str) -> Verdict:
+    """The verdict on a case in which processes were killed or died."""
+    said = []
+    for rank in range(world):
+        path = os.path.join(folder, f"verdicts{rank}")
+        if done[rank] >= number and os.path.exists(path):
+            with open(path) as file:
+                one = json.loads(file.read().splitlines()[number - 1])
+            said.append(f"rank {rank} had {one['column']}: {one['text'][:200]}")
+        elif hung and os.path.exists(os.path.join(folder, f"stack{rank}")):
+            with open(os.path.join(folder, f"stack{rank}")) as file:
+                frames = [line.split('"')[1].rsplit("/", 1)[-1] + line.split('"')[2].strip(", \n") for line in file
+                          if 'File "' in line]  # fmt: skip
+            said.append(f"rank {rank} is in {' < '.join(frame.replace(' line ', ':') for frame in frames[:7])}")
+    if hung:
+        return Verdict("hang", f"not done in time: {'; '.join(said)}", clean=False)
+    first = death.split("\n")[0]
+    column = "crash" if "was killed by" in first or "exited with" in first else "raw"
+    for rank in range(world):
+        with contextlib.suppress(OSError), open(os.path.join(folder, f"said{rank}"), errors="replace") as file:
+            said += [line.strip()[:200] for line in file if "what()" in line or "Fatal" in line][:2]
+    return Verdict(column, "; ".join([first[:300], *said]), clean=False)
+
+
+def main_path() -> str:
+    """Where `attack` is imported from."""
+    return os.path.dirname(os.path.dirname(os.path.abspath(sys.modules[__name__].__file__ or "")))

@@ -1,0 +1,88 @@
+"""A fixed share of the attack (`make attack` has any size of it), and whether the attack finds what it should."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from attack import harness, planted, players, shrink, trees
+from attack.verdict import Verdict, worst
+
+SEED = 7
+SHARE = {"specs": 36, "interrupts": 8, "files": 8, "differ": 8, "kills": 2}
+FAULTS = {"wrong": "wrong", "hang": "hang", "crash": "crash", "raw": "raw", "unfit": "unfit"}
+
+
+def played(kind: str, count: int) -> dict[str, Verdict]:
+    cases = [harness.draw(kind, SEED, index) for index in range(count)]
+    found: dict[str, Verdict] = {}
+    for world in sorted({case["world"] for case in cases}):
+        some = [case for case in cases if case["world"] == world]
+        found |= {case["name"]: verdict for case, verdict in zip(some, harness.play(some), strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("kind", SHARE)
+def test_a_share_of_the_attack(kind: str) -> None:
+    found = played(kind, SHARE[kind])
+    assert len(found) == SHARE[kind]
+    assert not {name: (verdict.column, verdict.text) for name, verdict in found.items() if not verdict.fine}
+
+
+def test_the_same_seed_draws_the_same_cases() -> None:
+    for kind in harness.KINDS:
+        cases = [harness.draw(kind, 3, index) for index in range(30)]
+        assert cases == [harness.draw(kind, 3, index) for index in range(30)]
+        assert len({repr(case) for case in cases}) == 30
+
+
+def test_what_goes_wrong_is_found_and_the_rest_of_the_batch_is_played() -> None:
+    cases = [planted.draw(0, 0)]
+    for fault in FAULTS:
+        cases += [{**planted.draw(0, 0), "fault": fault}, planted.draw(0, 0)]
+    verdicts = harness.play(cases)
+    assert [v.column for v in verdicts[::2]] == ["right"] * 6
+    assert [v.column for v in verdicts[1::2]] == list(FAULTS.values())
+    wrong, hang, crash, raw, unfit = verdicts[1::2]
+    assert "elements differ" in wrong.text
+    assert "rank 1 is in planted.py" in hang.text
+    assert "SIGSEGV" in crash.text
+    assert "The size of tensor a" in raw.text
+    assert "rank 1: ScheduleError: for no reason" in unfit.text
+
+
+def test_a_failure_is_shrunk_to_what_it_takes() -> None:
+    case, verdict = shrink.shrunk({**planted.draw(0, 0), "fault": "wrong"}, "wrong", 15)
+    assert verdict is not None
+    assert verdict.column == "wrong"
+    text = shrink.described(case)
+    assert text.count("leaf") <= 2
+    assert '"op": "step"' in text
+
+
+def test_ranks_that_disagree_are_no_success() -> None:
+    some = [Verdict("right", "", {"end": "right"}), Verdict("refused", "SpecError", {"end": "refused"})]
+    assert worst(some).column == "accepted"
+    assert worst([Verdict("right"), Verdict("wrong", "x"), Verdict("hang")]).text.startswith("rank 1: x")
+    ended = [Verdict("refused", "half updated", {"ended": True}), Verdict("hang", "CommError: gone")]
+    assert worst(ended).column == "refused"
+
+
+def test_trees_come_back_as_they_were_built() -> None:
+    kinds: Counter[str] = Counter()
+    for index in range(200):
+        for model in harness.draw("specs", 1, index)["models"]:
+            leaves, numbers = model["leaves"], list(range(len(model["leaves"])))
+            tree = trees.build(leaves, numbers)
+            assert [trees.find(tree, leaf, leaves) for leaf in leaves] == numbers
+            assert len(set(trees.paths_of(leaves))) == len(leaves)
+            kinds.update(kind for leaf in leaves for kind, _ in leaf["keys"])
+    assert set(kinds) == set("dlto")
+
+
+def test_a_table_has_every_column() -> None:
+    found = players.Found({"a:0:0": Verdict("right"), "a:0:1": Verdict("wrong", "x"), "a:0:2": Verdict("wrong", "x")})
+    lines = players.table({"a": found}).splitlines()
+    assert lines[0].split() == ["kind", "tried", *players.COLUMNS, "seconds"]
+    assert dict(zip(lines[0].split(), lines[1].split(), strict=True))["wrong"] == "2"
+    assert [(names, v.column) for _, names, v in players.groups({"a": found})] == [(["a:0:1", "a:0:2"], "wrong")]
