@@ -79,5 +79,5 @@ def barrier(group: dist.ProcessGroup) -> Works:
 
 
 def _reduces(slices: tuple[torch.Tensor, ...], op: str, group: dist.ProcessGroup) -> list[Any]:
-    how = {"op": OPS[op], "group": group, "async_op": True}
+    how: dict[str, Any] = {"op": OPS[op], "group": group, "async_op": True}
     return [partial(dist.reduce, part, group_dst=r, **how) for r, part in enumerate(slices)]

@@ -35,8 +35,8 @@ FIRST = timedelta(seconds=0.005)  # one turn of waiting, which then double up to
 
 
 class Waiting(NamedTuple):
-    """What a rank says that waits: for which job of a lane, along which axes, for what, how many jobs it has issued on each lane, and
-    whether it goes on by itself if others need it."""
+    """What a rank says that waits: for which job of a lane, along which axes, for what, how many jobs it has issued on
+    each lane, and whether it goes on by itself if others need it."""
 
     rank: int
     ordinal: int
