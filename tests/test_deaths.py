@@ -34,13 +34,13 @@ def start(mesh: DeviceMesh | None = None) -> tuple[fsdp.State, Any]:
 def apart() -> DeviceMesh:
     """A mesh whose ranks take themselves for ranks on hosts of their own, which see nothing of each other."""
     fsdp.local_mesh()
-    real = boards.here
-    boards.here = lambda: (f"host {dist.get_rank()}", os.getpid())
+    board: Any = boards
+    real, board.here = board.here, lambda: (f"host {dist.get_rank()}", os.getpid())
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
         run = runtime_of(mesh)
     finally:
-        boards.here = real
+        board.here = real
     assert run.board is None
     assert run.arrivals is not None
     return mesh
