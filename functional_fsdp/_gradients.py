@@ -13,7 +13,6 @@ import torch
 from ._errors import TreeError
 from ._flat import FlatBuffer
 from ._layout import Layout, Unit
-from ._ties import once
 from ._tree import flatten
 
 __all__ = ["in_order", "of_tree", "of_unit"]
@@ -54,9 +53,6 @@ def _wrong(name: str, value: Any, shape: tuple[int, ...]) -> TreeError:
 def of_tree(layout: Layout, grads: Any) -> dict[str, torch.Tensor | None]:
     """The gradients of a whole tree by the path that holds the leaf: those of tied leaves are added up."""
     paths, leaves, _ = flatten(grads)
-    if paths != layout.paths:
-        given = once(layout, dict(zip(paths, leaves, strict=True)))
-        paths, leaves = tuple(given), list(given.values())
     values = _match(layout.paths, paths, leaves, "reduce(state, grads)")
     shapes = {path: shape for unit in layout.units for path, shape in zip(unit.paths, unit.trains, strict=True)}
     total: dict[str, torch.Tensor | None] = {}

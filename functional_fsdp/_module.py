@@ -280,8 +280,8 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
     Args:
         model: a skeleton, or a submodule of one (any module works; its own weights are never used).
         weights: `{path relative to the module: tensor}`, all of its parameters and nothing else: what `unshard` gives.
-            A leaf that the module has tied is taken from the first of its paths, whatever is at the others, which may
-            be left out: so it stays one when weights are changed one by one (`{k: p - lr * g[k]}`, an inner step).
+            A leaf that the module has tied is taken from the first of its paths, whatever is at the others: so it stays
+            one leaf when weights are changed one by one (`{k: p - lr * g[k]}`, an inner step).
 
     Returns:
         a callable with the module's methods, attributes and submodules, all seeing these weights.

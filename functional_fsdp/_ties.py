@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ._layout import Layout
 from ._tree import flatten
 
-__all__ = ["Tie", "aliases_of", "once", "tie", "tied"]
+__all__ = ["Tie", "aliases_of", "tie", "tied"]
 
 
 class Tie:
@@ -42,19 +41,10 @@ def aliases_of(module: nn.Module) -> dict[str, str]:
 
 def tied(weights: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> Mapping[str, torch.Tensor]:
     """The weights of a module with one tensor at all paths of a tied leaf: the first path's."""
-    there = {path: weights[first] for path, first in aliases.items() if first in weights}
-    return {**weights, **there} if there else weights
-
-
-def once(layout: Layout, values: dict[str, Any]) -> dict[str, Any]:
-    """Values by path, with None at further paths of a tied leaf that has one."""
-    have = {source for path, source in zip(layout.paths, layout.source, strict=True) if path in values}
-    more = {
-        path: None
-        for path, source in zip(layout.paths, layout.source, strict=True)
-        if path not in values and source in have
+    return {
+        **weights,
+        **{path: weights[first] for path, first in aliases.items() if path in weights and first in weights},
     }
-    return {**values, **more}
 
 
 def tie(state: Any, grads: Any) -> Any:

@@ -167,7 +167,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     Args:
         grads: as the weights that `unshard` gave: the whole tree, or a unit's `{relative path: tensor}`, leaves of
             global shape. They belong to the reduction from here on: do not change them in place. None means zero;
-            gradients of frozen leaves are ignored; those of tied leaves add up, and one path of them is enough.
+            gradients of frozen leaves are ignored; those of tied leaves add up.
         unit: None for the whole tree, or the unit that `grads` belong to.
         last: False says that more microbatches follow, so that a placement which keeps whole gradients (`ddp`,
             `zero1`, and the outer axis of `hsdp` and `hfsdp`) can add them up locally first. A wrong flag costs time

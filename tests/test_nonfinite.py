@@ -42,7 +42,7 @@ class Wrong(torch.nn.Linear):
 
 
 def module() -> Any:
-    made = net()
+    made: Any = net()
     old = made.blocks[1].up
     made.blocks[1].up = Wrong(old.in_features, old.out_features).double()
     made.blocks[1].up.load_state_dict(old.state_dict())

@@ -121,8 +121,9 @@ class Whole:
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as a driver
             found = torch.autograd.grad(loss, [*wanted.values()], scale, allow_unused=True)
         grads = dict(zip(wanted, found, strict=True))
-        for unit in state.layout.units if self.watch is not None else ():
-            self.watch(unit.name, [grads.get(path) for path in unit.paths])
+        if self.watch is not None:
+            for unit in state.layout.units:
+                self.watch(unit.name, [grads.get(path) for path in unit.paths])
         tree = state.treedef.unflatten([grads.pop(path, None) for path in state.layout.source])  # tied ones once
         self.state = reduce(state, tree, last=last)
 
