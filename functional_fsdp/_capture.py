@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ._given import Fixed
 from ._lanes import Issued, Log
 from ._state import State, Token
 from ._verbs import then
@@ -35,6 +36,7 @@ class Capture:
         self.digests = self.run.digest
         self.jobs: dict[str, list[tuple[Issued, ...]]] = {}
         self.digest = self.sides = 0
+        self.fixed: Fixed | None = None  # which leaves have gradients
         self.held: Any = None  # the bytes that a replay writes
         self.launched = False
 
@@ -57,6 +59,7 @@ class Capture:
             run.logs, run.capturing = run.issued, False
         self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
         self.digest, self.sides = run.voted
+        self.fixed = self.executor.given.fixed
         self.held = self.executor.arena, self.executor.staging
 
     @property
@@ -98,7 +101,8 @@ class Capture:
         A step that was compiled as a whole has no votes, here as there.
 
         Raises:
-            StaleStateError, ScheduleError, RestartError, CommError: as `step`; nothing was launched then.
+            StaleStateError, ScheduleError, RestartError, CommError: as `step`; nothing was launched then. ScheduleError
+            too, on every rank, if one that steps eagerly has gradients for other leaves than when this was captured.
         """
         ledger, run = state.token.ledger, self.run
         state.resting("cuda_graph")
@@ -110,7 +114,8 @@ class Capture:
         sides = [hop for (hop,) in self.jobs.get("side", [])]  # the votes compare them, too
         for hop in sides[: self.sides]:
             run.note(hop)
-        run.compare(run.vote(self.digest))
+        assert self.fixed is not None
+        self.fixed.again(run, run.compare(run.vote(self.digest, self.fixed.vote)))
         run.confirm()
         self._launched(ledger, launch)
         for hop in sides[self.sides :]:

@@ -21,6 +21,7 @@ from ._arena import Arena, Place
 from ._comm import Comm
 from ._copies import Copies
 from ._flat import FlatBuffer
+from ._given import Given
 from ._lanes import Mark, passed
 from ._layout import Layout
 from ._loose import Loose
@@ -66,6 +67,7 @@ class Executor:
         self.observed: tuple[Order, Order] | None = None
         self.midway = False  # whether a verb was stopped in the middle
         self.digests = [0, 0]  # of the gathers and of the reductions issued in this step
+        self.given = Given(layout, run.sizes, run.coordinate)
         if spec.schedule.order == "recorded":
             self.recording = []
             self._install(plan(layout, spec.schedule.ordered(None)))
@@ -344,8 +346,8 @@ class Executor:
     def reset(self) -> None:
         """Back to the state between steps, whether the step was taken or abandoned."""
         self.settle()
-        self.grads, self.digests = {}, [0, 0]
-        self.midway, self.last = False, True
+        self.grads, self.digests, self.midway, self.last = {}, [0, 0], False, True
+        self.given.noted.clear()
         self.early.clear()
         self.comm.reset()
         self.flying.clear()
@@ -356,8 +358,7 @@ class Executor:
         self.arena.free()
         self.fence = True
         self.comm.end()
-        self.observed = self.recorded_turn = None
-        self.begins = 0
+        self.observed, self.recorded_turn, self.begins = None, None, 0
         if self.recording is not None:
             self.recording.clear()
 

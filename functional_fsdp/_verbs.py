@@ -30,7 +30,7 @@ from ._gradients import of_tree, of_unit
 from ._layout import Unit
 from ._state import State, Token
 from ._tracing import LOWERING, tracing
-from ._update import carry_out, check, may_step, put
+from ._update import carry_out, check, counting, keep, may_step, put, put_back
 from ._weights import gather, refresh, whole_of
 
 __all__ = ["changed", "finish", "reduce", "release", "step", "then", "unshard", "verb"]
@@ -209,11 +209,12 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     ledger = state.token.ledger
     if unit is not None:
         one = _unit(state, unit, "reduce")
-        values = of_unit(one, grads)
+        values, came = of_unit(one, grads)
         ledger.enter(state.token.serial, "reduce")
         executor = state.executor
         executor.adopt(state.grads)
         if values:
+            executor.given.note(one.name, came)
             executor.reduce(one.name, values, last)
         return then(state, ("reduce", unit), grads=executor.grads)
 
@@ -223,6 +224,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     executor.adopt(state.grads)
     for one in reversed(state.layout.units):
         if any(shape is not None for shape in one.trains):
+            executor.given.note(one.name, sum(1 << i for i, path in enumerate(one.paths) if path in total))
             executor.reduce(one.name, [total.get(path) for path in one.paths], last, whole_tree=True)
     return then(state, "reduce()", grads=executor.grads)
 
@@ -285,24 +287,26 @@ def step(state: State, *, skip: torch.Tensor | None = None) -> State:
     executor = state.executor
     executor.adopt(state.grads)
     executor.finish(state)
-    vote = ledger.runtime.vote(executor.digest)
+    vote = ledger.runtime.vote(executor.digest, executor.given.vote())
     trainable = state.layout.trainable
     main = {name: state.main[name] for name in trainable}
     touched = [leaf for leaf in pytree.tree_leaves((main, state.opt)) if isinstance(leaf, torch.Tensor)]
     versions = [leaf._version for leaf in touched]
-    ledger.runtime.compare(vote)
+    lacking = executor.given.agree(ledger.runtime, ledger.runtime.compare(vote))
     if not executor.run.cuda:  # the host waits there, which may fail: before all commit
         executor.settle()
+    opt = counting(state, lacking)
+    before = keep(state, lacking.given)
     ledger.runtime.confirm()
 
     try:
-        new_main, new_opt = carry_out(state, main, skip)
-        opt = state.opt
+        new_main, new_opt = carry_out(state.evolve(opt=opt), main, skip, lacking.given)
         same = new_main is main and all(main[name] is state.main[name] for name in trainable)
         if not same or new_opt is not opt:  # else it was all done in place
             check(main, new_main, "main")
             check(opt, new_opt, "opt")
             _, opt = _install((main, opt), (new_main, new_opt))
+        put_back(before)
         if state.weights:
             for name, kept in state.weights.items():
                 if state.layout.buckets[name].trainable:
