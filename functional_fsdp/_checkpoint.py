@@ -29,6 +29,7 @@ from ._flat import FlatBuffer
 from ._runtime import runtime_of
 from ._state import Ledger, State, Token
 from ._tree import flatten
+from ._update import counted, with_counts
 from ._weights import refresh
 
 __all__ = ["latest", "load", "save"]
@@ -53,7 +54,7 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
     run, final = runtime_of(state.spec.mesh), Path(folder)
     partial = final.with_name(final.name + ".partial")
     tensors = _tensors(state, only_sharded=run.size > 1 and run.rank > 0)
-    about = {**_about(state), "step": state.steps}
+    about = {**_about(state), "step": state.steps, "counted": counted(state)}
     state.token.ledger.look(state.token.serial)
 
     def prepare() -> None:
@@ -104,6 +105,7 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
             f"placement, world size, units and dtypes only, so far."
         )
     run = runtime_of(state.spec.mesh)
+    state = with_counts(state, map(str, there.get("counted", ())))  # as there, whatever this one missed
     trees = {name: pytree.tree_map_only(torch.Tensor, torch.empty_like, getattr(state, name)) for name in SAVED}
     fresh = state.evolve(**trees)
     with _quiet():
@@ -129,6 +131,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 def _about(state: State) -> dict[str, Any]:
     placements = ", ".join(f"{pattern}: {placement}" for pattern, placement in state.spec.placements)
+    state = with_counts(state, ())  # they come and go
     return {
         "placement": placements,
         "mesh": " × ".join(f"{axis} {size}" for axis, size in state.spec.axes.items()),

@@ -28,7 +28,19 @@ from ._tracing import tracing
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["carry_out", "check", "counting", "keep", "may_step", "portions", "put", "put_back", "update"]
+__all__ = [
+    "carry_out",
+    "check",
+    "counted",
+    "counting",
+    "keep",
+    "may_step",
+    "portions",
+    "put",
+    "put_back",
+    "update",
+    "with_counts",
+]
 
 NOTHING = WHOLE.given
 FILL = 1 << 25  # bytes of main weights: what an update on the lane takes at least, so that small units share a call
@@ -53,7 +65,7 @@ def counting(state: State, lacking: Lacking) -> Any:
     optimizer, opt = state.optimizer, state.opt
     if not (lacking.anywhere and hasattr(optimizer, "counting")):
         return opt
-    names = dict.fromkeys(optimizer.counted(opt))
+    names = counted(state)
     if all(name in names for name in lacking.anywhere):
         return opt
     if not tracing() and state.executor.run.capturing:
@@ -61,8 +73,20 @@ def counting(state: State, lacking: Lacking) -> Any:
             "cuda_graph: leaves that got a gradient in every step so far got none in the step that is captured, and "
             f"the optimizer counts their steps from now on (in {', '.join(map(repr, lacking.anywhere[:3]))})."
         )
+    return with_counts(state, (*names, *lacking.anywhere)).opt
+
+
+def counted(state: State) -> tuple[str, ...]:
+    """The buckets of which the optimizer counts steps by leaf."""
+    return tuple(state.optimizer.counted(state.opt)) if hasattr(state.optimizer, "counted") else ()
+
+
+def with_counts(state: State, names: Iterable[str]) -> State:
+    """The state with counts for these buckets and no others: those that it has, zeros for new ones."""
+    if not hasattr(state.optimizer, "counting"):
+        return state
     main = {name: state.main[name] for name in state.layout.trainable}
-    return optimizer.counting(opt, main, (*names, *lacking.anywhere))
+    return state.evolve(opt=state.optimizer.counting(state.opt, main, names))
 
 
 Kept = list[tuple[torch.Tensor, torch.Tensor]]
