@@ -10,12 +10,14 @@ from typing import Any
 from ._errors import SpecError
 from ._parts import SAVED, nodes_of
 from ._state import State
+from ._update import with_counts
 
 __all__ = ["about_of", "same_layout"]
 
 
 def about_of(state: State) -> dict[str, Any]:
     """What a state must have in common with one that is read into it."""
+    state = with_counts(state, ())  # they come and go
     tree = {}
     for field in SAVED:
         paths, nodes = nodes_of(getattr(state, field))

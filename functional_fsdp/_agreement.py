@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ._errors import CommError, RestartError, ScheduleError, TreeError
 from ._exchange import exchanged
 from ._forms import Forms, described
+from ._given import FULL
 from ._lanes import Issued, Log, Mark, Steps
 from ._restart import Meeting, restart
 
@@ -36,7 +37,8 @@ __all__ = ["APART", "METRICS", "Agreement", "Vote"]
 
 T = TypeVar("T")
 
-ALIKE = 1 << 39  # no vote's number, which has 32 bits
+GIVEN = 2  # bits of a vote's number; the other 32 are its digest
+ALIKE = 1 << 38  # no vote's number, which has 34 bits
 OUTSIDE = 1 << 40  # ballots from here on name a unit that is used outside the plan
 EXCHANGES = 1 << 41  # are of what an exchange is for
 METRICS = 1 << 42  # ballots from here on are of the structure of metrics
@@ -114,20 +116,22 @@ class Agreement:
         hop = Issued("control", "", "all_reduce", 2, torch.int64, "max", what)
         return Vote(value, ballot, self.submit("control", (hop,), self.collective(hop, ballot, ballot)))
 
-    def vote(self, digest: int) -> Vote | None:
+    def vote(self, digest: int, given: int = FULL) -> Vote | None:
         """Start the vote before `step` commits; the host may do something else before it waits in `compare`.
 
         Args:
             digest: of what this lineage issued since its last step.
+            given: whether this rank has a gradient for every leaf; see `_given`.
         """
         if self.size == 1:
             return None
         self.voted = digest, self.logs["side"].count
         mine, self.digest = zlib.crc32(f"{digest} {self.digest}".encode()), 0
-        return self._ballot(mine, "vote")
+        return self._ballot(mine << GIVEN | given, "vote")
 
-    def compare(self, vote: Vote | None) -> None:
-        """The first round: every rank arrived at `step`, having issued the same collectives.
+    def compare(self, vote: Vote | None) -> tuple[int, int]:
+        """The first round: every rank arrived at `step`, having issued the same collectives. Returns the least and the
+        most of what was `given`.
 
         In this round ranks wait for the slowest; whoever is interrupted there, or before `confirm`, abandons the step,
         which its peers hear in `confirm`.
@@ -137,15 +141,17 @@ class Agreement:
             RestartError, CommError: as for every collective.
         """
         if vote is None:
-            return
+            return FULL, FULL
         most, least = self._count(vote)
-        if most != least:
+        mine, lowest, highest = (number >> GIVEN for number in (vote.mine, least, most))
+        if highest != lowest:
             raise ScheduleError(
-                f"ranks issued different collectives in this step (this rank's digest is {vote.mine}, the digests lie "
-                f"between {least} and {most}), so the step was not taken. Call unshard and reduce for the same units, "
-                "in the same order, on every rank; only units of the schedule may be left out. The state before the "
-                "step is valid."
+                f"ranks issued different collectives in this step (this rank's digest is {mine}, the digests lie "
+                f"between {lowest} and {highest}), so the step was not taken. Call unshard and reduce for the same "
+                "units, in the same order, on every rank; only units of the schedule may be left out. The state "
+                "before the step is valid."
             )
+        return least & (1 << GIVEN) - 1, most & (1 << GIVEN) - 1
 
     def _count(self, vote: Vote) -> tuple[int, int]:
         """The largest and the smallest of every rank's value, once all have come."""
@@ -163,12 +169,16 @@ class Agreement:
             self._count(self._ballot(0, "confirm"))
         self.votes += 1
 
-    def alike(self, what: str) -> bool:
-        """Whether every rank comes here, and not to a vote. For what is rare. Host."""
+    def alike(self, what: str, number: int = 0) -> bool:
+        """Whether every rank comes here, and not to a vote, with the same number. For what is rare. Host."""
         if self.size == 1:
             return True
-        most, least = self._count(self._ballot(ALIKE, what))
+        most, least = self._count(self._ballot(ALIKE + number, what))
         return most == least
+
+    def most(self, what: str, number: int) -> int:
+        """The largest of every rank's number. Host."""
+        return number if self.size == 1 else self._count(self._ballot(ALIKE + number, what))[0] - ALIKE
 
     def agree(self, number: int, names: tuple[str, ...], verb: str) -> None:
         """Before a use outside the plan: every rank is about to `verb` the unit `names[number]`. Host, 16 bytes.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ._given import Fixed
 from ._interrupts import arrive, whole
 from ._lanes import Issued, Log
 from ._ledger import Ledger
@@ -42,6 +43,7 @@ class Capture:
         self.jobs: dict[str, list[tuple[Issued, ...]]] = {}
         self.digest = self.sides = 0
         self.forms: list[tuple[Any, int]] = []  # of metrics, and after how many votes
+        self.fixed: Fixed | None = None  # which leaves have gradients
         self.held: Any = None  # the bytes that a replay writes
         self.launched = False
 
@@ -66,6 +68,7 @@ class Capture:
             run.forms.came = None
         self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
         self.digest, self.sides = run.voted
+        self.fixed = self.executor.given.fixed
         self.held = self.executor.arena, self.executor.staging
 
     @property
@@ -110,7 +113,8 @@ class Capture:
             home: the state with the tensors in which the step leaves it.
 
         Raises:
-            StaleStateError, ScheduleError, RestartError, CommError: as `step`; nothing was launched then.
+            StaleStateError, ScheduleError, RestartError, CommError: as `step`; nothing was launched then. ScheduleError
+            too, on every rank, if one that steps eagerly has gradients for other leaves than when this was captured.
         """
         ledger, run = state.token.ledger, self.run
         state.resting("cuda_graph")
@@ -123,7 +127,8 @@ class Capture:
         sides = [hop for (hop,) in self.jobs.get("side", [])]  # the votes compare them, too
         for hop in sides[: self.sides]:
             run.note(hop)
-        run.compare(run.vote(self.digest))
+        assert self.fixed is not None
+        self.fixed.again(run, run.compare(run.vote(self.digest, self.fixed.vote)))
         return self._take(middle, launch, home, sides[self.sides :])
 
     @whole

@@ -30,6 +30,7 @@ from ._parts import SAVED, content, named, own_place, parts_of, plain_names, sha
 from ._reader import check, read_metadata, read_tensors
 from ._runtime import runtime_of
 from ._state import Ledger, State, Token
+from ._update import counted, with_counts
 from ._weights import refresh
 from ._writer import Entry, write_metadata, write_tensors
 
@@ -73,7 +74,7 @@ def _write(joint: Joint, state: State, folder: str | os.PathLike[str]) -> None:
 
     def prepare() -> tuple[str, dict[str, str]]:
         state.resting("save")
-        about.update(about_of(state), step=state.steps, save=token)
+        about.update(about_of(state), step=state.steps, save=token, counted=list(counted(state)))
         return own_place(state), {p.name: content(p) for p in parts_of(state) if p.buffer is None}
 
     def begin() -> None:
@@ -157,8 +158,10 @@ def _read(joint: Joint, state: State, folder: str | os.PathLike[str]) -> tuple[S
     made: list[State] = []
 
     def look() -> str:
+        nonlocal state
         note.update(read_note(path))
         same_layout(path, note, about_of(state))
+        state = with_counts(state, note["counted"])  # as there, whatever this one missed
         sizes(path, note)
         entries.update(read_metadata(path, note))
         check(path, entries, named(state, entries))

@@ -21,6 +21,7 @@ from ._arena import Arena, Place
 from ._comm import Comm
 from ._copies import Copies
 from ._errors import ScheduleError
+from ._given import Given
 from ._interrupts import whole
 from ._lanes import Mark
 from ._layout import Layout
@@ -65,6 +66,7 @@ class Executor(Reductions):
         self.observed: Seen | None = None
         self.waived: set[str] = set()  # units that were used in this step, and get no gradient on this rank
         self.digests = [0, 0]  # of the gathers and of the reductions issued in this step
+        self.given = Given(layout, run.sizes, run.coordinate)
         if spec.schedule.order == "recorded":
             self.recording = []
             self._install(plan(layout, spec.schedule.ordered(None)))
@@ -290,6 +292,7 @@ class Executor(Reductions):
         self.settle()
         self.grads, self.digests = {}, [0, 0]
         self.last, self.whole = True, False
+        self.given.noted.clear()
         self.early.clear()
         self.backlog.clear()
         self.comm.reset()
@@ -301,8 +304,7 @@ class Executor(Reductions):
         self.arena.free()
         self.fence = True
         self.comm.end()
-        self.observed = self.recorded_turn = None
-        self.begins = 0
+        self.observed, self.recorded_turn, self.begins = None, None, 0
         self.waived.clear()
         if self.recording is not None:
             self.recording.clear()

@@ -9,7 +9,7 @@ Gathers and reductions that a plan names are jobs on lanes of their own: see `_a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,7 +27,7 @@ from ._runtime import runtime_of
 from ._tracing import tracing
 from ._tree import bytes_text, register, table
 
-__all__ = ["FlatBuffer", "leaves_of", "make_room", "summary", "templates", "write_leaves", "zeros"]
+__all__ = ["FlatBuffer", "leaves_of", "make_room", "no_counts", "summary", "templates", "write_leaves", "zeros"]
 
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
 
@@ -77,13 +77,29 @@ class FlatBuffer:
         """The elements [start, stop) of the bucket that `local` holds."""
         return self.bucket.span(self.sharded(), _coordinate(self.mesh))
 
-    def by_label(self) -> list[tuple[str, torch.Tensor]]:
-        """(label, view) for each run of leaves of one label in `local`: what an optimizer updates with one setting."""
-        if len(self.bucket.labels) == 1:
+    def by_label(self, given: Sequence[bool] | None = None) -> list[tuple[str, torch.Tensor]]:
+        """(label, view) for each run of leaves of one label in `local`: what an optimizer updates with one setting.
+
+        Args:
+            given: for each leaf of the bucket, whether it got a gradient; runs are of those that did. None: all.
+        """
+        if given is None and len(self.bucket.labels) == 1:
             return [(self.bucket.labels[0][0], self.local)]
         start, stop = self.span()
-        cuts = ((label, max(a, start), min(b, stop)) for label, a, b in self.bucket.labels)
+        runs = self.bucket.labels if given is None else self.bucket.runs(given)
+        cuts = ((label, max(a, start), min(b, stop)) for label, a, b in runs)
         return [(label, self.local[a - start : b - start]) for label, a, b in cuts if a < b]
+
+    def by_leaf(self, given: Sequence[bool] | None = None) -> list[tuple[int, torch.Tensor]]:
+        """(which leaf of the bucket, view) for each leaf of which `local` has a part, of those that `given` names."""
+        start, stop = self.span()
+        leaves = enumerate(self.bucket.leaves)
+        cuts = (
+            (i, max(leaf.offset, start), min(leaf.offset + leaf.numel, stop))
+            for i, leaf in leaves
+            if given is None or given[i]
+        )
+        return [(i, self.local[a - start : b - start]) for i, a, b in cuts if a < b]
 
     def gather(self, whole: torch.Tensor) -> torch.Tensor:
         """Cast `local` into its own place in `whole` [n] (of any dtype) and gather in place: no copy-out."""
@@ -196,6 +212,13 @@ def zeros(like: dict[str, FlatBuffer], trees: int = 1) -> list[dict[str, FlatBuf
     for device in {buffer.local.device for buffer in like.values()}:
         make_room([buffer.local.nbytes for buffer in like.values()] * trees, device)
     return [{name: b.but(torch.zeros_like(b.local)) for name, b in like.items()} for _ in range(trees)]
+
+
+def no_counts(like: FlatBuffer) -> FlatBuffer:
+    """Zeros, int64 [leaves of the bucket], the same on every rank that shares the leaves."""
+    bucket = like.bucket.counts
+    states = tuple((axis, Replicate) for axis, _ in like.states)
+    return FlatBuffer(torch.zeros(bucket.numel, dtype=bucket.main, device=like.local.device), bucket, states, like.mesh)
 
 
 @lru_cache(maxsize=65536)

@@ -5,65 +5,91 @@ They come in the order of the backward. Once all are there, `State.grads` has th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ._errors import TreeError
 from ._flat import FlatBuffer
+from ._given import ALL
 from ._layout import Layout, Unit
 from ._tree import flatten
 
 __all__ = ["in_order", "of_tree", "of_unit"]
 
+KIND = attrgetter("shape", "dtype", "layout", "is_meta")  # as `Unit.gradients`
 
-def of_unit(unit: Unit, grads: Any) -> list[torch.Tensor | None]:
-    """A unit's gradients as `Unit.paths`, checked; None for frozen leaves. Empty if nothing of the unit trains."""
+
+def of_unit(unit: Unit, grads: Any) -> tuple[list[torch.Tensor | None], int]:
+    """A unit's gradients as `Unit.paths`, checked, None for frozen leaves; empty if nothing of the unit trains. And
+    which of them came: one bit each, or ALL."""
     if not isinstance(grads, Mapping):
         raise TreeError(
             f"reduce(state, grads, {unit.name!r}): grads is a {type(grads).__name__}; expected {{key: tensor}}."
         )
     if tuple(grads) == unit.keys:
         values = list(grads.values())
-        if set(map(type, values)) == {torch.Tensor} and [value.shape for value in values] == list(unit.trains):
-            return values  # nearly always: tensors of the right shapes, and nothing is frozen
+        try:
+            if [*map(KIND, values)] == unit.gradients:
+                return values, ALL  # nearly always: tensors of the right shapes, and nothing is frozen
+        except AttributeError:  # there is None among them
+            pass
     else:
         found = _match(unit.keys, list(grads), list(grads.values()), f"reduce(state, grads, {unit.name!r})")
         values = [found[key] for key in unit.keys]
-    trains = False
+    trains = came = 0
     for i, (value, shape) in enumerate(zip(values, unit.trains, strict=True)):
         if shape is None:
             values[i] = None
             continue
-        trains = True
-        if value is not None and not (isinstance(value, torch.Tensor) and value.shape == shape):
-            raise _wrong(unit.keys[i], value, shape)
-    return values if trains else []
+        trains |= 1 << i
+        if value is not None:
+            came |= 1 << i
+            values[i] = _plain(unit.paths[i], value, shape)
+    return values if trains else [], ALL if came == trains else came
 
 
-def _wrong(name: str, value: Any, shape: tuple[int, ...]) -> TreeError:
-    got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    return TreeError(
-        f"reduce: the gradient of {name!r} has {got}; expected a tensor of the parameter's global shape "
-        f"{shape} (or None for zero)."
-    )
+def _plain(name: str, value: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    """A gradient as a tensor of numbers that can be added up."""
+    if not isinstance(value, torch.Tensor) or value.shape != shape:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise TreeError(
+            f"reduce: the gradient of {name!r} has {got}; expected a tensor of the parameter's global shape "
+            f"{shape} (or None where there is none)."
+        )
+    for wrong, what, remedy in (
+        (value.is_meta, "is on the meta device and has no numbers", "Compute it on the weights that unshard gave"),
+        (value.is_quantized, f"is quantized ({value.dtype})", "Give value.dequantize()"),
+        (value.is_complex(), f"is complex ({value.dtype}), and main gradients are real", "Give its real part, g.real"),
+    ):
+        if wrong:
+            raise TreeError(f"reduce: the gradient of {name!r} {what}; expected a dense tensor of floats. {remedy}.")
+    if value.layout is not torch.strided:
+        warnings.warn(
+            f"reduce: the gradient of {name!r} has the layout {value.layout}. It is made dense, {tuple(shape)}, before "
+            "it is reduced. To save the time and the bytes leave the module's sparse=True out.",
+            stacklevel=5,
+        )
+        return value.to_dense()
+    return value
 
 
-def of_tree(layout: Layout, grads: Any) -> dict[str, torch.Tensor | None]:
-    """The gradients of a whole tree by the path that holds the leaf: those of tied leaves are added up."""
+def of_tree(layout: Layout, grads: Any) -> dict[str, torch.Tensor]:
+    """The gradients of a whole tree by the path that holds the leaf: those of tied leaves are added up. Leaves without
+    one are left out."""
     paths, leaves, _ = flatten(grads)
     values = _match(layout.paths, paths, leaves, "reduce(state, grads)")
     shapes = {path: shape for unit in layout.units for path, shape in zip(unit.paths, unit.trains, strict=True)}
-    total: dict[str, torch.Tensor | None] = {}
+    total: dict[str, torch.Tensor] = {}
     for name, source in zip(layout.paths, layout.source, strict=True):
         shape, value = shapes[source], values[name]
         if shape is None or value is None:
             continue
-        if not isinstance(value, torch.Tensor) or value.shape != shape:
-            raise _wrong(name, value, shape)
-        before = total.get(source)
-        total[source] = value if before is None else before + value
+        value = _plain(name, value, shape)
+        total[source] = total[source] + value if source in total else value
     return total
 
 

@@ -138,6 +138,18 @@ class Bucket:
                 runs.append((leaf.label, start, self.numel))
         return tuple(runs)
 
+    def runs(self, given: Sequence[bool]) -> list[tuple[str, int, int]]:
+        """(label, start, stop) in elements: runs of leaves of one label that are `given`, padding after them
+        included."""
+        stops = [leaf.offset for leaf in self.leaves[1:]] + [self.numel]
+        runs: list[tuple[str, int, int]] = []
+        for leaf, stop, on in zip(self.leaves, stops, given, strict=True):
+            if on and runs and runs[-1][0] == leaf.label and runs[-1][2] == leaf.offset:
+                runs[-1] = (leaf.label, runs[-1][1], stop)
+            elif on:
+                runs.append((leaf.label, leaf.offset, stop))
+        return runs
+
     @cached_property
     def pieces(self) -> tuple[tuple[int, ...], ...]:
         """Shapes that tile the bucket in order: leaves and the gaps after them (a gap is one-dimensional)."""
@@ -168,6 +180,16 @@ class Bucket:
             i, at = i + 1, leaf.offset + leaf.numel
         return tuple(which)
 
+    @cached_property
+    def counts(self) -> Bucket:
+        """A bucket with one integer for each leaf of this one, the same on every rank that shares the leaves."""
+        leaves = tuple(Leaf(leaf.path, leaf.key, (), i, leaf.label) for i, leaf in enumerate(self.leaves))
+        whole, number = Placement(data=self.placement.data), torch.int64
+        return Bucket(
+            self.name, self.unit, leaves, len(leaves), whole, self.sizes, number, number, number, number, False,
+            self.share, False,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -183,6 +205,13 @@ class Unit:
         """The shape of each leaf that trains, as `paths`; None for frozen ones."""
         shapes = {leaf.path: leaf.shape for bucket in self.buckets if bucket.trainable for leaf in bucket.leaves}
         return tuple(shapes.get(path) for path in self.paths)
+
+    @cached_property
+    def gradients(self) -> list[Any]:
+        """What each gradient is, nearly always, as `paths`: shape, dtype, layout, and that it is no meta tensor."""
+        dtypes = {leaf.path: bucket.compute for bucket in self.buckets for leaf in bucket.leaves}
+        kinds = zip(self.paths, self.trains, strict=True)
+        return [shape if shape is None else (shape, dtypes[path], torch.strided, False) for path, shape in kinds]
 
 
 @dataclass(frozen=True, repr=False)

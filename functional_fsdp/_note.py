@@ -2,6 +2,7 @@
 
 step, save         how many steps were taken; the token of the save, which its files name, too
 placement, mesh, average, leaves, layout, optimizer, tree        what a state must have in common with it to be read
+counted            buckets of which the optimizer counts steps by leaf
 files              {name: bytes}, every file beside this one
 metadata           sha256 of `.metadata`
 digest             sha256 of all of the above, so that a flipped byte shows
@@ -25,7 +26,7 @@ NOTE = "layout.json"
 METADATA = ".metadata"
 FIELDS: dict[str, type] = {
     "step": int, "save": str, "placement": str, "mesh": str, "average": str, "leaves": int, "layout": str,
-    "optimizer": str, "tree": dict, "files": dict, "metadata": str,
+    "optimizer": str, "tree": dict, "counted": list, "files": dict, "metadata": str,
 }  # fmt: skip
 
 
@@ -70,8 +71,11 @@ def read_note(folder: Path) -> dict[str, Any]:
     if note["digest"] != _digest({key: value for key, value in note.items() if key != "digest"}):
         raise CheckpointError(f"{where} is damaged: its digest is another. Load another checkpoint.")
     sound = all(type(size) is int and size >= 0 for size in note["files"].values())
+    sound = sound and all(type(name) is str for name in note["counted"])
     if note["step"] < 0 or not sound or METADATA not in note["files"]:
-        raise CheckpointError(f"{where} says step {note['step']} and files {note['files']}, which no save has written.")
+        raise CheckpointError(
+            f"{where} says step {note['step']}, files {note['files']} and counts {note['counted']}, which no save has written."
+        )
     return note
 
 

@@ -7,12 +7,15 @@
 its own shards only. `count` is an int64 tensor [], the number of steps taken before this one. `FlatBuffer.by_label`
 gives views by label, for settings that differ. Results are copied into the state's buffers where they are not already
 there, so a pure update is as good as an in-place one.
+
+A leaf that got no gradient on any rank keeps its weights, and what the optimizer keeps of it. `adamw` and `sgd` leave
+such leaves out; for another pair the core puts back what it changed of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +24,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from ._errors import SpecError
-from ._flat import FlatBuffer, summary, zeros
+from ._flat import FlatBuffer, no_counts, summary, zeros
+from ._given import Leaves
 from ._spec import Spec
 from ._tracing import tracing
 
@@ -52,6 +56,15 @@ class Optimizer(NamedTuple):
     another stream. An optimizer may have a third function, `update_unless(skip, grads, opt, main,
     count)`, which changes nothing where the bool tensor `skip` [] is true; `step(skip=)` else copies what it may have
     to put back.
+
+    Where leaves got no gradient, `step` copies the weights of these and the parts of FlatBuffers in the optimizer's
+    state before `update`, and puts them back after it. An optimizer may do it itself, with a function
+    `update_some(given, skip, grads, opt, main, count)`: `given` is `{bucket: (bool for each of bucket.leaves)}` of the
+    buckets in which some leaf got none, `skip` may be None. `FlatBuffer.by_label(given.get(name))` and
+    `FlatBuffer.by_leaf` give the views of leaves that got one. If it counts steps by leaf, two more say where:
+    `counted(opt)` names the buckets, and `counting(opt, main, names)` is the same state with counts for these buckets,
+    zero where there were none (int64 [leaves], as `AdamState.missed`). `step` calls it before `update_some`, `load` to
+    fit a template to a checkpoint.
 
     >>> def update(grads, opt, main, count):  # plain gradient descent
     ...     return pytree.tree_map(lambda p, g: p - 0.1 * g, main, grads), opt
@@ -161,11 +174,13 @@ def _check_labels(main: Tree, **settings: Any) -> None:
             _by_label(name, value, label)
 
 
-def _groups(*trees: Tree) -> dict[str, list[list[torch.Tensor]]]:
-    """{label: [views of tree 0, views of tree 1, ...]} over all buckets; empty views left out."""
+def _groups(given: Leaves, *trees: Tree) -> dict[str, list[list[torch.Tensor]]]:
+    """{label: [views of tree 0, views of tree 1, ...]} over all buckets, of leaves that got a gradient; empty views
+    left out."""
     groups: dict[str, list[list[torch.Tensor]]] = {}
     for name in trees[0]:
-        for labelled in zip(*(tree[name].by_label() for tree in trees), strict=True):
+        some = given.get(name)
+        for labelled in zip(*(tree[name].by_label(some) for tree in trees), strict=True):
             if labelled[0][1].numel():
                 lists = groups.setdefault(labelled[0][0], [[] for _ in trees])
                 for views, (_, view) in zip(lists, labelled, strict=True):
@@ -179,10 +194,16 @@ def _rate(lr: Rate | Mapping[str, Rate], label: str, count: torch.Tensor) -> Any
 
 
 class AdamState(NamedTuple):
-    """First and second moments, as main weights: {bucket: FlatBuffer}, [n / ranks of main], `Precision.main`."""
+    """First and second moments, as main weights: {bucket: FlatBuffer}, [n / ranks of main], `Precision.main`.
+
+    missed: in how many steps each leaf got no gradient, {bucket: FlatBuffer int64 [leaves]}, the same on every rank
+    that shares the leaves; only of buckets in which a leaf ever got none. A leaf's bias is corrected by the steps in
+    which it got one, as in torch.optim.AdamW.
+    """
 
     mean: Tree
     square: Tree
+    missed: Tree = {}  # noqa: RUF012
 
     def __repr__(self) -> str:
         return f"AdamState\n{summary(self._asdict())}"
@@ -206,28 +227,56 @@ class AdamW:
 
     def init(self, main: Tree) -> AdamState:
         _check_labels(main, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
-        return AdamState(*zeros(main, 2))
+        return AdamState(*zeros(main, 2), {})
+
+    def counted(self, opt: AdamState) -> tuple[str, ...]:
+        return tuple(opt.missed)
+
+    def counting(self, opt: AdamState, main: Tree, names: Iterable[str]) -> AdamState:
+        chosen, have = set(names), opt.missed
+        return opt._replace(missed={n: have[n] if n in have else no_counts(b) for n, b in main.items() if n in chosen})
 
     def update(self, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor) -> tuple[Tree, AdamState]:
-        return self.update_unless(None, grads, opt, main, count)
+        return self.update_some({}, None, grads, opt, main, count)
 
     def update_unless(
         self, skip: torch.Tensor | None, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor
     ) -> tuple[Tree, AdamState]:
-        taken = (count + 1).float()
-        for label, (p, g, m, v) in _groups(main, grads, opt.mean, opt.square).items():
+        return self.update_some({}, skip, grads, opt, main, count)
+
+    def update_some(
+        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor
+    ) -> tuple[Tree, AdamState]:
+        now = count + 1
+        taken = now.float()
+        trees = main, grads, opt.mean, opt.square
+        whole = {name: b for name, b in main.items() if name not in opt.missed} if opt.missed else main
+        groups = _groups(given, whole, *trees[1:])
+        steps = {label: [taken] * len(lists[0]) for label, lists in groups.items()}
+        for name in opt.missed:
+            if name in main:  # each leaf for itself
+                leaves, some = main[name].bucket.leaves, given.get(name)
+                counts = (now - opt.missed[name].local).float().unbind()
+                for parts in zip(*(tree[name].by_leaf(some) for tree in trees), strict=True):
+                    i = parts[0][0]
+                    lists = groups.setdefault(leaves[i].label, [[] for _ in trees])
+                    for views, (_, view) in zip(lists, parts, strict=True):
+                        views.append(view)
+                    steps.setdefault(leaves[i].label, []).append(counts[i])
+        for label, (p, g, m, v) in groups.items():
             lr, decay = _rate(self.lr, label, count), _by_label("weight_decay", self.weight_decay, label)
             betas = _by_label("betas", self.betas, label)
             if tracing():
-                for one in zip(p, g, m, v, strict=True):
-                    self._plainly(skip, *one, taken, lr, betas, decay)
+                for one in zip(p, g, m, v, steps[label], strict=True):
+                    self._plainly(skip, *one, lr, betas, decay)
                 continue
             torch.autograd.graph.increment_version([*p, *m, *v])  # the fused kernel does not
             torch._fused_adamw_(
-                p, g, m, v, [], [taken] * len(p),
+                p, g, m, v, [], steps[label],
                 lr=lr, beta1=betas[0], beta2=betas[1], eps=self.eps, weight_decay=decay, amsgrad=False,
                 maximize=False, found_inf=None if skip is None else skip.float(),
             )  # fmt: skip
+        _count_missed([(opt.missed[name].local, some) for name, some in given.items() if name in main], skip)
         return main, opt
 
     def _plainly(
@@ -246,6 +295,21 @@ class AdamW:
 
     def __hash__(self) -> int:
         return hash((type(self), self.eps))
+
+
+def _count_missed(counts: list[tuple[torch.Tensor, Sequence[bool]]], skip: torch.Tensor | None) -> None:
+    """One more step for each leaf that got no gradient in it, unless the step is skipped."""
+    edges = [(local, i, j) for local, given in counts for i, j in _runs(given)]
+    if edges:
+        by: Any = 1 if skip is None else (~skip).to(edges[0][0].dtype)
+        torch._foreach_add_([local[i:j] for local, i, j in edges], by)
+
+
+def _runs(given: Sequence[bool]) -> list[tuple[int, int]]:
+    """Runs [i, j) of False."""
+    begins = [i for i, on in enumerate(given) if not on and (i == 0 or given[i - 1])]
+    ends = [i + 1 for i, on in enumerate(given) if not on and (i + 1 == len(given) or given[i + 1])]
+    return [*zip(begins, ends, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -268,13 +332,19 @@ class Sgd:
         return zeros(main)[0] if self.momentum else ()
 
     def update(self, grads: Tree, opt: Tree | tuple[()], main: Tree, count: torch.Tensor) -> tuple[Tree, Any]:
-        return self.update_unless(None, grads, opt, main, count)
+        return self.update_some({}, None, grads, opt, main, count)
 
     def update_unless(
         self, skip: torch.Tensor | None, grads: Tree, opt: Tree | tuple[()], main: Tree, count: torch.Tensor
     ) -> tuple[Tree, Any]:
+        return self.update_some({}, skip, grads, opt, main, count)
+
+    def update_some(
+        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Tree | tuple[()], main: Tree,
+        count: torch.Tensor,
+    ) -> tuple[Tree, Any]:  # fmt: skip
         trees = (main, grads, opt) if opt else (main, grads)
-        for label, (p, g, *momentum) in _groups(*trees).items():
+        for label, (p, g, *momentum) in _groups(given, *trees).items():
             lr, decay = _rate(self.lr, label, count), _by_label("weight_decay", self.weight_decay, label)
             if tracing() or (p[0].device.type == "cpu" and any(t.dtype is torch.bfloat16 for t in p)):
                 self._plainly(skip, p, g, momentum[0] if momentum else [], lr, decay)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ._given import ALL, Seats
 from ._layout import Bucket, Layout, Unit
 from ._plan import plan
 from ._route import Partial, Replicate, States, partial_states, route, states_of
@@ -67,6 +68,7 @@ class BucketRecipe(NamedTuple):
 class UnitRecipe(NamedTuple):
     """A unit's buckets, and the names of its leaves: in the unit, and in the tree."""
 
+    name: str
     keys: tuple[str, ...]
     paths: tuple[str, ...]
     shapes: tuple[tuple[int, ...] | None, ...]  # of the leaves that train
@@ -82,9 +84,12 @@ class Recipes:
     """
 
     def __init__(
-        self, layout: Layout, spec: Spec, sizes: Mapping[str, int], coordinate: Mapping[str, int], groups: Groups
-    ) -> None:
+        self, layout: Layout, spec: Spec, sizes: Mapping[str, int], coordinate: Mapping[str, int], groups: Groups,
+        run: Runtime | None = None,
+    ) -> None:  # fmt: skip
         self.sizes, self.coordinate, self.groups = dict(sizes), dict(coordinate), dict(groups)
+        self.seats, self.run, self.layout = Seats(layout, sizes, coordinate), run, layout.hash
+        self.trained = tuple(self.seats.units)
         self.op = "avg" if spec.average == "mean" else "sum"
         _ = layout.trainable  # cached: Dynamo does not trace the first time
         schedule = spec.schedule if spec.schedule.order != "recorded" else spec.schedule.ordered(None)
@@ -98,11 +103,36 @@ class Recipes:
         """The name of a lane's communicator on an axis."""
         return self.groups.get((lane, axis), f"{lane} {axis}")
 
+    def lacking(self, masks: tuple[int, ...]) -> tuple[str, Any, tuple[str, ...]]:
+        """What is amiss, if anything, and `Lacking`'s fields, of a step in which the leaves of `trained` got gradients
+        by these masks; without any, all did.
+
+        Called while a step is traced. Ranks that share a leaf must have gradients for it alike: their graphs cannot ask
+        each other. They compare that when one of them first traces such a step.
+
+        Collective, on the host: when masks are new to this layout.
+        """
+        noted = dict(zip(self.trained, masks or (ALL,) * len(self.trained), strict=True))
+        mine = self.seats.row(noted)
+        rows = [mine] if self.run is None else self.run.given_rows.get((self.layout, mine))
+        if rows is None:
+            rows = self.run.given_rows[self.layout, mine] = self.run.everyone(mine)
+        lacking, parted, said = self.seats.lacking(bytes(map(max, *rows, mine))), self.seats.parted(rows), ""
+        if parted:
+            said = (
+                f"in this compiled step the leaf {parted!r} gets a gradient on some ranks only, and graphs cannot ask "
+                "each other. Give zeros in the place of None there, or None on every rank."
+            )
+        return said, tuple(lacking.given.items()), lacking.anywhere
+
+    lacking._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result's mark
+
     def _unit(self, unit: Unit) -> UnitRecipe:
-        return UnitRecipe(unit.keys, unit.paths, unit.trains, tuple(self._bucket(unit, b) for b in unit.buckets))
+        buckets = tuple(self._bucket(unit, bucket) for bucket in unit.buckets)
+        return UnitRecipe(unit.name, unit.keys, unit.paths, unit.trains, buckets)
 
     def _bucket(self, unit: Unit, bucket: Bucket) -> BucketRecipe:
-        _ = bucket.labels, bucket.ranks  # cached: Dynamo does not trace the first time
+        _ = bucket.labels, bucket.ranks, bucket.counts  # cached: Dynamo does not trace the first time
         copied = keeps_copy(bucket)
         stored = states_of(bucket, "weights" if copied else "main")
         whole = tuple((axis, Replicate) for axis, _ in stored)
@@ -151,4 +181,4 @@ def recipes(layout: Layout, spec: Spec, run: Runtime) -> Recipes:
     """The recipes of a state that runs."""
     lanes = tuple(run.groups)
     groups = {(lane, axis): run.group(lane if run.cuda else "traced", axis).group_name for lane, axis in lanes}
-    return Recipes(layout, spec, run.sizes, run.coordinate, groups)
+    return Recipes(layout, spec, run.sizes, run.coordinate, groups, run if isinstance(run, Runtime) else None)

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 import torch
 import torch.utils._pytree as pytree
 
-from . import _shard
+from ._agree import Topic, agree
+from ._checksum import checksum
 from ._entry import ordinary, verb
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer, zeros
@@ -184,9 +185,13 @@ def _compare(run: Runtime, main: dict[str, FlatBuffer], whole: Values | None) ->
                 a = max(leaf.offset - start, 0)
                 values[leaf.path] = buffer.local[a : max(leaf.offset + leaf.numel - start, a)]
             own.append(apart)
-    if run.size > 1:
-        lines = _shard._checksums(list(values), values)
-        _shard._agree(run, lines, "", "replace_params: ranks have different values", own)
+
+    def look() -> tuple[None, list[Topic]]:
+        numbers = torch.stack([checksum(value) for value in values.values()]).tolist() if values else []
+        lines = [f"{path} checksum {n % (1 << 64):016x}" for path, n in zip(values, numbers, strict=True)]
+        return None, [Topic(lines, TreeError, "values", "leaf", "Give every rank the same.", own)]
+
+    agree(run, "replace_params", look)
 
 
 # ---------------------------------------------------------------- gradients

@@ -61,6 +61,7 @@ class Runtime(Jobs):
         self.spare: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # windows that no lineage uses, by number
         self.windows = 0  # how many were made
         self.generators: dict[int, torch.Generator] = {}  # on GPUs, by microbatch
+        self.given_rows: dict[tuple[str, bytes], list[bytes]] = {}  # of traced steps, see `_recipes`
         self.queues = {name: Queue(self._ahead, self._issue) for name in QUEUES}
         self.issues = self.skips = 0  # on GPUs: collectives that the job has issued, and that its twin leaves out
         self.streams = Streams(self.device, ("gather", "reduce", "outer", "update")) if self.cuda else None
@@ -77,6 +78,7 @@ class Runtime(Jobs):
         self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
         self.rank = 0  # which of them this one is
         self.world: Any = dist.group.WORLD
+        self.place = ""  # in the store
         if self.size == 1:
             return
         if mesh.get_coordinate() is None:
@@ -157,7 +159,7 @@ class Runtime(Jobs):
             if out.data_ptr() != given.data_ptr():
                 out.copy_(given)
             return iter(())
-        if hop.lane == "control" and hop.kind == "all_reduce" and self.board is not None:
+        if hop.lane == "control" and hop.kind == "all_reduce" and hop.dtype is torch.int64 and self.board is not None:
             return self.board.largest(out)
         group = self.control if hop.lane == "control" else self.groups[hop.lane, hop.axis]
         if self.cuda and hop.lane != "control":

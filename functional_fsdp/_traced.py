@@ -7,7 +7,8 @@
 
 What the verbs of a step know of each other (the cursor, what is in flight) travels in the state's token, a `Trace`,
 which exists only while the step is traced. Nothing in Python changes from one run to the next, so nothing recompiles;
-nothing votes either, since every rank runs the same graph.
+nothing votes either, since every rank runs the same graph. Which leaves get no gradient is a part of that graph: ranks
+compare it once, when they trace (`Recipes.lacking`).
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ import torch.utils._pytree as pytree
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer
 from ._functional import finished, run, start
+from ._given import ALL
 from ._recipes import BucketRecipe, Exchange, Move, Recipes, UnitRecipe
 from ._route import States
 
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["Trace", "base_of", "finish", "over_axes", "recipes_of", "reduce", "release", "unshard"]
+__all__ = ["Trace", "base_of", "finish", "given_in", "over_axes", "recipes_of", "reduce", "release", "unshard"]
 
 Weights = dict[str, torch.Tensor]
-FIELDS = ("base", "cursor", "issued", "flying", "ready", "held", "pending")
+FIELDS = ("base", "cursor", "issued", "flying", "ready", "held", "pending", "given")
 
 
 class Pending(NamedTuple):
@@ -46,12 +48,12 @@ class Trace:
 
     base: the token that the step came with. cursor, issued: uses and gathers so far. flying: {unit: whole buckets, not
     waited for}. ready: {unit: (weights, the last use that they are good for)}. held: units handed out. pending:
-    reductions under way.
+    reductions under way. given: {unit: mask of the leaves that got a gradient} of the units that were reduced.
     """
 
     def __init__(
         self, base: Any, cursor: int, issued: int, flying: Any, ready: Any, held: tuple[str, ...],
-        pending: tuple[Pending, ...],
+        pending: tuple[Pending, ...], given: dict[str, int],
     ) -> None:  # fmt: skip
         self.base = base
         self.cursor = cursor
@@ -60,6 +62,7 @@ class Trace:
         self.ready = ready
         self.held = held
         self.pending = pending
+        self.given = given
 
     def but(self, **changes: Any) -> Trace:
         """The same with some fields replaced."""
@@ -87,12 +90,17 @@ def recipes_of(state: State, verb: str) -> Recipes:
 
 def _trace(state: State) -> Trace:
     token: Any = state.token
-    return token if isinstance(token, Trace) else Trace(token, 0, 0, {}, {}, (), ())
+    return token if isinstance(token, Trace) else Trace(token, 0, 0, {}, {}, (), (), {})
 
 
 def base_of(state: State) -> Any:
     """The token of the state that the step began with."""
     return _trace(state).base
+
+
+def given_in(state: State) -> dict[str, int]:
+    """Masks of the leaves that got a gradient in this step, by unit."""
+    return _trace(state).given
 
 
 def _unit(recipes: Recipes, name: str, verb: str) -> UnitRecipe:
@@ -102,8 +110,12 @@ def _unit(recipes: Recipes, name: str, verb: str) -> UnitRecipe:
 
 
 def _then(state: State, trace: Trace, **fields: Any) -> State:
-    """The state after a verb: between steps again if nothing is held, in flight or reduced."""
+    """The state after a verb: between steps again if nothing is held, in flight or reduced, and no leaf lacks a
+    gradient, as `step` will have to know."""
     busy = len(trace.held) + len(trace.ready) + len(trace.flying) + len(trace.pending)
+    if len(trace.given) > 0:
+        units = recipes_of(state, "step").trained
+        busy += len(trace.given) < len(units) or any(mask != ALL for mask in trace.given.values())
     return state._evolve(token=trace if busy else trace.base, **fields)
 
 
@@ -284,6 +296,12 @@ def _reduce(state: State, recipes: Recipes, unit: UnitRecipe, values: list[Any],
         if shape is not None and value is not None and tuple(value.shape) != tuple(shape):
             raise TreeError(f"reduce: the gradient of {key!r} has shape {tuple(value.shape)}; expected {shape}.")
     state = _collect(state, recipes)
+    trace = _trace(state)
+    if unit.name in recipes.trained:
+        came = [value is not None for value, shape in zip(values, unit.shapes, strict=True) if shape is not None]
+        bits = [1 << i for i in range(len(values)) if values[i] is not None and unit.shapes[i] is not None]
+        mask = ALL if all(came) else trace.given.get(unit.name, 0) | sum(bits)
+        trace = trace.but(given={**trace.given, unit.name: mask})
     op = recipes.op
     pending = []
     for one in unit.buckets:
@@ -292,7 +310,7 @@ def _reduce(state: State, recipes: Recipes, unit: UnitRecipe, values: list[Any],
             move = one.fresh[last if have is None else have.states == one.fresh[True].states]
             local = _flat(one, values, state.main[one.bucket.name].local)
             pending.append(Pending(one, move, start(move.exchanges[0], local, op) if move.exchanges else local))
-    state = state._evolve(token=_trace(state).but(pending=tuple(pending)), grads=state.grads or {})
+    state = state._evolve(token=trace.but(pending=tuple(pending)), grads=state.grads or {})
     return _complete(_collect(state, recipes), recipes, (unit,)) if last and _partial(state, unit) else state
 
 

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils._pytree as pytree
 
-from ._errors import TreeError
+from ._errors import ScheduleError, TreeError
 from ._functional import run
-from ._traced import base_of, finish, recipes_of
-from ._update import check, may_step, update
+from ._given import Lacking
+from ._traced import base_of, finish, given_in, recipes_of
+from ._update import check, counting, keep, may_step, put_back, update
 
 if TYPE_CHECKING:
     from ._state import State
@@ -21,13 +22,20 @@ __all__ = ["step"]
 def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     recipes = recipes_of(state, "step")
     skip = may_step(state, skip)
-    base = base_of(state)
+    base, noted = base_of(state), given_in(state)
     state = finish(state)
-    main, opt = {name: state.main[name] for name in state.layout.trainable}, state.opt
-    new_main, new_opt = update(state, state.grads, main, skip)
+    said, given, anywhere = recipes.lacking(tuple([noted.get(unit, 0) for unit in recipes.trained if noted]))
+    if said:
+        raise ScheduleError(said)
+    lacking = Lacking(dict(given), anywhere)
+    main, opt = {name: state.main[name] for name in state.layout.trainable}, counting(state, lacking)
+    state = state._evolve(opt=opt)
+    before = keep(state, lacking.given)
+    new_main, new_opt = update(state, state.grads, main, skip, lacking.given)
     check(main, new_main, "main")
     check(opt, new_opt, "opt")
     _write((main, opt), (new_main, new_opt))
+    put_back(before)
     for unit in recipes.units.values():
         for one in unit.buckets:
             if one.copied and one.bucket.trainable:

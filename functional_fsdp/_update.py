@@ -5,10 +5,14 @@
     compute       ── backward of 2 ── of 1 ── of 0 ──                        └── the step is over
 
 That is `Schedule(overlap_update=True)`; else compute updates everything after the backward.
+
+Leaves that got no gradient stay as they are: the optimizer leaves them out (`update_some`), or they are kept and put
+back.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +21,28 @@ import torch.utils._pytree as pytree
 
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer
+from ._given import WHOLE, Lacking, Leaves, NewCounts
 from ._lanes import Mark, Steps
+from ._tracing import tracing
 
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["carry_out", "check", "may_step", "portions", "put", "update"]
+__all__ = [
+    "carry_out",
+    "check",
+    "counted",
+    "counting",
+    "keep",
+    "may_step",
+    "portions",
+    "put",
+    "put_back",
+    "update",
+    "with_counts",
+]
 
+NOTHING = WHOLE.given
 FILL = 1 << 25  # bytes of main weights: what an update on the lane takes at least, so that small units share a call
 
 
@@ -43,30 +62,99 @@ def may_step(state: State, skip: torch.Tensor | bool | None) -> torch.Tensor | N
     return skip
 
 
-def carry_out(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None) -> tuple[Any, Any]:
+def counting(state: State, lacking: Lacking) -> Any:
+    """The optimizer's state, with counts for the buckets in which a leaf got no gradient, if it keeps some.
+
+    Raises:
+        NewCounts: while a step is captured, if there were none before.
+    """
+    optimizer, opt = state.optimizer, state.opt
+    if not (lacking.anywhere and hasattr(optimizer, "counting")):
+        return opt
+    names = counted(state)
+    if all(name in names for name in lacking.anywhere):
+        return opt
+    if not tracing() and state.executor.run.capturing:
+        raise NewCounts(
+            "cuda_graph: leaves that got a gradient in every step so far got none in the step that is captured, and "
+            f"the optimizer counts their steps from now on (in {', '.join(map(repr, lacking.anywhere[:3]))})."
+        )
+    return with_counts(state, (*names, *lacking.anywhere)).opt
+
+
+def counted(state: State) -> tuple[str, ...]:
+    """The buckets of which the optimizer counts steps by leaf."""
+    return tuple(state.optimizer.counted(state.opt)) if hasattr(state.optimizer, "counted") else ()
+
+
+def with_counts(state: State, names: Iterable[str]) -> State:
+    """The state with counts for these buckets and no others: those that it has, zeros for new ones."""
+    if not hasattr(state.optimizer, "counting"):
+        return state
+    main = {name: state.main[name] for name in state.layout.trainable}
+    return state._evolve(opt=state.optimizer.counting(state.opt, main, names))
+
+
+Kept = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def keep(state: State, given: Leaves) -> Kept:
+    """Of an optimizer that does not leave out leaves by itself: where their weights and its FlatBuffers are, and copies
+    of them."""
+    if not given or hasattr(state.optimizer, "update_some"):
+        return []
+    nodes = pytree.tree_leaves((state.main, state.opt), is_leaf=lambda x: isinstance(x, FlatBuffer))
+    views = []
+    for buffer in nodes:
+        if isinstance(buffer, FlatBuffer):
+            name = buffer.bucket.name
+            some = given.get(name)
+            if some is not None and buffer.bucket.numel == state.layout.buckets[name].numel:
+                views += [view for _, view in buffer.by_label([not one for one in some])]
+        elif isinstance(buffer, torch.Tensor) and buffer.numel() > 1 and not tracing():
+            warnings.warn(
+                f"step: {type(state.optimizer).__name__} keeps a tensor {tuple(buffer.shape)} that is no FlatBuffer, "
+                "so it is not known which leaf it belongs to. Leaves that got no gradient in this step keep their "
+                "weights, but there it sees zeros for them. Make such state by tree_map over main weights.",
+                stacklevel=5,
+            )
+    return [(view, view.clone()) for view in views if view.numel()]
+
+
+def put_back(kept: Kept) -> None:
+    """What `keep` has copied."""
+    if kept:
+        torch._foreach_copy_([view for view, _ in kept], [copy for _, copy in kept])
+
+
+def carry_out(
+    state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None, given: Leaves = NOTHING
+) -> tuple[Any, Any]:
     """The update of all, eagerly: on GPUs in parts, as gradients come, if the optimizer is one for parts. A stream
     waits, the host does not. Compute has waited for all of it at the end."""
     executor, optimizer = state.executor, state.optimizer
     in_parts = getattr(optimizer, "by_bucket", False) and (skip is None or hasattr(optimizer, "update_unless"))
     if not (executor.run.cuda and in_parts):
         executor.settle()
-        return update(state, executor.grads, main, skip)
+        return update(state, executor.grads, main, skip, given)
     left = main
     if state.spec.schedule.overlap_update and skip is None:
-        left = _beside(state, main)
+        left = _beside(state, main, given)
     late = executor.staging.late()
     early = {name: buffer for name, buffer in left.items() if late is not None and name not in late}
     if early:  # while the others are on their way
         executor.run.wait(executor.newest)  # a gather may be reading weights still
-        _in_place(state, early, skip)
+        _in_place(state, early, skip, given)
     executor.settle()
     if rest := {name: buffer for name, buffer in left.items() if name not in early}:
-        _in_place(state, rest, skip)
+        _in_place(state, rest, skip, given)
     return main, state.opt
 
 
-def _in_place(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None = None) -> None:
-    new, _ = update(state, state.executor.grads, main, skip)
+def _in_place(
+    state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None = None, given: Leaves = NOTHING
+) -> None:
+    new, _ = update(state, state.executor.grads, main, skip, given)
     if new is not main and any(new[name].local is not buffer.local for name, buffer in main.items()):
         raise TreeError(
             f"step: {type(state.optimizer).__name__} says by_bucket = True, and its update returned other tensors than "
@@ -74,11 +162,13 @@ def _in_place(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | No
         )
 
 
-def _beside(state: State, main: dict[str, FlatBuffer]) -> dict[str, FlatBuffer]:
-    """Update on a lane what only lanes have touched since its gradients came. Returns what is left for compute."""
+def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) -> dict[str, FlatBuffer]:
+    """Update on a lane what only lanes have touched since its gradients came. Returns what is left for compute: where
+    leaves have no gradient, compute has just made or copied something."""
     run, staging = state.executor.run, state.executor.staging
     assert run.streams is not None
-    sizes = {name: main[name].local.nbytes for name in staging.reduced if main[name].sharded()}  # else compute reads it
+    alone = (name for name in staging.reduced if main[name].sharded() and name not in given)  # else compute reads it
+    sizes = {name: main[name].local.nbytes for name in alone}
     try:
         for some in portions(sizes, FILL):
             job = _portion(state, {name: main[name] for name in some}, [staging.reduced[name] for name in some])
@@ -113,10 +203,15 @@ def portions(sizes: Mapping[str, int], fill: int) -> list[list[str]]:
     return found
 
 
-def update(state: State, reduced: Any, main: Any, skip: torch.Tensor | None) -> tuple[Any, Any]:
-    """The optimizer's update of these main weights; with `skip`, of which only what the tensor says is there after."""
+def update(
+    state: State, reduced: Any, main: Any, skip: torch.Tensor | None, given: Leaves = NOTHING
+) -> tuple[Any, Any]:
+    """The optimizer's update of these main weights; with `skip`, of which only what the tensor says is there after.
+    Leaves without a gradient are left out if the optimizer can."""
     optimizer, opt = state.optimizer, state.opt
     grads = {name: _cast(reduced[name], buffer.local.dtype) for name, buffer in main.items()}
+    if given and hasattr(optimizer, "update_some"):
+        return optimizer.update_some(given, skip, grads, opt, main, state.count)
     if skip is None:
         return optimizer.update(grads, opt, main, state.count)
     if hasattr(optimizer, "update_unless"):

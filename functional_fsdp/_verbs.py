@@ -26,12 +26,13 @@ from . import _traced, _traced_step
 from ._entry import verb
 from ._errors import ScheduleError, StaleStateError
 from ._flat import leaves_of
+from ._given import Leaves
 from ._gradients import in_order, of_tree, of_unit
 from ._interrupts import arrive, guard, whole
 from ._layout import Unit
 from ._state import State, Token
 from ._tracing import tracing
-from ._update import carry_out, check, may_step, put
+from ._update import Kept, carry_out, check, counting, keep, may_step, put, put_back
 from ._weights import gather, refresh, whole_of
 
 __all__ = ["changed", "changing", "finish", "newest", "reduce", "release", "step", "then", "unshard"]
@@ -185,12 +186,13 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     ledger = state.token.ledger
     if unit is not None:
         one = _unit(state, unit, "reduce")
-        values = of_unit(one, grads)
+        values, came = of_unit(one, grads)
         ledger.enter(state.token.serial, "reduce")
         executor = state.executor
         executor.adopt(state.grads)
         have = len(executor.grads)
         if values:
+            executor.given.note(one.name, came)
             executor.reduce(one.name, values, last)
         if len(executor.grads) > have:
             executor.grads = in_order(state.layout, executor.grads)
@@ -202,6 +204,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     executor.adopt(state.grads)
     for one in reversed(state.layout.units):
         if any(shape is not None for shape in one.trains):
+            executor.given.note(one.name, sum(1 << i for i, path in enumerate(one.paths) if path in total))
             executor.reduce(one.name, [total.get(path) for path in one.paths], last, whole_tree=True)
     executor.grads = in_order(state.layout, executor.grads)
     return then(state, "reduce()", grads=executor.grads)
@@ -274,36 +277,41 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     executor = state.executor
     executor.adopt(state.grads)
     executor.finish(state)
-    vote = ledger.runtime.vote(executor.digest)
+    vote = ledger.runtime.vote(executor.digest, executor.given.vote())
     trainable = state.layout.trainable
     main = {name: state.main[name] for name in trainable}
     touched = [leaf for leaf in pytree.tree_leaves((main, state.opt)) if isinstance(leaf, torch.Tensor)]
     versions = [leaf._version for leaf in touched]
     try:
-        ledger.runtime.compare(vote)
+        lacking = executor.given.agree(ledger.runtime, ledger.runtime.compare(vote))
     except ScheduleError:
         ledger.leave()
         raise
     if not executor.run.cuda:  # the host waits there, which may fail: before all commit
         executor.settle()
-    return _take(state, main, skip, touched, versions)
+    opt = counting(state, lacking)
+    before = keep(state, lacking.given)
+    return _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
 
 
 @whole
-def _take(state: State, main: Any, skip: Any, touched: list[torch.Tensor], versions: list[int]) -> State:
+def _take(
+    state: State, main: Any, skip: Any, given: Leaves, before: Kept, touched: list[torch.Tensor], versions: list[int]
+) -> State:
     """The step itself, from the moment on in which ranks cannot take it back. An interrupt waits."""
     ledger = state.token.ledger
     executor = state.executor
     guard()
     ledger.runtime.confirm()
     try:
-        new_main, new_opt = carry_out(state, main, skip)
+        new_main, new_opt = carry_out(state, main, skip, given)
         opt = state.opt
         same = new_main is main and all(main[name] is state.main[name] for name in state.layout.trainable)
         if not same or new_opt is not opt:  # else it was all done in place
             check(main, new_main, "main")
             check(opt, new_opt, "opt")
             _, opt = _install((main, opt), (new_main, new_opt))
+        put_back(before)
         if state.weights:
             for name, kept in state.weights.items():
                 if state.layout.buckets[name].trainable:

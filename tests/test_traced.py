@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -576,3 +577,87 @@ def test_unknown_names_are_refused() -> None:
         T.compile(lambda state: state, "cudagraphs")
     with pytest.raises(SpecError, match=r"got a tuple first; expected a State"):
         T.compile(lambda pair: pair, "aot_eager")((1, 2))
+
+
+# ---------------------------------------------------------------- leaves without a gradient
+
+
+SMALL = {"u.a": (5,), "u.b": (130,), "w": (4,), "never": (3,)}
+
+
+def compiled_without(optimizer: Any, late: bool) -> tuple[list[dict[str, torch.Tensor]], int, list[str]]:
+    """Steps in which `u.a` gets a gradient only after the first two, if `late`, and the unit `never` is not reduced."""
+    params = {name: torch.ones(shape, dtype=torch.float64) for name, shape in SMALL.items()}
+    spec = fsdp.Spec(fsdp.local_mesh(), units=["u", "w", "never"], schedule=TRACED)
+    state = fsdp.shard(params, spec, optimizer)
+
+    def train_step(state: fsdp.State, scale: torch.Tensor, come: bool) -> fsdp.State:
+        state, w = fsdp.unshard(state)
+        one = {name: p * scale for name, p in w.items()}
+        state = fsdp.reduce(state, {"a": one["u.a"] if come else None, "b": one["u.b"]}, "u")
+        return fsdp.step(fsdp.reduce(state, {"w": one["w"]}, "w"))
+
+    step, count = compiled("eager", train_step)
+    seen = []
+    for i in range(4):
+        state = step(state, torch.tensor(1.0 + i + dist.get_rank(), dtype=torch.float64), i > 1 or not late)
+        seen.append(fsdp.full_params(state))
+    return seen, count(), sorted(getattr(state.opt, "missed", ()))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("which", ["adamw", "sgd"])
+def test_a_compiled_step_leaves_alone_what_gets_no_gradient_in_it(which: str, late: bool) -> None:
+    mine, torchs = {
+        "adamw": (fsdp.adamw(lr=0.1, weight_decay=0.2), torch.optim.AdamW),
+        "sgd": (fsdp.sgd(lr=0.1, momentum=0.9, weight_decay=0.2), partial(torch.optim.SGD, momentum=0.9)),
+    }[which]
+    plain = {name: torch.nn.Parameter(torch.ones(shape, dtype=torch.float64)) for name, shape in SMALL.items()}
+    optimizer = torchs([*plain.values()], lr=0.1, weight_decay=0.2)
+    ranks = launch(compiled_without, 2, mine, late)
+    for i in range(4):
+        for name, p in plain.items():
+            p.grad = None if name == "never" or (name == "u.a" and late and i < 2) else p.detach() * (1.5 + i)
+        optimizer.step()
+        for seen, _, _ in ranks:
+            for name, p in plain.items():
+                torch.testing.assert_close(seen[i][name], p.detach(), rtol=0, atol=1e-9)
+    for _, count, missed in ranks:
+        assert count == (1 + late + (which == "adamw"))  # counts that come make another state
+        assert missed == (["never"] + ["u"] * late if which == "adamw" else [])
+
+
+def parted() -> str:
+    params = {"a": torch.ones(5), "b": torch.ones(5)}
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=TRACED), fsdp.sgd(lr=0.1))
+    mine = dist.get_rank() == 1
+
+    def train_step(state: fsdp.State) -> fsdp.State:
+        state, w = fsdp.unshard(state)
+        return fsdp.step(fsdp.reduce(state, {"a": w["a"], "b": w["b"] if mine else None}))
+
+    with pytest.raises(Exception, match=r"the leaf 'b' gets a gradient on some ranks only.*Give zeros in the place of"):
+        compiled("eager", train_step)[0](state)
+    return str(fsdp.full_params(state)["a"].tolist())
+
+
+def test_ranks_that_compile_steps_with_other_gradients_hear_of_it() -> None:
+    assert launch(parted, 2) == ["[1.0, 1.0, 1.0, 1.0, 1.0]"] * 2
+
+
+def test_a_step_compiled_by_itself_knows_which_leaves_have_gradients() -> None:
+    torch._dynamo.reset()
+    params = {"a": torch.ones(5), "b": torch.ones(5)}
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=TRACED), fsdp.sgd(lr=0.1, weight_decay=0.1))
+
+    def gradients(state: fsdp.State, all_of_them: bool) -> fsdp.State:
+        state, w = fsdp.unshard(state)
+        return fsdp.finish(fsdp.reduce(state, {"a": w["a"], "b": w["b"] if all_of_them else None}))
+
+    first = torch.compile(gradients, fullgraph=True, backend="eager")
+    second = torch.compile(fsdp.step, fullgraph=True, backend="eager")
+    state = second(first(state, True))
+    before = fsdp.full_params(state)
+    after = fsdp.full_params(second(first(state, False)))
+    assert torch.equal(after["b"], before["b"])
+    assert not torch.equal(after["a"], before["a"])

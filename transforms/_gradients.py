@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from functional_fsdp import State
 from functional_fsdp._metrics import over_axes
 
-__all__ = ["shards", "total"]
+__all__ = ["by_dtype", "shards", "total"]
 
 Axes = tuple[str, ...]
 
@@ -24,6 +26,15 @@ def shards(state: State) -> dict[Axes, list[torch.Tensor]]:
         own = [axis for axis in sizes if axis not in buffer.bucket.placement.data]
         axes = tuple(axis for axis in (*buffer.sharded(), *own) if sizes[axis] > 1)
         found.setdefault(axes, []).append(buffer.local)
+    return found
+
+
+def by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    """Tensors apart by dtype, as one call for many takes them; empty ones left out."""
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            found.setdefault(tensor.dtype, []).append(tensor)
     return found
 
 

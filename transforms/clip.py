@@ -7,7 +7,7 @@ import torch
 from functional_fsdp import SpecError, State, finish
 from functional_fsdp._verbs import changed, changing
 
-from ._gradients import shards, total
+from ._gradients import by_dtype, shards, total
 
 __all__ = ["clip_by_global_norm", "clip_by_value", "global_norm"]
 
@@ -27,18 +27,19 @@ def global_norm(state: State) -> tuple[State, torch.Tensor]:
     Example: `state, norm = T.global_norm(state)`.
     """
     state = finish(state)
+    widest = torch.float32
+    for buffer in state.grads.values():
+        widest = torch.promote_types(widest, buffer.local.dtype)
     squares = {}
     for axes, tensors in shards(state).items():
-        wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
-        filled = [t for t in tensors if t.numel()]
-        norms = (
-            torch._foreach_norm(filled, 2, dtype=wide)
-            if filled
-            else [torch.zeros((), dtype=wide, device=state.count.device)]
-        )
-        squares[axes] = torch.stack(list(norms)).square().sum()
-    widest = torch.float64 if any(s.dtype is torch.float64 for s in squares.values()) else torch.float32
-    return state, total(state, {axes: s.to(widest) for axes, s in squares.items()}).sqrt()
+        sums = []
+        for dtype, some in by_dtype(tensors).items():
+            norms = torch._foreach_norm(some, 2, dtype=torch.promote_types(torch.float32, dtype))
+            sums.append(torch.stack(list(norms)).square().sum().to(widest))
+        if len(sums) != 1:
+            sums = [torch.stack([torch.zeros((), dtype=widest, device=state.count.device), *sums]).sum()]
+        squares[axes] = sums[0]
+    return state, total(state, squares).sqrt()
 
 
 @torch.no_grad()
@@ -61,7 +62,8 @@ def clip_by_global_norm(state: State, max_norm: float | torch.Tensor) -> tuple[S
     changing(state, "clip_by_global_norm()")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for tensors in shards(state).values():
-        torch._foreach_mul_(tensors, scale)
+        for dtype, some in by_dtype(tensors).items():
+            torch._foreach_mul_(some, scale.to(torch.promote_types(torch.float32, dtype)))
     return changed(state, "clip_by_global_norm()"), norm
 
 
@@ -81,6 +83,7 @@ def clip_by_value(state: State, max_value: float) -> State:
     state = finish(state)
     changing(state, "clip_by_value()")
     for tensors in shards(state).values():
-        torch._foreach_clamp_min_(tensors, -max_value)
-        torch._foreach_clamp_max_(tensors, max_value)
+        for some in by_dtype(tensors).values():
+            torch._foreach_clamp_min_(some, -max_value)
+            torch._foreach_clamp_max_(some, max_value)
     return changed(state, "clip_by_value()")

@@ -38,7 +38,7 @@ def clipped_gradients(
         max_norm: each sample's gradient g, over all units, becomes g · min(1, max_norm / |g|).
         noise: the noise multiplier: normal draws of standard deviation noise · max_norm are added to the sum of all
             clipped gradients, of the batch of all ranks. They follow from (state.rng, step) and the leaf, so they are
-            the same whatever the placement and the number of ranks.
+            the same whatever the placement and the number of ranks. With noise every leaf has a gradient.
 
     Returns:
         `f(state, batch) -> state, losses [B]`, this rank's. The gradients are the mean over B and over the data ranks
@@ -87,6 +87,7 @@ def clipped_gradients(
             changing(state, "clipped_gradients()")
             with torch.no_grad():
                 add_noise(state, noise * max_norm * mean / ranks)
+            state.executor.given.fill()
             state = changed(state, "clipped_gradients()")
         end_round(state, last)
         return state, losses

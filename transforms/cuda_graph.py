@@ -24,6 +24,7 @@ import torch.utils._pytree as pytree
 from functional_fsdp import ScheduleError, SpecError, State, TreeError
 from functional_fsdp._capture import Capture
 from functional_fsdp._entry import outside_inference
+from functional_fsdp._given import NewCounts
 from functional_fsdp._runtime import Runtime, runtime_of
 
 from ._capturing import KEPT, Home, captured, stale_streams_followed
@@ -59,6 +60,9 @@ def cuda_graph(train_step: F, *, warmup: int = 3, graphs: int = 8, pass_through:
     schedule is a function of the count, `fsdp.adamw(lr=lambda count: ...)`. Random numbers of `T.forward_backward` are
     those of the eager step; those of a step by hand go on in torch's default generator, as they do eagerly. Activation
     checkpointing needs `preserve_rng_state=False` (`T.remat(..., preserve_rng_state=False)`).
+
+    Which leaves got no gradient on any rank, and so keep their weights, is decided then, too. A replay does not ask
+    again; if a rank that steps eagerly has gradients for other leaves, all hear of it in the vote, and none steps.
 
     `T.cuda_graph(T.compile(train_step))` captures a step that was compiled as a whole.
 
@@ -218,10 +222,14 @@ class Graphed:
                 home.keep(new)
             graph.graph, graph.home, graph.capture = made, home, capture
             capture.first(lambda: graph.launch(state))
-        except BaseException:
-            graph.graph = graph.home = graph.capture = None
+        except BaseException as error:
+            graph.graph = graph.home = graph.capture = out = new = None
             capture.abandon()
-            raise
+            if not isinstance(error, NewCounts):
+                raise
+            log.info("cuda_graph: this step is taken eagerly. %s", error)
+        if graph.graph is None:
+            return self._eagerly(run, state, *pytree.tree_unflatten(_on(run, leaves), treedef))
         graph.inputs = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
         outputs, graph.structure = pytree.tree_flatten(results)
         graph.outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
@@ -276,7 +284,8 @@ def structure(state: State) -> Any:
 
 
 def signature(state: State, leaves: list[Any], treedef: Any) -> Any:
-    """Equal for calls that are captured alike: shapes and dtypes of tensors, and everything else as it is.
+    """Equal for calls that are captured alike: shapes and dtypes of tensors, and everything else as it is; and the
+    buckets of which the optimizer counts steps by leaf.
 
     Raises:
         TreeError: a State, or something without a hash (an array, say), which cannot be told from another.
@@ -298,7 +307,8 @@ def signature(state: State, leaves: list[Any], treedef: Any) -> Any:
                     "it saw first. Pass it as a tensor."
                 ) from None
             found.append((type(leaf), leaf))
-    return treedef, tuple(found), Kind(state)
+    counted = getattr(state.optimizer, "counted", None)  # what it counts steps of may become more
+    return treedef, tuple(found), Kind(state), counted and counted(state.opt)
 
 
 def _on(run: Runtime, leaves: list[Any], copy: bool = False) -> list[Any]:

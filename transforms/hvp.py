@@ -71,11 +71,14 @@ def hvp(
             state = finish(state)
         grads = state.grads
         walk.enter(state)
-        state.executor.adopt({})  # products are reduced in the place of gradients
+        given = state.executor.given
+        noted, given.noted = given.noted, {}  # products are reduced in the place of gradients
+        state.executor.adopt({})
         state, loss = _products(walk, state._evolve(grads=()), v, batch)
         state = finish(state)
         found = dict(state.grads)
         state.executor.adopt(grads)
+        given.noted = noted
         return walk.rest(before, state._evolve(grads=grads)), (loss, found)
 
     return alone(f, "hvp")

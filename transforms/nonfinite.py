@@ -117,7 +117,7 @@ def find_nonfinite(state: State, grads: Any = None, unit: str | None = None) -> 
             for one in state.layout.units:
                 watch.look(one.name, [values.get(path) for path in one.paths])
         elif unit in state.layout.by_name:
-            watch.look(unit, of_unit(state.layout.by_name[unit], grads))
+            watch.look(unit, of_unit(state.layout.by_name[unit], grads)[0])
         else:
             raise ScheduleError(f"find_nonfinite: there is no unit {unit!r}. The units are {', '.join(state.units)}.")
         return state, watch.found()

@@ -140,7 +140,9 @@ def setting(name: str, part: str, key: str, value: Any) -> None:
 
 setting("prefetch", "schedule", "prefetch", 2)
 setting("keep", "schedule", "keep", "all")
-setting("order", "schedule", "order", ["head", "blocks.0", "blocks.1", "order", "order", "blocks.1", "blocks.0", "head"])
+setting(
+    "order", "schedule", "order", ["head", "blocks.0", "blocks.1", "order", "order", "blocks.1", "blocks.0", "head"]
+)
 setting("recorded", "schedule", "order", "recorded")
 setting("debug", "schedule", "debug", True)
 setting("average", "spec", "average", "sum")

@@ -322,7 +322,9 @@ class Damage:
 
     def _path_above(self, said: Any) -> None:
         info = said.storage_data[self._pick(said.storage_data)]
-        self._entry(said, relative_path=f"../../{os.path.basename(os.path.dirname(self.sources[1]))}/1/{info.relative_path}")
+        self._entry(
+            said, relative_path=f"../../{os.path.basename(os.path.dirname(self.sources[1]))}/1/{info.relative_path}"
+        )
 
     def _absolute_path(self, said: Any) -> None:
         info = said.storage_data[self._pick(said.storage_data)]

@@ -63,7 +63,9 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
 def smaller(case: Case) -> list[Case]:
     """Simpler cases."""
     plain = {"transport": "collective", "prefetch": 1, "micros": 1, "preset": "zero3", "store": "file", "world": 2}
-    return [{**case, key: value, "victim": min(case["victim"], 1)} for key, value in plain.items() if case[key] != value]
+    return [
+        {**case, key: value, "victim": min(case["victim"], 1)} for key, value in plain.items() if case[key] != value
+    ]
 
 
 # ---------------------------------------------------------------- ranks that are forked here
@@ -104,7 +106,9 @@ def _ranks(case: Case, folder: str) -> Verdict:
     for rank in left:
         os.waitpid(pids[rank], 0)
     if victim not in ends:
-        return Verdict("hang", f"before the kill: {'; '.join(_stack(folder, rank) for rank in left)}"[:900], clean=False)
+        return Verdict(
+            "hang", f"before the kill: {'; '.join(_stack(folder, rank) for rank in left)}"[:900], clean=False
+        )
     if not os.WIFSIGNALED(ends[victim][0]):
         said = _said(folder, victim)
         if said.get("armed"):
@@ -306,7 +310,9 @@ def _launched(case: Case, folder: str) -> Verdict:
         if "SIGKILL" not in str(error):
             return Verdict("raw", f"launch does not name what happened: {str(error)[:300]}", clean=False)
     if time.monotonic() - begun > 2 * SOON + 5:
-        return Verdict("hang", f"launch took {time.monotonic() - begun:.1f} s to say that a rank was killed", clean=False)
+        return Verdict(
+            "hang", f"launch took {time.monotonic() - begun:.1f} s to say that a rank was killed", clean=False
+        )
     kept = _left(_pids(case, folder))
     if kept:
         return Verdict("crash", f"launch left the processes {kept} behind", clean=False)
@@ -375,7 +381,9 @@ def _parent(case: Case, folder: str) -> Verdict:
     os.waitpid(pid, 0)
     kept = _left(pids)
     if kept or len(pids) < case["world"]:
-        return Verdict("crash", f"{len(kept)} of {len(pids)} ranks outlived the process that launched them", clean=False)
+        return Verdict(
+            "crash", f"{len(kept)} of {len(pids)} ranks outlived the process that launched them", clean=False
+        )
     if files := os.listdir(temporary):
         return Verdict("crash", f"left in the temporary folder: {files}", clean=False)
     return Verdict("right")

@@ -35,14 +35,19 @@ def draw(rng: Random, world: int, settings: dict[str, Any], own: bool) -> list[O
     recorded = settings["schedule"].get("order") == "recorded"
     steps = rng.choice((1, 2, 2, 3))
     if rng.random() < 0.15:
-        ops.append({"op": "eval", "way": rng.choice(("tree", "unit")), "on": "between", "inference": rng.random() < 0.15})
+        ops.append(
+            {"op": "eval", "way": rng.choice(("tree", "unit")), "on": "between", "inference": rng.random() < 0.15}
+        )
     for step in range(steps):
         if rng.random() < 0.2:
             ops.append(_look(rng, between=True))
         if rng.random() < 0.06:
             ops.append({"op": "abandon", "micro": _micro(rng, world, recorded, True)})
         micros = rng.choice((1, 1, 1, 2, 3))
-        skip, varied = None, rng.random() < 0.03  # a rank leaves the same units out in all microbatches, or others in each
+        skip, varied = (
+            None,
+            rng.random() < 0.03,
+        )  # a rank leaves the same units out in all microbatches, or others in each
         if world > 1 and not own and (varied or rng.random() < 0.15):
             skip = {str(rng.randrange(world)): [rng.random(), 0.4]}
         absent = rng.randint(1, 99) if rng.random() < 0.25 else None  # which leaves get no gradient in this step

@@ -41,7 +41,9 @@ def draw(rng: Random, mesh: list[list[Any]], leaves: list[dict[str, Any]]) -> Se
         "precision": _precisions(rng, paths, leaves),
         "units": _units(rng, paths),
         "labels": labels,
-        "trainable": _rules(rng, [p for p, leaf in zip(paths, leaves, strict=True) if not _whole(leaf)], (False,), 0.08),
+        "trainable": _rules(
+            rng, [p for p, leaf in zip(paths, leaves, strict=True) if not _whole(leaf)], (False,), 0.08
+        ),
         "average": "sum" if rng.random() < 0.2 else "mean",
         "schedule": _schedule(rng, transport),
         "optimizer": _optimizer(rng, bool(labels)),

@@ -19,7 +19,17 @@ from .verdict import Refused, Verdict, Wrong, documented
 __all__ = ["draw", "play", "smaller"]
 
 Case = dict[str, Any]
-MUST_REFUSE = ("float16", "complex", "sparse", "number", "module", "same path", "no axis", "placement", "nothing matches")
+MUST_REFUSE = (
+    "float16",
+    "complex",
+    "sparse",
+    "number",
+    "module",
+    "same path",
+    "no axis",
+    "placement",
+    "nothing matches",
+)
 
 
 def draw(seed: int, index: int) -> Case:
