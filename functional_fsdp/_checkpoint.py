@@ -58,8 +58,8 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
     Example: `fsdp.save(state, f"checkpoints/step_{n}")`.
     """
     run = runtime_of(state.spec.mesh)
-    state.token.ledger.look(state.token.serial)
     with Joint(run, "save") as joint:
+        state.token.ledger.look(state.token.serial)
         _write(joint, state, folder)
     return Path(folder)
 
@@ -136,7 +136,6 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
     Collective: every rank calls it.
     """
     run = runtime_of(state.spec.mesh)
-    run.meet("load")
     with Joint(run, "load") as joint, torch.no_grad():
         fresh, steps = _read(joint, state, folder)
         weights: Any = ()

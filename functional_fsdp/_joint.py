@@ -42,7 +42,8 @@ class Met(NamedTuple):
 
     def again(self, what: str, rank: int) -> Exception:
         """The error for a rank that did not meet it."""
-        said = f"{self.name}{': ' if self.text else ''}{self.text}"
+        text = self.text.removeprefix(f"{what}: ")
+        said = f"{self.name}: {text}" if text else self.name
         if self.stopped:
             return RestartError(
                 f"{what}: rank {rank} was stopped by {said}. Nothing is lost: make the same call again on every rank."
@@ -100,8 +101,10 @@ class Joint:
             told = self.run.everyone(
                 (mine, None if error is None else Met.of(error)), f"{self.what}{part and ', '}{part}"
             )
-            self.known = any(met for _, met in told)
-        except Exception:
+            self.known = any(there for _, there in told)
+        except Exception as left:  # a rank has left: what this one met may only follow from that
+            if isinstance(error, Exception):
+                raise left from error
             if error is None:
                 raise
         try:

@@ -14,7 +14,7 @@ import os
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,27 @@ class Entry(NamedTuple):
     length: int
 
 
+class _Sink:
+    """What torch.save writes to. torch's writer aborts the process if a write raises while it is being destroyed, so
+    none does: the first error is kept, and what comes after it goes nowhere."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.error: BaseException | None = None
+        self.over = False
+
+    def write(self, data: Any) -> int:
+        try:
+            if not self.over:
+                self.file.write(data)
+        except BaseException as error:
+            self.error, self.over = error, True
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Once for all tensors, at the end."""
+
+
 def write_tensors(folder: Path, file: str, token: str, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Entry], int]:
     """Write tensors to a new file, to disk. Returns where they lie, and the file's bytes.
 
@@ -49,16 +70,26 @@ def write_tensors(folder: Path, file: str, token: str, tensors: Mapping[str, tor
             raw.write(head(token, file))
             for name, tensor in tensors.items():
                 start = raw.tell()
-                try:
-                    torch.save(_plain(tensor), raw)
-                except RuntimeError as error:
-                    raise _begun(error) from None
+                _save(_plain(tensor), raw)
                 entries.append(Entry(name, tensor.dtype, tuple(tensor.shape), file, start, raw.tell() - start))
             raw.flush()
             os.fsync(raw.fileno())
             return entries, raw.tell()
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+def _save(tensor: torch.Tensor, raw: IO[bytes]) -> None:
+    sink = _Sink(raw)
+    try:
+        torch.save(tensor, sink)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        if sink.error is None:
+            raise _begun(error) from None
+    finally:
+        sink.over = True
+    if sink.error is not None:
+        raise sink.error
 
 
 def _begun(error: BaseException) -> BaseException:
