@@ -100,13 +100,14 @@ class Functions:
             same = owner is value.__self__ and function is value.__func__
             return value if same else MethodType(function, owner)
         if type(value) is partial:
-            parts = [self._of(x) for x in (value.func, *value.args, *value.keywords.values())]
-            if all(new is old for new, old in zip(parts, (value.func, *value.args, *value.keywords.values()))):  # noqa: B905
+            held = (value.func, *value.args, *value.keywords.values())
+            parts = [self._of(x) for x in held]
+            if all(new is old for new, old in zip(parts, held, strict=True)):
                 return value
             n = 1 + len(value.args)
-            made = partial(*parts[:n], **dict(zip(value.keywords, parts[n:], strict=True)))
-            made.__dict__.update({name: self._of(x) for name, x in vars(value).items()})
-            return made
+            bound: Any = partial(parts[0], *parts[1:n], **dict(zip(value.keywords, parts[n:], strict=True)))
+            vars(bound).update({name: self._of(x) for name, x in vars(value).items()})
+            return bound
         if not self._reaches(value):
             return value
         if isinstance(value, nn.Module):

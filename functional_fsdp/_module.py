@@ -59,8 +59,12 @@ class Slots:
         self.placeholders = [params[name] for params, name in self.slots]
         self.shapes = [torch.Size(p.size()) for p in self.placeholders]
         self.buffers: list[dict[str, Any]] = [m._buffers for m in modules]
-        self.meta = [(f"{path}{name}", m._buffers, name) for m, path in zip(modules, paths, strict=True)
-                     for name, b in m._buffers.items() if b is not None and b.is_meta]  # fmt: skip
+        self.meta: list[tuple[str, dict[str, Any], str]] = [
+            (f"{path}{name}", m._buffers, name)
+            for m, path in zip(modules, paths, strict=True)
+            for name, b in m._buffers.items()
+            if b is not None and b.is_meta
+        ]
         self.dicts: list[Any] = [m._modules for m in modules] + [m._parameters for m in modules]
         self.noted = [dict(d) for d in self.dicts]
         apart = len({(id(params), name) for params, name in self.slots}) == len(self.slots)

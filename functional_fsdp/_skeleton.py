@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
+from torch.nn.parameter import UninitializedParameter
 
 from ._closures import HOOKS, Functions
 from ._entry import outside_inference
@@ -137,7 +138,7 @@ def skeleton_of(module: M) -> M:
 
 def _refuse(module: nn.Module, parts: dict[str, nn.Module]) -> None:
     for path, param in module.named_parameters(remove_duplicate=False):
-        if isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
+        if isinstance(param, UninitializedParameter):
             raise TreeError(
                 f"the parameter {path!r} has no shape yet: its module is lazy. Run the module once, on a batch, first."
             )

@@ -238,9 +238,9 @@ class Rebinds(nn.LSTM):
 
     @torch.no_grad()
     def flatten_parameters(self) -> None:
-        for w in self._flat_weights:  # type: ignore[has-type]
+        for w in self._flat_weights:
             if isinstance(w, torch.Tensor) and w.device.type == "cpu":
-                w.set_(w.clone())
+                w.set_(w.clone().untyped_storage(), 0, w.shape, w.stride())
 
     def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
         return super().forward(x)[0]
@@ -306,7 +306,7 @@ class Times(torch.autograd.Function):
         return x * w
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, w = ctx.saved_tensors
         return grad * w, (grad * x).sum(0)
 
@@ -377,7 +377,7 @@ def test_inputs_are_cast() -> None:
 
     seen: list[torch.dtype] = []
     state, model = made(Takes(), precision=CAST)
-    scale = {"by": [torch.ones(4)], "at": torch.arange(4)}
+    scale: Any = {"by": [torch.ones(4)], "at": torch.arange(4)}
     state, loss = T.forward_backward(model, lambda m, x, s: m(x, scale=s).sum())(state, X, scale)
     plain = Takes().bfloat16()
     assert seen == [torch.bfloat16]
@@ -480,7 +480,8 @@ def test_what_a_hook_inside_keeps_says_what_to_do() -> None:
         def __init__(self) -> None:
             super().__init__("")
             kept = self.kept
-            self.parts[2].up.register_forward_hook(lambda part, args, out: kept.__setitem__("out", out))
+            part: Any = self.parts[2]
+            part.up.register_forward_hook(lambda part, args, out: kept.__setitem__("out", out))
 
     state, model = made(Inside())
     with pytest.raises(fsdp.ScheduleError, match=r"no output of the module 'parts\.2' .* a unit of its own: Spec"):
@@ -687,6 +688,8 @@ def test_buffers_that_cannot_be_followed(how: str, said: str) -> None:
 
 class Rotary(Net):
     """Computes a buffer when it is built, as Hugging Face models do."""
+
+    inv_freq: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()

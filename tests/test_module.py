@@ -107,7 +107,8 @@ class Featured(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
-        self.feats = feats = {} if how != "nested" else {"deep": [{}]}
+        feats: dict[str, Any] = {} if how != "nested" else {"deep": [{}]}
+        self.feats = feats
         self.scale = lambda out: out
         first, forward, calls = self.a, self.a.forward, 0
 
@@ -141,7 +142,8 @@ class Featured(nn.Module):
         elif how == "in a list":
             self.scale = {"all": [lambda out: feats.setdefault("a", first(out)) * 2]}
         else:
-            self.a.forward = lambda x: feats.setdefault("a", forward(x) * 2)  # type: ignore[method-assign]
+            part: Any = self.a
+            part.forward = lambda x: feats.setdefault("a", forward(x) * 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = self.scale["all"][0] if isinstance(self.scale, dict) else self.scale
@@ -246,7 +248,8 @@ def test_modules_that_cannot_be_copied_say_why() -> None:
     with pytest.raises(fsdp.TreeError, match=r"the parameter '0\.weight' has no shape yet: its module is lazy"):
         fsdp.functionalize(nn.Sequential(nn.LazyLinear(2)))
     module = nn.Sequential(nn.Linear(2, 2))
-    module[0].double = module[0].weight * 2  # type: ignore[union-attr,assignment]
+    part: Any = module[0]
+    part.double = part.weight * 2
     with pytest.raises(fsdp.TreeError, match=r"the attribute '0\.double' is a tensor computed from others"):
         fsdp.functionalize(module)
 

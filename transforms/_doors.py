@@ -150,7 +150,8 @@ class Door:
         lent = tuple(tensors)
         versions = [version(lent[i]) for i in self.firsts]
         for i in self.rebound:
-            tensors[i] = torch.empty(0, dtype=lent[i].dtype, device=lent[i].device).set_(lent[i])
+            tensors[i] = torch.empty(0, dtype=lent[i].dtype, device=lent[i].device)
+            tensors[i].data = lent[i]  # the same bytes, with a version counter of its own
         storages = [tensors[i].untyped_storage()._cdata for i in self.firsts]
         call = None
         if driver.backward:  # activation checkpointing runs it again: the same, with nothing to come of it

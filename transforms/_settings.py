@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from operator import itemgetter
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -64,7 +64,7 @@ class Part:
             same = False
         if not same:
             before = self.noted if len(self.names) > 1 else (self.noted,)
-            for name, old in zip(self.names, before, strict=True):
+            for name, old in zip(self.names, cast(tuple[Any, ...], before), strict=True):
                 if name not in held or held[name] != old:
                     return f"{self._at(name)} was {old!r} and is {held.get(name)!r}"
         if len(held) != self.size:
