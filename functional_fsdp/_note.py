@@ -74,7 +74,8 @@ def read_note(folder: Path) -> dict[str, Any]:
     sound = sound and all(type(name) is str for name in note["counted"])
     if note["step"] < 0 or not sound or METADATA not in note["files"]:
         raise CheckpointError(
-            f"{where} says step {note['step']}, files {note['files']} and counts {note['counted']}, which no save has written."
+            f"{where} says step {note['step']}, files {note['files']} and counts {note['counted']}, which no save has "
+            "written."
         )
     return note
 

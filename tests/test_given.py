@@ -261,10 +261,14 @@ def experts_apart(optimizer: str, folder: str) -> tuple[float, list[str], list[i
     params = {"experts": mine, "late": mine + 1, "rest": torch.ones(5, dtype=torch.float64)}
 
     def sharded() -> fsdp.State:
-        return fsdp.shard(params, Spec(mesh, rules, units=[["experts", "late"], "rest"]), make())
+        return fsdp.shard(
+            params, Spec(mesh, rules, units=[["experts", "late"], "rest"], labels={"late": "bias"}), make()
+        )
 
     plain = {name: torch.nn.Parameter(p.clone()) for name, p in params.items()}
-    reference = torchs([{"params": [*plain.values()], "weight_decay": DECAY["default"]}])
+    without = {"params": [plain.pop("late")], "weight_decay": DECAY["bias"]}
+    reference = torchs([{"params": [*plain.values()], "weight_decay": DECAY["default"]}, without])
+    plain["late"] = without["params"][0]
     state, worst, same = sharded(), 0.0, True
     for step in range(6):
         reference.zero_grad()
