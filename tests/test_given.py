@@ -431,9 +431,8 @@ def untouched(optimizer: Any) -> list[bool]:
         nodes = pytree.tree_leaves((state.main, state.opt), is_leaf=lambda x: isinstance(x, fsdp.FlatBuffer))
         return [node.local.clone() for node in nodes if node.local.is_floating_point()]
 
-    state = fsdp.shard(
-        {"u.a": torch.randn(300), "u.b": torch.randn(7)}, Spec(fsdp.local_mesh(), units=["u"]), optimizer
-    )
+    spec = Spec(fsdp.local_mesh(), units=["u"], labels={"u.b": "bias"})
+    state = fsdp.shard({"u.a": torch.randn(300), "u.b": torch.randn(7)}, spec, optimizer)
     state = fsdp.step(fsdp.reduce(state, {"u.a": torch.randn(300), "u.b": torch.randn(7)}))
     before = tensors()
     state = fsdp.step(fsdp.reduce(state, {"u.a": None, "u.b": torch.ones(7)}))

@@ -205,7 +205,7 @@ def test_ranks_that_differ_are_told_so() -> None:
         assert "replace_params: ranks have different values" in first[0]
         assert "blocks.0.up.weight" in first[0]
         assert "the leaf 'tail.pair' has shape (3,)" in first[1]
-        assert second[1].startswith("the leaf 'tail.pair' has shape (3,)")
+        assert second[1].startswith("replace_params: the leaf 'tail.pair' has shape (3,)")
         if preset == "ddp":
             assert "ranks have different values" in first[2]
             assert "tail.pair" in first[2]
