@@ -1,7 +1,7 @@
 """One number for a tensor's bits in their order, so that ranks can compare tensors by exchanging numbers.
 
     words     x[0] x[1] x[2] ...        the bytes in logical order, 4 at a time, signed
-    rows      65,536 words each
+    rows      16,384 words each
     number    Σ_r M[r] · Σ_i W[i] · x[r, i]    modulo 2^64; W and M are odd and look random
 
 The words of equal tensors give equal numbers on every device. A change of one word always shows, since its weight is
@@ -16,8 +16,8 @@ import torch
 
 __all__ = ["checksum"]
 
-ROW = 1 << 16  # words
-ROWS = {"cpu": 8, "cuda": 64}  # at once: what stays in a cache, or keeps a GPU busy; the number does not hang on it
+ROW = 1 << 14  # words
+ROWS = {"cpu": 32, "cuda": 64}  # at once: what stays in a cache, or keeps a GPU busy; the number does not hang on it
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,12 +27,13 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     >>> bool(checksum(a) == checksum(a.clone())), bool(checksum(a) == checksum(a.flip(0)))
     (True, False)
     """
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    first = 0
+    first, parts = 0, []
     for words in _words(tensor.detach()):
-        total += _rows(words, first)
+        parts.append(_sum(words, first))
         first += words.shape[0]
-    return total
+    if not parts:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
 def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -40,25 +41,26 @@ def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if not tensor.numel():
         return
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    whole = flat.numel() // (4 * ROW) * (4 * ROW)
     if flat.storage_offset() % 4:  # bytes of a view may lie anywhere
         flat = flat.clone()
-    rows = flat[:whole].view(torch.int32).view(-1, ROW)
-    yield from rows.split(ROWS.get(tensor.device.type, 64)) if len(rows) else ()
+    whole = flat.numel() // (4 * ROW) * (4 * ROW)
+    if whole:
+        yield from flat[:whole].view(torch.int32).view(-1, ROW).split(ROWS.get(tensor.device.type, 64))
     rest = flat[whole:]
+    if rest.numel() % 4:
+        rest = torch.cat([rest, rest.new_zeros(-rest.numel() % 4)])
     if rest.numel():
-        padded = rest.new_zeros(-(-rest.numel() // 4) * 4)
-        padded[: rest.numel()] = rest
-        yield padded.view(torch.int32).view(1, -1)
+        yield rest.view(torch.int32).view(1, -1)
 
 
-def _rows(words: torch.Tensor, first: int) -> torch.Tensor:
+def _sum(words: torch.Tensor, first: int) -> torch.Tensor:
     """The part of the sum that these rows give; the first of them is row `first` of the tensor."""
     count, table = len(words), _table(words.device)
-    sums = words.to(torch.int64).mul_(table[: words.shape[1]]).sum(1)
-    if first + count <= ROW:
-        return (sums * table[ROW + first : ROW + first + count]).sum()
-    return (sums * _odd(torch.arange(ROW + first, ROW + first + count, device=words.device))).sum()
+    product = words.to(torch.int64).mul_(table[: words.shape[1]])
+    rows = table[ROW + first : ROW + first + count]
+    if first + count > ROW:
+        rows = _odd(torch.arange(ROW + first, ROW + first + count, device=words.device))
+    return (product.sum(1) * rows).sum() if count > 1 else product.sum() * rows[0]
 
 
 def _table(device: torch.device) -> torch.Tensor:

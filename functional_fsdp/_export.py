@@ -112,8 +112,15 @@ def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor
 def state_dict(state: State) -> dict[str, torch.Tensor]:
     """Whole parameters and the state's buffers by path, on every rank: `module.load_state_dict(state_dict(state))`.
 
-    Raises, collective: as `full_params`.
+    Raises:
+        TreeError: a parameter and a buffer have one path. Else, and collective: as `full_params`.
     """
+    both = set(state.layout.paths) & set(flatten(state.buffers)[0])
+    if both:
+        raise TreeError(
+            f"state_dict: a parameter and a buffer are both called {min(both)!r}. Use full_params(state) and "
+            "state.buffers, or rename one of them."
+        )
     tensors = pytree.tree_leaves(full_params(state))
     found = dict(zip(state.layout.paths, tensors, strict=True))
     paths, values, _ = flatten(state.buffers)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_fsdp as fsdp
-from functional_fsdp import Spec, SpecError
+from functional_fsdp import Spec, SpecError, TreeError
 
 KEYS = st.one_of(
     st.sampled_from(
@@ -200,3 +200,11 @@ def test_gradients_in_another_order_go_to_their_leaves() -> None:
     state = fsdp.shard(tree, Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0))
     state = fsdp.step(fsdp.reduce(state, {key: tree[key] for key in reversed(tree)}))
     same(fsdp.full_params(state), {key: full(0) for key in tree})
+
+
+def test_a_parameter_and_a_buffer_of_one_name() -> None:
+    state = fsdp.shard({"a": {"b": full(1)}}, Spec(fsdp.local_mesh()), buffers={"a.b": full(2), "c": full(3)})
+    with pytest.raises(TreeError, match=r"state_dict: a parameter and a buffer are both called 'a\.b'"):
+        fsdp.state_dict(state)
+    same(fsdp.full_params(state), {"a": {"b": full(1)}})
+    same(state.buffers, {"a.b": full(2), "c": full(3)})
