@@ -96,6 +96,8 @@ def alone(fn: F, name: str = "", at: int = 0) -> F:
         name: what users call it by.
         at: which argument the State is.
     """
+    if tracing():  # made inside a compiled step, which cannot look at functions; what it is made of refuses
+        return fn
 
     @wraps(fn)
     def entered(*args: Any, **kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ from functional_fsdp._entry import alone
 from functional_fsdp._rounds import begin_round, end_round
 from functional_fsdp._verbs import changed, changing
 
+from ._driver import refuse_tracing
 from ._noise import add_noise
 from ._stages import Stages, Weights
 from .per_sample import batched, norms_of
@@ -76,6 +77,7 @@ def clipped_gradients(
     def f(
         state: State, batch: Any, *, last: bool = True, scale: float | torch.Tensor = 1.0
     ) -> tuple[State, torch.Tensor]:
+        refuse_tracing("clipped_gradients")
         begin_round(state, "clipped_gradients")
         state, losses, norms = norms_of(walk, state, batch, chunk)
         weights = max_norm / norms.clamp(min=max_norm)
