@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 import functional_fsdp as fsdp
-from functional_fsdp import _board
-from functional_fsdp import launch
+from functional_fsdp import _board, launch
 from functional_fsdp._board import Board
 from functional_fsdp._runtime import Runtime, runtime_of
 from functional_fsdp._watch import Watch
