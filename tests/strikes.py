@@ -98,7 +98,7 @@ def struck(step: Step, state: fsdp.State, at: int) -> tuple[fsdp.State, str, str
     Returns the new state, where it was struck, and how the new state was had: by itself, anew, or by `newest`.
     """
     steps, new, how = state.steps, None, "undisturbed"
-    strike = Strike(at)
+    strike, come = Strike(at), False
     while new is None:
         try:
             if strike.where or at < 0:
@@ -107,10 +107,11 @@ def struck(step: Step, state: fsdp.State, at: int) -> tuple[fsdp.State, str, str
                 with strike:
                     new = step(state)
             deadline = time.monotonic() + 5
-            while strike.where and how == "undisturbed":  # it waits until the state is here
+            while strike.where and not come:  # it waits until the state is here
                 time.sleep(0.001)
                 assert time.monotonic() < deadline, f"the interrupt at {strike.where} was lost"
         except (KeyboardInterrupt, fsdp.RestartError) as error:
+            come = come or isinstance(error, KeyboardInterrupt)
             how = "by itself" if new is not None else f"anew after {type(error).__name__}"
             if new is None and state.token.ledger.steps > steps:
                 new, how = fsdp.newest(state), "newest"
