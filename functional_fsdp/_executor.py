@@ -347,7 +347,7 @@ class Executor:
         """Back to the state between steps, whether the step was taken or abandoned."""
         self.settle()
         self.grads, self.digests, self.midway, self.last = {}, [0, 0], False, True
-        self.given.noted.clear()
+        self.given.begin()
         self.early.clear()
         self.comm.reset()
         self.flying.clear()

@@ -26,6 +26,7 @@ import torch.utils._pytree as pytree
 from . import _traced, _traced_step
 from ._errors import ScheduleError
 from ._flat import leaves_of
+from ._given import ALL
 from ._gradients import of_tree, of_unit
 from ._layout import Unit
 from ._state import State, Token
@@ -212,9 +213,13 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
         values, came = of_unit(one, grads)
         ledger.enter(state.token.serial, "reduce")
         executor = state.executor
-        executor.adopt(state.grads)
+        if state.grads is not executor.grads:
+            executor.adopt(state.grads)
         if values:
-            executor.given.note(one.name, came)
+            if came == ALL:
+                executor.given.full.add(one.name)
+            else:
+                executor.given.note(one.name, came)
             executor.reduce(one.name, values, last)
         return then(state, ("reduce", unit), grads=executor.grads)
 

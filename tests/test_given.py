@@ -397,9 +397,13 @@ def test_a_rank_says_whether_it_has_them_all() -> None:
     assert given.vote() == FULL
     given.note("a", ALL)
     assert given.vote() == FULL
-    given.noted.clear()
+    before = given.begin()
     given.note("b", ALL)
     assert given.vote() == LACKS
+    given.resume(before)
+    assert given.vote() == FULL
+    given.begin()
+    given.note("b", ALL)
     given.fill()
     assert given.vote() == FULL
 
