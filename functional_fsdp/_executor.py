@@ -292,7 +292,7 @@ class Executor(Reductions):
         self.settle()
         self.grads, self.digests = {}, [0, 0]
         self.last, self.whole = True, False
-        self.given.noted.clear()
+        self.given.begin()
         self.early.clear()
         self.backlog.clear()
         self.comm.reset()

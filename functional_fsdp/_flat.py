@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch._utils import _unflatten_dense_tensors
 
 from ._errors import SpecError
+from ._gradients import refuse_meta
 from ._lanes import Issued
 from ._layout import Bucket, aligned
 from ._route import Axis, Replicate, Shard, States, route
@@ -245,4 +246,8 @@ def write_leaves(bucket: Bucket, whole: torch.Tensor, values: Mapping[str, torch
     if zero:
         torch._foreach_zero_(zero)
     if pairs:
-        torch._foreach_copy_([p for p, _ in pairs], [v for _, v in pairs])
+        try:
+            torch._foreach_copy_([p for p, _ in pairs], [v for _, v in pairs])
+        except NotImplementedError:
+            refuse_meta(values.items())
+            raise

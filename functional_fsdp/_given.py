@@ -152,25 +152,36 @@ class Given:
 
     def __init__(self, layout: Layout, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> None:
         self.seats = Seats(layout, sizes, coordinate)
-        self.noted: dict[str, int] = {}
+        self.full: set[str] = set()  # units of which all leaves did
+        self.noted: dict[str, int] = {}  # masks of those of which only some did
         self.row = b""  # of the last vote
         self.fixed = Fixed(self.seats, FULL, b"", b"")  # what the last step found
 
     def note(self, unit: str, came: int) -> None:
         """Gradients of a unit came, of these leaves: one bit each as `Unit.paths`, or ALL. Calls add up."""
-        noted = self.noted
-        noted[unit] = noted.get(unit, 0) | came
+        if came == ALL:
+            self.full.add(unit)
+        else:
+            self.noted[unit] = self.noted.get(unit, 0) | came
 
     def fill(self) -> None:
         """Every leaf has a gradient: noise, say."""
-        self.noted = dict.fromkeys(self.seats.units, ALL)
+        self.full.update(self.seats.units)
+
+    def begin(self) -> tuple[set[str], dict[str, int]]:
+        """Note from the beginning. Returns what was noted, for `resume`."""
+        before, self.full, self.noted = (self.full, self.noted), set(), {}
+        return before
+
+    def resume(self, before: tuple[set[str], dict[str, int]]) -> None:
+        self.full, self.noted = before
 
     def vote(self) -> int:
         """FULL if this rank has a gradient for every leaf, or was given gradients without `reduce`; else LACKS."""
-        noted, self.row = self.noted, b""
-        if not noted or (len(noted) == len(self.seats.units) and max(noted.values()) == ALL):
+        self.row = b""
+        if len(self.full) == len(self.seats.units) or not (self.full or self.noted):
             return FULL
-        row = self.seats.row(noted)
+        row = self.seats.row({**self.noted, **dict.fromkeys(self.full, ALL)})
         if NONE not in row:
             return FULL
         self.row = row

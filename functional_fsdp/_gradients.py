@@ -6,7 +6,7 @@ They come in the order of the backward. Once all are there, `State.grads` has th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -18,20 +18,20 @@ from ._given import ALL
 from ._layout import Layout, Unit
 from ._tree import flatten
 
-__all__ = ["in_order", "of_tree", "of_unit"]
+__all__ = ["in_order", "of_tree", "of_unit", "refuse_meta"]
 
-KIND = attrgetter("shape", "dtype", "layout", "is_meta")  # as `Unit.gradients`
+KIND = attrgetter("shape", "dtype", "layout")  # as `Unit.gradients`
 
 
 def of_unit(unit: Unit, grads: Any) -> tuple[list[torch.Tensor | None], int]:
     """A unit's gradients as `Unit.paths`, checked, None for frozen leaves; empty if nothing of the unit trains. And
     which of them came: one bit each, or ALL."""
-    if not isinstance(grads, Mapping):
+    if type(grads) is not dict and not isinstance(grads, Mapping):
         raise TreeError(
             f"reduce(state, grads, {unit.name!r}): grads is a {type(grads).__name__}; expected {{key: tensor}}."
         )
-    if tuple(grads) == unit.keys:
-        values = list(grads.values())
+    if (*grads,) == unit.keys:
+        values = [*grads.values()]
         try:
             if [*map(KIND, values)] == unit.gradients:
                 return values, ALL  # nearly always: tensors of the right shapes, and nothing is frozen
@@ -61,12 +61,12 @@ def _plain(name: str, value: Any, shape: tuple[int, ...]) -> torch.Tensor:
             f"{shape} (or None where there is none)."
         )
     for wrong, what, remedy in (
-        (value.is_meta, "is on the meta device and has no numbers", "Compute it on the weights that unshard gave"),
         (value.is_quantized, f"is quantized ({value.dtype})", "Give value.dequantize()"),
         (value.is_complex(), f"is complex ({value.dtype}), and main gradients are real", "Give its real part, g.real"),
     ):
         if wrong:
             raise TreeError(f"reduce: the gradient of {name!r} {what}; expected a dense tensor of floats. {remedy}.")
+    refuse_meta([(name, value)])
     if value.layout is not torch.strided:
         warnings.warn(
             f"reduce: the gradient of {name!r} has the layout {value.layout}. It is made dense, {tuple(shape)}, before "
@@ -75,6 +75,16 @@ def _plain(name: str, value: Any, shape: tuple[int, ...]) -> torch.Tensor:
         )
         return value.to_dense()
     return value
+
+
+def refuse_meta(values: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+    """Name a gradient that is on the meta device: some pass for tensors of numbers until they are copied."""
+    for name, value in values:
+        if value is not None and value.is_meta:
+            raise TreeError(
+                f"reduce: the gradient of {name!r} is on the meta device and has no numbers. Compute it on the weights "
+                "that unshard gave."
+            )
 
 
 def of_tree(layout: Layout, grads: Any) -> dict[str, torch.Tensor]:

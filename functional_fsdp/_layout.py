@@ -208,10 +208,10 @@ class Unit:
 
     @cached_property
     def gradients(self) -> list[Any]:
-        """What each gradient is, nearly always, as `paths`: shape, dtype, layout, and that it is no meta tensor."""
+        """What each gradient is, nearly always, as `paths`: shape, dtype and layout; None for frozen leaves."""
         dtypes = {leaf.path: bucket.compute for bucket in self.buckets for leaf in bucket.leaves}
         kinds = zip(self.paths, self.trains, strict=True)
-        return [shape if shape is None else (shape, dtypes[path], torch.strided, False) for path, shape in kinds]
+        return [shape if shape is None else (shape, dtypes[path], torch.strided) for path, shape in kinds]
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ._gradients import refuse_meta
 from ._lanes import Issued, Mark, Steps
 from ._layout import Bucket
 from ._route import Hop, States
@@ -68,7 +69,12 @@ class Slot(NamedTuple):
         if self.large:
             leaves, tensors = apart(leaves, tensors)
         if leaves:
-            torch._foreach_copy_(leaves, tensors)
+            try:
+                torch._foreach_copy_(leaves, tensors)
+            except NotImplementedError:  # looking at each before would take time
+                filled = (leaf.path for leaf in self.bucket.leaves if leaf.numel)
+                refuse_meta(zip(filled, [values[i] for i in self.which], strict=True))
+                raise
 
 
 class Stage:

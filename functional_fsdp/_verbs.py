@@ -26,7 +26,7 @@ from . import _traced, _traced_step
 from ._entry import verb
 from ._errors import ScheduleError, StaleStateError
 from ._flat import leaves_of
-from ._given import Leaves
+from ._given import ALL, Leaves
 from ._gradients import in_order, of_tree, of_unit
 from ._interrupts import arrive, guard, whole
 from ._layout import Unit
@@ -189,10 +189,14 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
         values, came = of_unit(one, grads)
         ledger.enter(state.token.serial, "reduce")
         executor = state.executor
-        executor.adopt(state.grads)
+        if state.grads is not executor.grads:
+            executor.adopt(state.grads)
         have = len(executor.grads)
         if values:
-            executor.given.note(one.name, came)
+            if came == ALL:
+                executor.given.full.add(one.name)
+            else:
+                executor.given.note(one.name, came)
             executor.reduce(one.name, values, last)
         if len(executor.grads) > have:
             executor.grads = in_order(state.layout, executor.grads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,39 @@ def test_experts_that_no_batch_went_through_stay_as_they_are() -> None:
         assert max(found) < 1e-9
 
 
+STAGES: Any = {
+    "first": lambda w, h, batch: batch @ w["used"],
+    "last": lambda w, h, batch: (h * w["used"]).square().sum(-1),
+}
+
+
+def staged(optimizer: Any) -> fsdp.State:
+    params = {f"{unit}.{key}": torch.full((3, 3), 0.5) for unit in STAGES for key in ("used", "idle")}
+    params["last.used"] = torch.ones(3)
+    return fsdp.shard(params, Spec(fsdp.local_mesh(), units=[*STAGES]), optimizer)
+
+
+def walked(noise: float) -> dict[str, bool]:
+    """Which leaves a step of private gradients moves; at the same time, of a product with the Hessian before it."""
+    state = staged(fsdp.sgd(lr=0.1, weight_decay=0.1))
+    before = fsdp.full_params(state)
+    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    state, _ = T.clipped_gradients(STAGES, max_norm=1.0, noise=noise)(state, batch)
+    summed = {**STAGES, "last": lambda w, h, batch: STAGES["last"](w, h, batch).sum()}
+    with warnings.catch_warnings():  # torch loads torch.jit, which it deprecates, when forward mode is first used
+        warnings.simplefilter("ignore", DeprecationWarning)
+        state, _ = T.hvp(summed)(state, state.main, batch)
+    after = fsdp.full_params(fsdp.step(state))
+    return {name: not torch.equal(after[name], p) for name, p in before.items()}
+
+
+def test_noise_is_a_gradient_of_every_leaf_and_products_with_the_hessian_are_none() -> None:
+    for moved in launch(walked, 2, 0.0):
+        assert moved == {"first.used": True, "first.idle": False, "last.used": True, "last.idle": False}
+    for moved in launch(walked, 2, 1.0):
+        assert all(moved.values())
+
+
 # ---------------------------------------------------------------- what ranks tell each other
 
 
@@ -401,9 +435,13 @@ def test_a_rank_says_whether_it_has_them_all() -> None:
     assert given.vote() == FULL
     given.note("a", ALL)
     assert given.vote() == FULL
-    given.noted.clear()
+    before = given.begin()
     given.note("b", ALL)
     assert given.vote() == LACKS
+    given.resume(before)
+    assert given.vote() == FULL
+    given.begin()
+    given.note("b", ALL)
     given.fill()
     assert given.vote() == FULL
 

@@ -140,3 +140,16 @@ def test_gradients_of_another_float_dtype_are_cast() -> None:
         grads = {key: torch.full(state.layout.buckets[unit.name].leaves[0].shape, 0.5).double() for key in unit.keys}
         state = fsdp.reduce(state, grads, unit.name)
     assert [p.tolist() for p in fsdp.full_params(fsdp.step(state)).values()] == [[0.5] * 3, [0.5] * 2]
+
+
+@pytest.mark.filterwarnings("ignore:reduce\\('b'\\) is not what the schedule expects")
+@pytest.mark.parametrize("order", [None, ["a", "a"]])
+def test_a_meta_gradient_of_the_usual_shape_is_named(order: Any) -> None:
+    params = {"a.w": torch.ones(2), "b.w": torch.ones(3), "b.none": torch.ones(0)}
+    spec = Spec(fsdp.local_mesh(), units=["a", "b"], schedule=fsdp.Schedule(order=order))
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=1.0))
+    grads = {"w": torch.ones(3, device="meta"), "none": torch.ones(0)}
+    with pytest.raises(TreeError, match=r"the gradient of 'b\.w' is on the meta device"):
+        fsdp.reduce(state, grads, "b")
+    state = fsdp.step(fsdp.reduce(state, grads | {"w": torch.ones(3)}, "b"))
+    assert fsdp.full_params(state)["b.w"].tolist() == [0.0] * 3

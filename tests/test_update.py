@@ -16,7 +16,7 @@ from problems import LOOPS, batch, mesh_and_placement, net
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, TreeError, launch
-from functional_fsdp._update import _beside, _in_place, carry_out, portions
+from functional_fsdp._update import _beside, _in_place, carry_out, counting, keep, portions, put_back
 
 PRESETS = ("zero3", "zero2", "zero1", "hsdp", "hfsdp", "ddp")
 
@@ -155,39 +155,51 @@ class Plain:
         return main, opt
 
 
-def as_on_gpus(optimizer: Any, overlapped: bool, skip: bool | None) -> tuple[bool, int]:
-    """Whether an update in parts is that of a step, and how many portions of it the lane gets."""
+def as_on_gpus(optimizer: Any, overlapped: bool, skip: bool | None, lacks: tuple[str, ...]) -> tuple[bool, int, bool]:
+    """Whether an update in parts is that of a step, how many portions of it the lane gets, and whether leaves without
+    a gradient are what they were."""
 
     def made() -> fsdp.State:
-        spec = fsdp.Spec(fsdp.local_mesh(), schedule=Schedule(overlap_update=overlapped))
-        params = {f"w{i}": torch.full((5,), float(i)) for i in range(4)}
+        spec = fsdp.Spec(fsdp.local_mesh(), units=["u*"], schedule=Schedule(overlap_update=overlapped))
+        params = {f"u{i}.{key}": torch.full((300,), i + 1.0) for i in range(4) for key in "ab"}
         state = fsdp.shard(params, spec, optimizer)
         for unit in reversed(state.units):
-            grads = {key: torch.ones(5) for key in state.layout.by_name[unit].keys}
+            grads = {key: None if f"{unit}.{key}" in lacks else torch.ones(300) for key in "ab"}
             state = fsdp.reduce(state, grads, unit)
         return state
 
-    given = None if skip is None else torch.tensor(skip)
-    state, twin = made(), fsdp.step(made(), skip=given)
+    skips = None if skip is None else torch.tensor(skip)
+    state, twin = made(), fsdp.step(made(), skip=skips)
     state.executor.finish(state)
-    run, streams = state.executor.run, AtOnce()
+    given, run, streams = state.executor.given, state.executor.run, AtOnce()
+    lacking = given.agree(run, run.compare(run.vote(0, given.vote())))
+    run.confirm()
+    state = state.evolve(opt=counting(state, lacking))
+    before = keep(state, lacking.given)
     run.cuda, run.streams = True, streams  # type: ignore[assignment]
     try:
         main = {name: state.main[name] for name in state.layout.trainable}
-        new, opt = carry_out(state, main, given)
+        new, opt = carry_out(state, main, skips, lacking.given)
     finally:
         run.cuda, run.streams = False, None
+    put_back(before)
     pairs = zip(*(pytree.tree_leaves(one) for one in ((new, opt), (twin.main, twin.opt))), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs), len(streams.jobs)
+    shards = fsdp.local_shards(twin)
+    kept = all(torch.equal(shards[path], torch.full_like(shards[path], int(path[1]) + 1)) for path in lacks)
+    return all(torch.equal(a, b) for a, b in pairs), len(streams.jobs), kept
 
 
+@pytest.mark.parametrize("lacks", [(), ("u1.b", "u3.a", "u3.b")])
 @pytest.mark.parametrize("skip", [None, False, True])
 @pytest.mark.parametrize("overlapped", [False, True])
 @pytest.mark.parametrize("optimizer", [Plain(), fsdp.adamw(lr=0.1)], ids=["plain", "adamw"])
-def test_an_update_in_parts_is_that_of_a_step(optimizer: Any, overlapped: bool, skip: bool | None) -> None:
-    for same, taken in launch(as_on_gpus, 2, optimizer, overlapped, skip):
+def test_an_update_in_parts_is_that_of_a_step(
+    optimizer: Any, overlapped: bool, skip: bool | None, lacks: tuple[str, ...]
+) -> None:
+    for same, taken, kept in launch(as_on_gpus, 2, optimizer, overlapped, skip, lacks):
         assert same
         assert (taken > 0) == (overlapped and skip is None)
+        assert kept
 
 
 def returned(change: Callable[[Any], Any]) -> str:

@@ -71,14 +71,13 @@ def hvp(
             state = finish(state)
         grads = state.grads
         walk.enter(state)
-        given = state.executor.given
-        noted, given.noted = given.noted, {}  # products are reduced in the place of gradients
-        state.executor.adopt({})
+        noted = state.executor.given.begin()
+        state.executor.adopt({})  # products are reduced in the place of gradients
         state, loss = _products(walk, state._evolve(grads=()), v, batch)
         state = finish(state)
         found = dict(state.grads)
         state.executor.adopt(grads)
-        given.noted = noted
+        state.executor.given.resume(noted)
         return walk.rest(before, state._evolve(grads=grads)), (loss, found)
 
     return alone(f, "hvp")
