@@ -251,8 +251,7 @@ class Layout:
         return hashlib.sha256(repr((self.paths, self.source, self.units)).encode()).hexdigest()[:16]
 
     def nbytes(self, kind: str) -> int:
-        """Bytes a rank of all shards of this kind ("weights", "grads" or "main"); gradients of trainable buckets "
-        "only."""
+        """Bytes a rank of all shards of this kind ("weights", "grads" or "main"). Frozen buckets have no gradients."""
         chosen = self.trainable if kind == "grads" else self.buckets
         return sum(bucket.nbytes(kind) for bucket in chosen.values())
 
@@ -284,17 +283,8 @@ class Layout:
                         grads,
                     )
                 )
-        header = (
-            "bucket",
-            "leaves",
-            "elements",
-            "pad",
-            "placement",
-            "dtypes",
-            "main/rank",
-            "weights/rank",
-            "grads/rank",
-        )
+        sizes_of = ("main/rank", "weights/rank", "grads/rank")
+        header = ("bucket", "leaves", "elements", "pad", "placement", "dtypes", *sizes_of)
         return table(header, rows)
 
 

@@ -14,10 +14,8 @@ such leaves out; for another pair the core puts back what it changed of them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -26,6 +24,7 @@ import torch.utils._pytree as pytree
 from ._errors import SpecError
 from ._flat import FlatBuffer, no_counts, summary, zeros
 from ._given import Leaves
+from ._numbers import by_label, number, numbers, pair_of
 from ._spec import Spec
 from ._tracing import tracing
 
@@ -115,42 +114,6 @@ def as_optimizer(value: Any) -> Any:
     )
 
 
-def _by_label(name: str, value: Any, label: str) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    if label not in value and "default" not in value:
-        keys = " or ".join(dict.fromkeys((repr(label), "'default'")))
-        raise SpecError(f"{name}={dict(value)}: nothing for the label {label!r}. Add a number under {keys}.")
-    return value[label] if label in value else value["default"]
-
-
-def _number(where: str, value: Any, below: float = math.inf) -> None:
-    """Refuse what is no finite number in [0, below)."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < below:
-        least = "a number in [0, 1)" if below == 1 else "a finite number of at least 0"
-        raise SpecError(f"{where} is {value!r}; expected {least}.")
-
-
-def _numbers(where: str, value: Any, rates: bool = False) -> None:
-    """The same of a setting that may be given by label. `rates`: of functions and tensors, too, which may change."""
-    if isinstance(value, Mapping):
-        for label, one in value.items():
-            _numbers(f"{where} for the label {label!r}", one, rates)
-    elif not (rates and (callable(value) or (isinstance(value, torch.Tensor) and not value.dim()))):
-        _number(where, value)
-
-
-def _pairs(where: str, value: Any) -> Any:
-    """Betas as a tuple, or as tuples by label."""
-    if isinstance(value, Mapping):
-        return {label: _pairs(f"{where} for the label {label!r}", one) for label, one in value.items()}
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
-        raise SpecError(f"{where} is {value!r}; expected a pair of numbers, as (0.9, 0.999).")
-    for k, beta in enumerate(value):
-        _number(f"{where}[{k}]", beta, 1)
-    return tuple(value)
-
-
 def check_labels(optimizer: Any, spec: Spec) -> None:
     """Refuse settings for a label that the spec gives no leaf, as a misspelt one."""
     if not isinstance(optimizer, AdamW | Sgd):
@@ -171,7 +134,7 @@ def _check_labels(main: Tree, **settings: Any) -> None:
     """Refuse settings that say nothing for a label, on every rank and before any weight has changed."""
     for label in dict.fromkeys(label for buffer in main.values() for label, _, _ in buffer.bucket.labels):
         for name, value in settings.items():
-            _by_label(name, value, label)
+            by_label(name, value, label)
 
 
 def _groups(given: Leaves, *trees: Tree) -> dict[str, list[list[torch.Tensor]]]:
@@ -189,7 +152,7 @@ def _groups(given: Leaves, *trees: Tree) -> dict[str, list[list[torch.Tensor]]]:
 
 
 def _rate(lr: Rate | Mapping[str, Rate], label: str, count: torch.Tensor) -> Any:
-    rate = _by_label("lr", lr, label)
+    rate = by_label("lr", lr, label)
     return rate(count) if callable(rate) else rate
 
 
@@ -220,14 +183,15 @@ class AdamW:
     by_bucket: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _numbers("adamw: lr", self.lr, rates=True)
-        _number("adamw: eps", self.eps)
-        _numbers("adamw: weight_decay", self.weight_decay)
-        object.__setattr__(self, "betas", _pairs("adamw: betas", self.betas))
+        numbers("adamw: lr", self.lr, rates=True)
+        number("adamw: eps", self.eps)
+        numbers("adamw: weight_decay", self.weight_decay)
+        object.__setattr__(self, "betas", pair_of("adamw: betas", self.betas))
 
     def init(self, main: Tree) -> AdamState:
         _check_labels(main, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
-        return AdamState(*zeros(main, 2), {})
+        mean, square = zeros(main, 2)
+        return AdamState(mean, square, {})
 
     def counted(self, opt: AdamState) -> tuple[str, ...]:
         return tuple(opt.missed)
@@ -264,8 +228,8 @@ class AdamW:
                         views.append(view)
                     steps.setdefault(leaves[i].label, []).append(counts[i])
         for label, (p, g, m, v) in groups.items():
-            lr, decay = _rate(self.lr, label, count), _by_label("weight_decay", self.weight_decay, label)
-            betas = _by_label("betas", self.betas, label)
+            lr, decay = _rate(self.lr, label, count), by_label("weight_decay", self.weight_decay, label)
+            betas = by_label("betas", self.betas, label)
             if tracing():
                 for one in zip(p, g, m, v, steps[label], strict=True):
                     self._plainly(skip, *one, lr, betas, decay)
@@ -323,9 +287,9 @@ class Sgd:
     by_bucket: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _numbers("sgd: lr", self.lr, rates=True)
-        _number("sgd: momentum", self.momentum)
-        _numbers("sgd: weight_decay", self.weight_decay)
+        numbers("sgd: lr", self.lr, rates=True)
+        number("sgd: momentum", self.momentum)
+        numbers("sgd: weight_decay", self.weight_decay)
 
     def init(self, main: Tree) -> Tree | tuple[()]:
         _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
@@ -345,7 +309,7 @@ class Sgd:
     ) -> tuple[Tree, Any]:  # fmt: skip
         trees = (main, grads, opt) if opt else (main, grads)
         for label, (p, g, *momentum) in _groups(given, *trees).items():
-            lr, decay = _rate(self.lr, label, count), _by_label("weight_decay", self.weight_decay, label)
+            lr, decay = _rate(self.lr, label, count), by_label("weight_decay", self.weight_decay, label)
             if tracing() or (p[0].device.type == "cpu" and any(t.dtype is torch.bfloat16 for t in p)):
                 self._plainly(skip, p, g, momentum[0] if momentum else [], lr, decay)
                 continue

@@ -116,6 +116,7 @@ class Recipes:
         mine = self.seats.row(noted)
         rows = [mine] if self.run is None else self.run.given_rows.get((self.layout, mine))
         if rows is None:
+            assert self.run is not None
             rows = self.run.given_rows[self.layout, mine] = self.run.everyone(mine)
         lacking, parted, said = self.seats.lacking(bytes(map(max, *rows, mine))), self.seats.parted(rows), ""
         if parted:

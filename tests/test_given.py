@@ -139,7 +139,7 @@ def spec(preset: str, **kwargs: Any) -> Spec:
 
 def reduced(state: fsdp.State, step: int) -> fsdp.State:
     """A step's gradients, in odd steps unit by unit, without the units that have none on this rank."""
-    rank, world = dist.get_rank() if dist.is_initialized() else 0, state.spec.mesh.size()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for micro in range(MICRO):
         grads, last = grads_of(step, rank, micro, world), micro == MICRO - 1
         if step % 2 == 0:
@@ -164,7 +164,7 @@ def trained(preset: str, which: str) -> float:
     make, torchs = OPTIMIZERS[which]
     state = fsdp.shard(tree(), spec(preset), make())
     worst = 0.0
-    for step, wanted in enumerate(reference(state.spec.mesh.size(), torchs)):
+    for step, wanted in enumerate(reference(fsdp.local_mesh().size(), torchs)):
         state = fsdp.step(reduced(state, step))
         worst = max(worst, parting(fsdp.full_params(state), wanted))
     return worst
@@ -199,7 +199,7 @@ def resumed(presets: tuple[str, ...], folder: str) -> list[tuple[int, bool, list
             state = fsdp.step(reduced(state, step))
         path = fsdp.save(state, f"{folder}/{preset}")
         others = [copy.deepcopy(state), fsdp.load(fsdp.shard(tree(), spec(preset), fsdp.adamw(lr=0.05)), path)]
-        if state.spec.mesh.size() == 1:
+        if fsdp.local_mesh().size() == 1:
             others.append(pickle.loads(pickle.dumps(state)))
         for step in range(3, STEPS):
             state = fsdp.step(reduced(state, step))
@@ -267,9 +267,8 @@ def experts_apart(optimizer: str, folder: str) -> tuple[float, list[str], list[i
         )
 
     plain = {name: torch.nn.Parameter(p.clone()) for name, p in params.items()}
-    without = {"params": [plain.pop("late")], "weight_decay": DECAY["bias"]}
-    reference = torchs([{"params": [*plain.values()], "weight_decay": DECAY["default"]}, without])
-    plain["late"] = without["params"][0]
+    decayed = {"params": [p for name, p in plain.items() if name != "late"], "weight_decay": DECAY["default"]}
+    reference = torchs([decayed, {"params": [plain["late"]], "weight_decay": DECAY["bias"]}])
     state, worst, same = sharded(), 0.0, True
     for step in range(6):
         reference.zero_grad()

@@ -15,6 +15,9 @@ from functional_fsdp._layout import LeafInfo, plan_layout
 BIG = 200_000
 
 
+staging: Any = _staging
+
+
 def stepped(case: str, transport: Any) -> int:
     """How many of five steps have wrong weights: reductions without a collective end before those in flight."""
     mesh = fsdp.local_mesh(data=1, expert=2) if case == "experts" else fsdp.local_mesh()
@@ -56,7 +59,7 @@ def dies(place: str, who: int, kind: type[BaseException]) -> tuple[list[str], fl
     rank = dist.get_rank()
     spec = Spec(mesh, precision=Precision(sum="fp32"))
     state = fsdp.shard({f"u{i}": torch.zeros(512) for i in range(4)}, spec, fsdp.sgd(lr=1.0))
-    real, left = _staging.ordered_sum, [1] if rank == who else []
+    real, left = staging.ordered_sum, [1] if rank == who else []
 
     def failing(*args: Any) -> None:
         if left and place == "sum":
@@ -64,7 +67,7 @@ def dies(place: str, who: int, kind: type[BaseException]) -> tuple[list[str], fl
             raise kind("can't allocate memory")
         real(*args)
 
-    _staging.ordered_sum = failing  # type: ignore[assignment]
+    staging.ordered_sum = failing
     met: list[str] = []
     try:
         for step in range(3):
@@ -86,7 +89,7 @@ def dies(place: str, who: int, kind: type[BaseException]) -> tuple[list[str], fl
                         fsdp.step(middle)
         values = torch.cat([leaf.flatten() for leaf in fsdp.full_params(state).values()]).unique().tolist()
     finally:
-        _staging.ordered_sum = real
+        staging.ordered_sum = real
     assert len(values) == 1
     return met, values[0]
 

@@ -174,7 +174,7 @@ def as_on_gpus(optimizer: Any, overlapped: bool, skip: bool | None, lacks: tuple
     given, run, streams = state.executor.given, state.executor.run, AtOnce()
     lacking = given.agree(run, run.compare(run.vote(0, given.vote())))
     run.confirm()
-    state = state.evolve(opt=counting(state, lacking))
+    state = state._evolve(opt=counting(state, lacking))
     before = keep(state, lacking.given)
     run.cuda, run.streams = True, streams  # type: ignore[assignment]
     try:

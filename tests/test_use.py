@@ -28,13 +28,13 @@ class Chain(nn.Module):
 
     def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
         if how == "checkpoint":
-            return checkpoint(self.through, x, use_reentrant=False)  # type: ignore[no-any-return]
+            return checkpoint(self.through, x, use_reentrant=False)
         if how == "detached":
-            return self.layers[-1](self.through(x, -1).detach())  # type: ignore[no-any-return]
+            return self.layers[-1](self.through(x, -1).detach())
         if how == "no grad":
             with torch.no_grad():
                 bias = self.layers[1](x)
-            return self.layers[-1](self.layers[0](x).tanh() + bias)  # type: ignore[no-any-return]
+            return self.layers[-1](self.layers[0](x).tanh() + bias)
         return self.through(x)
 
     def through(self, x: torch.Tensor, to: int | None = None) -> torch.Tensor:
@@ -48,14 +48,15 @@ class Backwards(nn.Module):
 
     def __init__(self, scaled: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
-        self.blocks[1][0].weight = self.blocks[0][0].weight
+        first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        second.weight = first.weight
+        self.blocks = nn.ModuleList(nn.Sequential(linear, nn.Tanh()) for linear in (first, second))
         self.scale = nn.Parameter(torch.full((WIDTH,), 1.5))
         self.scaled = scaled
 
     def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
         x = self.blocks[1](x)
-        return self.blocks[0](x * self.scale if self.scaled else x)  # type: ignore[no-any-return]
+        return self.blocks[0](x * self.scale if self.scaled else x)
 
 
 def make(name: str) -> nn.Module:
@@ -69,7 +70,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 
 def loss_fn(model: Any, x: torch.Tensor, how: str) -> torch.Tensor:
-    return model(x, how).square().mean()  # type: ignore[no-any-return]
+    return model(x, how).square().mean()
 
 
 def worst(name: str, hows: list[str], **schedule: Any) -> float:
@@ -86,10 +87,10 @@ def worst(name: str, hows: list[str], **schedule: Any) -> float:
         state = fsdp.step(state)
         plain.zero_grad()
         for r in range(ranks):
-            (loss_fn(plain, batch(step, r), how) / ranks).backward()  # type: ignore[no-untyped-call]
+            (loss_fn(plain, batch(step, r), how) / ranks).backward()
         with torch.no_grad():
             for p in plain.parameters():
-                p -= 0.1 * (torch.zeros_like(p) if p.grad is None else p.grad)
+                p.sub_(0.1 * (torch.zeros_like(p) if p.grad is None else p.grad))
         weights = fsdp.full_params(state)
         now = {key: p.detach() for key, p in plain.named_parameters()}
         found = max([found, *(float((weights[key] - now[key]).abs().nan_to_num(1e9).max()) for key in now)])

@@ -238,6 +238,7 @@ class Graphed:
         graph.reserved = torch.cuda.memory_reserved(run.device) - before[1]
         self.homes[key] = home
         log.info("cuda_graph: captured a step, graph %d of at most %d", len(self.captured), self.limit)
+        assert new is not None
         return self._results(graph, home.state(new))
 
     def _replayed(self, graph: Graph, state: State, leaves: list[Any]) -> Any:
