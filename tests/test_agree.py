@@ -289,7 +289,7 @@ FAIL: dict[str, tuple[Callable[[int], Any], type[BaseException], type[Exception]
         lambda r: shard(None, Fails(KeyboardInterrupt() if r else None)),
         KeyboardInterrupt,
         fsdp.RestartError,
-        "shard: rank 1 met KeyboardInterrupt",
+        "shard: rank 1 was stopped by KeyboardInterrupt. Nothing is lost: make the same call again",
     ),
     "a function of the user's": (
         lambda r: shard(units=stopped(ZeroDivisionError("by zero")) if r else None),
