@@ -259,7 +259,7 @@ FAIL: dict[str, tuple[Callable[[int], Any], type[BaseException], type[Exception]
         lambda r: shard(params(a=torch.empty(2, 3, device="meta" if r else None))),
         TreeError,
         TreeError,
-        "shard: rank 1 met TreeError: shard: the leaf 'a' is on the meta device",
+        "shard: rank 1 met TreeError: the leaf 'a' is on the meta device",
     ),
     "a leaf that is no tensor": (
         lambda r: shard(params(a=3 if r else torch.ones(2))),
@@ -288,8 +288,8 @@ FAIL: dict[str, tuple[Callable[[int], Any], type[BaseException], type[Exception]
     "an interrupt": (
         lambda r: shard(None, Fails(KeyboardInterrupt() if r else None)),
         KeyboardInterrupt,
-        fsdp.FsdpError,
-        "shard: rank 1 met KeyboardInterrupt",
+        fsdp.RestartError,
+        "shard: rank 1 was stopped by KeyboardInterrupt. Nothing is lost: make the same call again",
     ),
     "a function of the user's": (
         lambda r: shard(units=stopped(ZeroDivisionError("by zero")) if r else None),
@@ -301,7 +301,7 @@ FAIL: dict[str, tuple[Callable[[int], Any], type[BaseException], type[Exception]
         lambda r: init(width=-1 if r else 3),
         SpecError,
         SpecError,
-        "init: rank 1 met SpecError: init: the module could not be",
+        "init: rank 1 met SpecError: the module could not be",
     ),
     "init: an optimizer": (
         lambda r: init(optimizer=Fails(OSError(28, "full") if r else None)),
