@@ -203,8 +203,9 @@ def replace_grads(state: State, grads: Any) -> State:
 
     Args:
         state: the newest state of a step, or the state between steps. It is consumed, as by a verb.
-        grads: `{bucket: FlatBuffer}`, whole and sharded as main weights, in `Precision.grads`: the `grads` of a
-            finished state of the same layout, or what `T.hvp` returns. They are copied.
+        grads: a finished State of the same layout, whose gradients are taken, and with them which leaves got one; or
+            `{bucket: FlatBuffer}`, whole and sharded as main weights, in `Precision.grads`, as `T.hvp` returns: then
+            every leaf counts as one that got a gradient. They are copied.
 
     Raises:
         TreeError: buckets that lack or are unknown, of another shape, dtype or sharding. StaleStateError.
@@ -214,15 +215,20 @@ def replace_grads(state: State, grads: Any) -> State:
     Example, gradients taken at other weights (sharpness-aware minimisation):
         >>> there = replace_params(state, moved)  # doctest: +SKIP
         >>> there, loss = forward_backward(there, batch)  # doctest: +SKIP
-        >>> state = step(replace_grads(state, finish(there).grads))  # doctest: +SKIP
+        >>> state = step(replace_grads(state, finish(there)))  # doctest: +SKIP
     """
+    noted: dict[str, int] = {}
+    if isinstance(grads, State):
+        grads.valid("replace_grads")
+        noted, grads = dict(grads.executor.given.noted), grads.grads
     main = {name: state.main[name] for name in state.layout.trainable}
     _fit("replace_grads", grads, main, {name: b.bucket.grads for name, b in main.items()})
     executor = state.executor
-    if state.grads or executor.early:  # what is under way would be added to the new ones
+    if state.grads or executor.waiting:  # what is under way would be added to the new ones
         state = finish(state)
     state.token.ledger.enter(state.token.serial, "replace_grads")
     executor.adopt({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
+    executor.given.noted = noted
     state = then(state, "replace_grads()", grads=executor.grads)
     end_round(state, last=True)
     return state

@@ -182,6 +182,10 @@ class State:
     def __copy__(self) -> State:
         return copy.deepcopy(self)  # two lineages must not share buffers: step reuses them
 
+    def __fsdp_settings__(self) -> Any:
+        """What counts of it where a setting refers to it (an optimizer that closes over a State, say)."""
+        return "State", self.layout.hash
+
     # ---- pictures
 
     def __repr__(self) -> str:

@@ -204,7 +204,7 @@ def test_ranks_that_differ_are_told_so() -> None:
         assert first[0] == second[0]
         assert "replace_params: ranks have different values" in first[0]
         assert "blocks.0.up.weight" in first[0]
-        assert "the leaf 'tail.pair' has shape (3,)" in first[1]
+        assert "replace_params: rank 1 met TreeError: the leaf 'tail.pair' has shape (3,)" in first[1]
         assert second[1].startswith("replace_params: the leaf 'tail.pair' has shape (3,)")
         if preset == "ddp":
             assert "ranks have different values" in first[2]
@@ -265,7 +265,7 @@ def sharpness_aware(preset: str) -> Tree:
         weights, grads = fsdp.local_shards(state), fsdp.local_shards(state, "grads")
         up = {path: w + RHO * grads[path] / norm if path in grads else w for path, w in weights.items()}
         there, _ = forward_backward(fsdp.replace_params(state, up), data)
-        state = fsdp.step(fsdp.replace_grads(state, fsdp.finish(there).grads))
+        state = fsdp.step(fsdp.replace_grads(state, fsdp.finish(there)))
     return fsdp.full_params(state)
 
 
@@ -310,6 +310,20 @@ def test_gradients_of_another_state() -> None:
     with pytest.raises(fsdp.ScheduleError, match="has the gradients of a whole round"):
         forward_backward(middle, batch(0, 0))
     assert largest(fsdp.full_params(fsdp.step(middle)), expected) == 0
+
+
+def test_which_leaves_got_a_gradient_comes_along() -> None:
+    """A leaf that got none keeps its weights under weight decay; of buffers alone every leaf counts."""
+    params = {"a.w": torch.ones(3), "b.w": torch.ones(3)}
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0, weight_decay=0.1))
+    both = fsdp.reduce(state, {path: torch.ones(3) for path in params})
+    there = fsdp.finish(fsdp.reduce(fsdp.replace_params(state, params), {"w": torch.ones(3)}, "a"))
+    one = fsdp.full_params(fsdp.step(fsdp.replace_grads(copied := fsdp.replace_params(state, params), there)))
+    assert copied.token.ledger.steps == 1
+    assert one["a.w"].tolist() == pytest.approx([-0.1] * 3)
+    assert one["b.w"].tolist() == [1.0] * 3
+    after = fsdp.full_params(fsdp.step(fsdp.replace_grads(both, there.grads)))
+    assert after["b.w"].tolist() == pytest.approx([0.9] * 3)
 
 
 def test_gradients_that_do_not_fit() -> None:
