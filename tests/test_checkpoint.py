@@ -184,7 +184,7 @@ def trouble(folder: str) -> dict[str, str]:
         ValueError("odd"),
         UnicodeDecodeError("x", b"", 0, 1, "y"),
     ):
-        found[f"first {type(error).__name__}"] = on_rank(0, "Claim", error)
+        found[f"first {type(error).__name__}"] = on_rank(0, "Claim.make", error)
     found["second"] = on_rank(1, "write_tensors", KeyboardInterrupt())
     found["names"] = said(lambda: fsdp.save(state, f"{folder}/a{rank}"))
     found["no name"] = said(lambda: fsdp.save(state, None if rank else f"{folder}/a"))  # type: ignore[arg-type]
