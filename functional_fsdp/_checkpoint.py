@@ -70,7 +70,7 @@ def _write(joint: Joint, state: State, folder: str | os.PathLike[str]) -> None:
     path, file = partial(final, token), f"__{run.rank}_0.distcp"
     chosen: dict[str, torch.Tensor] = {}
     about: dict[str, Any] = {}
-    claim: Claim | None = None
+    claim = Claim(final, token) if run.rank == 0 else None
 
     def prepare() -> tuple[str, dict[str, str]]:
         state.resting("save")
@@ -78,9 +78,8 @@ def _write(joint: Joint, state: State, folder: str | os.PathLike[str]) -> None:
         return own_place(state), {p.name: content(p) for p in parts_of(state) if p.buffer is None}
 
     def begin() -> None:
-        nonlocal claim
-        if run.rank == 0:
-            claim = Claim(final, token)
+        if claim is not None:
+            claim.make()
 
     def write() -> Any:
         if not (path / LOCK).is_file():

@@ -25,6 +25,7 @@ from stat import S_ISREG
 from typing import IO, Any
 
 from ._errors import CheckpointError
+from ._interrupts import whole
 
 locks: Any = None
 with suppress(ImportError):  # no Unix: leftovers go by their age
@@ -49,15 +50,19 @@ def unfinished(folder: Path) -> bool:
 
 
 class Claim:
-    """The folder of a save under way, held by the first rank."""
+    """The folder of a save under way, held by the first rank: `make`, write, `appear`; in the end always `drop`."""
 
     def __init__(self, final: Path, token: str) -> None:
+        self.final, self.path = final, partial(final, token)
+        self.lock: IO[bytes] | None = None
+
+    def make(self) -> None:
         """Make the folder, and remove what dead saves of the same name left.
 
         Raises:
             FileExistsError: `final` exists. OSError: what making it meets.
         """
-        self.final, self.path, self.lock = final, partial(final, token), -1
+        final = self.final
         self.refuse()
         missing = [path for path in (final.parent, *final.parent.parents) if not path.exists()]
         try:
@@ -68,11 +73,7 @@ class Claim:
             sync(path.parent)
         _sweep(final)
         self.path.mkdir()
-        try:
-            self._hold()
-        except BaseException:
-            self.drop()
-            raise
+        self._hold()
 
     def refuse(self) -> None:
         if os.path.lexists(self.final):
@@ -81,7 +82,7 @@ class Claim:
     def _hold(self) -> None:
         """Locked under another name first, so that nobody ever sees the lock free."""
         early = self.path / f"{LOCK}.new"
-        self.lock = os.open(early, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        self.lock = open(early, "xb")  # noqa: SIM115 # until `drop`
         if locks is not None:
             with suppress(OSError):  # the file system has no locks
                 locks.flock(self.lock, locks.LOCK_EX | locks.LOCK_NB)
@@ -103,15 +104,15 @@ class Claim:
             raise
         sync(self.final.parent)
 
+    @whole
     def drop(self) -> None:
         """Remove what has not appeared, and let go of the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self.lock >= 0:
+        if self.lock is not None:
             if locks is not None:
                 with suppress(OSError):
                     locks.flock(self.lock, locks.LOCK_UN)  # a forked child may have the descriptor, too
-            os.close(self.lock)
-            self.lock = -1
+            self.lock.close()
 
 
 def _sweep(final: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from problems import LOOPS, batch, mesh_and_placement, net
+from test_deaths import survivors
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -184,7 +186,7 @@ def trouble(folder: str) -> dict[str, str]:
         ValueError("odd"),
         UnicodeDecodeError("x", b"", 0, 1, "y"),
     ):
-        found[f"first {type(error).__name__}"] = on_rank(0, "Claim", error)
+        found[f"first {type(error).__name__}"] = on_rank(0, "Claim.make", error)
     found["second"] = on_rank(1, "write_tensors", KeyboardInterrupt())
     found["names"] = said(lambda: fsdp.save(state, f"{folder}/a{rank}"))
     found["no name"] = said(lambda: fsdp.save(state, None if rank else f"{folder}/a"))  # type: ignore[arg-type]
@@ -271,6 +273,53 @@ def test_ranks_that_name_or_see_different_folders(troubles: list[dict[str, str]]
         assert "load: /proc/self/cwd/b is not the same for all ranks: layout.json of rank 0 has" in rank["halves"]
         assert "__0_0.distcp" in rank["swapped"]
         assert "__0_0.distcp is missing" in rank["missing"]
+
+
+def dies(where: str, folder: str) -> None:
+    """The last rank dies in the middle of a save or load."""
+    state, _ = start("zero3")
+    path = fsdp.save(state, f"{folder}/a")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            patch.setattr(f"functional_fsdp._checkpoint.{where}", lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+        fsdp.load(state, path) if where == "read_tensors" else fsdp.save(state, f"{folder}/b")
+
+
+@pytest.mark.parametrize("where", ["write_tensors", "read_tensors"])
+def test_a_rank_that_dies_is_one_error_and_leaves_nothing(where: str, tmp_path: Path) -> None:
+    for text in survivors(dies, 2, where, str(tmp_path)):
+        assert text.startswith("CommError: ")
+        assert "Restart the job from its last checkpoint" in text
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def begins_again(folder: str) -> list[str]:
+    """One rank is stopped between the parts of a save, the other waits for it; both make the call again."""
+    state, _ = start("zero3")
+    texts = []
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    for i, where in enumerate(("plain_names", "Claim.drop", "Path")):
+        for rank in (0, 1):
+            path = f"{folder}/{i}{rank}"
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == rank:
+                    patch.setattr(f"functional_fsdp._checkpoint.{where}", stop)
+                texts.append(said(lambda: fsdp.save(state, path)).split(":")[0])  # noqa: B023
+            if not Path(path).exists():
+                fsdp.save(state, path)
+            dist.barrier()
+            fsdp.load(state, path)
+    return texts
+
+
+def test_whoever_is_stopped_between_the_parts_of_a_save_begins_again(tmp_path: Path) -> None:
+    first, second = launch(begins_again, 2, str(tmp_path))
+    assert first[:2] == ["KeyboardInterrupt", "RestartError"]
+    assert second[:2] == ["RestartError", "KeyboardInterrupt"]
+    assert not list(tmp_path.glob("*.partial-*"))
 
 
 # ---------------------------------------------------------------- several savers

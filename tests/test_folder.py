@@ -21,12 +21,18 @@ def state_of() -> fsdp.State:
     return fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw())
 
 
+def made(final: Path, token: str) -> Claim:
+    claim = Claim(final, token)
+    claim.make()
+    return claim
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
 def test_exactly_one_of_two_claims_appears(tmp_path: Path) -> None:
-    first, second = Claim(tmp_path / "a", ONE), Claim(tmp_path / "a", TWO)
+    first, second = made(tmp_path / "a", ONE), made(tmp_path / "a", TWO)
     assert names(tmp_path) == [f"a.partial-{ONE}", f"a.partial-{TWO}"]
     (second.path / "x").write_text("two")
     (first.path / "x").write_text("one")
@@ -42,7 +48,7 @@ def test_exactly_one_of_two_claims_appears(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", ["folder", "file", "link"])
 def test_a_name_that_is_taken(there: str, tmp_path: Path) -> None:
-    claim = Claim(tmp_path / "a", ONE)
+    claim = made(tmp_path / "a", ONE)
     (claim.path / "x").touch()
     if there == "folder":
         (tmp_path / "a").mkdir()
@@ -55,18 +61,18 @@ def test_a_name_that_is_taken(there: str, tmp_path: Path) -> None:
         claim.appear()
     claim.drop()
     with pytest.raises(FileExistsError, match="a exists"):
-        Claim(tmp_path / "a", TWO)
+        made(tmp_path / "a", TWO)
     assert names(tmp_path) == ["a"]
 
 
 def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
-    live = Claim(tmp_path / "a", ONE)
+    live = made(tmp_path / "a", ONE)
     dead = partial(tmp_path / "a", TWO)
     others = [tmp_path / "b.partial-0123456789ab", tmp_path / "a.partial-mine", tmp_path / "a.partial"]
     for path in (dead, *others):
         path.mkdir()
         (path / LOCK).touch()
-    Claim(tmp_path / "a", "c" * 12).drop()
+    made(tmp_path / "a", "c" * 12).drop()
     assert not dead.exists()
     assert live.path.exists()
     assert all(path.exists() for path in others)
@@ -81,7 +87,7 @@ def test_without_a_lock_age_tells(tmp_path: Path) -> None:
         (path / "x").touch()
     for path in (old / "x", old):
         os.utime(path, (time.time() - 100,) * 2)
-    Claim(tmp_path / "a", "c" * 12).drop()
+    made(tmp_path / "a", "c" * 12).drop()
     assert names(tmp_path) == [young.name]
 
 
@@ -90,12 +96,12 @@ def test_where_locks_do_not_work_age_tells(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    first = Claim(tmp_path / "a", ONE)
-    second = Claim(tmp_path / "a", TWO)
+    first = made(tmp_path / "a", ONE)
+    second = made(tmp_path / "a", TWO)
     assert first.path.exists()
     for path in (first.path / LOCK, first.path):
         os.utime(path, (time.time() - 100_000,) * 2)
-    Claim(tmp_path / "a", "c" * 12).drop()
+    made(tmp_path / "a", "c" * 12).drop()
     assert not first.path.exists()
     second.drop()
     first.drop()
@@ -148,7 +154,7 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     fsdp.load(state_of(), fsdp.save(state_of(), tmp_path / "a"))
     with pytest.raises(FileExistsError):
-        Claim(tmp_path / "a", ONE)
+        made(tmp_path / "a", ONE)
     (tmp_path / "a" / "pipe").symlink_to("x")
     for name in ("pipe", "nothing", "../a"):
         with pytest.raises(fsdp.CheckpointError), inside(tmp_path / "a", name):

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 
 import functional_fsdp as fsdp
 from functional_fsdp._parts import parts_of
+from functional_fsdp._writer import _Sink
 
 Bits = dict[str, torch.Tensor]
 
@@ -365,3 +366,16 @@ def test_files_of_another_checkpoint(saved: Path) -> None:
         )
         shutil.copy(saved.parent / "kept", saved / name)
     assert same(bits(fsdp.load(state_of(1), saved)), bits(state_of()))
+
+
+def test_torchs_writer_never_meets_an_error_of_the_disk() -> None:
+    """It aborts the process if it does while it is being destroyed."""
+
+    class Full:
+        def write(self, data: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    sink = _Sink(Full())  # type: ignore[arg-type]
+    torch.save(torch.ones(3), sink)  # type: ignore[arg-type]
+    assert isinstance(sink.error, OSError)
+    assert sink.write(b"more") == 4
