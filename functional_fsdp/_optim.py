@@ -142,7 +142,8 @@ class AdamW:
 
     def init(self, main: Tree) -> AdamState:
         _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
-        return AdamState(*zeros(main, 2), {})
+        mean, square = zeros(main, 2)
+        return AdamState(mean, square, {})
 
     def counted(self, opt: AdamState) -> tuple[str, ...]:
         return tuple(opt.missed)

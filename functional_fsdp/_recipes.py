@@ -114,9 +114,12 @@ class Recipes:
         """
         noted = dict(zip(self.trained, masks or (ALL,) * len(self.trained), strict=True))
         mine = self.seats.row(noted)
-        rows = [mine] if self.run is None else self.run.rows.get((self.layout, mine))
-        if rows is None:
-            rows = self.run.rows[self.layout, mine] = self.run.everyone(mine)
+        rows = [mine]
+        if self.run is not None:
+            key = self.layout, mine
+            if key not in self.run.rows:
+                self.run.rows[key] = self.run.everyone(mine)
+            rows = self.run.rows[key]
         lacking, parted, said = self.seats.lacking(bytes(map(max, *rows, mine))), self.seats.parted(rows), ""
         if parted:
             said = (

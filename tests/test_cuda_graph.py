@@ -232,7 +232,7 @@ def interrupted() -> tuple[str, int, int]:
                 def stopped(vote: Any) -> None:
                     raise KeyboardInterrupt
 
-                run.compare = stopped  # type: ignore[method-assign]
+                run.compare = stopped  # type: ignore[method-assign, assignment]
                 try:
                     capture.again(state, lambda: launched.append(1))
                 finally:

@@ -124,7 +124,7 @@ def test_a_module_with_sparse_gradients_trains_and_warns_once() -> None:
             with torch.no_grad():
                 for p in module.parameters():
                     assert p.grad is not None
-                    p -= 0.5 * (p.grad.to_dense() if p.grad.is_sparse else p.grad)
+                    p.sub_(0.5 * (p.grad.to_dense() if p.grad.is_sparse else p.grad))
                     p.grad = None
     assert ["is made dense" in str(warning.message) for warning in caught] == [True]
     found = fsdp.full_params(state)

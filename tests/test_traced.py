@@ -608,10 +608,11 @@ def compiled_without(optimizer: Any, late: bool) -> tuple[list[dict[str, torch.T
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("which", ["adamw", "sgd"])
 def test_a_compiled_step_leaves_alone_what_gets_no_gradient_in_it(which: str, late: bool) -> None:
-    mine, torchs = {
+    pairs: dict[str, tuple[Any, Any]] = {
         "adamw": (fsdp.adamw(lr=0.1, weight_decay=0.2), torch.optim.AdamW),
         "sgd": (fsdp.sgd(lr=0.1, momentum=0.9, weight_decay=0.2), partial(torch.optim.SGD, momentum=0.9)),
-    }[which]
+    }
+    mine, torchs = pairs[which]
     plain = {name: torch.nn.Parameter(torch.ones(shape, dtype=torch.float64)) for name, shape in SMALL.items()}
     optimizer = torchs([*plain.values()], lr=0.1, weight_decay=0.2)
     ranks = launch(compiled_without, 2, mine, late)
