@@ -167,8 +167,9 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
 
     Args:
         grads: as the weights that `unshard` gave: the whole tree, or a unit's `{relative path: tensor}`, leaves of
-            global shape. They belong to the reduction from here on: do not change them in place. None means zero;
-            gradients of frozen leaves are ignored; those of tied leaves add up.
+            global shape. They belong to the reduction from here on: do not change them in place. None means that a
+            leaf has none: it adds nothing, and a leaf that gets none in a step, on any rank, stays as it is (see
+            `step`). Gradients of frozen leaves are ignored; those of tied leaves add up; sparse ones are made dense.
         unit: None for the whole tree, or the unit that `grads` belong to.
         last: False says that more microbatches follow, so that a placement which keeps whole gradients (`ddp`,
             `zero1`, and the outer axis of `hsdp` and `hfsdp`) can add them up locally first. A wrong flag costs time
@@ -178,7 +179,8 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
         The new state: leaves of global shape -> shards [n / ranks of grads] in `Precision.grads`. Calls add up.
 
     Raises:
-        TreeError: another structure, shape or a non-tensor, before anything is sent. StaleStateError, ScheduleError.
+        TreeError: another structure, shape or a non-tensor, a complex or quantized gradient, before anything is sent;
+            one on the meta device. StaleStateError, ScheduleError.
 
     Collective: reduce-scatter where gradients are sharded, and on the last call what the placement's
     table row says; in the compute dtype.
@@ -259,6 +261,11 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
         skip: a bool tensor [], the same on every rank. Where it is true, on the device, weights, optimizer state and
             count stay what they are (see `transforms.skip_nonfinite`). Nothing waits for it. Or a bool.
 
+    A leaf that got a gradient on no rank, in no microbatch, keeps its weights and its optimizer state, as torch.optim
+    has it with `grad=None`: no decay, no momentum, and AdamW corrects its bias by the steps in which it got one. Zeros,
+    as torch.func gives them for what a loss does not depend on, are gradients. Gradients that came without `reduce`
+    (put into the state by hand) count for all leaves.
+
     Everything is checked first, and every rank votes before anything changes (on the host; devices are not
     synchronised). The buffers of the state are reused, so the states of this step raise StaleStateError from here on.
 
@@ -271,7 +278,8 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
         ScheduleError: no gradients, no optimizer, or ranks that issued different collectives.
         StaleStateError: a consumed state.
 
-    Collective: what `reduce` left unfinished; an all-gather a bucket where weights are less sharded than main weights.
+    Collective: what `reduce` left unfinished; an all-gather a bucket where weights are less sharded than main weights;
+    on the host two votes, and if no rank has a gradient for every leaf an all-reduce of a byte a leaf.
     """
     skip = may_step(state, skip)
     state.valid("step")

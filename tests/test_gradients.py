@@ -19,8 +19,8 @@ MIXED = {"a": torch.float64, "b": torch.float32, "c": torch.bfloat16}
 
 
 def mixed(preset: str = "zero3") -> fsdp.State:
-    params = {name: torch.ones(3, dtype=dtype) for name, dtype in MIXED.items()}
-    params["none"] = torch.ones(0, dtype=torch.float64)
+    params = {"none": torch.ones(0, dtype=torch.float64)}
+    params |= {name: torch.ones(3, dtype=dtype) for name, dtype in MIXED.items()}
     precision = {name: fsdp.Precision(main=dtype, grads=dtype) for name, dtype in MIXED.items()}
     precision["none"] = precision["a"]
     mesh = fsdp.local_mesh()

@@ -41,6 +41,11 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
         the compiled function. The first call compiles; calls with other shapes compile again. The state's buffers are
         updated in place: the state that went in has the new values as well, and must not be used for the old ones.
 
+    Which leaves get no gradient is a part of the graph: those for which `reduce` is given None, or whose unit is not
+    reduced, keep their weights and moments (`T.vjp` is torch.func's here, whose zeros are gradients). Ranks cannot ask
+    each other in a graph, so None has to stand at the same leaves on every rank that shares them; ranks compare that,
+    on the host, when a step is first compiled, and it is an error where they differ.
+
     Beside `torch.compile(train_step, fullgraph=True)`, which works too, this saves the second forward that
     keeping no more than a few units gathered would cost there (`T.vjp` recomputes when it is traced), and keeps
     Inductor from moving a gather to where it is waited for, as it does to save memory: the order is the schedule's.
