@@ -8,15 +8,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ._errors import TreeError
-from ._flat import FlatBuffer
 from ._given import ALL
 from ._layout import Layout, Unit
 from ._tree import flatten
+
+if TYPE_CHECKING:
+    from ._flat import FlatBuffer
 
 __all__ = ["in_order", "of_tree", "of_unit", "refuse_meta"]
 
