@@ -139,8 +139,20 @@ def _read(run: Runtime, prefix: str, ranks: Iterable[int]) -> list[bytes]:
             looked = now
             broken = run.meeting is not None and run.meeting.broken()
             run.listen("restart: waiting for the other ranks", begun, "", failed=broken, restarts=False)
+        _progress(run)
         time.sleep(0.002)
     return [run.store.get(key) for key in keys.values()]
+
+
+def _progress(run: Runtime) -> None:
+    """Take what is under way as far as it goes: a rank that still waits for a job lets it end before it comes here."""
+    for queue in run.queues.values():
+        try:
+            queue.progress()
+        except CommError:
+            raise
+        except Exception:  # of a job's own code: its step is void, and what it did not issue is issued by its twin
+            run.parted = True
 
 
 def _catch_up(run: Runtime, name: str, counts: list[int], prefix: str) -> None:

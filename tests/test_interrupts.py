@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 from strikes import WAYS, bits, disturbed, interruptible, training
 
 import functional_fsdp as fsdp
 from functional_fsdp import _interrupts, launch
+from functional_fsdp._lanes import Issued
+from functional_fsdp._runtime import runtime_of
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -170,3 +173,27 @@ def nothing_in_threads() -> bool:
 
 def test_steps_in_other_threads_leave_handlers_alone() -> None:
     assert launch(nothing_in_threads, 1) == [True]
+
+
+def between_two_hops() -> list[str]:
+    """Rank 1 is interrupted while it waits for the first of two hops of a sum, and begins anew; rank 0, which waits for
+    the second, lets the sum end."""
+    run: Any = runtime_of(fsdp.local_mesh())
+    hop = Issued("side", "data", "all_reduce", 8, torch.float32, "sum", "a test")
+    tensor, met = torch.ones(8), []
+    try:
+        job = run.submit("side", (hop,), run.collective(hop, tensor, tensor))
+        if dist.get_rank():
+            raise KeyboardInterrupt
+        run.wait(job)
+        met.append(str(float(tensor.sum())))
+        run.everyone("after it", "a test")
+    except (KeyboardInterrupt, fsdp.RestartError) as error:
+        met.append(type(error).__name__)
+        if dist.get_rank():
+            run.restart()
+    return met
+
+
+def test_a_rank_that_begins_anew_goes_on_with_what_others_wait_for() -> None:
+    assert launch(between_two_hops, 2, timeout=20.0) == [["16.0", "RestartError"], ["KeyboardInterrupt"]]
