@@ -168,7 +168,9 @@ def report(found: dict[str, Found], players: int, seconds: float) -> str:
         if description:
             lines.append(f"  {names[0]} {'shrunk' if again else 'did not come again'}:")
             lines += [f"    {line}" for line in description.splitlines()]
-    reasons = Counter(v.text.split(":")[0] for one in found.values() for v in one.verdicts.values() if v.column == "refused")
+    reasons = Counter(
+        v.text.split(":")[0] for one in found.values() for v in one.verdicts.values() if v.column == "refused"
+    )
     if reasons:
         lines.append("\nrefused: " + ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(12)))
     missed = sum(bool(v.notes.get("missed")) for one in found.values() for v in one.verdicts.values())

@@ -44,7 +44,9 @@ def described(case: Case) -> str:
     for model in case["models"]:
         for leaf in model["leaves"]:
             keys = ".".join(str(key) for _, key in leaf["keys"])
-            more = [k for k in ("frozen",) if leaf[k]] + ([f"tied to {leaf['same']}"] if leaf["same"] is not None else [])
+            more = [k for k in ("frozen",) if leaf[k]] + (
+                [f"tied to {leaf['same']}"] if leaf["same"] is not None else []
+            )
             lines.append(f"  leaf {keys!r} {tuple(leaf['shape'])} {leaf['dtype']} {' '.join(more)}")
         settings = {k: v for k, v in model["settings"].items() if v not in ([], None, "mean")}
         lines.append(f"  settings {json.dumps(settings)}")

@@ -9,7 +9,20 @@ from typing import Any
 
 import functional_fsdp as fsdp
 
-__all__ = ["COLUMNS", "FINE", "LIMIT", "PATIENCE", "SCALE", "Ended", "Refused", "Verdict", "Wrong", "documented", "judged", "worst"]
+__all__ = [
+    "COLUMNS",
+    "FINE",
+    "LIMIT",
+    "PATIENCE",
+    "SCALE",
+    "Ended",
+    "Refused",
+    "Verdict",
+    "Wrong",
+    "documented",
+    "judged",
+    "worst",
+]
 
 COLUMNS = {
     "right": "as plain arithmetic says",
@@ -98,7 +111,9 @@ def worst(verdicts: list[Verdict]) -> Verdict:
     column = min((v.column for v in verdicts), key=_ORDER.index)
     ends = [v.notes.get("end") for v in verdicts]
     if column in FINE and len(set(ends)) > 1:
-        said = "; ".join(f"rank {r}: {end} {v.text[:150]}" for r, (end, v) in enumerate(zip(ends, verdicts, strict=True)))
+        said = "; ".join(
+            f"rank {r}: {end} {v.text[:150]}" for r, (end, v) in enumerate(zip(ends, verdicts, strict=True))
+        )
         return Verdict("accepted", f"ranks disagree: {said}", clean=False)
     ranks = [r for r, v in enumerate(verdicts) if v.column == column]
     text = verdicts[ranks[0]].text
