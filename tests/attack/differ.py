@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 
 import functional_fsdp as fsdp
-from functional_fsdp import transforms as T
 
 from .verdict import PATIENCE, Refused, Verdict, Wrong, documented, judged
 
-__all__ = ["DIFFERENCES", "draw", "play", "smaller"]
+__all__ = ["DIFFERENCES", "Settings", "difference", "draw", "play", "smaller", "train"]
 
 Case = dict[str, Any]
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3")
@@ -29,6 +28,8 @@ PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero3")
 
 def draw(seed: int, index: int) -> Case:
     """The case of this seed and index."""
+    from . import differ_verbs  # noqa: F401 (it has the rest of the differences)
+
     rng = Random(f"differ:{seed}:{index}")
     world = rng.choice((2, 2, 2, 3, 4))
     return {
@@ -79,8 +80,8 @@ def train(state: fsdp.State, steps: int = 2) -> None:
     """Some steps; afterwards ranks compare their weights, by other means than the package's."""
     for step in range(steps):
         state, params = fsdp.unshard(state)
-        paths = torch.utils._pytree.tree_map(lambda t: t * (1 + dist.get_rank() + step), params)
-        grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, paths)
+        scale = 1 + dist.get_rank() + step
+        grads = torch.utils._pytree.tree_map(lambda t, by=scale: t * by if t.is_floating_point() else None, params)
         state = fsdp.step(fsdp.reduce(state, grads))
     whole = torch.cat([t.double().reshape(-1) for t in torch.utils._pytree.tree_leaves(fsdp.full_params(state))])
     every = [torch.empty_like(whole) for _ in range(dist.get_world_size())]
@@ -91,6 +92,8 @@ def train(state: fsdp.State, steps: int = 2) -> None:
 
 def play(case: Case, rank: int, folder: str) -> Verdict:
     """On one rank."""
+    from . import differ_verbs  # noqa: F401
+
     warnings.simplefilter("ignore")
     settings = Settings(case, folder)
     if rank == 0:
@@ -267,171 +270,3 @@ def raises_before(s: Settings, me: bool, rank: int) -> None:
     """One rank's tree is one that shard refuses."""
     if me:
         s.params["head"]["b"] = "no tensor"
-
-
-# ---- metrics, folders, verbs
-
-
-def _trees(name: str, mine: Any, theirs: Any) -> None:
-    for verb in ("pmean", "psum"):
-
-        def change(s: Settings, me: bool, rank: int, verb: str = verb) -> None:
-            s.after = lambda state: train(getattr(fsdp, verb)(state, mine if me else theirs)[0])
-
-        DIFFERENCES[f"{verb} {name}"] = change
-
-
-_trees("shape", torch.ones(3), torch.ones(4))
-_trees("same size", torch.ones(2, 3), torch.ones(3, 2))
-_trees("dtype", torch.ones(3).double(), torch.ones(3))
-_trees("keys", {"a": torch.ones(2), "b": torch.zeros(2)}, {"a": torch.ones(2), "c": torch.zeros(2)})
-_trees("order", {"b": torch.ones(2), "a": torch.zeros(2)}, {"a": torch.zeros(2), "b": torch.ones(2)})
-_trees("count", [torch.ones(2), torch.ones(2)], [torch.ones(2)])
-_trees("number", [1.0, 2.0], [1.0])
-
-
-@difference
-def pmean_and_psum(s: Settings, me: bool, rank: int) -> None:
-    s.after = lambda state: train((fsdp.psum if me else fsdp.pmean)(state, torch.ones(3))[0])
-
-
-@difference
-def pmean_on_one_rank_only(s: Settings, me: bool, rank: int) -> None:
-    def after(state: fsdp.State) -> None:
-        if me:
-            state, _ = fsdp.pmean(state, torch.ones(3))
-        train(state)
-
-    s.slow, s.after = True, after
-
-
-@difference
-def saves_to_other_folders(s: Settings, me: bool, rank: int) -> None:
-    s.after = lambda state: fsdp.save(state, os.path.join(s.folder, "here" if me else "there"))
-
-
-@difference
-def loads_other_checkpoints(s: Settings, me: bool, rank: int) -> None:
-    def after(state: fsdp.State) -> None:
-        first = fsdp.save(state, os.path.join(s.folder, "first"))
-        state, params = fsdp.unshard(state)
-        grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, params)
-        state = fsdp.step(fsdp.reduce(state, grads))
-        second = fsdp.save(state, os.path.join(s.folder, "second"))
-        train(fsdp.load(state, second if me else first), 0)
-
-    s.after = after
-
-
-@difference
-def loads_what_is_not_there(s: Settings, me: bool, rank: int) -> None:
-    def after(state: fsdp.State) -> None:
-        first = fsdp.save(state, os.path.join(s.folder, "first"))
-        train(fsdp.load(state, os.path.join(s.folder, "nothing") if me else first), 0)
-
-    s.after = after
-
-
-@difference
-def saves_and_loads(s: Settings, me: bool, rank: int) -> None:
-    def after(state: fsdp.State) -> None:
-        first = fsdp.save(state, os.path.join(s.folder, "first"))
-        fsdp.save(state, os.path.join(s.folder, "second")) if me else fsdp.load(state, first)
-
-    s.slow, s.after = True, after
-
-
-@difference
-def loads_with_another_average(s: Settings, me: bool, rank: int) -> None:
-    """The same on all ranks: the checkpoint says mean, the template sum."""
-
-    def after(state: fsdp.State) -> None:
-        folder = fsdp.save(state, os.path.join(s.folder, "first"))
-        s.spec["average"] = "sum"
-        fsdp.load(s.state(), folder)
-
-    s.after = after
-
-
-@difference
-def grads_of_another_shape(s: Settings, me: bool, rank: int) -> None:
-    def after(state: fsdp.State) -> None:
-        state, params = fsdp.unshard(state)
-        grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, params)
-        if me:
-            grads["head"]["w"] = torch.ones(8)
-        try:
-            state = fsdp.reduce(state, grads)
-        except fsdp.TreeError:
-            raise
-        fsdp.step(state)
-
-    s.slow, s.after = True, after
-
-
-@difference
-def units_in_another_order(s: Settings, me: bool, rank: int) -> None:
-    def after(state: fsdp.State) -> None:
-        names = sorted(state.units, reverse=me)
-        for unit in [*names, *reversed(names)]:
-            state, w = fsdp.unshard(state, unit)
-            state = fsdp.release(state, unit)
-        train(state, 1)
-
-    s.slow, s.after = True, after
-
-
-@difference
-def another_number_of_microbatches(s: Settings, me: bool, rank: int) -> None:
-    def after(state: fsdp.State) -> None:
-        for _ in range(2 if me else 1):
-            state, params = fsdp.unshard(state)
-            grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, params)
-            state = fsdp.reduce(state, grads)
-        fsdp.step(state)
-
-    s.slow, s.after = True, after
-
-
-@difference
-def clips_or_not(s: Settings, me: bool, rank: int) -> None:
-    def after(state: fsdp.State) -> None:
-        state, params = fsdp.unshard(state)
-        grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, params)
-        state = fsdp.reduce(state, grads)
-        if me:
-            state, _ = T.clip_by_global_norm(state, 1.0)
-        train(fsdp.step(state), 0)
-
-    s.slow, s.after = True, after
-
-
-@difference
-def states_in_another_order(s: Settings, me: bool, rank: int) -> None:
-    """Two trees, of which one rank shards the second first."""
-
-    def after(state: fsdp.State) -> None:
-        spec = fsdp.Spec(s.mesh())
-        trees = [{"a": torch.ones(5)}, {"b": torch.ones(6)}]
-        made = [fsdp.shard(tree, spec, fsdp.sgd()) for tree in (reversed(trees) if me else trees)]
-        train(made[0])
-
-    s.after = after
-
-
-@difference
-def own_experts(s: Settings, me: bool, rank: int) -> None:
-    """What may differ: leaves that are not averaged over an axis."""
-    world, s.may = s.case["world"], True
-    s.mesh = lambda: fsdp.local_mesh(replica=world, shard=1)
-    s.placement = {"head": fsdp.zero3("shard"), "*": fsdp.zero3("replica", "shard")}
-    s.params["head"]["w"] = torch.full((7,), float(rank))
-
-    def after(state: fsdp.State) -> None:
-        state, params = fsdp.unshard(state)
-        grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, params)
-        state = fsdp.step(fsdp.reduce(state, grads))
-        if not bool((fsdp.full_params(state)["head"]["w"].sign() == float(rank > 0)).all()):
-            raise Wrong("leaves of each rank's own were mixed")
-
-    s.after = after

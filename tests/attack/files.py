@@ -1,19 +1,23 @@
 """files: checkpoints that were cut, changed, mixed, crafted or written by two at once. `load` gives the saved bits or a
 documented error on every rank, runs no code, and leaves its template as it was.
 
-Two checkpoints of one state, after one step and after two, lie beside each other; each case damages a copy of the first.
+Two checkpoints of one state, after one step and after two, lie side by side; each case damages a copy of the first.
 A byte changed inside raw tensor data, or a data file of the other checkpoint, can only be found by checksums: that is
 counted as "unseen".
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
 import shutil
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -22,7 +26,7 @@ import torch.distributed as dist
 
 import functional_fsdp as fsdp
 
-from . import interrupts
+from . import trained
 from .verdict import PATIENCE, Verdict, documented, judged
 
 __all__ = ["draw", "play", "smaller"]
@@ -54,7 +58,7 @@ def draw(seed: int, index: int) -> Case:
     damage = rng.choice(DAMAGES)
     return {
         "kind": "files", "world": 1 if damage == "writers" else rng.choice((1, 2, 2, 3, 4)),
-        "preset": rng.choice(interrupts.PRESETS), "way": "tree", "transport": "collective", "prefetch": 1, "micros": 1,
+        "preset": rng.choice(trained.PRESETS), "way": "tree", "transport": "collective", "prefetch": 1, "micros": 1,
         "sgd": rng.random() < 0.3, "damage": damage, "file": round(rng.random(), 4), "at": round(rng.random(), 5),
         "count": rng.choice((1, 1, 2, 3)), "byte": rng.randint(1, 255), "layout": rng.choice(LAYOUTS),
         "inside": rng.choice(INSIDE), "gadget": rng.randrange(4), "patience": 15,
@@ -72,8 +76,8 @@ class Kept:
     """A template, and what its two checkpoints hold on this rank."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        state, model = interrupts.make(case)
-        step = interrupts.steps_of(case, model, rank)
+        state, model = trained.make(case)
+        step = trained.steps_of(case, model, rank)
         self.states = []
         for number in range(3):
             state = step(state, number)
@@ -86,8 +90,6 @@ _kept: dict[str, Kept] = {}
 
 
 def _clone(state: fsdp.State) -> fsdp.State:
-    import copy
-
     return copy.deepcopy(state)
 
 
@@ -131,8 +133,6 @@ def _meet(world: int) -> None:
 
 
 def _load(case: Case, kept: Kept, damaged: str) -> Verdict:
-    import time
-
     begun = time.monotonic()
     try:
         state = fsdp.load(kept.template, damaged)
@@ -278,7 +278,7 @@ class Damage:
         path = next(p for p in self.files() if p.endswith(".json"))
         said = self.case["layout"]
         if isinstance(said, dict):
-            said = json.dumps({**json.loads(open(path).read()), **said})
+            said = json.dumps({**json.loads(Path(path).read_text()), **said})
         with open(path, "w") as file:
             file.write(said)
 
@@ -370,10 +370,8 @@ class Damage:
             if not pid:
                 try:
                     for _ in range(2):
-                        try:
+                        with suppress(fsdp.FsdpError, OSError):
                             fsdp.save(self.kept.states[i], self.folder)
-                        except (fsdp.FsdpError, OSError):
-                            pass
                 finally:
                     os._exit(0)
             children.append(pid)

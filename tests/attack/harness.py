@@ -5,8 +5,8 @@
         |  a thread looks at the board       |  then wait on the board until every rank has a verdict
         |  and kills ranks that are late     |  go on if all are clean, else end: fresh ranks do the rest
 
-The board is a file mapped into memory: [case, done, clean, deadline, pid] of each rank. It is no part of the package, so
-ranks that are in different cases cannot be, whatever the package does.
+The board is a file mapped into memory: [case, done, clean, deadline, pid] of each rank. It is no part of the
+package: ranks cannot be in different cases, whatever the package does.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import mmap
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -213,8 +213,8 @@ def _read(folder: str, world: int, done: int) -> list[Verdict]:
     lines = []
     for rank in range(world):
         path = os.path.join(folder, f"verdicts{rank}")
-        with open(path) if os.path.exists(path) else contextlib.nullcontext([]) as file:
-            lines.append([json.loads(line) for line in list(file)[:done]])
+        written = Path(path).read_text().splitlines() if os.path.exists(path) else []
+        lines.append([json.loads(line) for line in written[:done]])
     verdicts = []
     for said in zip(*lines, strict=False):
         seconds = max(one.pop("seconds") for one in said)
@@ -235,9 +235,9 @@ def _lost(folder: str, world: int, done: list[int], number: int, hung: bool, dea
             said.append(f"rank {rank} had {one['column']}: {one['text'][:200]}")
         elif hung and os.path.exists(os.path.join(folder, f"stack{rank}")):
             with open(os.path.join(folder, f"stack{rank}")) as file:
-                frames = [line.split('"')[1].rsplit("/", 1)[-1] + line.split('"')[2].strip(", \n") for line in file
-                          if 'File "' in line]  # fmt: skip
-            said.append(f"rank {rank} is in {' < '.join(frame.replace(' line ', ':') for frame in frames[:7])}")
+                lines = [line.split('"') for line in file if 'File "' in line]
+            frames = [f"{a.rsplit('/', 1)[-1]}:{b.split('line ')[-1].strip()}" for _, a, b in lines]
+            said.append(f"rank {rank} is in {' < '.join(frames[:8])}")
     if hung:
         return Verdict("hang", f"not done in time: {'; '.join(said)}", clean=False)
     first = death.split("\n")[0]
@@ -246,8 +246,3 @@ def _lost(folder: str, world: int, done: list[int], number: int, hung: bool, dea
         with contextlib.suppress(OSError), open(os.path.join(folder, f"said{rank}"), errors="replace") as file:
             said += [line.strip()[:200] for line in file if "what()" in line or "Fatal" in line][:2]
     return Verdict(column, "; ".join([first[:300], *said]), clean=False)
-
-
-def main_path() -> str:
-    """Where `attack` is imported from."""
-    return os.path.dirname(os.path.dirname(os.path.abspath(sys.modules[__name__].__file__ or "")))

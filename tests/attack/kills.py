@@ -28,7 +28,7 @@ import torch.distributed as dist
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
-from . import interrupts
+from . import interrupts, trained
 from .verdict import SCALE, Verdict, documented
 
 __all__ = ["ALONE", "draw", "play", "smaller"]
@@ -46,8 +46,8 @@ def draw(seed: int, index: int) -> Case:
     world = rng.choice((2, 2, 3, 4))
     whom = rng.choice(("rank",) * 7 + ("launched", "parent", "parent"))
     return {
-        "kind": "kills", "world": world, "whom": whom, "during": rng.choice(DURING), "way": rng.choice(interrupts.WAYS),
-        "preset": rng.choice(interrupts.PRESETS), "prefetch": rng.choice((0, 1, 2)), "micros": rng.choice((1, 2)),
+        "kind": "kills", "world": world, "whom": whom, "during": rng.choice(DURING), "way": rng.choice(trained.WAYS),
+        "preset": rng.choice(trained.PRESETS), "prefetch": rng.choice((0, 1, 2)), "micros": rng.choice((1, 2)),
         "transport": "copy_engine" if rng.random() < 0.35 else "collective", "victim": rng.randrange(world),
         "at": round(rng.random(), 4), "store": "tcp" if rng.random() < 0.25 else "file",
     }  # fmt: skip
@@ -192,9 +192,9 @@ def _rank(case: Case, rank: int, folder: str, port: int) -> None:
     try:
         if case["store"] == "tcp":
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=60))
+            store: Any = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
         else:
-            store = dist.FileStore(os.path.join(folder, "store"), world)  # type: ignore[attr-defined, assignment]
+            store = dist.FileStore(os.path.join(folder, "store"), world)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
         _attacked(case, rank, folder, tell)
     except BaseException as error:
@@ -210,20 +210,20 @@ def _attacked(case: Case, rank: int, folder: str, tell: Callable[..., None]) -> 
         if mine:
             tell(armed=True)
             _timer(0.15 * case["at"])
-        interrupts.make(case)
+        trained.make(case)
     counter = interrupts.Counter()
-    state, model = interrupts.make(case)
-    step = interrupts.steps_of(case, model, rank)
+    state, model = trained.make(case)
+    step = trained.steps_of(case, model, rank)
     want = []
     for number in range(AFTER):
         with counter if during == "step" and number == 1 else contextlib.nullcontext():
             state = step(state, number)
-        want.append(interrupts.digest(state))
+        want.append(trained.digest(state))
     if during != "step":
         with counter:
             _once(case, state, model, rank, folder, "warm")
-    state, model = interrupts.make(case)
-    step = interrupts.steps_of(case, model, rank)
+    state, model = trained.make(case)
+    step = trained.steps_of(case, model, rank)
     state = step(state, 0)
     trap: Any = contextlib.nullcontext()
     if mine:
@@ -240,17 +240,17 @@ def _attacked(case: Case, rank: int, folder: str, tell: Callable[..., None]) -> 
 
 
 def _right(state: fsdp.State, want: list[str], steps: int) -> dict[str, str]:
-    same = interrupts.digest(state) == want[steps - 1]
+    same = trained.digest(state) == want[steps - 1]
     return {} if same else {"wrong": f"after {steps} steps other bits than undisturbed"}
 
 
 def _once(case: Case, state: fsdp.State, model: Any, rank: int, folder: str, name: str) -> fsdp.State:
     during = case["during"]
     if during == "shard":
-        interrupts.make(case)
+        trained.make(case)
     elif during == "init":
-        mesh, placement = interrupts.mesh_of(case["preset"], case["world"])
-        fsdp.init(interrupts.Net, fsdp.Spec(mesh, placement), fsdp.adamw())
+        mesh, placement = trained.mesh_of(case["preset"], case["world"])
+        fsdp.init(trained.Net, fsdp.Spec(mesh, placement), fsdp.adamw())
     elif during == "save":
         fsdp.save(state, os.path.join(folder, name))
     elif during == "load":
@@ -261,7 +261,7 @@ def _once(case: Case, state: fsdp.State, model: Any, rank: int, folder: str, nam
     elif during == "full":
         fsdp.full_params(state)
     elif during == "eval":
-        T.apply(model)(state, interrupts.batch(case, 9, rank, 0))
+        T.apply(model)(state, trained.batch(case, 9, rank, 0))
     return state
 
 
@@ -292,8 +292,8 @@ def _on_launched(case: Case, folder: str, killed: bool) -> None:
     rank = int(os.environ["RANK"])
     with open(os.path.join(folder, f"pid{rank}"), "w") as file:
         file.write(str(os.getpid()))
-    state, model = interrupts.make(case)
-    step = interrupts.steps_of(case, model, rank)
+    state, model = trained.make(case)
+    step = trained.steps_of(case, model, rank)
     state = step(state, 0)
     if killed and rank == case["victim"]:
         _timer(0.05 * case["at"])

@@ -185,8 +185,8 @@ class Oracle:
             bad = (got.double() - want.double()).abs().reshape(-1)
             i = int(bad.nan_to_num(nan=math.inf).argmax())
             raise Wrong(
-                f"{where}: {kind} of {path!r} {shape} {dtype}: {int((bad != 0).sum())} of {bad.numel()} elements differ, "
-                f"element {i} is {float(got.reshape(-1)[i])}, expected {float(want.reshape(-1)[i])}"
+                f"{where}: {kind} of {path!r} {shape} {dtype}: {int((bad != 0).sum())} of {bad.numel()} elements "
+                f"differ, element {i} is {float(got.reshape(-1)[i])}, expected {float(want.reshape(-1)[i])}"
             )
 
     def _relative(self, leaf: OneLeaf, kind: str) -> float:

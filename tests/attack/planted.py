@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 import functional_fsdp as fsdp
 
-from . import programs, specs
+from . import actor, specs
 from .verdict import Verdict
 
 __all__ = ["draw", "play"]
@@ -36,13 +35,13 @@ def _plain(case: Case) -> bool:
 
 def play(case: Case, rank: int, folder: str) -> Verdict:
     """The case, with a fault of one rank where there is one."""
-    fault, real = case["fault"], programs.fsdp
+    fault = case["fault"]
     if fault:
-        programs.fsdp = Faulty(fault, rank)  # type: ignore[assignment, attr-defined]
+        vars(actor)["fsdp"] = Faulty(fault, rank)
     try:
         return specs.play({**case, "kind": "specs"}, rank, folder)
     finally:
-        programs.fsdp = real  # type: ignore[attr-defined]
+        vars(actor)["fsdp"] = fsdp
 
 
 class Faulty:
@@ -63,7 +62,7 @@ class Faulty:
             elif self.fault == "hang":
                 time.sleep(1000)
             elif self.fault == "crash":
-                os.kill(os.getpid(), signal.SIGSEGV)
+                os._exit(3)
             elif self.fault == "raw":
                 torch.zeros(2) + torch.zeros(3)
             elif self.fault == "unfit":

@@ -111,8 +111,8 @@ def _precision(rng: Random) -> dict[str, Any]:
 def _precisions(rng: Random, paths: list[str], leaves: list[dict[str, Any]]) -> list[list[Any]]:
     if rng.random() < 0.45:
         return []
-    rules = [[pattern, _precision(rng)] for pattern in _patterns(rng, paths)] if rng.random() < 0.25 else []
-    rules.append(["*", _precision(rng)])
+    patterns = _patterns(rng, paths) if rng.random() < 0.25 else []
+    rules: list[list[Any]] = [[pattern, _precision(rng)] for pattern in [*patterns, "*"]]
     if any(leaf["dtype"] == "float64" for leaf in leaves):
         for _, said in rules:
             if said.get("sum") == "fp32":
@@ -175,8 +175,10 @@ def _optimizer(rng: Random, labelled: bool) -> Settings:
 def placement_of(said: dict[str, Any]) -> fsdp.Placement:
     """The package's placement."""
     if said["preset"]:
-        return getattr(fsdp, said["preset"])(*said["axes"])  # type: ignore[no-any-return]
-    return fsdp.Placement(**{kind: tuple(said[kind]) for kind in ("weights", "grads", "main", "data")})
+        preset: fsdp.Placement = getattr(fsdp, said["preset"])(*said["axes"])
+        return preset
+    axes: dict[str, Any] = {kind: tuple(said[kind]) for kind in ("weights", "grads", "main", "data")}
+    return fsdp.Placement(**axes)
 
 
 def precision_of(said: dict[str, Any]) -> fsdp.Precision:

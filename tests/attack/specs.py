@@ -12,7 +12,7 @@ import torch.nn as nn
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
-from . import oracle, programs, settings, trees
+from . import actor, oracle, programs, settings, trees
 from .oracle import Oracle
 from .verdict import Refused, Verdict, Wrong, documented
 
@@ -80,7 +80,7 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
         if model["program"][0]["op"] == "traced":
             _traced(model, state, plain, rank)
         else:
-            player = programs.Player(model, state, plain, rank, f"{folder}/{i}")
+            player = actor.Actor(model, state, plain, rank, f"{folder}/{i}")
             players.append(player.play(model["program"]))
     rng = Random(case["turns"])
     while players:

@@ -56,7 +56,7 @@ def draw(rng: Random, world: int) -> list[Leaf]:
         keys = NASTY if style == "nasty" else ("a", "b", "c", "w", "0", "weight", "bias")
         for _ in range(rng.randint(1, 7)):
             depth = rng.choice((1, 1, 2, 2, 3))
-            path = [[rng.choice("ddo"), rng.choice(keys)] for _ in range(depth)]
+            path: list[list[Any]] = [[rng.choice("ddo"), rng.choice(keys)] for _ in range(depth)]
             if rng.random() < 0.15:
                 path[-1] = ["d", rng.randint(0, 3)]  # an integer key
             add(path)
