@@ -189,11 +189,7 @@ class AdamW:
         object.__setattr__(self, "betas", pair_of("adamw: betas", self.betas))
 
     def init(self, main: Tree) -> AdamState:
-<<<<<<< HEAD
         _check_labels(main, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
-=======
-        _check_labels(main, lr=self.lr, weight_decay=self.weight_decay)
->>>>>>> missing
         mean, square = zeros(main, 2)
         return AdamState(mean, square, {})
 

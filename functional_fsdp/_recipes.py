@@ -114,19 +114,10 @@ class Recipes:
         """
         noted = dict(zip(self.trained, masks or (ALL,) * len(self.trained), strict=True))
         mine = self.seats.row(noted)
-<<<<<<< HEAD
         rows = [mine] if self.run is None else self.run.given_rows.get((self.layout, mine))
         if rows is None:
             assert self.run is not None
             rows = self.run.given_rows[self.layout, mine] = self.run.everyone(mine)
-=======
-        rows = [mine]
-        if self.run is not None:
-            key = self.layout, mine
-            if key not in self.run.rows:
-                self.run.rows[key] = self.run.everyone(mine)
-            rows = self.run.rows[key]
->>>>>>> missing
         lacking, parted, said = self.seats.lacking(bytes(map(max, *rows, mine))), self.seats.parted(rows), ""
         if parted:
             said = (

@@ -6,7 +6,6 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +139,7 @@ def spec(preset: str, **kwargs: Any) -> Spec:
 
 def reduced(state: fsdp.State, step: int) -> fsdp.State:
     """A step's gradients, in odd steps unit by unit, without the units that have none on this rank."""
-<<<<<<< HEAD
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-=======
-    rank, world = dist.get_rank() if dist.is_initialized() else 0, prod(state.spec.axes.values())
->>>>>>> missing
     for micro in range(MICRO):
         grads, last = grads_of(step, rank, micro, world), micro == MICRO - 1
         if step % 2 == 0:
@@ -169,11 +164,7 @@ def trained(preset: str, which: str) -> float:
     make, torchs = OPTIMIZERS[which]
     state = fsdp.shard(tree(), spec(preset), make())
     worst = 0.0
-<<<<<<< HEAD
     for step, wanted in enumerate(reference(fsdp.local_mesh().size(), torchs)):
-=======
-    for step, wanted in enumerate(reference(prod(state.spec.axes.values()), torchs)):
->>>>>>> missing
         state = fsdp.step(reduced(state, step))
         worst = max(worst, parting(fsdp.full_params(state), wanted))
     return worst
@@ -208,11 +199,7 @@ def resumed(presets: tuple[str, ...], folder: str) -> list[tuple[int, bool, list
             state = fsdp.step(reduced(state, step))
         path = fsdp.save(state, f"{folder}/{preset}")
         others = [copy.deepcopy(state), fsdp.load(fsdp.shard(tree(), spec(preset), fsdp.adamw(lr=0.05)), path)]
-<<<<<<< HEAD
         if fsdp.local_mesh().size() == 1:
-=======
-        if prod(state.spec.axes.values()) == 1:
->>>>>>> missing
             others.append(pickle.loads(pickle.dumps(state)))
         for step in range(3, STEPS):
             state = fsdp.step(reduced(state, step))
