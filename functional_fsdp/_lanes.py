@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ._interrupts import whole
+
 __all__ = ["ARENA", "Issued", "Job", "Log", "Mark", "Queue", "Steps", "Streams", "together"]
 
 Call = Callable[[], Any]  # issues an asynchronous work
@@ -179,6 +181,7 @@ class Queue:
                     return
                 self.advance(job)
 
+    @whole
     def advance(self, job: Job) -> None:
         """Take a job that waits for nothing on to what it waits for next."""
         self.ahead(job)
@@ -211,24 +214,27 @@ class Queue:
             if self.jobs and self.jobs[0] is job:
                 self.jobs.popleft()
 
-    def drain(self) -> None:
-        """Finish every job, in order, for those who wait for what they issue.
+    def drain(self, patience: timedelta) -> RuntimeError | None:
+        """Finish every job, in order, for those who wait for what they issue. Returns the error of a work that takes
+        longer, or has failed; call again to go on.
 
         An error of a job's own code is no news: `ahead` has seen to it that its step is void.
-
-        Raises:
-            RuntimeError: a work failed.
         """
         while self.jobs:
             job = self.jobs[0]
             while not job.done:
-                error = job.pause() if not job.calls else None
+                error = job.pause(patience) if not job.calls else None
                 if error is not None:
-                    raise error
-                with suppress(Exception):
-                    self.ahead(job)
-                self.issue(job)
+                    return error
+                self._carry(job)
             self.start()
+        return None
+
+    @whole
+    def _carry(self, job: Job) -> None:
+        with suppress(Exception):
+            self.ahead(job)
+        self.issue(job)
 
 
 class Streams:

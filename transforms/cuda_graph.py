@@ -223,7 +223,7 @@ class Graphed:
             graph.graph, graph.home, graph.capture = made, home, capture
             capture.first(lambda: graph.launch(state))
         except BaseException as error:
-            graph.graph = graph.home = graph.capture = None
+            graph.graph = graph.home = graph.capture = out = new = None
             capture.abandon()
             if not isinstance(error, NewCounts):
                 raise

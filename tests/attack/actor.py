@@ -322,7 +322,7 @@ class Actor:
                 for name, buffer in self.state.main.items()
             }
             try:
-                self.state = self.state.evolve(main=main)
+                self.state = self.state._evolve(main=main)
             except Exception as error:
                 if documented(error):
                     raise Refused(error) from error
