@@ -25,7 +25,7 @@ from ._entries import Entry, Leaf
 from ._guests import Guest
 from ._inputs import cast_inputs, dtypes_of, refuse_dtypes
 from ._outputs import map_tensors
-from ._watch import Watch, changed, clear, version
+from ._watch import Watch, changed, clear
 from .compile_units import Compiled
 
 if TYPE_CHECKING:
@@ -72,12 +72,18 @@ class Door:
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         """Weights into the slots."""
         self.inside += 1
-        if self.inside == 1:
+        if self.inside > 1:
+            for held, name, i in self.slots:
+                held[name] = tensors[i]
+            return
+        i = 0
+        try:
             for (held, name, i), guest in zip(self.slots, self.guests, strict=True):
-                if held.get(name) is not guest:
-                    raise self.refuse([i], "by assignment, outside the module that holds it")
-        for held, name, i in self.slots:
-            held[name] = tensors[i]
+                if held[name] is not guest:
+                    raise KeyError
+                held[name] = tensors[i]
+        except KeyError:
+            raise self.refuse([i], "by assignment, outside the module that holds it") from None
 
     def take(self) -> None:
         """Weights out of the slots, once for each `put`."""
@@ -108,7 +114,7 @@ class Door:
         Raises:
             ScheduleError: they were changed. If they are the state's own, it is of no more use.
         """
-        now = [version(lent[i]) for i in self.firsts]
+        now = [lent[i]._version for i in self.firsts]
         if now != versions:
             moved = [i for i, a, b in zip(self.firsts, versions, now, strict=True) if a != b]
             storages = {lent[i].untyped_storage()._cdata for i in moved}
@@ -117,9 +123,13 @@ class Door:
             where = f"the module {self.entry.path!r}" if self.entry.path else "the model"
             self.driver.spoilt(self.units, where)
             raise self.refuse(sure or which, f"in place, in {where}")
-        for held, name, i in self.slots:
-            if held.get(name) is not tensors[i]:
-                raise self.refuse([i], "by assignment")
+        i = 0
+        try:
+            for held, name, i in self.slots:
+                if held[name] is not tensors[i]:
+                    raise KeyError
+        except KeyError:
+            raise self.refuse([i], "by assignment") from None
 
     def watch(self, function: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """`run`, looking at each operation."""
@@ -148,7 +158,7 @@ class Door:
         outside = driver.gather(self.units, driver.busy, driver.besides.intersection(self.units) or None)
         tensors = driver.tensors(self.leaves)
         lent = tuple(tensors)
-        versions = [version(lent[i]) for i in self.firsts]
+        versions = [lent[i]._version for i in self.firsts]
         for i in self.rebound:
             tensors[i] = torch.empty(0, dtype=lent[i].dtype, device=lent[i].device)
             tensors[i].data = lent[i]  # the same bytes, with a version counter of its own
