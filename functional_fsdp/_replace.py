@@ -217,10 +217,11 @@ def replace_grads(state: State, grads: Any) -> State:
         >>> there, loss = forward_backward(there, batch)  # doctest: +SKIP
         >>> state = step(replace_grads(state, finish(there)))  # doctest: +SKIP
     """
-    noted: dict[str, int] = {}
+    given: tuple[set[str], dict[str, int]] = set(), {}
     if isinstance(grads, State):
         grads.valid("replace_grads")
-        noted, grads = dict(grads.executor.given.noted), grads.grads
+        theirs, grads = grads.executor.given, grads.grads
+        given = set(theirs.full), dict(theirs.noted)
     main = {name: state.main[name] for name in state.layout.trainable}
     _fit("replace_grads", grads, main, {name: b.bucket.grads for name, b in main.items()})
     executor = state.executor
@@ -228,7 +229,7 @@ def replace_grads(state: State, grads: Any) -> State:
         state = finish(state)
     state.token.ledger.enter(state.token.serial, "replace_grads")
     executor.adopt({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
-    executor.given.noted = noted
+    executor.given.resume(given)
     state = then(state, "replace_grads()", grads=executor.grads)
     end_round(state, last=True)
     return state
