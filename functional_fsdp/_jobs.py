@@ -182,6 +182,8 @@ class Jobs(Agreement):
             for other in self.queues.values():  # a peer may wait for what a job on another lane issues next
                 other.progress()
             self.listen(_said(job), begun, error, job.failed(), lambda: self._short(job))
+            if self.capturing:
+                continue  # its jobs have numbers of their own, which say nothing to peers
             try:
                 awaited = self._awaited()
                 if relents and not AHEAD.isdisjoint(awaited):

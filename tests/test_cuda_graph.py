@@ -343,7 +343,7 @@ def restarted() -> tuple[str, bool]:
                 state, _ = train_step(state, data())
             capture.first(lambda: None)
             break
-        except (ValueError, fsdp.CommError, ScheduleError) as error:
+        except (ValueError, fsdp.RestartError, ScheduleError) as error:
             said = type(error).__name__
             if dist.get_rank() == 1:
                 ledger = state.token.ledger
