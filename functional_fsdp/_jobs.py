@@ -128,11 +128,10 @@ class Jobs(Agreement):
             self.epoch += 1
 
     def _issue(self, job: Job) -> None:
-        if job.calls:
-            try:
-                job.issue()
-            except RuntimeError as error:
-                raise self.fail(f"{_said(job)} could not be issued", error) from error
+        try:
+            job.issue()
+        except RuntimeError as error:
+            raise self.fail(f"{_said(job)} could not be issued", error) from error
 
     def mark(self, mark: Mark = None) -> Mark:
         """A point on the compute lane; None on the CPU, where it is the host's present. May use an old one again."""

@@ -164,16 +164,20 @@ class Queue:
         jobs = self.jobs
         free = not jobs or (jobs[-1].started and jobs[-1].single and not job.ordered)
         jobs.append(job)
-        if free:
-            self.advance(job)
-        else:
+        if not free:
             self.start()
+            return
+        self.advance(job)
+        if job.done and jobs[0] is job:
+            jobs.popleft()
 
     def start(self) -> None:
         """Forget jobs that are done, and start those that may."""
         jobs = self.jobs
         while jobs and jobs[0].done:
             jobs.popleft()
+        if not jobs or jobs[-1].started:
+            return
         for before, job in pairwise([None, *jobs]):
             assert job is not None
             if not job.started:
@@ -185,7 +189,8 @@ class Queue:
     def advance(self, job: Job) -> None:
         """Take a job that waits for nothing on to what it waits for next."""
         self.ahead(job)
-        self.issue(job)
+        if job.calls:
+            self.issue(job)
 
     def over(self, job: Job) -> bool:
         """Whether it and all jobs before it are done."""

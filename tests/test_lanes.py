@@ -180,7 +180,6 @@ def test_what_a_jobs_own_code_raises_is_no_not_yet() -> None:
     assert len(lane.works) == 6  # peers wait for what it would have issued
     lane.works[-1].over = True
     assert lane.queue.drain(timedelta(seconds=0.01)) is None
-    assert job.done
     assert not lane.queue.jobs
 
 
