@@ -13,7 +13,7 @@ import functional_fsdp as fsdp
 from . import actor, specs
 from .verdict import Verdict
 
-__all__ = ["draw", "play"]
+__all__ = ["draw", "play", "smaller"]
 
 Case = dict[str, Any]
 
@@ -23,6 +23,11 @@ def draw(seed: int, index: int) -> Case:
     found = (specs.draw(seed, i) for i in range(index, index + 1000))
     case = next(c for c in found if c["world"] == 2 and "refuse" not in c and _plain(c))
     return {**case, "kind": "planted", "fault": "", "patience": 4}
+
+
+def smaller(case: Case) -> list[Case]:
+    """As those of `specs`, with the same fault."""
+    return specs.smaller(case)
 
 
 def _plain(case: Case) -> bool:
