@@ -68,7 +68,7 @@ def _table(device: torch.device) -> torch.Tensor:
     found = _TABLES.get(device)
     if found is None:
         found = _odd(torch.arange(2 * ROW, device=device))
-        if type(found) is torch.Tensor:  # no fake one, which another caller could not use
+        if type(found) is torch.Tensor and device.type == "cpu":  # no fake one; and a GPU's memory is not ours to keep
             _TABLES[device] = found
     return found
 

@@ -39,7 +39,7 @@ def plain(name: str, steps: int, dtype: torch.dtype, device: str = "cpu") -> See
         before = {key: b.clone() for key, b in model.named_buffers()}
         after: dict[str, list[torch.Tensor]] = {key: [] for key in before}
         for p in trained.values():
-            p.grad = torch.zeros_like(p)  # a weight that no rank uses has a gradient of zero
+            p.grad = None  # a weight that no rank uses is left alone
         losses = []
         for rank in range(RANKS):
             for key, b in model.named_buffers():
@@ -52,7 +52,7 @@ def plain(name: str, steps: int, dtype: torch.dtype, device: str = "cpu") -> See
         for key, b in model.named_buffers():
             if b.is_floating_point():
                 b.copy_(torch.stack(after[key]).mean(0))
-        grads = copied({key: p.grad for key, p in trained.items() if p.grad is not None})
+        grads = copied({key: torch.zeros_like(p) if p.grad is None else p.grad for key, p in trained.items()})
         optimizer.step()
         seen.append((losses[0], grads, copied(model.state_dict())))
     return seen
