@@ -168,7 +168,7 @@ class Queue:
             self.start()
             return
         self.advance(job)
-        if job.done and jobs[0] is job:
+        if job.done and jobs and jobs[0] is job:
             jobs.popleft()
 
     def start(self) -> None:
