@@ -473,7 +473,7 @@ def wrong_units() -> str:
     with torch._dynamo.config.patch(recompile_limit=1):
         try:
             for n in (2, 3):
-                state, _ = forward_backward(state, torch.ones(n, 5))
+                state, _ = forward_backward(state, torch.ones(n, 5), last=False)
         except fsdp.SpecError as error:
             return str(error)
     return ""
