@@ -40,7 +40,8 @@ def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensor as rows of words, some rows at a time; the last row as long as it is."""
     if not tensor.numel():
         return
-    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # one element may have any stride
     if flat.storage_offset() % 4:  # bytes of a view may lie anywhere
         flat = flat.clone()
     whole = flat.numel() // (4 * ROW) * (4 * ROW)

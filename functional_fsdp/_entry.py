@@ -68,14 +68,19 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
             except FsdpError as error:
                 refuse(type(error).__name__, error.args[0], torch.compiler.is_dynamo_compiling())
         state = args[0] if args else kwargs.get("state")
-        before, users = torch.is_grad_enabled(), _token(state, fn.__name__).ledger.runtime.users
+        try:
+            users = state.token.ledger.runtime.users
+        except AttributeError:
+            _token(state, fn.__name__)  # says what it is instead
+            raise
+        before = torch.is_grad_enabled()
         me = owner = get_ident()
         outermost = users.get(0) != me  # else within another call of this thread
         try:
             if outermost:
                 owner = users.setdefault(0, me)
             if owner == me:
-                if torch.is_inference_mode_enabled():
+                if not before and torch.is_inference_mode_enabled():  # in which gradients are off, too
                     with torch.inference_mode(False), torch.no_grad():
                         return fn(*args, **kwargs)
                 torch._C._set_grad_enabled(False)

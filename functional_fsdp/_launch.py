@@ -54,10 +54,10 @@ def local_mesh(device: str | None = None, /, **axes: int) -> DeviceMesh:
     if _meshes.get("of") is not dist.group.WORLD:
         _meshes.clear()  # whose process groups were destroyed
         _meshes["of"] = dist.group.WORLD
-    key = device, tuple(axes.items())
+    names, sizes = tuple(axes), _sizes(axes, dist.get_world_size())
+    key = device, names, sizes
     if key not in _meshes:
         with _reached(f"local_mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"):
-            names, sizes = tuple(axes), _sizes(axes, dist.get_world_size())
             _meshes[key] = init_device_mesh(device, sizes, mesh_dim_names=names)
     return _meshes[key]
 

@@ -245,6 +245,11 @@ def test_a_checksum_is_of_the_bits_in_their_order(dtype: torch.dtype) -> None:
         assert checksum(a) != checksum(other)
 
 
+def test_a_checksum_of_one_element_with_any_stride() -> None:
+    one = torch.arange(4.0)[1:2].as_strided((1,), (2,))
+    assert int(checksum(one)) == int(checksum(torch.tensor([1.0])))
+
+
 def test_a_checksum_sees_signs_and_pairs() -> None:
     """Changes that sums, and weights in a row, do not see."""
     for before, after in (

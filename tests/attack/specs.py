@@ -195,6 +195,12 @@ def without(case: Case, names: list[str]) -> Case:
 # ---------------------------------------------------------------- shrinking
 
 
+def _but_one(leaves: list[dict[str, Any]], k: int) -> list[dict[str, Any]]:
+    """Without the leaf at place k, to which none is tied."""
+    kept = leaves[:k] + leaves[k + 1 :]
+    return [{**leaf, "same": leaf["same"] - 1} if (leaf["same"] or 0) > k else leaf for leaf in kept]
+
+
 def smaller(case: Case) -> list[Case]:
     """Simpler cases, the boldest first; each is a copy."""
     found: list[Case] = []
@@ -211,8 +217,8 @@ def smaller(case: Case) -> list[Case]:
             if any(op["op"] in ("micro", "traced") for op in keep):
                 found.append(but(i, program=keep))
         for k in range(len(leaves)):
-            if len(leaves) > 1 and not any(leaf["same"] is not None for leaf in leaves):
-                found.append(but(i, leaves=leaves[:k] + leaves[k + 1 :]))
+            if len(leaves) > 1 and not any(leaf["same"] == k for leaf in leaves):
+                found.append(but(i, leaves=_but_one(leaves, k)))
         plain = {
             "precision": [], "units": None, "labels": [], "trainable": [], "average": "mean",
             "placement": said["placement"][-1:], "optimizer": {"kind": "sgd", "lr": 0.25, "decay": 0.0},
