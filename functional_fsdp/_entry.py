@@ -67,7 +67,7 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
                     return traced(*args, **kwargs)
             except FsdpError as error:
                 refuse(type(error).__name__, error.args[0], torch.compiler.is_dynamo_compiling())
-        state = args[0] if args else kwargs.get("state")
+        state: Any = args[0] if args else kwargs.get("state")
         try:
             users = state.token.ledger.runtime.users
         except AttributeError:
@@ -80,7 +80,7 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
             if outermost:
                 owner = users.setdefault(0, me)
             if owner == me:
-                if not before and torch.is_inference_mode_enabled():  # in which gradients are off, too
+                if torch.is_inference_mode_enabled():
                     with torch.inference_mode(False), torch.no_grad():
                         return fn(*args, **kwargs)
                 torch._C._set_grad_enabled(False)
