@@ -146,7 +146,7 @@ def goes_on_after() -> list[str]:
         with pytest.raises(fsdp.CommError) as caught:
             call()
         said.append(str(caught.value))
-        assert time.monotonic() - begun < (1 if said[1:] else 5)
+        assert time.monotonic() - begun < (1.9 if said[1:] else 10)
     assert fsdp.local_shards(state)
     dist.distributed_c10d._get_default_store().set(f"{dist.get_rank()} is done", "1")
     return said
