@@ -1,4 +1,4 @@
-"""Numbers that users give to optimizers, learning rates and decay say: one for all leaves, or one a label."""
+"""Numbers that users give to optimizers, as a learning rate: one for all leaves, or one for each label."""
 
 from __future__ import annotations
 
