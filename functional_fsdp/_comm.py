@@ -53,6 +53,7 @@ class Comm:
         self.sharing = {unit: frozenset(others) for unit, others in plan.sharing.items()}
         self.flying: tuple[str, ...] = ()
         self.reducing = 0
+        self.trained = frozenset(reduction.unit for reduction in plan.reductions)
         self.bounded = False  # whether `begin` and `end` say where passes are
         self.limit = len(plan.uses)  # a use comes before it: in the forward of such a pass, before the turn
         self.reset()
@@ -227,6 +228,34 @@ class Comm:
             return self.issued
         last = len(plan.uses) if self.training or self.cursor > self.turn else self.turn
         return max(self.issued, plan.due[last - 1])
+
+    @property
+    def over(self) -> bool:
+        """Whether this rank comes to nothing more in this pass: whatever it used has its gradient, and is released."""
+        return (
+            self.training and not (self.bounded or self.held or not self.cursor) and self.owing.isdisjoint(self.trained)
+        )
+
+    def pass_by(self) -> int | None:
+        """The next gather, issued because a peer waits for it: this rank passes over the uses before it. None if it
+        would write over a unit that was not released, or the program is through."""
+        gathers, at = self.plan.gathers, self.issued
+        if at == len(gathers) or self._over((at,), dict.fromkeys(self.held, -1)) is not None:
+            return None
+        self._issue((at,))
+        self.cursor = max(self.cursor, gathers[at].start)
+        return at
+
+    def let_lapse(self) -> tuple[int, bool] | None:
+        """The next reduction, issued because a peer waits for it. None if its gradient may still come."""
+        reductions = self.plan.reductions
+        if self.lapsed:
+            return self.lapsed.pop(0)
+        if not reductions or (self.reduced not in self.waiting and reductions[self.reduced].unit in self.used):
+            return None
+        due = self.reduced, self.reduced in self.waiting
+        self._reduced()
+        return due
 
     def _next_pass(self) -> None:
         if self.training and (self.reduced or self.waiting or not self.through):  # what did not come will not any more

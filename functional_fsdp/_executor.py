@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +25,7 @@ from ._copies import Copies
 from ._errors import ScheduleError
 from ._given import Given
 from ._interrupts import whole
+from ._jobs import Waiting
 from ._lanes import Mark
 from ._layout import Layout
 from ._loose import Loose
@@ -139,6 +142,40 @@ class Executor(Reductions):
             turn = sum(1 if isinstance(call, str) else len(call) for call in order[:forward])
             self._install(plan(self.layout, schedule), turn)
 
+    # ---------------------------------------------------------------- beside the plan
+
+    def close(self, state: State) -> None:
+        """This rank comes to nothing more in this pass: what it left out is started, since peers wait for it before
+        they come to whatever follows."""
+        self._in_order(state, self.comm.finish(step=False), self.comm.lapse())
+
+    @contextmanager
+    def beside(self, state: State) -> Iterator[None]:
+        """Something that no plan names, on every rank: a whole tree, metrics. Where a peer waits for what this rank has
+        left out, and so would start later, it is started now."""
+        before, self.run.behind = self.run.behind, partial(self._catch_up, state)
+        try:
+            yield
+        finally:
+            self.run.behind = before
+
+    def _catch_up(self, state: State, awaited: Mapping[str, Waiting]) -> bool:
+        """Peers wait for what this rank would start later. Whether it could start some of it now."""
+        if self.recording is not None:
+            return False
+        moved = False
+        if "gather" in awaited:
+            index = self.comm.pass_by()
+            if index is not None:
+                self._gather(state, index)
+                moved = True
+        if "reduce" in awaited and state.grads is self.grads:
+            due = self.comm.let_lapse()
+            if due is not None:
+                self._issue([due])
+                moved = True
+        return moved
+
     # ---------------------------------------------------------------- gathers
 
     def unshard(
@@ -168,7 +205,8 @@ class Executor(Reductions):
             self.recording.append(tuple(names))
             outside = list(names)
         for name in outside:
-            self.loose.gather(state, name, self._planned)
+            with self.beside(state):
+                self.loose.gather(state, name, self._planned)
             self.staging.touched(self.layout.by_name[name])
         return {name: dict(self._lend(state, name, name in outside).weights) for name in names}
 
@@ -256,6 +294,8 @@ class Executor(Reductions):
                 self.released[name] = place.released
         for i in gathers:
             self._gather(state, i)
+        if self.comm.training and self.comm.over:
+            self.close(state)
 
     # ---------------------------------------------------------------- the end of a step
 

@@ -38,7 +38,7 @@ def full_params(state: State) -> Any:
     """
     state.valid("full_params")
     views: dict[str, torch.Tensor] = {}
-    with state.token.ledger.looking(state.token.serial):
+    with state.token.ledger.looking(state):
         state.token.ledger.touched()
         for name, bucket in state.layout.buckets.items():
             main = state.main[name]

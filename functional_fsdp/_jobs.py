@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -28,15 +28,16 @@ from ._interrupts import whole
 from ._lanes import Issued, Job, Mark, Queue, Steps, Streams
 from ._restart import POLL, QUEUES, twin
 
-__all__ = ["Jobs"]
+__all__ = ["Jobs", "Waiting"]
 
 AHEAD = {"gather", "side", "control"}  # lanes on which peers may have to be ahead of this rank's reductions
+BESIDE = {"side", "control"}  # lanes of what no plan names
 FIRST = timedelta(seconds=0.005)  # one turn of waiting, which then double up to POLL
 
 
 class Waiting(NamedTuple):
     """What a rank says that waits: for which job of a lane, along which axes, for what, how many jobs it has issued on
-    each lane, and whether it goes on by itself if others need it."""
+    each lane, and whether it goes on by itself if others need it, or starts what they need."""
 
     rank: int
     ordinal: int
@@ -54,6 +55,7 @@ class Jobs(Agreement):
     rows: dict[str, list[int]]
     issues: int
     skips: int
+    behind: Callable[[Mapping[str, Waiting]], bool] | None  # starts what peers wait for, where this rank waits for them
 
     def submit(
         self,
@@ -187,17 +189,29 @@ class Jobs(Agreement):
                 awaited = self._awaited()
                 if relents and not AHEAD.isdisjoint(awaited):
                     return False
+                follows = job.lane in BESIDE and self._follows(awaited)
+                if awaited and follows:
+                    patience = FIRST
+                    continue
                 for peer in awaited.values():
                     self._part(job, peer)
                 counts = {name: log.count for name, log in self.issued.items()}
                 axes = [*{hop.axis for hop in job.hops}]
-                said = Waiting(dist.get_rank(), job.ordinal, axes, job.hops[0].what, counts, relents)
+                said = Waiting(dist.get_rank(), job.ordinal, axes, job.hops[0].what, counts, relents or follows)
                 self.store.set(f"waits/{self.meetings}/{job.lane}", json.dumps(said))
             except FsdpError:
                 raise
             except RuntimeError as why:
                 raise self.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
         return True
+
+    def _follows(self, awaited: Mapping[str, Waiting]) -> bool:
+        """Whether this rank has started some of what peers wait for, or would."""
+        behind, self.behind = self.behind, None  # not while it does
+        try:
+            return behind is not None and (not awaited or behind(awaited))
+        finally:
+            self.behind = behind
 
     def _awaited(self) -> dict[str, Waiting]:
         """By lane, a peer that waits for what this rank has yet to issue."""

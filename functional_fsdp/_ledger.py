@@ -11,7 +11,7 @@ consumed it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ._errors import ScheduleError, StaleStateError
@@ -146,13 +146,18 @@ class Ledger:
         self.runtime.meet("a look at this state")
 
     @contextmanager
-    def looking(self, serial: int) -> Iterator[None]:
+    def looking(self, state: State) -> Iterator[None]:
         """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
-        self.look(serial)
+        self.look(state.token.serial)
         guard()
         before, self.midway = self.midway, True
-        yield
+        with self.beside(state):
+            yield
         self.midway = before
+
+    def beside(self, state: State) -> AbstractContextManager[None]:
+        """What ranks communicate within is no part of a plan; see `Executor.beside`."""
+        return nullcontext() if self.executor is None else self.executor.beside(state)
 
     def _meet(self) -> None:
         """The step that is under way may have been abandoned on some ranks only. (Unless they have met since.)"""

@@ -73,12 +73,13 @@ def over_ranks(
     """
     if tracing():
         return _over_ranks(state, tensors, op, what)
-    run = runtime_of(state.spec.mesh)
+    run, ledger = runtime_of(state.spec.mesh), state.token.ledger
     try:
-        if run.size > 1:
-            form = what or op, structure, [(t.shape, t.dtype) for t in tensors]
-            run.forms.same(run, form, state.token.ledger)
-        return _over_ranks(state, tensors, op, what)
+        with ledger.beside(state):
+            if run.size > 1:
+                form = what or op, structure, [(t.shape, t.dtype) for t in tensors]
+                run.forms.same(run, form, ledger)
+            return _over_ranks(state, tensors, op, what)
     finally:
         run.form = ()
 

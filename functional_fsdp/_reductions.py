@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
 
 from ._arena import Arena
 from ._comm import Comm
 from ._copies import Copies
 from ._flat import FlatBuffer
+from ._given import Given
 from ._layout import Layout
 from ._loose import Loose
 from ._plan import Plan
@@ -43,6 +46,7 @@ class Reductions:
     arena: Arena
     staging: Staging
     loose: Loose
+    given: Given
     shared: Copies | Windows | None
     recording: list[tuple[str, ...]] | None
     digests: list[int]
@@ -102,6 +106,17 @@ class Reductions:
             for i, (index, waiting, flag) in enumerate(self.backlog):
                 if waiting is values:
                     self.backlog[i] = index, owned(values, self.arena.lease(unit)), flag
+
+    def reduce_tree(self, total: Mapping[str, torch.Tensor], last: bool) -> None:
+        """The gradients of a whole tree, by path: a round of its own, in the same order on every rank."""
+        self._issue(self.comm.close())
+        in_turn = dict.fromkeys(reduction.unit for reduction in self.plan.reductions)
+        for name in [*in_turn, *(unit.name for unit in reversed(self.layout.units) if unit.name not in in_turn)]:
+            unit = self.layout.by_name[name]
+            if any(shape is not None for shape in unit.trains):
+                self.given.note(name, sum(1 << i for i, path in enumerate(unit.paths) if path in total))
+                self.reduce(name, [total.get(path) for path in unit.paths], last, whole_tree=True)
+        self._issue(self.comm.close())
 
     def waive(self, unit: str) -> bool:
         """On this rank no gradient of this unit will come in this pass. False: there is no plan, say so by `reduce`."""

@@ -90,7 +90,7 @@ def replace_params(state: State, params: Any, *, optimizer: bool = True) -> Stat
 
     everywhere = all(jointly(run, "replace_params", prepare))
     _compare(run, trees["main"], whole if everywhere else None)
-    with ledger.looking(state.token.serial):
+    with ledger.looking(state):
         for name, kept in (trees["weights"] or {}).items():
             refresh(trees["main"][name], kept)
     new = Ledger(run, state.layout, state.spec, state.steps)

@@ -57,6 +57,7 @@ class Runtime(Jobs):
         self.issued = {name: Log() for name in QUEUES}
         self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
         self.capturing = False
+        self.behind = None
         self.chosen: dict[tuple[bool, tuple[str, ...]], Any] = {}  # "auto", for large models or not, and by axes
         self.spare: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # windows that no lineage uses, by number
         self.windows = 0  # how many were made

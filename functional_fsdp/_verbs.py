@@ -112,9 +112,10 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
         state = then(state, "unshard()")
         views: dict[str, torch.Tensor] = {}
         ledger.touched()
-        for bucket in state.layout.buckets.values():
-            whole = whole_of(state, bucket)
-            views |= leaves_of(bucket, gather(state, bucket) if whole is None else whole)
+        with ledger.beside(state):
+            for bucket in state.layout.buckets.values():
+                whole = whole_of(state, bucket)
+                views |= leaves_of(bucket, gather(state, bucket) if whole is None else whole)
         return state, state.treedef.unflatten([views[path] for path in state.layout.source])
 
     if isinstance(unit, str):
@@ -200,6 +201,8 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
             else:
                 executor.given.note(one.name, came)
             executor.reduce(one.name, values, last)
+            if executor.comm.over:
+                executor.close(state)
         if len(executor.grads) > have:
             executor.grads = in_order(state.layout, executor.grads)
         return then(state, ("reduce", unit), grads=executor.grads)
@@ -208,10 +211,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     ledger.enter(state.token.serial, "reduce")
     executor = state.executor
     executor.adopt(state.grads)
-    for one in reversed(state.layout.units):
-        if any(shape is not None for shape in one.trains):
-            executor.given.note(one.name, sum(1 << i for i, path in enumerate(one.paths) if path in total))
-            executor.reduce(one.name, [total.get(path) for path in one.paths], last, whole_tree=True)
+    executor.reduce_tree(total, last)
     executor.grads = in_order(state.layout, executor.grads)
     return then(state, "reduce()", grads=executor.grads)
 

@@ -1,0 +1,111 @@
+"""Something beside the plan, such as a whole tree or metrics, where ranks left units out before: none waits for ever,
+and every gradient counts once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import functional_fsdp as fsdp
+from functional_fsdp import Schedule, Spec, launch
+
+UNITS = 5
+BESIDE: dict[str, Callable[[fsdp.State], fsdp.State]] = {
+    "unshard": lambda state: fsdp.unshard(state)[0],
+    "pmean": lambda state: fsdp.pmean(state, torch.ones(()))[0],
+    "full_params": lambda state: (fsdp.full_params(state), state)[1],
+}
+SKIPPED = ((0,), (2,), (4,), (0, 1), (3, 4), (1, 3), (2, 3, 4))
+
+
+def ones(weights: Any, times: float = 1.0) -> Any:
+    return {key: torch.full_like(w, times) for key, w in weights.items()}
+
+
+def pass_of(state: fsdp.State, used: list[str], train: bool, last: bool = True) -> fsdp.State:
+    """Units forward, and backward if it is training: a gradient of ones for each."""
+    for unit in used:
+        state, _ = fsdp.unshard(state, unit)
+        state = fsdp.release(state, unit)
+    for unit in reversed(used) if train else ():
+        state, weights = fsdp.unshard(state, unit)
+        state = fsdp.reduce(state, ones(weights), unit, last=last)
+        state = fsdp.release(state, unit)
+    return state
+
+
+def wrong(state: fsdp.State, want: dict[str, float]) -> dict[str, float]:
+    """Leaves that are other than wanted in all their elements."""
+    full = fsdp.full_params(state)
+    return {name: float(full[name].mean()) for name, value in want.items() if not bool((full[name] == value).all())}
+
+
+def one_pass_and_something(transport: str, prefetch: int, beside: str) -> list[Any]:
+    found = []
+    mesh = fsdp.local_mesh()
+    for train, skipped in itertools.product((False, True), SKIPPED):
+        schedule = Schedule(transport=transport, prefetch=prefetch)
+        params = {f"l{i}": torch.zeros(300) for i in range(UNITS)}
+        state = fsdp.shard(params, Spec(mesh, fsdp.zero3("data"), schedule=schedule), fsdp.sgd(lr=1.0))
+        used = [unit for i, unit in enumerate(state.units) if dist.get_rank() or i not in skipped]
+        state = BESIDE[beside](pass_of(state, used, train))
+        state = fsdp.step(pass_of(state, list(state.units), True))
+        want = {f"l{i}": -1.0 - train * (0.5 if i in skipped else 1.0) for i in range(UNITS)}
+        if off := wrong(state, want):
+            found.append((train, skipped, off))
+    return found
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("transport", ["collective", "copy_engine"])
+def test_who_left_units_out_starts_them_before_something_beside_the_plan(transport: str, beside: str) -> None:
+    for prefetch in (0, 1, 2):
+        assert launch(one_pass_and_something, 2, transport, prefetch, beside, timeout=30) == [[], []]
+
+
+def a_tree_after_a_pass(second: int, order: Any) -> list[Any]:
+    """Two microbatches; in the first rank 0 leaves a unit out, the second is a whole tree."""
+    found = []
+    mesh = fsdp.local_mesh()
+    for name, skipped, last in itertools.product(("zero3", "zero2", "zero1", "ddp"), "ab", (False, True)):
+        spec = Spec(mesh, getattr(fsdp, name)("data"), schedule=Schedule(order=order))
+        state = fsdp.shard({"a": torch.zeros(300), "b": torch.zeros(second)}, spec, fsdp.sgd(lr=1.0))
+        used = [unit for unit in dict.fromkeys(order or state.units) if dist.get_rank() or unit != skipped]
+        state = pass_of(state, used, True, last)
+        state, weights = fsdp.unshard(state)
+        state = fsdp.step(fsdp.reduce(state, ones(weights, 4.0)))
+        if off := wrong(state, {key: -4.0 - (0.5 if key == skipped else 1.0) for key in "ab"}):
+            found.append((name, skipped, last, off))
+    return found
+
+
+@pytest.mark.parametrize("order", [None, ["a", "b", "b", "a"], ["b", "a", "a", "b"]])
+def test_a_whole_tree_is_reduced_in_the_order_of_the_plan(order: Any) -> None:
+    for second in (300, 5000):
+        assert launch(a_tree_after_a_pass, 2, second, order, timeout=30) == [[], []]
+
+
+def two_models(steps: int) -> list[Any]:
+    """Rank 0 leaves units of one model out and goes on to the other, whose units rank 1 comes to later."""
+    mesh = fsdp.local_mesh()
+    states = []
+    for size in (300, 700):
+        params = {f"l{i}": torch.zeros(size) for i in range(UNITS)}
+        states.append(fsdp.shard(params, Spec(mesh, fsdp.zero3("data")), fsdp.sgd(lr=1.0)))
+    for _ in range(steps):
+        for k, state in enumerate(states):
+            used = [unit for i, unit in enumerate(state.units) if dist.get_rank() or i != 4 * k]
+            states[k] = pass_of(state, used, True)
+        states = [fsdp.pmean(state, torch.ones(()))[0] for state in states]
+        states = [fsdp.step(state) for state in states]
+    want = [{f"l{i}": -steps * (0.5 if i == 4 * k else 1.0) for i in range(UNITS)} for k in (0, 1)]
+    return [wrong(state, one) for state, one in zip(states, want, strict=True)]
+
+
+def test_two_models_of_one_mesh() -> None:
+    assert launch(two_models, 2, 2, timeout=30) == [[{}, {}], [{}, {}]]
