@@ -53,7 +53,9 @@ class Comm:
         self.sharing = {unit: frozenset(others) for unit, others in plan.sharing.items()}
         self.flying: tuple[str, ...] = ()
         self.reducing = 0
-        self.trained = frozenset(reduction.unit for reduction in plan.reductions)
+        trained = {reduction.unit for reduction in plan.reductions}
+        #: last uses of units without gradients, which owe nothing from there on
+        self.settling = frozenset(unit.uses[-1] for unit in plan.units if unit.name not in trained)
         self.bounded = False  # whether `begin` and `end` say where passes are
         self.limit = len(plan.uses)  # a use comes before it: in the forward of such a pass, before the turn
         self.reset()
@@ -66,7 +68,7 @@ class Comm:
         self.held: set[str] = set()
         self.lapsed: list[tuple[int, bool]] = []  # reductions that the end of a pass makes due
         self.used: set[str] = set()  # units, in this pass
-        self.owing: set[str] = set()  # units used in this pass whose gradient has not come
+        self.owing: set[str] = set()  # units used in this pass whose gradient, or last use, has not come
         self.seen: set[int] = set()  # uses, in this pass
         self.waiting: set[int] = set()  # reductions whose gradient came early
         self.training = False  # whether a gradient came in this pass
@@ -103,6 +105,8 @@ class Comm:
             self.held.add(name)
             if self.opens[cursor]:
                 self.owing.add(name)
+            if cursor in self.settling:
+                self.owing.discard(name)
             return due, []
         outside: list[str] = []
         mine: dict[str, int] = {}  # what is handed out -> the gather since which it is good
@@ -142,6 +146,7 @@ class Comm:
         self.used.update(handed)
         self.held.update(handed)
         self.owing.update([plan.uses[use].unit for use in taken if self.opens[use]])
+        self.owing.difference_update([plan.uses[use].unit for use in taken if use in self.settling])
         self.jumped = True
         return closing + due, outside
 
@@ -232,9 +237,7 @@ class Comm:
     @property
     def over(self) -> bool:
         """Whether this rank comes to nothing more in this pass: whatever it used has its gradient, and is released."""
-        return (
-            self.training and not (self.bounded or self.held or not self.cursor) and self.owing.isdisjoint(self.trained)
-        )
+        return self.training and not (self.owing or self.held or self.bounded) and self.cursor > 0
 
     def pass_by(self) -> int | None:
         """The next gather, issued because a peer waits for it: this rank passes over the uses before it. None if it

@@ -109,3 +109,32 @@ def two_models(steps: int) -> list[Any]:
 
 def test_two_models_of_one_mesh() -> None:
     assert launch(two_models, 2, 2, timeout=30) == [[{}, {}], [{}, {}]]
+
+
+def a_frozen_stem(late: int) -> list[Any]:
+    """Rank 0 gives gradients some units late, and all use a frozen unit after the last one that trains."""
+    mesh = fsdp.local_mesh()
+    params = {f"l{i}": torch.zeros(300) for i in range(UNITS)}
+    spec = Spec(mesh, fsdp.zero3("data"), trainable={"l0": False, "l3": False})
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=1.0))
+    held: list[Any] = []
+    for _ in range(2):
+        for unit in state.units:
+            state, _ = fsdp.unshard(state, unit)
+            state = fsdp.release(state, unit)
+        for unit in reversed(state.units):
+            state, weights = fsdp.unshard(state, unit)
+            held.append((unit, ones(weights)))
+            state = fsdp.release(state, unit)
+            while len(held) > (0 if dist.get_rank() else late):
+                whose, grads = held.pop(0)
+                state = fsdp.reduce(state, grads, whose)
+        for whose, grads in held:
+            state = fsdp.reduce(state, grads, whose)
+        held = []
+    return [wrong(fsdp.step(state), {f"l{i}": 0.0 if i in (0, 3) else -2.0 for i in range(UNITS)})]
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_frozen_unit_may_be_used_after_the_last_gradient(late: int) -> None:
+    assert launch(a_frozen_stem, 2, late, timeout=30) == [[{}], [{}]]
