@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ._errors import FsdpError
 from ._given import ALL, Seats
 from ._layout import Bucket, Layout, Unit
 from ._plan import plan
@@ -103,9 +104,9 @@ class Recipes:
         """The name of a lane's communicator on an axis."""
         return self.groups.get((lane, axis), f"{lane} {axis}")
 
-    def lacking(self, masks: tuple[int, ...]) -> tuple[str, Any, tuple[str, ...]]:
-        """What is amiss, if anything, and `Lacking`'s fields, of a step in which the leaves of `trained` got gradients
-        by these masks; without any, all did.
+    def lacking(self, masks: tuple[int, ...]) -> tuple[tuple[str, str], Any, tuple[str, ...]]:
+        """The error to raise and its text, if any, and `Lacking`'s fields, of a step in which the leaves of `trained`
+        got gradients by these masks; without any, all did.
 
         Called while a step is traced. Ranks that share a leaf must have gradients for it alike: their graphs cannot ask
         each other. They compare that when one of them first traces such a step.
@@ -117,14 +118,18 @@ class Recipes:
         rows = [mine] if self.run is None else self.run.given_rows.get((self.layout, mine))
         if rows is None:
             assert self.run is not None
-            rows = self.run.given_rows[self.layout, mine] = self.run.everyone(mine)
-        lacking, parted, said = self.seats.lacking(bytes(map(max, *rows, mine))), self.seats.parted(rows), ""
+            try:
+                rows = self.run.given_rows[self.layout, mine] = self.run.everyone(mine)
+            except FsdpError as error:  # Dynamo would wrap it
+                return (type(error).__name__, str(error)), (), ()
+        lacking, parted, amiss = self.seats.lacking(bytes(map(max, *rows, mine))), self.seats.parted(rows), ("", "")
         if parted:
-            said = (
+            amiss = (
+                "ScheduleError",
                 f"in this compiled step the leaf {parted!r} gets a gradient on some ranks only, and graphs cannot ask "
-                "each other. Give zeros in the place of None there, or None on every rank."
+                "each other. Give zeros in the place of None there, or None on every rank.",
             )
-        return said, tuple(lacking.given.items()), lacking.anywhere
+        return amiss, tuple(lacking.given.items()), lacking.anywhere
 
     lacking._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result's mark
 

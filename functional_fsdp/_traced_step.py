@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils._pytree as pytree
 
-from ._errors import ScheduleError, TreeError
+from ._errors import TreeError
 from ._functional import run
 from ._given import Lacking
 from ._traced import base_of, finish, given_in, recipes_of
+from ._tracing import refuse
 from ._update import check, counting, keep, may_step, put_back, update
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     skip = may_step(state, skip)
     base, noted = base_of(state), given_in(state)
     state = finish(state)
-    said, given, anywhere = recipes.lacking(tuple([noted.get(unit, 0) for unit in recipes.trained if noted]))
+    (kind, said), given, anywhere = recipes.lacking(tuple([noted.get(unit, 0) for unit in recipes.trained if noted]))
     if said:
-        raise ScheduleError(said)
+        refuse(kind, said, torch.compiler.is_dynamo_compiling())
     lacking = Lacking(dict(given), anywhere)
     main, opt = {name: state.main[name] for name in state.layout.trainable}, counting(state, lacking)
     state = state._evolve(opt=opt)

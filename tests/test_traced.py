@@ -637,9 +637,30 @@ def parted() -> str:
         state, w = fsdp.unshard(state)
         return fsdp.step(fsdp.reduce(state, {"a": w["a"], "b": w["b"] if mine else None}))
 
-    with pytest.raises(Exception, match=r"the leaf 'b' gets a gradient on some ranks only.*Give zeros in the place of"):
+    with pytest.raises(
+        fsdp.ScheduleError, match=r"the leaf 'b' gets a gradient on some ranks only.*Give zeros in the place of"
+    ):
         compiled("eager", train_step)[0](state)
     return str(fsdp.full_params(state)["a"].tolist())
+
+
+def one_that_never_compiles() -> str:
+    state = fsdp.shard({"a": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh(), schedule=TRACED), fsdp.sgd(lr=0.1))
+
+    def train_step(state: fsdp.State) -> fsdp.State:
+        state, w = fsdp.unshard(state)
+        return fsdp.step(fsdp.reduce(state, w))
+
+    if dist.get_rank():
+        return ""
+    with pytest.raises(fsdp.CommError) as caught:
+        compiled("eager", train_step)[0](state)
+    return str(caught.value)
+
+
+def test_an_error_of_communication_while_a_step_is_compiled_is_itself() -> None:
+    said, _ = launch(one_that_never_compiles, 2, timeout=2)
+    assert "Restart the job from its last checkpoint" in said
 
 
 def test_ranks_that_compile_steps_with_other_gradients_hear_of_it() -> None:

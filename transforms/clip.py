@@ -33,9 +33,9 @@ def global_norm(state: State) -> tuple[State, torch.Tensor]:
     squares = {}
     for axes, tensors in shards(state).items():
         sums = []
-        for dtype, some in by_dtype(tensors).items():
-            norms = torch._foreach_norm(some, 2, dtype=torch.promote_types(torch.float32, dtype))
-            sums.append(torch.stack(list(norms)).square().sum().to(widest))
+        for some in by_dtype(tensors).values():
+            norms = torch._foreach_norm(some, 2, dtype=widest)
+            sums.append(torch.stack(list(norms)).square().sum())
         if len(sums) != 1:
             sums = [torch.stack([torch.zeros((), dtype=widest, device=state.count.device), *sums]).sum()]
         squares[axes] = sums[0]

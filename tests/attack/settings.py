@@ -46,7 +46,7 @@ def draw(rng: Random, mesh: list[list[Any]], leaves: list[dict[str, Any]]) -> Se
         ),
         "average": "sum" if rng.random() < 0.2 else "mean",
         "schedule": _schedule(rng, transport),
-        "optimizer": _optimizer(rng, bool(labels)),
+        "optimizer": _optimizer(rng, {label for _, label in labels}),
         "seed": rng.randint(0, 3),
     }
 
@@ -158,14 +158,16 @@ def _schedule(rng: Random, transport: str) -> Settings:
     return said
 
 
-def _optimizer(rng: Random, labelled: bool) -> Settings:
+def _optimizer(rng: Random, labels: set[Any]) -> Settings:
     kind = rng.choice(("sgd", "sgd", "adamw", "adamw", "momentum", "nesterov", "pure"))
     said: Settings = {"kind": kind, "lr": 0.25 if kind not in ("adamw",) else 0.03125, "decay": 0.0}
     if kind != "pure":
         said["decay"] = rng.choice((0.0, 0.125))
         said["falls"] = rng.random() < 0.15  # lr is a function of the count
-        if labelled and rng.random() < 0.7:
-            said["by_label"] = rng.choice(("lr", "decay"))
+        if labels and rng.random() < 0.7:
+            by_label = rng.choice(("lr", "decay"))
+            if {"lr": "slow", "decay": "still"}[by_label] in labels:  # else it is refused as a misspelt one
+                said["by_label"] = by_label
     return said
 
 

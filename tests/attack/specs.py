@@ -25,7 +25,6 @@ MUST_REFUSE = (
     "sparse",
     "number",
     "module",
-    "same path",
     "no axis",
     "placement",
     "nothing matches",
@@ -61,8 +60,9 @@ def draw(seed: int, index: int) -> Case:
 
 def _trains(leaves: list[dict[str, Any]], said: dict[str, Any]) -> bool:
     """Whether a leaf with elements has gradients."""
-    for leaf, path in zip(leaves, trees.paths_of(leaves), strict=True):
-        ruled = oracle.first(said["trainable"], [path])
+    paths = trees.paths_of(leaves)
+    for i, leaf in enumerate(leaves):
+        ruled = oracle.first(said["trainable"], [paths[j] for j, o in enumerate(leaves) if j == i or o["same"] == i])
         if leaf["dtype"] in settings.FLOATS and not leaf["frozen"] and 0 not in leaf["shape"] and ruled is None:
             return True
     return False
@@ -169,8 +169,6 @@ def _must_refuse(case: Case, mesh: Any) -> Verdict:
             params["x"] = torch.ones(2, 2).to_sparse() if what == "sparse" else other[what]
         elif what == "module":
             params = nn.Linear(2, 2)  # type: ignore[assignment]
-        elif what == "same path":
-            params["b.c"] = torch.ones(2)
         elif what == "no axis":
             rules = fsdp.zero3("elsewhere")
         elif what == "placement":
