@@ -119,7 +119,7 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
                 users.pop(0, None)
         raise _busy(fn.__name__, owner)
 
-    _codes.add(checked.__code__)
+    _codes.add(cast(Any, checked).__code__)
     return cast(F, checked)
 
 
@@ -153,7 +153,7 @@ def alone(fn: F, name: str = "", at: int = 0) -> F:
                 users.pop(0, None)
         raise _busy(name or fn.__name__, owner)
 
-    _codes.add(entered.__code__)
+    _codes.add(cast(Any, entered).__code__)
     return cast(F, entered)
 
 

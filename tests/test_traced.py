@@ -93,8 +93,8 @@ def trained(
 
 
 ROWS = [
-    ("zero3", "whole", "inductor"), ("zero3", "by_unit", "aot_eager"), ("zero3", "by_unit", "T.inductor"),
-    ("zero2", "by_unit", "T.aot_eager"), ("zero1", "whole", "T.aot_eager"), ("ddp", "whole", "eager"),
+    ("zero3", "whole", "inductor"), ("zero3", "by_unit", "T.inductor"), ("zero2", "by_unit", "aot_eager"),
+    ("zero1", "whole", "T.aot_eager"), ("ddp", "whole", "eager"),
     ("hsdp", "by_unit", "eager"), ("hfsdp", "whole", "eager"),
 ]  # fmt: skip
 if FULL:
