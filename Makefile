@@ -9,13 +9,20 @@ TORCH   = $(shell grep -m1 '^torch==' constraints.txt)
 N     ?= 500
 SEED  ?= 0
 
-.PHONY: train test laws attack lint format clean
+# Processes that share the tests, a file at a time; many tests have 2 or 4 ranks of their own.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, os.cpu_count() - 1))")
+PYTEST   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: train test test-all laws attack lint format clean
 
 train: $(READY)  ## the main job: make train ARGS="--steps 100 --placement ddp"
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: lint  ## every check: make test ARGS="-k launch"
-	$(BIN)/python -m pytest $(ARGS)
+test: lint  ## every check, of large tables all pairs: make test ARGS="-k launch" WORKERS=4
+	$(PYTEST) -m "not large" $(ARGS)
+
+test-all: lint  ## every check, and every row of every table
+	LAWS=full $(PYTEST) --timeout 1800 $(ARGS)
 
 laws: $(READY)  ## every row of the law tables of dtypes and of traced steps, not only all pairs
 	LAWS=full $(BIN)/python -m pytest tests/test_precision.py tests/test_traced.py --timeout 1200 -s

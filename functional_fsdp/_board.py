@@ -28,6 +28,7 @@ VALUE = 48  # bits
 NUMBERS = (1 << 15) - 2  # from 1 to an even one, so that odd and even take turns
 NAME = "functional_fsdp"
 BUSY = 2e-4  # seconds of looking again and again, before it sleeps in between
+SHORT, LONG = 5e-5, 2e-3  # seconds of sleep: a fiftieth of the wait so far, so that who is late has the cores
 
 
 class Board:
@@ -126,5 +127,5 @@ class Posted:
                 raise RuntimeError("the process of a rank has ended")
             if spent > limit:
                 raise RuntimeError(f"not all ranks came within {spent:.1f} s")
-            time.sleep(5e-5)
+            time.sleep(min(max(SHORT, spent / 50), LONG))
         return True

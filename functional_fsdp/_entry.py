@@ -6,17 +6,22 @@
 Ranks issue collectives in one order, so the states of a mesh are used by one thread at a time. Who is inside is one
 entry of a dict of the runtime, `users[0]`, put there by `dict.setdefault`: that looks and writes in one step of C,
 which the interpreter's lock covers, and where there is none the lock that every dict has of its own. Of two threads one
-sees itself in the dict, and the other sees the first. No thread waits.
+sees itself in the dict, and the other sees the first. No thread waits for another's call.
+
+An interrupt in the last lines of a call may leave its claim behind. It holds nobody up: to its own thread it looks like
+a call around the next one, and a thread that finds it looks whether its owner is in a call, and takes it over if not.
 
 What the package allocates and keeps is made outside torch.inference_mode: nothing could write to it afterwards.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
 from threading import get_ident
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,6 +34,8 @@ __all__ = ["alone", "ordinary", "outside_inference", "verb"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTERPRETER: Any = torch._C._functorch.CInterpreter
+_codes: set[CodeType] = set()  # of what claims, and lets go
+_taking = threading.Lock()
 
 
 def _busy(name: str, owner: int) -> ScheduleError:
@@ -39,6 +46,24 @@ def _busy(name: str, owner: int) -> ScheduleError:
         "on this State, or on another State of its mesh. Ranks issue collectives in one order, so one thread at a time "
         "may use the states of a mesh. Nothing has changed: wait until the other thread has come back, then call again."
     )
+
+
+def _taken_over(users: dict[int, int], owner: int, me: int) -> bool:
+    """Whether this thread is let in after all: the claim that it found was left behind."""
+    with _taking:
+        if users.get(0) == owner and not _inside(owner):
+            users[0] = me
+            if _inside(owner):  # it has come just now, and held the claim for its own
+                users[0] = owner
+        return users.setdefault(0, me) == me
+
+
+def _inside(thread: int) -> bool:
+    """Whether a thread is in a call."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code not in _codes:
+        frame = frame.f_back
+    return frame is not None
 
 
 def verb(traced: Callable[..., Any]) -> Callable[[F], F]:
@@ -74,11 +99,14 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
             _token(state, fn.__name__)  # says what it is instead
             raise
         before = torch.is_grad_enabled()
-        me = owner = get_ident()
+        me = get_ident()
         outermost = users.get(0) != me  # else within another call of this thread
+        owner = 0 if outermost else me
         try:
             if outermost:
                 owner = users.setdefault(0, me)
+                if owner != me and _taken_over(users, owner, me):
+                    owner = me
             if owner == me:
                 if torch.is_inference_mode_enabled():
                     with torch.inference_mode(False), torch.no_grad():
@@ -91,6 +119,7 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
                 users.pop(0, None)
         raise _busy(fn.__name__, owner)
 
+    _codes.add(cast(Any, checked).__code__)
     return cast(F, checked)
 
 
@@ -109,12 +138,14 @@ def alone(fn: F, name: str = "", at: int = 0) -> F:
         if tracing():
             return fn(*args, **kwargs)
         state = args[at] if len(args) > at else kwargs.get("state")
-        me = owner = get_ident()
+        me, owner = get_ident(), 0
         users = _token(state, name or fn.__name__).ledger.runtime.users
         if users.get(0) == me:  # within another call of this thread
             return _outside(fn, args, kwargs)
         try:
             owner = users.setdefault(0, me)
+            if owner != me and _taken_over(users, owner, me):
+                owner = me
             if owner == me:
                 return _outside(fn, args, kwargs)
         finally:
@@ -122,6 +153,7 @@ def alone(fn: F, name: str = "", at: int = 0) -> F:
                 users.pop(0, None)
         raise _busy(name or fn.__name__, owner)
 
+    _codes.add(cast(Any, entered).__code__)
     return cast(F, entered)
 
 

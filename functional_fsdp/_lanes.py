@@ -111,7 +111,7 @@ class Job:
                 self.works[0].wait(patience) if patience else self.works[0].wait()
                 del self.works[0]
         except RuntimeError as error:  # a work's: none of the job's own code runs here
-            return error
+            return error.with_traceback(None)  # its frames would keep it, and all tensors of their callers
         return None
 
     def ready(self) -> bool:

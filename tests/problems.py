@@ -33,10 +33,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Odd sizes; a tied leaf, a frozen one, a 0-dim one, an empty one, one smaller than the world."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = DEPTH) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(depth))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         self.tail = Tail()
@@ -60,9 +60,9 @@ class Tail(nn.Module):
         return x * self.scale + self.shift.mean() * self.pair.sum().exp() + self.nothing.sum() + self.pair[0] * x.tanh()
 
 
-def net(dtype: torch.dtype = torch.float64) -> Net:
+def net(dtype: torch.dtype = torch.float64, depth: int = DEPTH) -> Net:
     torch.manual_seed(0)
-    return Net().to(dtype)
+    return Net(depth).to(dtype)
 
 
 def batch(step: int, rank: int, micro: int = 0) -> Batch:
@@ -90,10 +90,15 @@ def mesh_and_placement(preset: str) -> tuple[Any, fsdp.Placement]:
 
 
 def reference(
-    world: int, steps: int, micro: int, dtype: torch.dtype = torch.float64, average: str = "mean"
+    world: int,
+    steps: int,
+    micro: int,
+    dtype: torch.dtype = torch.float64,
+    average: str = "mean",
+    depth: int = DEPTH,
 ) -> Iterator[tuple[float, Tree, Tree]]:
     """The plain module on each rank's batches, gradients averaged: (rank 0's loss, gradients, weights after) a step."""
-    model = net(dtype)
+    model = net(dtype, depth)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
     for step in range(steps):

@@ -52,7 +52,7 @@ def test_a_mixture_of_experts_and_units_that_stay_gathered(tmp_path: Path) -> No
 
 
 def test_groups_apart_have_the_yardsticks_beside_them(tmp_path: Path) -> None:
-    flags = ["--apart", "--only", "traced,DDP", "--batch", "1", "--seq", "16"]
+    flags = ["--ranks", "1", "--apart", "--only", "traced,DDP", "--batch", "1", "--seq", "16"]
     found = benchmark(tmp_path, *flags)
     assert [*found["rows"]] == ["traced", "DDP", "FSDP2"]
     assert "processes 1 of 2 (traced): traced,FSDP2" in found["printed"]

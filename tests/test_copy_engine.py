@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import LOOPS, Stack, batch, mesh_and_placement, net, reference, sharded, through_the_stack
+from tables import product
 
 import functional_fsdp as fsdp
 from functional_fsdp import Precision, Schedule, Spec, SpecError, _runtime, launch
@@ -40,15 +41,15 @@ def of_copies(preset: str, loop: str, dtype: torch.dtype, **spec: Any) -> Any:
     return sharded(preset, loop, 3, 2, dtype, schedule=COPIES, **spec)
 
 
-@pytest.mark.parametrize("loop", list(LOOPS))
-@pytest.mark.parametrize("preset", PRESETS)
-def test_steps_are_the_plain_modules(preset: str, loop: str) -> None:
+@pytest.mark.parametrize(("preset", "loop", "dtype"), product(PRESETS, LOOPS, (torch.float64, torch.float32)))
+def test_steps_are_the_plain_modules(preset: str, loop: str, dtype: torch.dtype) -> None:
     """float64 leaves are added up by the backend, float32 ones here."""
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        for seen in launch(of_copies, 4, preset, loop, dtype):
-            for (_, mine, _), (_, grads, _) in zip(seen, reference(4, 3, 2, dtype), strict=True):
-                for path, grad in grads.items():
-                    torch.testing.assert_close(mine[path], grad, rtol=tolerance, atol=tolerance)
+    tolerance = 1e-12 if dtype is torch.float64 else 1e-5
+    expected = list(reference(4, 3, 2, dtype))
+    for seen in launch(of_copies, 4, preset, loop, dtype):
+        for (_, mine, _), (_, grads, _) in zip(seen, expected, strict=True):
+            for path, grad in grads.items():
+                torch.testing.assert_close(mine[path], grad, rtol=tolerance, atol=tolerance)
 
 
 # ---------------------------------------------------------------- what travels

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 
 import functional_fsdp as fsdp
+from functional_fsdp import _entry
 from functional_fsdp import transforms as T
 
 # ---------------------------------------------------------------- threads
@@ -118,6 +122,49 @@ def test_calls_within_calls_of_one_thread_are_fine_and_let_go_at_the_end() -> No
     with pytest.raises(fsdp.ScheduleError, match="there is no unit"):
         fsdp.unshard(other, "nothing")
     assert not users, "a verb that raised holds its thread's claim"
+
+
+class Strike:
+    """Interrupts what claims a State, at one of its bytecodes."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __enter__(self) -> Strike:
+        sys.settrace(self.called)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def called(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code not in _entry._codes:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self.inside
+
+    def inside(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self.left -= event == "opcode"
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return self.inside
+
+
+@pytest.mark.parametrize("name", ["pmean", "full_params"])
+def test_a_claim_that_an_interrupt_left_behind_keeps_nobody_out(name: str) -> None:
+    call: Callable[[fsdp.State], Any] = {"pmean": lambda s: fsdp.pmean(s, 1.0), "full_params": fsdp.full_params}[name]
+    users = begin().token.ledger.runtime.users
+    at, kept, struck = 0, 0, True
+    while struck:
+        state, strike = begin(1), Strike(at)
+        with contextlib.suppress(KeyboardInterrupt), torch.enable_grad(), strike:
+            call(state)
+        at, kept, struck = at + 1, kept + bool(users), strike.left < 0
+        found = in_thread(lambda: call(begin(1)))
+        assert not isinstance(found, Exception), (at, found)
+        assert not users
+    assert at > 50
+    assert kept > 5
 
 
 def test_of_threads_that_come_together_one_is_let_in() -> None:

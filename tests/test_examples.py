@@ -30,7 +30,7 @@ def command(*line: str | Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     # CPU on every machine, so that the figures are the same; a process of its own knows nothing of pytest's ranks
     env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*map(str, line)], env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run([*map(str, line)], env=env, capture_output=True, text=True, timeout=250)
 
 
 def train(out: Path, *flags: str, by: list[str] = PYTHON) -> dict[str, Any]:

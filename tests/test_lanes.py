@@ -167,6 +167,8 @@ def test_what_a_jobs_own_code_raises_is_no_not_yet() -> None:
     lane.queue.add(job)
     error = job.pause(timedelta(seconds=0.01))
     assert str(error) == "not yet"
+    assert error is not None
+    assert error.__traceback__ is None  # which would keep what the callers of `pause` have, as they keep the error
     for work in lane.works:
         work.over = True
     lane.queue.progress()

@@ -33,7 +33,7 @@ def run_script(text: str, *command: str, **kwargs: Any) -> str:
         input=textwrap.dedent(text),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         env=environment,
         **kwargs,
     )
@@ -219,7 +219,7 @@ def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
         "try:\n    launch(broken, 2)\nexcept RuntimeError as error:\n    print(error)",
     ]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(book, timeout=60).execute()
+    nbclient.NotebookClient(book, timeout=250).execute()
     said, failed = ("".join(output.text for output in book.cells[i].outputs) for i in (2, 3))
     assert sorted(said.splitlines()) == ["[rank 1] hello from 1", "hello from 0"]
     assert "raise ValueError('in a cell')" in failed  # the source line, from a cell
@@ -493,7 +493,7 @@ def test_nothing_stays_behind_however_the_caller_ends(tmp_path: Path) -> None:
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
     for end, (folder, program) in programs.items():
-        pids = program.communicate(timeout=90)[0].split()
+        pids = program.communicate(timeout=250)[0].split()
         assert len(pids) == 5, end
         deadline = time.monotonic() + 5
         while any(map(running, pids)) and time.monotonic() < deadline:

@@ -20,7 +20,7 @@ def execute(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
         monkeypatch.setenv(key, value)
     book = nbformat.read(ROOT / "examples" / f"{name}.ipynb", 4)
     where = {"metadata": {"path": str(ROOT / "examples")}}
-    nbclient.NotebookClient(book, timeout=100, kernel_name="python3", resources=where).execute()
+    nbclient.NotebookClient(book, timeout=250, kernel_name="python3", resources=where).execute()
     outputs: list[Any] = [output for cell in book.cells for output in cell.get("outputs", ())]
     assert not [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
     text = "".join(output.text for output in outputs if output.output_type == "stream")

@@ -5,21 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from problems import LOOPS, Tree, net, reference, sharded
+from tables import product
 
 from functional_fsdp import launch
 
-ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
-TWO_AXES = ("hsdp", "hfsdp")
-CASES = [(p, n) for p in ONE_AXIS for n in (1, 2, 4)] + [(p, n) for p in TWO_AXES for n in (1, 2, 4)]
+ALL = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 
 
 def largest(a: Tree, b: Tree) -> float:
     return max([(a[key].double() - b[key].double()).abs().max().item() for key in b if b[key].numel()])
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize(("preset", "ranks"), CASES)
+@pytest.mark.parametrize(("preset", "ranks", "loop", "micro"), product(ALL, (1, 2, 4), LOOPS, (1, 3)))
 def test_five_adamw_steps_equal_the_plain_module(preset: str, ranks: int, loop: str, micro: int) -> None:
     # float64: AdamW amplifies rounding on gradients near zero, so weights are compared where there is hardly any
     expected = list(reference(ranks, 5, micro))
@@ -32,9 +29,7 @@ def test_five_adamw_steps_equal_the_plain_module(preset: str, ranks: int, loop: 
             assert largest(weights, ref_weights) < 1e-9
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("preset", [*ONE_AXIS, *TWO_AXES])
+@pytest.mark.parametrize(("preset", "loop", "micro"), product(ALL, LOOPS, (1, 3)))
 def test_gradients_and_losses_in_float32(preset: str, loop: str, micro: int) -> None:
     (ref_loss, ref_grads, _) = next(iter(reference(2, 1, micro, torch.float32)))
     loss, grads, _ = launch(sharded, 2, preset, loop, 1, micro, torch.float32)[0][0]
@@ -52,16 +47,15 @@ def test_zero3_and_ddp_are_equal_bit_for_bit(ranks: int, loop: str) -> None:
             assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize(
-    "flags", [(True, True, True), (False, False, False), (False, True, False), (True, False, True)]
-)
-@pytest.mark.parametrize("preset", ["ddp", "zero1", "hsdp", "hfsdp"])
-def test_a_wrong_last_flag_costs_time_only(preset: str, flags: tuple[bool, ...]) -> None:
+FLAGS = ((True, True, True), (False, False, False), (False, True, False), (True, False, True))
+
+
+@pytest.mark.parametrize(("preset", "loop", "flags"), product(("ddp", "zero1", "hsdp", "hfsdp"), LOOPS, FLAGS))
+def test_a_wrong_last_flag_costs_time_only(preset: str, loop: str, flags: tuple[bool, ...]) -> None:
     _, ref_grads, ref_weights = next(iter(reference(2, 1, 3)))
-    for loop in LOOPS:
-        _, grads, weights = launch(sharded, 2, preset, loop, 1, 3, flags=flags)[1][0]
-        assert largest(grads, ref_grads) < 1e-12
-        assert largest(weights, ref_weights) < 1e-9
+    _, grads, weights = launch(sharded, 2, preset, loop, 1, 3, flags=flags)[1][0]
+    assert largest(grads, ref_grads) < 1e-12
+    assert largest(weights, ref_weights) < 1e-9
 
 
 def test_sum_over_ranks_instead_of_mean() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 from problems import mesh_and_placement
+from tables import product
 
 import functional_fsdp as fsdp
 from functional_fsdp import _runtime, launch
@@ -110,14 +111,17 @@ def expected(preset: str, micro: int, last: bool, n: int, compute: int, wire: in
     return found
 
 
-@pytest.mark.parametrize("micro", [1, 3])
-@pytest.mark.parametrize(
-    "precision",
-    [fsdp.Precision(), fsdp.Precision(compute=BF16, wire=F32), fsdp.Precision(wire=BF16, sum="fp32")],
-    ids=["float32", "bf16 compute", "exact"],
-)
-@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
-def test_collectives_bytes_and_memory_are_the_arithmetic(preset: str, precision: fsdp.Precision, micro: int) -> None:
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
+PRECISIONS = {
+    "float32": fsdp.Precision(),
+    "bf16 compute": fsdp.Precision(compute=BF16, wire=F32),
+    "exact": fsdp.Precision(wire=BF16, sum="fp32"),
+}
+
+
+@pytest.mark.parametrize(("preset", "name", "micro"), product(PRESETS, PRECISIONS, (1, 3)))
+def test_collectives_bytes_and_memory_are_the_arithmetic(preset: str, name: str, micro: int) -> None:
+    precision = PRECISIONS[name]
     main, compute, grads, wire, added = precision.resolve(F32)
     for seen, held, n in launch(counted, 4, preset, micro, precision):
         *batches, step = seen

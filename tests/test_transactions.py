@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from problems import LOOPS, batch, loss_fn, mesh_and_placement, net, on
+from tables import product
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -79,9 +80,7 @@ def disturbed(preset: str, place: str, who: list[int], error: type[BaseException
     return fsdp.full_params(state), raised, restarts
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("preset", ["zero3", "zero1", "hfsdp"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "preset", "place"), product((2, 4), ("zero3", "zero1", "hfsdp"), PLACES))
 def test_an_exception_on_every_rank_costs_nothing(ranks: int, preset: str, place: str) -> None:
     expected = launch(undisturbed, ranks, preset)[0]
     for weights, raised, restarts in launch(disturbed, ranks, preset, place, list(range(ranks)), Boom):
@@ -90,9 +89,7 @@ def test_an_exception_on_every_rank_costs_nothing(ranks: int, preset: str, place
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("place", PLACES[1:])
-@pytest.mark.parametrize("preset", ["zero3", "ddp", "hsdp"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "preset", "place"), product((2, 4), ("zero3", "ddp", "hsdp"), PLACES[1:]))
 def test_an_exception_on_one_rank_restarts_the_others(ranks: int, preset: str, place: str) -> None:
     expected = launch(undisturbed, ranks, preset)[0]
     for rank, (weights, raised, restarts) in enumerate(launch(disturbed, ranks, preset, place, [ranks - 1], Boom)):

@@ -19,6 +19,8 @@ import mmap
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -32,7 +34,7 @@ import functional_fsdp as fsdp
 
 from .verdict import LIMIT, PATIENCE, SCALE, Verdict, judged, worst
 
-__all__ = ["KINDS", "draw", "module_of", "play", "play_one"]
+__all__ = ["KINDS", "draw", "module_of", "play", "play_here", "play_one"]
 
 Case = dict[str, Any]
 KINDS = ("specs", "interrupts", "kills", "files", "differ")
@@ -138,17 +140,32 @@ def play_one(case: Case) -> Verdict:
 
 
 def _alone(case: Case) -> Verdict:
-    """A case that makes its own processes."""
+    """A case that makes its own processes, by forking one that has no process group, which children would inherit."""
     begun = time.monotonic()
     folder = tempfile.mkdtemp(prefix="attack-")
+    program = (
+        "import json, sys; given = json.loads(sys.argv[1]); sys.path[:] = given.pop(); import attack.harness as h; "
+    )
     try:
-        verdict: Verdict = module_of(case["kind"]).play(case, 0, folder)
-    except BaseException as error:
-        verdict = judged(error, time.monotonic() - begun, PATIENCE)
+        given = json.dumps([case, folder, sys.path])
+        subprocess.run([sys.executable, "-c", f"{program}h.play_here(*given)", given], check=True)
+        verdict = Verdict(**json.loads(Path(folder, "verdict").read_text()))
+    except (OSError, subprocess.CalledProcessError) as error:
+        verdict = Verdict("crash", f"the process that plays the case: {error}", clean=False)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     verdict.notes["seconds"] = time.monotonic() - begun
     return verdict
+
+
+def play_here(case: Case, folder: str) -> None:
+    """Plays a case that makes its own processes in this one, and leaves the verdict in the folder."""
+    begun = time.monotonic()
+    try:
+        verdict: Verdict = module_of(case["kind"]).play(case, 0, folder)
+    except BaseException as error:
+        verdict = judged(error, time.monotonic() - begun, PATIENCE)
+    Path(folder, "verdict").write_text(json.dumps(verdict.plain()))
 
 
 _workers: dict[int, list[int]] = {}  # the ranks' processes that `launch` has now, by world

@@ -54,7 +54,7 @@ def draw(seed: int, index: int) -> Case:
 
 
 def play(case: Case, rank: int, folder: str) -> Verdict:
-    """In the process of the harness."""
+    """In a process of the harness's, which has no process group: `harness.play_here`."""
     if case["whom"] == "rank":
         return _ranks(case, folder)
     return _launched(case, folder) if case["whom"] == "launched" else _parent(case, folder)
