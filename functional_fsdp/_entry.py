@@ -29,6 +29,10 @@ __all__ = ["alone", "ordinary", "outside_inference", "verb"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTERPRETER: Any = torch._C._functorch.CInterpreter
+TRANSFORM = (
+    " was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see through a collective. Call "
+    "unshard before the transform and reduce after it; inside, compute on the weights only."
+)
 
 
 def _busy(name: str, owner: int) -> ScheduleError:
@@ -54,19 +58,16 @@ def verb(traced: Callable[..., Any]) -> Callable[[F], F]:
 def _checked(fn: F, traced: Callable[..., Any]) -> F:
     @wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(torch._C._functorch.peek_interpreter_stack(), INTERPRETER):  # the compiler, too, can tell
-            said = (
-                f"{fn.__name__} was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see "
-                "through a collective. Call unshard before the transform and reduce after it; inside, compute on the "
-                "weights only."
-            )
-            refuse("ScheduleError", said, torch.compiler.is_dynamo_compiling())
         if torch.compiler.is_dynamo_compiling() or LOWERING:
+            if isinstance(torch._C._functorch.peek_interpreter_stack(), INTERPRETER):  # what the compiler can tell
+                refuse("ScheduleError", fn.__name__ + TRANSFORM, torch.compiler.is_dynamo_compiling())
             try:
                 with torch.no_grad():
                     return traced(*args, **kwargs)
             except FsdpError as error:
                 refuse(type(error).__name__, error.args[0], torch.compiler.is_dynamo_compiling())
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ScheduleError(fn.__name__ + TRANSFORM)
         state: Any = args[0] if args else kwargs.get("state")
         try:
             users = state.token.ledger.runtime.users
@@ -75,7 +76,7 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
             raise
         before = torch.is_grad_enabled()
         me = owner = get_ident()
-        outermost = users.get(0) != me  # else within another call of this thread
+        outermost = not users or users.get(0) != me  # else within another call of this thread
         try:
             if outermost:
                 owner = users.setdefault(0, me)

@@ -170,7 +170,10 @@ class Executor(Reductions):
         for name in outside:
             self.loose.gather(state, name, self._planned)
             self.staging.touched(self.layout.by_name[name])
-        return {name: dict(self._lend(state, name, name in outside).weights) for name in names}
+        lent = {}
+        for name in names:
+            lent[name] = dict(self._lend(state, name, name in outside).weights)
+        return lent
 
     def _in_order(self, state: State, gathers: Sequence[int], due: Iterable[tuple[int, bool]]) -> None:
         """Gathers and reductions in the order in which peers come to them: on the CPU, where the host waits, ranks
@@ -204,7 +207,8 @@ class Executor(Reductions):
         after = self._free(unit)
         fresh = self.arena.take(unit)
         place = self.arena.place(state, unit)
-        self.staging.touched(self.layout.by_name[unit])
+        if self.staging.reduced:
+            self.staging.touched(self.layout.by_name[unit])
         self.digests[0] = zlib.crc32(place.key, self.digests[0])
         if fresh or self.fence:  # waits for all that compute has done: the bytes or the weights may be new
             self.fence = False
@@ -216,11 +220,13 @@ class Executor(Reductions):
     def _free(self, unit: str) -> Mark:
         """The point from which a unit's place may be written: the newest release of what lay there."""
         shares = self.comm.sharing[unit]
-        for name in [name for name in self.flying if name in shares or name == unit]:
-            self.run.wait(self.flying.pop(name).gathered)  # skipped: nobody waited for it
+        if unit in self.flying or not shares.isdisjoint(self.flying):
+            for name in [name for name in self.flying if name in shares or name == unit]:
+                self.run.wait(self.flying.pop(name).gathered)  # skipped: nobody waited for it
         mark = None
-        for name in [name for name in self.released if name in shares or name == unit]:
-            mark = self.released.pop(name)  # the dict is in order of release
+        if self.released:
+            for name in [name for name in self.released if name in shares or name == unit]:
+                mark = self.released.pop(name)  # the dict is in order of release
         return mark
 
     def held(self, name: str) -> bool:

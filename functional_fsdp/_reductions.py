@@ -113,7 +113,8 @@ class Reductions:
     def _issue(self, due: Iterable[tuple[int, bool]], relents: bool = True) -> None:
         """Reduce what is due, in order; with `relents` what finds no staging is left, if a peer needs this rank to go
         on before it can come to what holds the staging."""
-        self.backlog.extend((index, self.early.pop(index) if given else (), self.last) for index, given in due)
+        for index, given in due:
+            self.backlog.append((index, self.early.pop(index) if given else (), self.last))
         while self.backlog:
             index, values, last = self.backlog[0]
             unit = self.layout.by_name[self.plan.reductions[index].unit]

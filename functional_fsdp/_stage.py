@@ -108,9 +108,10 @@ class Stage:
 
     def take(self) -> None:
         """Have the bytes. Views made on them come back to life."""
-        storage = self.memory.untyped_storage()
-        if self.span is None and not storage.size():
-            storage.resize_(self.memory.numel())
+        if self.span is None:
+            storage = self.memory.untyped_storage()
+            if not storage.nbytes():
+                storage.resize_(self.memory.numel())
 
     def give(self) -> None:
         """Give the bytes back: compute has waited for `done`."""
