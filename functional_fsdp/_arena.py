@@ -88,8 +88,11 @@ class Place:
         Returns the collectives it will issue, the job, and whether these all start at once.
         """
         if reading is None:
+            if len(self.parts) == 1:
+                (part,) = self.parts
+                return self.issued, self._fill(run, part, read(state, part.bucket).local), self.single
             jobs = [self._fill(run, part, read(state, part.bucket).local) for part in self.parts]
-            return self.issued, jobs[0] if len(jobs) == 1 else together(jobs), self.single
+            return self.issued, together(jobs), self.single
         sources = [read(state, part.bucket).local for part in self.parts]
         before, between = reading.filled(self.spans, self.pulls)
         return (*before, *between, *self.issued), self._pulled(run, sources, before, between), False

@@ -229,16 +229,22 @@ class Executor(Reductions):
                 mark = self.released.pop(name)  # the dict is in order of release
         return mark
 
-    def held(self, name: str) -> bool:
-        """Whether a unit is handed out and not released."""
-        return name in self.comm.held or self.loose.held(name)
-
     def also(self, unit: str) -> None:
         """A unit that is gathered by the plan is needed where it lay outside of it, too, until it is released."""
         self.loose.fill(unit, [(part.bucket, part.whole) for part in self.arena.places[unit].parts])
 
     def release(self, state: State, names: Sequence[str]) -> None:
-        """Units are given back: a mark on compute, and gathers that waited for their bytes."""
+        """Units are given back: a mark on compute, and gathers that waited for their bytes.
+
+        Raises:
+            ScheduleError: one of them is not held. Nothing has changed then.
+        """
+        for name in names:
+            if name not in self.comm.held and not self.loose.held(name):
+                state.token.ledger.leave()
+                raise ScheduleError(
+                    f"release: the unit {name!r} is not gathered. Call state, w = unshard(state, {name!r}) first."
+                )
         mine = []
         for name in names:
             if self.loose.units and self.loose.held(name):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -184,26 +184,28 @@ class Queue:
                 self.advance(job)
 
     @whole
-    def advance(self, job: Job) -> None:
-        """Take a job that waits for nothing on to what it waits for next."""
-        self._ahead(job)
+    def advance(self, job: Job, quiet: bool = False) -> None:
+        """Take a job that waits for nothing on to what it waits for next: run its own code up to what it issues, and
+        issue that.
+
+        Args:
+            quiet: what the job's own code raises is no news.
+        """
+        if not job.calls:  # else it was interrupted while it issued them
+            job.started = True
+            try:
+                for item in job.steps:
+                    if not isinstance(item, str) and item:
+                        job.calls = list(item)
+                        break
+                else:
+                    job.done = True
+            except BaseException as error:
+                self.forsake(job)
+                if not quiet or not isinstance(error, Exception):
+                    raise
         if job.calls:
             self.issue(job)
-
-    def _ahead(self, job: Job) -> None:
-        """Run a job's own code up to what it issues next. What this raises is the code's own error."""
-        if job.calls:
-            return  # it was interrupted while it issued them
-        job.started = True
-        try:
-            for item in job.steps:
-                if not isinstance(item, str) and item:
-                    job.calls = list(item)
-                    return
-        except BaseException:
-            self.forsake(job)
-            raise
-        job.done = True
 
     def over(self, job: Job) -> bool:
         """Whether it and all jobs before it are done."""
@@ -244,15 +246,9 @@ class Queue:
                 error = job.pause(patience) if not job.calls else None
                 if error is not None:
                     return error
-                self._carry(job)
+                self.advance(job, quiet=True)
             self.start()
         return None
-
-    @whole
-    def _carry(self, job: Job) -> None:
-        with suppress(Exception):
-            self._ahead(job)
-        self.issue(job)
 
 
 class Streams:

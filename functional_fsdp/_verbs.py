@@ -127,12 +127,6 @@ def release(state: State, unit: str | Sequence[str]) -> State:
     ledger = state.token.ledger
     ledger.enter(state.token.serial, "release")
     executor = ledger.executor or state.executor
-    for name in names:
-        if not executor.held(name):
-            ledger.leave()
-            raise ScheduleError(
-                f"release: the unit {name!r} is not gathered. Call state, w = unshard(state, {name!r}) first."
-            )
     executor.release(state, names)
     return ledger.advance(state, ("release", names))
 
@@ -174,14 +168,14 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
         executor = ledger.executor or state.executor
         if state.grads is not executor.grads:
             executor.adopt(state.grads)
-        have = len(executor.grads)
+        before = len(executor.grads)
         if values:
             if came == ALL:
                 executor.given.full.add(one.name)
             else:
                 executor.given.note(one.name, came)
             executor.reduce(one.name, values, last)
-        if len(executor.grads) > have:
+        if before < len(executor.grads) == len(state.layout.trainable):
             executor.grads = in_order(state.layout, executor.grads)
         return ledger.advance(state, ("reduce", unit), executor.grads)
 
