@@ -96,7 +96,7 @@ class Reductions:
         self.last = last
         self.early[mine] = owned(values, self.arena.lease(unit)) if self.run.cuda else values  # the lane reads them
         self._issue(self.comm.reduce(mine))
-        if not self.run.cuda:  # if it waits, what was borrowed may be released meanwhile
+        if (self.early or self.backlog) and not self.run.cuda:  # what was borrowed may be released meanwhile
             if mine in self.early:
                 self.early[mine] = owned(values, self.arena.lease(unit))
             for i, (index, waiting, flag) in enumerate(self.backlog):
