@@ -232,9 +232,8 @@ class Comm:
             self.through = False
             self._pass_over(len(self.plan.uses))
         self.issued = self.cursor = 0
-        self.used.clear()
-        self.owing.clear()
-        self.seen.clear()
+        for some in (self.used, self.owing, self.seen):
+            some.clear()
         self.training = self.through = False
         self.passes += 1
 
@@ -274,8 +273,7 @@ class Comm:
         done = self.lapse()
         if mine == self.reduced and not self.waiting:  # nearly always
             self._reduced()
-            done.append((mine, True))
-            return done
+            return [*done, (mine, True)]
         self.waiting.add(mine)
         while self.waiting:
             given = self.reduced in self.waiting
