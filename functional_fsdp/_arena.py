@@ -87,10 +87,13 @@ class Place:
 
         Returns the collectives it will issue, the job, and whether these all start at once.
         """
-        sources = [read(state, part.bucket).local for part in self.parts]
         if reading is None:
-            jobs = [self._fill(run, part, source) for part, source in zip(self.parts, sources, strict=True)]
-            return self.issued, jobs[0] if len(jobs) == 1 else together(jobs), self.single
+            if len(self.parts) == 1:
+                (part,) = self.parts
+                return self.issued, self._fill(run, part, read(state, part.bucket).local), self.single
+            jobs = [self._fill(run, part, read(state, part.bucket).local) for part in self.parts]
+            return self.issued, together(jobs), self.single
+        sources = [read(state, part.bucket).local for part in self.parts]
         before, between = reading.filled(self.spans, self.pulls)
         return (*before, *between, *self.issued), self._pulled(run, sources, before, between), False
 
@@ -165,7 +168,7 @@ class Arena:
         memory, size = self.bytes[unit]
         if self.shared:
             return False
-        there = memory.size()
+        there = memory.nbytes()
         if there == size or (there > size and (self.plan.schedule.debug or not self.run.cuda)):
             return False
         memory.resize_(0)

@@ -18,7 +18,6 @@ from ._interrupts import arrive, whole
 from ._lanes import Issued, Log
 from ._ledger import Ledger
 from ._state import State, Token
-from ._verbs import then
 
 __all__ = ["Capture"]
 
@@ -122,7 +121,7 @@ class Capture:
             launch()
             return home(state)
         ledger.enter(state.token.serial, "cuda_graph")
-        middle = then(state, "cuda_graph()")  # from here on the step is under way: who abandons it says so
+        middle = ledger.advance(state, "cuda_graph()")  # from here on the step is under way: who abandons it says so
         self._compare(ledger, [form for form, votes in self.forms if votes == self.votes])
         sides = [hop for (hop,) in self.jobs.get("side", [])]  # the votes compare them, too
         for hop in sides[: self.sides]:

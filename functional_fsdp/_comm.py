@@ -215,8 +215,7 @@ class Comm:
     def _issue(self, gathers: Sequence[int]) -> None:
         for i in gathers:
             unit = self.plan.gathers[i].unit
-            shares = self.sharing[unit]
-            for other in [other for other in self.live if other in shares]:
+            for other in self.live.keys() & self.sharing[unit]:
                 del self.live[other]
             self.live[unit] = i
         self.issued += len(gathers)
@@ -265,9 +264,8 @@ class Comm:
             self.through = False
             self._pass_over(len(self.plan.uses))
         self.issued = self.cursor = 0
-        self.used.clear()
-        self.owing.clear()
-        self.seen.clear()
+        for some in (self.used, self.owing, self.seen):
+            some.clear()
         self.training = self.through = False
         self.passes += 1
 
@@ -304,8 +302,11 @@ class Comm:
         """A gradient came for reduction `mine`. Returns (reduction, whether its gradient came, else zeros) to issue."""
         self.training = True
         self.owing.discard(self.plan.reductions[mine].unit)
-        self.waiting.add(mine)
         done = self.lapse()
+        if mine == self.reduced and not self.waiting:  # nearly always
+            self._reduced()
+            return [*done, (mine, True)]
+        self.waiting.add(mine)
         while self.waiting:
             given = self.reduced in self.waiting
             if not given and not self._skipped(self.reduced):

@@ -25,15 +25,20 @@ from types import CodeType
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
 
-from ._errors import FsdpError, ScheduleError
+from ._errors import CommError, FsdpError, ScheduleError
 from ._tracing import LOWERING, refuse, tracing
 
 __all__ = ["alone", "ordinary", "outside_inference", "verb"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTERPRETER: Any = torch._C._functorch.CInterpreter
+TRANSFORM = (
+    " was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see through a collective. Call "
+    "unshard before the transform and reduce after it; inside, compute on the weights only."
+)
 _codes: set[CodeType] = set()  # of what claims, and lets go
 _taking = threading.Lock()
 
@@ -79,19 +84,16 @@ def verb(traced: Callable[..., Any]) -> Callable[[F], F]:
 def _checked(fn: F, traced: Callable[..., Any]) -> F:
     @wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if isinstance(torch._C._functorch.peek_interpreter_stack(), INTERPRETER):  # the compiler, too, can tell
-            said = (
-                f"{fn.__name__} was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see "
-                "through a collective. Call unshard before the transform and reduce after it; inside, compute on the "
-                "weights only."
-            )
-            refuse("ScheduleError", said, torch.compiler.is_dynamo_compiling())
         if torch.compiler.is_dynamo_compiling() or LOWERING:
+            if isinstance(torch._C._functorch.peek_interpreter_stack(), INTERPRETER):  # what the compiler can tell
+                refuse("ScheduleError", fn.__name__ + TRANSFORM, torch.compiler.is_dynamo_compiling())
             try:
                 with torch.no_grad():
                     return traced(*args, **kwargs)
             except FsdpError as error:
                 refuse(type(error).__name__, error.args[0], torch.compiler.is_dynamo_compiling())
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ScheduleError(fn.__name__ + TRANSFORM)
         state: Any = args[0] if args else kwargs.get("state")
         try:
             users = state.token.ledger.runtime.users
@@ -100,7 +102,7 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
             raise
         before = torch.is_grad_enabled()
         me = get_ident()
-        outermost = users.get(0) != me  # else within another call of this thread
+        outermost = not users or users.get(0) != me  # else within another call of this thread
         owner = 0 if outermost else me
         try:
             if outermost:
@@ -113,6 +115,8 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
                         return fn(*args, **kwargs)
                 torch._C._set_grad_enabled(False)
                 return fn(*args, **kwargs)
+        except dist.DistError as error:
+            raise _unreachable(fn.__name__, state, error) from error
         finally:
             torch._C._set_grad_enabled(before)
             if outermost and owner == me:
@@ -148,6 +152,8 @@ def alone(fn: F, name: str = "", at: int = 0) -> F:
                 owner = me
             if owner == me:
                 return _outside(fn, args, kwargs)
+        except dist.DistError as error:
+            raise _unreachable(name or fn.__name__, state, error) from error
         finally:
             if owner == me:
                 users.pop(0, None)
@@ -155,6 +161,14 @@ def alone(fn: F, name: str = "", at: int = 0) -> F:
 
     _codes.add(cast(Any, entered).__code__)
     return cast(F, entered)
+
+
+def _unreachable(name: str, state: Any, error: Exception) -> CommError:
+    """What is said where torch's own error comes through: whoever keeps the ranks' store is gone, say."""
+    failed: CommError = state.token.ledger.runtime.fail(
+        f"{name}: the other ranks, or their store, cannot be reached", error
+    )
+    return failed
 
 
 def _token(state: Any, name: str) -> Any:

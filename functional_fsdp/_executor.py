@@ -208,7 +208,10 @@ class Executor(Reductions):
             with self.beside(state):
                 self.loose.gather(state, name, self._planned)
             self.staging.touched(self.layout.by_name[name])
-        return {name: dict(self._lend(state, name, name in outside).weights) for name in names}
+        lent = {}
+        for name in names:
+            lent[name] = dict(self._lend(state, name, name in outside).weights)
+        return lent
 
     def _in_order(self, state: State, gathers: Sequence[int], due: Iterable[tuple[int, bool]]) -> None:
         """Gathers and reductions in the order in which peers come to them: on the CPU, where the host waits, ranks
@@ -242,7 +245,8 @@ class Executor(Reductions):
         after = self._free(unit)
         fresh = self.arena.take(unit)
         place = self.arena.place(state, unit)
-        self.staging.touched(self.layout.by_name[unit])
+        if self.staging.reduced:
+            self.staging.touched(self.layout.by_name[unit])
         self.digests[0] = zlib.crc32(place.key, self.digests[0])
         if fresh or self.fence:  # waits for all that compute has done: the bytes or the weights may be new
             self.fence = False
@@ -254,23 +258,31 @@ class Executor(Reductions):
     def _free(self, unit: str) -> Mark:
         """The point from which a unit's place may be written: the newest release of what lay there."""
         shares = self.comm.sharing[unit]
-        for name in [name for name in self.flying if name in shares or name == unit]:
-            self.run.wait(self.flying.pop(name).gathered)  # skipped: nobody waited for it
+        if unit in self.flying or not shares.isdisjoint(self.flying):
+            for name in [name for name in self.flying if name in shares or name == unit]:
+                self.run.wait(self.flying.pop(name).gathered)  # skipped: nobody waited for it
         mark = None
-        for name in [name for name in self.released if name in shares or name == unit]:
-            mark = self.released.pop(name)  # the dict is in order of release
+        if self.released:
+            for name in [name for name in self.released if name in shares or name == unit]:
+                mark = self.released.pop(name)  # the dict is in order of release
         return mark
-
-    def held(self, name: str) -> bool:
-        """Whether a unit is handed out and not released."""
-        return name in self.comm.held or self.loose.held(name)
 
     def also(self, unit: str) -> None:
         """A unit that is gathered by the plan is needed where it lay outside of it, too, until it is released."""
         self.loose.fill(unit, [(part.bucket, part.whole) for part in self.arena.places[unit].parts])
 
     def release(self, state: State, names: Sequence[str]) -> None:
-        """Units are given back: a mark on compute, and gathers that waited for their bytes."""
+        """Units are given back: a mark on compute, and gathers that waited for their bytes.
+
+        Raises:
+            ScheduleError: one of them is not held. Nothing has changed then.
+        """
+        for name in names:
+            if name not in self.comm.held and not self.loose.held(name):
+                state.token.ledger.leave()
+                raise ScheduleError(
+                    f"release: the unit {name!r} is not gathered. Call state, w = unshard(state, {name!r}) first."
+                )
         mine = []
         for name in names:
             if self.loose.units and self.loose.held(name):
@@ -294,7 +306,7 @@ class Executor(Reductions):
                 self.released[name] = place.released
         for i in gathers:
             self._gather(state, i)
-        if self.comm.training and self.comm.over:
+        if not self.comm.owing and self.comm.over:
             self.close(state)
 
     # ---------------------------------------------------------------- the end of a step

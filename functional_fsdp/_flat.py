@@ -56,7 +56,8 @@ class FlatBuffer:
             for name, value in (("local", local), ("bucket", bucket), ("states", states), ("mesh", mesh)):
                 object.__setattr__(self, name, value)
         else:  # the same without its cost: a step makes one for each bucket
-            self.__dict__.update(local=local, bucket=bucket, states=states, mesh=mesh)
+            fields = self.__dict__
+            fields["local"], fields["bucket"], fields["states"], fields["mesh"] = local, bucket, states, mesh
 
     def __repr__(self) -> str:
         """One line: a notebook shows a tree of them as a table."""

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from ._agreement import APART, Agreement
 from ._errors import FsdpError, ScheduleError
 from ._interrupts import whole
-from ._lanes import Issued, Job, Mark, Queue, Steps, Streams
+from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
 from ._restart import POLL, QUEUES, twin
 
 __all__ = ["Jobs", "Waiting"]
@@ -78,24 +78,21 @@ class Jobs(Agreement):
         queue = self.queues[lane]
         if queue.jobs and (ordered or not queue.jobs[-1].single):
             self.wait(queue.jobs[-1], relents=True)
-        return self._begin(lane, hops, job, after, single, ordered, mark)
-
-    @whole
-    def _begin(
-        self, lane: str, hops: tuple[Issued, ...], job: Steps, after: Mark, single: bool, ordered: bool, mark: Mark
-    ) -> Mark:  # what is logged is issued, even if an interrupt comes
-        if self.size > 1 and hops:
-            self.logs[lane].append(hops)
+        log = self.logs[lane] if self.size > 1 else None
         if self.streams is not None and lane != "control":
-            return self._run(lane, hops, job, after, mark)
+            return self._run(lane, hops, job, after, mark, log)
         new = Job(job, lane, hops, single, ordered)
-        new.ordinal = self.logs[lane].count
-        self.queues[lane].add(new)
+        queue.add(new, log)
         return new
 
-    def _run(self, lane: str, hops: tuple[Issued, ...], job: Steps, after: Mark, mark: Mark) -> Mark:
+    @whole
+    def _run(
+        self, lane: str, hops: tuple[Issued, ...], job: Steps, after: Mark, mark: Mark, log: Log | None
+    ) -> Mark:  # what is logged is issued, even if an interrupt comes
         """All of a job, on a stream. If its own code raises, what it did not issue is issued for those who wait."""
         assert self.streams is not None
+        if log is not None and hops:
+            log.append(hops)
         self.issues = 0
         try:
             return self.streams.run(lane, job, after, mark)
@@ -112,16 +109,10 @@ class Jobs(Agreement):
                     self.skips = 0
             raise
 
-    def _ahead(self, job: Job) -> None:
-        """A job's own code, on the CPU. If it raises, what it did not issue is issued for those who wait."""
-        if job.calls:
-            return  # it was interrupted while it issued them
-        try:
-            job.ahead()
-        except BaseException:
-            job.forsake(twin(self, job.hops))
-            self._void()
-            raise
+    def _forsake(self, job: Job) -> None:
+        """A job's own code has raised, on the CPU. What it did not issue is issued for those who wait."""
+        job.forsake(twin(self, job.hops))
+        self._void()
 
     def _void(self) -> None:
         """Whatever is under way on this mesh is of no use: ranks meet before anything else."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ class Log:
 class Job:
     """A job on the CPU. It is its own mark, which has passed when it and all jobs before it on its lane are done.
 
-    Its own code (`ahead`), issuing (`issue`) and waiting (`pause`) are apart: only a wait can end with "not yet".
+    Its own code (`steps`), issuing (`issue`) and waiting (`pause`) are apart: only a wait can end with "not yet".
     """
 
     __slots__ = (
@@ -87,15 +87,6 @@ class Job:
         self.works: list[Any] = []  # what it waits for
         self.issued = 0  # calls
         self.started = self.done = False
-
-    def ahead(self) -> None:
-        """Run its own code up to what it issues next. What this raises is the code's own error."""
-        self.started = True
-        for item in self.steps:
-            if not isinstance(item, str) and item:
-                self.calls = list(item)
-                return
-        self.done = True
 
     def issue(self) -> None:
         """Issue what comes next. After an interrupt call it again to go on."""
@@ -149,16 +140,23 @@ def _left(steps: Steps, issued: int) -> Steps:
 class Queue:
     """A lane on the CPU: jobs under way, oldest first. One starts when that before it has issued all that it will.
 
-    `ahead` runs a job's own code, `issue` issues what comes of it.
+    Args:
+        forsake: called with a job whose own code has raised, see `Job.forsake`.
+        issue: issues what a job's own code has come to.
     """
 
-    def __init__(self, ahead: Callable[[Job], None], issue: Callable[[Job], None]) -> None:
-        self.ahead, self.issue = ahead, issue
+    def __init__(self, forsake: Callable[[Job], None], issue: Callable[[Job], None]) -> None:
+        self.forsake, self.issue = forsake, issue
         self.jobs: deque[Job] = deque()
         self.count = 0
 
-    def add(self, job: Job) -> None:
-        """The newest job; it starts if it may."""
+    @whole
+    def add(self, job: Job, log: Log | None = None) -> None:
+        """The newest job; it starts if it may. What is logged is issued, even if an interrupt comes."""
+        if log is not None:
+            if job.hops:
+                log.append(job.hops)
+            job.ordinal = log.count
         self.count += 1
         job.number = self.count
         jobs = self.jobs
@@ -186,9 +184,26 @@ class Queue:
                 self.advance(job)
 
     @whole
-    def advance(self, job: Job) -> None:
-        """Take a job that waits for nothing on to what it waits for next."""
-        self.ahead(job)
+    def advance(self, job: Job, quiet: bool = False) -> None:
+        """Take a job that waits for nothing on to what it waits for next: run its own code up to what it issues, and
+        issue that.
+
+        Args:
+            quiet: what the job's own code raises is no news.
+        """
+        if not job.calls:  # else it was interrupted while it issued them
+            job.started = True
+            try:
+                for item in job.steps:
+                    if not isinstance(item, str) and item:
+                        job.calls = list(item)
+                        break
+                else:
+                    job.done = True
+            except BaseException as error:
+                self.forsake(job)
+                if not quiet or not isinstance(error, Exception):
+                    raise
         if job.calls:
             self.issue(job)
 
@@ -223,7 +238,7 @@ class Queue:
         """Finish every job, in order, for those who wait for what they issue. Returns the error of a work that takes
         longer, or has failed; call again to go on.
 
-        An error of a job's own code is no news: `ahead` has seen to it that its step is void.
+        An error of a job's own code is no news: `forsake` has seen to it that its step is void.
         """
         while self.jobs:
             job = self.jobs[0]
@@ -231,15 +246,9 @@ class Queue:
                 error = job.pause(patience) if not job.calls else None
                 if error is not None:
                     return error
-                self._carry(job)
+                self.advance(job, quiet=True)
             self.start()
         return None
-
-    @whole
-    def _carry(self, job: Job) -> None:
-        with suppress(Exception):
-            self.ahead(job)
-        self.issue(job)
 
 
 class Streams:

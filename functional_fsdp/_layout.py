@@ -211,7 +211,8 @@ class Unit:
         """What each gradient is, nearly always, as `paths`: shape, dtype and layout; None for frozen leaves."""
         dtypes = {leaf.path: bucket.compute for bucket in self.buckets for leaf in bucket.leaves}
         kinds = zip(self.paths, self.trains, strict=True)
-        return [shape if shape is None else (shape, dtypes[path], torch.strided) for path, shape in kinds]
+        # torch.Size, which tensors have, is compared with its like in half the time
+        return [None if shape is None else (torch.Size(shape), dtypes[path], torch.strided) for path, shape in kinds]
 
 
 @dataclass(frozen=True, repr=False)

@@ -55,13 +55,21 @@ class Ledger:
         self.number = self.runtime.lineages
         self.runtime.ledgers[self.number] = self
 
-    def advance(self, serial: int, verb: str | tuple[str, Any]) -> int:
-        """Consume the state `serial`, which has entered, for `verb`. Returns the new serial."""
-        self.latest = self.head = new = self.latest + 1
-        if serial != self.base:
-            self.consumed[serial] = verb
-            if not new % REMEMBER:
+    def advance(self, state: State, verb: str | tuple[str, Any], grads: Any = None) -> State:
+        """The state after a verb, in words or with its units, perhaps with other gradients. Consumes `state`, which has
+        entered."""
+        token = state.token
+        self.latest = self.head = serial = self.latest + 1
+        if token.serial != self.base:
+            self.consumed[token.serial] = verb
+            if not serial % REMEMBER:
                 self._forget()
+        new = object.__new__(type(state))
+        fields = new.__dict__
+        fields.update(state.__dict__)
+        fields["token"] = Token(self, serial, token.origin or state)
+        if grads is not None:
+            fields["grads"] = grads
         self.midway = False
         return new
 

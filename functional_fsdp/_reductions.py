@@ -100,7 +100,7 @@ class Reductions:
         self.last = last
         self.early[mine] = owned(values, self.arena.lease(unit)) if self.run.cuda else values  # the lane reads them
         self._issue(self.comm.reduce(mine))
-        if not self.run.cuda:  # if it waits, what was borrowed may be released meanwhile
+        if (self.early or self.backlog) and not self.run.cuda:  # what was borrowed may be released meanwhile
             if mine in self.early:
                 self.early[mine] = owned(values, self.arena.lease(unit))
             for i, (index, waiting, flag) in enumerate(self.backlog):
@@ -128,7 +128,8 @@ class Reductions:
     def _issue(self, due: Iterable[tuple[int, bool]], relents: bool = True) -> None:
         """Reduce what is due, in order; with `relents` what finds no staging is left, if a peer needs this rank to go
         on before it can come to what holds the staging."""
-        self.backlog.extend((index, self.early.pop(index) if given else (), self.last) for index, given in due)
+        for index, given in due:
+            self.backlog.append((index, self.early.pop(index) if given else (), self.last))
         while self.backlog:
             index, values, last = self.backlog[0]
             unit = self.layout.by_name[self.plan.reductions[index].unit]

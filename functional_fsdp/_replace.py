@@ -28,7 +28,7 @@ from ._runtime import Runtime, runtime_of
 from ._state import Ledger, State, Token
 from ._tracing import tracing
 from ._tree import flatten
-from ._verbs import finish, then
+from ._verbs import finish
 from ._weights import refresh
 
 __all__ = ["replace_extras", "replace_grads", "replace_params"]
@@ -230,7 +230,7 @@ def replace_grads(state: State, grads: Any) -> State:
     state.token.ledger.enter(state.token.serial, "replace_grads")
     executor.adopt({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
     executor.given.resume(given)
-    state = then(state, "replace_grads()", grads=executor.grads)
+    state = state.token.ledger.advance(state, "replace_grads()", executor.grads)
     end_round(state, last=True)
     return state
 

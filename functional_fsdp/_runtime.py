@@ -63,7 +63,7 @@ class Runtime(Jobs):
         self.windows = 0  # how many were made
         self.generators: dict[int, torch.Generator] = {}  # on GPUs, by microbatch
         self.given_rows: dict[tuple[str, bytes], list[bytes]] = {}  # of traced steps, see `_recipes`
-        self.queues = {name: Queue(self._ahead, self._issue) for name in QUEUES}
+        self.queues = {name: Queue(self._forsake, self._issue) for name in QUEUES}
         self.issues = self.skips = 0  # on GPUs: collectives that the job has issued, and that its twin leaves out
         self.streams = Streams(self.device, ("gather", "reduce", "outer", "update")) if self.cuda else None
         self.users: dict[int, int] = {}  # under 0 the thread that is in a call, see `_entry`

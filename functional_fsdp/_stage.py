@@ -59,10 +59,9 @@ class Slot(NamedTuple):
 
     def write(self, values: Values) -> None:
         """Copy and cast a unit's gradients; no values means zeros."""
-        given = [values[i] for i in self.which] if values else []
-        leaves, tensors = self.leaves, [value for value in given if value is not None]
+        leaves, tensors = self.leaves, [value for i in self.which if (value := values[i]) is not None] if values else []
         if len(tensors) < len(leaves):
-            leaves = [leaf for leaf, value in zip(leaves, given, strict=False) if value is not None]
+            leaves = [leaf for leaf, i in zip(leaves, self.which, strict=True) if values and values[i] is not None]
             self.whole.zero_()
         elif self.gaps:
             torch._foreach_zero_(self.gaps)
@@ -81,7 +80,7 @@ class Stage:
     """The staging of one reduction: its bytes, which come and go, the slots in them, and marks."""
 
     def __init__(self, memory: torch.Tensor, slots: list[Slot], span: range | None = None) -> None:
-        self.memory = memory
+        self.storage, self.nbytes = memory.untyped_storage(), memory.numel()
         self.slots = slots
         self.span = span  # the bytes of a slab or window, which stay; else its own, which come and go
         self.values: Values | None = None  # what is being copied here
@@ -108,15 +107,14 @@ class Stage:
 
     def take(self) -> None:
         """Have the bytes. Views made on them come back to life."""
-        storage = self.memory.untyped_storage()
-        if self.span is None and not storage.size():
-            storage.resize_(self.memory.numel())
+        if self.span is None and not self.storage.nbytes():
+            self.storage.resize_(self.nbytes)
 
     def give(self) -> None:
         """Give the bytes back: compute has waited for `done`."""
         self.values = None
         if self.span is None:
-            self.memory.untyped_storage().resize_(0)
+            self.storage.resize_(0)
 
     def overlaps(self, other: Stage) -> bool:
         """Whether both lie in a slab or window, on the same bytes."""

@@ -76,7 +76,8 @@ class Staging:
             if not self.run.wait(self.busy[0].done, relents):
                 return False
             self.busy.popleft().give()
-        self._let_go(self.busy)
+        if self.run.cuda:
+            self._let_go(self.busy)
         stage.take()
         jobs: list[Steps] = []
         moves: list[Move] = []
@@ -97,7 +98,8 @@ class Staging:
         else:
             stage.write(values)
         stage.done = self._submit(jobs, moves, stage.ready, stage.done, first=first)
-        self._newest([slot.bucket for slot in stage.slots], stage.done)
+        if self.plan.schedule.overlap_update:
+            self._newest([slot.bucket for slot in stage.slots], stage.done)
         self.busy.append(stage)  # not before: if issuing it is interrupted, its bytes may be written to, and must stay
         for bucket in partial:
             self.complete(bucket, grads)
@@ -163,7 +165,9 @@ class Staging:
         local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
         grads[bucket.name] = FlatBuffer(local, bucket, move.states, have.mesh)
         job = self._complete(bucket, move, have.local, local)
-        self._newest([bucket], self._submit([job], [move], self.run.mark(), ordered=True))
+        done = self._submit([job], [move], self.run.mark(), ordered=True)
+        if self.plan.schedule.overlap_update:
+            self._newest([bucket], done)
 
     def _complete(self, bucket: Bucket, move: Move, have: torch.Tensor, out: torch.Tensor) -> Steps:
         if self.run.streams is not None:
@@ -317,10 +321,9 @@ class Staging:
 
     def _newest(self, buckets: list[Bucket], mark: Mark) -> None:
         """The gradients of these are there from this mark on."""
-        if self.plan.schedule.overlap_update:
-            for bucket in buckets:
-                self.reduced.pop(bucket.name, None)
-                self.reduced[bucket.name] = mark
+        for bucket in buckets:
+            self.reduced.pop(bucket.name, None)
+            self.reduced[bucket.name] = mark
 
     def touched(self, unit: Unit | None = None) -> None:
         """The main weights of a unit, or all of the state, are read once more: an update has to wait for that, too."""

@@ -29,32 +29,19 @@ from ._flat import leaves_of
 from ._given import ALL, Leaves
 from ._gradients import in_order, of_tree, of_unit
 from ._interrupts import arrive, guard, whole
-from ._layout import Unit
 from ._state import State, Token
 from ._tracing import tracing
 from ._update import Kept, carry_out, check, counting, keep, may_step, put, put_back
 from ._weights import gather, refresh, whole_of
 
-__all__ = ["changed", "changing", "finish", "newest", "reduce", "release", "step", "then", "unshard"]
+__all__ = ["changed", "changing", "finish", "newest", "reduce", "release", "step", "unshard"]
 
 Weights = dict[str, torch.Tensor]
 
 
-def then(state: State, verb: str | tuple[str, Any], grads: Any = None) -> State:
-    """The state after a verb, in words or with its units: consumes `state`, which has entered. Every verb does this."""
-    ledger = state.token.ledger
-    new = object.__new__(State)
-    fields = new.__dict__
-    fields.update(state.__dict__)
-    fields["token"] = Token(ledger, ledger.advance(state.token.serial, verb), state.token.origin or state)
-    if grads is not None:
-        fields["grads"] = grads
-    return new
-
-
 def changed(state: State, what: str) -> State:
     """The state after a transform changed its gradients in place: consumes `state`."""
-    return state if tracing() else then(state, what)
+    return state if tracing() else state.token.ledger.advance(state, what)
 
 
 def changing(state: State, what: str) -> None:
@@ -64,13 +51,8 @@ def changing(state: State, what: str) -> None:
         state.token.ledger.enter(state.token.serial, what)
 
 
-def _unit(state: State, name: Any, verb: str) -> Unit:
-    try:
-        return state.layout.by_name[name]
-    except (KeyError, TypeError):
-        raise ScheduleError(
-            f"{verb}: there is no unit {name!r}. The units are {', '.join(map(repr, state.units))}."
-        ) from None
+def _no_unit(state: State, name: Any, verb: str) -> ScheduleError:
+    return ScheduleError(f"{verb}: there is no unit {name!r}. The units are {', '.join(map(repr, state.units))}.")
 
 
 # ---------------------------------------------------------------- unshard and release
@@ -109,7 +91,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
     ledger = state.token.ledger
     if unit is None:
         ledger.enter(state.token.serial, "unshard")
-        state = then(state, "unshard()")
+        state = ledger.advance(state, "unshard()")
         views: dict[str, torch.Tensor] = {}
         ledger.touched()
         with ledger.beside(state):
@@ -118,20 +100,15 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
                 views |= leaves_of(bucket, gather(state, bucket) if whole is None else whole)
         return state, state.treedef.unflatten([views[path] for path in state.layout.source])
 
-    if isinstance(unit, str):
-        _unit(state, unit, "unshard")
-        ledger.enter(state.token.serial, "unshard")
-        executor = state.executor
-        found = executor.unshard(state, (unit,), outside)[unit]
-        return then(state, ("unshard", unit), grads=executor.grads or state.grads), found
-
-    names = tuple(dict.fromkeys(unit))
+    names = (unit,) if isinstance(unit, str) else tuple(dict.fromkeys(unit))
     for name in names:
-        _unit(state, name, "unshard")
+        if name not in state.layout.by_name:
+            raise _no_unit(state, name, "unshard")
     ledger.enter(state.token.serial, "unshard")
-    executor = state.executor
+    executor = ledger.executor or state.executor
     weights = executor.unshard(state, names, outside)
-    return then(state, ("unshard", names), grads=executor.grads or state.grads), weights
+    new = ledger.advance(state, ("unshard", names), executor.grads or state.grads)
+    return new, weights[unit] if isinstance(unit, str) else weights
 
 
 @verb(_traced.release)
@@ -146,17 +123,13 @@ def release(state: State, unit: str | Sequence[str]) -> State:
     """
     names = (unit,) if isinstance(unit, str) else tuple(dict.fromkeys(unit))
     for name in names:
-        _unit(state, name, "release")
-    state.token.ledger.enter(state.token.serial, "release")
-    executor = state.executor
-    for name in names:
-        if not executor.held(name):
-            state.token.ledger.leave()
-            raise ScheduleError(
-                f"release: the unit {name!r} is not gathered. Call state, w = unshard(state, {name!r}) first."
-            )
+        if name not in state.layout.by_name:
+            raise _no_unit(state, name, "release")
+    ledger = state.token.ledger
+    ledger.enter(state.token.serial, "release")
+    executor = ledger.executor or state.executor
     executor.release(state, names)
-    return then(state, ("release", names))
+    return ledger.advance(state, ("release", names))
 
 
 # ---------------------------------------------------------------- reduce
@@ -188,24 +161,26 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     """
     ledger = state.token.ledger
     if unit is not None:
-        one = _unit(state, unit, "reduce")
+        one = state.layout.by_name.get(unit) if isinstance(unit, str) else None
+        if one is None:
+            raise _no_unit(state, unit, "reduce")
         values, came = of_unit(one, grads)
         ledger.enter(state.token.serial, "reduce")
-        executor = state.executor
+        executor = ledger.executor or state.executor
         if state.grads is not executor.grads:
             executor.adopt(state.grads)
-        have = len(executor.grads)
+        before = len(executor.grads)
         if values:
             if came == ALL:
                 executor.given.full.add(one.name)
             else:
                 executor.given.note(one.name, came)
             executor.reduce(one.name, values, last)
-            if executor.comm.over:
+            if not executor.comm.owing and executor.comm.over:
                 executor.close(state)
-        if len(executor.grads) > have:
+        if before < len(executor.grads) == len(state.layout.trainable):
             executor.grads = in_order(state.layout, executor.grads)
-        return then(state, ("reduce", unit), grads=executor.grads)
+        return ledger.advance(state, ("reduce", unit), executor.grads)
 
     total = of_tree(state.layout, grads)
     ledger.enter(state.token.serial, "reduce")
@@ -213,7 +188,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     executor.adopt(state.grads)
     executor.reduce_tree(total, last)
     executor.grads = in_order(state.layout, executor.grads)
-    return then(state, "reduce()", grads=executor.grads)
+    return ledger.advance(state, "reduce()", executor.grads)
 
 
 def _has_gradients(state: State) -> None:
@@ -244,7 +219,7 @@ def finish(state: State) -> State:
         executor.finish(state, step=False)
     before, executor.grads = executor.grads, in_order(state.layout, executor.grads)
     if not complete or executor.grads is not before:
-        state = then(state, "finish()", grads=executor.grads)
+        state = state.token.ledger.advance(state, "finish()", executor.grads)
     executor.settle()
     state.token.ledger.leave()
     return state

@@ -45,7 +45,7 @@ def wrong(state: fsdp.State, want: dict[str, float]) -> dict[str, float]:
     return {name: float(full[name].mean()) for name, value in want.items() if not bool((full[name] == value).all())}
 
 
-def one_pass_and_something(transport: str, prefetch: int, beside: str) -> list[Any]:
+def one_pass_and_something(transport: Any, prefetch: int, beside: str) -> list[Any]:
     found = []
     mesh = fsdp.local_mesh()
     for train, skipped in itertools.product((False, True), SKIPPED):
@@ -63,7 +63,7 @@ def one_pass_and_something(transport: str, prefetch: int, beside: str) -> list[A
 
 @pytest.mark.parametrize("beside", BESIDE)
 @pytest.mark.parametrize("transport", ["collective", "copy_engine"])
-def test_who_left_units_out_starts_them_before_something_beside_the_plan(transport: str, beside: str) -> None:
+def test_who_left_units_out_starts_them_before_something_beside_the_plan(transport: Any, beside: str) -> None:
     for prefetch in (0, 1, 2):
         assert launch(one_pass_and_something, 2, transport, prefetch, beside, timeout=30) == [[], []]
 

@@ -30,7 +30,6 @@ from functional_fsdp import transforms as T
 from functional_fsdp._capture import Capture
 from functional_fsdp._launch import stop_workers
 from functional_fsdp._runtime import runtime_of
-from functional_fsdp._verbs import then
 from functional_fsdp.transforms._capturing import Home
 from functional_fsdp.transforms._capturing import _explain as explain
 from functional_fsdp.transforms._memsets import Kernel, Memset, words
@@ -338,7 +337,7 @@ def restarted() -> tuple[str, bool]:
             capture = Capture(state)
             with capture.recording():
                 if dist.get_rank() == 0 and not said:
-                    then(state, "a verb")
+                    state.token.ledger.advance(state, "a verb")
                     capture.run.compare(capture.run.vote(0))
                 state, _ = train_step(state, data())
             capture.first(lambda: None)

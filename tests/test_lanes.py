@@ -104,19 +104,14 @@ class Lane:
 
     def __init__(self) -> None:
         self.works: list[Work] = []
-        self.queue = Queue(self.ahead, Job.issue)
+        self.queue = Queue(self.forsake, Job.issue)
 
     def call(self) -> Work:
         self.works.append(Work())
         return self.works[-1]
 
-    def ahead(self, job: Job) -> None:
-        if not job.calls:
-            try:
-                job.ahead()
-            except BaseException:
-                job.forsake(iter([[self.call] * n for n in job.hops]))
-                raise
+    def forsake(self, job: Job) -> None:
+        job.forsake(iter([[self.call] * n for n in job.hops]))
 
     def job(self, *sizes: int, single: bool = False, ordered: bool = False, dies: int = -1) -> Job:
         """One that issues so many works in each of its parts; before the part `dies` its own code raises."""

@@ -23,7 +23,6 @@ from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, rel
 from functional_fsdp._runtime import runtime_of
 from functional_fsdp._skeleton import skeleton_of
 from functional_fsdp._tracing import refuse, tracing
-from functional_fsdp._verbs import then
 from functional_fsdp._weights import whole_of
 
 from ._doors import Call, Door, Gradients, Slot, Start, Weights
@@ -159,7 +158,7 @@ class Driver:
         if trains:
             with torch.no_grad():  # gradients may have waited for this
                 executor.begin(state)
-            state = then(state, f"{verb}()")
+            state = ledger.advance(state, f"{verb}()")
         else:
             ledger.leave()
         try:
