@@ -24,13 +24,12 @@ for a unit whose turn is over begins the next round.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from ._errors import ScheduleError
 from ._plan import Plan
-from ._tree import bytes_text, table
+from ._status import described
 
 __all__ = ["Comm"]
 
@@ -235,12 +234,14 @@ class Comm:
 
     @property
     def over(self) -> bool:
-        """Whether this rank comes to nothing more in this pass: whatever it used has its gradient, and is released."""
-        return self.training and not (self.owing or self.held or self.bounded) and self.cursor > 0
+        """Whether this rank comes to nothing more in this pass, of which it left something out: whatever it used has
+        its gradient, and is released."""
+        if self.owing or self.held or self.bounded or not (self.training and self.cursor):
+            return False
+        return bool(self.reduced or self.waiting) or self.ahead
 
     def pass_by(self) -> int | None:
-        """The next gather, issued because a peer waits for it: this rank passes over the uses before it. None if it
-        would write over a unit that was not released, or the program is through."""
+        """The next gather, since a peer waits for it: the uses before it are passed over. None if it cannot be issued."""
         gathers, at = self.plan.gathers, self.issued
         if at == len(gathers) or self._over((at,), dict.fromkeys(self.held, -1)) is not None:
             return None
@@ -395,38 +396,5 @@ class Comm:
             self._next_pass()
         return rest
 
-    def snapshot(self, flying: Sequence[str], reducing: int) -> Comm:
-        """A copy that does not change any more, with what the lanes are doing."""
-        new = copy.copy(self)
-        new.live, new.held, new.waiting = dict(self.live), set(self.held), set(self.waiting)
-        new.used, new.owing, new.seen = set(self.used), set(self.owing), set(self.seen)
-        new.lapsed = list(self.lapsed)
-        new.flying, new.reducing = tuple(flying), reducing
-        return new
-
-    def status(self, unit: str) -> str:
-        """What a unit is: resident, in flight, live, held or released."""
-        if not self.plan.by_name[unit].parts:
-            return "resident, held" if unit in self.held else "resident"
-        if unit not in self.live:
-            return "held, overwritten" if unit in self.held else "released"
-        return ("in flight" if unit in self.flying else "live") + (", held" if unit in self.held else "")
-
     def __repr__(self) -> str:
-        plan, count = self.plan, len(self.plan.uses)
-        rows = []
-        for unit in plan.units:
-            lives = ", ".join(f"{a}–{b}" if a < b else str(a) for a, b in unit.lives)
-            place = (bytes_text(unit.nbytes), f"{unit.address:,}", lives) if unit.parts else ("-", "-", "-")
-            rows.append((unit.name, *place, unit.gathers or "-", self.status(unit.name)))
-        where = "between steps" if self.idle else (
-            f"use {self.cursor} of {count} comes next"
-            + (f" ({plan.uses[self.cursor].unit})" if self.cursor < count else " (the program is through)")
-            + f", pass {self.passes + 1}"
-        )  # fmt: skip
-        waits = f", {len(self.waiting)} gradients wait for their turn" if self.waiting else ""
-        return (
-            f"{table(('unit', 'bytes', 'address', 'gathered in uses', 'gathers', 'now'), rows)}\n"
-            f"{where}; {self.issued} of {len(plan.gathers)} gathers and {self.reduced} of {len(plan.reductions)} "
-            f"reductions of this pass issued, {self.reducing} reductions in flight{waits}"
-        )
+        return described(self)

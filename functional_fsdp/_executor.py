@@ -37,6 +37,7 @@ from ._runtime import Runtime
 from ._schedule import Order
 from ._spec import Spec
 from ._staging import Staging
+from ._status import snapshot
 from ._symmetric import Windows
 from ._weights import Lease
 
@@ -385,7 +386,7 @@ class Executor(Reductions):
         """What `state.comm` shows."""
         flying = [name for name, place in self.flying.items() if not self.run.passed(place.gathered)]
         reducing = sum(not self.run.passed(mark) for mark in (stage.done for stage in self.staging.busy))
-        return self.comm.snapshot(flying, reducing)
+        return snapshot(self.comm, flying, reducing)
 
     def __del__(self) -> None:
         if getattr(self, "staging", None) is None:

@@ -176,11 +176,12 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
             else:
                 executor.given.note(one.name, came)
             executor.reduce(one.name, values, last)
-            if not executor.comm.owing and executor.comm.over:
-                executor.close(state)
         if before < len(executor.grads) == len(state.layout.trainable):
             executor.grads = in_order(state.layout, executor.grads)
-        return ledger.advance(state, ("reduce", unit), executor.grads)
+        new = ledger.advance(state, ("reduce", unit), executor.grads)
+        if not executor.comm.owing and executor.comm.over:
+            executor.close(new)
+        return new
 
     total = of_tree(state.layout, grads)
     ledger.enter(state.token.serial, "reduce")

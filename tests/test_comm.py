@@ -16,6 +16,7 @@ from functional_fsdp import Layout, Schedule, ScheduleError, Spec
 from functional_fsdp._comm import Comm
 from functional_fsdp._layout import LeafInfo, plan_layout
 from functional_fsdp._plan import ALIGN, Plan, plan
+from functional_fsdp._status import snapshot
 
 relaxed = settings(deadline=None, max_examples=150)
 LETTERS = "abcdefgh"
@@ -838,7 +839,7 @@ def test_a_snapshot_does_not_change() -> None:
     rank = Rank(made(3))
     rank.use("a")
     rank.reduce("a")
-    snapshot = rank.comm.snapshot(["b"], 1)
+    snapshot = snapshot(rank.comm, ["b"], 1)
     before, printed = everything(snapshot), repr(snapshot)
     rank.release("a")
     rank.evaluate("bccba")
@@ -859,14 +860,14 @@ def test_printing_shows_what_a_person_needs() -> None:
     assert text.count("released") == 3
     rank.use("a")
     rank.use("d")
-    text = repr(rank.comm.snapshot(["b"], 2))
+    text = repr(snapshot(rank.comm, ["b"], 2))
     rows = {line.split()[0]: line for line in text.splitlines()[2:6]}
     assert rows["a"].endswith("live, held") or rows["a"].endswith("overwritten")
     assert rows["d"].endswith("resident, held")
     rank = Rank(made(3))
     rank.use("a")
     rank.reduce("b")
-    text = repr(rank.comm.snapshot(["b"], 2))
+    text = repr(snapshot(rank.comm, ["b"], 2))
     rows = {line.split()[0]: line for line in text.splitlines()[2:5]}
     assert rows["a"].endswith("live, held")
     assert rows["b"].endswith("in flight")
