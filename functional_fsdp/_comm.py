@@ -241,7 +241,7 @@ class Comm:
         return bool(self.reduced or self.waiting) or self.ahead
 
     def pass_by(self) -> int | None:
-        """The next gather, since a peer waits for it: the uses before it are passed over. None if it cannot be issued."""
+        """The next gather, since a peer waits for it: uses before it are passed over. None if it cannot be issued."""
         gathers, at = self.plan.gathers, self.issued
         if at == len(gathers) or self._over((at,), dict.fromkeys(self.held, -1)) is not None:
             return None

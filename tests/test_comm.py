@@ -839,13 +839,13 @@ def test_a_snapshot_does_not_change() -> None:
     rank = Rank(made(3))
     rank.use("a")
     rank.reduce("a")
-    snapshot = snapshot(rank.comm, ["b"], 1)
-    before, printed = everything(snapshot), repr(snapshot)
+    shown = snapshot(rank.comm, ["b"], 1)
+    before, printed = everything(shown), repr(shown)
     rank.release("a")
     rank.evaluate("bccba")
     rank.end()
-    assert everything(snapshot) == before
-    assert repr(snapshot) == printed
+    assert everything(shown) == before
+    assert repr(shown) == printed
     assert snapshot.held == {"a"}
     assert snapshot.flying == ("b",)
     assert snapshot.plan is rank.plan
