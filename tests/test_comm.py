@@ -846,9 +846,9 @@ def test_a_snapshot_does_not_change() -> None:
     rank.end()
     assert everything(shown) == before
     assert repr(shown) == printed
-    assert snapshot.held == {"a"}
-    assert snapshot.flying == ("b",)
-    assert snapshot.plan is rank.plan
+    assert shown.held == {"a"}
+    assert shown.flying == ("b",)
+    assert shown.plan is rank.plan
 
 
 def test_printing_shows_what_a_person_needs() -> None:
