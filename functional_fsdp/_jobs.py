@@ -224,6 +224,8 @@ class Jobs(Agreement):
         come. A peer at a vote hears of it by the ballot that it waits for; others find out as well."""
         if peer.relents or job.lane == "control" or job.ordinal <= peer.counts[job.lane]:
             return
+        if peer.what == "metrics" and self.form and self.presumed:
+            return  # it has asked this rank to compare them, which hears of it next
         hop = job.hops[0]
         if self._beside(peer.rank, [hop.axis for hop in job.hops]):
             self._ballot(APART, "apart")
