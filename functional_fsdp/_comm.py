@@ -186,9 +186,11 @@ class Comm:
         return planned.uses[0] if may_wrap else None
 
     def _owed(self, use: int, names: Sequence[str]) -> bool:
-        """Whether this rank still has to come here, before it comes to `names`."""
+        """Whether this rank still has to come here, before `names`: not if it was at the unit in its backward."""
         unit = self.plan.uses[use].unit
-        return self.plan.uses[use].reduces and unit in self.owing and unit not in names
+        if not self.plan.uses[use].reduces or unit not in self.owing or unit in names:
+            return False
+        return not any(k in self.seen and not self.opens[k] for k in self.plan.by_name[unit].uses)
 
     def _due(self, use: int, issued: int, needed: int, good: Mapping[str, int]) -> list[int]:
         """The gathers that the plan issues at `use`, without those that have to wait and can: for uses past `needed`.
@@ -226,27 +228,25 @@ class Comm:
 
     def _end(self) -> int:
         """The gathers of this pass up to where it ends: after the forward, if it is an evaluation."""
-        plan = self.plan
         if not self.cursor:
             return self.issued
-        last = len(plan.uses) if self.training or self.cursor > self.turn else self.turn
-        return max(self.issued, plan.due[last - 1])
+        last = len(self.plan.uses) if self.training or self.cursor > self.turn else self.turn
+        return max(self.issued, self.plan.due[last - 1])
 
     @property
     def over(self) -> bool:
-        """Whether this rank comes to nothing more in this pass, of which it left something out: whatever it used has
-        its gradient, and is released."""
+        """Whether this rank left something out of this pass, and comes to nothing more in it."""
         if self.owing or self.held or self.bounded or not (self.training and self.cursor):
             return False
         return bool(self.reduced or self.waiting) or self.ahead
 
     def pass_by(self) -> int | None:
         """The next gather, since a peer waits for it: uses before it are passed over. None if it cannot be issued."""
-        gathers, at = self.plan.gathers, self.issued
-        if at == len(gathers) or self._over((at,), dict.fromkeys(self.held, -1)) is not None:
+        at = self.issued
+        if at == len(self.plan.gathers) or self._over((at,), dict.fromkeys(self.held, -1)) is not None:
             return None
         self._issue((at,))
-        self.cursor = max(self.cursor, gathers[at].start)
+        self.cursor = max(self.cursor, self.plan.gathers[at].start)
         return at
 
     def let_lapse(self) -> tuple[int, bool] | None:

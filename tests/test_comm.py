@@ -882,3 +882,14 @@ def test_printing_shows_what_a_person_needs() -> None:
     assert "the program is through" in repr(rank.comm)
     rank.end()
     assert "between steps" in repr(rank.comm)
+
+
+def test_a_tied_unit_whose_gradient_is_late_is_not_waited_for_at_each_of_its_uses() -> None:
+    rank = Rank(made(3, *"abcb", *"bcba"))
+    for name in "abb":  # without c
+        rank.use(name)
+        rank.release(name)
+    rank.use("b")  # in the backward, at the first of its two uses there
+    rank.release("b")
+    rank.use("a")
+    assert (rank.comm.passes, rank.comm.cursor) == (0, 8)

@@ -36,6 +36,7 @@ __all__ = ["ALONE", "draw", "play", "smaller"]
 Case = dict[str, Any]
 ALONE = True  # these cases make their own processes
 SOON = 5.0 * SCALE  # seconds within which whoever is left has to say that a rank is gone
+MAKING = 6.0 * SCALE  # the timeout while communicators are made, for which a rank that died before is waited for
 AFTER = 3  # steps that whoever is left tries after what was killed
 DURING = ("step",) * 6 + ("shard", "shard", "init", "local_mesh", "save", "load", "full", "eval")
 
@@ -96,7 +97,7 @@ def _ranks(case: Case, folder: str) -> Verdict:
                 if done:
                     ends[rank] = status, time.monotonic()
                     if rank == victim and os.WIFSIGNALED(status):
-                        limit = time.monotonic() + SOON + 1
+                        limit = time.monotonic() + _soon(case) + 1
         time.sleep(0.01)
     left = [rank for rank in range(world) if rank not in ends]
     for sent, pause in ((signal.SIGUSR1, 0.2), (signal.SIGKILL, 0.0)):
@@ -134,7 +135,7 @@ def _judged(case: Case, folder: str, ends: dict[int, tuple[int, float]], left: l
             problems.append(("accepted", f"rank {rank} went on as if nothing had happened: {said}"))
         elif not said["documented"]:
             problems.append(("raw", f"rank {rank}: {said['error']}"))
-        elif ends[rank][1] - died > SOON:
+        elif ends[rank][1] - died > _soon(case):
             problems.append(("hang", f"rank {rank} after {ends[rank][1] - died:.1f} s: {said['error']}"))
     if not problems:
         said = _said(folder, (case["victim"] + 1) % case["world"])
@@ -142,6 +143,10 @@ def _judged(case: Case, folder: str, ends: dict[int, tuple[int, float]], left: l
     order = ("wrong", "crash", "hang", "raw", "accepted")
     column = min((column for column, _ in problems), key=order.index)
     return Verdict(column, "; ".join(text for _, text in problems)[:900], clean=False)
+
+
+def _soon(case: Case) -> float:
+    return SOON + (MAKING if case["during"] == "local_mesh" else 0)
 
 
 def _said(folder: str, rank: int) -> dict[str, Any]:
@@ -186,7 +191,7 @@ def _rank(case: Case, rank: int, folder: str, port: int) -> None:
             json.dump(told, file)
         os.replace(path + ".new", path)
 
-    world = case["world"]
+    world, patience = case["world"], MAKING if case["during"] == "local_mesh" else 60.0
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     os.environ.pop("FUNCTIONAL_FSDP_STORE", None)
     try:
@@ -195,7 +200,7 @@ def _rank(case: Case, rank: int, folder: str, port: int) -> None:
             store: Any = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
         else:
             store = dist.FileStore(os.path.join(folder, "store"), world)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=patience))
         _attacked(case, rank, folder, tell)
     except BaseException as error:
         frames = traceback.extract_tb(error.__traceback__)
