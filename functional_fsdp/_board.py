@@ -5,6 +5,11 @@
 A ballot is over when every cell of its row has its number. Nobody writes the next but one before all have read this
 one, since for that they have to post the next. Ranks on several hosts, and processes that cannot see each other, use
 gloo.
+
+    cells[lane][job % RING][rank] = number of the job and a checksum of its collectives
+
+On CPUs a rank also writes there what it is about to issue on a lane, and looks whether others have issued something
+else in its place: collectives of other sizes would end the process.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import contextlib
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +33,7 @@ VALUE = 48  # bits
 NUMBERS = (1 << 15) - 2  # from 1 to an even one, so that odd and even take turns
 NAME = "functional_fsdp"
 BUSY = 2e-4  # seconds of looking again and again, before it sleeps in between
+RING = 64  # jobs of a lane that are remembered
 SHORT, LONG = 5e-5, 2e-3  # seconds of sleep: a fiftieth of the wait so far, so that who is late has the cores
 
 
@@ -42,13 +48,37 @@ class Board:
         self.limit = limit
         self.number = 0
 
+    @staticmethod
+    def nbytes(ranks: int, lanes: int) -> int:
+        return 8 * ranks * (2 + lanes * RING)
+
+    def differs(self, lane: int, job: int, code: int, ranks: Iterable[int]) -> int | None:
+        """Say that this rank is about to issue job number `job` on a lane. Returns one of the ranks that has issued, or
+        is about to issue, something else as that; then this one must not."""
+        row = self.ranks * (2 + lane * RING + job % RING)
+        word = (job & 0x7FFFFFFF) << 32 | code
+        cells = self.cells
+        cells[row + self.rank] = word
+        for other in ranks:
+            there = cells[row + other]
+            if there != word and there >> 32 == word >> 32:
+                cells[row + self.rank] = 0
+                return other
+        return None
+
+    def forget(self) -> None:
+        """What this rank said of jobs is of no more use: ranks meet, and number them anew."""
+        for row in range(2, len(self.cells) // self.ranks):
+            self.cells[row * self.ranks + self.rank] = 0
+
     @classmethod
     def of(cls, run: Runtime) -> Board | None:
         """The board of a mesh; None where its ranks cannot share one. Collective. Sets the mesh's `watch` before."""
-        fd, where = -1, ""
+        fd, where, size = -1, "", 0
         with contextlib.suppress(OSError, AttributeError):  # no memfd: not Linux
             fd = os.memfd_create(NAME)
-            os.ftruncate(fd, 16 * run.size)
+            size = cls.nbytes(run.size, len(run.queues))
+            os.ftruncate(fd, size)
             where = f"/proc/{os.getpid()}/fd/{fd}"
         mine = here()
         try:
@@ -58,7 +88,7 @@ class Board:
             board = None
             if where and all(near) and len(watch) == run.size - 1:
                 with contextlib.suppress(OSError, ValueError):
-                    board = cls(_mapped(told[0][2], 16 * run.size), run.rank, run.size, watch, run.timeout)
+                    board = cls(_mapped(told[0][2], size), run.rank, run.size, watch, run.timeout)
             shared = all(run.everyone(board is not None, "a board"))
         finally:
             if fd >= 0:

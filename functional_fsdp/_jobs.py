@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import pickle
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import NamedTuple
@@ -33,6 +34,11 @@ __all__ = ["Jobs", "Waiting"]
 AHEAD = {"gather", "side", "control"}  # lanes on which peers may have to be ahead of this rank's reductions
 BESIDE = {"side", "control"}  # lanes of what no plan names
 FIRST = timedelta(seconds=0.005)  # one turn of waiting, which then double up to POLL
+SAME = (
+    "Use the same units in the same order on every rank; only units of the schedule may be left out, and only where "
+    "the schedule has them. If ranks leave units out before the order of use is known, give it: Schedule(order=[...]). "
+    "The state before the step is valid."
+)
 
 
 class Waiting(NamedTuple):
@@ -53,6 +59,8 @@ class Jobs(Agreement):
     streams: Streams | None
     queues: dict[str, Queue]
     rows: dict[str, list[int]]
+    seats: dict[str, list[int]]
+    codes: dict[tuple[Issued, ...], int]  # checksums of what jobs issue
     issues: int
     skips: int
     behind: Callable[[Mapping[str, Waiting]], bool] | None  # starts what peers wait for, where this rank waits for them
@@ -82,8 +90,31 @@ class Jobs(Agreement):
         if self.streams is not None and lane != "control":
             return self._run(lane, hops, job, after, mark, log)
         new = Job(job, lane, hops, single, ordered)
-        queue.add(new, log)
+        if self.board is not None and log is not None and hops and lane != "control":
+            self._add(queue, new, log)
+        else:
+            queue.add(new, log)
         return new
+
+    @whole
+    def _add(self, queue: Queue, job: Job, log: Log) -> None:
+        """Log a job and start it, unless another rank has issued something else in its place.
+
+        Raises:
+            ScheduleError: it has. This rank issues nothing, and the state before the step is valid.
+        """
+        hop, hops = job.hops[0], job.hops
+        code = self.codes.get(hops)
+        if code is None:
+            code = self.codes[hops] = zlib.crc32(repr(hops).encode())
+        assert self.board is not None
+        other = self.board.differs(QUEUES.index(job.lane), log.count + 1, code, self.seats[hop.axis])
+        if other is not None:
+            raise self._apart(
+                f"this rank is about to issue {hop.kind} of {hop.what!r} ({job.lane} lane, {hop.numel} elements), "
+                f"where rank {self.ranks[other]} issues something else. {SAME}"
+            )
+        queue.add(job, log)
 
     @whole
     def _run(
@@ -184,6 +215,9 @@ class Jobs(Agreement):
                 if awaited and follows:
                     patience = FIRST
                     continue
+                if self.store.check([told := f"apart/{self.meetings}"]):
+                    self._void()
+                    raise ScheduleError(self.store.get(told).decode())
                 for peer in awaited.values():
                     self._part(job, peer)
                 counts = {name: log.count for name, log in self.issued.items()}
@@ -221,22 +255,25 @@ class Jobs(Agreement):
 
     def _part(self, job: Job, peer: Waiting) -> None:
         """Raise if this rank waits for a job that the peer has not issued, which waits for this one: neither will ever
-        come. A peer at a vote hears of it by the ballot that it waits for; others find out as well."""
+        come."""
         if peer.relents or job.lane == "control" or job.ordinal <= peer.counts[job.lane]:
             return
         if peer.what == "metrics" and self.form and self.presumed:
             return  # it has asked this rank to compare them, which hears of it next
         hop = job.hops[0]
         if self._beside(peer.rank, [hop.axis for hop in job.hops]):
-            self._ballot(APART, "apart")
-            self._void()
-            raise ScheduleError(
+            raise self._apart(
                 f"this rank waits for {hop.kind} of {hop.what!r} ({hop.lane} lane), which rank {peer.rank} has not "
-                f"issued: that rank waits for this one at {peer.what!r}. Use the same units in the same order on "
-                "every rank; only units of the schedule may be left out, and only where the schedule has them. If "
-                "ranks leave units out before the order of use is known, give it: Schedule(order=[...]). The state "
-                "before the step is valid."
+                f"issued: that rank waits for this one at {peer.what!r}. {SAME}"
             )
+
+    def _apart(self, said: str) -> ScheduleError:
+        """The error for a step in which ranks will never meet. The others are told: at a vote by a ballot, else by the
+        store."""
+        self._ballot(APART, "apart")
+        self._void()
+        self.store.set(f"apart/{self.meetings}", f"rank {dist.get_rank()} says: {said}")
+        return ScheduleError(said)
 
     def _short(self, job: Job) -> bool:
         """Whether a rank that has come to restart has not issued a job that this rank waits for. Else the job comes to

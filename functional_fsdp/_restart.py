@@ -68,6 +68,8 @@ def restart(run: Runtime, lineage: int, noticed: bool) -> None:
         abandons = 0 if noticed or run.parted else lineage
         run.meeting = Meeting(number, Status(counts, abandons, steps, described(run.form)))
     here = run.meeting.status
+    if run.board is not None:
+        run.board.forget()  # before others may go on
     run.store.set(f"restart/{number}", "1")
     run.store.set(f"status/{number}/{run.rank}", pickle.dumps(here))
     run.meeting.arrive(run)

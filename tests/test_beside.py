@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, Spec, launch
+from functional_fsdp._lanes import Issued
 
 UNITS = 5
 BESIDE: dict[str, Callable[[fsdp.State], fsdp.State]] = {
@@ -138,3 +139,23 @@ def a_frozen_stem(late: int) -> list[Any]:
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_frozen_unit_may_be_used_after_the_last_gradient(late: int) -> None:
     assert launch(a_frozen_stem, 2, late, timeout=30) == [[{}], [{}]]
+
+
+def in_another_order(names: str) -> str:
+    params = {"a": torch.zeros(300), "b": torch.zeros(5000), "c": torch.zeros(7000)}
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), fsdp.zero3("data"), schedule=Schedule(order="recorded")))
+    run = state.token.ledger.runtime
+    try:
+        for name in names if dist.get_rank() else reversed(names):
+            hop = Issued("gather", "data", "all_gather", params[name].numel(), torch.float32, "", name)
+            out = torch.zeros(params[name].numel())
+            run.wait(run.submit("gather", (hop,), run.collective(hop, out, out[: len(out) // 2])))
+    except fsdp.FsdpError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def test_collectives_that_would_not_fit_are_not_issued() -> None:
+    said = launch(in_another_order, 2, "ab", timeout=2)
+    assert any("ScheduleError: this rank is about to issue all_gather of" in one for one in said)
+    assert not [one for one in said if one.startswith("went on")]
