@@ -300,7 +300,7 @@ class Agreement:
             lost = self.store.get("failed").decode() if news and self.store.check(["failed"]) else ""
             asked = restarts and not news and self._asked()
             news = news and (not callable(restarts) or restarts())
-        except RuntimeError as why:
+        except dist.DistError as why:
             raise self.fail(f"{what} failed after {spent:.1f} s: the ranks' store cannot be reached", why) from why
         if lost:
             self.lose(f"Another rank says: {lost}")

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ._agreement import APART, Agreement
-from ._errors import FsdpError, ScheduleError
+from ._errors import ScheduleError
 from ._interrupts import whole
 from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
 from ._restart import POLL, QUEUES, twin
@@ -224,9 +224,7 @@ class Jobs(Agreement):
                 axes = [*{hop.axis for hop in job.hops}]
                 said = Waiting(dist.get_rank(), job.ordinal, axes, job.hops[0].what, counts, relents or follows)
                 self.store.set(f"waits/{self.meetings}/{job.lane}", json.dumps(said))
-            except FsdpError:
-                raise
-            except RuntimeError as why:
+            except dist.DistError as why:
                 raise self.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
         return True
 
