@@ -211,8 +211,9 @@ class Jobs(Agreement):
                 awaited = self._awaited()
                 if relents and not AHEAD.isdisjoint(awaited):
                     return False
-                follows = job.lane in BESIDE and self._follows(awaited)
-                if awaited and follows:
+                before = {lane: peer for lane, peer in awaited.items() if self._before(job, peer)}
+                follows = job.lane in BESIDE and self._follows(before)
+                if before and follows:
                     patience = FIRST
                     continue
                 if self.store.check([told := f"apart/{self.meetings}"]):
@@ -228,11 +229,16 @@ class Jobs(Agreement):
                 raise self.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
         return True
 
-    def _follows(self, awaited: Mapping[str, Waiting]) -> bool:
-        """Whether this rank has started some of what peers wait for, or would."""
+    def _before(self, job: Job, peer: Waiting) -> bool:
+        """Whether a peer that waits for this rank has not come to the job that this rank waits for: neither will ever
+        come. (Who has issued it is past it, and this rank will be, too.)"""
+        return job.ordinal > peer.counts[job.lane] and self._beside(peer.rank, [hop.axis for hop in job.hops])
+
+    def _follows(self, before: Mapping[str, Waiting]) -> bool:
+        """Whether this rank has started some of what peers wait for who are before it, or would."""
         behind, self.behind = self.behind, None  # not while it does
         try:
-            return behind is not None and (not awaited or behind(awaited))
+            return behind is not None and (not before or behind(before))
         finally:
             self.behind = behind
 
@@ -252,18 +258,16 @@ class Jobs(Agreement):
         return any(not axis or rank in self.rows[axis] for axis in axes)
 
     def _part(self, job: Job, peer: Waiting) -> None:
-        """Raise if this rank waits for a job that the peer has not issued, which waits for this one: neither will ever
-        come."""
-        if peer.relents or job.lane == "control" or job.ordinal <= peer.counts[job.lane]:
+        """Raise if this rank and the peer wait for each other."""
+        if peer.relents or job.lane == "control" or not self._before(job, peer):
             return
         if peer.what == "metrics" and self.form and self.presumed:
             return  # it has asked this rank to compare them, which hears of it next
         hop = job.hops[0]
-        if self._beside(peer.rank, [hop.axis for hop in job.hops]):
-            raise self._apart(
-                f"this rank waits for {hop.kind} of {hop.what!r} ({hop.lane} lane), which rank {peer.rank} has not "
-                f"issued: that rank waits for this one at {peer.what!r}. {SAME}"
-            )
+        raise self._apart(
+            f"this rank waits for {hop.kind} of {hop.what!r} ({hop.lane} lane), which rank {peer.rank} has not issued: "
+            f"that rank waits for this one at {peer.what!r}. {SAME}"
+        )
 
     def _apart(self, said: str) -> ScheduleError:
         """The error for a step in which ranks will never meet. The others are told: at a vote by a ballot, else by the

@@ -202,7 +202,11 @@ class Runtime(Jobs):
 
     def note(self, hop: Issued) -> None:
         """Have the next vote compare this collective of the side lane."""
-        self.digest = zlib.crc32(f"{hop.kind} {hop.axis} {hop.what}".encode(), self.digest)
+        self.remark(f"{hop.kind} {hop.axis} {hop.what}")
+
+    def remark(self, said: str) -> None:
+        """Have the next vote compare this."""
+        self.digest = zlib.crc32(said.encode(), self.digest)
 
 
 # Communicators belong to the process, as torch's own do: one Runtime for all equal meshes of one process group, as long

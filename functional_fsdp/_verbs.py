@@ -44,11 +44,17 @@ def changed(state: State, what: str) -> State:
     return state if tracing() else state.token.ledger.advance(state, what)
 
 
-def changing(state: State, what: str) -> None:
+def changing(state: State, what: str, by: Any = "") -> None:
     """A transform is about to change the state's gradients in place. If it is stopped before `changed`, the step has to
-    begin anew."""
+    begin anew. The vote of `step` compares what ranks have changed.
+
+    Args:
+        by: a number that has to be the same on every rank; of a tensor only that it is one.
+    """
     if not tracing():
-        state.token.ledger.enter(state.token.serial, what)
+        ledger = state.token.ledger
+        ledger.enter(state.token.serial, what)
+        ledger.runtime.remark(f"{what} {'' if isinstance(by, torch.Tensor) else by}")
 
 
 def _no_unit(state: State, name: Any, verb: str) -> ScheduleError:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 import functional_fsdp as fsdp
 from functional_fsdp import SpecError, TreeError, launch
+from functional_fsdp import transforms as T
 
 Tree = dict[str, torch.Tensor]
 
@@ -402,3 +404,30 @@ def test_what_ranks_cannot_compare_is_said_when_a_state_is_printed() -> None:
     assert "cannot compare" not in str(shard(None, fsdp.adamw(lr=functools.partial(warm, peak=1.0))))
     state = shard(None, fsdp.sgd(lr=closing(threading.Lock())))
     assert str(state).endswith("\nranks cannot compare optimizer.lr.over: _thread.lock")
+
+
+CHANGES: dict[str, Callable[[fsdp.State, int], fsdp.State]] = {
+    "one clips": lambda state, rank: T.clip_by_global_norm(state, 1.0)[0] if rank else state,
+    "another norm": lambda state, rank: T.clip_by_global_norm(state, 1.0 + rank)[0],
+    "another value": lambda state, rank: T.clip_by_value(state, 1.0 + rank),
+    "another divisor": lambda state, rank: T.divide(state, 1.0 + rank),
+}
+
+
+def changed_apart() -> list[str]:
+    """Gradients that ranks change in other ways, where no collective would tell."""
+    found, mesh = [], fsdp.local_mesh()
+    for change in CHANGES.values():
+        state = fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(mesh, fsdp.ddp("data")), fsdp.sgd(lr=0.1))
+        state, w = fsdp.unshard(state)
+        state = change(fsdp.finish(fsdp.reduce(state, w)), dist.get_rank())
+        with pytest.raises(fsdp.ScheduleError) as caught:
+            fsdp.step(state)
+        found.append(str(caught.value))
+    return found
+
+
+def test_ranks_that_change_gradients_in_other_ways_hear_of_it() -> None:
+    for found in launch(changed_apart, 2):
+        assert len(found) == len(CHANGES)
+        assert all("clipping to another norm" in said for said in found)

@@ -4,6 +4,8 @@ and every gradient counts once."""
 from __future__ import annotations
 
 import itertools
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import functional_fsdp as fsdp
-from functional_fsdp import Schedule, Spec, launch
+from functional_fsdp import Schedule, Spec, _runtime, launch
 from functional_fsdp._lanes import Issued
 
 UNITS = 5
@@ -159,3 +161,34 @@ def test_collectives_that_would_not_fit_are_not_issued() -> None:
     said = launch(in_another_order, 2, "ab", timeout=2)
     assert any("ScheduleError: this rank is about to issue all_gather of" in one for one in said)
     assert not [one for one in said if one.startswith("went on")]
+
+
+def slow_ranks(steps: int) -> list[Any]:
+    """Metrics over two axes between microbatches, at another speed on each rank: who is past them waits for who is not,
+    which leaves nothing out."""
+    mesh = fsdp.local_mesh(replica=2, shard=2)
+    params = {f"l{i}": torch.zeros(40 * 4**i) for i in range(UNITS)}
+    state = fsdp.shard(params, Spec(mesh, fsdp.hsdp("replica", "shard")), fsdp.sgd(lr=1.0))
+    draw = random.Random(dist.get_rank())
+    real = _runtime.Runtime.wait
+
+    def wait(self: Any, mark: Any, relents: bool = False) -> bool:
+        if draw.random() < 0.2:
+            time.sleep(0.02 * draw.random())
+        return real(self, mark, relents)
+
+    _runtime.Runtime.wait = wait  # type: ignore[method-assign]
+    try:
+        for _ in range(steps):
+            for _ in range(3):
+                state, weights = fsdp.unshard(state)
+                state = fsdp.reduce(state, ones(weights))
+                state, _ = fsdp.pmean(state, torch.ones(()))
+            state = fsdp.step(state)
+    finally:
+        _runtime.Runtime.wait = real  # type: ignore[method-assign]
+    return [wrong(state, dict.fromkeys(params, -3.0 * steps))]
+
+
+def test_who_is_slow_leaves_nothing_out() -> None:
+    assert launch(slow_ranks, 4, 6, timeout=30) == [[{}]] * 4

@@ -59,7 +59,7 @@ def clip_by_global_norm(state: State, max_norm: float | torch.Tensor) -> tuple[S
     if not isinstance(max_norm, torch.Tensor) and not max_norm >= 0:
         raise SpecError(f"clip_by_global_norm({max_norm!r}): expected a norm of at least 0.")
     state, norm = global_norm(state)
-    changing(state, "clip_by_global_norm()")
+    changing(state, "clip_by_global_norm()", max_norm)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for tensors in shards(state).values():
         for dtype, some in by_dtype(tensors).items():
@@ -81,7 +81,7 @@ def clip_by_value(state: State, max_value: float) -> State:
     if not max_value >= 0:
         raise SpecError(f"clip_by_value({max_value!r}): expected a value of at least 0.")
     state = finish(state)
-    changing(state, "clip_by_value()")
+    changing(state, "clip_by_value()", max_value)
     for tensors in shards(state).values():
         for some in by_dtype(tensors).values():
             torch._foreach_clamp_min_(some, -max_value)

@@ -32,7 +32,7 @@ def divide(state: State, divisor: float | torch.Tensor) -> State:
         raise TreeError(f"divide: the divisor has shape {tuple(divisor.shape)}; expected a number or a tensor [].")
     state = finish(state)
     by = divisor.reshape(()).to(state.count.device) if isinstance(divisor, torch.Tensor) else divisor
-    changing(state, "divide()")
+    changing(state, "divide()", by)
     for tensors in shards(state).values():
         if isinstance(by, torch.Tensor):
             torch._foreach_div_(tensors, by)
