@@ -182,6 +182,8 @@ class Run:
         said, soon = str(error), time.monotonic() - self.began < 2.5
         if isinstance(error, fsdp.ScheduleError) and self.case["during"] != "step":
             return soon
+        if isinstance(error, fsdp.CheckpointError) and "names the folder" in said:
+            return soon  # each try has another name, and a rank may try alone
         met = isinstance(error, fsdp.CommError) and (self.case["during"] in ("shard", "save", "load") or "step" in said)
         return "half updated" in said or "consumed by step() number" in said or (met and soon)
 

@@ -40,12 +40,11 @@ def draw(seed: int, index: int) -> Case:
     if rng.random() < 0.03:
         case["refuse"] = rng.choice(MUST_REFUSE)
     for _ in range(2 if rng.random() < 0.08 else 1):
-        leaves = trees.draw(rng, world)
-        said = settings.draw(rng, mesh, leaves)
-        if not _trains(leaves, said):
-            said["trainable"] = []
-            leaves[0] |= {"dtype": "float32", "frozen": False, "shape": [3]}
-            leaves[:] = [leaf for leaf in leaves if leaf["same"] is None]
+        while True:
+            leaves = trees.draw(rng, world)
+            said = settings.draw(rng, mesh, leaves)
+            if _trains(leaves, said):
+                break
         model = {"leaves": leaves, "settings": said, "own": rng.random() < 0.7}
         own = any(axis not in rule["data"] for _, rule in said["placement"] for axis, size in mesh if size > 1)
         if said["schedule"]["transport"] == "traced":
