@@ -79,6 +79,7 @@ class Reductions:
             self.shared.prepare(self.plan)
         if unit in self.hollow:  # no element, nothing to send: no peer need come here
             self._issue(self.comm.lapse())
+            self.comm.owing.discard(unit)
             self.comm.training, self.last = True, last
             for bucket in self.hollow[unit]:
                 if bucket.name not in self.grads:
