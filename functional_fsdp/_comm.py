@@ -251,14 +251,9 @@ class Comm:
 
     def let_lapse(self) -> tuple[int, bool] | None:
         """The next reduction, issued because a peer waits for it. None if its gradient may still come."""
-        reductions = self.plan.reductions
-        if self.lapsed:
-            return self.lapsed.pop(0)
-        if not reductions or (self.reduced not in self.waiting and reductions[self.reduced].unit in self.used):
-            return None
-        due = self.reduced, self.reduced in self.waiting
-        self._reduced()
-        return due
+        if not self.lapsed and self.plan.reductions:
+            self._lapse_next()
+        return self.lapsed.pop(0) if self.lapsed else None
 
     def _next_pass(self) -> None:
         if self.training and (self.reduced or self.waiting or not self.through):  # what did not come will not any more
@@ -328,12 +323,17 @@ class Comm:
     def _pass_over(self, end: int) -> None:
         """Let the reductions before the use `end` lapse, up to the first whose gradient may still come."""
         reductions = self.plan.reductions
-        while reductions and not self.through and reductions[self.reduced].use < end:
-            given = self.reduced in self.waiting
-            if not given and reductions[self.reduced].unit in self.used:
-                break
-            self.lapsed.append((self.reduced, given))
-            self._reduced()
+        while reductions and not self.through and reductions[self.reduced].use < end and self._lapse_next():
+            pass
+
+    def _lapse_next(self) -> bool:
+        """Let the next reduction lapse, unless its gradient may still come."""
+        given = self.reduced in self.waiting
+        if not given and self.plan.reductions[self.reduced].unit in self.used:
+            return False
+        self.lapsed.append((self.reduced, given))
+        self._reduced()
+        return True
 
     def _reduced(self) -> None:
         """One more reduction of this round is issued."""

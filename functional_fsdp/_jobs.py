@@ -18,6 +18,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,6 @@ class Jobs(Agreement):
     queues: dict[str, Queue]
     rows: dict[str, list[int]]
     seats: dict[str, list[int]]
-    codes: dict[tuple[Issued, ...], int]  # checksums of what jobs issue
     issues: int
     skips: int
     behind: Callable[[Mapping[str, Waiting]], bool] | None  # starts what peers wait for, where this rank waits for them
@@ -103,12 +103,9 @@ class Jobs(Agreement):
         Raises:
             ScheduleError: it has. This rank issues nothing, and the state before the step is valid.
         """
-        hop, hops = job.hops[0], job.hops
-        code = self.codes.get(hops)
-        if code is None:
-            code = self.codes[hops] = zlib.crc32(repr(hops).encode())
+        hop = job.hops[0]
         assert self.board is not None
-        other = self.board.differs(QUEUES.index(job.lane), log.count + 1, code, self.seats[hop.axis])
+        other = self.board.differs(QUEUES.index(job.lane), log.count + 1, _code(job.hops), self.seats[hop.axis])
         if other is not None:
             raise self._apart(
                 f"this rank is about to issue {hop.kind} of {hop.what!r} ({job.lane} lane, {hop.numel} elements), "
@@ -285,6 +282,12 @@ class Jobs(Agreement):
             if self.store.check([key]) and pickle.loads(self.store.get(key)).counts[job.lane] < job.ordinal:
                 return True
         return False
+
+
+@lru_cache(maxsize=1 << 12)
+def _code(hops: tuple[Issued, ...]) -> int:
+    """A checksum of what a job issues."""
+    return zlib.crc32(repr(hops).encode())
 
 
 def _said(job: Job) -> str:

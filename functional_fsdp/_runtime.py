@@ -76,7 +76,6 @@ class Runtime(Jobs):
         self.arrivals: dist.ProcessGroup | None = None  # of restarts, where not all ranks see each other's processes
         self.rows: dict[str, list[int]] = {}  # of ranks, along each axis, that this one is in
         self.seats: dict[str, list[int]] = {"": []}  # the other ranks along each axis, by their place in the mesh
-        self.codes = {}
         self.grid = mesh.mesh  # ranks [sizes]; the mesh itself is not kept: when it is let go, so is this
         self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
         self.rank = 0  # which of them this one is
