@@ -6,13 +6,21 @@ The arena is one allocation, which comes and goes; where other ranks read it, or
 comes and goes, and the plan has two sides, units that stand on the bottom and units that hang from the top, it is two,
 each as large as the unit that is there: a step's peak then need not hold the largest pair.
 
+On GPUs compute begins with a unit when the cast of the next one is done, if that is all there is between:
+
+    gather lane   ── cast 1 ── gather 1 ── cast 2 ────────── gather 2 ── cast 3 ──
+    compute                                       unit 1 ───────────────         unit 2 ──
+
+Both may begin at the same moment, and a matrix product that is first leaves a cast no room until its end: the gather
+behind it would come too late to be hidden.
+
 A unit's views are made once and handed out again and again, so that residuals that point at them stay good. They lie
 on the arena's bytes and have a version counter of their own: filling a place again is no in-place change to autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -69,6 +77,7 @@ class Place:
         self.single = all(len(part.hops) <= 1 for part in parts)
         self.pulls = [part.pull for part in parts if part.pull]
         self.spans = [span_of(part.whole) for part in parts]
+        self.cast: Mark = None  # on GPUs: the point in its last gather from which on it only communicates
         self.gathered: Mark = None  # the end of its last gather
         self.released: Mark = None  # the point on compute where it was last given back
 
@@ -90,8 +99,9 @@ class Place:
         if reading is None:
             if len(self.parts) == 1:
                 (part,) = self.parts
-                return self.issued, self._fill(run, part, read(state, part.bucket).local), self.single
-            jobs = [self._fill(run, part, read(state, part.bucket).local) for part in self.parts]
+                return self.issued, self._fill(run, part, read(state, part.bucket).local, True), self.single
+            parts = enumerate(self.parts)
+            jobs = [self._fill(run, part, read(state, part.bucket).local, i == 0) for i, part in parts]
             return self.issued, together(jobs), self.single
         sources = [read(state, part.bucket).local for part in self.parts]
         before, between = reading.filled(self.spans, self.pulls)
@@ -114,12 +124,28 @@ class Place:
             pull.read()
         yield from together(rest)
 
-    def _fill(self, run: Runtime, part: Part, source: torch.Tensor) -> Steps:
+    def ready(self, behind: Mapping[str, Place], newest: Mark) -> Mark:
+        """What compute waits for before it uses the unit: see the top of this file.
+
+        Args:
+            behind: the other units that are being gathered.
+            newest: the end of the gather that was started last.
+        """
+        if len(behind) == 1 and self.single:
+            (other,) = behind.values()
+            if other.single and other.cast is not None and other.gathered is newest:
+                return other.cast
+        return self.gathered
+
+    def _fill(self, run: Runtime, part: Part, source: torch.Tensor, first: bool = False) -> Steps:
         given = part.own
         if source.dtype is part.whole.dtype and not part.inside:
             given = source  # no cast: the first gather reads the shard itself
         else:
             part.own.copy_(source)
+            if first and run.streams is not None:
+                self.cast = self.cast or torch.cuda.Event()
+                self.cast.record(run.streams.lanes["gather"])
         for hop, out in part.hops:
             yield from run.collective(hop, out, given)
             given = out

@@ -22,10 +22,9 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ._watch import Watch, here
-
 if TYPE_CHECKING:
     from ._runtime import Runtime
+    from ._watch import Watch
 
 __all__ = ["Board"]
 
@@ -73,22 +72,19 @@ class Board:
 
     @classmethod
     def of(cls, run: Runtime) -> Board | None:
-        """The board of a mesh; None where its ranks cannot share one. Collective. Sets the mesh's `watch` before."""
+        """The board of a mesh; None where its ranks cannot share one. Collective."""
         fd, where, size = -1, "", 0
         with contextlib.suppress(OSError, AttributeError):  # no memfd: not Linux
             fd = os.memfd_create(NAME)
             size = cls.nbytes(run.size, len(run.queues))
             os.ftruncate(fd, size)
             where = f"/proc/{os.getpid()}/fd/{fd}"
-        mine = here()
         try:
-            told = run.everyone((*mine, where), "where ranks are")
-            near = [machine is not None and machine == mine[0] for machine, _, _ in told]
-            watch = run.watch = Watch({i: told[i][1] for i in range(run.size) if near[i] and i != run.rank})
-            board = None
-            if where and all(near) and len(watch) == run.size - 1:
+            told = run.everyone(where, "where memory is")
+            watch, board = run.watch, None
+            if where and watch is not None and len(watch) == run.size - 1:
                 with contextlib.suppress(OSError, ValueError):
-                    board = cls(_mapped(told[0][2], size), run.rank, run.size, watch, run.timeout)
+                    board = cls(_mapped(told[0], size), run.rank, run.size, watch, run.timeout)
             shared = all(run.everyone(board is not None, "a board"))
         finally:
             if fd >= 0:

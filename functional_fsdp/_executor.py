@@ -234,7 +234,7 @@ class Executor(Reductions):
         else:
             place = self.flying.pop(name, None)
             if place is not None:
-                self.run.wait(place.gathered)
+                self.run.wait(place.ready(self.flying, self.newest) if self.run.cuda else place.gathered)
             else:
                 place = self.arena.place(state, name)
             lease = place.lease

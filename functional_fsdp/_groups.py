@@ -11,37 +11,54 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ._errors import CommError
+from ._watch import here
 
-__all__ = ["forget", "level", "new_group", "one_thread"]
+__all__ = ["Levelled", "forget", "level", "new_group", "one_thread"]
 
 NAME = "gloo_with_one_thread"
+POLL, GRACE = 0.1, 2.0  # seconds: how often to look whether a rank has died, and what those get that go on without it
 _levelled: Counter[str] = Counter()  # how often, by ranks
 
 
-def new_group(ranks: list[int], what: str, timeout: timedelta, backend: str, options: Any = None) -> dist.ProcessGroup:
+def new_group(
+    ranks: list[int],
+    what: str,
+    timeout: timedelta,
+    backend: str,
+    options: Any = None,
+    gone: Callable[[], list[int]] | None = None,
+) -> dist.ProcessGroup:
     """A group of these ranks, which alone call this; `level` has been called before. Collective.
+
+    Args:
+        gone: the ranks that are known to have ended. Groups on CPUs do not wait for those.
 
     Raises:
         CommError: a rank is gone, or cannot be reached.
     """
+    make = partial(
+        dist.new_group,
+        ranks,
+        timeout=timeout,
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=f"functional_fsdp {what}",
+    )
     try:
-        return dist.new_group(
-            ranks,
-            timeout=timeout,
-            backend=backend,
-            pg_options=options,
-            use_local_synchronization=True,
-            group_desc=f"functional_fsdp {what}",
-        )
+        return make() if gone is None or backend == "nccl" else _unless(lambda: set(gone()) & set(ranks), make)
     except RuntimeError as error:
         raise CommError(
             f"communicators for the ranks {ranks}: the one for {what} could not be made: a rank died, or cannot be "
@@ -50,17 +67,53 @@ def new_group(ranks: list[int], what: str, timeout: timedelta, backend: str, opt
         ) from error
 
 
-def level(ranks: list[int], timeout: timedelta, offers: Iterable[str] = ()) -> tuple[str, list[str]]:
+def _unless(dead: Callable[[], set[int]], make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """What is made, in a thread: torch waits for a rank that has died until the timeout."""
+    made: Future[dist.ProcessGroup] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
+
+    thread = threading.Thread(target=run, name="functional_fsdp new_group", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(POLL)
+            if thread.is_alive() and (found := dead()):
+                thread.join(GRACE)
+                if thread.is_alive():
+                    raise RuntimeError(f"ranks {sorted(found)} have ended")
+    except KeyboardInterrupt:
+        thread.join(GRACE)  # what it makes counts, as torch names groups
+        raise
+    return made.result()
+
+
+class Levelled(NamedTuple):
+    """What ranks know of each other before they communicate.
+
+    Attributes:
+        place: a name in the store that these ranks have to themselves, each time another one. What is said in `level`
+            lies there until they `forget` it.
+        again: the names that all offer, sorted.
+        processes: of the other ranks on this host, by place among the ranks.
+    """
+
+    place: str
+    again: list[str]
+    processes: dict[int, int]
+
+
+def level(ranks: list[int], timeout: timedelta, offers: Iterable[str] = ()) -> Levelled:
     """Bring these ranks, which alone call this, to the same number of groups: a rank with fewer makes some of its own.
 
     Collective, through the store only: no communicator is made for it.
 
     Args:
         offers: names of what this rank could use again, if all can.
-
-    Returns:
-        a name in the store that these ranks have to themselves, each time another one (what is said here lies there
-        until they `forget` it); and the names that all offer, sorted.
 
     Raises:
         CommError: a rank has not come within the timeout.
@@ -71,14 +124,14 @@ def level(ranks: list[int], timeout: timedelta, offers: Iterable[str] = ()) -> t
     store: Any = dist.PrefixStore(key, world._get_default_store())  # type: ignore[attr-defined]
     me, mine = dist.get_rank(), len(world._world.pg_names)
     try:
-        store.set(str(me), json.dumps((mine, sorted(offers))))
+        store.set(str(me), json.dumps((mine, sorted(offers), *here())))
         if me == ranks[0]:
             store.wait([str(rank) for rank in ranks], timeout)
-            said = [json.loads(store.get(str(rank))) for rank in ranks]
-            shared = set.intersection(*(set(theirs) for _, theirs in said))
-            store.set("most", json.dumps((max(count for count, _ in said), sorted(shared))))
+            counts, offered, machines, numbers = zip(*(json.loads(store.get(str(rank))) for rank in ranks), strict=True)
+            shared = set.intersection(*map(set, offered))
+            store.set("most", json.dumps((max(counts), sorted(shared), machines, numbers)))
         store.wait(["most"], timeout)
-        most, again = json.loads(store.get("most"))
+        most, again, machines, numbers = json.loads(store.get("most"))
     except RuntimeError as error:
         try:
             missing = [rank for rank in ranks if not store.check([str(rank)])] or ranks[:1]
@@ -95,7 +148,9 @@ def level(ranks: list[int], timeout: timedelta, offers: Iterable[str] = ()) -> t
     for _ in range(mine, most):
         new_group([me], "nothing", timeout, "gloo")
     _levelled[name] += 1
-    return key, again
+    near = machines[ranks.index(me)]
+    others = enumerate(zip(ranks, machines, numbers, strict=True))
+    return Levelled(key, again, {i: n for i, (rank, where, n) in others if rank != me and where == near is not None})
 
 
 def forget(place: str, ranks: list[int]) -> None:

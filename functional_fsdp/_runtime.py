@@ -33,6 +33,7 @@ from ._jobs import Jobs
 from ._lanes import Issued, Log, Queue, Steps, Streams
 from ._restart import QUEUES
 from ._signals import Signals
+from ._watch import Watch
 
 __all__ = ["Runtime", "any_failed", "runtime_of"]
 
@@ -88,7 +89,8 @@ class Runtime(Jobs):
         self.timeout = _timeout(mesh, self.device)
         self.rank = self.ranks.index(dist.get_rank())
         offers = [run.place for run in _unused if run.ranks == self.ranks and run.idle()]
-        self.place, again = level(self.ranks, self.timeout, offers)
+        self.place, again, processes = level(self.ranks, self.timeout, offers)
+        self.watch = Watch(processes)
         for run in sorted((run for run in _unused if run.place in again), key=lambda run: again.index(run.place)):
             _unused.remove(run)
             for kind, groups in run.let_go().items():
@@ -106,7 +108,7 @@ class Runtime(Jobs):
                     self.groups[lane, axis] = self._group(row, f"{lane} {axis}", backend)
         self.control: Any = self._group(self.ranks, "control", "gloo")
         self.board = Board.of(self)
-        if not all(self.everyone(len(self.watch or ()) == self.size - 1, "who sees whom")):
+        if not all(self.everyone(len(self.watch) == self.size - 1, "who sees whom")):
             self.arrivals = self._group(self.ranks, "arrivals", "gloo")
         forget(self.place, self.ranks)
 
@@ -114,7 +116,7 @@ class Runtime(Jobs):
         """A group of these ranks: one that was used before, or a new one. Collective."""
         kind = backend, tuple(ranks), self.timeout
         spare = self.spare_groups.get(kind)
-        group = spare.pop(0) if spare else new_group(ranks, what, self.timeout, backend)
+        group = spare.pop(0) if spare else new_group(ranks, what, self.timeout, backend, gone=self.gone)
         self.own_groups.setdefault(kind, []).append(group)
         return group
 
@@ -145,8 +147,8 @@ class Runtime(Jobs):
             if lane == "traced" and self.spare_groups.get((backend, tuple(self.rows[axis]), self.timeout)):
                 self.groups[lane, axis] = self._group(self.rows[axis], "", backend)
                 return self.groups[lane, axis]
-            place, _ = level(self.rows[axis], self.timeout)
-            group = new_group(self.rows[axis], f"{lane} {axis}", self.timeout, backend, options)
+            place = level(self.rows[axis], self.timeout).place
+            group = new_group(self.rows[axis], f"{lane} {axis}", self.timeout, backend, options, self.gone)
             if lane == "traced":  # else ranks are not connected before they communicate, and may still read there
                 forget(place, self.rows[axis])
                 self.own_groups.setdefault((backend, tuple(self.rows[axis]), self.timeout), []).append(group)

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 import functional_fsdp as fsdp
-from functional_fsdp import _board, launch
+from functional_fsdp import _board, _groups, launch
 from functional_fsdp._board import Board
 from functional_fsdp._runtime import Runtime, runtime_of
 from functional_fsdp._watch import Watch
 
 boards: Any = _board
+groups: Any = _groups
 
 
 def ballots(count: int, numbers: int) -> list[tuple[int, int]]:
@@ -50,12 +51,12 @@ def test_every_ballot_has_the_largest_and_the_smallest_also_where_numbers_begin_
 
 
 def elsewhere() -> tuple[bool, int]:
-    real = boards.here
-    boards.here = lambda: (f"host{dist.get_rank()}", os.getpid())
+    real = groups.here
+    groups.here = lambda: (f"host{dist.get_rank()}", os.getpid())
     try:
         run = Runtime(fsdp.local_mesh())
     finally:
-        boards.here = real
+        groups.here = real
     before = run.logs["control"].count
     run.compare(run.vote(7))
     return run.board is None, run.logs["control"].count - before

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +18,7 @@ from problems import LOOPS, batch, net
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import functional_fsdp as fsdp
-from functional_fsdp import _board as boards
-from functional_fsdp import _launch, _workers, launch
+from functional_fsdp import _groups, _launch, _runtime, _workers, launch
 from functional_fsdp._runtime import runtime_of
 
 SOON = 20  # seconds: far below the timeout of a collective here, far above what a busy machine takes
@@ -34,13 +33,13 @@ def start(mesh: DeviceMesh | None = None) -> tuple[fsdp.State, Any]:
 def apart() -> DeviceMesh:
     """A mesh whose ranks take themselves for ranks on hosts of their own, which see nothing of each other."""
     fsdp.local_mesh()
-    board: Any = boards
-    real, board.here = board.here, lambda: (f"host {dist.get_rank()}", os.getpid())
+    groups: Any = _groups
+    real, groups.here = groups.here, lambda: (f"host {dist.get_rank()}", os.getpid())
     try:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
         run = runtime_of(mesh)
     finally:
-        board.here = real
+        groups.here = real
     assert run.board is None
     assert run.arrivals is not None
     return mesh
@@ -97,6 +96,29 @@ def test_a_rank_that_dies_while_others_restart_is_missed_at_once(separate: bool)
     for said in survivors(dies_while_others_restart, 4, separate):
         assert "CommError: restart: waiting for the other ranks" in said
         assert ("have ended" in said or "the process of rank 3 has ended" in said) is not separate
+
+
+def dies_while_communicators_are_made() -> None:
+    """The last rank has met the others, and dies before it makes the second communicator with them."""
+    fsdp.local_mesh()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        runtime, made = cast("Any", _runtime), itertools.count()
+        real = runtime.new_group
+
+        def dies(*args: Any, **settings: Any) -> Any:
+            if next(made):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **settings)
+
+        runtime.new_group = dies
+    runtime_of(mesh)
+
+
+def test_a_rank_that_dies_while_communicators_are_made_is_missed_soon() -> None:
+    for said in survivors(dies_while_communicators_are_made, 3):
+        assert "CommError: communicators for the ranks [0, 1, 2]" in said
+        assert "could not be made: a rank died" in said
 
 
 def dies_in(where: str) -> None:

@@ -11,7 +11,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from functional_fsdp._arena import Place
 from functional_fsdp._lanes import Job, Queue, Steps, Streams, together
+from functional_fsdp._weights import Lease
 
 LANES = ("gather", "reduce", "update")
 
@@ -242,3 +244,24 @@ def test_together_dies_with_each_of_its_jobs() -> None:
     assert len(next(both)) == 2
     with pytest.raises(ValueError, match="on purpose"):
         next(both)
+
+
+# ---------------------------------------------------------------- what compute waits for
+
+
+def gathering(cast: str | None, gathered: str) -> Place:
+    """A unit's place whose last gather has these marks."""
+    place = Place(Lease("a unit", {}), (), (), [])
+    place.cast, place.gathered = cast, gathered
+    return place
+
+
+def test_compute_begins_after_the_cast_of_the_next_gather_if_that_is_all_there_is_between() -> None:
+    mine, following = gathering("cast 0", "end 0"), gathering("cast 1", "end 1")
+    assert mine.ready({"1": following}, "end 1") == "cast 1"
+    assert mine.ready({}, "end 0") == "end 0"
+    assert following.ready({"0": mine}, "end 1") == "end 1", "the other one was started before it"
+    assert mine.ready({"1": following, "2": gathering("cast 2", "end 2")}, "end 2") == "end 0", "gather 1 is between"
+    assert mine.ready({"1": gathering(None, "end 1")}, "end 1") == "end 0", "nothing is cast"
+    mine.single = False  # it ends on another lane
+    assert mine.ready({"1": following}, "end 1") == "end 0"

@@ -61,6 +61,8 @@ def _trains(leaves: list[dict[str, Any]], said: dict[str, Any]) -> bool:
     """Whether a leaf with elements has gradients."""
     paths = trees.paths_of(leaves)
     for i, leaf in enumerate(leaves):
+        if leaf["same"] is not None:
+            continue  # one with that which it is tied to
         ruled = oracle.first(said["trainable"], [paths[j] for j, o in enumerate(leaves) if j == i or o["same"] == i])
         if leaf["dtype"] in settings.FLOATS and not leaf["frozen"] and 0 not in leaf["shape"] and ruled is None:
             return True
