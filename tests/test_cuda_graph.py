@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from problems import LOOPS, Stack, mesh_and_placement, reference, sharded, through_the_stack
 from test_forward_backward import raised
-from test_traced import BLOCKS, trained
 from torch._inductor.exc import InductorError
+from traced import BLOCKS, trained
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, SpecError, StaleStateError, TreeError, launch

@@ -155,7 +155,8 @@ class Door:
             return function(self.module, *args, **kwargs)
         if self.inputs is not None:
             args, kwargs = cast_inputs(args, kwargs, self.inputs)
-        outside = driver.gather(self.units, driver.busy, driver.besides.intersection(self.units) or None)
+        besides = driver.besides and driver.besides.intersection(self.units)
+        outside = driver.gather(self.units, driver.busy, besides or None)
         tensors = driver.tensors(self.leaves)
         lent = tuple(tensors)
         versions = [lent[i]._version for i in self.firsts]
@@ -221,7 +222,7 @@ def _out(out: Any, storages: list[int], call: Call | None) -> Any:
             found.append(t)
         return t
 
-    out = map_tensors(look, out)
+    out = look(out) if type(out) is torch.Tensor else map_tensors(look, out)
     if not found:
         return out
     assert call is not None
@@ -229,6 +230,8 @@ def _out(out: Any, storages: list[int], call: Call | None) -> Any:
     call.outs.append(through[0].grad_fn)
     if len(found) > 1 and len({t.untyped_storage()._cdata for t in found}) < len(found):
         call.shared += [(t, t._version) for t in through]
+    if found[0] is out:
+        return through[0]
     passed = {id(t): new for t, new in zip(found, through, strict=True)}
     return map_tensors(lambda t: passed.get(id(t), t), out)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from problems import reference, sharded
-from test_traced import STEPS, trained
+from traced import STEPS, trained
 
 import functional_fsdp as fsdp
 
@@ -28,7 +28,7 @@ def gradients_differ(ranks: int, preset: str, loop: str, schedule: fsdp.Schedule
 
 
 def weights_differ(ranks: int, preset: str, loop: str, way: str) -> tuple[float, Any]:
-    """The largest difference of any weight after a few steps one way (`test_traced.trained`), and its count."""
+    """The largest difference of any weight after a few steps one way (`traced.trained`), and its count."""
     seen, count = trained(preset, loop, way)
     return max(
         float((weights[path] - weight).abs().max())
