@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ._errors import FsdpError
-from ._joint import jointly
+from ._joint import Joint
 
 if TYPE_CHECKING:
     from ._runtime import Runtime
@@ -48,13 +48,17 @@ class Topic(NamedTuple):
         return self.own[line] if line < len(self.own) else ()
 
 
-def agree(run: Runtime, where: str, work: Callable[[], tuple[T, list[Topic]]]) -> T:
+def agree(joint: Joint, part: str, work: Callable[[], tuple[T, list[Topic]]]) -> T:
     """The result of `work` on this rank, if no rank raised in it and all have the same lines. Host; waits for all.
+
+    Args:
+        part: of the joint call, as it has several.
 
     Raises:
         BaseException: what `work` raised here; where it raised elsewhere, one of the same kind that names the rank.
         FsdpError: that of the first topic whose lines differ, the same on every rank.
     """
+    run, where = joint.run, joint.what
     if run.size == 1:
         return work()[0]
     made: list[tuple[T, list[Topic]]] = []
@@ -63,12 +67,12 @@ def agree(run: Runtime, where: str, work: Callable[[], tuple[T, list[Topic]]]) -
         made.append(work())
         return _digests(made[0][1])
 
-    found = jointly(run, where, do)
+    found = joint(do, part)
     result, topics = made.pop()
     places = [_place(run, rank) for rank in run.ranks]
     if _alike(found, places):
         return result
-    everyone = run.everyone([topic.lines for topic in topics])
+    everyone = joint(lambda: [topic.lines for topic in topics], f"{part}, line by line")
     for t, topic in enumerate(topics):
         for i in range(max(len(lines[t]) for lines in everyone)):
             first: dict[tuple[int, ...], tuple[int, str]] = {}

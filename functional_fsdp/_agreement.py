@@ -200,7 +200,7 @@ class Agreement:
 
     # ---- exchanges
 
-    def everyone(self, value: T, what: str = "") -> list[T]:
+    def everyone(self, value: T, what: str) -> list[T]:
         """Every rank's value, by rank: a small object. Host; waits for all.
 
         Args:
@@ -212,7 +212,7 @@ class Agreement:
         """
         if self.size == 1:
             return [value]
-        self.meet(what or "an exchange")
+        self.meet(what)
         data = pickle.dumps(value)
         self.parted = True
         try:
@@ -220,10 +220,12 @@ class Agreement:
             if most != least:
                 self.parted = False  # all know
                 raise ScheduleError(
-                    f"this rank came to exchange {what or 'something'!r}, another one to something else. Make the same "
+                    f"this rank came to exchange {what!r}, another one to something else. Make the same "
                     "calls in the same order on every rank."
                 )
             found = exchanged(self, data, what)
+            if not all(one.endswith(pickle.STOP) for one in found):  # a rank was stopped, and has sent zeros instead
+                self._join(noticed=True)
         except BaseException:
             self.epoch += 1  # what is under way is out of step as well
             raise

@@ -78,9 +78,9 @@ class Executor(Reductions):
             self._install(plan(layout, spec.schedule))
 
     def _install(self, program: Plan, turn: int | None = None) -> None:
-        self._follow(program, turn)
         if self.shared and self.shared.made:
             self.shared.prepare(program)
+        self._follow(program, turn)  # last: a rank that is stopped before comes here again, as its peers do
 
     @whole
     def _follow(self, program: Plan, turn: int | None) -> None:
@@ -131,8 +131,8 @@ class Executor(Reductions):
             self.observed = (forward, backward, tuple(self.waived))
 
     def _adopt(self, mine: Seen) -> None:
-        planned = self.plan.schedule.order
-        forward, backward = combined(self.run.everyone(mine), planned if isinstance(planned, tuple) else ())
+        planned, seen = self.plan.schedule.order, self.run.everyone(mine, "the order of use")
+        forward, backward = combined(seen, planned if isinstance(planned, tuple) else ())
         if forward:
             self._reorder(forward + backward, len(forward))
 
@@ -376,7 +376,7 @@ class Executor(Reductions):
             torch.autograd.graph.increment_version(place.aliases)
         if order:
             self.recording = None
-            order, turn = self.run.everyone((order, turn))[0]
+            order, turn = self.run.everyone((order, turn), "the recorded order")[0]
             self._install(plan(self.layout, self.spec.schedule.ordered(order)), turn)
         if self.observing and observed is not None:
             self.observing = False

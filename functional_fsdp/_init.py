@@ -31,6 +31,7 @@ from ._agree import Topic, agree
 from ._entry import outside_inference
 from ._errors import SpecError
 from ._export import buffers
+from ._joint import Joint
 from ._layout import Unit
 from ._optim import as_optimizer
 from ._runtime import runtime_of
@@ -214,15 +215,15 @@ def init(
         views = {path: recorder.view(p) for path, p in params.items()}
         return (infos, paths, treedef, recorder, views, skeleton), topics
 
-    infos, paths, treedef, recorder, views, skeleton = agree(run, "init", look)
-    spec, plan = settled(spec, infos, paths)
+    with Joint(run, "init") as joint:
+        infos, paths, treedef, recorder, views, skeleton = agree(joint, "what is given", look)
+        spec, plan = settled(spec, infos, paths)
 
-    def fetch(unit: Unit) -> dict[str, torch.Tensor]:
-        return dict(zip(unit.paths, recorder.replay(views[path] for path in unit.paths), strict=True))
+        def fetch(unit: Unit) -> dict[str, torch.Tensor]:
+            return dict(zip(unit.paths, recorder.replay(views[path] for path in unit.paths), strict=True))
 
-    kept = buffers(skeleton, every=every_buffer) or ()
-    state = build("init", plan, spec, optimizer, treedef, fetch, kept, local_buffers, seed)
-    return state, skeleton
+        kept = buffers(skeleton, every=every_buffer) or ()
+        return build(joint, plan, spec, optimizer, treedef, fetch, kept, local_buffers, seed), skeleton
 
 
 def _recorded(make: Callable[[], M], seed: int, device: torch.device) -> tuple[Recorder, M]:

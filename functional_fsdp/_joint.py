@@ -18,7 +18,7 @@ from ._interrupts import guard, leave
 if TYPE_CHECKING:
     from ._runtime import Runtime
 
-__all__ = ["Joint", "jointly"]
+__all__ = ["Joint"]
 
 T = TypeVar("T")
 
@@ -116,8 +116,3 @@ class Joint:
             if there is not None:
                 raise there.again(self.what, self.run.ranks[rank])
         return [value for value, _ in told]
-
-
-def jointly(run: Runtime, what: str, do: Callable[[], T]) -> list[T]:
-    """A call of one part: every rank's result of `do`, by rank. Raises as a Joint's parts do."""
-    return Joint(run, what)(do)

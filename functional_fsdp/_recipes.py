@@ -119,7 +119,7 @@ class Recipes:
         if rows is None:
             assert self.run is not None
             try:
-                rows = self.run.given_rows[self.layout, mine] = self.run.everyone(mine)
+                rows = self.run.given_rows[self.layout, mine] = self.run.everyone(mine, "leaves with gradients")
             except FsdpError as error:  # Dynamo would wrap it
                 return (type(error).__name__, str(error)), (), ()
         lacking, parted, amiss = self.seats.lacking(bytes(map(max, *rows, mine))), self.seats.parted(rows), ("", "")

@@ -20,11 +20,11 @@ from ._checksum import checksum
 from ._entry import ordinary, verb
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer, zeros
-from ._joint import jointly
+from ._joint import Joint
 from ._layout import Bucket, Leaf
 from ._rounds import end_round
 from ._route import states_of
-from ._runtime import Runtime, runtime_of
+from ._runtime import runtime_of
 from ._state import Ledger, State, Token
 from ._tracing import tracing
 from ._tree import flatten
@@ -88,8 +88,9 @@ def replace_params(state: State, params: Any, *, optimizer: bool = True) -> Stat
             trees[name] = pytree.tree_map(_copied, getattr(state, name)) if optimizer or name != "opt" else ()
         return whole is not None
 
-    everywhere = all(jointly(run, "replace_params", prepare))
-    _compare(run, trees["main"], whole if everywhere else None)
+    with Joint(run, "replace_params") as joint:
+        everywhere = all(joint(prepare, "what is given"))
+        _compare(joint, trees["main"], whole if everywhere else None)
     with ledger.looking(state):
         for name, kept in (trees["weights"] or {}).items():
             refresh(trees["main"][name], kept)
@@ -170,8 +171,9 @@ def _fitting(leaf: Leaf, bucket: Bucket, value: torch.Tensor, mine: int) -> torc
     return value
 
 
-def _compare(run: Runtime, main: dict[str, FlatBuffer], whole: Values | None) -> None:
+def _compare(joint: Joint, main: dict[str, FlatBuffer], whole: Values | None) -> None:
     """Raise TreeError unless ranks have the same weights wherever they hold the same, or were given whole leaves."""
+    run = joint.run
     values: Values = {}
     own: list[tuple[str, ...]] = []
     for buffer in main.values():
@@ -191,7 +193,7 @@ def _compare(run: Runtime, main: dict[str, FlatBuffer], whole: Values | None) ->
         lines = [f"{path} checksum {n % (1 << 64):016x}" for path, n in zip(values, numbers, strict=True)]
         return None, [Topic(lines, TreeError, "values", "leaf", "Give every rank the same.", own)]
 
-    agree(run, "replace_params", look)
+    agree(joint, "values", look)
 
 
 # ---------------------------------------------------------------- gradients

@@ -14,6 +14,7 @@ from ._checksum import checksum
 from ._entry import outside_inference
 from ._errors import SpecError, TreeError
 from ._flat import FlatBuffer, make_room
+from ._joint import Joint
 from ._layout import Bucket, Layout, LeafInfo, plan_layout
 from ._optim import as_optimizer, check_labels
 from ._route import states_of
@@ -157,9 +158,10 @@ def shard(
                 )
         return (infos, paths, treedef, values), given(infos, paths, spec, as_optimizer(optimizer), seed)
 
-    infos, paths, treedef, values = agree(run, "shard", look)
-    spec, plan = settled(spec, infos, paths)
-    return build("shard", plan, spec, optimizer, treedef, lambda unit: values, buffers, local_buffers, seed)
+    with Joint(run, "shard") as joint:
+        infos, paths, treedef, values = agree(joint, "what is given", look)
+        spec, plan = settled(spec, infos, paths)
+        return build(joint, plan, spec, optimizer, treedef, lambda unit: values, buffers, local_buffers, seed)
 
 
 def needs_spec(where: str, spec: Any) -> Spec:
@@ -189,7 +191,7 @@ def given(infos: list[LeafInfo], paths: Sequence[str], spec: Spec, optimizer: An
 
 
 def build(
-    where: str,
+    joint: Joint,
     plan: Layout,
     spec: Spec,
     optimizer: Any,
@@ -200,7 +202,7 @@ def build(
     seed: int,
 ) -> State:
     """Assemble a State from a layout; `fetch(unit)` gives the unit's whole leaves by path, one unit at a time."""
-    run = runtime_of(spec.mesh)
+    run, where = joint.run, joint.what
     optimizer = as_optimizer(optimizer)
 
     def assemble() -> tuple[Any, list[Topic]]:
@@ -223,7 +225,7 @@ def build(
         return (main, copies, opt, kept, count, rng), [_values(where, sums, plan, spec), held]
 
     with torch.no_grad():
-        main, weights, opt, kept, count, rng = agree(run, where, assemble)
+        main, weights, opt, kept, count, rng = agree(joint, "values", assemble)
         for name, copy in weights.items():
             refresh(main[name], copy)
     ledger = Ledger(run, plan, spec)

@@ -78,7 +78,7 @@ class Signals:
         works = self._works()
         torch.cuda.synchronize()
         # Where a driver lacks the operations, torch's kernel does it on all ranks; and nobody signals before all began.
-        self.batched = all(run.everyone(works))
+        self.batched = all(run.everyone(works, "signals"))
 
     def _works(self) -> bool:
         """Whether the driver takes such operations: one that changes nothing."""

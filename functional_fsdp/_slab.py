@@ -74,7 +74,7 @@ class Slab:
                 self.mine = self._map(where)
             except (OSError, RuntimeError) as error:
                 failed = str(error)
-            told = run.everyone((where, failed))
+            told = run.everyone((where, failed), "memory of a slab")
             if not any(why for _, why in told):
                 try:
                     for axis in self.axes:
@@ -112,7 +112,7 @@ def check_reach(run: Runtime, axes: Iterable[str]) -> None:
         SpecError: naming what is missing: ranks on several hosts, or GPUs without peer access.
     """
     device = torch.cuda.current_device() if run.cuda else -1
-    ranks = run.everyone((socket.gethostname(), device))
+    ranks = run.everyone((socket.gethostname(), device), "hosts and devices")
     wrong = ""
     for axis in axes:
         along = [ranks[i] for i in _along(run, axis)]

@@ -80,7 +80,7 @@ class Windows:
         """The smallest that is large enough and that every rank has to spare: ranks let go in their own time."""
         spare = self.run.spare.get(key, {})
         fitting = {number for number, window in spare.items() if window.numel() >= nbytes}
-        shared = set.intersection(*self.run.everyone(fitting))
+        shared = set.intersection(*self.run.everyone(fitting, "windows that fit"))
         if not shared:
             return None
         number = min(shared, key=lambda number: (spare[number].numel(), number))

@@ -318,7 +318,7 @@ def one_captures() -> bool:
             state, _ = train_step(state, data(step))
         twin, _ = train_step(twin, data(step))
     counts = {name: log.count for name, log in state.token.ledger.runtime.issued.items()}
-    return kept(state, twin) and len(set(map(str, state.token.ledger.runtime.everyone(counts)))) == 1
+    return kept(state, twin) and len(set(map(str, state.token.ledger.runtime.everyone(counts, "counts")))) == 1
 
 
 def test_one_rank_may_capture_what_another_does_eagerly() -> None:

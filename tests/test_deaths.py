@@ -161,7 +161,7 @@ def goes_on_after() -> list[str]:
         lambda: fsdp.unshard(other),
         lambda: fsdp.pmean(other, 1.0),
         lambda: fsdp.full_params(other),
-        lambda: runtime_of(state.spec.mesh).everyone(0),
+        lambda: runtime_of(state.spec.mesh).everyone(0, "zeros"),
         start,
     ):
         begun = time.monotonic()
@@ -347,3 +347,35 @@ def groups_again() -> list[tuple[int, int, int]]:
 def test_communicators_of_process_groups_that_are_gone_are_given_back() -> None:
     for counts in launch(groups_again, 2):
         assert counts[-1] == counts[1]
+
+
+def zeros_instead(length: int, after: int) -> list[Any]:
+    """Rank 1 is stopped in a job of an exchange, whose collective is issued with zeros, since rank 0 waits for it."""
+    run: Any = runtime_of(fsdp.local_mesh())
+    met: list[Any] = []
+    real, jobs = run.collective, itertools.count()
+
+    def stopped() -> Any:
+        raise KeyboardInterrupt
+
+    def collective(hop: Any, out: Any, given: Any) -> Any:
+        if hop.kind == "all_gather" and next(jobs) == after:
+            del run.collective
+            return iter(stopped, None)
+        return real(hop, out, given)
+
+    if dist.get_rank():
+        run.collective = collective
+    try:
+        run.everyone("x" * length, "a test")
+    except (KeyboardInterrupt, fsdp.RestartError) as error:
+        met.append(type(error).__name__)
+    return [*met, [len(one) for one in run.everyone("x" * length, "a test")]]
+
+
+@pytest.mark.parametrize(("length", "after"), [(1, 0), (1000, 0), (1000, 1)])
+def test_what_is_sent_in_the_place_of_an_exchange_is_not_taken_for_it(length: int, after: int) -> None:
+    assert launch(zeros_instead, 2, length, after) == [
+        ["RestartError", [length] * 2],
+        ["KeyboardInterrupt", [length] * 2],
+    ]

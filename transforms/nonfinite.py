@@ -130,7 +130,7 @@ def find_nonfinite(state: State, grads: Any = None, unit: str | None = None) -> 
             count = int((~buffer.local[a - start : b - start].isfinite()).sum()) if a < b else 0
             if count:
                 mine.append(Nonfinite(leaf.path, buffer.bucket.unit, run.ranks[run.rank], count))
-    return state, [one for found in run.everyone(mine) for one in found]
+    return state, [one for found in run.everyone(mine, "elements that are not finite") for one in found]
 
 
 class Watch:
@@ -152,4 +152,4 @@ class Watch:
         numbers = torch.stack([count for *_, count in self.counts]).tolist() if self.counts else []
         rank = self.run.ranks[self.run.rank]
         mine = [Nonfinite(leaf, unit, rank, n) for (unit, leaf, _), n in zip(self.counts, numbers, strict=True) if n]
-        return [one for found in self.run.everyone(mine) for one in found]
+        return [one for found in self.run.everyone(mine, "elements that are not finite") for one in found]

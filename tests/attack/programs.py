@@ -20,14 +20,16 @@ def draw(rng: Random, world: int, settings: dict[str, Any], own: bool) -> list[O
     """A random program of one to three steps."""
     ops: list[Op] = []
     recorded = settings["schedule"].get("order") == "recorded"
+    recording = recorded  # whether the next step is the first one of a lineage, which ranks have to take alike
     steps = rng.choice((1, 2, 2, 3))
     if rng.random() < 0.15:
         ops.append(
             {"op": "eval", "way": rng.choice(("tree", "unit")), "on": "between", "inference": rng.random() < 0.15}
         )
-    for step in range(steps):
+    for _ in range(steps):
         if rng.random() < 0.2:
             ops.append(_look(rng, between=True))
+            recording |= recorded and ops[-1]["op"] in ("copy", "saveload", "replace")
         if rng.random() < 0.06:
             ops.append({"op": "abandon", "micro": _micro(rng, world, recorded, True)})
         micros = rng.choice((1, 1, 1, 2, 3))
@@ -42,8 +44,8 @@ def draw(rng: Random, world: int, settings: dict[str, Any], own: bool) -> list[O
             last = k == micros - 1
             if rng.random() < 0.25:
                 last = not last
-            micro = _micro(rng, world, recorded and not step, last)
-            if skip and micro["way"] == "unit" and not (recorded and not step):
+            micro = _micro(rng, world, recording, last)
+            if skip and micro["way"] == "unit" and not recording:
                 other = {rank: [rng.random(), 0.4] for rank in skip}
                 micro = {k: v for k, v in micro.items() if k not in ("shuffle", "pairs")}
                 micro |= {"skip": other, "varied": True} if varied else {"skip": skip}
@@ -56,6 +58,7 @@ def draw(rng: Random, world: int, settings: dict[str, Any], own: bool) -> list[O
             ops.append({"op": "clip", "limit": rng.choice((0.5, 1e9))} if rng.random() < 0.6 else {"op": "norm"})
         skipped = rng.random() < 0.5 if rng.random() < 0.08 else None
         ops.append({"op": "step", "skip": skipped})
+        recording = False
     ops.append({"op": "full"})
     return ops
 
