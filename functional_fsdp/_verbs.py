@@ -25,7 +25,7 @@ import torch.utils._pytree as pytree
 from . import _traced, _traced_step
 from ._entry import verb
 from ._errors import ScheduleError, StaleStateError
-from ._flat import leaves_of
+from ._flat import FlatBuffer, leaves_of
 from ._given import ALL, Leaves
 from ._gradients import in_order, of_tree, of_unit
 from ._interrupts import arrive, guard, whole
@@ -274,7 +274,7 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     vote = ledger.runtime.vote(executor.digest, executor.given.vote())
     trainable = state.layout.trainable
     main = {name: state.main[name] for name in trainable}
-    touched = [leaf for leaf in pytree.tree_leaves((main, state.opt)) if isinstance(leaf, torch.Tensor)]
+    touched = [buffer.local for buffer in main.values()] + _tensors(state.opt)
     versions = [leaf._version for leaf in touched]
     try:
         lacking = executor.given.agree(ledger.runtime, ledger.runtime.compare(vote))
@@ -286,6 +286,16 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     opt = counting(state, lacking)
     before = keep(state, lacking.given)
     return _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a tree, those of FlatBuffers without a look inside."""
+    leaves = [x.local if type(x) is FlatBuffer else x for x in pytree.tree_leaves(tree, is_leaf=_is_buffer)]
+    return [x for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _is_buffer(node: Any) -> bool:
+    return type(node) is FlatBuffer
 
 
 @whole

@@ -33,6 +33,8 @@ class Actor:
         self.middle: fsdp.State | None = None  # the newest state of a step under way
         self.micros = self.saved = 0
         self.varied = False  # ranks left out other units in each microbatch of this step
+        self.looked = False  # units were used in it that the schedule does not have there
+        self.apart = False  # ranks do different things in it
         layout = state.layout
         self.unit_of = {path: unit.name for unit in layout.units for path in unit.paths}
         self.home = {  # of tied leaves, the place whose path the unit has
@@ -46,10 +48,12 @@ class Actor:
         """One operation at a time."""
         for op in ops:
             self.varied = self.varied or bool(op.get("varied"))
+            self.looked = self.looked or (op["op"] == "eval" and op["way"] == "unit")
+            self.apart = self.apart or "skip" in op or len(set(op.get("late", {}).values())) > 1
             try:
                 getattr(self, f"do_{op['op']}")(op)
             except fsdp.ScheduleError as error:
-                if self.varied:  # where one microbatch ends and the next begins, ranks cannot know then
+                if self.varied or (self.looked and self.apart):  # ranks cannot know then where a microbatch ends
                     raise Refused(error) from error
                 raise
             yield
@@ -194,7 +198,8 @@ class Actor:
         else:
             self.state = fsdp.step(self.now, skip=torch.tensor(op["skip"]))
         self.middle = None
-        self.micros, self.varied = 0, False
+        self.micros, self.varied, self.apart = 0, False, False
+        self.looked = self.looked and self.state.spec.schedule.order == "recorded"  # the schedule has it from now on
         self.oracle.step(bool(op.get("skip")))
         if int(self.state.count) != self.oracle.steps:
             raise Wrong(f"step: count is {int(self.state.count)}, expected {self.oracle.steps}")

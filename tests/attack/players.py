@@ -124,6 +124,8 @@ def play_all(counts: dict[str, int], seed: int, players: int) -> dict[str, Found
         for (kind, _, index), said in zip(names, answer or lost, strict=True):
             verdict = Verdict(**said)
             found[kind].verdicts[f"{kind}:{seed}:{index}"] = verdict
+            if not verdict.fine:
+                print(f"{kind}:{seed}:{index} {verdict.column}", flush=True)
             found[kind].seconds += float(verdict.notes.get("seconds", 0.0))
     return found
 
