@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import functional_fsdp as fsdp
-from functional_fsdp import SpecError, TreeError, launch
+from functional_fsdp import SpecError, TreeError, _init, _replace, _shard, launch
 from functional_fsdp import transforms as T
 
 Tree = dict[str, torch.Tensor]
@@ -431,3 +431,42 @@ def test_ranks_that_change_gradients_in_other_ways_hear_of_it() -> None:
     for found in launch(changed_apart, 2):
         assert len(found) == len(CHANGES)
         assert all("clipping to another norm" in said for said in found)
+
+
+# ---------------------------------------------------------------- stopped between the parts of a call
+
+
+def make_small() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+def stopped_between(call: str) -> list[str]:
+    """Rank 1 runs out of memory once what was given has been compared; both make the call again."""
+    state = shard()
+    whole = fsdp.full_params(state)
+    calls: dict[str, tuple[Any, str, Callable[[], Any]]] = {
+        "shard": (_shard, "settled", shard),
+        "init": (_init, "settled", lambda: fsdp.init(make_small, fsdp.Spec(fsdp.local_mesh()))),
+        "replace_params": (_replace, "_compare", lambda: fsdp.replace_params(state, whole)),
+    }
+    module, name, do = calls[call]
+    real, met = getattr(module, name), []
+
+    def stopped(*_: Any) -> Any:
+        setattr(module, name, real)
+        raise MemoryError
+
+    if dist.get_rank():
+        setattr(module, name, stopped)
+    for _ in range(2):
+        try:
+            do()
+            met.append("done")
+        except (MemoryError, fsdp.RestartError) as error:
+            met.append(type(error).__name__)
+    return met
+
+
+@pytest.mark.parametrize("call", ["shard", "init", "replace_params"])
+def test_a_rank_that_is_stopped_between_the_parts_of_a_call_is_met(call: str) -> None:
+    assert launch(stopped_between, 2, call) == [["RestartError", "done"], ["MemoryError", "done"]]
