@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from typing import Any
 
 import pytest
 
 os.environ.setdefault("ATTACK_PATIENCE", "3")  # other work may share the cores
 from attack import harness, planted, players, shrink, trees
-from attack.verdict import COLUMNS, Verdict, worst
+from attack.verdict import COLUMNS, LATE, Verdict, worst
 
 SEED = 7
 SHARE = {"specs": 24, "interrupts": 6, "files": 6, "differ": 6, "kills": 2}
@@ -43,6 +44,27 @@ def test_what_failed_once_is_right(name: str) -> None:
     kind, seed, index = name.split(":")
     (verdict,) = harness.play([harness.draw(kind, int(seed), int(index))])
     assert verdict.column == ("refused" if kind == "differ" else "right"), verdict.text
+
+
+def test_a_case_that_took_too_long_beside_others_is_what_comes_when_it_is_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[tuple[int, int]] = []
+
+    def work(tasks: list[Any], players: int, limit: float) -> Any:
+        given.append((len(tasks), players))
+        for task in tasks:
+            late = {"column": "hang", "text": f"{LATE}: rank 0 is here"}
+            one = late if len(given) == 1 and task[1][0][2] in (1, 3) else {"column": "right"}
+            if task[1][0][2] == 3:
+                one = late
+            yield task, [one] * len(task[1])
+
+    monkeypatch.setattr(players, "_work", work)
+    monkeypatch.setattr(players, "BATCH", {"specs": 1})
+    found = players.play_all({"specs": 5}, 0, 4)["specs"]
+    assert given == [(5, 4), (2, 1)]
+    assert [found.verdicts[f"specs:0:{i}"].column for i in range(5)] == ["right", "right", "right", "hang", "right"]
 
 
 def test_the_same_seed_draws_the_same_cases() -> None:

@@ -32,7 +32,7 @@ import torch
 
 import functional_fsdp as fsdp
 
-from .verdict import LIMIT, PATIENCE, SCALE, Verdict, judged, worst
+from .verdict import LATE, LIMIT, PATIENCE, SCALE, Verdict, judged, worst
 
 __all__ = ["KINDS", "draw", "module_of", "play", "play_here", "play_one"]
 
@@ -256,7 +256,7 @@ def _lost(folder: str, world: int, done: list[int], number: int, hung: bool, dea
             frames = [f"{a.rsplit('/', 1)[-1]}:{b.split('line ')[-1].strip()}" for _, a, b in lines]
             said.append(f"rank {rank} is in {' < '.join(frames[:8])}")
     if hung:
-        return Verdict("hang", f"not done in time: {'; '.join(said)}", clean=False)
+        return Verdict("hang", f"{LATE}: {'; '.join(said)}", clean=False)
     first = death.split("\n")[0]
     column = "crash" if "was killed by" in first or "exited with" in first else "raw"
     for rank in range(world):

@@ -12,6 +12,7 @@ import functional_fsdp as fsdp
 __all__ = [
     "COLUMNS",
     "FINE",
+    "LATE",
     "LIMIT",
     "PATIENCE",
     "SCALE",
@@ -38,6 +39,7 @@ COLUMNS = {
 SCALE = float(os.environ.get("ATTACK_PATIENCE", "1"))  # for machines that are busy
 PATIENCE = 5.0 * SCALE  # seconds that a collective waits: an error that comes later than that is a hang
 LIMIT = 9.0 * SCALE  # seconds that a case may take
+LATE = "not done in time"
 FINE = ("right", "refused", "unseen")
 _ORDER = ("crash", "wrong", "hang", "raw", "accepted", "unfit", "unseen", "refused", "right")
 
