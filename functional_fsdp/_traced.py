@@ -300,8 +300,11 @@ def _reduce(state: State, recipes: Recipes, unit: UnitRecipe, values: list[Any],
     if unit.name in recipes.trained:
         came = [value is not None for value, shape in zip(values, unit.shapes, strict=True) if shape is not None]
         bits = [1 << i for i in range(len(values)) if values[i] is not None and unit.shapes[i] is not None]
-        mask = ALL if all(came) else trace.given.get(unit.name, 0) | sum(bits)
-        trace = trace.but(given={**trace.given, unit.name: mask})
+        given = trace.given
+        if len(given) == 0 and len(state.grads or ()) > 0:  # `_then` has forgotten a round in which all came
+            given = dict.fromkeys(recipes.trained, ALL)
+        mask = ALL if all(came) else given.get(unit.name, 0) | sum(bits)
+        trace = trace.but(given={**given, unit.name: mask})
     op = recipes.op
     pending = []
     for one in unit.buckets:

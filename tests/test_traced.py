@@ -20,7 +20,7 @@ from functional_fsdp import launch
 ROWS = [
     ("zero3", "whole", "inductor"), ("zero3", "by_unit", "T.inductor"), ("zero2", "by_unit", "aot_eager"),
     ("zero1", "whole", "T.aot_eager"), ("ddp", "whole", "eager"),
-    ("hsdp", "by_unit", "eager"), ("hfsdp", "whole", "eager"),
+    ("hsdp", "by_unit", "eager"), ("hfsdp", "whole", "eager"), ("ddp", "by_unit", "eager"),
 ]  # fmt: skip
 if FULL:
     ROWS = [*product(PRESETS, LOOPS, ("eager", "aot_eager", "inductor", "T.aot_eager", "T.inductor"))]
@@ -30,7 +30,8 @@ if FULL:
 def test_a_compiled_step_is_the_plain_modules(preset: str, loop: str, way: str) -> None:
     world = 4 if preset in ("hsdp", "hfsdp") else 2
     # One microbatch is half the code to trace. With two, and by units, `test_cuda_graph` compiles a step.
-    micro = 2 if FULL or (world == 2 and loop == "whole" and not way.endswith("inductor")) else 1
+    two = preset == "ddp" or (world == 2 and loop == "whole" and not way.endswith("inductor"))
+    micro = 2 if FULL or two else 1
     expected = list(reference(world, STEPS, micro, depth=BLOCKS))
     ranks = launch(trained, world, preset, loop, way, micro=micro, depth=BLOCKS)
     assert [count for _, count in ranks] == [1] * world
