@@ -90,7 +90,11 @@ def recipes_of(state: State, verb: str) -> Recipes:
 
 def _trace(state: State) -> Trace:
     token: Any = state.token
-    return token if isinstance(token, Trace) else Trace(token, 0, 0, {}, {}, (), (), {})
+    if isinstance(token, Trace):
+        return token
+    # With gradients it is one that `_then` has put between steps, in which all leaves got theirs.
+    given = dict.fromkeys(recipes_of(state, "reduce").trained, ALL) if len(state.grads or ()) > 0 else {}
+    return Trace(token, 0, 0, {}, {}, (), (), given)
 
 
 def base_of(state: State) -> Any:
@@ -300,11 +304,8 @@ def _reduce(state: State, recipes: Recipes, unit: UnitRecipe, values: list[Any],
     if unit.name in recipes.trained:
         came = [value is not None for value, shape in zip(values, unit.shapes, strict=True) if shape is not None]
         bits = [1 << i for i in range(len(values)) if values[i] is not None and unit.shapes[i] is not None]
-        given = trace.given
-        if len(given) == 0 and len(state.grads or ()) > 0:  # `_then` has forgotten a round in which all came
-            given = dict.fromkeys(recipes.trained, ALL)
-        mask = ALL if all(came) else given.get(unit.name, 0) | sum(bits)
-        trace = trace.but(given={**given, unit.name: mask})
+        mask = ALL if all(came) else trace.given.get(unit.name, 0) | sum(bits)
+        trace = trace.but(given={**trace.given, unit.name: mask})
     op = recipes.op
     pending = []
     for one in unit.buckets:

@@ -290,12 +290,9 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors in a tree, those of FlatBuffers without a look inside."""
-    leaves = [x.local if type(x) is FlatBuffer else x for x in pytree.tree_leaves(tree, is_leaf=_is_buffer)]
-    return [x for x in leaves if isinstance(x, torch.Tensor)]
-
-
-def _is_buffer(node: Any) -> bool:
-    return type(node) is FlatBuffer
+    nodes = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
+    leaves = [node.local if isinstance(node, FlatBuffer) else node for node in nodes]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 @whole

@@ -12,10 +12,9 @@ from functional_fsdp._launch import stop_workers
 # Files that take longest, so that processes that share the tests, a file at a time, are done at about the same time.
 LONG = (
     "test_traced", "test_traced_graph", "test_traced_errors", "test_benchmark", "test_compile_units", "test_schedule",
-    "test_examples", "test_models",
-    "test_launch", "test_cuda_graph", "test_copy_engine", "test_attack", "test_given", "test_notebooks",
-    "test_transactions", "test_parity", "test_interrupts", "test_per_sample", "test_deaths", "test_forward_backward",
-    "test_checkpoint",
+    "test_examples", "test_models", "test_launch", "test_cuda_graph", "test_copy_engine", "test_attack", "test_given",
+    "test_notebooks", "test_transactions", "test_parity", "test_interrupts", "test_per_sample", "test_deaths",
+    "test_forward_backward", "test_checkpoint",
 )  # fmt: skip
 
 

@@ -54,11 +54,9 @@ def test_a_case_that_took_too_long_beside_others_is_what_comes_when_it_is_alone(
     def work(tasks: list[Any], players: int, limit: float) -> Any:
         given.append((len(tasks), players))
         for task in tasks:
-            late = {"column": "hang", "text": f"{LATE}: rank 0 is here"}
-            one = late if len(given) == 1 and task[1][0][2] in (1, 3) else {"column": "right"}
-            if task[1][0][2] == 3:
-                one = late
-            yield task, [one] * len(task[1])
+            ((_, _, index),) = task[1]
+            late = index == 3 or (index == 1 and len(given) == 1)
+            yield task, [{"column": "hang", "text": f"{LATE}: rank 0 is here"} if late else {"column": "right"}]
 
     monkeypatch.setattr(players, "_work", work)
     monkeypatch.setattr(players, "BATCH", {"specs": 1})

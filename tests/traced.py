@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ BLOCKS = DEPTH if FULL else 2  # to trace them is what takes time
 TRACED = fsdp.Schedule(transport="traced")
 EAGER = ("lanes", "graph")  # ways that need no such schedule
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Counted:

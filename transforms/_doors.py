@@ -222,7 +222,7 @@ def _out(out: Any, storages: list[int], call: Call | None) -> Any:
             found.append(t)
         return t
 
-    out = look(out) if type(out) is torch.Tensor else map_tensors(look, out)
+    out = map_tensors(look, out)
     if not found:
         return out
     assert call is not None

@@ -159,7 +159,7 @@ class Run:
                         self._note(error.__cause__ or error.__context__)
                     restart = isinstance(error, fsdp.RestartError)
                     caused = isinstance(error.__cause__ or error.__context__, (Boom, KeyboardInterrupt))
-                    told = "on purpose" in str(error)  # by the rank that met it
+                    told = ": on purpose" in str(error)  # by the rank that met it
                     if not restart and not told and not (caused and documented(error)):
                         raise
                 if self.tries > 6:
