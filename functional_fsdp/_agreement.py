@@ -42,6 +42,7 @@ ALIKE = 1 << 38  # no vote's number, which has 34 bits
 OUTSIDE = 1 << 40  # ballots from here on name a unit that is used outside the plan
 EXCHANGES = 1 << 41  # are of what an exchange is for
 METRICS = 1 << 42  # ballots from here on are of the structure of metrics
+TURNS = 1 << 44  # are of what a rank wants next, where ranks agree on each use
 APART = 1 << 46  # of a rank that cannot come, see `_jobs`
 NAMES = 1 << 16  # units that have numbers of their own
 GRACE = 1.0  # seconds that what a rank sent before it ended may still be on its way
@@ -198,6 +199,25 @@ class Agreement:
                 "give the order: Schedule(order=...). The state before the step is valid."
             )
 
+    def next_of(self, wanted: int, names: tuple[str, ...], what: str) -> int:
+        """Which of the units that ranks want comes next: the smallest of every rank's number. Host, 16 bytes.
+
+        Args:
+            wanted: up to `2 * len(names)`, see `Unplanned.next_of`.
+
+        Raises:
+            ScheduleError: a rank is elsewhere.
+        """
+        if self.size == 1:
+            return wanted
+        most, least = self._count(self._ballot(TURNS + wanted, f"{what}, and a peer's next use"))
+        if least < TURNS or most >= APART:
+            raise ScheduleError(
+                f"ranks came to {what}, and to {_elsewhere(least if least < TURNS else most, names)}. Make the same "
+                "calls in the same order on every rank. The state before the step is valid."
+            )
+        return least - TURNS
+
     # ---- exchanges
 
     def everyone(self, value: T, what: str) -> list[T]:
@@ -349,7 +369,7 @@ class Agreement:
                 "the same calls in the same order on every rank. The state before the step is valid."
             )
         forms = self.everyone(described(self.form), "metrics")
-        ledger.leave()  # nothing has happened, and all know
+        ledger.call.unchanged()  # all know
         self._differ(forms)
 
     def _differ(self, forms: list[str]) -> None:
@@ -371,7 +391,9 @@ class Agreement:
 
 def _elsewhere(number: int, names: tuple[str, ...]) -> str:
     """Where a rank is that came to a ballot with this number."""
+    if number >= TURNS:
+        return "something planned" if number >= APART else "a use in the first step"
     if number >= EXCHANGES:
-        return "something planned" if number >= APART else "pmean or psum" if number >= METRICS else "an exchange"
+        return "pmean or psum" if number >= METRICS else "an exchange"
     before, unit = divmod(number - OUTSIDE, NAMES)
     return "step" if number < OUTSIDE else f"{names[unit]!r}{f' after {before - 1} reductions' if before else ''}"

@@ -20,7 +20,7 @@ on the arena's bytes and have a version counter of their own: filling a place ag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -200,6 +200,28 @@ class Arena:
         memory.resize_(0)
         memory.resize_(size)
         return True
+
+    def put(self, unit: str, whole: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+        """Have a unit lie in its place, from these buckets, for residuals that point there, although the plan may have
+        something else there now. Returns what puts that back."""
+        memory, _ = self.bytes[unit]
+        size, parts = memory.nbytes(), self.places[unit].parts
+        there = [part.whole for part in parts]
+        if size != self.sizes[unit]:  # the bytes of another one, which may go
+            there = [torch.empty(0, dtype=torch.uint8, device=self.run.device).set_(memory)]
+        kept = [some.clone() for some in there]
+        self.take(unit)
+        for part in parts:
+            part.whole.copy_(whole[part.bucket.name])
+
+        def undo() -> None:
+            if memory.nbytes() != size:
+                memory.resize_(0)
+                memory.resize_(size)
+            for some, was in zip(there, kept, strict=True):
+                some.copy_(was)
+
+        return undo
 
     def free(self) -> None:
         """Give all bytes back, when compute has waited for all that reads or writes them; in debug mode poison them.

@@ -21,7 +21,7 @@ from ._state import State, Token
 
 __all__ = ["Capture"]
 
-POSITION = ("base", "head", "steps", "epoch", "broken", "midway", "taken")
+POSITION = ("base", "head", "steps", "epoch", "broken", "taken")
 
 
 def _same(state: State) -> State:
@@ -94,6 +94,7 @@ class Capture:
             return
         for name, value in self.before.items():
             setattr(self.ledger, name, value)
+        self.ledger.call.depth = 0
         self.run.digest = self.digests
         if self.executor is not None:
             self.executor.drop()

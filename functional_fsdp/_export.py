@@ -77,8 +77,8 @@ def local_shards(
     tree = getattr(state, kind)
     if kind == "grads" and tree:
         state.token.ledger.enter(state.token.serial, "local_shards")
-        state.executor.settle()
-        state.token.ledger.leave()
+        with state.token.ledger.call:
+            state.executor.settle()
     at = runtime_of(state.spec.mesh).coordinate
     found: dict[str, torch.Tensor] = {}
     for name, buffer in (tree or {}).items():

@@ -103,11 +103,11 @@ class FlatBuffer:
         )
         return [(i, self.local[a - start : b - start]) for i, a, b in cuts if a < b]
 
-    def gather(self, whole: torch.Tensor) -> torch.Tensor:
+    def gather(self, whole: torch.Tensor, lane: str = "side") -> torch.Tensor:
         """Cast `local` into its own place in `whole` [n] (of any dtype) and gather in place: no copy-out."""
         start, stop = self.span()
         own = self.but(whole[start:stop].copy_(self.local))
-        own.redistribute(tuple((axis, Replicate) for axis, _ in self.states), whole)
+        own.redistribute(tuple((axis, Replicate) for axis, _ in self.states), whole, lane=lane)
         return whole
 
     def redistribute(
@@ -116,6 +116,7 @@ class FlatBuffer:
         out: torch.Tensor | None = None,
         *,
         average: str = "mean",
+        lane: str = "side",
     ) -> FlatBuffer:
         """Move to other per-axis states, by the collectives in the table at the top of this file.
 
@@ -124,6 +125,7 @@ class FlatBuffer:
             out: 1-D destination of the result's size and this buffer's dtype. A gather is in place when `self.local` is
                 this rank's own slice of `out`.
             average: "mean" or "sum" for what was Partial.
+            lane: whose communicator it goes by.
 
         Returns:
             the result; its `local` is `out` where that was given, a view of this one's where nothing had to move.
@@ -150,16 +152,16 @@ class FlatBuffer:
                 if i == 0:
                     whole = out if out is not None else local.new_empty(way.numel)
                 part = whole[start : start + size]
-                run.now(Issued("side", axis, "all_gather", size, local.dtype, "", name), part, local)
+                run.now(Issued(lane, axis, "all_gather", size, local.dtype, "", name), part, local)
                 local = part
             elif kind == "slice":
                 local = local[start : start + size]
             elif kind == "scatter":
                 part = out if out is not None and size == way.numel else local.new_empty(size)
-                run.now(Issued("side", axis, "reduce_scatter", local.numel(), local.dtype, average, name), part, local)
+                run.now(Issued(lane, axis, "reduce_scatter", local.numel(), local.dtype, average, name), part, local)
                 local = part
             else:
-                run.now(Issued("side", axis, "all_reduce", size, local.dtype, average, name), local, local)
+                run.now(Issued(lane, axis, "all_reduce", size, local.dtype, average, name), local, local)
         if out is not None and local is not out:
             local = out if local.data_ptr() == out.data_ptr() else out.copy_(local)
         return self.but(local, way.states)

@@ -22,12 +22,36 @@ from ._runtime import Runtime
 from ._spec import Spec
 
 if TYPE_CHECKING:
+    from ._cursor import Cursor
     from ._executor import Executor
     from ._state import State
 
 __all__ = ["Ledger", "Token"]
 
 REMEMBER = 256  # how many consumed states, at least, a ledger can name the consumer of
+
+
+class Call:
+    """A call that works on a lineage, as a context. One that is stopped within it leaves `depth` behind."""
+
+    __slots__ = ("depth", "kept")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.kept = False
+
+    def unchanged(self) -> None:
+        """The call is about to raise, and nothing has changed by it."""
+        self.kept = True
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None or self.kept:
+            if self.depth:  # else it has ended with the step
+                self.depth -= 1
+            self.kept = False
 
 
 class Ledger:
@@ -46,7 +70,7 @@ class Ledger:
         self.consumed: dict[int, str | tuple[str, Any]] = {}  # by what: in words, or a verb and its unit
         self.executor: Executor | None = None
         self.broken = ""
-        self.midway = False  # a verb has entered and not left: if another one finds it so, the first was stopped
+        self.call = Call()
         self.taken: dict[str, Any] | None = None  # what the last step returned, but for the token
 
     def enroll(self) -> None:
@@ -67,20 +91,23 @@ class Ledger:
         new = object.__new__(type(state))
         fields = new.__dict__
         fields.update(state.__dict__)
-        fields["token"] = Token(self, serial, token.origin or state)
+        cursor = None if self.executor is None else self.executor.position.cursor
+        fields["token"] = Token(self, serial, token.origin or state, cursor)
         if grads is not None:
             fields["grads"] = grads
-        self.midway = False
         return new
 
     def enter(self, serial: int, verb: str) -> None:
         """Check that the state `serial` may be used; begin the step anew if it is the base of an abandoned one.
 
-        The verb that enters leaves by `advance`, `leave` or `commit`. If it is stopped in between, what is in flight is
-        ahead of every state, and whoever enters next abandons the step.
+        What the verb then does, it does within `call`. If it is stopped there, what is in flight is ahead of every
+        state, and whoever enters next abandons the step.
         """
-        if serial == self.head != self.base and self.epoch == self.runtime.epoch and not (self.midway or self.broken):
-            self.midway = True
+        if (
+            serial == self.head != self.base
+            and self.epoch == self.runtime.epoch
+            and not (self.call.depth or self.broken)
+        ):
             return  # nearly always
         self.valid(serial, verb)
         if serial not in (self.base, self.head):
@@ -103,26 +130,22 @@ class Ledger:
                     self.executor.reset()
             self.runtime.meet(verb)
             self.head, self.epoch = self.base, self.runtime.epoch
+            self.call.depth = 0
         elif self.epoch != self.runtime.epoch or self.runtime.parted:
             self._consume(serial, "the restart of its step (a rank abandoned it)")
             self.runtime.meet(verb)
             if self.executor is not None:
                 self.executor.reset()
-            self.head, self.midway = self.base, False
+            self.head, self.call.depth = self.base, 0
             raise self._stale(serial, verb)
-        elif self.midway:
+        elif self.call.depth:
             self._consume(serial, "a call that was stopped")
             raise self._stale(serial, verb)
-        self.midway = True
-
-    def leave(self) -> None:
-        """The verb that entered consumed nothing, or refused before anything had happened."""
-        self.midway = False
 
     @property
     def begun(self) -> bool:
         """Whether a step is under way, if only because a verb was stopped."""
-        return self.head != self.base or self.midway
+        return self.head != self.base or self.call.depth > 0
 
     def others_begun(self) -> bool:
         """Whether steps of other lineages are under way."""
@@ -158,10 +181,8 @@ class Ledger:
         """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
         self.look(state.token.serial)
         guard()
-        before, self.midway = self.midway, True
-        with self.beside(state):
+        with self.call, self.beside(state):
             yield
-        self.midway = before
 
     def beside(self, state: State) -> AbstractContextManager[None]:
         """What ranks communicate within is no part of a plan; see `Executor.beside`."""
@@ -182,7 +203,6 @@ class Ledger:
         if self.head != self.base:
             self._consume(self.head, verb)
         self.head = self.base
-        self.midway = False
 
     def commit(self, serial: int, new: Any) -> int:
         """The step that ends with `serial` is taken: its base is consumed, its result is the new base, as the serial
@@ -194,7 +214,7 @@ class Ledger:
         self.steps += 1
         self.latest += 1
         self.base = self.head = self.latest
-        self.midway = False
+        self.call.depth = 0
         return self.base
 
     def _consume(self, serial: int, what: str) -> None:
@@ -217,12 +237,14 @@ class Ledger:
 class Token:
     """Which state of which lineage this is. Outside equality: trees of two states of one spec compare equal.
 
-    origin: the state that the step began with; None between steps.
+    origin: the state that the step began with; None between steps. cursor: where the program stood when the state was
+    returned; None where nothing is begun.
     """
 
-    __slots__ = ("ledger", "origin", "serial")
+    __slots__ = ("cursor", "ledger", "origin", "serial")
 
-    def __init__(self, ledger: Ledger, serial: int, origin: State | None = None) -> None:
+    def __init__(self, ledger: Ledger, serial: int, origin: State | None = None, cursor: Cursor | None = None) -> None:
         self.ledger = ledger
         self.serial = serial
         self.origin = origin
+        self.cursor = cursor

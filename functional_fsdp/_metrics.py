@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -54,9 +55,8 @@ def _metrics(state: State, tree: Any, name: str, op: Op) -> tuple[State, Any]:
         for leaf in leaves
     ]
     floats = [t if t.is_floating_point() else t.float() for t in tensors]
-    done = over_ranks(state, floats, op, structure=(name, treedef))
-    if not tracing():
-        ledger.leave()
+    with nullcontext() if tracing() else ledger.call:
+        done = over_ranks(state, floats, op, structure=(name, treedef))
     return state, pytree.tree_unflatten(done, treedef)
 
 
@@ -99,8 +99,7 @@ def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, wha
     if tracing():
         return _traced.over_axes(state, flat, axes, op)
     run, ledger = runtime_of(state.spec.mesh), state.token.ledger
-    before, ledger.midway = ledger.midway, True  # who is stopped here is out of step with the other ranks
-    for axis in axes:
-        run.now(Issued("side", axis, "all_reduce", flat.numel(), flat.dtype, op, what), flat, flat)
-    ledger.midway = before
+    with ledger.call:  # who is stopped here is out of step with the other ranks
+        for axis in axes:
+            run.now(Issued("side", axis, "all_reduce", flat.numel(), flat.dtype, op, what), flat, flat)
     return flat

@@ -32,6 +32,7 @@ from ._layout import STAGED, Bucket, Layout, aligned
 from ._lives import Gather, choose_kept, simulate
 from ._pack import Interval, pack
 from ._program import Program, program
+from ._route import Partial, Replicate, states_of
 from ._schedule import Schedule
 from ._tree import bytes_text, table
 
@@ -121,6 +122,8 @@ class Plan:
         arena: bytes of the arena; `bound`: the largest sum of live bytes, which no packing can beat.
         staging: bytes of gradient staging.
         rule: how the addresses were found.
+        at_once: every reduction makes its main gradients whole, so that it is the same in each microbatch.
+        forward: how many uses the forward has, if that is known; None: `turn` is a guess from the order.
     """
 
     schedule: Schedule
@@ -131,6 +134,8 @@ class Plan:
     bound: int
     staging: int
     rule: str
+    at_once: bool = True
+    forward: int | None = None
 
     def __hash__(self) -> int:
         return hash(self.hash)
@@ -150,11 +155,27 @@ class Plan:
         return {unit.name: unit for unit in self.units}
 
     @cached_property
+    def groups(self) -> tuple[Interval, ...]:
+        """The first and the last use of each call."""
+        return tuple(dict.fromkeys(use.group for use in self.uses))
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """Units in order of first use."""
+        return tuple(unit.name for unit in self.units)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """The number of each unit."""
+        return {unit.name: i for i, unit in enumerate(self.units)}
+
+    @cached_property
     def turn(self) -> int:
         """Uses of the forward, which is what evaluation uses: up to the first use of the last new unit and, where tied
         units follow, up to where the backward begins."""
-        groups = dict.fromkeys(use.group for use in self.uses)
-        calls = tuple(tuple(use.unit for use in self.uses[a : b + 1]) for a, b in groups)
+        if self.forward is not None:
+            return self.forward
+        calls = tuple(tuple(use.unit for use in self.uses[a : b + 1]) for a, b in self.groups)
         return Program(calls, once=self.schedule.order is None).turn
 
     @cached_property
@@ -168,19 +189,31 @@ class Plan:
         """For each use, how many of `gathers` its `unshard` and those before it start."""
         return tuple(bisect_right(self.gathers, k, key=lambda gather: gather.start) for k in range(len(self.uses)))
 
-    def opens(self, turn: int) -> list[bool]:
+    @cached_property
+    def opens(self) -> tuple[bool, ...]:
         """For each use whether it may be a unit's first one in a pass: before the turn, or after its reduction."""
         done: set[str] = set()
         found = []
         for k, use in enumerate(self.uses):
-            found.append(k < turn or use.unit in done)
+            found.append(k < self.turn or use.unit in done)
             done.discard(use.unit)
             if use.reduces:
                 done.add(use.unit)
-        return found
+        return tuple(found)
 
     @cached_property
-    def sharing(self) -> dict[str, tuple[str, ...]]:
+    def last_open(self) -> int:
+        """The last use that may be a unit's first one; 0 where there is none."""
+        return max((k for k, opens in enumerate(self.opens) if opens), default=0)
+
+    @cached_property
+    def settles(self) -> frozenset[int]:
+        """The last uses of units without gradients: whoever has come there owes nothing more."""
+        trained = {reduction.unit for reduction in self.reductions}
+        return frozenset(unit.uses[-1] for unit in self.units if unit.name not in trained)
+
+    @cached_property
+    def sharing(self) -> dict[str, frozenset[str]]:
         """For each unit, the others with which it shares bytes: their releases come before its gather."""
         found: dict[str, list[str]] = {unit.name: [] for unit in self.units}
         open_: list[PlannedUnit] = []
@@ -190,7 +223,7 @@ class Plan:
                 found[other.name].append(unit.name)
                 found[unit.name].append(other.name)
             open_.append(unit)
-        return {name: tuple(others) for name, others in found.items()}
+        return {name: frozenset(others) for name, others in found.items()}
 
     def live(self, use: int) -> tuple[str, ...]:
         """The units whose bytes are live during a use: gathered, or being gathered."""
@@ -245,8 +278,11 @@ class Plan:
         return timeline
 
 
-def plan(layout: Layout, schedule: Schedule | None = None) -> Plan:
+def plan(layout: Layout, schedule: Schedule | None = None, forward: int | None = None) -> Plan:
     """Work a schedule out on a layout: lives, addresses, staging. Needs no ranks and no device.
+
+    Args:
+        forward: how many uses of the order are the forward, if that is known.
 
     Raises:
         SpecError: the order, `prefetch` or `keep` names what the layout does not have.
@@ -297,7 +333,11 @@ def plan(layout: Layout, schedule: Schedule | None = None) -> Plan:
         Use(name, starts.get(k), ends.get(k, k), found.groups[k], (name, k) in reducing)
         for k, name in enumerate(found.order)
     )
-    return Plan(schedule, uses, units, reductions, packing.total, packing.bound, staging, packing.rule)
+    ends_of = (("grads", Partial), ("main", Replicate))
+    at_once = all(len({states_of(bucket, *end) for end in ends_of}) == 1 for bucket in layout.trainable.values())
+    return Plan(
+        schedule, uses, units, reductions, packing.total, packing.bound, staging, packing.rule, at_once, forward
+    )
 
 
 def _nbytes(bucket: Bucket) -> int:

@@ -16,10 +16,11 @@ backward is through with all that came after it:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
+from typing import Any
 
 from ._errors import ScheduleError, SpecError
 from ._layout import Layout
@@ -121,7 +122,7 @@ class Program:
         return [(name, begin + k) for begin in range(0, len(self.order), self.length) for name, k in found]
 
 
-def combined(seen: Sequence[Seen], planned: Order) -> tuple[Order, Order]:
+def combined(seen: Sequence[Seen], planned: Order, frozen: Collection[str] = ()) -> tuple[Order, Order]:
     """One order for all ranks, forward and backward, from what each did, and from a plan for what none used.
 
     Where a unit is not used in the backward, that is because its gradient needs no weights; or because no rank had a
@@ -140,16 +141,13 @@ def combined(seen: Sequence[Seen], planned: Order) -> tuple[Order, Order]:
     if not all(_within(one, forward) for one in forwards) or not all(_within(one, backward) for one in backwards):
         return (), ()
     used = _units(forward)
-    unused = tuple(call for call in planned[half:][::-1] if not used.issuperset(_names(call)))
-    without: set[str] = set()  # units that got a gradient without a use in the backward
-    for forth, back, waived in seen:
-        without |= _units(forth) - _units(back) - set(waived)
-    kept = {name for _, _, waived in seen for name in waived} - without
-    anchors = tuple(
-        call for call in planned[half:][::-1]
-        if call in unused or call in backward or not kept.isdisjoint(_names(call))
-    )  # fmt: skip
-    return _merged(forward, planned[:half], used), _merged(backward, anchors)[::-1]
+    forward = _merged(forward, planned[:half], used)
+    given = {name for forth, _, skipped in seen for name in _units(forth) - set(skipped)}
+    kept = {name for _, _, skipped in seen for name in skipped} - given
+    first = next((i for i, call in enumerate(forward) if not kept.isdisjoint(_names(call))), len(forward))
+    back = _units(backward)  # a gradient of what comes before a frozen unit would go through it
+    kept |= {name for name in _units(forward[first:]) if name in frozen and name not in back}
+    return forward, _filled(backward, forward, lambda call: not kept.isdisjoint(_names(call)), used)[::-1]
 
 
 def _units(order: Order) -> set[str]:
@@ -157,13 +155,28 @@ def _units(order: Order) -> set[str]:
 
 
 def _merged(order: Order, other: Order, but: Collection[str] = ()) -> Order:
-    """An order with what only another one has put in, each after what comes before it there, or first; but not the
-    units in `but`."""
+    """An order with what only another one has put in, each after what comes before it there, or before what comes
+    after it; but not the units in `but`."""
     found = list(order)
     for i, call in enumerate(other):
         if call not in found and not all(name in but for name in _names(call)):
             before = next((one for one in reversed(other[:i]) if one in found), None)
-            found.insert(0 if before is None else found.index(before) + 1, call)
+            after = next((one for one in other[i + 1 :] if one in found), None)
+            at = found.index(before) + 1 if before is not None else found.index(after) if after is not None else 0
+            found.insert(at, call)
+    return tuple(found)
+
+
+def _filled(order: Order, natural: Order, kept: Callable[[Any], bool], used: Collection[str]) -> Order:
+    """An order, and what it lacks of the natural one, each time where that has it: what is kept, and what none used."""
+    found = list(order)
+    at = 0
+    for call in natural:
+        if kept(call) or (call not in order and not set(_names(call)) <= {*used}):
+            found.insert(at, call)
+            at += 1
+        elif call in found[at:]:
+            at = found.index(call, at) + 1
     return tuple(found)
 
 
@@ -183,7 +196,7 @@ def program(layout: Layout, schedule: Schedule) -> Program:
     if schedule.order == "recorded":
         raise ScheduleError(
             "plan: Schedule(order='recorded') has no order before the first step. Give an order, as "
-            "Schedule(order=('a', 'b', 'b', 'a')), or look at state.comm after a step."
+            "Schedule(order=('a', 'b', 'b', 'a')), or look at state.cursor after a step."
         )
     found = Program(schedule.order) if schedule.order is not None else Program(_default(layout), once=True)
     names = tuple(layout.by_name)

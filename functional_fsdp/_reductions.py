@@ -1,7 +1,7 @@
 """Reductions: how gradients that come in any order are reduced in the plan's.
 
-    reduce ─▶ Comm.reduce ─▶ its turn has not come: early, kept as it is
-                        └──▶ due, in the plan's order ─▶ backlog ─▶ staging ─▶ reduce lane
+    reduce ─▶ its turn has not come: early, kept as it is
+         └──▶ due, in the plan's order ─▶ backlog ─▶ staging ─▶ reduce lane
 
 Nearly always the backlog is empty again at once. A reduction stays in it where all staging is taken by reductions that
 a peer has not come to yet, and that peer waits for a gather that this rank issues later: then this rank goes on.
@@ -12,25 +12,30 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ._arena import Arena
-from ._comm import Comm
 from ._copies import Copies
+from ._cursor import Cursor
 from ._flat import FlatBuffer
 from ._given import Given
 from ._layout import Layout
-from ._loose import Loose
+from ._order import DefaultOrder, FixedOrder, Known, RecordedOrder
 from ._plan import Plan
+from ._positions import Move, Position
 from ._route import states_of
 from ._runtime import Runtime
 from ._spec import Spec
 from ._stage import Values
 from ._staging import Staging
 from ._symmetric import Windows
+from ._unplanned import Unplanned
 from ._weights import owned
+
+if TYPE_CHECKING:
+    from ._state import State
 
 __all__ = ["Reductions"]
 
@@ -42,21 +47,28 @@ class Reductions:
     layout: Layout
     spec: Spec
     plan: Plan
-    comm: Comm
+    order: Known
+    position: Position
     arena: Arena
     staging: Staging
-    loose: Loose
+    unplanned: Unplanned
     given: Given
     shared: Copies | Windows | None
-    recording: list[tuple[str, ...]] | None
     digests: list[int]
-    waived: set[str]
-    observing: bool
+    skipped: set[str]
+
+    if TYPE_CHECKING:
+
+        @property
+        def cursor(self) -> Cursor: ...
+        def move(self, kind: str, units: tuple[str, ...] = ()) -> Move: ...
+        def carry_out(self, state: State, move: Move) -> None: ...
+        def _gather(self, state: State, index: int) -> None: ...
 
     @property
     def _planned(self) -> bool:
         """Whether there is an order of use that is not only a guess."""
-        return self.recording is None and not self.observing
+        return isinstance(self.order, FixedOrder | DefaultOrder)
 
     def start(self) -> None:
         """Nothing has come yet."""
@@ -69,62 +81,63 @@ class Reductions:
 
     def adopt(self, grads: Any) -> None:
         """Go on from these main gradients: a transform may have put others in the state's place."""
-        if grads is not self.grads:
+        if grads is not self.grads and (grads or self.grads):
             self.grads = dict(grads or {})
             self.staging.touched()
 
-    def reduce(self, unit: str, values: Values, last: bool, whole_tree: bool = False) -> None:
+    def came(self, unit: str, of: str = "") -> Move:
+        """What follows where a gradient of this unit came, perhaps of a " tree". Changes nothing."""
+        return self.move(("empty" if unit in self.hollow else "reduce") + of, (unit,))
+
+    def reduce(self, state: State, unit: str, values: Values, last: bool, move: Move, whole_tree: bool = False) -> None:
         """A unit's gradients, as `Unit.paths`, on their way into `grads`: now, or when their turn comes."""
         if self.shared and not self.shared.made:
             self.shared.prepare(self.plan)
-        if unit in self.hollow:  # no element, nothing to send: no peer need come here
-            self._issue(self.comm.lapse())
-            self.comm.owing.discard(unit)
-            self.comm.training, self.last = True, last
+        self.position, actions = move
+        mine = None
+        for kind, what in actions:
+            if kind == "reduce":
+                self._issue(what)
+            elif kind == "keep":
+                mine, self.last = what, last
+                self.early[mine] = owned(values, self.arena.lease(unit)) if self.run.cuda else values  # the lane reads
+            elif kind == "gather":
+                self._gather(state, what)
+            else:
+                if not whole_tree:
+                    self.unplanned.agree(unit, "reduce", self._planned)
+                self.staging.outside(self.layout.by_name[unit], values, self.grads, last, self.spec.mesh)
+        if unit in self.hollow:
+            self.last = last
             for bucket in self.hollow[unit]:
                 if bucket.name not in self.grads:
                     self.staging.zeros(bucket, self.grads, self.spec.mesh)
-            return
-        mine = self.comm.turn_of(unit)
-        if mine is None:
-            self._issue(())
-            if not whole_tree:
-                self.loose.agree(unit, "reduce", self._planned)
-            self.staging.outside(self.layout.by_name[unit], values, self.grads, last, self.spec.mesh)
-            return
-        if mine < 0:
-            self._issue(self.comm.close())
-            mine = self.comm.turn_of(unit)
-            assert mine is not None
-        elif self.comm.lapsed:
-            self._issue(self.comm.lapse())
-        self.last = last
-        self.early[mine] = owned(values, self.arena.lease(unit)) if self.run.cuda else values  # the lane reads them
-        self._issue(self.comm.reduce(mine))
-        if (self.early or self.backlog) and not self.run.cuda:  # what was borrowed may be released meanwhile
+        elif (self.early or self.backlog) and not self.run.cuda:  # what was borrowed may be released meanwhile
             if mine in self.early:
                 self.early[mine] = owned(values, self.arena.lease(unit))
             for i, (index, waiting, flag) in enumerate(self.backlog):
                 if waiting is values:
                     self.backlog[i] = index, owned(values, self.arena.lease(unit)), flag
 
-    def reduce_tree(self, total: Mapping[str, torch.Tensor], last: bool) -> None:
+    def reduce_tree(self, state: State, total: Mapping[str, torch.Tensor], last: bool) -> None:
         """The gradients of a whole tree, by path: a round of its own, in the same order on every rank."""
-        self._issue(self.comm.close())
+        self.carry_out(state, self.move("round"))
         in_turn = dict.fromkeys(reduction.unit for reduction in self.plan.reductions)
         for name in [*in_turn, *(unit.name for unit in reversed(self.layout.units) if unit.name not in in_turn)]:
             unit = self.layout.by_name[name]
             if any(shape is not None for shape in unit.trains):
                 self.given.note(name, sum(1 << i for i, path in enumerate(unit.paths) if path in total))
-                self.reduce(name, [total.get(path) for path in unit.paths], last, whole_tree=True)
-        self._issue(self.comm.close())
+                values = [total.get(path) for path in unit.paths]
+                self.reduce(state, name, values, last, self.came(name, " tree"), whole_tree=True)
+        self.carry_out(state, self.move("round"))
 
-    def waive(self, unit: str) -> bool:
+    def skip(self, unit: str) -> bool:
         """On this rank no gradient of this unit will come in this pass. False: there is no plan, say so by `reduce`."""
-        self.waived.add(unit)
-        if self.recording is None:
-            self.comm.waive(unit)
-        return self.recording is None
+        self.skipped.add(unit)
+        if isinstance(self.order, RecordedOrder):
+            return False
+        self.position, _ = self.move("skip", (unit,))
+        return True
 
     def _issue(self, due: Iterable[tuple[int, bool]], relents: bool = True) -> None:
         """Reduce what is due, in order; with `relents` what finds no staging is left, if a peer needs this rank to go
@@ -147,7 +160,8 @@ class Reductions:
     @property
     def complete(self) -> bool:
         """Whether every main gradient is there and whole."""
-        if self.waiting or self.comm.reduced or self.comm.lapsed or self.comm.ahead:
+        cursor = self.cursor
+        if self.waiting or cursor.reduced or cursor.due or cursor.ahead:
             return False
         grads, trainable = self.grads, self.layout.trainable
         return all(n in grads and grads[n].states == states_of(b, "main") for n, b in trainable.items())

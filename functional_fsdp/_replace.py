@@ -230,9 +230,10 @@ def replace_grads(state: State, grads: Any) -> State:
     if state.grads or executor.waiting:  # what is under way would be added to the new ones
         state = finish(state)
     state.token.ledger.enter(state.token.serial, "replace_grads")
-    executor.adopt({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
-    executor.given.resume(given)
-    state = state.token.ledger.advance(state, "replace_grads()", executor.grads)
+    with state.token.ledger.call:
+        executor.adopt({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
+        executor.given.resume(given)
+        state = state.token.ledger.advance(state, "replace_grads()", executor.grads)
     end_round(state, last=True)
     return state
 

@@ -46,7 +46,6 @@ def drop_gradients(state: State) -> State:
             "the last step() returned."
         )
     ledger.enter(base.token.serial, "drop_gradients")
-    ledger.leave()
     return base
 
 
@@ -58,7 +57,6 @@ def begin_round(state: State, verb: str) -> None:
     """
     ledger = state.token.ledger
     ledger.enter(state.token.serial, verb)
-    ledger.leave()
     if ledger.executor is not None and ledger.executor.whole:
         raise ScheduleError(
             f"{verb}: this State has the gradients of a whole round already (the call before had last=True, the "

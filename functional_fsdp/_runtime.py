@@ -197,9 +197,10 @@ class Runtime(Jobs):
             self.signals[axis] = Signals(self, axis, len(LANES))
 
     def now(self, hop: Issued, out: torch.Tensor, given: torch.Tensor) -> None:
-        """One collective on the side lane; the compute lane waits for it."""
+        """One collective on its lane; the compute lane waits for it."""
         self.note(hop)
-        self.wait(self.submit("side", (hop,), self.collective(hop, out, given)))
+        after = self.mark() if hop.lane != "side" else None  # that one is compute's own, on GPUs
+        self.wait(self.submit(hop.lane, (hop,), self.collective(hop, out, given), after))
 
     def note(self, hop: Issued) -> None:
         """Have the next vote compare this collective of the side lane."""

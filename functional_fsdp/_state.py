@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from ._comm import Comm
+from ._cursor import Cursor, InFlight
 from ._entry import alone, ordinary
 from ._errors import StaleStateError
 from ._executor import Executor
@@ -124,13 +124,28 @@ class State:
         return executor.shared.nbytes if executor and executor.shared else 0
 
     @property
-    def comm(self) -> Comm:
-        """The schedule as it stands: the plan, the cursor, what is in flight, live, held, released. Printing it gives a
-        table.
+    def cursor(self) -> Cursor:
+        """Where the program stood when this state was returned: the plan, the use that is expected next, what is
+        issued, live, held and awaited. Printing it gives a table.
 
-        A snapshot of this rank's lineage: it does not change any more, and looking at it waits for nothing.
+        A value: it never changes, nor does looking at it wait for anything, or keep anything alive. That of an old
+        state shows what stood then, and does not make that state usable.
         """
-        return self.executor.snapshot()
+        if self.token.serial == self.token.ledger.head:
+            return self.executor.cursor  # peers may have had it start more since
+        if self.token.cursor is None:
+            self.token.cursor = self.executor.positions.start.cursor
+        return self.token.cursor
+
+    @property
+    def in_flight(self) -> InFlight:
+        """What this lineage's lanes have not done yet: units that are being gathered, and how many reductions. Waits
+        for nothing. Of the newest state only; of others nothing is in flight.
+        """
+        ledger = self.token.ledger
+        if ledger.executor is None or self.token.serial != ledger.head:
+            return InFlight((), 0)
+        return ledger.executor.in_flight
 
     @property
     def between_steps(self) -> bool:

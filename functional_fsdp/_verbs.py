@@ -2,8 +2,8 @@
 
     state ── unshard ──▶ weights ── your loss, torch.func ──▶ gradients ── reduce ──▶ state.grads ── step ──▶ state
 
-What each starts, and when, is the plan's to say (see `_comm`, and `_executor` for how); compute waits for what it needs
-and nothing else. Which collective it is follows from the placement:
+What each starts, and when, is the plan's to say (see `_advance`, and `_executor` for how); compute waits for what it
+needs and nothing else. Which collective it is follows from the placement:
 
 | verb    | zero3          | zero2          | zero1                | ddp                | hsdp                       |
 |---------|----------------|----------------|----------------------|--------------------|----------------------------|
@@ -16,7 +16,7 @@ and nothing else. Which collective it is follows from the placement:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -34,27 +34,28 @@ from ._tracing import tracing
 from ._update import Kept, carry_out, check, counting, keep, may_step, put, put_back
 from ._weights import gather, refresh, whole_of
 
-__all__ = ["changed", "changing", "finish", "newest", "reduce", "release", "step", "unshard"]
+__all__ = ["change", "finish", "newest", "reduce", "release", "step", "unshard"]
 
 Weights = dict[str, torch.Tensor]
 
 
-def changed(state: State, what: str) -> State:
-    """The state after a transform changed its gradients in place: consumes `state`."""
-    return state if tracing() else state.token.ledger.advance(state, what)
-
-
-def changing(state: State, what: str, by: Any = "") -> None:
-    """A transform is about to change the state's gradients in place. If it is stopped before `changed`, the step has to
-    begin anew. The vote of `step` compares what ranks have changed.
+def change(state: State, what: str, work: Callable[[], None], by: Any = "") -> State:
+    """The state after a transform has changed its gradients in place: consumes `state`. If it is stopped in it, the
+    step has to begin anew. The vote of `step` compares what ranks have changed.
 
     Args:
+        work: changes them.
         by: a number that has to be the same on every rank; of a tensor only that it is one.
     """
-    if not tracing():
-        ledger = state.token.ledger
-        ledger.enter(state.token.serial, what)
-        ledger.runtime.remark(f"{what} {'' if isinstance(by, torch.Tensor) else by}")
+    if tracing():
+        work()
+        return state
+    ledger = state.token.ledger
+    ledger.enter(state.token.serial, what)
+    ledger.runtime.remark(f"{what} {'' if isinstance(by, torch.Tensor) else by}")
+    with ledger.call:
+        work()
+        return ledger.advance(state, what)
 
 
 def _no_unit(state: State, name: Any, verb: str) -> ScheduleError:
@@ -112,8 +113,10 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
             raise _no_unit(state, name, "unshard")
     ledger.enter(state.token.serial, "unshard")
     executor = ledger.executor or state.executor
-    weights = executor.unshard(state, names, outside)
-    new = ledger.advance(state, ("unshard", names), executor.grads or state.grads)
+    move = executor.asked(names, outside)
+    with ledger.call:
+        weights = executor.unshard(state, names, move)
+        new = ledger.advance(state, ("unshard", names), executor.grads or state.grads)
     return new, weights[unit] if isinstance(unit, str) else weights
 
 
@@ -134,8 +137,10 @@ def release(state: State, unit: str | Sequence[str]) -> State:
     ledger = state.token.ledger
     ledger.enter(state.token.serial, "release")
     executor = ledger.executor or state.executor
-    executor.release(state, names)
-    return ledger.advance(state, ("release", names))
+    move = executor.given_back(names)
+    with ledger.call:
+        executor.release(state, names, move)
+        return ledger.advance(state, ("release", names))
 
 
 # ---------------------------------------------------------------- reduce
@@ -173,29 +178,29 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
         values, came = of_unit(one, grads)
         ledger.enter(state.token.serial, "reduce")
         executor = ledger.executor or state.executor
-        if state.grads is not executor.grads:
-            executor.adopt(state.grads)
-        before = len(executor.grads)
-        if values:
-            if came == ALL:
-                executor.given.full.add(one.name)
-            else:
-                executor.given.note(one.name, came)
-            executor.reduce(one.name, values, last)
-        if before < len(executor.grads) == len(state.layout.trainable):
-            executor.grads = in_order(state.layout, executor.grads)
-        new = ledger.advance(state, ("reduce", unit), executor.grads)
-        if not executor.comm.owing and executor.comm.over:
-            executor.close(new)
-        return new
+        move = executor.came(one.name) if values else None
+        with ledger.call:
+            if state.grads is not executor.grads:
+                executor.adopt(state.grads)
+            before = len(executor.grads)
+            if move is not None:
+                if came == ALL:
+                    executor.given.full.add(one.name)
+                else:
+                    executor.given.note(one.name, came)
+                executor.reduce(state, one.name, values, last, move)
+            if before < len(executor.grads) == len(state.layout.trainable):
+                executor.grads = in_order(state.layout, executor.grads)
+            return ledger.advance(state, ("reduce", unit), executor.grads)
 
     total = of_tree(state.layout, grads)
     ledger.enter(state.token.serial, "reduce")
     executor = state.executor
-    executor.adopt(state.grads)
-    executor.reduce_tree(total, last)
-    executor.grads = in_order(state.layout, executor.grads)
-    return ledger.advance(state, "reduce()", executor.grads)
+    with ledger.call:
+        executor.adopt(state.grads)
+        executor.reduce_tree(state, total, last)
+        executor.grads = in_order(state.layout, executor.grads)
+        return ledger.advance(state, "reduce()", executor.grads)
 
 
 def _has_gradients(state: State) -> None:
@@ -220,15 +225,15 @@ def finish(state: State) -> State:
     _has_gradients(state)
     state.token.ledger.enter(state.token.serial, "finish")
     executor = state.executor
-    executor.adopt(state.grads)
-    complete = executor.complete
-    if not complete:
-        executor.finish(state, step=False)
-    before, executor.grads = executor.grads, in_order(state.layout, executor.grads)
-    if not complete or executor.grads is not before:
-        state = state.token.ledger.advance(state, "finish()", executor.grads)
-    executor.settle()
-    state.token.ledger.leave()
+    with state.token.ledger.call:
+        executor.adopt(state.grads)
+        complete = executor.complete
+        if not complete:
+            executor.finish(state, step=False)
+        before, executor.grads = executor.grads, in_order(state.layout, executor.grads)
+        executor.settle()
+        if not complete or executor.grads is not before:
+            state = state.token.ledger.advance(state, "finish()", executor.grads)
     return state
 
 
@@ -269,23 +274,24 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     ledger = state.token.ledger
     ledger.enter(state.token.serial, "step")
     executor = state.executor
-    executor.adopt(state.grads)
-    executor.finish(state)
-    vote = ledger.runtime.vote(executor.digest, executor.given.vote())
-    trainable = state.layout.trainable
-    main = {name: state.main[name] for name in trainable}
-    touched = [buffer.local for buffer in main.values()] + _tensors(state.opt)
-    versions = [leaf._version for leaf in touched]
-    try:
-        lacking = executor.given.agree(ledger.runtime, ledger.runtime.compare(vote))
-    except ScheduleError:
-        ledger.leave()
-        raise
-    if not executor.run.cuda:  # the host waits there, which may fail: before all commit
-        executor.settle()
-    opt = counting(state, lacking)
-    before = keep(state, lacking.given)
-    return _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
+    with ledger.call:
+        executor.adopt(state.grads)
+        executor.finish(state)
+        vote = ledger.runtime.vote(executor.digest, executor.given.vote())
+        trainable = state.layout.trainable
+        main = {name: state.main[name] for name in trainable}
+        touched = [buffer.local for buffer in main.values()] + _tensors(state.opt)
+        versions = [leaf._version for leaf in touched]
+        try:
+            lacking = executor.given.agree(ledger.runtime, ledger.runtime.compare(vote))
+        except ScheduleError:
+            ledger.call.unchanged()
+            raise
+        if not executor.run.cuda:  # the host waits there, which may fail: before all commit
+            executor.settle()
+        opt = counting(state, lacking)
+        before = keep(state, lacking.given)
+        return _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -323,7 +329,7 @@ def _take(
         ledger.commit(state.token.serial, new)
     except BaseException as error:
         if versions == [leaf._version for leaf in touched]:
-            ledger.leave()
+            ledger.call.unchanged()
         else:
             ledger.broken = (
                 f"step() number {ledger.steps + 1} was stopped by {type(error).__name__} while it was updating the "

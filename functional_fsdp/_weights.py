@@ -72,12 +72,12 @@ def whole_of(state: State, bucket: Bucket) -> torch.Tensor | None:
     return kept.local if not kept.sharded() and kept.local.dtype is bucket.compute else None
 
 
-def gather(state: State, bucket: Bucket, whole: torch.Tensor | None = None) -> torch.Tensor:
+def gather(state: State, bucket: Bucket, whole: torch.Tensor | None = None, lane: str = "side") -> torch.Tensor:
     """Cast the shard into its own place in `whole` (by default a new tensor) and gather in place. All-gather."""
     kept = read(state, bucket)
     if whole is None:
         whole = kept.local.new_empty(bucket.numel, dtype=bucket.compute)
-    return kept.gather(whole)
+    return kept.gather(whole, lane)
 
 
 def read(state: State, bucket: Bucket) -> FlatBuffer:
@@ -116,10 +116,10 @@ class Gathered:
             views |= leaves_of(bucket, alias_of(resident))
         self.lease = Lease(unit.name, {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)})
 
-    def gather(self, state: State) -> None:
+    def gather(self, state: State, lane: str = "side") -> None:
         self._take()
         for name, whole in self.whole.items():
-            gather(state, state.layout.buckets[name], whole)
+            gather(state, state.layout.buckets[name], whole, lane)
 
     def fill(self, parts: Iterable[tuple[Bucket, torch.Tensor]]) -> None:
         """The same from whole buckets that lie elsewhere."""

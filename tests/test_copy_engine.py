@@ -84,7 +84,7 @@ def counted(
             passes = dict(counts)
             counts.clear()
             state = fsdp.step(state)
-        return passes, dict(counts), len(state.units), len(state.comm.plan.gathers)
+        return passes, dict(counts), len(state.units), len(state.cursor.plan.gathers)
     finally:
         for name, function in real.items():
             setattr(_runtime, name, function)
@@ -419,7 +419,7 @@ def looked_at_a_copy() -> str:
     params, _ = fsdp.functionalize(Stack(32, 3))
     state = fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.sgd(lr=0.1))
     twin = copy.deepcopy(state)
-    return repr(twin.comm) if dist.get_rank() == 0 else ""
+    return repr(twin.cursor) if dist.get_rank() == 0 else ""
 
 
 def test_one_rank_may_look_at_a_copy() -> None:

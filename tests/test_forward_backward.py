@@ -167,7 +167,7 @@ def as_by_hand() -> tuple[bool, list[str], list[str]]:
                     state, loss = forward_backward(state, on(state, data), last=k == 1)
                 losses.append(loss)
             state = fsdp.step(state)
-        states.append((losses, fsdp.full_params(state), [use.unit for use in state.comm.plan.uses]))
+        states.append((losses, fsdp.full_params(state), [use.unit for use in state.cursor.plan.uses]))
     (a, wa, _), (b, wb, order) = states
     same = all(map(torch.equal, a, b)) and all(torch.equal(wa[key], wb[key]) for key in wa)
     return same, order, []
@@ -192,9 +192,9 @@ def order_after(name: str, steps: int, skew: int = 0) -> tuple[list[list[str]], 
             data["source"][0, 0] += (data["source"].sum() + dist.get_rank()) % 2
             data["source"] %= VOCABULARY - 1
         state, _ = forward_backward(state, data)
-        orders.append([use.unit for use in state.comm.plan.uses])
+        orders.append([use.unit for use in state.cursor.plan.uses])
         state = fsdp.step(state)
-    return orders, state.comm.idle
+    return orders, state.cursor.idle
 
 
 def test_the_order_of_use_is_what_the_first_step_shows() -> None:
@@ -241,7 +241,7 @@ def test_a_schedule_with_an_order_is_kept() -> None:
         for _ in range(2):
             state, _ = forward_backward(state, torch.ones(1, 3))
             state = fsdp.step(state)
-        return [use.unit for use in state.comm.plan.uses]
+        return [use.unit for use in state.cursor.plan.uses]
 
     assert launch(kept, 2) == [["a", "b", "b", "a"]] * 2
 

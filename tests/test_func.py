@@ -225,13 +225,13 @@ def products(preset: str, order: str) -> dict[str, Any]:
 
     def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            most.append(len([u for u in state.comm.live if state.comm.plan.by_name[u].parts]))
+            most.append(len([u for u in state.executor.cursor.live if state.executor.plan.by_name[u].parts]))
             return fn(*args)
 
         return run
 
     after, (found["loss"], hv) = T.hvp({key: counted(fn) for key, fn in stages(model).items()})(state, v, data)
-    found["between steps"] = after is state and state.between_steps and state.comm.idle
+    found["between steps"] = after is state and state.between_steps and state.cursor.idle
     found["most"] = max(most)
     found["Hv"] = full_grads(after._evolve(grads=hv))
     # again, of what came out; in the middle of a step, whose gradients stay; and then the step

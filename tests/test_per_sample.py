@@ -140,7 +140,7 @@ def norms(preset: str, chunk: int | None) -> dict[str, Any]:
 
     def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(w: Any, h: Any, sample: Any) -> Any:
-            most.append(len([u for u in state.comm.live if state.comm.plan.by_name[u].parts]))
+            most.append(len([u for u in state.executor.cursor.live if state.executor.plan.by_name[u].parts]))
             return fn(w, h, sample)
 
         return run
@@ -148,7 +148,7 @@ def norms(preset: str, chunk: int | None) -> dict[str, Any]:
     f = T.per_sample_norms({key: counted(fn) for key, fn in stages(model).items()}, chunk=chunk)
     found: dict[str, Any] = {"most": most}
     after, (found["losses"], found["norms"]) = f(state, data)
-    found["between steps"] = after is state and state.between_steps and state.comm.idle
+    found["between steps"] = after is state and state.between_steps and state.cursor.idle
     assert not found["losses"].requires_grad
     # in the middle of a step: its gradients stay, and it goes on
     forward_backward = T.forward_backward(model, loss_fn)
@@ -235,7 +235,7 @@ def clipped(preset: str, average: Any, micro: int) -> tuple[torch.Tensor, list[T
 
     def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            most[0] = max(most[0], len([u for u in state.comm.live if state.comm.plan.by_name[u].parts]))
+            most[0] = max(most[0], len([u for u in state.executor.cursor.live if state.executor.plan.by_name[u].parts]))
             return fn(*args)
 
         return run
@@ -483,4 +483,4 @@ def test_a_batch_without_samples_is_an_error_before_anything_is_gathered() -> No
     norms = T.per_sample_norms({"a": lambda w, h, sample: (w["w"] * sample).sum()})
     with pytest.raises(fsdp.TreeError, match=r"a batch without samples: a tensor of shape \(0, 3\)"):
         norms(state, torch.ones(0, 3))
-    assert state.comm.idle
+    assert state.cursor.idle

@@ -271,7 +271,7 @@ def test_the_drawing() -> None:
         ("u0", 4, 5, True),
     ]
     assert [(u.gathers, u.kept) for u in p.units] == [(2, False), (2, False), (1, True)]
-    assert p.sharing == {"u0": ("u2",), "u1": (), "u2": ("u0",)}
+    assert p.sharing == {"u0": {"u2"}, "u1": set(), "u2": {"u0"}}
     assert p.live(4) == ("u0", "u1")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import time
@@ -167,8 +168,8 @@ def idle(state: fsdp.State, before: Sequence[Any] = ()) -> bool:
     executor = state.executor
     return (
         all(any(job is other for other in before) for job in jobs(state))
-        and executor.comm.idle
-        and not (executor.early or executor.flying or executor.staging.busy or executor.loose.units)
+        and executor.cursor.idle
+        and not (executor.early or executor.flying or executor.staging.busy or executor.unplanned.units)
     )
 
 
@@ -248,7 +249,7 @@ def trained(loop: str, preset: str, schedule: Schedule, micro: int, **spec: Any)
         state = fsdp.step(state)
         assert idle(state, before)
         if schedule.order == "recorded":
-            assert state.comm.plan.schedule.order not in ("recorded", None)
+            assert state.cursor.plan.schedule.order not in ("recorded", None)
     params = fsdp.full_params(state)
     return losses, flat(params) if loop == "chain" else params
 
@@ -311,7 +312,7 @@ def debugging() -> list[str]:
                 wrong.append(f"{depth}, use {k}: {unit} is other tensors than before")
             handed[unit] = w
             state = fsdp.release(state, unit)
-            kept = state.comm.plan.uses[k].end > k
+            kept = state.cursor.plan.uses[k].end > k
             if nan(w) == kept:
                 wrong.append(f"{depth}, use {k}: {unit} is {'kept' if kept else 'released'}")
     state = start(Schedule(debug=True))
@@ -361,14 +362,13 @@ def over_what_is_held(schedule: Schedule) -> tuple[list[str], Tree]:
         else:
             held: dict[str, Tree] = {}
             for unit in UNITS:
-                before, printed = state.comm, repr(state)
+                before, printed = state.cursor, repr(state)
                 try:
                     state, w = fsdp.unshard(state, unit)
                 except ScheduleError as error:
                     texts.append(str(error))
-                    after = state.comm
-                    for name in ("cursor", "issued", "held", "live"):
-                        assert getattr(after, name) == getattr(before, name)
+                    after = state.cursor
+                    assert after == before
                     assert repr(state) == printed
                     assert step or all(equal(held[name], params[name]) for name in held)
                     state = fsdp.release(state, list(held))
@@ -646,7 +646,7 @@ def outside_differently(recorded: bool) -> tuple[str, Tree]:
         warnings.simplefilter("ignore")
         for step in range(2):
             state = fsdp.step(chain(state, step)[0])
-    assert not recorded or state.comm.plan.schedule.order == CHAIN
+    assert not recorded or state.cursor.plan.schedule.order == CHAIN
     return text, flat(fsdp.full_params(state))
 
 
@@ -664,15 +664,15 @@ def test_ranks_that_come_with_different_units_get_an_error_that_names_both(recor
 
 def recording() -> tuple[Any, ...]:
     state = start(Schedule("recorded", prefetch=2))
-    first = repr(state.comm)
+    first = repr(state.cursor)
     fsdp.unshard(state, "u3")  # given up: not part of the order
     state, _ = chain(state, 0)
     base = state = fsdp.step(state)
-    order, printed, hash_ = state.comm.plan.schedule.order, repr(state.comm), state.comm.plan.hash
+    order, printed, hash_ = state.cursor.plan.schedule.order, repr(state.cursor), state.cursor.plan.hash
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         state = fsdp.step(chain(state, 1)[0])
-    assert state.comm.plan.hash == hash_
+    assert state.cursor.plan.hash == hash_
     with pytest.raises(fsdp.StaleStateError):
         fsdp.unshard(base, "u0")
     params, model = fsdp.functionalize(net(torch.float32))
@@ -681,14 +681,14 @@ def recording() -> tuple[Any, ...]:
     for k in range(2):
         other, _ = by_unit(model, other, net_batch(0, dist.get_rank(), k), k == 1)
     other = fsdp.step(other)
-    return first, order, printed, hash_, other.comm.plan.schedule.order, flat(fsdp.full_params(state))
+    return first, order, printed, hash_, other.cursor.plan.schedule.order, flat(fsdp.full_params(state))
 
 
 def test_the_order_of_the_first_step_is_installed_on_every_rank() -> None:
     expected = run(undisturbed, 2)[0]
     results = run(recording, 2)
     for first, order, printed, hash_, twice, weights in results:
-        assert "between steps" in first
+        assert "nothing is begun" in first
         assert order == CHAIN
         assert twice == NET * 2
         assert "u4" in printed
@@ -791,7 +791,7 @@ def disturbed_recording() -> tuple[Any, bool]:
             met += 1
     assert met == 1
     expected = undisturbed()
-    return state.comm.plan.schedule.order, equal(flat(fsdp.full_params(state)), expected)
+    return state.cursor.plan.schedule.order, equal(flat(fsdp.full_params(state)), expected)
 
 
 def stopped_in_the_first_verb(when: str) -> tuple[list[str], bool]:
@@ -884,45 +884,53 @@ def test_a_line_that_was_stopped_may_be_run_again_or_says_that_it_may_not(verb: 
     assert run(stopped_in_the_middle, 2, verb, name) == [True, True]
 
 
-# ---------------------------------------------------------------- state.comm
+# ---------------------------------------------------------------- state.cursor
 
 
-def looks_at_comm() -> list[str]:
+def looks_at_cursors() -> list[str]:
     state = start(Schedule(prefetch=2))
-    base, between = state, state.comm
+    base, between = state, state.cursor
     assert between.idle
     pictures = [repr(between)]
-    looks: list[tuple[Any, str, dict[str, Any]]] = []
-
-    def at(verb: str, unit: str) -> None:
-        comm = base.comm  # of the lineage
-        looks.append((comm, repr(comm), {name: copy.copy(value) for name, value in vars(comm).items()}))
-
-    state, _ = chain(state, 0, at=at)
-    assert repr(base.comm) == repr(state.comm)
-    for comm, text, values in looks:
-        assert repr(comm) == text
-        assert vars(comm) == values
-    inside = looks[1][0]
+    looks: list[tuple[fsdp.State, str, Any]] = []
+    h, y = data(0, dist.get_rank(), 0)
+    pullbacks: dict[str, Any] = {}
+    dh = 2 * (h - y) / h.numel()
+    for k, unit in enumerate(CHAIN):
+        state, w = fsdp.unshard(state, unit)
+        looks.append((state, repr(state.cursor), dataclasses.replace(state.cursor)))
+        assert set(state.in_flight.gathers) <= set(state.cursor.live)
+        if k < len(UNITS):
+            h, pullbacks[unit] = T.vjp(stage, w, h)
+        else:
+            dw, dh = pullbacks[unit](w, dh)
+            state = fsdp.reduce(state, dw, unit)
+        state = fsdp.release(state, unit)
+    for old, text, cursor in looks:
+        assert repr(old.cursor) == text, "what stood then"
+        assert old.cursor == cursor
+        assert old.in_flight == ((), 0), "of the newest state only"
+    assert base.cursor == between
+    assert len({cursor for *_, cursor in looks}) == len(looks)
+    inside = looks[0][0].cursor
     assert inside.held == {"u0"}
     assert set(inside.live) == {"u0", "u1", "u2"}
-    assert set(inside.flying) <= {"u1", "u2"}
-    assert inside.cursor == 1
-    pictures += [repr(inside), repr(state.comm)]
+    assert inside.at == 1
+    pictures += [repr(inside), repr(state.cursor)]
     state = fsdp.step(state)
-    assert state.comm.plan is between.plan
-    return [*pictures, repr(state.comm), repr(state.comm.plan)]
+    assert state.cursor.plan is between.plan
+    return [*pictures, repr(state.cursor), repr(state.cursor.plan)]
 
 
-def test_comm_is_a_value_that_can_be_printed_at_any_time() -> None:
-    for between, inside, through, after, planned in run(looks_at_comm, 2):
-        assert "between steps" in between
+def test_a_cursor_is_a_value_of_its_state_and_can_be_printed_at_any_time() -> None:
+    for between, inside, through, after, planned in run(looks_at_cursors, 2):
+        assert "nothing is begun" in between
         assert between.count("released") == 5
         rows = {line.split()[0]: line for line in inside.splitlines() if line.startswith("u")}
         assert rows["u0"].endswith("live, held")
-        assert rows["u1"].endswith(("in flight", "live"))
+        assert rows["u1"].endswith("live")
         assert rows["u4"].endswith("released")
-        assert "use 1 of 10 comes next (u1), pass 1" in inside
+        assert "use 1 of 10 comes next (u1)" in inside
         assert "the program is through" in through
         assert "5 of 5 reductions" in through or "0 of 5 reductions" in through
         assert after == between
@@ -1025,7 +1033,7 @@ def looked_at(folder: str, schedule: Schedule) -> tuple[bool, list[str]]:
                 seen.append(flat(fsdp.full_params(base)))
                 fsdp.save(base, f"{folder}/{step} {verb}")
                 repr(base)
-                repr(base.comm)
+                repr(base.cursor)
 
         state, loss = chain(state, step, 0, False, at=at)
         state, mean = fsdp.pmean(state, {"loss": loss, "rank": dist.get_rank()})

@@ -196,7 +196,7 @@ def applied(name: str, debug: bool) -> dict[str, bool]:
         state, out = predict(state, **data)
         pairs = zip(pytree.tree_leaves(plain), pytree.tree_leaves(out), strict=True)
         same["equal"] = all((a - b).abs().max() < 1e-12 for a, b in pairs if isinstance(a, torch.Tensor))
-        same["state"] = state is before and state.between_steps and state.comm.idle
+        same["state"] = state is before and state.between_steps and state.cursor.idle
         same["no graph"] = not any(t.requires_grad for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
     forward_backward = T.forward_backward(model, case.loss_fn)
     middle, first = forward_backward(state, batch_of(case, 0, 0), last=False)
@@ -260,7 +260,7 @@ def rematerialised(way: str) -> tuple[float, Tree, int, list[str]]:
         middle, loss = forward_backward(state, batch_of(case, 0, dist.get_rank()))
         middle = fsdp.finish(middle)
         grads = full_grads(middle)
-        uses = [use.unit for use in middle.comm.plan.uses]
+        uses = [use.unit for use in middle.cursor.plan.uses]
         state = fsdp.step(middle)
     return loss.item(), grads, len(runs), uses
 

@@ -161,6 +161,4 @@ def test_a_rank_may_leave_out_what_comes_where_the_schedule_has_it() -> None:
     order = ("embed", "tower", "layers.0", "layers.1", "layers.2")
     assert launch(left_out, 2, (*order, *reversed(order)), False, timeout=60) == [("", 3)] * 2
     assert launch(left_out, 2, None, True, timeout=60) == [("", 3)] * 2  # the first step has shown it
-    for said, steps in launch(left_out, 2, None, False, timeout=60):
-        assert "give it: Schedule(order=[...])" in said or "give the order: Schedule(order=...)" in said
-        assert steps == 0
+    assert launch(left_out, 2, None, False, timeout=60) == [("", 3)] * 2  # nor need all ranks show it

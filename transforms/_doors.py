@@ -1,18 +1,14 @@
-"""Doors: how an entry of a driven module is called, and what the backward does when it comes to it.
+"""Doors: how an entry of a driven module is called.
 
     call of an entry   unshard(state, units), weights into its slots, the module's own code, slots emptied
-    its weights        go in through `Weights`, whose backward has all of their gradients:    reduce(state, grads, unit)
-    its outputs        go out through `Outputs`, whose backward comes before anything in it:  unshard(state, units)
 
-autograd runs what was made last first, so between an entry's `Outputs` and its `Weights` there is nothing but the
-entry, and what its residuals point at is there.
+What the backward does when it comes to such a call is in `_calls`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import wraps
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +17,7 @@ import torch.nn.modules.module as GLOBAL
 
 from functional_fsdp import ScheduleError
 
+from ._calls import Call, Outputs, Weights
 from ._entries import Entry, Leaf
 from ._guests import Guest
 from ._inputs import cast_inputs, dtypes_of, refuse_dtypes
@@ -31,9 +28,8 @@ from .compile_units import Compiled
 if TYPE_CHECKING:
     from ._driver import Driver
 
-__all__ = ["Call", "Door", "Gradients", "Slot", "Start", "Weights"]
+__all__ = ["Door", "Slot"]
 
-Gradients = list[torch.Tensor | None]
 Slot = tuple[dict[str, Any], str]  # a dict of parameters, and a name in it
 
 
@@ -234,137 +230,6 @@ def _out(out: Any, storages: list[int], call: Call | None) -> Any:
         return through[0]
     passed = {id(t): new for t, new in zip(found, through, strict=True)}
     return map_tensors(lambda t: passed.get(id(t), t), out)
-
-
-class Call:
-    """One call of an entry in the forward; without a door, one use of a single weight outside its entry."""
-
-    def __init__(self, driver: Driver, door: Door | None, leaves: list[Leaf]) -> None:
-        self.driver, self.door, self.leaves = driver, door, leaves
-        self.parents = list(driver.stack)
-        self.lent: tuple[torch.Tensor, ...] = ()  # the door's weights, as they were gathered
-        self.tensors: list[torch.Tensor] = []  # and as they went in
-        self.shared: list[tuple[torch.Tensor, int]] = []  # outputs that share memory, and their versions
-        self.outside: Set[str] = frozenset()  # units that it had from outside the schedule
-        self.idle = False  # whether its backward runs, and not that of its weights
-        self.node: Any = None  # of Weights, in the graph
-        self.outs: list[Any] = []  # of Outputs: one, or two where hooks see the first
-        self.trained: dict[str, list[tuple[int, int]]] = {}  # for each unit: (which of `leaves`, which of its keys)
-        for i, (unit, key) in enumerate(leaves):
-            self.trained.setdefault(unit, []).append((i, driver.keys[unit].index(key)))
-
-    def begin(self) -> None:
-        """The backward comes to this call: its weights are needed again."""
-        driver, door = self.driver, self.door
-        if not driver.backward:
-            raise ScheduleError(
-                "a backward was run inside the loss function, through a sharded model. Keep all of it gathered for "
-                "that: T.forward_backward(model, loss_fn, second_order=True)."
-            )
-        assert door is not None
-        if self in driver.active:
-            return
-        if any(t._version != version for t, version in self.shared):
-            raise ScheduleError(
-                f"outputs of the module {door.entry.path!r} share memory, and one was changed in place outside of it, "
-                "which gradients cannot follow. Return a copy: .clone()."
-            )
-        self.shared = []
-        for other in driver.active:
-            if other.door not in self.parents:
-                other.end()
-        driver.active = [other for other in driver.active if other.door in self.parents]
-        driver.gather(door.units, self.parents, self.outside)
-        if not all(map(is_, driver.tensors(door.leaves), self.lent)):
-            raise ScheduleError(
-                f"the units {', '.join(map(repr, door.units))} are used more often than the schedule says, and were "
-                "gathered to another place for the backward. Give the order: Schedule(order=[...])."
-            )
-        for unit in driver.again.intersection(door.units):
-            if unit not in driver.outside:
-                driver.state.executor.also(unit)
-        driver.active.append(self)
-        door.put(self.tensors)
-        if self.idle:  # its weights are needed, and get no gradient
-            self.idle = False
-            for unit in self.trained:
-                driver.collect(unit, [None] * len(driver.keys[unit]))
-
-    def end(self) -> None:
-        if self.door is not None and self.tensors:
-            self.tensors = []
-            self.door.take()
-
-    def gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """All gradients of this call's weights are there."""
-        driver = self.driver
-        if not driver.backward:
-            raise ScheduleError("a backward was run through a sharded model outside forward_backward.")
-        if self.door is not None:
-            self.end()
-            driver.active.remove(self)
-        for unit, which in self.trained.items():
-            full: Gradients = [None] * len(driver.keys[unit])
-            for i, k in which:
-                full[k] = grads[i]
-            driver.collect(unit, full)
-
-
-# ---------------------------------------------------------------- autograd
-
-
-def _first_order() -> None:
-    if torch.is_grad_enabled():
-        raise ScheduleError(
-            "a gradient of a gradient was asked for (create_graph=True), through units that are gathered one at a "
-            "time. Keep all of them gathered for that: T.forward_backward(model, loss_fn, second_order=True)."
-        )
-
-
-class Start(torch.autograd.Function):
-    """The loss. Its backward is the first thing that runs."""
-
-    @staticmethod
-    def forward(ctx: Any, driver: Driver, loss: torch.Tensor) -> torch.Tensor:
-        ctx.driver = driver
-        return loss.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dloss: torch.Tensor) -> Any:
-        ctx.driver.begin()
-        return None, dloss
-
-
-class Weights(torch.autograd.Function):
-    """Weights as they go into an entry. Its backward runs when all of their gradients are there."""
-
-    @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, call: Call, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return tuple([weight.detach() for weight in weights])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        _first_order()
-        ctx.call.gradients(grads)
-        return (None,) * (2 + len(grads))
-
-
-class Outputs(torch.autograd.Function):
-    """What an entry returns. Its backward runs before anything in the entry."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, *outs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        return tuple([out.detach() for out in outs])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        _first_order()
-        ctx.call.begin()
-        return None, *grads
 
 
 # ---------------------------------------------------------------- classes

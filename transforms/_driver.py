@@ -1,7 +1,8 @@
 """Driver: a private copy of a module, whose entries gather their weights when they are called. No hooks, no globals.
 
     _entries   which modules use which units, and in what order, found from the module's structure (pure)
-    _doors     an entry's class: weights in, the module's own code, outputs out; and what the backward does there
+    _doors     an entry's class: weights in, the module's own code, outputs out
+    _calls     one call of an entry, and what the backward does there
     _guests    what stands in a parameter's place while its weight is not there
     Driver     which units are gathered now, and the state as it goes on
 
@@ -23,9 +24,11 @@ from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, rel
 from functional_fsdp._runtime import runtime_of
 from functional_fsdp._skeleton import skeleton_of
 from functional_fsdp._tracing import refuse, tracing
+from functional_fsdp._walk import Collision
 from functional_fsdp._weights import whole_of
 
-from ._doors import Call, Door, Gradients, Slot, Start, Weights
+from ._calls import Call, Gradients, Start, Weights
+from ._doors import Door, Slot
 from ._entries import Leaf, find_entries, leaves_of, order_of, slots_of
 from ._guests import Guest
 from ._inputs import precisions
@@ -152,25 +155,22 @@ class Driver:
         self.attach(state)
         ledger, executor = state.token.ledger, state.executor
         ledger.enter(state.token.serial, verb)
-        executor.follow(self.order)
+        with torch.no_grad(), ledger.call:
+            executor.follow(self.order)
+            number = executor.begins
+            if trains:
+                executor.begin(state)  # gradients may have waited for this
+                state = ledger.advance(state, f"{verb}()")
         self.debug = state.spec.schedule.debug
-        number = executor.begins
-        if trains:
-            with torch.no_grad():  # gradients may have waited for this
-                executor.begin(state)
-            state = ledger.advance(state, f"{verb}()")
-        else:
-            ledger.leave()
         try:
             self.caller, self.state = caller(), state
             yield number
             self.look_back()
             self.release()
             if trains:
-                with torch.no_grad():
-                    ledger.enter(self.state.token.serial, verb)
+                ledger.enter(self.state.token.serial, verb)
+                with torch.no_grad(), ledger.call:
                     executor.end(self.state, tuple(self.trace[0]), tuple(self.trace[1]))
-                    ledger.leave()
         finally:
             self._stop()
 
@@ -206,21 +206,24 @@ class Driver:
             if stale:
                 self.release(stale)
             self.trace[self.differentiating].append(units if len(units) > 1 else units[0])
-            if not outside and len(units) == 1:
-                self.state, weights[units[0]] = unshard(self.state, units[0])
-            else:
-                by_plan = tuple(unit for unit in units if not outside or unit not in outside)
-                if by_plan:
-                    self.state, found = unshard(self.state, by_plan)
-                    weights.update(found)
-                if len(by_plan) < len(units):
-                    others = tuple(unit for unit in units if unit not in by_plan)
-                    self.state, found = unshard(self.state, others, outside=True)
-                    weights.update(found)
+            by_plan = units if not outside else tuple(unit for unit in units if unit not in outside)
+            others = tuple(unit for unit in units if unit not in by_plan)
+            try:
+                self._unshard(by_plan, False)
+            except Collision:  # of what is recomputed, or done and not known to be: what is held stays where it is
+                others = units
+            self._unshard(others, True)
             executor = self.state.executor
-            if executor.loose.units:
-                self.outside.update(unit for unit in units if executor.loose.held(unit))
+            if executor.unplanned.units:
+                self.outside.update(unit for unit in units if executor.unplanned.held(unit))
         return self.outside.intersection(units) if self.outside else NONE
+
+    def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
+        if len(units) == 1:
+            self.state, self.weights[units[0]] = unshard(self.state, units[0], outside=outside)
+        elif units:
+            self.state, found = unshard(self.state, units, outside=outside)
+            self.weights.update(found)
 
     @property
     def busy(self) -> list[Door]:
@@ -293,11 +296,13 @@ class Driver:
         assert self.token is not None
         self.release()
         self.differentiating = True
-        self.state.executor.turned()
+        self.state.executor.turned(self.state, last)
         with torch.enable_grad():  # the caller may have turned it off
             start = Start.apply(self, loss)
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as everything that this drives
             torch.autograd.grad(start, self.token, scale, allow_unused=True)
+        with torch.no_grad(), self.state.token.ledger.call:
+            self.state.executor.all_done(self.state)
 
     def begin(self) -> None:
         """The backward begins: which gradients are to come is known now."""
@@ -321,14 +326,14 @@ class Driver:
         for unit in reversed(used):
             if used[unit]:
                 self.pending[unit] = used[unit]
-            elif not self.state.executor.waive(unit):
+            elif not self.state.executor.skip(unit):
                 self._reduce(unit, [None] * len(self.keys[unit]))
         trains = {unit for unit, _ in self.trainable}
         called = {unit for call in self.calls for unit in (call.door.units if call.door else call.trained)}
         for use in self.trace[0]:
             for unit in (use,) if isinstance(use, str) else use:
                 if unit in trains and unit not in called:  # used without a graph only
-                    self.state.executor.waive(unit)
+                    self.state.executor.skip(unit)
 
     def collect(self, unit: str, grads: Gradients) -> None:
         """Gradients of one call; a unit's are reduced when those of all of its calls are there."""

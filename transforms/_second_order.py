@@ -73,7 +73,6 @@ class Whole:
             }  # fmt: skip
             self.layout = state.layout
         state.token.ledger.enter(state.token.serial, verb)
-        state.token.ledger.leave()
         state, params = unshard(state)
         executor = state.executor
         number = executor.begins

@@ -100,7 +100,6 @@ class Stages:
                 )
             self.checked = layout
         state.token.ledger.enter(state.token.serial, self.verb)
-        state.token.ledger.leave()  # nothing is done yet
 
     def trained(self, state: State, w: Weights) -> Weights:
         """Of weights, those that train."""
@@ -118,8 +117,9 @@ class Stages:
         """The walk is over, and left no gradients: back to the state before it, if that was between steps."""
         if not before.between_steps:
             return state
-        state.executor.rest(state)
-        state.token.ledger.rest(f"{self.verb}()")
+        with state.token.ledger.call:
+            state.executor.rest(state)
+            state.token.ledger.rest(f"{self.verb}()")
         return before
 
 

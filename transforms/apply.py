@@ -70,8 +70,9 @@ def apply(
             driver.release()
             done = driver.state
         if resting:
-            done.executor.rest(done)
-            done.token.ledger.rest("apply()")
+            with done.token.ledger.call:
+                done.executor.rest(done)
+                done.token.ledger.rest("apply()")
             done = state
         return done, out
 

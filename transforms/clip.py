@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from functional_fsdp import SpecError, State, finish
-from functional_fsdp._verbs import changed, changing
+from functional_fsdp._verbs import change
 
 from ._gradients import by_dtype, shards, total
 
@@ -59,12 +59,14 @@ def clip_by_global_norm(state: State, max_norm: float | torch.Tensor) -> tuple[S
     if not isinstance(max_norm, torch.Tensor) and not max_norm >= 0:
         raise SpecError(f"clip_by_global_norm({max_norm!r}): expected a norm of at least 0.")
     state, norm = global_norm(state)
-    changing(state, "clip_by_global_norm()", max_norm)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for tensors in shards(state).values():
-        for dtype, some in by_dtype(tensors).items():
-            torch._foreach_mul_(some, scale.to(torch.promote_types(torch.float32, dtype)))
-    return changed(state, "clip_by_global_norm()"), norm
+
+    def scale() -> None:
+        by = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for tensors in shards(state).values():
+            for dtype, some in by_dtype(tensors).items():
+                torch._foreach_mul_(some, by.to(torch.promote_types(torch.float32, dtype)))
+
+    return change(state, "clip_by_global_norm()", scale, max_norm), norm
 
 
 @torch.no_grad()
@@ -81,9 +83,11 @@ def clip_by_value(state: State, max_value: float) -> State:
     if not max_value >= 0:
         raise SpecError(f"clip_by_value({max_value!r}): expected a value of at least 0.")
     state = finish(state)
-    changing(state, "clip_by_value()", max_value)
-    for tensors in shards(state).values():
-        for some in by_dtype(tensors).values():
-            torch._foreach_clamp_min_(some, -max_value)
-            torch._foreach_clamp_max_(some, max_value)
-    return changed(state, "clip_by_value()")
+
+    def clamp() -> None:
+        for tensors in shards(state).values():
+            for some in by_dtype(tensors).values():
+                torch._foreach_clamp_min_(some, -max_value)
+                torch._foreach_clamp_max_(some, max_value)
+
+    return change(state, "clip_by_value()", clamp, max_value)

@@ -18,7 +18,7 @@ import torch
 from functional_fsdp import SpecError, State, finish, reduce
 from functional_fsdp._entry import alone
 from functional_fsdp._rounds import begin_round, end_round
-from functional_fsdp._verbs import changed, changing
+from functional_fsdp._verbs import change
 
 from ._driver import refuse_tracing
 from ._noise import add_noise
@@ -86,15 +86,18 @@ def clipped_gradients(
         if noise and last:
             state = finish(state)
             ranks = prod(state.spec.axes[axis] for axis in state.spec.data) if state.spec.average == "mean" else 1
-            changing(state, "clipped_gradients()")
-            with torch.no_grad():
-                add_noise(state, noise * max_norm * mean / ranks)
-            state.executor.given.fill()
-            state = changed(state, "clipped_gradients()")
+            state = change(state, "clipped_gradients()", partial(_blur, state, noise * max_norm * mean / ranks))
         end_round(state, last)
         return state, losses
 
     return alone(f, "clipped_gradients")
+
+
+@torch.no_grad()
+def _blur(state: State, scale: Any) -> None:
+    """Noise, in place; every leaf has a gradient then."""
+    add_noise(state, scale)
+    state.executor.given.fill()
 
 
 def _weighted(walk: Stages, state: State, batch: Any, dlosses: torch.Tensor, last: bool) -> State:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from functional_fsdp import State, TreeError, finish
-from functional_fsdp._verbs import changed, changing
+from functional_fsdp._verbs import change
 
 from ._gradients import shards
 
@@ -32,10 +32,12 @@ def divide(state: State, divisor: float | torch.Tensor) -> State:
         raise TreeError(f"divide: the divisor has shape {tuple(divisor.shape)}; expected a number or a tensor [].")
     state = finish(state)
     by = divisor.reshape(()).to(state.count.device) if isinstance(divisor, torch.Tensor) else divisor
-    changing(state, "divide()", by)
-    for tensors in shards(state).values():
-        if isinstance(by, torch.Tensor):
-            torch._foreach_div_(tensors, by)
-        else:
-            torch._foreach_div_(tensors, float(by))
-    return changed(state, "divide()")
+
+    def divide_all() -> None:
+        for tensors in shards(state).values():
+            if isinstance(by, torch.Tensor):
+                torch._foreach_div_(tensors, by)
+            else:
+                torch._foreach_div_(tensors, float(by))
+
+    return change(state, "divide()", divide_all, by)

@@ -211,7 +211,7 @@ def traced(how: str) -> dict[str, Any]:
     late = {name: kernels[len(kernels) // STEPS :] for name, kernels in lanes.items()}  # a step has as many as the next
     return {
         "units": len(state.units),
-        "planned gathers": len(state.comm.plan.gathers),
+        "planned gathers": len(state.cursor.plan.gathers),
         "kernels": {name: len(kernels) for name, kernels in lanes.items()},
         "gemms": len(trace.gemms()),
         "hidden": {name: hidden(kernels, trace.gemms()) for name, kernels in late.items()},

@@ -200,7 +200,7 @@ def measured() -> dict[str, Any]:
     seen: dict[str, Bytes] = {}
     state, _ = fsdp.init(lambda: Stack(WIDTH, DEPTH), spec, fsdp.adamw(lr=1e-4))
     seen["after init"] = now().beyond(base)
-    plan = state.comm.plan
+    plan = state.cursor.plan
 
     # the verbs, one by one: what the first use of each allocates
     state, w = fsdp.unshard(state, state.units[0])

@@ -120,7 +120,7 @@ def traced(preset: str) -> dict[str, Any]:
     x = torch.randn(Chain.TOKENS, Chain.WIDTH, device=device, dtype=torch.bfloat16)
     for _ in range(3):
         state, loss = train_step(state, model, x)
-    plan = state.comm.plan
+    plan = state.cursor.plan
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # whatever the profiler has to say
         with recorded():

@@ -1,4 +1,4 @@
-"""Loose: units gathered outside the arena, for uses that no plan names. Slower, never wrong.
+"""Unplanned: units gathered outside the arena, for uses that no plan names. Slower, never wrong.
 
 Ranks first agree on the unit; then compute waits for its gather, into bytes that are this unit's own.
 """
@@ -6,23 +6,26 @@ Ranks first agree on the unit; then compute waits for its gather, into bytes tha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ._errors import ScheduleError
 from ._layout import Bucket, Layout
+from ._plan import Plan
 from ._runtime import Runtime
 from ._weights import Gathered, Lease
 
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["Loose"]
+__all__ = ["LANE", "Unplanned"]
+
+LANE = "gather"  # by which units go in a pass in which ranks agree on each: its communicator is there anyway
 
 
-class Loose:
+class Unplanned:
     """The units of one lineage that are, or were in this step, gathered outside its arena."""
 
     def __init__(self, run: Runtime, layout: Layout) -> None:
@@ -43,9 +46,39 @@ class Loose:
         if self.held(name):
             return
         self.agree(name, "unshard", warn)
+        self.take(state, name, "side")
+
+    def take_turn(self, state: State, plan: Plan, name: str, backward: bool) -> None:
+        """Wait until all gather this unit, in a pass in which ranks may come to units in orders of their own, and to
+        different ones. The caller then gathers it.
+
+            rank 0   a          c   d        wants c: helps with b, then has c
+            rank 1   a    b     c   d
+
+        Every rank says what it wants next. Of that, all gather what comes first in the plan, which is a guess, until
+        this rank has its own. The others wait meanwhile, or are done (`all_done`), and help.
+        """
+        if plan.by_name[name].parts:  # else it lies on every rank
+            number = _number(plan.order, name, backward)
+            while (found := self.run.next_of(number, self.names, f"unshard {name!r}")) != number:
+                self._help(state, plan.order, found)
+
+    def all_done(self, state: State, plan: Plan) -> None:
+        """This rank wants nothing more in such a pass. Helps the others until that is so for all."""
+        done = 2 * len(plan.order)
+        while (found := self.run.next_of(done, self.names, "the end of the pass")) != done:
+            self._help(state, plan.order, found)
+
+    def _help(self, state: State, order: Sequence[str], number: int) -> None:
+        """Gather what a peer wants."""
+        name = order[min(number, 2 * len(order) - 1 - number)]
+        Gathered(state, self.layout.by_name[name]).gather(state, LANE)
+
+    def take(self, state: State, name: str, lane: str) -> None:
+        """Gather a unit into its own bytes."""
         if name not in self.units:
             self.units[name] = Gathered(state, self.layout.by_name[name])
-        self.units[name].gather(state)
+        self.units[name].gather(state, lane)
 
     def agree(self, name: str, verb: str, warn: bool) -> None:
         """Every rank must come with this. One warning for each unit that a schedule does not expect.
@@ -81,3 +114,13 @@ class Loose:
         for gathered in self.units.values():
             gathered.lease.held = False
         self.units.clear()
+
+
+def _number(order: Sequence[str], name: str, backward: bool) -> int:
+    """Where a use comes in a forward and its backward.
+
+    >>> _number("abc", "b", False), _number("abc", "b", True), _number("abc", "c", True)
+    (1, 4, 3)
+    """
+    at = order.index(name)
+    return 2 * len(order) - 1 - at if backward else at

@@ -1,0 +1,39 @@
+"""Random driven programs on GPUs, beside the plain module on the CPU: the attack's, see `attack.driven`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import pytest
+from attack import driven
+
+from functional_fsdp import launch
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_workers")]
+
+RANKS = 2
+
+
+def played(first: int, count: int) -> list[tuple[int, str]]:
+    """Cases for two ranks that did not come out as the plain module's."""
+    warnings.simplefilter("ignore")
+    rank = int(os.environ["RANK"])
+    found: list[tuple[int, str]] = []
+    index, done = first, 0
+    while done < count:
+        case: dict[str, Any] = driven.draw(11, index)
+        first_differs = any(any(micro["leave"]) for micro in case["steps"][0]["micros"])
+        if case["world"] == RANKS and not first_differs:  # else what ranks leave out must be where the module has it
+            verdict = driven.play(case, rank, "")
+            if verdict.column != "right":
+                found.append((index, verdict.text))
+            done += 1
+        index += 1
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 100, 200, 300])
+def test_driven_programs_are_the_plain_modules(first: int) -> None:
+    assert launch(played, RANKS, first, 20, timeout=20) == [[], []]
