@@ -21,17 +21,17 @@ import torch
 
 from ._arena import Arena, Place
 from ._copies import Copies
-from ._cursor import Cursor, InFlight
+from ._cursor import InFlight
 from ._gathers import Gathers
 from ._given import Given
 from ._interrupts import whole
 from ._jobs import Waiting
 from ._lanes import Mark
 from ._layout import Layout
-from ._order import DefaultOrder, FixedOrder, GuessedOrder, Known, RecordedOrder, known, uses_of
+from ._order import DefaultOrder, FixedOrder, GuessedOrder, Known, RecordedOrder, known
 from ._plan import Plan, plan
 from ._positions import Move, Positions
-from ._program import combined
+from ._program import Program, combined
 from ._reductions import Reductions
 from ._runtime import Runtime
 from ._schedule import Order
@@ -64,7 +64,7 @@ class Executor(Gathers, Reductions):
         self.skipped: set[str] = set()  # units that were used in this step, and get no gradient on this rank
         self.digests = [0, 0]  # of the gathers and of the reductions issued in this step
         self.given = Given(layout, run.sizes, run.coordinate)
-        self.frozen = {unit.name for unit in layout.units if all(shape is None for shape in unit.trains)}
+        self.frozen = {unit.name for unit in layout.units if not unit.trained}
         recorded = isinstance(self.order, RecordedOrder)
         self._install(plan(layout, spec.schedule.ordered(None) if recorded else spec.schedule))
 
@@ -89,23 +89,10 @@ class Executor(Gathers, Reductions):
     # ---------------------------------------------------------------- where the program stands
 
     @property
-    def cursor(self) -> Cursor:
-        return self.position.cursor
-
-    @property
     def in_flight(self) -> InFlight:
         """What the lanes have not done yet. Waits for nothing."""
         flying = [name for name, place in self.flying.items() if not self.run.passed(place.gathered)]
         return InFlight(tuple(flying), sum(not self.run.passed(stage.done) for stage in self.staging.busy))
-
-    def move(self, kind: str, units: tuple[str, ...] = ()) -> Move:
-        """What follows from an event. Changes nothing.
-
-        Raises:
-            ScheduleError: as `advance`.
-        """
-        found = self.position.moves.get((kind, units))  # nearly always
-        return self.positions.move(self.position, (kind, units)) if found is None else found
 
     def carry_out(self, state: State, move: Move) -> None:
         """Do what follows from an event that is no gradient, in its order."""
@@ -115,13 +102,8 @@ class Executor(Gathers, Reductions):
                 self._gather(state, what)
             elif kind == "reduce":
                 self._issue(what)
-            elif kind == "agreed" or (kind == "unplanned" and self.cursor.agreed):
-                self._gather_in_turn(state, what, kind == "agreed")
-            elif kind == "unplanned":
-                with self.beside(state):
-                    self.unplanned.gather(state, what, self._planned)
-                self.staging.touched(self.layout.by_name[what])
-                self.unplanned.lease(what).held = True
+            elif kind != "free":
+                self._gather_beside(state, what, kind == "agreed")
 
     def happen(self, state: State, kind: str) -> None:
         """An event, and what follows from it."""
@@ -133,7 +115,7 @@ class Executor(Gathers, Reductions):
     def follow(self, order: Order) -> None:
         """Go by this order, the same on every rank, if the schedule left it open and nothing is under way."""
         if isinstance(self.order, DefaultOrder) and self.cursor.idle and not self.grads:
-            self._reorder(order, uses_of(order[: len(order) // 2]))
+            self._reorder(order, len(Program(order[: len(order) // 2]).order))
             self.order = GuessedOrder()  # last: if it is interrupted, it comes again
 
     def begin(self, state: State) -> int:
@@ -284,7 +266,7 @@ class Executor(Gathers, Reductions):
             if not forward:  # they used the same units in different orders, and may again
                 self.order = GuessedOrder()
             else:
-                self._reorder(forward + backward, uses_of(forward))
+                self._reorder(forward + backward, len(Program(forward).order))
 
     def __del__(self) -> None:
         if getattr(self, "staging", None) is None:

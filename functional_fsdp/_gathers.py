@@ -8,62 +8,30 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 
-from ._arena import Arena, Place
-from ._copies import Copies
-from ._cursor import Cursor
+from ._engine import Engine
 from ._errors import ScheduleError
 from ._lanes import Mark
-from ._layout import Layout
-from ._order import Known, RecordedOrder
-from ._plan import Plan
-from ._positions import Move, Position
-from ._runtime import Runtime
-from ._staging import Staging
-from ._symmetric import Windows
-from ._unplanned import LANE, Unplanned
+from ._order import RecordedOrder
+from ._positions import Move
+from ._unplanned import LANE
 from ._weights import Lease, gather
 
 if TYPE_CHECKING:
-    from ._flat import FlatBuffer
     from ._state import State
 
 __all__ = ["Gathers"]
 
 
-class Gathers:
+class Gathers(Engine):
     """The part of an `Executor` through which weights go."""
 
-    run: Runtime
-    layout: Layout
-    plan: Plan
-    order: Known
-    position: Position
-    arena: Arena
-    staging: Staging
-    unplanned: Unplanned
-    shared: Copies | Windows | None
-    digests: list[int]
-    grads: dict[str, FlatBuffer]
-    fence: bool
-    newest: Mark
-    flying: dict[str, Place]
-    released: dict[str, Mark]
-    occupied: set[str]
-
-    if TYPE_CHECKING:
-
-        def move(self, kind: str, units: tuple[str, ...] = ()) -> Move: ...
-        def carry_out(self, state: State, move: Move) -> None: ...
-        def adopt(self, grads: object) -> None: ...
-        def beside(self, state: State) -> AbstractContextManager[None]: ...
-
-        @property
-        def cursor(self) -> Cursor: ...
+    def _by_plan(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those that are not held outside the plan."""
+        return tuple([name for name in names if not self.unplanned.held(name)])
 
     def asked(self, names: tuple[str, ...], unplanned: bool) -> Move:
         """What follows where units are asked for. Changes nothing.
@@ -74,7 +42,7 @@ class Gathers:
         if unplanned or isinstance(self.order, RecordedOrder):
             return self.position, tuple([("unplanned", name) for name in names])
         if self.unplanned.units:
-            names = tuple([name for name in names if not self.unplanned.held(name)])
+            names = self._by_plan(names)
             if not names:
                 return self.position, ()
         return self.move("unshard", names)
@@ -121,13 +89,16 @@ class Gathers:
         place.gathered = self.newest = self.run.submit("gather", issued, job, after, single, mark=place.gathered)
         self.flying[unit] = place
 
-    def _gather_in_turn(self, state: State, unit: str, by_plan: bool) -> None:
-        """A use on which ranks agree: at the unit's place, if that is wished, unless what is held lies there."""
-        place = self.arena.places.get(unit)
+    def _gather_beside(self, state: State, unit: str, by_plan: bool) -> None:
+        """A use on which ranks agree first: at the unit's place, if that is wished, unless what is held lies there."""
+        place, cursor = self.arena.places.get(unit), self.cursor
         if self.unplanned.held(unit) or (by_plan and place and place.lease.held):
             return
         with self.beside(state):
-            self.unplanned.take_turn(state, self.plan, unit, self.cursor.phase == "backward")
+            if cursor.agreed:
+                self.unplanned.take_turn(state, self.plan, unit, cursor.phase == "backward")
+            else:
+                self.unplanned.agree(unit, "unshard", self._planned)
             self.staging.touched(self.layout.by_name[unit])
             if by_plan and not self._crowded(unit):
                 self._free(unit)
@@ -135,7 +106,7 @@ class Gathers:
                 for part in self.arena.place(state, unit).parts:
                     gather(state, part.bucket, part.whole, LANE)
             else:
-                self.unplanned.take(state, unit, LANE)
+                self.unplanned.take(state, unit, LANE if cursor.agreed else "side")
                 self.unplanned.lease(unit).held = True
 
     def _crowded(self, unit: str) -> bool:
@@ -195,7 +166,7 @@ class Gathers:
             ScheduleError: one of them is not held.
         """
         if self.unplanned.units:
-            names = tuple([name for name in names if not self.unplanned.held(name)])
+            names = self._by_plan(names)
             if not names:
                 return self.position, ()
         if self.position.cursor.agreed:
@@ -207,7 +178,7 @@ class Gathers:
         debug = self.plan.schedule.debug
         mine = names
         if self.unplanned.units:
-            mine = [name for name in names if not self.unplanned.held(name)]
+            mine = self._by_plan(names)
             for name in names:
                 if name in self.unplanned.units:  # held, or see `also`
                     self.unplanned.release(name, debug)

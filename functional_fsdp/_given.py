@@ -74,7 +74,7 @@ class Seats:
     """
 
     def __init__(self, layout: Layout, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> None:
-        self.units = [unit.name for unit in layout.units if any(shape is not None for shape in unit.trains)]
+        self.units = [unit.name for unit in layout.units if unit.trained]
         self.seats: list[Seat] = []
         self.own = False  # whether ranks have leaves of their own
         at = 0

@@ -206,6 +206,11 @@ class Unit:
         shapes = {leaf.path: leaf.shape for bucket in self.buckets if bucket.trainable for leaf in bucket.leaves}
         return tuple(shapes.get(path) for path in self.paths)
 
+    @property
+    def trained(self) -> bool:
+        """Whether a leaf of it trains."""
+        return any(shape is not None for shape in self.trains)
+
     @cached_property
     def gradients(self) -> list[Any]:
         """What each gradient is, nearly always, as `paths`: shape, dtype and layout; None for frozen leaves."""

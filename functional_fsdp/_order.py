@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ._program import Seen
+from ._program import Program, Seen
 from ._schedule import Order, Schedule
 
-__all__ = ["DefaultOrder", "FixedOrder", "GuessedOrder", "Known", "RecordedOrder", "known", "uses_of"]
+__all__ = ["DefaultOrder", "FixedOrder", "GuessedOrder", "Known", "RecordedOrder", "known"]
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,7 @@ class RecordedOrder:
         """The forward is over, if it was not before."""
         if self.forward is not None:
             return self
-        return replace(self, forward=uses_of(self.calls))
-
-
-def uses_of(calls: Order) -> int:
-    """
-    >>> uses_of(("a", ("b", "c")))
-    3
-    """
-    return sum(1 if isinstance(call, str) else len(call) for call in calls)
+        return replace(self, forward=len(Program(self.calls).order))
 
 
 Known = FixedOrder | DefaultOrder | GuessedOrder | RecordedOrder

@@ -160,11 +160,6 @@ class Plan:
         return tuple(dict.fromkeys(use.group for use in self.uses))
 
     @cached_property
-    def order(self) -> tuple[str, ...]:
-        """Units in order of first use."""
-        return tuple(unit.name for unit in self.units)
-
-    @cached_property
     def index(self) -> dict[str, int]:
         """The number of each unit."""
         return {unit.name: i for i, unit in enumerate(self.units)}

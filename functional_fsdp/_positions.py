@@ -9,6 +9,7 @@ that never does the same twice has it forgotten from time to time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -48,6 +49,7 @@ class Positions:
         """The nominal path, and nothing else."""
         self.start.moves.clear()
         self.known = {self.start.cursor: self.start}
+        self.most = sys.maxsize
         for bounded in (False, True):
             position = self.start
             with suppress(ScheduleError):  # an order that repeats units may be one that nobody follows use by use
@@ -65,7 +67,7 @@ class Positions:
         if found is None:
             cursor, actions = advance(self.plan, position.cursor, event)
             found = position.moves[event] = self.known.setdefault(cursor, Position(cursor)), actions
-            if len(self.known) > getattr(self, "most", len(self.known)):
+            if len(self.known) > self.most:
                 self.remember()
         return found
 

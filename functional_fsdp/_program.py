@@ -16,11 +16,10 @@ backward is through with all that came after it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
-from typing import Any
 
 from ._errors import ScheduleError, SpecError
 from ._layout import Layout
@@ -147,7 +146,7 @@ def combined(seen: Sequence[Seen], planned: Order, frozen: Collection[str] = ())
     first = next((i for i, call in enumerate(forward) if not kept.isdisjoint(_names(call))), len(forward))
     back = _units(backward)  # a gradient of what comes before a frozen unit would go through it
     kept |= {name for name in _units(forward[first:]) if name in frozen and name not in back}
-    return forward, _filled(backward, forward, lambda call: not kept.isdisjoint(_names(call)), used)[::-1]
+    return forward, _filled(backward, forward, kept, used)[::-1]
 
 
 def _units(order: Order) -> set[str]:
@@ -167,12 +166,12 @@ def _merged(order: Order, other: Order, but: Collection[str] = ()) -> Order:
     return tuple(found)
 
 
-def _filled(order: Order, natural: Order, kept: Callable[[Any], bool], used: Collection[str]) -> Order:
+def _filled(order: Order, natural: Order, kept: set[str], used: set[str]) -> Order:
     """An order, and what it lacks of the natural one, each time where that has it: what is kept, and what none used."""
     found = list(order)
     at = 0
     for call in natural:
-        if kept(call) or (call not in order and not set(_names(call)) <= {*used}):
+        if not kept.isdisjoint(_names(call)) or (call not in order and not used.issuperset(_names(call))):
             found.insert(at, call)
             at += 1
         elif call in found[at:]:

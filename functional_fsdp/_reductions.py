@@ -16,22 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._arena import Arena
-from ._copies import Copies
-from ._cursor import Cursor
+from ._engine import Engine
 from ._flat import FlatBuffer
-from ._given import Given
-from ._layout import Layout
-from ._order import DefaultOrder, FixedOrder, Known, RecordedOrder
-from ._plan import Plan
-from ._positions import Move, Position
+from ._order import RecordedOrder
+from ._positions import Move
 from ._route import states_of
-from ._runtime import Runtime
-from ._spec import Spec
 from ._stage import Values
-from ._staging import Staging
-from ._symmetric import Windows
-from ._unplanned import Unplanned
 from ._weights import owned
 
 if TYPE_CHECKING:
@@ -40,35 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Reductions"]
 
 
-class Reductions:
+class Reductions(Engine):
     """The part of an `Executor` through which gradients go."""
-
-    run: Runtime
-    layout: Layout
-    spec: Spec
-    plan: Plan
-    order: Known
-    position: Position
-    arena: Arena
-    staging: Staging
-    unplanned: Unplanned
-    given: Given
-    shared: Copies | Windows | None
-    digests: list[int]
-    skipped: set[str]
-
-    if TYPE_CHECKING:
-
-        @property
-        def cursor(self) -> Cursor: ...
-        def move(self, kind: str, units: tuple[str, ...] = ()) -> Move: ...
-        def carry_out(self, state: State, move: Move) -> None: ...
-        def _gather(self, state: State, index: int) -> None: ...
-
-    @property
-    def _planned(self) -> bool:
-        """Whether there is an order of use that is not only a guess."""
-        return isinstance(self.order, FixedOrder | DefaultOrder)
 
     def start(self) -> None:
         """Nothing has come yet."""
@@ -125,7 +88,7 @@ class Reductions:
         in_turn = dict.fromkeys(reduction.unit for reduction in self.plan.reductions)
         for name in [*in_turn, *(unit.name for unit in reversed(self.layout.units) if unit.name not in in_turn)]:
             unit = self.layout.by_name[name]
-            if any(shape is not None for shape in unit.trains):
+            if unit.trained:
                 self.given.note(name, sum(1 << i for i, path in enumerate(unit.paths) if path in total))
                 values = [total.get(path) for path in unit.paths]
                 self.reduce(state, name, values, last, self.came(name, " tree"), whole_tree=True)

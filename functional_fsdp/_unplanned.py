@@ -6,7 +6,7 @@ Ranks first agree on the unit; then compute waits for its gather, into bytes tha
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,12 +42,6 @@ class Unplanned:
     def lease(self, name: str) -> Lease:
         return self.units[name].lease
 
-    def gather(self, state: State, name: str, warn: bool) -> None:
-        if self.held(name):
-            return
-        self.agree(name, "unshard", warn)
-        self.take(state, name, "side")
-
     def take_turn(self, state: State, plan: Plan, name: str, backward: bool) -> None:
         """Wait until all gather this unit, in a pass in which ranks may come to units in orders of their own, and to
         different ones. The caller then gathers it.
@@ -59,19 +53,19 @@ class Unplanned:
         this rank has its own. The others wait meanwhile, or are done (`all_done`), and help.
         """
         if plan.by_name[name].parts:  # else it lies on every rank
-            number = _number(plan.order, name, backward)
+            number = _number(plan.index[name], len(plan.units), backward)
             while (found := self.run.next_of(number, self.names, f"unshard {name!r}")) != number:
-                self._help(state, plan.order, found)
+                self._help(state, plan, found)
 
     def all_done(self, state: State, plan: Plan) -> None:
         """This rank wants nothing more in such a pass. Helps the others until that is so for all."""
-        done = 2 * len(plan.order)
+        done = 2 * len(plan.units)
         while (found := self.run.next_of(done, self.names, "the end of the pass")) != done:
-            self._help(state, plan.order, found)
+            self._help(state, plan, found)
 
-    def _help(self, state: State, order: Sequence[str], number: int) -> None:
+    def _help(self, state: State, plan: Plan, number: int) -> None:
         """Gather what a peer wants."""
-        name = order[min(number, 2 * len(order) - 1 - number)]
+        name = plan.units[min(number, 2 * len(plan.units) - 1 - number)].name
         Gathered(state, self.layout.by_name[name]).gather(state, LANE)
 
     def take(self, state: State, name: str, lane: str) -> None:
@@ -98,7 +92,7 @@ class Unplanned:
             warnings.warn(
                 f"{verb}({name!r}) is not what the schedule expects here: it works, but nothing is overlapped. Give "
                 "the order of use, Schedule(order=[...]), or have it recorded: Schedule(order='recorded').",
-                stacklevel=6,
+                stacklevel=7 if verb == "unshard" else 5,  # where the verb was called
             )
 
     def fill(self, name: str, parts: Iterable[tuple[Bucket, torch.Tensor]]) -> None:
@@ -116,11 +110,10 @@ class Unplanned:
         self.units.clear()
 
 
-def _number(order: Sequence[str], name: str, backward: bool) -> int:
-    """Where a use comes in a forward and its backward.
+def _number(unit: int, count: int, backward: bool) -> int:
+    """Where a use comes in a forward and its backward, of so many units.
 
-    >>> _number("abc", "b", False), _number("abc", "b", True), _number("abc", "c", True)
+    >>> _number(1, 3, False), _number(1, 3, True), _number(2, 3, True)
     (1, 4, 3)
     """
-    at = order.index(name)
-    return 2 * len(order) - 1 - at if backward else at
+    return 2 * count - 1 - unit if backward else unit

@@ -89,7 +89,7 @@ class Stages:
         layout = state.layout
         if layout is not self.checked:
             used = {unit for stage in self.forward for unit in stage.units}
-            trains = [unit.name for unit in layout.units if any(shape is not None for shape in unit.trains)]
+            trains = [unit.name for unit in layout.units if unit.trained]
             unknown = [unit for unit in used if unit not in layout.by_name]
             missing = [unit for unit in trains if unit not in used]
             if unknown or missing:
