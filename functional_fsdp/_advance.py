@@ -310,7 +310,8 @@ class _Rules(Walk):
 
     def peer_reduces(self) -> None:
         """The next reduction, since a peer waits for it. None if its gradient may still come."""
-        if not self.due and self.plan.reductions and self.phase != "forward":
+        over = self.phase == "forward" or (self.phase and self.round_done)  # a driven pass has one round
+        if not self.due and self.plan.reductions and not over:
             self.zero_next()
         if self.due:
             self.reduce((self.due.pop(0),))

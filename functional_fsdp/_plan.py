@@ -320,7 +320,7 @@ def plan(layout: Layout, schedule: Schedule | None = None, forward: int | None =
         )
         for name in where
     )
-    reductions, staging = _stage(layout, found)
+    reductions, staging = _stage(layout, found, forward)
     starts = {gather.first: gather.start for gathers in held.values() for gather in gathers}
     ends = {k: g.last for name in where for g in held[name] for k in where[name] if g.first <= k <= g.last}
     reducing = {(reduction.unit, reduction.use) for reduction in reductions}
@@ -353,11 +353,11 @@ def _parts(buckets: Sequence[Bucket], address: int, size: Callable[[Bucket], int
     return tuple(Part(b.name, at, size(b)) for b, at in zip(buckets, offsets, strict=False))
 
 
-def _stage(layout: Layout, program: Program) -> tuple[tuple[Reduction, ...], int]:
+def _stage(layout: Layout, program: Program, forward: int | None) -> tuple[tuple[Reduction, ...], int]:
     """A reduction of every trainable unit wherever its gradient is complete, and their staging, in the wire's dtype."""
     trains = {name: [b for b in layout.by_name[name].buckets if b.trainable] for name in program.uses}
     nbytes = {name: _total(buckets, _staged) for name, buckets in trains.items()}
-    due = [(name, k) for name, k in program.completed() if nbytes[name]]
+    due = [(name, k) for name, k in program.completed(forward) if nbytes[name]]
     until = [*(k for _, k in due[SLOTS:]), *[len(program.order)] * SLOTS]
     sizes = [nbytes[name] for name, _ in due]
     packing = pack(sizes, [[(i, i + SLOTS - 1)] for i in range(len(due))])  # in order of issue: uses may coincide

@@ -103,20 +103,26 @@ class Program:
                 at += 1
         return at < len(back)
 
-    def completed(self) -> list[tuple[str, int]]:
+    def completed(self, forward: int | None = None) -> list[tuple[str, int]]:
         """(unit, use) in order of time: where the gradient of each unit is complete, in each pass.
 
-        That is its last use; or, where that lies before the last new unit's first one, where all units that were new
-        after it are complete. Within one use: reverse order of first use.
+        That is its last use; or, where that lies in the forward, where all units that were new after it are complete.
+        Within one use: reverse order of first use.
+
+        Args:
+            forward: how many uses the forward has, if that is known.
+
+        >>> Program(("a", "b", "c", "a", "c", "b")).completed()
+        [('c', 4), ('b', 5), ('a', 5)]
         """
+        turn = forward or self.turn
         uses = {name: [k for k in ks if k < self.length] for name, ks in self.uses.items()}
         found: list[tuple[str, int]] = []
         latest = 0
         for name in reversed(uses):
             last = uses[name][-1]
-            at = last if self.groups[last][1] >= self.newest - 1 else latest
-            latest = max(latest, at)
-            found.append((name, at))
+            latest = max(latest, last)
+            found.append((name, last if last >= turn else latest))
         found.sort(key=lambda item: item[1])  # stable: reverse order of first use
         return [(name, begin + k) for begin in range(0, len(self.order), self.length) for name, k in found]
 

@@ -896,9 +896,9 @@ def test_units_at_once_are_the_plans_call_of_these_units() -> None:
 
 
 def test_what_a_forward_leaves_out_is_no_place_that_a_rank_must_come_to() -> None:
-    """`b` is used twice in the forward, and its gradient comes late: a rank may leave out the second use."""
+    """`b` is used twice in the forward, and never in the backward: a rank may leave out the second use."""
     p = plan(stack([1] * 3), Schedule([*"abcb", *"ca"]), forward=4)
-    assert [(r.unit, r.use) for r in p.reductions] == [("b", 3), ("c", 4), ("a", 5)]
+    assert [(r.unit, r.use) for r in p.reductions] == [("c", 4), ("b", 4), ("a", 5)], "b is complete when c is"
     rank = Rank(p)
     rank.happens("begin")
     for name in "abc":
@@ -906,9 +906,9 @@ def test_what_a_forward_leaves_out_is_no_place_that_a_rank_must_come_to() -> Non
     rank.happens("turn")
     rank.use("c")
     assert rank.unplanned == set()
-    assert rank.reduce("c") == [], "no zeros for a gradient that is awaited"
+    assert rank.reduce("c") == [(0, True)], "no zeros for a gradient that is awaited"
     rank.release("c")
-    assert rank.reduce("b") == [(0, True), (1, True)]
+    assert rank.reduce("b") == [(1, True)]
     rank.use("a")
     assert rank.reduce("a") == [(2, True)]
 
@@ -940,7 +940,17 @@ def test_a_peer_is_given_no_zeros_while_this_ranks_forward_goes_on() -> None:
     assert rank.happens("peer reduces") == []
     assert rank.happens("peer gathers") == [], "nor is a gather of the plan issued, which nobody follows"
     rank.happens("turn")
-    assert reductions_of(rank.happens("peer reduces")) == [(0, False)]
+    assert [reductions_of(rank.happens("peer reduces")) for _ in range(3)] == [[(0, False)], [(1, False)], []], (
+        "that of `a` may come"
+    )
+
+
+def test_a_peer_is_given_nothing_of_a_round_that_has_not_begun() -> None:
+    """A peer that is slower waits for a reduction that this rank has due, and has not found staging for."""
+    rank = Rank(made(3))
+    rank.happens("begin agreed")
+    rank.happens("turn")
+    assert [reductions_of(rank.happens("peer reduces")) for _ in range(4)] == [[(i, False)] for i in range(3)] + [[]]
 
 
 # -------------------------------------------------------------------------------- positions
