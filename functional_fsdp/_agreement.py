@@ -203,7 +203,7 @@ class Agreement:
         """Which of the units that ranks want comes next: the smallest of every rank's number. Host, 16 bytes.
 
         Args:
-            wanted: up to `2 * len(names)`, see `Unplanned.next_of`.
+            wanted: up to `2 * len(names) + 1`, see `Unplanned.take_turn`.
 
         Raises:
             ScheduleError: a rank is elsewhere.

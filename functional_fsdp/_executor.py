@@ -124,10 +124,10 @@ class Executor(Gathers, Reductions):
         Returns how many began before it in this step.
         """
         self.begins += 1
+        self.staging.apart = False
         if not isinstance(self.order, RecordedOrder):
-            # In the first step a guess may be wrong, on some ranks only. Where the host waits for gathers and for
-            # reductions ranks can agree on each use; streams that wait for each other would not hear of it.
-            agreed = isinstance(self.order, GuessedOrder) and not self.run.cuda and not self.shared
+            # In the first step a guess may be wrong, on some ranks only: they agree on each use.
+            agreed = isinstance(self.order, GuessedOrder) and not self.run.capturing
             self.happen(state, "begin agreed" if agreed else "begin")
         return self.begins - 1
 
@@ -139,11 +139,24 @@ class Executor(Gathers, Reductions):
         else:
             self.happen(state, "turn")
 
-    def all_done(self, state: State) -> None:
-        """This rank has come to all that it uses in this pass. Others may need it where they agree on each use."""
+    def differ(self, state: State, forward: Order, trained: tuple[str, ...]) -> None:
+        """The backward has begun: these were used, and gradients of these will come.
+
+        Streams wait for each other unheard. Where ranks do different things in a pass in which they agree on each use,
+        a gather may wait for compute, which waits for staging, and so for a peer's reduction; and the peer for the
+        gather. There compute does not wait for staging.
+        """
+        if self.run.cuda and self.cursor.agreed and self.run.size > 1:
+            self.all_done(state, backward=False)
+            seen = self.run.everyone((forward, trained), "what is used")
+            self.staging.apart = any(one != seen[0] for one in seen)
+
+    def all_done(self, state: State, backward: bool = True) -> None:
+        """This rank has come to all that it uses in a forward, or in its backward. Others may need it where they agree
+        on each use."""
         if self.cursor.agreed and self.plan.gathers:
             with self.beside(state):
-                self.unplanned.all_done(state, self.plan)
+                self.unplanned.all_done(state, self.plan, backward)
 
     def end(self, state: State, forward: Order, backward: Order) -> None:
         """The backward is over, and these were the orders of use. After the first step the plan follows what was seen.
@@ -223,6 +236,7 @@ class Executor(Gathers, Reductions):
     def reset(self) -> None:
         """Back to the state between steps, whether the step was taken or abandoned."""
         self.settle()
+        self.staging.apart = False
         self.grads, self.digests = {}, [0, 0]
         self.last, self.whole = True, False
         self.given.begin()

@@ -90,7 +90,8 @@ class Gathers(Engine):
         self.flying[unit] = place
 
     def _gather_beside(self, state: State, unit: str, by_plan: bool) -> None:
-        """A use on which ranks agree first: at the unit's place, if that is wished, unless what is held lies there."""
+        """A use on which ranks agree first: at the unit's place, if that is wished, unless what is held lies there. Not
+        in memory that ranks share: peers that only help have none there."""
         place, cursor = self.arena.places.get(unit), self.cursor
         if self.unplanned.held(unit) or (by_plan and place and place.lease.held):
             return
@@ -100,7 +101,7 @@ class Gathers(Engine):
             else:
                 self.unplanned.agree(unit, "unshard", self._planned)
             self.staging.touched(self.layout.by_name[unit])
-            if by_plan and not self._crowded(unit):
+            if by_plan and not self.arena.shared and not self._crowded(unit):
                 self._free(unit)
                 self.arena.take(unit)
                 for part in self.arena.place(state, unit).parts:
@@ -137,7 +138,7 @@ class Gathers(Engine):
         if (
             not place
             or not outside
-            or self.shared
+            or self.arena.reading  # others may be
             or self._crowded(unit)
             or any(place.lease.weights[key] is not w for key, w in weights.items())
         ):

@@ -56,6 +56,7 @@ class Staging:
         self.stages: dict[int, Stage] = {}
         self.busy: deque[Stage] = deque()
         self.completing = False  # whether something beside them is under way
+        self.apart = False  # each reduction has bytes of its own, so that compute waits for none
         self.moves: dict[tuple[str, States, States, bool], Move] = {}
         self.marks: dict[str, Mark] = {}  # the end of what is newest, and of all before it, by the lane that it ends on
         #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients. Where
@@ -70,6 +71,9 @@ class Staging:
 
         With `relents` it may leave it (False), because there is no staging before peers have what they wait for.
         """
+        if self.apart:
+            self._apart(unit, values, grads, last, mesh)
+            return True
         stage = self.stages.get(index) or self._make(index, unit)
         slots = 1 if self.run.cuda and stage.span is None and stage.short else SLOTS
         while len(self.busy) >= slots or stage in self.busy or (stage.span and any(map(stage.overlaps, self.busy))):
@@ -137,8 +141,15 @@ class Staging:
         return self._job(move, stage, spare, local, False, share)
 
     def outside(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object) -> None:
-        """Reduce the gradients of a unit that no plan names, from bytes of their own. Compute waits for it."""
+        """Reduce the gradients of a unit that no plan names. Compute waits for it."""
         self.settle()
+        self._apart(unit, values, grads, last, mesh)
+        self.settle()
+
+    def _apart(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object) -> None:
+        """Reduce a unit's gradients, or zeros, from bytes of their own."""
+        self.completing = True
+        given = dict(zip(unit.paths, values or [None] * len(unit.paths), strict=True))
         for bucket in unit.buckets:
             if not bucket.trainable:
                 continue
@@ -147,12 +158,22 @@ class Staging:
             whole = have.states == final if have is not None else last
             move = self.move(bucket, partial_states(bucket), final if whole else rest)
             stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
-            write_leaves(bucket, stage, dict(zip(unit.paths, values, strict=True)))
+            write_leaves(bucket, stage, given)
             spare = stage.new_empty(bucket.staged if move.exact else 0, dtype=torch.uint8)
             job = self._into(grads, bucket, move, stage, spare, self._share(bucket), mesh)
-            self.run.wait(self._submit([job], [move], self.run.mark(), ordered=True))
+            done = self._submit([job], [move], self.run.mark(), ordered=True)
+            self._outlives(stage, spare)
+            if self.plan.schedule.overlap_update:
+                self._newest([bucket], done)
             if last:
                 self.complete(bucket, grads)
+
+    def _outlives(self, *tensors: torch.Tensor) -> None:
+        """These are given back while the lanes may still use them."""
+        if self.run.streams is not None:
+            for tensor in tensors:
+                for lane in ("reduce", "outer"):
+                    tensor.record_stream(self.run.streams.lanes[lane])
 
     def complete(self, bucket: Bucket, grads: dict[str, FlatBuffer]) -> None:
         """Reduce what is still partial of a bucket's main gradients. Nothing to do when nothing is."""
@@ -175,10 +196,7 @@ class Staging:
         wire = have.to(move.issued[0][0].dtype) if move.issued else have
         spare = wire.new_empty(bucket.staged if move.exact else 0, dtype=torch.uint8)
         yield from self._job(move, wire, spare, out, False)
-        if self.run.streams is not None:  # they are given back while the lanes may still read them
-            for tensor in (have, wire, spare):
-                for lane in ("reduce", "outer"):
-                    tensor.record_stream(self.run.streams.lanes[lane])
+        self._outlives(have, wire, spare)
 
     def _submit(
         self, jobs: list[Steps], moves: list[Move], after: Mark, mark: Mark = None, ordered: bool = False,

@@ -54,19 +54,18 @@ class Unplanned:
         """
         if plan.by_name[name].parts:  # else it lies on every rank
             number = _number(plan.index[name], len(plan.units), backward)
-            while (found := self.run.next_of(number, self.names, f"unshard {name!r}")) != number:
-                self._help(state, plan, found)
+            self._meet(state, plan, number, f"unshard {name!r}")
 
-    def all_done(self, state: State, plan: Plan) -> None:
-        """This rank wants nothing more in such a pass. Helps the others until that is so for all."""
-        done = 2 * len(plan.units)
-        while (found := self.run.next_of(done, self.names, "the end of the pass")) != done:
-            self._help(state, plan, found)
+    def all_done(self, state: State, plan: Plan, backward: bool) -> None:
+        """This rank wants nothing more in such a forward, or backward. Helps the others until that is so for all."""
+        count = len(plan.units)
+        self._meet(state, plan, 2 * count + 1 if backward else count, "the end of the pass" if backward else "the turn")
 
-    def _help(self, state: State, plan: Plan, number: int) -> None:
-        """Gather what a peer wants."""
-        name = plan.units[min(number, 2 * len(plan.units) - 1 - number)].name
-        Gathered(state, self.layout.by_name[name]).gather(state, LANE)
+    def _meet(self, state: State, plan: Plan, number: int, what: str) -> None:
+        """Gather what peers want until all are here."""
+        while (found := self.run.next_of(number, self.names, what)) != number:
+            name = plan.units[min(found, 2 * len(plan.units) - found)].name
+            Gathered(state, self.layout.by_name[name]).gather(state, LANE)
 
     def take(self, state: State, name: str, lane: str) -> None:
         """Gather a unit into its own bytes."""
@@ -111,9 +110,9 @@ class Unplanned:
 
 
 def _number(unit: int, count: int, backward: bool) -> int:
-    """Where a use comes in a forward and its backward, of so many units.
+    """Where a use comes in a forward, the turn, and its backward, of so many units.
 
     >>> _number(1, 3, False), _number(1, 3, True), _number(2, 3, True)
-    (1, 4, 3)
+    (1, 5, 4)
     """
-    return 2 * count - 1 - unit if backward else unit
+    return 2 * count - unit if backward else unit

@@ -8,7 +8,7 @@ A program is a list of operations on activations, a value, that the plain module
 Ranks may leave out operations, within what README allows: in the first step one rank leaves out nothing; a step with
 other operations, or another order, than the first one's is the same on every rank. Where there is a checkpoint, or
 weights are tied, ranks leave out nothing; where a unit is used more than once, no `detach`. An evaluation in the middle
-of a step comes where none left out anything.
+of a step comes where none left out anything. By "copy_engine" a step has the operations of the first one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from functional_fsdp import transforms as T
 from .issued import Issued
 from .verdict import Verdict, Wrong
 
-__all__ = ["Model", "draw", "play", "smaller"]
+__all__ = ["Model", "draw", "fixed", "play", "smaller"]
 
 Case = dict[str, Any]
 Ops = list[Any]
@@ -128,7 +128,7 @@ def draw(seed: int, index: int) -> Case:
         base
     ):  # a unit that nobody uses, between two calls that share one, is in their way
         base.append(["scale"])
-    steps = []
+    steps: list[Any] = []
     for step in range(rng.randint(1, 4)):
         micros = []
         same = step == 0 or rng.random() < 0.7
@@ -141,7 +141,7 @@ def draw(seed: int, index: int) -> Case:
             micros.append({"ops": ops, "leave": leave})
         whole = not any(any(micro["leave"]) for micro in micros)
         steps.append({"micros": micros, "evaluate": whole and rng.random() < 0.4})
-    return {
+    case = {
         "kind": "driven", "world": world, "seed": rng.randint(0, 10**6), "model": model, "steps": steps,
         "preset": rng.choice(("zero3", "zero3", "zero3", "zero2", "zero1", "ddp", "hsdp", "hfsdp")),
         "prefetch": rng.randint(0, 4),
@@ -150,6 +150,14 @@ def draw(seed: int, index: int) -> Case:
         "debug": rng.random() < 0.5,
         "patience": 15,
     }  # fmt: skip
+    case["transport"] = rng.choice(("collective", "copy_engine")) if fixed(case) else "collective"
+    return case
+
+
+def fixed(case: Case) -> bool:
+    """Whether every step has the operations of the first one."""
+    programs = [micro["ops"] for said in case["steps"] for micro in said["micros"]]
+    return all(ops == programs[0] for ops in programs)
 
 
 def _program(rng: Random, parts: list[str], order: list[int]) -> Ops:
@@ -249,7 +257,8 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
     keep = case["keep"] if isinstance(case["keep"], str | None) else tuple(case["keep"])
     params, model = fsdp.functionalize(plain)
     keep = keep if not isinstance(keep, tuple) else tuple(k for k in keep if k in _units(mesh, placed, params))
-    schedule = fsdp.Schedule(case["order"], case["prefetch"], keep, case["debug"])
+    transport = case.get("transport", "collective")
+    schedule = fsdp.Schedule(case["order"], case["prefetch"], keep, case["debug"], transport=transport)
     state = fsdp.shard(params, fsdp.Spec(mesh, placed, schedule=schedule), fsdp.sgd(lr=0.1, weight_decay=0.05))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.05)
     forward_backward = T.forward_backward(model, lambda m, x, ops: m(x, ops))
@@ -355,7 +364,14 @@ def smaller(case: Case) -> list[Case]:
                     if len(micro["ops"]) > 1:
                         less = {**micro, "ops": micro["ops"][:n] + micro["ops"][n + 1 :]}
                         found.append(but(k, micros=[*rest[:m], less, *rest[m + 1 :]]))
-    for key, value in (("prefetch", 1), ("prefetch", 0), ("keep", None), ("debug", False), ("preset", "zero3")):
+    for key, value in (
+        ("prefetch", 1),
+        ("prefetch", 0),
+        ("keep", None),
+        ("debug", False),
+        ("preset", "zero3"),
+        ("transport", "collective"),
+    ):
         if case[key] != value:
             found.append({**case, key: value})
     model = case["model"]

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_workers")
 RANKS = 2
 
 
-def played(first: int, count: int) -> list[tuple[int, str]]:
+def played(first: int, count: int, transport: str) -> list[tuple[int, str]]:
     """Cases for two ranks that did not come out as the plain module's."""
     warnings.simplefilter("ignore")
     rank = int(os.environ["RANK"])
@@ -24,9 +24,8 @@ def played(first: int, count: int) -> list[tuple[int, str]]:
     index, done = first, 0
     while done < count:
         case: dict[str, Any] = driven.draw(11, index)
-        first_differs = any(any(micro["leave"]) for micro in case["steps"][0]["micros"])
-        if case["world"] == RANKS and not first_differs:  # else what ranks leave out must be where the module has it
-            verdict = driven.play(case, rank, "")
+        if case["world"] == RANKS and (transport == "collective" or driven.fixed(case)):
+            verdict = driven.play({**case, "transport": transport}, rank, "")
             if verdict.column != "right":
                 found.append((index, verdict.text))
             done += 1
@@ -35,5 +34,7 @@ def played(first: int, count: int) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("first", [0, 100, 200, 300])
-def test_driven_programs_are_the_plain_modules(first: int) -> None:
-    assert launch(played, RANKS, first, 20, timeout=20) == [[], []]
+@pytest.mark.parametrize("transport", ["collective", "copy_engine", "symmetric"])
+def test_driven_programs_are_the_plain_modules(first: int, transport: str) -> None:
+    """Also where one rank leaves something out in the first step, whose order is only guessed."""
+    assert launch(played, RANKS, first, 20, transport, timeout=20) == [[], []]
