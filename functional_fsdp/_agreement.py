@@ -62,6 +62,7 @@ class Agreement:
     Attributes:
         epoch: how often a restart dropped what was under way, or all was lost: states of a step know theirs.
         meetings: restarts, and meetings that found every rank at the same place.
+        restarted: how many there were after the last restart.
         failed: why the communicators are of no more use; "" as long as they are.
         parted: whether this rank left an exchange before its end.
         form: the structure of the metrics that are being reduced, the `formed`th since the last meeting; asking:
@@ -92,6 +93,7 @@ class Agreement:
     def __init__(self) -> None:
         self.epoch = 0
         self.meetings = 0
+        self.restarted = 0
         self.votes = 0  # that ended with all ranks agreed
         self.voted = (0, 0)  # in the last vote: the digest given, and how many side jobs were logged before it
         self.digest = 0  # of the side lane, since the last vote

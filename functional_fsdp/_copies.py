@@ -107,30 +107,43 @@ class Copies:
 
     Attributes:
         axis: along which a bucket is gathered, for those that are gathered by reading.
-        made: whether there is all that a plan needs.
     """
 
     def __init__(self, run: Runtime, layout: Layout) -> None:
         self.run = run
         self.layout = layout
-        self.made = False
         self.whole: Slab | None = None  # the arena's
         self.staging: dict[str, Slab] = {}
         axes = {bucket.name: gathered(bucket, run) for bucket in layout.buckets.values()}
         self.axis = {name: axis for name, axis in axes.items() if axis is not None}
 
-    def prepare(self, plan: Plan) -> None:
-        """Make all that a plan needs. Collective.
+    def prepare(self, plan: Plan) -> bool:
+        """Make all that a plan needs, and that not every rank has: one may have been stopped in it. Collective.
+
+        Returns whether something is new.
 
         Raises:
             SpecError: on every rank, if ranks cannot read each other's memory.
         """
         check_reach(self.run, self.axes())
+        before = self.slabs
+        have = {name: slab.nbytes for name, slab in before.items()}
+        every = self.run.everyone(have, "slabs")
+        for name in [name for name, nbytes in have.items() if any(other.get(name) != nbytes for other in every)]:
+            if name:
+                del self.staging[name]
+            else:
+                self.whole = None
         if self.axis:
             self.arena(plan.arena)
         for reduction in plan.reductions:
             self.staged(self.layout.by_name[reduction.unit], plan.staging)
-        self.made = True
+        return self.slabs != before
+
+    @property
+    def slabs(self) -> dict[str, Slab]:
+        """Those of the staging by axis, and that of the arena as ""."""
+        return self.staging | ({"": self.whole} if self.whole else {})
 
     def axes(self) -> list[str]:
         """The axes along which anything is read."""
@@ -143,7 +156,7 @@ class Copies:
     @property
     def nbytes(self) -> int:
         """Of all slabs, on this rank."""
-        return sum(slab.nbytes for slab in (self.whole, *self.staging.values()) if slab)
+        return sum(slab.nbytes for slab in self.slabs.values())
 
     def _slab(self, axes: Sequence[str], nbytes: int) -> Slab:
         for axis in axes:

@@ -66,25 +66,33 @@ class Executor(Gathers, Reductions):
         self.given = Given(layout, run.sizes, run.coordinate)
         self.frozen = {unit.name for unit in layout.units if not unit.trained}
         recorded = isinstance(self.order, RecordedOrder)
-        self._install(plan(layout, spec.schedule.ordered(None) if recorded else spec.schedule))
-
-    def _install(self, program: Plan) -> None:
-        if self.shared and self.shared.made:
-            self.shared.prepare(program)
-        self._follow(program)  # last: a rank that is stopped before comes here again, as its peers do
+        self.shares: tuple[str, int] | None = None  # the plan for which there is what ranks share, and since when
+        self._follow(plan(layout, spec.schedule.ordered(None) if recorded else spec.schedule))
 
     @whole
     def _follow(self, program: Plan) -> None:
         self.plan = program
         self.positions = Positions(program)
         self.position = self.positions.start
-        self.arena = Arena(self.run, program, self.copies, self.windows)
-        self.staging = Staging(self.run, program, self.spec.average, self.copies, self.windows)
+        self._fill()
+
+    def _fill(self) -> None:
+        """An arena and staging, in which there is nothing yet."""
+        self.arena = Arena(self.run, self.plan, self.copies, self.windows)
+        self.staging = Staging(self.run, self.plan, self.spec.average, self.copies, self.windows)
         self.fence = True  # the next gather waits for all that compute has done
         self.newest: Mark = None  # the end of the newest gather
         self.flying: dict[str, Place] = {}  # gathers that compute has not waited for
         self.released: dict[str, Mark] = {}  # the point from which a unit's bytes are free, in order
         self.occupied: set[str] = set()  # units that lie where the plan has something else, see `put_in_place`
+
+    def share(self) -> None:
+        """Have the memory that ranks share for this plan. Collective when the plan is new, and after a restart: a rank
+        may have been stopped in it."""
+        if self.shared and self.shares != (self.plan.hash, self.run.restarted):
+            if self.shared.prepare(self.plan) and self.arena.places:
+                self._fill()
+            self.shares = self.plan.hash, self.run.restarted
 
     # ---------------------------------------------------------------- where the program stands
 
@@ -107,6 +115,7 @@ class Executor(Gathers, Reductions):
 
     def happen(self, state: State, kind: str) -> None:
         """An event, and what follows from it."""
+        self.share()
         self.adopt(state.grads)
         self.carry_out(state, self.move(kind))
 
@@ -117,6 +126,7 @@ class Executor(Gathers, Reductions):
         if isinstance(self.order, DefaultOrder) and self.cursor.idle and not self.grads:
             self._reorder(order, len(Program(order[: len(order) // 2]).order))
             self.order = GuessedOrder()  # last: if it is interrupted, it comes again
+            self.share()
 
     def begin(self, state: State) -> int:
         """A forward begins, to which everything belongs until `end`: nothing in it is taken for the next pass.
@@ -175,7 +185,7 @@ class Executor(Gathers, Reductions):
         """Follow this order, of which so many uses are the forward, if that is known."""
         schedule = self.spec.schedule.ordered(order)
         if schedule.order != self.plan.schedule.order or isinstance(self.order, RecordedOrder):
-            self._install(plan(self.layout, schedule, forward))
+            self._follow(plan(self.layout, schedule, forward))
 
     # ---------------------------------------------------------------- beside the plan
 
@@ -281,6 +291,7 @@ class Executor(Gathers, Reductions):
                 self.order = GuessedOrder()
             else:
                 self._reorder(forward + backward, len(Program(forward).order))
+        self.share()
 
     def __del__(self) -> None:
         if getattr(self, "staging", None) is None:

@@ -49,8 +49,8 @@ class Gathers(Engine):
 
     def unshard(self, state: State, names: Sequence[str], move: Move) -> dict[str, dict[str, torch.Tensor]]:
         """The weights of units, once they are there; starts what the plan names next."""
-        if self.shared and not self.shared.made:
-            self.shared.prepare(self.plan)
+        if self.shared:
+            self.share()
         if self.run.cuda:
             self.staging.age()
         if isinstance(self.order, RecordedOrder):

@@ -135,6 +135,8 @@ def combined(seen: Sequence[Seen], planned: Order, frozen: Collection[str] = ())
 
     >>> combined([(("a", "c"), ("c", "a"), ()), (("a", "b"), ("a",), ("b",))], tuple("abcddcba"))
     (('a', 'b', 'c', 'd'), ('d', 'c', 'b', 'a'))
+    >>> combined([(("a", "b"), ("b", "a"), ()), (("a", "b", "c"), ("c", "a"), ("b",))], ())
+    (('a', 'b', 'c'), ('c', 'b', 'a'))
     """
     half = len(planned) // 2
     forwards, backwards = [one[0] for one in seen], [one[1][::-1] for one in seen]
@@ -142,7 +144,7 @@ def combined(seen: Sequence[Seen], planned: Order, frozen: Collection[str] = ())
     for other in forwards:
         forward = _merged(forward, other)
     for other in backwards:
-        backward = _merged(backward, other)
+        backward = _merged(backward, other, (), forward)
     if not all(_within(one, forward) for one in forwards) or not all(_within(one, backward) for one in backwards):
         return (), ()
     used = _units(forward)
@@ -159,15 +161,20 @@ def _units(order: Order) -> set[str]:
     return {name for call in order for name in _names(call)}
 
 
-def _merged(order: Order, other: Order, but: Collection[str] = ()) -> Order:
+def _merged(order: Order, other: Order, but: Collection[str] = (), natural: Order = ()) -> Order:
     """An order with what only another one has put in, each after what comes before it there, or before what comes
-    after it; but not the units in `but`."""
+    after it; of several places that which the natural order says; but not the units in `but`."""
     found = list(order)
+    place = {call: i for i, call in reversed([*enumerate(natural)])}  # its first
     for i, call in enumerate(other):
         if call not in found and not all(name in but for name in _names(call)):
             before = next((one for one in reversed(other[:i]) if one in found), None)
             after = next((one for one in other[i + 1 :] if one in found), None)
-            at = found.index(before) + 1 if before is not None else found.index(after) if after is not None else 0
+            low = found.index(before) + 1 if before is not None else 0
+            high = max(k for k, one in enumerate(found) if one == after) if after is not None else len(found)
+            at = low if before is not None or after is None else high
+            if call in place and low < high:
+                at = next((k for k in range(low, high) if place.get(found[k], -1) > place[call]), high)
             found.insert(at, call)
     return tuple(found)
 

@@ -54,8 +54,8 @@ class Reductions(Engine):
 
     def reduce(self, state: State, unit: str, values: Values, last: bool, move: Move, whole_tree: bool = False) -> None:
         """A unit's gradients, as `Unit.paths`, on their way into `grads`: now, or when their turn comes."""
-        if self.shared and not self.shared.made:
-            self.shared.prepare(self.plan)
+        if self.shared:
+            self.share()
         self.position, actions = move
         mine = None
         for kind, what in actions:

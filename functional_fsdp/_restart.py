@@ -94,6 +94,7 @@ def restart(run: Runtime, lineage: int, noticed: bool) -> None:
     run.formed = 0
     if not (here.lineage and all(status[:2] == here[:2] for status in statuses)):
         run.epoch += 1
+        run.restarted = number + 1
     run.parted = False
     run.meetings += 1  # last: whoever is interrupted before that comes again
     run.store.delete_key(f"status/{number - 1}/{run.rank}")

@@ -113,8 +113,8 @@ class State:
 
     def prepared(self) -> State:
         """This state, with what its ranks share made: for whoever makes it while all are there. Collective."""
-        if self.spec.schedule.transport in ("copy_engine", "symmetric") and self.executor.shared:
-            self.executor.shared.prepare(self.executor.plan)
+        if self.spec.schedule.transport in ("copy_engine", "symmetric"):
+            self.executor.share()
         return self
 
     @property

@@ -50,10 +50,19 @@ class Windows:
         """Of all windows."""
         return sum(window.numel() for _, window in self.made.values())
 
-    def prepare(self, plan: Plan) -> None:
-        """Make all that a plan needs. Collective."""
+    def prepare(self, plan: Plan) -> bool:
+        """Make all that a plan needs, and that not every rank has: one may have been stopped in it. Collective.
+
+        Returns whether something is new.
+        """
+        have = {key: number for key, (number, _) in self.made.items()}
+        every = self.run.everyone((have, self.run.windows), "windows")
+        self.run.windows = max(count for _, count in every)
+        for key in [key for key, number in have.items() if any(other.get(key) != number for other, _ in every)]:
+            _give_back(self.run, {key: self.made.pop(key)})
         self.arena(plan.arena)
         self.staging(plan.staging)
+        return {key: number for key, (number, _) in self.made.items()} != have
 
     def arena(self, nbytes: int) -> torch.Tensor:
         """At least so many bytes [uint8] for gathered units."""

@@ -21,13 +21,14 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import LOOPS, Stack, batch, mesh_and_placement, net, reference, sharded, through_the_stack
+from problems import LOOPS, Stack, batch, loss_fn, mesh_and_placement, net, reference, sharded, through_the_stack
 from tables import product
 
 import functional_fsdp as fsdp
 from functional_fsdp import Precision, Schedule, Spec, SpecError, _runtime, launch
 from functional_fsdp import transforms as T
 from functional_fsdp._copies import Pull, Reading, without
+from functional_fsdp._slab import Slab
 
 COPIES = Schedule(transport="copy_engine", debug=True)
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
@@ -319,6 +320,46 @@ def test_ranks_that_parted_meet_again() -> None:
         assert met >= 4
         assert same
         assert resting
+
+
+def stopped_in_slabs(after: int) -> tuple[int, bool]:
+    """In a driven model's first step rank 1 is stopped after so many slabs: the others may have them all."""
+    module = net(torch.float32)
+    params, model = fsdp.functionalize(module)
+    states = [fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=s), fsdp.sgd(0.1)) for s in (COPIES, fsdp.Schedule())]
+    step = T.forward_backward(model, loss_fn)
+    data, met, left = batch(0, dist.get_rank()), 0, [after]
+    slab: Any = Slab.__init__
+
+    def stopped(self: Any, *args: Any) -> None:
+        slab(self, *args)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    copies: Any = states[0].executor.copies
+    copies.staging.clear()
+    copies.whole, states[0].executor.shares = None, None  # all are to be made
+    if dist.get_rank() == 1:
+        Slab.__init__ = stopped  # type: ignore[method-assign, assignment]
+    done = []
+    try:
+        for state in states:
+            while True:
+                try:
+                    done.append(fsdp.step(step(state, data)[0]))
+                    break
+                except (KeyboardInterrupt, fsdp.RestartError):
+                    met += 1
+    finally:
+        Slab.__init__ = slab  # type: ignore[method-assign]
+    mine, theirs = (fsdp.full_params(state) for state in done)
+    return met, all(torch.allclose(mine[path], theirs[path], atol=1e-6) for path in mine)
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_rank_that_was_stopped_where_slabs_are_made_has_them_made_with_all_others(after: int) -> None:
+    assert launch(stopped_in_slabs, 2, after, timeout=20) == [(1, True)] * 2
 
 
 def copied(folder: str) -> list[float]:

@@ -223,6 +223,8 @@ def test_orders_of_ranks_are_combined() -> None:
     seen = [(("m", "e1", "m"), ("m", "e1", "m"), ()), (("m", "e3", "m"), ("m", "e3", "m"), ())]
     both = combined(seen, ("m", "e1", "e2", "e3", "e3", "e2", "e1", "m"))
     assert both == (("m", "e3", "e1", "e2", "m"), ("m", "e2", "e1", "e3", "m"))  # between the uses of what is around
+    detached = (tuple("abcd"), ("d", "c"), ("b", "a")), (tuple("abd"), ("d", "b"), ("a",))
+    assert combined(detached, ())[1] == tuple("dcba"), "what no rank had in one backward is as in the forward"
     assert combined([(("a", "b"), (), ()), (("b", "a"), (), ())], planned) == ((), ())
 
 
