@@ -92,8 +92,7 @@ class Agreement:
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.meetings = 0
-        self.restarted = 0
+        self.meetings = self.restarted = 0
         self.votes = 0  # that ended with all ranks agreed
         self.voted = (0, 0)  # in the last vote: the digest given, and how many side jobs were logged before it
         self.digest = 0  # of the side lane, since the last vote

@@ -10,6 +10,7 @@ import pytest
 from attack import driven
 
 from functional_fsdp import launch
+from functional_fsdp._launch import stop_workers
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_workers")]
 
@@ -33,8 +34,14 @@ def played(first: int, count: int, transport: str) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.fixture(scope="module", params=["collective", "copy_engine", "symmetric"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Workers of its own each: a process has one kind of symmetric memory."""
+    stop_workers()
+    return str(request.param)
+
+
 @pytest.mark.parametrize("first", [0, 100, 200, 300])
-@pytest.mark.parametrize("transport", ["collective", "copy_engine", "symmetric"])
 def test_driven_programs_are_the_plain_modules(first: int, transport: str) -> None:
     """Also where one rank leaves something out in the first step, whose order is only guessed."""
     assert launch(played, RANKS, first, 20, transport, timeout=20) == [[], []]
