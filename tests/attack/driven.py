@@ -7,8 +7,8 @@ A program is a list of operations on activations, a value, that the plain module
 
 Ranks may leave out operations, within what README allows: in the first step one rank leaves out nothing; a step with
 other operations, or another order, than the first one's is the same on every rank. Where there is a checkpoint, or
-weights are tied, ranks leave out nothing; where a unit is used more than once, no `detach`. An evaluation in the middle
-of a step comes where none left out anything. By "copy_engine" a step has the operations of the first one.
+weights are tied, ranks leave out nothing; where a unit is used more than once, or is frozen, no `detach`. An evaluation
+in the middle of a step comes where none left out anything. By "copy_engine" a step has the operations of the first one.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def draw(seed: int, index: int) -> Case:
         ops = base if same else _changed(rng, base, parts)
         for _ in range(rng.choice((1, 1, 1, 2))):
             leave = [
-                _left_out(rng, ops, bool(tied)) if same and rng.random() < 0.5 and (step or rank) else []
+                _left_out(rng, ops, model) if same and rng.random() < 0.5 and (step or rank) else []
                 for rank in range(world)
             ]
             micros.append({"ops": ops, "leave": leave})
@@ -211,14 +211,14 @@ def _flat(ops: Ops) -> Ops:
     return [one for op in ops for one in (_flat(op[1]) if op[0] == "checkpoint" else [op])]
 
 
-def _left_out(rng: Random, ops: Ops, tied: bool) -> list[int]:
+def _left_out(rng: Random, ops: Ops, model: dict[str, Any]) -> list[int]:
     """Which operations a rank leaves out, by number; not those that it has twice (it would not be clear which)."""
     flat = _flat(ops)
     users = [op[1] for op in flat if len(op) > 1]
     repeats = len({*users}) < len(users) or sum(op == ["scale"] for op in flat) > 1
-    if tied or any(op[0] == "checkpoint" for op in ops):
+    if model["tied"] or any(op[0] == "checkpoint" for op in ops):
         return []
-    what = ("use", "half", "scale") if repeats else ("use", "half", "scale", "detach")
+    what = ("use", "half", "scale") if repeats or model["frozen"] else ("use", "half", "scale", "detach")
     able = [n for n, op in enumerate(flat) if op[0] in what and (
         len(op) == 1 or users.count(op[1]) == 1)]  # fmt: skip
     return [n for n in able if rng.random() < 0.3]
