@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ._about import about_of, same_layout
 from ._entry import alone
@@ -30,6 +29,7 @@ from ._parts import SAVED, content, named, own_place, parts_of, plain_names, sha
 from ._reader import check, read_metadata, read_tensors
 from ._runtime import runtime_of
 from ._state import Ledger, State, Token
+from ._torch import pytree
 from ._update import counted, with_counts
 from ._weights import refresh
 from ._writer import Entry, write_metadata, write_tensors

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ._errors import TreeError
+from ._torch import FakeTensor
 
 __all__ = ["HOOKS", "Functions"]
 

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._torch import all_gather_single, reduce_scatter_single
+
 __all__ = ["all_gather", "all_reduce", "all_to_all", "barrier", "reduce_scatter"]
 
 Works = Iterator[list[Any] | str]
 OPS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-# torch renamed these two after 2.11
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> Works:
@@ -32,7 +31,7 @@ def all_gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) 
     if not out.is_floating_point():  # integers and booleans travel as bytes
         out, mine = out.view(torch.uint8), mine.view(torch.uint8)
     if out.device.type == "cuda":
-        _gather(out, mine, group=group)  # on the current stream; the host does not wait
+        all_gather_single(out, mine, group=group)  # on the current stream; the host does not wait
         return
     slices = out.chunk(group.size()) if out.numel() else ()
     if slices and slices[group.rank()].data_ptr() != mine.data_ptr():
@@ -43,7 +42,7 @@ def all_gather(out: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) 
 def reduce_scatter(out: torch.Tensor, full: torch.Tensor, op: str, group: dist.ProcessGroup) -> Works:
     """`full` [ranks · n] -> `out` [n]. `full` is scratch afterwards."""
     if out.device.type == "cuda":
-        _scatter(out, full, op=OPS[op], group=group)
+        reduce_scatter_single(out, full, op=OPS[op], group=group)
         return
     slices = full.chunk(group.size()) if full.numel() else ()
     yield _reduces(slices, op, group)

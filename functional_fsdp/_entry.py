@@ -26,15 +26,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 
 from ._errors import CommError, FsdpError, ScheduleError
+from ._torch import CInterpreter, func_interpreter, pytree, set_grad_enabled
 from ._tracing import LOWERING, refuse, tracing
 
 __all__ = ["alone", "ordinary", "outside_inference", "verb"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-INTERPRETER: Any = torch._C._functorch.CInterpreter
+INTERPRETER: Any = CInterpreter
 TRANSFORM = (
     " was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see through a collective. Call "
     "unshard before the transform and reduce after it; inside, compute on the weights only."
@@ -85,14 +85,14 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
     @wraps(fn)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or LOWERING:
-            if isinstance(torch._C._functorch.peek_interpreter_stack(), INTERPRETER):  # what the compiler can tell
+            if isinstance(func_interpreter(), INTERPRETER):  # what the compiler can tell
                 refuse("ScheduleError", fn.__name__ + TRANSFORM, torch.compiler.is_dynamo_compiling())
             try:
                 with torch.no_grad():
                     return traced(*args, **kwargs)
             except FsdpError as error:
                 refuse(type(error).__name__, error.args[0], torch.compiler.is_dynamo_compiling())
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if func_interpreter() is not None:
             raise ScheduleError(fn.__name__ + TRANSFORM)
         state: Any = args[0] if args else kwargs.get("state")
         try:
@@ -113,12 +113,12 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
                 if torch.is_inference_mode_enabled():
                     with torch.inference_mode(False), torch.no_grad():
                         return fn(*args, **kwargs)
-                torch._C._set_grad_enabled(False)
+                set_grad_enabled(False)
                 return fn(*args, **kwargs)
         except dist.DistError as error:
             raise _unreachable(fn.__name__, state, error) from error
         finally:
-            torch._C._set_grad_enabled(before)
+            set_grad_enabled(before)
             if outermost and owner == me:
                 users.pop(0, None)
         raise _busy(fn.__name__, owner)

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
-import torch.utils._pytree as pytree
 
 from ._entry import alone
 from ._errors import ScheduleError, TreeError
@@ -15,6 +14,7 @@ from ._route import Partial, Replicate
 from ._runtime import runtime_of
 from ._skeleton import every_buffer, persistent
 from ._state import State
+from ._torch import pytree
 from ._tree import flatten
 
 __all__ = ["buffers", "full_params", "local_shards", "state_dict"]

@@ -16,8 +16,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch._utils import _unflatten_dense_tensors
 
 from ._errors import SpecError
 from ._gradients import refuse_meta
@@ -25,6 +23,7 @@ from ._lanes import Issued
 from ._layout import Bucket, aligned
 from ._route import Axis, Replicate, Shard, States, route
 from ._runtime import runtime_of
+from ._torch import foreach_copy_, foreach_zero_, pytree, unflatten_dense_tensors
 from ._tracing import tracing
 from ._tree import bytes_text, register, table
 
@@ -232,7 +231,7 @@ def templates(bucket: Bucket) -> tuple[torch.Tensor, ...]:
 
 def leaves_of(bucket: Bucket, whole: torch.Tensor) -> dict[str, torch.Tensor]:
     """The leaves by path, as views of the whole bucket [numel], each of its global shape; one call for all."""
-    pieces = _unflatten_dense_tensors(whole, templates(bucket))
+    pieces = unflatten_dense_tensors(whole, templates(bucket))
     views = {leaf.path: pieces[i] for leaf, i in zip(bucket.leaves, bucket.leaf_pieces, strict=True)}
     for leaf in bucket.empty:  # the one call forgets their shapes
         views[leaf.path] = whole.new_empty(leaf.shape)
@@ -241,16 +240,16 @@ def leaves_of(bucket: Bucket, whole: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def write_leaves(bucket: Bucket, whole: torch.Tensor, values: Mapping[str, torch.Tensor | None]) -> None:
     """Copy and cast `values` (by path; None means zeros) into the whole bucket, and zero its padding."""
-    pieces = _unflatten_dense_tensors(whole, templates(bucket))
+    pieces = unflatten_dense_tensors(whole, templates(bucket))
     at = dict(zip(bucket.leaf_pieces, bucket.leaves, strict=True))
     given = {i: values[leaf.path] for i, leaf in at.items()}
     zero = [piece for i, piece in enumerate(pieces) if given.get(i) is None]
     pairs = [(pieces[i], value) for i, value in given.items() if value is not None and value.numel()]
     if zero:
-        torch._foreach_zero_(zero)
+        foreach_zero_(zero)
     if pairs:
         try:
-            torch._foreach_copy_([p for p, _ in pairs], [v for _, v in pairs])
+            foreach_copy_([p for p, _ in pairs], [v for _, v in pairs])
         except NotImplementedError:
             refuse_meta(values.items())
             raise

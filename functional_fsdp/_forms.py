@@ -15,7 +15,7 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING, Any
 
-import torch.utils._pytree as pytree
+from ._torch import pytree
 
 if TYPE_CHECKING:
     from ._agreement import Agreement

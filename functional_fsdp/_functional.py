@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 
 from ._recipes import Exchange
+from ._torch import functional_collectives
 
 __all__ = ["finished", "run", "start"]
 
 
 def start(exchange: Exchange, local: torch.Tensor, op: str) -> torch.Tensor:
     """Issue one collective; its result must be waited for."""
-    ops = torch.ops._c10d_functional
+    ops = functional_collectives
     if exchange.kind == "gather":
         return ops.all_gather_into_tensor(local, exchange.ranks, exchange.group)
     if exchange.kind == "scatter":
@@ -27,7 +28,7 @@ def start(exchange: Exchange, local: torch.Tensor, op: str) -> torch.Tensor:
 
 def finished(exchange: Exchange, local: torch.Tensor, op: str) -> torch.Tensor:
     """Wait for what `start` issued."""
-    done: torch.Tensor = torch.ops._c10d_functional.wait_tensor(local)
+    done: torch.Tensor = functional_collectives.wait_tensor(local)
     if exchange.kind != "sum":
         return done
     parts = done.view(exchange.ranks, -1)

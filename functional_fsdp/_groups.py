@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ._errors import CommError
+from ._torch import default_store
 from ._watch import here
 
 __all__ = ["Levelled", "forget", "level", "new_group", "one_thread"]
@@ -155,7 +156,7 @@ def level(ranks: list[int], timeout: timedelta, offers: Iterable[str] = ()) -> L
 
 def forget(place: str, ranks: list[int]) -> None:
     """Take out of the store what this rank said in `level`: all have read it."""
-    store: Any = dist.PrefixStore(place, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    store: Any = dist.PrefixStore(place, default_store())  # type: ignore[attr-defined]
     with suppress(RuntimeError):  # whoever keeps the store may be gone
         store.delete_key(str(dist.get_rank()))
         if dist.get_rank() == ranks[0]:

@@ -22,10 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn as nn
-import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ._agree import Topic, agree
 from ._entry import outside_inference
@@ -39,6 +36,7 @@ from ._shard import build, describe, given, needs_spec
 from ._skeleton import skeleton_of
 from ._spec import Spec
 from ._state import State
+from ._torch import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_current_modes, pytree, to_scalar
 from ._transport import settled
 
 __all__ = ["init"]
@@ -86,8 +84,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            with _disable_current_modes():
+        if func is to_scalar and isinstance(args[0], FakeTensor):
+            with disable_current_modes():
                 return self.replay([self.view(args[0])])[0].item()
         seen = pytree.tree_map(self.view, (args, kwargs))  # as they are now: `.data =` may change them later
         read = {v.storage for v in _views(seen)}

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ._interrupts import whole
+from ._torch import current_stream, set_stream
 
 __all__ = ["ARENA", "Issued", "Job", "Log", "Mark", "Queue", "Steps", "Streams", "together"]
 
@@ -266,15 +267,13 @@ class Streams:
         self.graph = torch.cuda.Event()  # its end
 
     def current(self) -> torch.cuda.Stream:
-        found = torch._C._cuda_getCurrentStream(self.device.index)
+        found = current_stream(self.device.index)
         if found[0] != self.known.stream_id:
             self.known = torch.cuda.Stream(stream_id=found[0], device_index=found[1], device_type=found[2])
         return self.known
 
     def set(self, stream: torch.cuda.Stream) -> None:
-        torch._C._cuda_setStream(
-            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-        )
+        set_stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
     @contextmanager
     def joined(self) -> Iterator[None]:

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
-import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
@@ -28,6 +26,7 @@ from ._shard import describe
 from ._shard import layout as layout_of
 from ._spec import Spec
 from ._state import Ledger, State, Token
+from ._torch import FakeTensor, FakeTensorMode, pytree
 from ._tracing import keeping, lowering
 from ._tree import bytes_text, table
 from ._weights import keeps_copy

@@ -7,13 +7,13 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
-import torch.utils._pytree as pytree
 
 from . import _traced
 from ._entry import verb
 from ._lanes import Issued
 from ._runtime import runtime_of
 from ._state import State
+from ._torch import pytree
 from ._tracing import tracing
 
 __all__ = ["over_axes", "over_ranks", "pmean", "psum"]

@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
-from torch.nn.utils.stateless import _reparametrize_module
 
 from ._errors import TreeError
 from ._interrupts import whole
 from ._skeleton import Placeholder, refuse_meta, skeleton_of
 from ._ties import aliases_of, tied
+from ._torch import autograd_node, reparametrize_module
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -107,7 +107,7 @@ class Slots:
 
 def _recomputing() -> bool:
     """Whether a backward runs this: activation checkpointing, which must not change buffers a second time."""
-    return not torch.compiler.is_compiling() and torch._C._current_autograd_node() is not None
+    return not torch.compiler.is_compiling() and autograd_node() is not None
 
 
 Place = tuple[Slots, list[torch.Tensor]]
@@ -182,7 +182,7 @@ class Bound:
             if own and _recomputing():
                 own = {path: buffer.clone() for path, buffer in own.items()}
             tensors = {**own, **self._weights}
-            with _reparametrize_module(module, tensors, tie_weights=False, strict=True, stack_weights=True):
+            with reparametrize_module(module, tensors, tie_weights=False, strict=True, stack_weights=True):
                 return function(module, *args, **kwargs)
         slots, weights = place
         for path, held, name in slots.meta:

@@ -13,7 +13,8 @@ import io
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from ._torch import read_objects_by, unpickler
 
 __all__ = ["without_numpy"]
 
@@ -25,13 +26,11 @@ def without_numpy() -> bool:
     except (ImportError, ValueError):
         missing = True
     if missing:
-        c10d: Any = dist.distributed_c10d
-        c10d._tensor_to_object = _to_object
+        read_objects_by(_to_object)
     return missing
 
 
 def _to_object(tensor: torch.Tensor, size: int, group: Any) -> Any:
     """What torch's function of this name does: the object that the first `size` bytes of the tensor are."""
-    c10d: Any = dist.distributed_c10d
     there = tensor.cpu().contiguous()
-    return c10d._unpickler(io.BytesIO(ctypes.string_at(there.data_ptr(), int(size)))).load()
+    return unpickler(io.BytesIO(ctypes.string_at(there.data_ptr(), int(size)))).load()

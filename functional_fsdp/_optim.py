@@ -19,13 +19,13 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 
 from ._errors import SpecError
 from ._flat import FlatBuffer, no_counts, summary, zeros
 from ._given import Leaves
 from ._numbers import by_label, number, numbers, pair_of
 from ._spec import Spec
+from ._torch import foreach_add_, fused_adamw_, fused_sgd_, pytree
 from ._tracing import tracing
 
 __all__ = [
@@ -235,7 +235,7 @@ class AdamW:
                     self._plainly(skip, *one, lr, betas, decay)
                 continue
             torch.autograd.graph.increment_version([*p, *m, *v])  # the fused kernel does not
-            torch._fused_adamw_(
+            fused_adamw_(
                 p, g, m, v, [], steps[label],
                 lr=lr, beta1=betas[0], beta2=betas[1], eps=self.eps, weight_decay=decay, amsgrad=False,
                 maximize=False, found_inf=None if skip is None else skip.float(),
@@ -266,7 +266,7 @@ def _count_missed(counts: list[tuple[torch.Tensor, Sequence[bool]]], skip: torch
     edges = [(local, i, j) for local, given in counts for i, j in _runs(given)]
     if edges:
         by: Any = 1 if skip is None else (~skip).to(edges[0][0].dtype)
-        torch._foreach_add_([local[i:j] for local, i, j in edges], by)
+        foreach_add_([local[i:j] for local, i, j in edges], by)
 
 
 def _runs(given: Sequence[bool]) -> list[tuple[int, int]]:
@@ -314,7 +314,7 @@ class Sgd:
                 self._plainly(skip, p, g, momentum[0] if momentum else [], lr, decay)
                 continue
             torch.autograd.graph.increment_version([*p, *(momentum[0] if momentum else ())])
-            torch._fused_sgd_(
+            fused_sgd_(
                 p, g, momentum[0] if momentum else [],
                 weight_decay=decay, momentum=self.momentum, lr=lr, dampening=0.0, nesterov=self.nesterov,
                 maximize=False, is_first_step=False, found_inf=None if skip is None else skip.float(),

@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 
 from ._checksum import checksum
 from ._errors import TreeError
 from ._flat import FlatBuffer
 from ._runtime import Runtime, runtime_of
 from ._state import State
+from ._torch import pytree
 from ._tree import Paths, flatten
 
 __all__ = ["SAVED", "Part", "content", "named", "nodes_of", "own_place", "parts_of", "plain_names", "shard_name"]

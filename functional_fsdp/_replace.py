@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
-import torch.utils._pytree as pytree
 
 from ._agree import Topic, agree
 from ._checksum import checksum
@@ -26,6 +25,7 @@ from ._rounds import end_round
 from ._route import states_of
 from ._runtime import runtime_of
 from ._state import Ledger, State, Token
+from ._torch import pytree
 from ._tracing import tracing
 from ._tree import flatten
 from ._verbs import finish

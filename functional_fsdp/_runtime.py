@@ -33,6 +33,7 @@ from ._jobs import Jobs
 from ._lanes import Issued, Log, Queue, Steps, Streams
 from ._restart import QUEUES
 from ._signals import Signals
+from ._torch import default_store
 from ._watch import Watch
 
 __all__ = ["Runtime", "any_failed", "runtime_of"]
@@ -95,9 +96,7 @@ class Runtime(Jobs):
             _unused.remove(run)
             for kind, groups in run.let_go().items():
                 self.spare_groups.setdefault(kind, []).extend(groups)
-        self.store = dist.PrefixStore(  # type: ignore[attr-defined]
-            f"{self.place}/run", dist.distributed_c10d._get_default_store()
-        )
+        self.store = dist.PrefixStore(f"{self.place}/run", default_store())  # type: ignore[attr-defined]
         backend = "nccl" if self.cuda else "gloo"
         for i, axis in enumerate(names):
             mine = mesh.mesh.movedim(i, -1).reshape(-1, mesh.shape[i])

@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ._byvalue import global_names
 from ._checksum import checksum
+from ._torch import OpOverload, OpOverloadPacket
 
 __all__ = ["describe_settings", "opaque_settings"]
 
@@ -47,7 +48,7 @@ MOST = 10_000  # lines of one value
 DEEP = 100  # levels of one value
 NAMED = (
     *(type, types.ModuleType, torch.dtype, torch.memory_format, torch.layout, logging.Logger),
-    *(torch._ops.OpOverload, torch._ops.OpOverloadPacket),
+    *(OpOverload, OpOverloadPacket),
 )
 OPAQUE = (torch.Generator, random.Random, dist.ProcessGroup, weakref.ReferenceType, types.GeneratorType)
 MACHINERY = ("torch._", "triton.", "functools")  # modules whose objects change by themselves

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.utils._pytree as pytree
 
 from ._agree import Topic, agree
 from ._checksum import checksum
@@ -22,6 +21,7 @@ from ._runtime import runtime_of
 from ._settings import describe_settings
 from ._spec import FLOATS, Spec
 from ._state import Ledger, State, Token
+from ._torch import pytree
 from ._transport import settled
 from ._tree import flatten, match
 from ._weights import keeps_copy, refresh

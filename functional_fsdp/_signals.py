@@ -24,6 +24,7 @@ import torch
 from ._cuda import function
 from ._errors import CommError
 from ._slab import Slab
+from ._torch import raw_stream
 
 if TYPE_CHECKING:
     from ._runtime import Runtime
@@ -124,5 +125,5 @@ def _packed(steps: list[Operation], bases: list[int]) -> tuple[int, Any]:
 
 def _issue(batch: tuple[int, Any], device: int) -> int:
     """On the current stream. Returns the driver's CUresult, 0 for success."""
-    stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device))
+    stream = ctypes.c_void_p(raw_stream(device))
     return function("cuStreamBatchMemOp_v2")(stream, batch[0], batch[1], 0)

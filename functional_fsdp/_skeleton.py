@@ -20,6 +20,7 @@ from ._closures import HOOKS, Functions
 from ._entry import outside_inference
 from ._errors import SpecError, TreeError
 from ._ties import Tie, aliases_of
+from ._torch import NoTorchFunction
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -41,7 +42,7 @@ class Placeholder(nn.Parameter):
                 "Spec(trainable={pattern: False})."
             )
         if name in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with NoTorchFunction():
                 return func(*args, **(kwargs or {}))
         raise TreeError(
             f"bind weights first: this is a skeleton, its parameters have no values ({name or func} was called on one "
@@ -87,7 +88,7 @@ METADATA |= {"_is_view", "is_neg", "is_conj", "untyped_storage"}
 
 
 def _trains(t: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
+    with NoTorchFunction():
         return t.requires_grad
 
 

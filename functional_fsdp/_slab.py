@@ -17,6 +17,7 @@ import torch
 
 from ._errors import SpecError
 from ._symmetric import use_backend
+from ._torch import symmetric_memory
 
 if TYPE_CHECKING:
     from ._runtime import Runtime
@@ -45,7 +46,7 @@ class Slab:
             self._shared(run)
 
     def _symmetric(self, run: Runtime) -> None:
-        import torch.distributed._symmetric_memory as symmetric
+        symmetric = symmetric_memory()
 
         failed = ""
         try:

@@ -12,6 +12,7 @@ from ._lanes import Issued, Mark, Steps
 from ._layout import Bucket
 from ._route import Hop, States
 from ._runtime import Runtime
+from ._torch import foreach_copy_, foreach_zero_
 
 __all__ = ["LARGE", "Move", "Slot", "Stage", "Values", "apart"]
 
@@ -64,12 +65,12 @@ class Slot(NamedTuple):
             leaves = [leaf for leaf, i in zip(leaves, self.which, strict=True) if values and values[i] is not None]
             self.whole.zero_()
         elif self.gaps:
-            torch._foreach_zero_(self.gaps)
+            foreach_zero_(self.gaps)
         if self.large:
             leaves, tensors = apart(leaves, tensors)
         if leaves:
             try:
-                torch._foreach_copy_(leaves, tensors)
+                foreach_copy_(leaves, tensors)
             except NotImplementedError:  # looking at each before would take time
                 filled = (leaf.path for leaf in self.bucket.leaves if leaf.numel)
                 refuse_meta(zip(filled, [values[i] for i in self.which], strict=True))

@@ -24,7 +24,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch._utils import _unflatten_dense_tensors
 
 from ._copies import Copies, exchange
 from ._flat import FlatBuffer, templates, write_leaves
@@ -36,6 +35,7 @@ from ._runtime import Runtime
 from ._stage import LARGE, Move, Slot, Stage, Values
 from ._sum import ordered_sum
 from ._symmetric import Windows
+from ._torch import unflatten_dense_tensors
 
 __all__ = ["Staging"]
 
@@ -320,7 +320,7 @@ class Staging:
             sent = bucket.numel * bucket.wire.itemsize
             whole = memory[start : start + sent].view(bucket.wire)
             spare = memory[start + aligned(sent, STAGED) : start + part.nbytes]
-            pieces = _unflatten_dense_tensors(whole, templates(bucket))
+            pieces = unflatten_dense_tensors(whole, templates(bucket))
             placed = zip(bucket.leaf_pieces, bucket.leaves, strict=True)
             chosen = [(pieces[i], unit.paths.index(leaf.path)) for i, leaf in placed if leaf.numel]
             gaps = [piece for i, piece in enumerate(pieces) if i not in set(bucket.leaf_pieces)]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ._cursor import Cursor, InFlight
 from ._entry import alone, ordinary
@@ -19,6 +18,7 @@ from ._ledger import Ledger, Token
 from ._runtime import runtime_of
 from ._settings import opaque_settings
 from ._spec import Spec
+from ._torch import pytree
 from ._tracing import tracing
 from ._tree import register
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ._errors import SpecError
+from ._torch import symmetric_memory
 
 if TYPE_CHECKING:
     from ._plan import Plan
@@ -107,7 +108,7 @@ def registered(run: Runtime, nbytes: int, groups: list[Any]) -> torch.Tensor:
     Raises:
         SpecError: on every rank, if any cannot have it: no GPUs, an old NCCL, no memory.
     """
-    import torch.distributed._symmetric_memory as symmetric
+    symmetric = symmetric_memory()
 
     failed = ""
     memory = torch.empty(0, dtype=torch.uint8)
@@ -144,13 +145,13 @@ def use_backend(run: Runtime, name: str) -> None:
     Raises:
         RuntimeError: it has another one already.
     """
-    import torch.distributed._symmetric_memory as symmetric
+    symmetric = symmetric_memory()
 
     have = symmetric.get_backend(run.device)
     if have == name:
         return
     try:
-        symmetric.set_backend(name)  # type: ignore[arg-type]
+        symmetric.set_backend(name)
     except RuntimeError as error:
         raise RuntimeError(
             f"this process uses torch's symmetric memory with the backend {have!r}, {name!r} is needed, and torch has "

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-import torch.utils._pytree as pytree
 
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer
@@ -25,6 +24,7 @@ from ._functional import finished, run, start
 from ._given import ALL
 from ._recipes import BucketRecipe, Exchange, Move, Recipes, UnitRecipe
 from ._route import States
+from ._torch import pytree
 
 if TYPE_CHECKING:
     from ._state import State

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ._errors import TreeError
 from ._functional import run
 from ._given import Lacking
+from ._torch import pytree
 from ._traced import base_of, finish, given_in, recipes_of
 from ._tracing import refuse
 from ._update import check, counting, keep, may_step, put_back, update

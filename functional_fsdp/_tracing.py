@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from . import _errors
+from ._torch import dynamo
 
 __all__ = ["KEEPING", "LOWERING", "keeping", "lowering", "refuse", "tracing"]
 
@@ -37,9 +38,7 @@ def refuse(kind: str, text: str, compiling: bool) -> NoReturn:
     """
     cls: Any = getattr(_errors, kind)
     if compiling:
-        from torch._dynamo.exc import UncapturedHigherOrderOpError
-
-        cls = type(kind, (cls, UncapturedHigherOrderOpError), {"__module__": cls.__module__})
+        cls = type(kind, (cls, dynamo().exc.UncapturedHigherOrderOpError), {"__module__": cls.__module__})
     raise cls(text)
 
 

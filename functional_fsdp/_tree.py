@@ -17,7 +17,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import optree
-import torch.utils._pytree as pytree
+
+from ._torch import pytree
 
 __all__ = ["Paths", "bytes_text", "first_match", "flatten", "match", "prefixes", "register", "table"]
 

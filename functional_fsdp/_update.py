@@ -17,12 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer
 from ._given import WHOLE, Lacking, Leaves, NewCounts
 from ._lanes import Mark, Steps
+from ._torch import foreach_copy_, pytree
 from ._tracing import tracing
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def keep(state: State, given: Leaves) -> Kept:
 def put_back(kept: Kept) -> None:
     """What `keep` has copied."""
     if kept:
-        torch._foreach_copy_([view for view, _ in kept], [copy for _, copy in kept])
+        foreach_copy_([view for view, _ in kept], [copy for _, copy in kept])
 
 
 def carry_out(

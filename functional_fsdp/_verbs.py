@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
-import torch.utils._pytree as pytree
 
 from . import _traced, _traced_step
 from ._entry import verb
@@ -30,6 +29,7 @@ from ._given import ALL, Leaves
 from ._gradients import in_order, of_tree, of_unit
 from ._interrupts import arrive, guard, whole
 from ._state import State, Token
+from ._torch import pytree
 from ._tracing import tracing
 from ._update import Kept, carry_out, check, counting, keep, may_step, put, put_back
 from ._weights import gather, refresh, whole_of

@@ -47,6 +47,7 @@ import torch.distributed as dist
 from . import _byvalue
 from ._errors import FsdpError
 from ._runtime import any_failed
+from ._torch import groups_of_the_process
 
 __all__ = ["CUDA", "STORE", "TIMEOUT", "LaunchError", "Pool"]
 
@@ -294,7 +295,7 @@ def _become(rank: int, nproc: int, env: dict[str, str]) -> None:
         if name in (interface for _, interface in socket.if_nameindex()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if dist.is_initialized():
-        _inherited.extend(dist.distributed_c10d._world.pg_map)  # their threads did not come along: never join them
+        _inherited.extend(groups_of_the_process())  # their threads did not come along: never join them
         dist.destroy_process_group()
     torch.set_num_threads(max(1, torch.get_num_threads() // nproc))
     if inductor := sys.modules.get("torch._inductor.async_compile"):

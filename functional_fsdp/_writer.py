@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from ._note import METADATA, head
+from ._torch import storage_info
 
 __all__ = ["Entry", "write_metadata", "write_tensors"]
 
@@ -108,7 +109,6 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def write_metadata(folder: Path, entries: Iterable[Entry]) -> tuple[int, str]:
     """Write `.metadata` for torch's tools and for `load`, to disk. Returns its bytes and their sha256."""
     from torch.distributed.checkpoint import metadata as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     tensors: dict[str, Any] = {}
     places: dict[Any, Any] = {}
@@ -116,7 +116,7 @@ def write_metadata(folder: Path, entries: Iterable[Entry]) -> tuple[int, str]:
         size, zero = torch.Size(shape), torch.Size([0] * len(shape))
         properties = dcp.TensorProperties(dtype=dtype)
         tensors[name] = dcp.TensorStorageMetadata(properties, size, [dcp.ChunkStorageMetadata(zero, size)])
-        places[dcp.MetadataIndex(name, zero, 0)] = _StorageInfo(file, offset, length)
+        places[dcp.MetadataIndex(name, zero, 0)] = storage_info()(file, offset, length)
     names = {name: (name,) for name in tensors}
     data = pickle.dumps(dcp.Metadata(tensors, names, places, dcp.StorageMeta(), "1.0.0"))
     with open(folder / METADATA, "xb") as raw:

@@ -51,6 +51,34 @@ class TestEveryFile:
         assert lines <= 400, f"{file.name} has {lines} lines; past 400 there is a second noun in it"
 
 
+def private(dotted: str) -> bool:
+    """Whether a name of torch's is one that is not public."""
+    first, *rest = dotted.split(".")
+    return first in ("torch", "dist") and any(part.startswith("_") and not part.startswith("__") for part in rest)
+
+
+def dotted(node: ast.expr) -> str:
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+@pytest.mark.parametrize("file", [f for f in CORE + TRANSFORMS if f.name != "_torch.py"], ids=lambda f: f.name)
+def test_names_of_torch_that_are_not_public_are_in_one_file(file: Path) -> None:
+    found = []
+    for node in nodes(file):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            found.append(dotted(node))
+    assert not [name for name in found if private(name)], "take them from functional_fsdp._torch"
+
+
+def test_a_private_name_is_seen() -> None:
+    assert all(map(private, ["torch._C", "torch.utils._pytree", "dist._world", "torch.nn.utils.stateless._x"]))
+    assert not any(map(private, ["torch.nn", "torch.__version__", "self._C", "functional_fsdp._torch"]))
+
+
 @pytest.mark.parametrize("file", CORE, ids=lambda f: f.name)
 def test_the_core_imports_no_transform(file: Path) -> None:
     for node in nodes(file):

@@ -22,6 +22,7 @@ from functional_fsdp import SpecError, State
 from functional_fsdp._metrics import over_ranks
 from functional_fsdp._runtime import runtime_of
 from functional_fsdp._skeleton import every_buffer, persistent, refuse_meta
+from functional_fsdp._torch import foreach_mul
 
 from ._watch import version
 
@@ -213,7 +214,7 @@ class Buffers:
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """One call for tensors of one dtype; each with a version counter of its own, since autograd saves some of them."""
     if tensors[0].dtype in NUMBERS:
-        return [*torch._foreach_mul(tensors, 1)]
+        return [*foreach_mul(tensors, 1)]
     return [t.clone() for t in tensors]
 
 

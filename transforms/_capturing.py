@@ -13,11 +13,16 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from functional_fsdp import ScheduleError, State, TreeError
 from functional_fsdp._errors import FsdpError
 from functional_fsdp._runtime import Runtime
+from functional_fsdp._torch import (
+    end_allocate_to_pool,
+    override_stale_capture_stream,
+    pytree,
+    set_override_stale_capture_stream,
+)
 from functional_fsdp._tree import flatten
 from functional_fsdp._update import put
 
@@ -55,16 +60,15 @@ CAUSES = (
 @contextmanager
 def stale_streams_followed() -> Iterator[None]:
     """Let a backward run on the stream that captures, where torch has a switch for that. Put back afterwards."""
-    C: Any = torch._C
-    if not hasattr(C, "_set_override_stale_capture_stream"):
+    if set_override_stale_capture_stream is None:
         yield
         return
-    before = C._override_stale_capture_stream()
-    C._set_override_stale_capture_stream(True)
+    before = override_stale_capture_stream()
+    set_override_stale_capture_stream(True)
     try:
         yield
     finally:
-        C._set_override_stale_capture_stream(before)
+        set_override_stale_capture_stream(before)
 
 
 @contextmanager
@@ -110,7 +114,7 @@ def _abandon(run: Runtime, graph: Any, pool: Any) -> None:
             graph.capture_end()
             return
     with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(index, pool)
+        end_allocate_to_pool(index, pool)
     again = torch.cuda.CUDAGraph()  # torch believes that its generators are still captured, until they have been
     for generator in run.generators.values():
         again.register_generator_state(generator)

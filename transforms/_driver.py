@@ -23,6 +23,7 @@ import torch.nn as nn
 from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, release, unshard
 from functional_fsdp._runtime import runtime_of
 from functional_fsdp._skeleton import skeleton_of
+from functional_fsdp._torch import will_execute
 from functional_fsdp._tracing import refuse, tracing
 from functional_fsdp._walk import Collision
 from functional_fsdp._weights import whole_of
@@ -307,7 +308,7 @@ class Driver:
     def begin(self) -> None:
         """The backward begins: which gradients are to come is known now."""
         self.backward = True
-        executes = torch._C._will_engine_execute_node
+        executes = will_execute
         used: dict[str, int] = {}
         for call in self.calls:
             if call.node is None:

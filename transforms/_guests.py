@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from functional_fsdp._skeleton import METADATA, Placeholder
+from functional_fsdp._torch import NoTorchFunction
 
 from ._entries import Leaf
 from ._inputs import refuse_dtypes
@@ -44,7 +45,7 @@ class Guest(Placeholder):
         attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
         if name == "__get__":
             if attribute in ("device", "is_cuda", "is_cpu", "is_meta"):
-                with torch._C.DisableTorchFunctionSubclass():
+                with NoTorchFunction():
                     device = args[0].home[0].device
                 return device if attribute == "device" else attribute == f"is_{device.type}"
             known = attribute not in VALUES

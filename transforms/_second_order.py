@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.utils._pytree as pytree
 
 from functional_fsdp import Layout, SpecError, State, reduce, unshard
 from functional_fsdp._runtime import runtime_of
 from functional_fsdp._skeleton import skeleton_of
+from functional_fsdp._torch import pytree
 from functional_fsdp._weights import whole_of
 
 from ._driver import caller, refuse_nesting

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from functional_fsdp import SpecError, TreeError
+from functional_fsdp._torch import pytree
 
 from ._outputs import map_tensors
 

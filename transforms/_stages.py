@@ -16,9 +16,9 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError, release, unshard
+from functional_fsdp._torch import pytree
 
 from ._driver import refuse_tracing
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from functional_fsdp import ScheduleError
+from functional_fsdp._torch import TorchDispatchMode
 
 __all__ = ["Watch", "changed", "clear", "spoilt", "version"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from functional_fsdp import SpecError, State, finish
+from functional_fsdp._torch import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_, foreach_norm
 from functional_fsdp._verbs import change
 
 from ._gradients import by_dtype, shards, total
@@ -34,7 +35,7 @@ def global_norm(state: State) -> tuple[State, torch.Tensor]:
     for axes, tensors in shards(state).items():
         sums = []
         for some in by_dtype(tensors).values():
-            norms = torch._foreach_norm(some, 2, dtype=widest)
+            norms = foreach_norm(some, 2, dtype=widest)
             sums.append(torch.stack(list(norms)).square().sum())
         if len(sums) != 1:
             sums = [torch.stack([torch.zeros((), dtype=widest, device=state.count.device), *sums]).sum()]
@@ -64,7 +65,7 @@ def clip_by_global_norm(state: State, max_norm: float | torch.Tensor) -> tuple[S
         by = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for tensors in shards(state).values():
             for dtype, some in by_dtype(tensors).items():
-                torch._foreach_mul_(some, by.to(torch.promote_types(torch.float32, dtype)))
+                foreach_mul_(some, by.to(torch.promote_types(torch.float32, dtype)))
 
     return change(state, "clip_by_global_norm()", scale, max_norm), norm
 
@@ -87,7 +88,7 @@ def clip_by_value(state: State, max_value: float) -> State:
     def clamp() -> None:
         for tensors in shards(state).values():
             for some in by_dtype(tensors).values():
-                torch._foreach_clamp_min_(some, -max_value)
-                torch._foreach_clamp_max_(some, max_value)
+                foreach_clamp_min_(some, -max_value)
+                foreach_clamp_max_(some, max_value)
 
     return change(state, "clip_by_value()", clamp, max_value)

@@ -12,12 +12,12 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.utils._pytree as pytree
 
 from functional_fsdp import FsdpError, ScheduleError, SpecError, State
 from functional_fsdp import _regather as regather
 from functional_fsdp._entry import outside_inference
 from functional_fsdp._lower import custom_backwards
+from functional_fsdp._torch import dynamo, func_interpreter, inductor, pytree
 from functional_fsdp._tracing import keeping
 
 __all__ = ["compile"]
@@ -70,7 +70,7 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
 
     @wraps(train_step)
     def run(state: State, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if func_interpreter() is not None:
             raise ScheduleError(
                 "a compiled train step was called inside a torch.func transform, which cannot see through its "
                 "collectives. Use the transform inside the step, between unshard and reduce."
@@ -124,8 +124,7 @@ def _refuse_custom_backwards(train_step: Callable[..., Any], state: State, args:
 
 
 def _backend(name: str, config: dict[str, Any]) -> Callable[..., Any]:
-    from torch._dynamo.backends.common import aot_autograd  # half a second, and only for who compiles
-
+    aot_autograd = dynamo().backends.common.aot_autograd  # only for who compiles
     if name == "aot_eager":
 
         def plain(module: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -135,24 +134,23 @@ def _backend(name: str, config: dict[str, Any]) -> Callable[..., Any]:
 
         return cast(Callable[..., Any], aot_autograd(fw_compiler=plain))
 
-    def inductor(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        from torch._inductor.compile_fx import compile_fx
-
+    def compiled(module: torch.fx.GraphModule, inputs: Any) -> Any:
         settings = ORDERED | config
-        return compile_fx(module, inputs, config_patches=settings | {"post_grad_custom_pre_pass": _inductors_pass()})
+        settings["post_grad_custom_pre_pass"] = _inductors_pass()
+        return inductor().compile_fx.compile_fx(module, inputs, config_patches=settings)
 
-    return inductor
+    return compiled
 
 
 def _inductors_pass() -> Any:
     """The pass as Inductor takes one."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+    passes = inductor().custom_graph_pass
 
-    class Pass(CustomGraphPass):
+    class Pass(passes.CustomGraphPass):  # type: ignore[misc, name-defined]
         def __call__(self, graph: torch.fx.Graph) -> None:
             regather.point_at_second_gathers(graph)
 
         def uuid(self) -> Any:
-            return get_hash_for_files((regather.__file__,))
+            return passes.get_hash_for_files((regather.__file__,))
 
     return Pass()

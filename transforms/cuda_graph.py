@@ -19,13 +19,13 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.utils._pytree as pytree
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError
 from functional_fsdp._capture import Capture
 from functional_fsdp._entry import outside_inference
 from functional_fsdp._given import NewCounts
 from functional_fsdp._runtime import Runtime, runtime_of
+from functional_fsdp._torch import pytree
 
 from ._capturing import KEPT, Home, captured, stale_streams_followed
 from ._seed import reseed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from functional_fsdp import State, TreeError, finish
+from functional_fsdp._torch import foreach_div_
 from functional_fsdp._verbs import change
 
 from ._gradients import shards
@@ -36,8 +37,8 @@ def divide(state: State, divisor: float | torch.Tensor) -> State:
     def divide_all() -> None:
         for tensors in shards(state).values():
             if isinstance(by, torch.Tensor):
-                torch._foreach_div_(tensors, by)
+                foreach_div_(tensors, by)
             else:
-                torch._foreach_div_(tensors, float(by))
+                foreach_div_(tensors, float(by))
 
     return change(state, "divide()", divide_all, by)

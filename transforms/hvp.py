@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from functional_fsdp import FlatBuffer, State, TreeError, finish, reduce
 from functional_fsdp._entry import alone
 from functional_fsdp._flat import leaves_of
+from functional_fsdp._torch import pytree
 
 from ._driver import refuse_tracing
 from ._stages import Stage, Stages, Weights

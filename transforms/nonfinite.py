@@ -10,6 +10,7 @@ import torch
 from functional_fsdp import FsdpError, ScheduleError, State, finish, replace_extras
 from functional_fsdp._gradients import of_tree, of_unit
 from functional_fsdp._runtime import runtime_of
+from functional_fsdp._torch import foreach_norm
 
 from ._gradients import shards, total
 
@@ -29,7 +30,7 @@ def nonfinite(state: State) -> tuple[State, torch.Tensor]:
     counts = {}
     for axes, tensors in shards(state).items():
         filled = [t for t in tensors if t.numel()]
-        largest = torch._foreach_norm(filled, float("inf")) if filled else []
+        largest = foreach_norm(filled, float("inf")) if filled else []
         flags = torch.stack([*largest, torch.zeros((), device=state.count.device)]).isfinite().logical_not()
         counts[axes] = flags.sum().float()
     return state, total(state, counts) > 0

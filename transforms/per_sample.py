@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 
 from functional_fsdp import SpecError, State, TreeError
 from functional_fsdp._entry import alone
+from functional_fsdp._torch import func_interpreter, pytree
 
 from ._stages import Stage, Stages, Weights, dims, rows
 from .vjp import Pullback, functional_vjp, lent
@@ -114,7 +114,7 @@ def per_sample_norms(
 
 def _alone() -> AbstractContextManager[Any]:
     """No autograd graph, as of `vjp`; but a torch.func transform around it is to see through it."""
-    inside = torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    inside = torch.compiler.is_compiling() or func_interpreter() is not None
     return nullcontext() if inside else torch.no_grad()
 
 

@@ -21,10 +21,10 @@ from weakref import WeakKeyDictionary
 
 import optree
 import torch
-import torch.utils._pytree as pytree
 
 from functional_fsdp import ScheduleError, TreeError
 from functional_fsdp._entry import INTERPRETER
+from functional_fsdp._torch import dispatch_modes, func_interpreter, pytree
 from functional_fsdp._tracing import KEEPING, tracing
 from functional_fsdp._weights import Lease, lease_of
 
@@ -60,7 +60,7 @@ def vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple[Any, Pullb
         >>> pullback({"a": torch.tensor(3.0)}, torch.tensor(1.0))
         ({'a': tensor(2.)}, tensor(3.))
     """
-    if tracing() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if tracing() or func_interpreter() is not None:
         return _under_transforms(fn, weights, primals)
     lease = lease_of(next(iter(weights.values()), None)) if type(weights) is dict else None
     if lease is not None and _PLAIN.issuperset(map(type, primals)) and not any(map(lease_of, primals)):
@@ -88,7 +88,7 @@ _UNITS: WeakKeyDictionary[Lease, Unit | None] = WeakKeyDictionary()
 
 def _unit_of(lease: Lease) -> Unit | None:
     """None where leaves have no gradient, and under a dispatch mode, whose tensors are not for keeping."""
-    if torch._C._len_torch_dispatch_stack():
+    if dispatch_modes():
         return None
     try:
         return _UNITS[lease]
@@ -254,7 +254,7 @@ def _refuse(verb: str, lease: Lease) -> None:
 
 def _under_transforms(fn: Callable[..., Any], weights: Any, primals: tuple[Any, ...]) -> tuple[Any, Pullback]:
     lent("vjp", weights, primals)
-    whole = tracing() and not isinstance(torch._C._functorch.peek_interpreter_stack(), INTERPRETER)
+    whole = tracing() and not isinstance(func_interpreter(), INTERPRETER)
     if whole and KEEPING:
         out, pull = functional_vjp(fn, (weights, *primals))
 
