@@ -22,6 +22,7 @@ from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer
 from ._functional import finished, run, start
 from ._given import ALL
+from ._gradients import like
 from ._recipes import BucketRecipe, Exchange, Move, Recipes, UnitRecipe
 from ._route import States
 from ._torch import pytree
@@ -282,9 +283,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
         if not isinstance(grads, Mapping) or set(grads) != set(one.keys):
             raise TreeError(f"reduce(state, grads, {unit!r}): expected {{key: tensor}} with the keys {one.keys}.")
         return _reduce(state, recipes, one, [grads[key] for key in one.keys], last)
-    leaves, treedef = pytree.tree_flatten(grads, is_leaf=lambda x: x is None)
-    if treedef != state.treedef:
-        raise TreeError(f"reduce(state, grads): grads has the structure {treedef}; expected {state.treedef}.")
+    leaves = like(grads, pytree.tree_unflatten(list(state.layout.source), state.treedef))
     total: dict[str, Any] = {}
     for source, value in zip(state.layout.source, leaves, strict=True):
         if value is not None:

@@ -47,6 +47,32 @@ def test_what_calls_the_verbs_itself_is_not_traced(call: Any) -> None:
         torch.compile(call, fullgraph=True, backend="eager")(state)
 
 
+def turned(tree: Any) -> Any:
+    """The same with the keys of every dict in reverse."""
+    return {key: turned(tree[key]) for key in reversed(tree)} if isinstance(tree, dict) else tree
+
+
+def in_another_order(transport: Any, lacks: str = "") -> list[torch.Tensor]:
+    params = {"a": {"w": torch.arange(8.0).view(4, 2), "b": torch.zeros(2)}, "c": {"w": torch.ones(2, 3)}}
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(transport=transport)), fsdp.sgd(0.1))
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
+        state, weights = fsdp.unshard(state)
+        grads = torch.func.grad(lambda w: ((x @ w["a"]["w"] + w["a"]["b"]) @ w["c"]["w"]).square().mean())(weights)
+        return fsdp.step(fsdp.reduce(state, {k: g for k, g in turned(grads).items() if k != lacks}))
+
+    run: Any = torch.compile(train_step, fullgraph=True, backend="aot_eager") if transport == "traced" else train_step
+    full = fsdp.full_params(run(state, torch.ones(3, 4) + dist.get_rank()))
+    return [full["a"]["w"], full["a"]["b"], full["c"]["w"]]
+
+
+def test_gradients_may_come_with_their_keys_in_another_order() -> None:
+    for eager, traced in zip(*(launch(in_another_order, 2, how)[0] for how in ("collective", "traced")), strict=True):
+        torch.testing.assert_close(traced, eager, rtol=1e-6, atol=1e-6)
+    with pytest.raises(fsdp.LaunchError, match="grads has the structure"):
+        launch(in_another_order, 2, "traced", "c")
+
+
 def recomputed(way: str) -> Any:
     """The loss and the weights after a step whose first stage recomputes, by the model's own module."""
     torch.manual_seed(0)
