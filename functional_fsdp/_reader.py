@@ -180,6 +180,8 @@ def read_tensors(
                 except (OSError, MemoryError):
                     raise
                 except Exception as error:  # whatever is damaged, zipfile has many words for it
+                    if isinstance(error.__context__, OSError):  # and one for what could not be read
+                        raise error.__context__ from None
                     raise CheckpointError(
                         f"{folder / file} is damaged where {name!r} lies (bytes {entries[name].offset} + "
                         f"{entries[name].length}): {type(error).__name__}: {error}. Load another checkpoint."

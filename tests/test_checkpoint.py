@@ -21,7 +21,7 @@ from problems import LOOPS, batch, mesh_and_placement, net
 from test_deaths import survivors
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
+from functional_fsdp import _reader, launch
 from functional_fsdp._writer import write_tensors
 
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
@@ -112,6 +112,29 @@ def test_clear_errors_for_what_is_not_a_checkpoint(tmp_path: Path) -> None:
     middle, _ = LOOPS["whole"](model, state, batch(0, 0), True)
     with pytest.raises(fsdp.StaleStateError, match="in the middle of a step"):
         fsdp.save(middle, tmp_path / "y")
+
+
+def test_what_cannot_be_read_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """zipfile takes an error of the system for a file that is none."""
+    state = fsdp.shard({"w": torch.arange(5.0)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(0.1))
+    fsdp.save(state, tmp_path / "x")
+    reads, fails = [0], [-1]
+    readinto = _reader._Part.readinto
+
+    def read(self: Any, buffer: Any) -> int:
+        reads[0] += 1
+        if reads[0] == fails[0]:
+            raise OSError(5, "Input/output error")
+        return readinto(self, buffer)
+
+    monkeypatch.setattr(_reader._Part, "readinto", read)
+    fsdp.load(state, tmp_path / "x")
+    count = reads[0]
+    assert count >= 3
+    for fails[0] in range(1, count + 1):
+        reads[0] = 0
+        with pytest.raises(OSError, match="Input/output error"):
+            fsdp.load(state, tmp_path / "x")
 
 
 def cannot_be_written(folder: str) -> tuple[str, int]:
