@@ -34,6 +34,7 @@ Case = dict[str, Any]
 Ops = list[Any]
 D = 4  # features
 CLOSE = 1e-9
+LARGE = 1e6  # a loss from which on a program diverges, and any rounding is as large as its weights
 
 
 # ---------------------------------------------------------------- the model
@@ -263,7 +264,7 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.05)
     forward_backward = T.forward_backward(model, lambda m, x, ops: m(x, ops))
     apply = T.apply(model)
-    issued, device = Issued(state), state.count.device
+    issued, device, diverges = Issued(state), state.count.device, False
     for step, said in enumerate(case["steps"]):
         if not _some_gradient(plain, case, said):
             continue
@@ -274,6 +275,7 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
                 programs = [micro["ops"]] * world
             for r, ops in enumerate(programs):
                 loss = plain(_batch(case, step, k, r), ops)
+                diverges |= loss.item() > LARGE
                 if r == rank:
                     mine = loss
                 (loss / world).backward()
@@ -292,6 +294,8 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
         state = fsdp.step(state)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if diverges:
+            break
         found = fsdp.state_dict(state)
         for name, p in plain.named_parameters():
             _same(found[name], p, f"{name} after step {step}")
