@@ -60,6 +60,11 @@ CUDA = (
     "Restart the notebook kernel and call launch() before anything touches CUDA (torch.cuda.is_available() does, "
     "unless PYTORCH_NVML_BASED_CUDA_CHECK=1 is set; so does a backward pass, even on the CPU), or use torchrun"
 )
+FORKED = "in combination with fork"  # torch's error says so, where a build with CUDA finds no GPU
+REMEDY = (
+    "The caller ran a backward (of a compiled function, say) before launch() forked its workers, and this build of "
+    "torch cannot be forked after that. Call launch() before (launch(int, nproc) starts workers), or use torchrun"
+)
 
 _inherited: list[Any] = []  # process groups that came through a fork
 
@@ -317,6 +322,8 @@ def _serve(task: bytes) -> tuple[str, Any]:
     except BaseException as error:
         trace = error.__traceback__ and error.__traceback__.tb_next  # from fn on
         what = traceback.format_exception_only(error)[-1].strip()
+        if FORKED in what:
+            what += f". {REMEDY}"
         return "failed", (what, "".join(traceback.format_exception(type(error), error, trace)))
 
 

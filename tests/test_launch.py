@@ -649,6 +649,16 @@ def test_cuda_that_is_already_initialised(monkeypatch: pytest.MonkeyPatch) -> No
         launch(rank_and_sum, 2)
 
 
+def no_backward() -> None:
+    raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing. See ...")
+
+
+def test_a_build_with_cuda_that_ran_a_backward_before_it_was_forked() -> None:
+    """It says so where a rank differentiates, and not before. (This build may have no CUDA.)"""
+    with pytest.raises(LaunchError, match=r"ran a backward .* before launch\(\) .* Call launch\(\) before"):
+        launch(no_backward, 2)
+
+
 def test_a_rank_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
