@@ -7,7 +7,7 @@ All are there in torch 2.11 to 2.13, but for these:
     dist.reduce_scatter_tensor              dist.reduce_scatter_single
     (nothing)                               _C._set_override_stale_capture_stream
 
-What takes long to import, and what only builds with CUDA have, is a function here.
+What takes long to import is a function here.
 """
 
 from __future__ import annotations

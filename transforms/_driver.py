@@ -308,13 +308,12 @@ class Driver:
     def begin(self) -> None:
         """The backward begins: which gradients are to come is known now."""
         self.backward = True
-        executes = will_execute
         used: dict[str, int] = {}
         for call in self.calls:
             if call.node is None:
                 continue  # frozen
-            comes = executes(call.node)
-            out = any(map(executes, call.outs))
+            comes = will_execute(call.node)
+            out = any(map(will_execute, call.outs))
             call.idle = not comes and out
             if comes and call.door is not None and not out:
                 raise ScheduleError(
