@@ -198,7 +198,8 @@ class AdamW:
 
     def counting(self, opt: AdamState, main: Tree, names: Iterable[str]) -> AdamState:
         chosen, have = set(names), opt.missed
-        return opt._replace(missed={n: have[n] if n in have else no_counts(b) for n, b in main.items() if n in chosen})
+        missed = {n: have[n] if n in have else no_counts(b) for n, b in main.items() if n in chosen}
+        return AdamState(opt.mean, opt.square, missed)  # torch 2.11 compiles `_replace` to a tuple of nothing
 
     def update(self, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor) -> tuple[Tree, AdamState]:
         return self.update_some({}, None, grads, opt, main, count)
