@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from ._exchange import uneven
 from ._lanes import ARENA, Issued, Steps
 from ._layout import Bucket, Layout, Unit
 from ._plan import Plan
@@ -128,8 +129,7 @@ class Copies:
         check_reach(self.run, self.axes())
         before = self.slabs
         have = {name: slab.nbytes for name, slab in before.items()}
-        every = self.run.everyone(have, "slabs")
-        for name in [name for name, nbytes in have.items() if any(other.get(name) != nbytes for other in every)]:
+        for name in uneven(self.run, have, "slabs"):
             if name:
                 del self.staging[name]
             else:

@@ -9,7 +9,8 @@ Each is a job on the control lane like a vote, so a rank that does not come to o
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,7 +19,9 @@ from ._lanes import Issued
 if TYPE_CHECKING:
     from ._agreement import Agreement
 
-__all__ = ["exchanged"]
+__all__ = ["exchanged", "uneven"]
+
+K = TypeVar("K")
 
 HEAD = 512  # bytes
 LENGTH = 8  # bytes
@@ -32,6 +35,12 @@ def exchanged(run: Agreement, data: bytes, what: str) -> list[bytes]:
     rest = max(lengths) - HEAD
     tails = _gathered(run, mine[HEAD:], rest, what) if rest > 0 else [b""] * run.size
     return [(head + tail)[LENGTH:n] for head, tail, n in zip(heads, tails, lengths, strict=True)]
+
+
+def uneven(run: Agreement, have: Mapping[K, Any], what: str) -> list[K]:
+    """The keys of what this rank has and not every rank has, with the same value. Host; waits for all."""
+    every = run.everyone(have, what)
+    return [key for key, value in have.items() if any(other.get(key) != value for other in every)]
 
 
 def _gathered(run: Agreement, data: bytes, size: int, what: str) -> list[bytes]:

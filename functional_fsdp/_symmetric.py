@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ._errors import SpecError
+from ._exchange import uneven
 from ._torch import symmetric_memory
 
 if TYPE_CHECKING:
@@ -57,9 +58,7 @@ class Windows:
         Returns whether something is new.
         """
         have = {key: number for key, (number, _) in self.made.items()}
-        every = self.run.everyone((have, self.run.windows), "windows")
-        self.run.windows = max(count for _, count in every)
-        for key in [key for key, number in have.items() if any(other.get(key) != number for other, _ in every)]:
+        for key in uneven(self.run, have, "windows"):
             _give_back(self.run, {key: self.made.pop(key)})
         self.arena(plan.arena)
         self.staging(plan.staging)
@@ -90,7 +89,9 @@ class Windows:
         """The smallest that is large enough and that every rank has to spare: ranks let go in their own time."""
         spare = self.run.spare.get(key, {})
         fitting = {number for number, window in spare.items() if window.numel() >= nbytes}
-        shared = set.intersection(*self.run.everyone(fitting, "windows that fit"))
+        every = self.run.everyone((fitting, self.run.windows), "windows that fit")
+        self.run.windows = max(count for _, count in every)  # one rank may have been stopped before it counted its last
+        shared = set.intersection(*(fitting for fitting, _ in every))
         if not shared:
             return None
         number = min(shared, key=lambda number: (spare[number].numel(), number))
