@@ -150,13 +150,13 @@ class Executor(Gathers, Reductions):
             self.happen(state, "turn")
 
     def differ(self, state: State, forward: Order, trained: tuple[str, ...]) -> None:
-        """The backward has begun: these were used, and gradients of these will come.
+        """The backward of a pass in which ranks agree on each use has begun: these were used, and gradients of these
+        will come.
 
-        Streams wait for each other unheard. Where ranks do different things in a pass in which they agree on each use,
-        a gather may wait for compute, which waits for staging, and so for a peer's reduction; and the peer for the
-        gather. There compute does not wait for staging.
+        Streams wait for each other unheard. Where ranks do different things, a gather may wait for compute, which waits
+        for staging, and so for a peer's reduction; and the peer for the gather. There compute does not wait for staging.
         """
-        if self.run.cuda and self.cursor.agreed and self.run.size > 1:
+        if self.run.cuda and self.run.size > 1:
             self.all_done(state, backward=False)
             seen = self.run.everyone((forward, trained), "what is used")
             self.staging.apart = any(one != seen[0] for one in seen)

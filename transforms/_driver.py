@@ -323,9 +323,10 @@ class Driver:
                 )
             for unit in call.trained:
                 used[unit] = used.get(unit, 0) + (comes or call.idle)
-        with torch.no_grad(), self.state.token.ledger.call:
-            trained = tuple(unit for unit in used if used[unit])
-            self.state.executor.differ(self.state, tuple(self.trace[0]), trained)
+        if self.state.executor.cursor.agreed:
+            with torch.no_grad(), self.state.token.ledger.call:
+                trained = tuple(unit for unit in used if used[unit])
+                self.state.executor.differ(self.state, tuple(self.trace[0]), trained)
         for unit in reversed(used):
             if used[unit]:
                 self.pending[unit] = used[unit]

@@ -124,7 +124,6 @@ def _refuse_custom_backwards(train_step: Callable[..., Any], state: State, args:
 
 
 def _backend(name: str, config: dict[str, Any]) -> Callable[..., Any]:
-    aot_autograd = dynamo().backends.common.aot_autograd  # only for who compiles
     if name == "aot_eager":
 
         def plain(module: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -132,7 +131,7 @@ def _backend(name: str, config: dict[str, Any]) -> Callable[..., Any]:
             module.recompile()
             return module.forward
 
-        return cast(Callable[..., Any], aot_autograd(fw_compiler=plain))
+        return cast(Callable[..., Any], dynamo().backends.common.aot_autograd(fw_compiler=plain))
 
     def compiled(module: torch.fx.GraphModule, inputs: Any) -> Any:
         settings = ORDERED | config
