@@ -154,7 +154,7 @@ class Executor(Gathers, Reductions):
         will come.
 
         Streams wait for each other unheard. Where ranks do different things, a gather may wait for compute, which waits
-        for staging, and so for a peer's reduction; and the peer for the gather. There compute does not wait for staging.
+        for staging, and so for a peer's reduction; and the peer for the gather. So compute waits for no staging there.
         """
         if self.run.cuda and self.run.size > 1:
             self.all_done(state, backward=False)
