@@ -26,7 +26,8 @@ from ._errors import CommError, RestartError, ScheduleError, TreeError
 from ._exchange import exchanged
 from ._forms import Forms, described
 from ._given import FULL
-from ._lanes import Issued, Log, Mark, Steps
+from ._lanes import Log, Mark, Steps
+from ._record import Collective
 from ._restart import Meeting, restart
 
 if TYPE_CHECKING:
@@ -91,8 +92,7 @@ class Agreement:
     _void: Callable[[], None]
 
     def __init__(self) -> None:
-        self.epoch = 0
-        self.meetings = self.restarted = 0
+        self.epoch = self.meetings = self.restarted = 0
         self.votes = 0  # that ended with all ranks agreed
         self.voted = (0, 0)  # in the last vote: the digest given, and how many side jobs were logged before it
         self.digest = 0  # of the side lane, since the last vote
@@ -115,7 +115,7 @@ class Agreement:
         ballot: Any = [value, -value]
         if self.board is None:
             ballot = torch.tensor(ballot)
-        hop = Issued("control", "", "all_reduce", 2, torch.int64, "max", what)
+        hop = Collective("all_reduce", "", 2, torch.int64, "max", "control", what)
         return Vote(value, ballot, self.submit("control", (hop,), self.collective(hop, ballot, ballot)))
 
     def vote(self, digest: int, given: int = FULL) -> Vote | None:

@@ -27,10 +27,11 @@ import torch
 
 from ._copies import Barriers, Copies, Pull, Reading, span_of, without
 from ._flat import leaves_of
-from ._lanes import Issued, Mark, Steps, together
+from ._lanes import Mark, Steps, together
 from ._layout import Bucket, Unit
 from ._plan import Plan
-from ._route import Replicate, route
+from ._record import Collective
+from ._records import Traits, records
 from ._runtime import Runtime
 from ._symmetric import Windows
 from ._weights import Lease, alias_of, poison, read, whole_of
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Arena", "Place"]
 
-Filling = tuple[tuple[Issued, ...], Steps, bool]
+Filling = tuple[tuple[Collective, ...], Steps, bool]
 
 
 class Part(NamedTuple):
@@ -53,7 +54,7 @@ class Part(NamedTuple):
     bucket: Bucket
     whole: torch.Tensor
     own: torch.Tensor
-    hops: tuple[tuple[Issued, torch.Tensor], ...]  # and where each one lands
+    steps: tuple[tuple[Collective, torch.Tensor], ...]  # and where each one lands
     pull: Pull | None = None
     inside: bool = False
 
@@ -72,9 +73,9 @@ class Place:
         self.parts = parts
         self.resident = resident
         self.aliases = aliases  # of each bucket: the base of what is handed out, with its version counter
-        self.issued = tuple(hop for part in parts for hop, _ in part.hops)
+        self.issued = tuple(one for part in parts for one, _ in part.steps)
         self.key = lease.unit.encode()  # for the digest that ranks compare
-        self.single = all(len(part.hops) <= 1 for part in parts)
+        self.single = all(len(part.steps) <= 1 for part in parts)
         self.pulls = [part.pull for part in parts if part.pull]
         self.spans = [span_of(part.whole) for part in parts]
         self.cast: Mark = None  # on GPUs: the point in its last gather from which on it only communicates
@@ -146,10 +147,10 @@ class Place:
             if first and run.streams is not None:
                 self.cast = self.cast or torch.cuda.Event()
                 self.cast.record(run.streams.lanes["gather"])
-        for hop, out in part.hops:
-            yield from run.collective(hop, out, given)
+        for one, out in part.steps:
+            yield from run.collective(one, out, given)
             given = out
-        if not part.hops and given is source:
+        if not part.steps and given is source:
             part.own.copy_(source)
 
 
@@ -161,6 +162,7 @@ class Arena:
         self.plan = plan
         self.copies = copies
         self.windows = windows
+        self.traits = windows.traits if windows else Traits()
         self.reading = Reading(copies.axis.values()) if copies and copies.axis else None
         self.shared = windows or (copies if self.reading else None)  # has the bytes, which stay then
         self.places: dict[str, Place] = {}
@@ -260,14 +262,8 @@ class Arena:
         return Place(Lease(unit.name, weights), tuple(parts), tuple(resident), aliases)
 
     def _part(self, state: State, bucket: Bucket, whole: torch.Tensor) -> Part:
-        states = read(state, bucket).states
         start, stop = read(state, bucket).span()
-        way = route(bucket, states, tuple((axis, Replicate) for axis, _ in states), self.run.position)
-        lane = self.windows.lane if self.windows else "gather"
-        hops = [
-            (Issued(lane, axis, "all_gather", size, bucket.compute, "", bucket.name), whole[at : at + size])
-            for _, axis, at, size in way.hops
-            if self.run.sizes[axis] > 1
-        ]
+        way = records(bucket, self.run.position, "mean", self.traits).unshard
+        steps = tuple((one, whole[at : at + size]) for _, (one,), at, size in way.steps)
         pull = self.copies.pull(bucket, whole) if self.copies else None
-        return Part(bucket, whole, whole[start:stop], () if pull else tuple(hops), pull, bool(self.windows))
+        return Part(bucket, whole, whole[start:stop], () if pull else steps, pull, bool(self.windows))

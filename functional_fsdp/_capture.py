@@ -15,8 +15,9 @@ from typing import Any
 
 from ._given import Fixed
 from ._interrupts import arrive, whole
-from ._lanes import Issued, Log
+from ._lanes import Log
 from ._ledger import Ledger
+from ._record import Collective
 from ._state import State, Token
 
 __all__ = ["Capture"]
@@ -39,7 +40,7 @@ class Capture:
         self.before = {name: getattr(self.ledger, name) for name in POSITION}
         self.votes = self.run.votes
         self.digests = self.run.digest
-        self.jobs: dict[str, list[tuple[Issued, ...]]] = {}
+        self.jobs: dict[str, list[tuple[Collective, ...]]] = {}
         self.digest = self.sides = 0
         self.forms: list[tuple[Any, int]] = []  # of metrics, and after how many votes
         self.fixed: Fixed | None = None  # which leaves have gradients

@@ -18,18 +18,19 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ._exchange import uneven
-from ._lanes import ARENA, Issued, Steps
+from ._lanes import ARENA, Steps
 from ._layout import Bucket, Layout, Unit
 from ._plan import Plan
-from ._route import Partial, Replicate, partial_states, route, states_of
+from ._record import Collective
+from ._records import Traits, records
+from ._route import Route
 from ._runtime import Runtime
 from ._slab import Slab, check_reach
-from ._weights import keeps_copy
 
-__all__ = ["Barriers", "Copies", "Pull", "Reading", "exchange", "span_of", "without"]
+__all__ = ["Barriers", "Copies", "Pull", "Reading", "exchange", "read_by_peers", "span_of", "without"]
 
 T = TypeVar("T")
-Barriers = list[Issued]
+Barriers = list[Collective]
 EVERYTHING = range(1 << 62)  # bytes
 
 
@@ -78,8 +79,8 @@ class Reading:
         return [pull.own for pulls in last for pull in pulls] if len(last) == len(self.last) else [EVERYTHING]
 
 
-def _barrier(axis: str) -> Issued:
-    return Issued("gather", axis, "barrier", 1, torch.float32, "", ARENA)
+def _barrier(axis: str) -> Collective:
+    return Collective("barrier", axis, 1, torch.float32, "", "gather", ARENA)
 
 
 def _meet(some: list[range], others: list[range]) -> bool:
@@ -201,19 +202,27 @@ class Copies:
 
 def gathered(bucket: Bucket, run: Runtime) -> str | None:
     """The axis along which a bucket is gathered, if it is one."""
-    stored = states_of(bucket, "weights" if keeps_copy(bucket) else "main")
-    way = route(bucket, stored, tuple((axis, Replicate) for axis, _ in stored), run.position)
-    axes = [hop.axis for hop in way.hops if run.sizes[hop.axis] > 1]
+    axes = [one.axis for one in records(bucket, run.position, "mean", Traits()).unshard.collectives]
     return axes[0] if len(axes) == 1 else None
 
 
 def reduced(bucket: Bucket, run: Runtime) -> set[str]:
     """The axes along which a bucket's fresh gradients are first reduced, whether the last or not."""
-    found = set()
-    for end in (states_of(bucket, "grads", Partial), states_of(bucket, "main")):
-        hops = [hop for hop in route(bucket, partial_states(bucket), end, run.position).hops if run.sizes[hop.axis] > 1]
-        found |= {hop.axis for hop in hops[:1]}
-    return found
+    ways = records(bucket, run.position, "mean", Traits()).reduce.values()
+    return {way.collectives[0].axis for way in ways if way.collectives}
+
+
+def read_by_peers(way: Route) -> Route:
+    """The same with barriers in the place of its all-to-all, around which ranks read what the others have staged."""
+    if not way.exact:
+        return way
+    first = way.steps[0]
+    sent = first.collectives[0]
+    barrier = Collective("barrier", sent.axis, 1, torch.float32, "", sent.lane, sent.bucket)
+    first = first._replace(collectives=(barrier, barrier, *first.collectives[1:]))
+    steps = (first, *way.steps[1:])
+    every = tuple(one for step in steps for one in step.collectives)
+    return way._replace(steps=steps, collectives=every, single=False)
 
 
 def turned(items: list[T], place: int) -> list[T]:
@@ -222,7 +231,7 @@ def turned(items: list[T], place: int) -> list[T]:
 
 
 def exchange(
-    run: Runtime, issued: tuple[Issued, ...], peers: list[torch.Tensor], at: int, came: torch.Tensor, place: int
+    run: Runtime, issued: tuple[Collective, ...], peers: list[torch.Tensor], at: int, came: torch.Tensor, place: int
 ) -> Steps:
     """In the place of an all-to-all: `came` [ranks · n], this rank's part of what each has staged at byte `at`, without
     its own, which is in the slab already."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from ._lanes import Issued
+from ._record import Collective
 
 if TYPE_CHECKING:
     from ._agreement import Agreement
@@ -48,7 +48,7 @@ def _gathered(run: Agreement, data: bytes, size: int, what: str) -> list[bytes]:
     out = torch.zeros(run.size * size, dtype=torch.uint8)
     given = out[run.rank * size : (run.rank + 1) * size]
     ctypes.memmove(given.data_ptr(), data, len(data))
-    hop = Issued("control", "", "all_gather", out.numel(), out.dtype, "", what)
+    hop = Collective("all_gather", "", out.numel(), out.dtype, "", "control", what)
     run.wait(run.submit("control", (hop,), run.collective(hop, out, given)))
     every = ctypes.string_at(out.data_ptr(), out.numel())
     return [every[i : i + size] for i in range(0, len(every), size)]

@@ -19,9 +19,8 @@ import torch
 
 from ._errors import SpecError
 from ._gradients import refuse_meta
-from ._lanes import Issued
 from ._layout import Bucket, aligned
-from ._route import Axis, Replicate, Shard, States, route
+from ._route import Axis, How, Replicate, Shard, States, route
 from ._runtime import runtime_of
 from ._torch import foreach_copy_, foreach_zero_, pytree, unflatten_dense_tensors
 from ._tracing import tracing
@@ -137,30 +136,29 @@ class FlatBuffer:
         """
         run = runtime_of(self.mesh)
         wanted = target if isinstance(target, tuple) else tuple(target.items())
-        way = route(self.bucket, self.states, wanted, run.position)
-        if out is not None and (out.shape != (way.numel,) or out.dtype != self.local.dtype):
+        dtype = self.local.dtype
+        way = route(self.bucket, self.states, wanted, run.position, How(dtype, dtype, (lane, lane), average))
+        if out is not None and (out.shape != (way.numel,) or out.dtype != dtype):
             raise SpecError(
                 f"redistribute({self.bucket.name!r}): out has shape {tuple(out.shape)} and dtype {out.dtype}; expected "
-                f"({way.numel},) and {self.local.dtype}."
+                f"({way.numel},) and {dtype}."
             )
-        local, name = self.local, self.bucket.name
-        if way.sums:
-            local = local.clone()
-        for i, (kind, axis, start, size) in enumerate(way.hops):
+        moves = bool(way.steps) or way.states == self.states or out is not None
+        local = self.local.clone() if way.sums or not moves else self.local  # what is whole is nobody's shard
+        for i, (kind, collectives, start, size) in enumerate(way.steps):
+            if kind == "slice":
+                local = local[start : start + size]
+                continue
+            (one,) = collectives
+            part = local
             if kind == "gather":
                 if i == 0:
                     whole = out if out is not None else local.new_empty(way.numel)
                 part = whole[start : start + size]
-                run.now(Issued(lane, axis, "all_gather", size, local.dtype, "", name), part, local)
-                local = part
-            elif kind == "slice":
-                local = local[start : start + size]
             elif kind == "scatter":
                 part = out if out is not None and size == way.numel else local.new_empty(size)
-                run.now(Issued(lane, axis, "reduce_scatter", local.numel(), local.dtype, average, name), part, local)
-                local = part
-            else:
-                run.now(Issued(lane, axis, "all_reduce", size, local.dtype, average, name), local, local)
+            run.now(one, part, local)
+            local = part
         if out is not None and local is not out:
             local = out if local.data_ptr() == out.data_ptr() else out.copy_(local)
         return self.but(local, way.states)

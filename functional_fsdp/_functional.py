@@ -1,4 +1,4 @@
-"""Functional collectives: each is an operation in a graph, issued by `start` and waited for by `finished`.
+"""Functional collectives: a record as an operation of a graph, issued by `start` and waited for by `finished`.
 
 They name their group by a string and need no process group while they are traced.
 """
@@ -7,40 +7,59 @@ from __future__ import annotations
 
 import torch
 
-from ._recipes import Exchange
+from ._recipes import Recipes
+from ._record import Collective
+from ._route import Route, Step
 from ._torch import functional_collectives
+from ._tracing import LOWERING
 
-__all__ = ["finished", "run", "start"]
+__all__ = ["finished", "run", "start", "through"]
+
+OPS = {"mean": "avg", "sum": "sum", "max": "max"}
 
 
-def start(exchange: Exchange, local: torch.Tensor, op: str) -> torch.Tensor:
+def start(recipes: Recipes, one: Collective, local: torch.Tensor) -> torch.Tensor:
     """Issue one collective; its result must be waited for."""
-    ops = functional_collectives
-    if exchange.kind == "gather":
-        return ops.all_gather_into_tensor(local, exchange.ranks, exchange.group)
-    if exchange.kind == "scatter":
-        return ops.reduce_scatter_tensor(local, op, exchange.ranks, exchange.group)
-    if exchange.kind == "sum":
-        cuts = [local.numel() // exchange.ranks] * exchange.ranks
-        return ops.all_to_all_single(local, cuts, cuts, exchange.group)
-    return ops.all_reduce(local, op, exchange.group)
+    if LOWERING:
+        LOWERING[-1].append(one)
+    ops, ranks, group = functional_collectives, recipes.sizes[one.axis], recipes.group(one.lane, one.axis)
+    if one.kind == "all_gather":
+        return ops.all_gather_into_tensor(local, ranks, group)
+    if one.kind == "reduce_scatter":
+        return ops.reduce_scatter_tensor(local, OPS[one.op], ranks, group)
+    if one.kind == "all_to_all":
+        cuts = [local.numel() // ranks] * ranks
+        return ops.all_to_all_single(local, cuts, cuts, group)
+    return ops.all_reduce(local, OPS[one.op], group)
 
 
-def finished(exchange: Exchange, local: torch.Tensor, op: str) -> torch.Tensor:
-    """Wait for what `start` issued."""
+def finished(recipes: Recipes, step: Step, local: torch.Tensor) -> torch.Tensor:
+    """Wait for what `start` has issued of a step, and do the rest of it."""
     done: torch.Tensor = functional_collectives.wait_tensor(local)
-    if exchange.kind != "sum":
+    one = step.collectives[0]
+    if one.kind != "all_to_all":
         return done
-    parts = done.view(exchange.ranks, -1)
+    ranks = recipes.sizes[one.axis]
+    parts = done.view(ranks, -1)
     total = parts[0].float()
-    for rank in range(1, exchange.ranks):  # in the order of ranks: ((r0 + r1) + r2) + ...
+    for rank in range(1, ranks):  # in the order of ranks: ((r0 + r1) + r2) + ...
         total = total + parts[rank]
-    if op == "avg":
-        total = total / exchange.ranks
-    if exchange.whole:
-        return run(Exchange("gather", exchange.ranks, exchange.group, torch.float32, False), total)
+    if one.op == "mean":
+        total = total / ranks
+    for gather in step.collectives[1:]:
+        total = run(recipes, gather, total)
     return total
 
 
-def run(exchange: Exchange, local: torch.Tensor, op: str = "sum") -> torch.Tensor:
-    return finished(exchange, start(exchange, local, op), op)
+def run(recipes: Recipes, one: Collective, local: torch.Tensor) -> torch.Tensor:
+    """One collective, and its result."""
+    done: torch.Tensor = functional_collectives.wait_tensor(start(recipes, one, local))
+    return done
+
+
+def through(recipes: Recipes, way: Route, local: torch.Tensor, begin: int = 0) -> torch.Tensor:
+    """A route from its step `begin` on, up to the division at its end."""
+    for step in way.steps[begin:]:
+        first = step.collectives[0]
+        local = finished(recipes, step, start(recipes, first, local.to(first.dtype)))
+    return local / way.divisor if way.divisor > 1 else local

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ._errors import ScheduleError
-from ._lanes import Issued
+from ._record import Collective
 
 if TYPE_CHECKING:
     from ._layout import Bucket, Layout
@@ -223,6 +223,6 @@ def _agreed(run: Runtime, seats: Seats, seen: tuple[int, int], row: bytes, fixed
 
 def _largest(run: Runtime, row: bytes) -> bytes:
     flat = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    hop = Issued("control", "", "all_reduce", len(row), flat.dtype, "max", "leaves with gradients")
+    hop = Collective("all_reduce", "", len(row), flat.dtype, "max", "control", "leaves with gradients")
     run.wait(run.submit("control", (hop,), run.collective(hop, flat, flat)))
     return bytes(flat.tolist())

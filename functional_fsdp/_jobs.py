@@ -27,7 +27,8 @@ import torch.distributed as dist
 from ._agreement import APART, Agreement
 from ._errors import ScheduleError
 from ._interrupts import whole
-from ._lanes import Issued, Job, Log, Mark, Queue, Steps, Streams
+from ._lanes import Job, Log, Mark, Queue, Steps, Streams
+from ._record import Collective
 from ._restart import POLL, QUEUES, twin
 
 __all__ = ["Jobs", "Waiting"]
@@ -68,7 +69,7 @@ class Jobs(Agreement):
     def submit(
         self,
         lane: str,
-        hops: tuple[Issued, ...],
+        hops: tuple[Collective, ...],
         job: Steps,
         after: Mark = None,
         single: bool = False,
@@ -108,14 +109,14 @@ class Jobs(Agreement):
         other = self.board.differs(QUEUES.index(job.lane), log.count + 1, _code(job.hops), self.seats[hop.axis])
         if other is not None:
             raise self._apart(
-                f"this rank is about to issue {hop.kind} of {hop.what!r} ({job.lane} lane, {hop.numel} elements), "
+                f"this rank is about to issue {hop.kind} of {hop.bucket!r} ({job.lane} lane, {hop.numel} elements), "
                 f"where rank {self.ranks[other]} issues something else. {SAME}"
             )
         queue.add(job, log)
 
     @whole
     def _run(
-        self, lane: str, hops: tuple[Issued, ...], job: Steps, after: Mark, mark: Mark, log: Log | None
+        self, lane: str, hops: tuple[Collective, ...], job: Steps, after: Mark, mark: Mark, log: Log | None
     ) -> Mark:  # what is logged is issued, even if an interrupt comes
         """All of a job, on a stream. If its own code raises, what it did not issue is issued for those who wait."""
         assert self.streams is not None
@@ -220,7 +221,7 @@ class Jobs(Agreement):
                     self._part(job, peer)
                 counts = {name: log.count for name, log in self.issued.items()}
                 axes = [*{hop.axis for hop in job.hops}]
-                said = Waiting(dist.get_rank(), job.ordinal, axes, job.hops[0].what, counts, relents or follows)
+                said = Waiting(dist.get_rank(), job.ordinal, axes, job.hops[0].bucket, counts, relents or follows)
                 self.store.set(f"waits/{self.meetings}/{job.lane}", json.dumps(said))
             except dist.DistError as why:
                 raise self.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
@@ -262,8 +263,8 @@ class Jobs(Agreement):
             return  # it has asked this rank to compare them, which hears of it next
         hop = job.hops[0]
         raise self._apart(
-            f"this rank waits for {hop.kind} of {hop.what!r} ({hop.lane} lane), which rank {peer.rank} has not issued: "
-            f"that rank waits for this one at {peer.what!r}. {SAME}"
+            f"this rank waits for {hop.kind} of {hop.bucket!r} ({hop.lane} lane), which rank {peer.rank} has not "
+            f"issued: that rank waits for this one at {peer.what!r}. {SAME}"
         )
 
     def _apart(self, said: str) -> ScheduleError:
@@ -285,11 +286,11 @@ class Jobs(Agreement):
 
 
 @lru_cache(maxsize=1 << 12)
-def _code(hops: tuple[Issued, ...]) -> int:
+def _code(hops: tuple[Collective, ...]) -> int:
     """A checksum of what a job issues."""
     return zlib.crc32(repr(hops).encode())
 
 
 def _said(job: Job) -> str:
     hop = job.hops[0]
-    return f"{hop.kind} over the axis {hop.axis!r} ({hop.lane} lane, {hop.what}, {hop.numel} elements)"
+    return f"{hop.kind} over the axis {hop.axis!r} ({hop.lane} lane, {hop.bucket}, {hop.numel} elements)"

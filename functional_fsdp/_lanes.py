@@ -20,14 +20,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ._interrupts import whole
+from ._record import Collective
 from ._torch import current_stream, set_stream
 
-__all__ = ["ARENA", "Issued", "Job", "Log", "Mark", "Queue", "Steps", "Streams", "together"]
+__all__ = ["ARENA", "Job", "Log", "Mark", "Queue", "Steps", "Streams", "together"]
 
 Call = Callable[[], Any]  # issues an asynchronous work
 Steps = Iterator[list[Any] | str]  # calls to issue and to wait for, or the name of the lane to go on on
@@ -35,30 +36,18 @@ REMEMBER = 1 << 14  # jobs: how far apart two ranks may be and still be drained
 ARENA = "(arena)"  # in the place of a bucket: a barrier for all of a gather, before its buckets part
 
 
-class Issued(NamedTuple):
-    """One collective, as the log keeps it: enough to issue its twin on a rank that missed it."""
-
-    lane: str
-    axis: str
-    kind: str
-    numel: int  # elements of the larger side
-    dtype: torch.dtype
-    op: str
-    what: str  # the bucket, for the digest
-
-
 class Log:
     """The jobs issued on one lane: how many, and the last of them."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.tail: deque[tuple[Issued, ...]] = deque(maxlen=REMEMBER)
+        self.tail: deque[tuple[Collective, ...]] = deque(maxlen=REMEMBER)
 
-    def append(self, hops: tuple[Issued, ...]) -> None:
+    def append(self, hops: tuple[Collective, ...]) -> None:
         self.count += 1
         self.tail.append(hops)
 
-    def extend(self, jobs: list[tuple[Issued, ...]]) -> None:
+    def extend(self, jobs: list[tuple[Collective, ...]]) -> None:
         self.count += len(jobs)
         self.tail.extend(jobs)
 

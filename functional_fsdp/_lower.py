@@ -7,7 +7,7 @@ No process group is needed, no GPU and no memory: `abstract` makes a state of sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +18,12 @@ from torch.utils.flop_counter import flop_registry
 
 from ._flat import FlatBuffer
 from ._optim import as_optimizer, check_labels
-from ._recipes import recipes
+from ._recipes import Recipes
+from ._record import Collective
+from ._records import keeps_copy
 from ._regather import is_view, point_at_second_gathers
 from ._route import states_of
-from ._runtime import runtime_of
+from ._runtime import LANES, runtime_of
 from ._shard import describe
 from ._shard import layout as layout_of
 from ._spec import Spec
@@ -29,28 +31,16 @@ from ._state import Ledger, State, Token
 from ._torch import FakeTensor, FakeTensorMode, pytree
 from ._tracing import keeping, lowering
 from ._tree import bytes_text, table
-from ._weights import keeps_copy
 
 __all__ = ["Collective", "Cost", "Lowered", "Memory", "abstract", "custom_backwards", "lower"]
 
 KINDS = {
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "all_reduce": "all-reduce",
-    "all_to_all_single": "all-to-all",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
 }
-
-
-class Collective(NamedTuple):
-    """One collective of the graph. numel: elements of its larger side, nbytes: bytes of that; lane and axis: of whose
-    communicator."""
-
-    kind: str
-    lane: str
-    axis: str
-    numel: int
-    dtype: torch.dtype
-    nbytes: int
+RECORD = "functional_fsdp.collective"  # where a node of the graph has the record that it carries out
 
 
 class Memory(NamedTuple):
@@ -76,13 +66,14 @@ class Lowered:
 
     Attributes:
         graph: the torch.fx.GraphModule, of ATen operations and functional collectives; its nodes carry fake values.
-        collectives: in order of issue.
+        collectives: the records that it carries out, in order of issue.
     """
 
     def __init__(self, graph: fx.GraphModule, sizes: Mapping[str, int]) -> None:
         self.graph = graph
         self.sizes = dict(sizes)
-        self.collectives = tuple(map(_collective, filter(_kind, graph.graph.nodes)))
+        issued = (node.meta.get(RECORD) for node in graph.graph.nodes)
+        self.collectives: tuple[Collective, ...] = tuple(one for one in issued if one is not None)
 
     def memory_analysis(self) -> Memory:
         """What is alive when, from the graph: a tensor from the operation that makes it to its last use, or that of a
@@ -97,11 +88,7 @@ class Lowered:
             if node.op == "call_function" and count is not None:
                 args, kwargs = pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], (node.args, node.kwargs))
                 flops += count(*args, **kwargs, out_val=node.meta["val"])
-        return Cost(int(flops), sum(self._received(one) for one in self.collectives))
-
-    def _received(self, one: Collective) -> int:
-        ranks = self.sizes[one.axis]
-        return one.nbytes * (ranks - 1) // ranks * (2 if one.kind == "all-reduce" else 1)
+        return Cost(int(flops), sum(one.received(self.sizes[one.axis]) for one in self.collectives))
 
     def __repr__(self) -> str:
         memory, cost = self.memory_analysis(), self.cost_analysis()
@@ -178,7 +165,8 @@ def _trace(
     coordinate = runtime_of(mesh).coordinate if isinstance(mesh, DeviceMesh) else dict.fromkeys(sizes, 0)
     run = _Imagined(sizes, coordinate)
     ledger = Ledger(run, state.layout, state.spec)  # type: ignore[arg-type]
-    ledger.recipes = recipes(state.layout, state.spec, run)  # type: ignore[arg-type]
+    groups = {(lane, axis): f"{lane} {axis}" for lane in LANES for axis in sizes}  # of nobody: nothing will run
+    ledger.recipes = Recipes(state.layout, state.spec, sizes, coordinate, groups)
     leaves, treedef = pytree.tree_flatten((state._evolve(token=Token(ledger, 0)), args, kwargs))
     device = _device(leaves)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -193,8 +181,10 @@ def _trace(
         return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
 
     fakes = [_fake(mode, leaves[i], device) for i in which]
-    with lowering(), keeping(keep), mode:
-        return make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes), sizes
+    with lowering() as issued, keeping(keep), mode:
+        graph = make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    _record(graph.graph, issued, set(groups.values()))
+    return graph, sizes
 
 
 class _Imagined:
@@ -259,18 +249,16 @@ def abstract(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (
 # ---------------------------------------------------------------- analysis
 
 
+def _record(graph: fx.Graph, issued: list[Collective], groups: Set[str]) -> None:
+    """Have each collective of a fresh graph, but for the user's own, know its record. They were issued in order."""
+    ours = [node for node in graph.nodes if _kind(node) and node.args[-1] in groups]
+    for node, one in zip(ours, issued, strict=True):
+        node.meta[RECORD] = one
+
+
 def _kind(node: fx.Node) -> str | None:
     """What collective a node is."""
     return KINDS.get(str(getattr(node.target, "overloadpacket", "")).rpartition(".")[2])
-
-
-def _collective(node: fx.Node) -> Collective:
-    source, made = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    lane, _, axis = str(node.args[-1]).partition(" ")
-    larger = max(source, made, key=torch.Tensor.numel)
-    return Collective(
-        _kind(node) or "", lane, axis, larger.numel(), larger.dtype, larger.numel() * larger.element_size()
-    )
 
 
 def _memory(graph: fx.Graph) -> Memory:
@@ -302,7 +290,7 @@ def _memory(graph: fx.Graph) -> Memory:
                     sizes[key], begin[key] = storage.nbytes(), i
                     if node.op in ("placeholder", "get_attr"):
                         given.add(key)
-                    if _kind(node) == "all-gather":
+                    if _kind(node) == "all_gather":
                         gathered.add(key)
             owner[node] = keys
             if _kind(node):

@@ -10,7 +10,7 @@ import torch
 
 from . import _traced
 from ._entry import verb
-from ._lanes import Issued
+from ._record import Collective
 from ._runtime import runtime_of
 from ._state import State
 from ._torch import pytree
@@ -101,5 +101,5 @@ def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, wha
     run, ledger = runtime_of(state.spec.mesh), state.token.ledger
     with ledger.call:  # who is stopped here is out of step with the other ranks
         for axis in axes:
-            run.now(Issued("side", axis, "all_reduce", flat.numel(), flat.dtype, op, what), flat, flat)
+            run.now(Collective("all_reduce", axis, flat.numel(), flat.dtype, op, "side", what), flat, flat)
     return flat

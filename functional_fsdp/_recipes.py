@@ -11,59 +11,32 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
-
 from ._errors import FsdpError
 from ._given import ALL, Seats
 from ._layout import Bucket, Layout, Unit
 from ._plan import plan
-from ._route import Partial, Replicate, States, partial_states, route, states_of
+from ._records import Records, Traits, keeps_copy, records
 from ._runtime import Runtime
 from ._spec import Spec
-from ._weights import keeps_copy
 
-__all__ = ["BucketRecipe", "Exchange", "Move", "Recipes", "UnitRecipe", "recipes"]
+__all__ = ["BucketRecipe", "Recipes", "UnitRecipe", "recipes"]
 
 Groups = Mapping[tuple[str, str], str]  # (lane, axis) -> the name of the group
-
-
-class Exchange(NamedTuple):
-    """One collective. kind: "gather", "scatter", "reduce", or "sum" for the exact sum."""
-
-    kind: str
-    ranks: int
-    group: str
-    dtype: torch.dtype
-    whole: bool  # of an exact sum: whether every rank has all of it
-
-
-class Move(NamedTuple):
-    """How gradients get from where they are to `states`."""
-
-    exchanges: tuple[Exchange, ...]
-    states: States
 
 
 class BucketRecipe(NamedTuple):
     """What happens to a bucket.
 
-    copied: whether there is a compute copy between steps. gathers: from the stored shard to the whole.
+    copied: whether there is a compute copy between steps. records: which collectives.
     pieces: (elements, shape, which of the unit's leaves) in the order of the bucket; -1 is padding.
     empty: (which of the unit's leaves, shape) of leaves without elements.
-    fresh: from a backward's gradients to their states, by `last`; rest: from partial main gradients to final ones.
-    refresh: from the updated main shard to the compute copy. divisor: of a mean over ranks that this bucket is not
-    reduced over.
     """
 
     bucket: Bucket
     copied: bool
-    gathers: tuple[Exchange, ...]
+    records: Records
     pieces: tuple[tuple[int, tuple[int, ...], int], ...]
     empty: tuple[tuple[int, tuple[int, ...]], ...]
-    fresh: dict[bool, Move]
-    rest: Move
-    refresh: tuple[Exchange, ...]
-    divisor: int
 
 
 class UnitRecipe(NamedTuple):
@@ -81,7 +54,7 @@ class Recipes:
 
     Args:
         sizes, coordinate: of the mesh's axes, and this rank's place.
-        groups: the communicators' names. Without (where nothing will run) they are called by lane and axis.
+        groups: the communicators' names, by lane and axis.
     """
 
     def __init__(
@@ -91,7 +64,7 @@ class Recipes:
         self.sizes, self.coordinate, self.groups = dict(sizes), dict(coordinate), dict(groups)
         self.seats, self.run, self.layout = Seats(layout, sizes, coordinate), run, layout.hash
         self.trained = tuple(self.seats.units)
-        self.op = "avg" if spec.average == "mean" else "sum"
+        self.average, self.traits = spec.average, Traits()
         _ = layout.trainable  # cached: Dynamo does not trace the first time
         schedule = spec.schedule if spec.schedule.order != "recorded" else spec.schedule.ordered(None)
         program = plan(layout, schedule)
@@ -102,7 +75,7 @@ class Recipes:
 
     def group(self, lane: str, axis: str) -> str:
         """The name of a lane's communicator on an axis."""
-        return self.groups.get((lane, axis), f"{lane} {axis}")
+        return self.groups[lane, axis]
 
     def lacking(self, masks: tuple[int, ...]) -> tuple[tuple[str, str], Any, tuple[str, ...]]:
         """The error to raise and its text, if any, and `Lacking`'s fields, of a step in which the leaves of `trained`
@@ -139,48 +112,14 @@ class Recipes:
 
     def _bucket(self, unit: Unit, bucket: Bucket) -> BucketRecipe:
         _ = bucket.labels, bucket.ranks, bucket.counts  # cached: Dynamo does not trace the first time
-        copied = keeps_copy(bucket)
-        stored = states_of(bucket, "weights" if copied else "main")
-        whole = tuple((axis, Replicate) for axis, _ in stored)
-        final, rest = states_of(bucket, "main"), states_of(bucket, "grads", Partial)
         leaf_at = dict(zip(bucket.leaf_pieces, bucket.leaves, strict=True))
         pieces = []
         for i, shape in enumerate(bucket.pieces):
             leaf = leaf_at.get(i)
             pieces.append((prod(shape), shape, -1 if leaf is None else unit.paths.index(leaf.path)))
-        partial = partial_states(bucket)
-        return BucketRecipe(
-            bucket,
-            copied,
-            self._gathers(bucket, stored, whole, "gather"),
-            tuple(pieces),
-            tuple((unit.paths.index(leaf.path), leaf.shape) for leaf in bucket.empty),
-            {last: self._move(bucket, partial, final if last else rest) for last in (True, False)},
-            self._move(bucket, rest, final),
-            self._gathers(bucket, states_of(bucket, "main"), states_of(bucket, "weights"), "side") if copied else (),
-            bucket.share if self.op == "avg" else 1,
-        )
-
-    def _gathers(self, bucket: Bucket, states: States, target: States, lane: str) -> tuple[Exchange, ...]:
-        way = route(bucket, states, target, tuple(self.coordinate.items()))
-        return tuple(
-            Exchange("gather", self.sizes[hop.axis], self.group(lane, hop.axis), bucket.compute, False)
-            for hop in way.hops
-            if self.sizes[hop.axis] > 1
-        )
-
-    def _move(self, bucket: Bucket, states: States, target: States) -> Move:
-        way = route(bucket, states, target, tuple(self.coordinate.items()))
-        hops = [hop for hop in way.hops if self.sizes[hop.axis] > 1]
-        first = bucket.exact and states == partial_states(bucket)  # later hops carry float32
-        found = []
-        for i, hop in enumerate(hops):
-            exact = first and not i
-            dtype = torch.float32 if bucket.exact and not exact else bucket.wire
-            group = self.group("outer" if i else "reduce", hop.axis)
-            kind = "sum" if exact else hop.kind
-            found.append(Exchange(kind, self.sizes[hop.axis], group, dtype, hop.kind == "reduce"))
-        return Move(tuple(found), way.states)
+        empty = tuple((unit.paths.index(leaf.path), leaf.shape) for leaf in bucket.empty)
+        found = records(bucket, tuple(self.coordinate.items()), self.average, self.traits)
+        return BucketRecipe(bucket, keeps_copy(bucket), found, tuple(pieces), empty)
 
 
 def recipes(layout: Layout, spec: Spec, run: Runtime) -> Recipes:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from ._errors import CommError
 from ._forms import described
-from ._lanes import ARENA, Issued, Steps, together
+from ._lanes import ARENA, Steps, together
+from ._record import Collective
 
 if TYPE_CHECKING:
     from ._agreement import Agreement
@@ -186,17 +187,17 @@ def _drain(run: Runtime, name: str) -> None:
         run.listen(what, begun, error, failed=queue.jobs[0].failed(), restarts=False)
 
 
-def twin(run: Agreement, hops: tuple[Issued, ...]) -> Steps:
+def twin(run: Agreement, hops: tuple[Collective, ...]) -> Steps:
     """The collectives of a job on scratch buffers, for whoever waits for them: buckets side by side, as in a job, after
     a gather's barriers."""
-    chains: dict[str, list[Issued]] = {}
+    chains: dict[str, list[Collective]] = {}
     for hop in hops:
-        chains.setdefault(hop.what, []).append(hop)
+        chains.setdefault(hop.bucket, []).append(hop)
     yield from _scratch(run, chains.pop(ARENA, []))
     yield from together([_scratch(run, chain) for chain in chains.values()])
 
 
-def _scratch(run: Agreement, chain: list[Issued]) -> Steps:
+def _scratch(run: Agreement, chain: list[Collective]) -> Steps:
     lane = ""
     for hop in chain:
         device = torch.device("cpu") if hop.lane == "control" else run.device

@@ -30,13 +30,14 @@ from ._collectives import all_gather, all_reduce, all_to_all, barrier, reduce_sc
 from ._errors import SpecError
 from ._groups import forget, level, new_group, one_thread
 from ._jobs import Jobs
-from ._lanes import Issued, Log, Queue, Steps, Streams
+from ._lanes import Log, Queue, Steps, Streams
+from ._record import Collective
 from ._restart import QUEUES
 from ._signals import Signals
 from ._torch import default_store
 from ._watch import Watch
 
-__all__ = ["Runtime", "any_failed", "runtime_of"]
+__all__ = ["LANES", "Runtime", "any_failed", "runtime_of"]
 
 Kind = tuple[str, tuple[int, ...], timedelta]  # of groups: the backend, the ranks, the timeout
 LANES = ("gather", "reduce", "outer", "side")  # with communicators on every axis
@@ -156,7 +157,7 @@ class Runtime(Jobs):
 
     # ---- jobs
 
-    def collective(self, hop: Issued, out: Any, given: Any) -> Steps:
+    def collective(self, hop: Collective, out: Any, given: Any) -> Steps:
         """One collective, as a part of a job. `given` may be the rank's own slice of `out`, or the same
         tensor. (A ballot of the board is a list.)"""
         if self.sizes.get(hop.axis, self.size) == 1:
@@ -179,9 +180,9 @@ class Runtime(Jobs):
             return reduce_scatter(out, given, hop.op, group)
         if hop.kind == "all_to_all":
             return all_to_all(out, given, group)
-        return all_reduce(out, hop.op, group, sliced=hop.lane != "control" and bool(hop.what))
+        return all_reduce(out, hop.op, group, sliced=hop.lane != "control" and bool(hop.bucket))
 
-    def _barrier(self, hop: Issued) -> Steps:
+    def _barrier(self, hop: Collective) -> Steps:
         """On the current stream, with signals of the lane's own."""
         self.signals[hop.axis].barrier(LANES.index(hop.lane))
         return iter(())
@@ -195,15 +196,15 @@ class Runtime(Jobs):
         if self.cuda and axis not in self.signals:
             self.signals[axis] = Signals(self, axis, len(LANES))
 
-    def now(self, hop: Issued, out: torch.Tensor, given: torch.Tensor) -> None:
+    def now(self, hop: Collective, out: torch.Tensor, given: torch.Tensor) -> None:
         """One collective on its lane; the compute lane waits for it."""
         self.note(hop)
         after = self.mark() if hop.lane != "side" else None  # that one is compute's own, on GPUs
         self.wait(self.submit(hop.lane, (hop,), self.collective(hop, out, given), after))
 
-    def note(self, hop: Issued) -> None:
+    def note(self, hop: Collective) -> None:
         """Have the next vote compare this collective of the side lane."""
-        self.remark(f"{hop.kind} {hop.axis} {hop.what}")
+        self.remark(f"{hop.kind} {hop.axis} {hop.bucket}")
 
     def remark(self, said: str) -> None:
         """Have the next vote compare this."""

@@ -16,6 +16,7 @@ from ._flat import FlatBuffer, make_room
 from ._joint import Joint
 from ._layout import Bucket, Layout, LeafInfo, plan_layout
 from ._optim import as_optimizer, check_labels
+from ._records import keeps_copy
 from ._route import states_of
 from ._runtime import runtime_of
 from ._settings import describe_settings
@@ -24,7 +25,7 @@ from ._state import Ledger, State, Token
 from ._torch import pytree
 from ._transport import settled
 from ._tree import flatten, match
-from ._weights import keeps_copy, refresh
+from ._weights import refresh
 
 __all__ = ["build", "describe", "given", "layout", "needs_spec", "shard"]
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 
 from ._gradients import refuse_meta
-from ._lanes import Issued, Mark, Steps
+from ._lanes import Mark, Steps
 from ._layout import Bucket
-from ._route import Hop, States
+from ._route import Route
 from ._runtime import Runtime
 from ._torch import foreach_copy_, foreach_zero_
 
-__all__ = ["LARGE", "Move", "Slot", "Stage", "Values", "apart"]
+__all__ = ["LARGE", "Slot", "Stage", "Values", "apart"]
 
 LARGE = 1 << 23  # bytes of a gradient that a kernel of its own copies faster than one for all of a unit
 
@@ -22,30 +22,12 @@ Tensors = list[torch.Tensor]
 Values = Sequence[torch.Tensor | None]  # a unit's gradients, in the order of `Unit.paths`; None means zeros
 
 
-class Move(NamedTuple):
-    """How a partial buffer gets to some states: hops, all in place in the buffer, and the elements at the end.
-
-    issued: the collectives of each hop; all: the same in a row. exact: the first hop adds up in float32.
-    """
-
-    states: States
-    hops: tuple[Hop, ...]
-    issued: tuple[tuple[Issued, ...], ...]
-    all: tuple[Issued, ...]
-    numel: int
-    exact: bool
-    single: bool  # no more than one collective, which starts at once
-    ends: str  # the lane on which it ends
-    peers: list[torch.Tensor] | None = None  # what the ranks have staged, if the first hop reads it
-    ranks: int = 1  # by which a mean has to be divided: its hops add up only
-
-
 class Slot(NamedTuple):
     """A bucket's staging in one reduction: the whole, in the wire's dtype, its leaves, which of a unit's gradients they
     are, and the gaps.
 
-    moves: how it gets to the main gradients; True: to their final place, False: as far as it needs be now. share: what
-    it is divided by beside.
+    ways: how it gets to the main gradients; True: to their final place, False: as far as it needs be now. peers: what
+    the ranks have staged, if the first step reads it.
     """
 
     bucket: Bucket
@@ -54,8 +36,8 @@ class Slot(NamedTuple):
     leaves: list[torch.Tensor]
     which: tuple[int, ...]
     gaps: list[torch.Tensor]
-    moves: dict[bool, Move]
-    share: int
+    ways: dict[bool, Route]
+    peers: list[torch.Tensor] | None
     large: bool  # whether there are large leaves, on a GPU
 
     def write(self, values: Values) -> None:
@@ -93,7 +75,7 @@ class Stage:
     @property
     def short(self) -> bool:
         """Whether each of its reductions is one collective at most, so that none goes on beside the next one."""
-        return all(len(move.all) <= 1 for slot in self.slots for move in slot.moves.values())
+        return all(len(way.collectives) <= 1 for slot in self.slots for way in slot.ways.values())
 
     def copied(self, run: Runtime, values: Values) -> Steps:
         """Copy and cast the values, on the lane that goes on with the reduction."""

@@ -25,14 +25,16 @@ from typing import Any
 
 import torch
 
-from ._copies import Copies, exchange
+from ._copies import Copies, exchange, read_by_peers
 from ._flat import FlatBuffer, templates, write_leaves
-from ._lanes import Issued, Mark, Steps, together
+from ._lanes import Mark, Steps, together
 from ._layout import STAGED, Bucket, Unit, aligned
 from ._plan import SLOTS, Plan
-from ._route import Hop, Partial, States, partial_states, route, states_of
+from ._record import Collective
+from ._records import Records, Traits, records
+from ._route import Route, states_of
 from ._runtime import Runtime
-from ._stage import LARGE, Move, Slot, Stage, Values
+from ._stage import LARGE, Slot, Stage, Values
 from ._sum import ordered_sum
 from ._symmetric import Windows
 from ._torch import unflatten_dense_tensors
@@ -40,6 +42,8 @@ from ._torch import unflatten_dense_tensors
 __all__ = ["Staging"]
 
 OLD = 2  # uses
+
+Peers = list[torch.Tensor] | None  # what every rank has staged, where it is read
 
 
 class Staging:
@@ -53,11 +57,11 @@ class Staging:
         self.copies = copies
         self.windows = windows
         self.average = average
+        self.traits = windows.traits if windows else Traits()
         self.stages: dict[int, Stage] = {}
         self.busy: deque[Stage] = deque()
         self.completing = False  # whether something beside them is under way
         self.apart = False  # each reduction has bytes of its own, so that compute waits for none
-        self.moves: dict[tuple[str, States, States, bool], Move] = {}
         self.marks: dict[str, Mark] = {}  # the end of what is newest, and of all before it, by the lane that it ends on
         #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients. Where
         #: updates do not overlap it stays empty
@@ -84,15 +88,15 @@ class Staging:
             self._let_go(self.busy)
         stage.take()
         jobs: list[Steps] = []
-        moves: list[Move] = []
+        ways: list[Route] = []
         partial: list[Bucket] = []
         for slot in stage.slots:
             bucket = slot.bucket
             have = grads.get(bucket.name)
-            whole = last if have is None else have.states == slot.moves[True].states
-            move = slot.moves[whole]
-            jobs.append(self._into(grads, bucket, move, slot.whole, slot.spare, slot.share, mesh))
-            moves.append(move)
+            whole = last if have is None else have.states == slot.ways[True].states
+            way = slot.ways[whole]
+            jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, slot.peers, mesh))
+            ways.append(way)
             if last and not whole:
                 partial.append(bucket)
         first = None
@@ -101,7 +105,7 @@ class Staging:
             first = stage.copied(self.run, values)
         else:
             stage.write(values)
-        stage.done = self._submit(jobs, moves, stage.ready, stage.done, first=first)
+        stage.done = self._submit(jobs, ways, stage.ready, stage.done, first=first)
         if self.plan.schedule.overlap_update:
             self._newest([slot.bucket for slot in stage.slots], stage.done)
         self.busy.append(stage)  # not before: if issuing it is interrupted, its bytes may be written to, and must stay
@@ -128,17 +132,17 @@ class Staging:
                 stage.values = None
 
     def _into(
-        self, grads: dict[str, FlatBuffer], bucket: Bucket, move: Move, stage: torch.Tensor, spare: torch.Tensor,
-        share: int, mesh: object,
+        self, grads: dict[str, FlatBuffer], bucket: Bucket, way: Route, stage: torch.Tensor, spare: torch.Tensor,
+        peers: Peers, mesh: object,
     ) -> Steps:  # fmt: skip
         """What is staged on its way into the main gradients: the first one allocates them, later ones are added."""
         have = grads.get(bucket.name)
         if have is not None:
-            return self._job(move, stage, spare, have.local, True, share)
+            return self._job(way, stage, spare, have.local, True, peers)
         same = stage.dtype is bucket.grads  # a call without keywords takes half the time
-        local = stage.new_empty(move.numel) if same else stage.new_empty(move.numel, dtype=bucket.grads)
-        grads[bucket.name] = FlatBuffer(local, bucket, move.states, mesh)
-        return self._job(move, stage, spare, local, False, share)
+        local = stage.new_empty(way.numel) if same else stage.new_empty(way.numel, dtype=bucket.grads)
+        grads[bucket.name] = FlatBuffer(local, bucket, way.states, mesh)
+        return self._job(way, stage, spare, local, False, peers)
 
     def outside(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object) -> None:
         """Reduce the gradients of a unit that no plan names. Compute waits for it."""
@@ -154,14 +158,13 @@ class Staging:
             if not bucket.trainable:
                 continue
             have = grads.get(bucket.name)
-            final, rest = states_of(bucket, "main"), states_of(bucket, "grads", Partial)
-            whole = have.states == final if have is not None else last
-            move = self.move(bucket, partial_states(bucket), final if whole else rest)
+            ways = self.records(bucket).reduce
+            way = ways[have.states == ways[True].states if have is not None else last]
             stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
             write_leaves(bucket, stage, given)
-            spare = stage.new_empty(bucket.staged if move.exact else 0, dtype=torch.uint8)
-            job = self._into(grads, bucket, move, stage, spare, self._share(bucket), mesh)
-            done = self._submit([job], [move], self.run.mark(), ordered=True)
+            spare = stage.new_empty(bucket.staged if way.exact else 0, dtype=torch.uint8)
+            job = self._into(grads, bucket, way, stage, spare, None, mesh)
+            done = self._submit([job], [way], self.run.mark(), ordered=True)
             self._outlives(stage, spare)
             if self.plan.schedule.overlap_update:
                 self._newest([bucket], done)
@@ -182,126 +185,94 @@ class Staging:
         if have.states == final:
             return
         self.completing = True
-        move = self.move(bucket, have.states, final)
-        local = torch.empty(move.numel, dtype=bucket.grads, device=self.run.device)
-        grads[bucket.name] = FlatBuffer(local, bucket, move.states, have.mesh)
-        job = self._complete(bucket, move, have.local, local)
-        done = self._submit([job], [move], self.run.mark(), ordered=True)
+        way = self.records(bucket).finish
+        local = torch.empty(way.numel, dtype=bucket.grads, device=self.run.device)
+        grads[bucket.name] = FlatBuffer(local, bucket, way.states, have.mesh)
+        job = self._complete(bucket, way, have.local, local)
+        done = self._submit([job], [way], self.run.mark(), ordered=True)
         if self.plan.schedule.overlap_update:
             self._newest([bucket], done)
 
-    def _complete(self, bucket: Bucket, move: Move, have: torch.Tensor, out: torch.Tensor) -> Steps:
+    def _complete(self, bucket: Bucket, way: Route, have: torch.Tensor, out: torch.Tensor) -> Steps:
         if self.run.streams is not None:
             self.run.wait(self.marks.get("outer"))  # the lane does: what is partial may have ended there
-        wire = have.to(move.issued[0][0].dtype) if move.issued else have
-        spare = wire.new_empty(bucket.staged if move.exact else 0, dtype=torch.uint8)
-        yield from self._job(move, wire, spare, out, False)
+        wire = have.to(way.collectives[0].dtype) if way.collectives else have
+        spare = wire.new_empty(bucket.staged if way.exact else 0, dtype=torch.uint8)
+        yield from self._job(way, wire, spare, out, False, None)
         self._outlives(have, wire, spare)
 
     def _submit(
-        self, jobs: list[Steps], moves: list[Move], after: Mark, mark: Mark = None, ordered: bool = False,
+        self, jobs: list[Steps], ways: list[Route], after: Mark, mark: Mark = None, ordered: bool = False,
         first: Steps | None = None,
     ) -> Mark:  # fmt: skip
         if len(jobs) == 1:
-            job, issued, single, ends = jobs[0], moves[0].all, moves[0].single, moves[0].ends
+            job, issued, single, ends = jobs[0], ways[0].collectives, ways[0].single, ways[0].ends
         else:
-            job, issued = together(jobs), tuple(one for move in moves for one in move.all)
-            single, ends = all(move.single for move in moves), max((move.ends for move in moves), key="outer".__eq__)
+            job, issued = together(jobs), tuple(one for way in ways for one in way.collectives)
+            single, ends = all(way.single for way in ways), max((way.ends for way in ways), key="outer".__eq__)
         if first is not None:
             job = chain(first, job)
         done = self.marks[ends] = self.run.submit("reduce", issued, job, after, single, ordered, mark)
         return done
 
     def _job(
-        self, move: Move, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor, add: bool, share: int = 1
+        self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor, add: bool, peers: Peers
     ) -> Steps:
-        """The hops, in place in `stage`, the last one straight into `out` if that is possible; else copied or added."""
+        """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added."""
         local = stage
         lane = "reduce"
-        for i, (hop, issued) in enumerate(zip(move.hops, move.issued, strict=True)):
-            if issued[0].lane != lane:
-                lane = issued[0].lane
+        for i, (kind, collectives, start, size) in enumerate(way.steps):
+            if collectives[0].lane != lane:
+                lane = collectives[0].lane
                 yield lane
-            last = out if not (add or self.windows) and i == len(move.hops) - 1 else None  # a window is not left
-            if move.exact and i == 0:
-                local = yield from self._sum(move, stage, spare, last)
-            elif hop.kind == "scatter":
-                part = last if last is not None and last.dtype is local.dtype else _slice(local, hop)
-                yield from self.run.collective(issued[0], part, local)
+            last = out if not (add or self.windows) and i == len(way.steps) - 1 else None  # a window is not left
+            if way.exact and i == 0:
+                local = yield from self._sum(kind, collectives, stage, spare, last, peers)
+            elif kind == "scatter":
+                part = last if last is not None and last.dtype is local.dtype else local[start : start + size]
+                yield from self.run.collective(collectives[0], part, local)
                 local = part
             else:
-                yield from self.run.collective(issued[0], local, local)
-        if share * move.ranks > 1:
-            local.div_(share * move.ranks)
+                yield from self.run.collective(collectives[0], local, local)
+        if way.divisor > 1:
+            local.div_(way.divisor)
         if add:
             out.add_(local)
         elif local is not out:
             out.copy_(local)
 
-    def _share(self, bucket: Bucket) -> int:
-        """What a mean over all data ranks divides by, beyond the ranks that this bucket is averaged over."""
-        return bucket.share if self.average == "mean" else 1
-
     def _sum(
-        self, move: Move, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None
-    ) -> Generator[Any, None, torch.Tensor]:
+        self, kind: str, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor,
+        out: torch.Tensor | None, peers: Peers,
+    ) -> Generator[Any, None, torch.Tensor]:  # fmt: skip
         """The exact sum over the first axis, float32: this rank's part of it, or all of it where it stays whole."""
-        hop, issued = move.hops[0], move.issued[0]
-        ranks, mine = self.run.sizes[hop.axis], self.run.coordinate[hop.axis]
+        axis = collectives[0].axis
+        ranks, mine = self.run.sizes[axis], self.run.coordinate[axis]
         out = out if out is not None and out.dtype is torch.float32 else None
         came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
         n, own = stage.numel() // ranks, None
-        if move.peers is not None:
+        if peers is not None:
             at = int(stage.storage_offset()) * stage.element_size()
-            yield from exchange(self.run, issued, move.peers, at, came, mine)
+            yield from exchange(self.run, collectives, peers, at, came, mine)
             own = mine, stage[mine * n : (mine + 1) * n]
             if out is None:  # the sum may take its place
                 own = mine, came[mine * n : (mine + 1) * n].copy_(own[1])
         else:
-            yield from self.run.collective(issued[0], came, stage)
-        if hop.kind == "scatter":
+            yield from self.run.collective(collectives[0], came, stage)
+        if kind == "scatter":
             whole = part = stage.view(torch.uint8)[: 4 * n].view(torch.float32) if out is None else out  # it was sent
         else:
             begin = aligned(came.numel() * came.element_size(), STAGED)
             whole = spare[begin : begin + 4 * ranks * n].view(torch.float32) if out is None else out
             part = whole[mine * n : (mine + 1) * n]
         ordered_sum(came, ranks, part, self.average == "mean", own)
-        if hop.kind != "scatter":
-            yield from self.run.collective(issued[-1], whole, part)
+        if kind != "scatter":
+            yield from self.run.collective(collectives[-1], whole, part)
         return whole
 
-    def move(self, bucket: Bucket, states: States, target: States, peers: list[torch.Tensor] | None = None) -> Move:
-        """The hops from `states` to `target`; the first axis on the reduce lane, further ones on the outer lane."""
-        key = (bucket.name, states, target, peers is not None)
-        found = self.moves.get(key)
-        if found is None:
-            way = route(bucket, states, target, self.run.position)
-            hops = tuple(hop for hop in way.hops if self.run.sizes[hop.axis] > 1)
-            issued = []
-            exact = bucket.exact and bool(hops) and states == partial_states(bucket)  # later hops carry float32
-            ranks, op = 1, "sum" if self.windows else self.average
-            for i, hop in enumerate(hops):
-                lane = "outer" if i else "reduce"
-                dtype = torch.float32 if bucket.exact and (i or not exact) else bucket.wire
-                size = hop.size * self.run.sizes[hop.axis] if hop.kind == "scatter" else hop.size
-                if exact and not i:
-                    one = [Issued(lane, hop.axis, "all_to_all", size, dtype, "", bucket.name)]
-                    if peers is not None:
-                        one = [Issued(lane, hop.axis, "barrier", 1, torch.float32, "", bucket.name)] * 2
-                    if hop.kind != "scatter":
-                        one.append(Issued(lane, hop.axis, "all_gather", size, torch.float32, "", bucket.name))
-                else:
-                    kind = "reduce_scatter" if hop.kind == "scatter" else "all_reduce"
-                    one = [Issued(lane, hop.axis, kind, size, dtype, op, bucket.name)]
-                    ranks *= self.run.sizes[hop.axis] if op != self.average else 1
-                issued.append(tuple(one))
-            every = tuple(one for hop in issued for one in hop)
-            kinds = [one.kind for one in every]
-            single = len(kinds) <= 1 and kinds != ["all_reduce"]
-            ends = "outer" if len(issued) > 1 else "reduce"
-            found = Move(way.states, hops, tuple(issued), every, way.numel, exact, single, ends, peers, ranks)
-            self.moves[key] = found
-        return found
+    def records(self, bucket: Bucket) -> Records:
+        """What the verbs do with a bucket."""
+        return records(bucket, self.run.position, self.average, self.traits)
 
     def _make(self, index: int, unit: Unit) -> Stage:
         reduction = self.plan.reductions[index]
@@ -324,12 +295,12 @@ class Staging:
             placed = zip(bucket.leaf_pieces, bucket.leaves, strict=True)
             chosen = [(pieces[i], unit.paths.index(leaf.path)) for i, leaf in placed if leaf.numel]
             gaps = [piece for i, piece in enumerate(pieces) if i not in set(bucket.leaf_pieces)]
-            rest, final = states_of(bucket, "grads", Partial), states_of(bucket, "main")
-            fresh = partial_states(bucket)
-            moves = {done: self.move(bucket, fresh, final if done else rest, peers) for done in (True, False)}
+            ways = self.records(bucket).reduce
+            if peers is not None:
+                ways = {last: read_by_peers(way) for last, way in ways.items()}
             leaves, which = [piece for piece, _ in chosen], tuple(i for _, i in chosen)
             large = self.run.cuda and any(leaf.nbytes >= LARGE for leaf in leaves)
-            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, moves, self._share(bucket), large))
+            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, ways, peers, large))
         self.stages[index] = Stage(memory, slots, span)
         return self.stages[index]
 
@@ -366,7 +337,3 @@ class Staging:
         self.completing = False
         while self.busy:
             self.busy.popleft().give()
-
-
-def _slice(local: torch.Tensor, hop: Hop) -> torch.Tensor:
-    return local[hop.start : hop.start + hop.size]

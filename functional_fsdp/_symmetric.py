@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ._errors import SpecError
 from ._exchange import uneven
+from ._records import Traits
 from ._torch import symmetric_memory
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Windows:
     def __init__(self, run: Runtime, zero_cta: bool) -> None:
         self.run = run
         self.lane = "zero_cta" if zero_cta else "gather"
+        self.traits = Traits(self.lane, averages=False)
         self.made: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
         weakref.finalize(self, _give_back, run, self.made)
 

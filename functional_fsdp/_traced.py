@@ -20,11 +20,12 @@ import torch
 
 from ._errors import ScheduleError, TreeError
 from ._flat import FlatBuffer
-from ._functional import finished, run, start
+from ._functional import finished, run, start, through
 from ._given import ALL
 from ._gradients import like
-from ._recipes import BucketRecipe, Exchange, Move, Recipes, UnitRecipe
-from ._route import States
+from ._recipes import BucketRecipe, Recipes, UnitRecipe
+from ._record import Collective
+from ._route import Route, States
 from ._torch import pytree
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Trace", "base_of", "finish", "given_in", "over_axes", "recipes_of", "reduce", "release", "unshard"]
 
 Weights = dict[str, torch.Tensor]
+Started = tuple[tuple[Route, torch.Tensor], ...]
 FIELDS = ("base", "cursor", "issued", "flying", "ready", "held", "pending", "given")
 
 
@@ -40,7 +42,7 @@ class Pending(NamedTuple):
     """A bucket's reduction under way: what is left of it once its first collective is waited for."""
 
     recipe: BucketRecipe
-    move: Move
+    way: Route
     local: torch.Tensor
 
 
@@ -132,8 +134,7 @@ def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: str) ->
     recipes = recipes_of(state, "pmean" if op == "mean" else "psum")
     for axis in axes:
         if recipes.sizes[axis] > 1:
-            one = Exchange("reduce", recipes.sizes[axis], recipes.group("side", axis), flat.dtype, True)
-            flat = run(one, flat, "avg" if op == "mean" else "sum")
+            flat = run(recipes, Collective("all_reduce", axis, flat.numel(), flat.dtype, op, "side", "metrics"), flat)
     return flat
 
 
@@ -144,9 +145,9 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
     recipes = recipes_of(state, "unshard")
     if unit is None:
         views: Weights = {}
-        started = {name: _gather(state, one) for name, one in recipes.units.items()}
+        started = {name: _gather(state, recipes, one, True) for name, one in recipes.units.items()}
         for name, one in recipes.units.items():
-            found = _weights(one, _whole(one, started[name]))
+            found = _weights(one, _whole(recipes, started[name]))
             views.update(zip(one.paths, found.values(), strict=True))
         return state, pytree.tree_unflatten([views[path] for path in state.layout.source], state.treedef)
     names = (unit,) if isinstance(unit, str) else tuple(unit)
@@ -175,15 +176,15 @@ def _use(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
     if use < len(recipes.uses):
         for gathered, first, _ in recipes.gathers[issued : recipes.due[use]]:
             if first >= use:
-                flying[gathered] = _gather(state, recipes.units[gathered])
+                flying[gathered] = _gather(state, recipes, recipes.units[gathered])
         issued = max(issued, recipes.due[use])
         cursor = use + 1
     if name in ready:
         weights, last = ready[name][0], max(last, ready[name][1])
     else:
         one = recipes.units[name]
-        wholes = flying.pop(name) if name in flying else _gather(state, one)
-        weights = _weights(one, _whole(one, wholes))
+        started = flying.pop(name) if name in flying else _gather(state, recipes, one)
+        weights = _weights(one, _whole(recipes, started))
     ready[name] = (weights, last)
     held = trace.held if name in trace.held else (*trace.held, name)
     return state._evolve(token=trace.but(cursor=cursor, issued=issued, flying=flying, ready=ready, held=held)), weights
@@ -194,7 +195,7 @@ def _beside(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
     trace, one = _trace(state), recipes.units[name]
     if name in trace.held:
         return state, trace.ready[name][0]
-    weights = _weights(one, _whole(one, _gather(state, one)))
+    weights = _weights(one, _whole(recipes, _gather(state, recipes, one, True)))
     ready = {**trace.ready, name: (weights, -1)}
     held = (*trace.held, name)
     return state._evolve(token=trace.but(ready=ready, held=held)), weights
@@ -226,23 +227,22 @@ def _until(recipes: Recipes, name: str, use: int) -> int:
     return last
 
 
-def _gather(state: State, unit: UnitRecipe) -> tuple[torch.Tensor, ...]:
-    """Each bucket of a unit, whole, in the compute dtype: the first collective issued, not waited for."""
+def _gather(state: State, recipes: Recipes, unit: UnitRecipe, beside: bool = False) -> Started:
+    """Each bucket of a unit, in the compute dtype, on its way: the first collective issued, not waited for."""
     found = []
     for one in unit.buckets:
-        name = one.bucket.name
+        name, way = one.bucket.name, one.records.beside if beside else one.records.unshard
         local = (state.weights[name] if one.copied else state.main[name]).local.to(one.bucket.compute)
-        found.append(start(one.gathers[0], local, "") if one.gathers else local)
+        found.append((way, start(recipes, way.collectives[0], local) if way.steps else local))
     return tuple(found)
 
 
-def _whole(unit: UnitRecipe, started: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _whole(recipes: Recipes, started: Started) -> tuple[torch.Tensor, ...]:
+    """The same buckets, whole."""
     found = []
-    for one, local in zip(unit.buckets, started, strict=True):
-        if one.gathers:
-            local = finished(one.gathers[0], local, "")
-            for exchange in one.gathers[1:]:
-                local = run(exchange, local)
+    for way, local in started:
+        if way.steps:
+            local = through(recipes, way, finished(recipes, way.steps[0], local), 1)
         found.append(local)
     return tuple(found)
 
@@ -305,14 +305,14 @@ def _reduce(state: State, recipes: Recipes, unit: UnitRecipe, values: list[Any],
         bits = [1 << i for i in range(len(values)) if values[i] is not None and unit.shapes[i] is not None]
         mask = ALL if all(came) else trace.given.get(unit.name, 0) | sum(bits)
         trace = trace.but(given={**trace.given, unit.name: mask})
-    op = recipes.op
     pending = []
     for one in unit.buckets:
         if one.bucket.trainable:
             have = state.grads[one.bucket.name] if one.bucket.name in (state.grads or ()) else None
-            move = one.fresh[last if have is None else have.states == one.fresh[True].states]
+            ways = one.records.reduce
+            way = ways[last if have is None else have.states == ways[True].states]
             local = _flat(one, values, state.main[one.bucket.name].local)
-            pending.append(Pending(one, move, start(move.exchanges[0], local, op) if move.exchanges else local))
+            pending.append(Pending(one, way, start(recipes, way.collectives[0], local) if way.steps else local))
     state = state._evolve(token=trace.but(pending=tuple(pending)), grads=state.grads or {})
     return _complete(_collect(state, recipes), recipes, (unit,)) if last and _partial(state, unit) else state
 
@@ -320,7 +320,7 @@ def _reduce(state: State, recipes: Recipes, unit: UnitRecipe, values: list[Any],
 def _partial(state: State, unit: UnitRecipe) -> bool:
     """Whether main gradients of a unit that were to stay partial have to be completed now."""
     return any(
-        one.bucket.name in (state.grads or ()) and state.grads[one.bucket.name].states != one.fresh[True].states
+        one.bucket.name in (state.grads or ()) and state.grads[one.bucket.name].states != one.records.finish.states
         for one in unit.buckets
         if one.bucket.trainable
     )
@@ -341,22 +341,13 @@ def _collect(state: State, recipes: Recipes) -> State:
     trace = _trace(state)
     if len(trace.pending) == 0:
         return state
-    op = recipes.op
     grads = dict(state.grads or {})
-    for one, move, started in trace.pending:
-        local = started
-        if move.exchanges:
-            local = _through(move, finished(move.exchanges[0], started, op), op, 1)
-        if one.divisor > 1:
-            local = local / one.divisor
-        grads[one.bucket.name] = _added(one, grads.get(one.bucket.name), local, move.states, state)
+    for one, way, local in trace.pending:
+        if way.steps:
+            local = finished(recipes, way.steps[0], local)
+        local = through(recipes, way, local, 1)
+        grads[one.bucket.name] = _added(one, grads.get(one.bucket.name), local, way.states, state)
     return _then(state, trace.but(pending=()), grads={name: grads[name] for name in state.main if name in grads})
-
-
-def _through(move: Move, local: torch.Tensor, op: str, begin: int) -> torch.Tensor:
-    for exchange in move.exchanges[begin:]:
-        local = run(exchange, local.to(exchange.dtype), op)
-    return local
 
 
 def _added(one: BucketRecipe, have: Any, local: torch.Tensor, states: States, state: State) -> FlatBuffer:
@@ -367,14 +358,13 @@ def _added(one: BucketRecipe, have: Any, local: torch.Tensor, states: States, st
 
 def _complete(state: State, recipes: Recipes, units: Iterable[UnitRecipe]) -> State:
     """What is still partial of these units' main gradients, reduced."""
-    op = recipes.op
     grads = dict(state.grads)
     for unit in units:
         for one in unit.buckets:
             have = grads.get(one.bucket.name)
-            if have is not None and have.states != one.rest.states:
-                local = _through(one.rest, have.local, op, 0)
-                grads[one.bucket.name] = _added(one, None, local, one.rest.states, state)
+            way = one.records.finish
+            if have is not None and have.states != way.states:
+                grads[one.bucket.name] = _added(one, None, through(recipes, way, have.local), way.states, state)
     return state._evolve(grads=grads)
 
 

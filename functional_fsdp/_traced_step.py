@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._errors import TreeError
-from ._functional import run
+from ._functional import through
 from ._given import Lacking
 from ._torch import pytree
 from ._traced import base_of, finish, given_in, recipes_of
@@ -41,9 +41,7 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
         for one in unit.buckets:
             if one.copied and one.bucket.trainable:
                 local = state.main[one.bucket.name].local.to(one.bucket.compute)
-                for exchange in one.refresh:
-                    local = run(exchange, local)
-                state.weights[one.bucket.name].local.copy_(local)
+                state.weights[one.bucket.name].local.copy_(through(recipes, one.records.step, local))
     state.count.add_(1 if skip is None else ~skip)
     return state._evolve(grads=(), token=base)
 

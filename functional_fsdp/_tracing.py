@@ -13,11 +13,12 @@ from typing import Any, NoReturn
 import torch
 
 from . import _errors
+from ._record import Collective
 from ._torch import dynamo
 
 __all__ = ["KEEPING", "LOWERING", "keeping", "lowering", "refuse", "tracing"]
 
-LOWERING: list[bool] = []
+LOWERING: list[list[Collective]] = []  # what was issued so far
 KEEPING: list[bool] = []
 
 
@@ -46,11 +47,11 @@ refuse._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dy
 
 
 @contextmanager
-def lowering() -> Iterator[None]:
-    """What runs inside is traced by `lower`."""
-    LOWERING.append(True)
+def lowering() -> Iterator[list[Collective]]:
+    """What runs inside is traced by `lower`. Gives the collectives that it issues, in order."""
+    LOWERING.append([])
     try:
-        yield
+        yield LOWERING[-1]
     finally:
         LOWERING.pop()
 

@@ -25,7 +25,6 @@ __all__ = [
     "Lease",
     "alias_of",
     "gather",
-    "keeps_copy",
     "lease_of",
     "owned",
     "poison",
@@ -57,13 +56,6 @@ def owned(values: Sequence[torch.Tensor | None], lease: Lease | None) -> list[to
 def lease_of(tensor: Any) -> Lease | None:
     """The lease of a tensor that `unshard(state, unit)` gave, None for every other tensor."""
     return _LEASES.get(id(tensor))
-
-
-def keeps_copy(bucket: Bucket) -> bool:
-    """Whether compute weights persist beside main weights: they are less sharded, or whole and of another dtype."""
-    placement = bucket.placement
-    sharded_alike = set(placement.weights) == set(placement.main)
-    return not sharded_alike or (not placement.weights and bucket.compute is not bucket.main)
 
 
 def whole_of(state: State, bucket: Bucket) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, Spec, _runtime, launch
-from functional_fsdp._lanes import Issued
+from functional_fsdp._record import Collective
 
 UNITS = 5
 BESIDE: dict[str, Callable[[fsdp.State], fsdp.State]] = {
@@ -149,7 +149,7 @@ def in_another_order(names: str) -> str:
     run = state.token.ledger.runtime
     try:
         for name in names if dist.get_rank() else reversed(names):
-            hop = Issued("gather", "data", "all_gather", params[name].numel(), torch.float32, "", name)
+            hop = Collective("all_gather", "data", params[name].numel(), torch.float32, "", "gather", name)
             out = torch.zeros(params[name].numel())
             run.wait(run.submit("gather", (hop,), run.collective(hop, out, out[: len(out) // 2])))
     except fsdp.FsdpError as error:

@@ -14,7 +14,7 @@ from strikes import WAYS, bits, disturbed, interruptible, training
 
 import functional_fsdp as fsdp
 from functional_fsdp import _interrupts, launch
-from functional_fsdp._lanes import Issued
+from functional_fsdp._record import Collective
 from functional_fsdp._runtime import runtime_of
 
 
@@ -182,7 +182,7 @@ def between_two_hops() -> list[str]:
     """Rank 1 is interrupted while it waits for the first of two hops of a sum, and begins anew; rank 0, which waits for
     the second, lets the sum end."""
     run: Any = runtime_of(fsdp.local_mesh())
-    hop = Issued("side", "data", "all_reduce", 8, torch.float32, "sum", "a test")
+    hop = Collective("all_reduce", "data", 8, torch.float32, "sum", "side", "a test")
     tensor, met = torch.ones(8), []
     try:
         job = run.submit("side", (hop,), run.collective(hop, tensor, tensor))

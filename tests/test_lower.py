@@ -51,8 +51,8 @@ def test_gathers_and_reductions_are_the_plans(ranks: int, recompute: bool) -> No
     lowered = fsdp.lower(by_unit, state, X, recompute=recompute)
     plan = fsdp.plan(state.layout)
     kinds = [(one.kind, one.lane, one.axis) for one in lowered.collectives]
-    assert kinds.count(("all-gather", "gather", "data")) == len(plan.gathers) == 2 * DEPTH - 1
-    assert kinds.count(("reduce-scatter", "reduce", "data")) == len(plan.reductions) == DEPTH
+    assert kinds.count(("all_gather", "gather", "data")) == len(plan.gathers) == 2 * DEPTH - 1
+    assert kinds.count(("reduce_scatter", "reduce", "data")) == len(plan.reductions) == DEPTH
     assert len(kinds) == 3 * DEPTH - 1
     elements = next(iter(state.layout.buckets.values())).numel
     assert {(one.numel, one.nbytes, one.dtype) for one in lowered.collectives} == {
@@ -111,17 +111,17 @@ def test_without_recomputation_a_step_has_the_operations_of_an_eager_one() -> No
 
 @pytest.mark.parametrize(
     ("preset", "gathers", "reductions"),
-    [("ddp", 0, "all-reduce"), ("zero1", DEPTH, "reduce-scatter"), ("zero2", DEPTH, "reduce-scatter")],
+    [("ddp", 0, "all_reduce"), ("zero1", DEPTH, "reduce_scatter"), ("zero2", DEPTH, "reduce_scatter")],
 )
 def test_other_placements_gather_after_the_update_only(preset: str, gathers: int, reductions: str) -> None:
     state = stack(4, getattr(fsdp, preset)("data"))
     lowered = fsdp.lower(by_unit, state, X)
-    assert [one.kind for one in lowered.collectives].count("all-gather") == gathers
+    assert [one.kind for one in lowered.collectives].count("all_gather") == gathers
     assert [one.kind for one in lowered.collectives].count(reductions) == DEPTH
     assert lowered.memory_analysis().gathered <= 1.01 * LAYER  # of a refresh, with padding
 
 
-@pytest.mark.parametrize(("preset", "kind"), [("ddp", "all-reduce"), ("zero1", "reduce-scatter")])
+@pytest.mark.parametrize(("preset", "kind"), [("ddp", "all_reduce"), ("zero1", "reduce_scatter")])
 def test_whole_gradients_travel_once_for_all_microbatches(preset: str, kind: str) -> None:
     def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
         for k in range(3):
@@ -150,16 +150,16 @@ def test_two_axes_reduce_twice() -> None:
     state = stack({"replica": 4, "shard": 8}, fsdp.hsdp("replica", "shard"))
     lowered = fsdp.lower(by_unit, state, X)
     kinds = [(one.kind, one.lane, one.axis) for one in lowered.collectives]
-    assert kinds.count(("reduce-scatter", "reduce", "shard")) == DEPTH
-    assert kinds.count(("all-reduce", "outer", "replica")) == DEPTH
-    assert kinds.count(("all-gather", "gather", "shard")) == 2 * DEPTH - 1
+    assert kinds.count(("reduce_scatter", "reduce", "shard")) == DEPTH
+    assert kinds.count(("all_reduce", "outer", "replica")) == DEPTH
+    assert kinds.count(("all_gather", "gather", "shard")) == 2 * DEPTH - 1
 
 
 def test_an_exact_sum_is_an_all_to_all() -> None:
     state = stack(4, precision=Precision(compute=torch.bfloat16, sum="fp32"))
     lowered = fsdp.lower(by_unit, state, X.bfloat16())
     assert {(one.kind, one.dtype) for one in lowered.collectives if one.lane == "reduce"} == {
-        ("all-to-all", torch.bfloat16)
+        ("all_to_all", torch.bfloat16)
     }
 
 
@@ -174,7 +174,7 @@ def test_labels_cut_buckets_as_they_do_where_it_runs() -> None:
 def test_the_whole_tree_is_gathered_once() -> None:
     state = stack(8, fsdp.zero3("data"), fsdp.adamw())
     lowered = fsdp.lower(whole, state, X)
-    assert [one.kind for one in lowered.collectives] == ["all-gather"] * DEPTH + ["reduce-scatter"] * DEPTH
+    assert [one.kind for one in lowered.collectives] == ["all_gather"] * DEPTH + ["reduce_scatter"] * DEPTH
     assert lowered.memory_analysis().gathered == sum(4 * b.numel for b in state.layout.buckets.values())
 
 
@@ -182,7 +182,7 @@ def test_printing_gives_a_table() -> None:
     state = stack(4096)
     text = repr(fsdp.lower(by_unit, state, X))
     assert text.startswith("a step on mesh data 4096: ")
-    assert "all-gather      gather  data  float32      15" in text
+    assert "all_gather      gather  data  float32      15" in text
     assert "floating-point operations a rank" in text
 
 

@@ -9,10 +9,12 @@ import torch
 
 import functional_fsdp as fsdp
 from functional_fsdp._layout import Bucket
-from functional_fsdp._route import Axis, Hop, Partial, Replicate, Shard, route, states_of
+from functional_fsdp._record import Collective
+from functional_fsdp._route import Axis, How, Partial, Replicate, Shard, Step, route, states_of
 
 ONE = {"data": 1024}
 TWO = {"replica": 8, "shard": 128}
+HOW = How(torch.float32, torch.float32, ("side", "side"), "mean")
 
 
 def bucket(placement: fsdp.Placement, axes: dict[str, int]) -> Bucket:
@@ -28,18 +30,28 @@ def hops(b: Bucket, source: str, target: str, **here: int) -> list[tuple[str, st
         for kind in (source, target)
     ]
     coordinate = tuple((axis, here.get(axis, 0)) for axis, _ in b.sizes)
-    return [(hop.kind, hop.axis) for hop in route(b, *sides, coordinate).hops]
+    return [(one.kind, one.axis) for one in route(b, *sides, coordinate, HOW).collectives]
 
 
 @pytest.mark.parametrize(
     ("placement", "axes", "unshard", "reduce"),
     [
-        (fsdp.ddp("data"), ONE, [], [("reduce", "data")]),
-        (fsdp.zero1("data"), ONE, [], [("scatter", "data")]),
-        (fsdp.zero2("data"), ONE, [], [("scatter", "data")]),
-        (fsdp.zero3("data"), ONE, [("gather", "data")], [("scatter", "data")]),
-        (fsdp.hsdp("replica", "shard"), TWO, [("gather", "shard")], [("scatter", "shard"), ("reduce", "replica")]),
-        (fsdp.hfsdp("replica", "shard"), TWO, [("gather", "shard")], [("scatter", "shard"), ("scatter", "replica")]),
+        (fsdp.ddp("data"), ONE, [], [("all_reduce", "data")]),
+        (fsdp.zero1("data"), ONE, [], [("reduce_scatter", "data")]),
+        (fsdp.zero2("data"), ONE, [], [("reduce_scatter", "data")]),
+        (fsdp.zero3("data"), ONE, [("all_gather", "data")], [("reduce_scatter", "data")]),
+        (
+            fsdp.hsdp("replica", "shard"),
+            TWO,
+            [("all_gather", "shard")],
+            [("reduce_scatter", "shard"), ("all_reduce", "replica")],
+        ),
+        (
+            fsdp.hfsdp("replica", "shard"),
+            TWO,
+            [("all_gather", "shard")],
+            [("reduce_scatter", "shard"), ("reduce_scatter", "replica")],
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, fsdp.Placement) else "",
 )
@@ -52,8 +64,8 @@ def test_verbs_issue_what_the_placement_table_says(
 
 
 def test_the_refresh_after_a_step_gathers_only_over_the_axes_between() -> None:
-    assert hops(bucket(fsdp.hfsdp("replica", "shard"), TWO), "main", "weights") == [("gather", "replica")]
-    assert hops(bucket(fsdp.zero1("data"), ONE), "main", "weights") == [("gather", "data")]
+    assert hops(bucket(fsdp.hfsdp("replica", "shard"), TWO), "main", "weights") == [("all_gather", "replica")]
+    assert hops(bucket(fsdp.zero1("data"), ONE), "main", "weights") == [("all_gather", "data")]
     assert hops(bucket(fsdp.zero3("data"), ONE), "main", "weights") == []
 
 
@@ -62,20 +74,26 @@ def test_gathered_parts_land_where_the_rank_belongs() -> None:
     part = b.numel // 128
     for shard, replica in product((0, 1, 127), (0, 7)):
         coordinate = (("replica", replica), ("shard", shard))
-        way = route(b, states_of(b, "main"), (("replica", Replicate), ("shard", Replicate)), coordinate)
-        assert way.hops == (Hop("gather", "replica", shard * part, part), Hop("gather", "shard", 0, b.numel))
+        way = route(b, states_of(b, "main"), (("replica", Replicate), ("shard", Replicate)), coordinate, HOW)
+        first, second = (
+            Collective("all_gather", axis, n, torch.float32, "", "side", b.name)
+            for axis, n in (("replica", part), ("shard", b.numel))
+        )
+        assert way.steps == (Step("gather", (first,), shard * part, part), Step("gather", (second,), 0, b.numel))
+        assert way.collectives == (first, second)
         assert way.numel == b.numel
         assert not way.sums
 
 
 def test_a_slice_of_what_is_whole_costs_nothing() -> None:
     b = bucket(fsdp.zero3("data"), ONE)
-    way = route(b, (("data", Replicate),), (("data", Shard),), (("data", 5),))
-    assert way.hops == (Hop("slice", "data", 5 * b.numel // 1024, b.numel // 1024),)
+    way = route(b, (("data", Replicate),), (("data", Shard),), (("data", 5),), HOW)
+    assert way.steps == (Step("slice", (), 5 * b.numel // 1024, b.numel // 1024),)
+    assert way.collectives == ()
 
 
 @pytest.mark.parametrize(("have", "want"), [(Shard, Partial), (Replicate, Partial)])
 def test_nothing_becomes_partial(have: Axis, want: Axis) -> None:
     b = bucket(fsdp.zero3("data"), ONE)
     with pytest.raises(fsdp.SpecError, match=rf"{have} -> {want} on the axis 'data' is not a transition"):
-        route(b, (("data", have),), (("data", want),), (("data", 0),))
+        route(b, (("data", have),), (("data", want),), (("data", 0),), HOW)

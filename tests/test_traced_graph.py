@@ -57,7 +57,7 @@ def captured(recompute: bool, keep: Any) -> tuple[dict[str, int], dict[str, int]
     gathered.append(_memory(module.graph).gathered)
     kinds = Counter(str(_kind(node)) for node in module.graph.nodes if _kind(node))
     plan = fsdp.plan(state.layout, spec.schedule)
-    planned = {"all-gather": len(plan.gathers), "reduce-scatter": len(plan.reductions)}
+    planned = {"all_gather": len(plan.gathers), "reduce_scatter": len(plan.reductions)}
     return dict(kinds), planned, gathered, plan.units[0].nbytes
 
 
