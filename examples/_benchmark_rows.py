@@ -94,7 +94,7 @@ def unit_by_unit(model: nn.Module, setting: Setting) -> Step:
 
 
 def traced(model: nn.Module, setting: Setting) -> Step:
-    state, skeleton = replace(setting, transport="traced").shard(model)
+    state, skeleton = setting.shard(model)
     return keeping(state, T.compile(loop_by_hand(skeleton, tuple(state.units))), setting)
 
 

@@ -21,7 +21,7 @@
 | graph           | unit by unit, the whole step as a CUDA graph: `T.cuda_graph`; also "graph compiled", and after   |
 |                 | the names of transports: "copy engine graph compiled", also "... kept"                           |
 | symmetric       | unit by unit, NCCL's symmetric memory: `Schedule(transport="symmetric")`; "zero-CTA" too         |
-| traced          | unit by unit, the whole step compiled: `Schedule(transport="traced")` and `T.compile`; also      |
+| traced          | unit by unit, the whole step compiled: `T.compile`; also                                         |
 |                 | "traced graph"                                                                                   |
 | FSDP2           | `fully_shard` of embedding, layers and head; the head stays gathered, as in torchtitan           |
 | FSDP2 tuned     | its own options: two units prefetched explicitly, forward and backward; reductions in a process  |

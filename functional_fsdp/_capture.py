@@ -22,7 +22,7 @@ from ._state import State, Token
 
 __all__ = ["Capture"]
 
-POSITION = ("base", "head", "steps", "epoch", "broken", "taken")
+POSITION = ("base", "head", "steps", "commits", "epoch", "broken", "taken")
 
 
 def _same(state: State) -> State:
@@ -35,8 +35,8 @@ class Capture:
     def __init__(self, state: State) -> None:
         self.ledger = state.token.ledger
         self.run = self.ledger.runtime
-        self.traced = self.ledger.recipes is not None  # then nothing is logged, and ranks do not vote
-        self.executor = None if self.traced else state.executor
+        self.traced = False  # whether what was captured is a compiled step: nothing is logged, and ranks do not vote
+        self.executor = state.executor
         self.before = {name: getattr(self.ledger, name) for name in POSITION}
         self.votes = self.run.votes
         self.digests = self.run.digest
@@ -51,9 +51,6 @@ class Capture:
     def recording(self) -> Iterator[None]:
         """Within, the verbs are captured."""
         run = self.run
-        if self.executor is None:
-            yield
-            return
         logs = {name: Log() for name in run.issued}
         run.logs = {**logs, "control": run.issued["control"]}
         run.capturing = True
@@ -66,6 +63,7 @@ class Capture:
         finally:
             run.logs, run.capturing = run.issued, False
             run.forms.came = None
+        self.traced = self.ledger.graphed or self.ledger.taken is None
         self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
         self.digest, self.sides = run.voted
         self.fixed = self.executor.given.fixed
@@ -97,9 +95,8 @@ class Capture:
             setattr(self.ledger, name, value)
         self.ledger.call.depth = 0
         self.run.digest = self.digests
-        if self.executor is not None:
-            self.executor.drop()
-            self.executor.reset()
+        self.executor.drop()
+        self.executor.reset()
 
     def first(self, launch: Callable[[], None]) -> None:
         """The step that was captured, and voted for, is put in motion: it is issued now."""
@@ -119,10 +116,10 @@ class Capture:
         """
         ledger, run = state.token.ledger, self.run
         state.resting("cuda_graph")
+        ledger.enter(state.token.serial, "cuda_graph")
         if self.traced:
             launch()
-            return home(state)
-        ledger.enter(state.token.serial, "cuda_graph")
+            return home(ledger.stepped(state))
         middle = ledger.advance(state, "cuda_graph()")  # from here on the step is under way: who abandons it says so
         self._compare(ledger, [form for form, votes in self.forms if votes == self.votes])
         sides = [hop for (hop,) in self.jobs.get("side", [])]  # the votes compare them, too
@@ -141,7 +138,7 @@ class Capture:
         for hop in sides:
             self.run.note(hop)
         new = home(middle._evolve(token=Token(ledger, ledger.latest + 1)))
-        ledger.commit(middle.token.serial, new)
+        ledger.commit(middle.token, new)
         self._compare(ledger, [form for form, votes in self.forms if votes != self.votes])
         arrive(ledger.others_begun())
         return new

@@ -142,7 +142,7 @@ def load(state: State, folder: str | os.PathLike[str]) -> State:
             weights = pytree.tree_map(torch.empty_like, state.weights)
             for name, copy in weights.items():
                 refresh(fresh.main[name], copy)
-        ledger = Ledger(run, state.layout, state.spec, steps)
+        ledger = Ledger(run, state.layout, state.spec, steps, fresh.count)
         ledger.enroll()
         return fresh._evolve(weights=weights, grads=(), token=Token(ledger, 0)).prepared()
 

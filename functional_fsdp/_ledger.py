@@ -6,6 +6,11 @@
 
 Every verb takes the newest state of a step, or the base; anything else raises `StaleStateError`, naming the call that
 consumed it.
+
+A traced step runs no Python. What a compiler carries over from it is which objects it makes and what constants it
+writes: it marks the token that came in as spent, gives out a new one without a serial, and puts GRAPHED into the
+ledger. It reads nothing that changes from step to step, so nothing recompiles. `follow` does the rest when the ledger
+is next looked at.
 """
 
 from __future__ import annotations
@@ -14,20 +19,25 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ._errors import ScheduleError, StaleStateError
+import torch
+
+from ._errors import FsdpError, ScheduleError, StaleStateError
 from ._interrupts import guard
 from ._layout import Layout
-from ._recipes import recipes
+from ._recipes import Recipes, recipes
 from ._runtime import Runtime
 from ._spec import Spec
+from ._tracing import refuse
 
 if TYPE_CHECKING:
     from ._cursor import Cursor
     from ._executor import Executor
     from ._state import State
 
-__all__ = ["Ledger", "Token"]
+__all__ = ["GRAPHED", "Ledger", "Token", "begin_compiled"]
 
+GRAPHED = -1  # in the place of an epoch: a traced step was taken, and this ledger has not followed it yet
+SPENT = -1  # the serial of what a traced step made, and a later one consumed
 REMEMBER = 256  # how many consumed states, at least, a ledger can name the consumer of
 
 
@@ -57,17 +67,25 @@ class Call:
 class Ledger:
     """The mutable side of one lineage of states (a `shard` and all steps from it): which state is the newest.
 
-    `executor` has what the lineage has in flight; it is made when a state first needs it.
+    `executor` has what the lineage has in flight, `recipes` what traced steps go by; each is made when it is first
+    needed.
     """
 
-    def __init__(self, runtime: Runtime, layout: Layout, spec: Spec, steps: int = 0) -> None:
-        self.runtime = runtime
-        self.recipes = recipes(layout, spec, runtime) if spec.schedule.transport == "traced" else None
+    def __init__(
+        self, runtime: Runtime, layout: Layout, spec: Spec, steps: int = 0, count: torch.Tensor | None = None
+    ) -> None:
+        self.runtime, self.layout, self.spec = runtime, layout, spec
+        self.recipes: Recipes | None = None
+        self.busy = False  # whether lanes may be at work on what the state owns: an eager step is under way
         self.steps = steps
+        self.counted = True  # whether `steps` is right; traced steps count on the device
+        self.offset = None if count is None else steps - count  # int64 []: steps that the state's count leaves out
+        self.commits = 0  # steps that were taken, and runs of traced ones
         self.base = self.head = self.latest = 0
         self.number = 0  # the same on every rank for one lineage; 0 for copies
         self.epoch = runtime.epoch
-        self.consumed: dict[int, str | tuple[str, Any]] = {}  # by what: in words, or a verb and its unit
+        #: by what: in words, or a verb and its unit
+        self.consumed: dict[int, str | tuple[str, Any]] = {}
         self.executor: Executor | None = None
         self.broken = ""
         self.call = Call()
@@ -79,10 +97,64 @@ class Ledger:
         self.number = self.runtime.lineages
         self.runtime.ledgers[self.number] = self
 
-    def advance(self, state: State, verb: str | tuple[str, Any], grads: Any = None) -> State:
+    def for_graphs(self) -> tuple[str, str]:
+        """Have what traced verbs go by. Compilers run it when they trace, as a function whose result is constant.
+
+        Returns the kind of an error and its text, which compilers would wrap; both are "" if all is well.
+
+        Collective where there is none yet: on CPUs a group of one thread for each axis.
+        """
+        try:
+            self.recipes = self.recipes or recipes(self.layout, self.spec, self.runtime)
+        except FsdpError as error:
+            return type(error).__name__, str(error)
+        return "", ""
+
+    for_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result's mark
+
+    @property
+    def graphed(self) -> bool:
+        """Whether traced steps were taken that nobody has followed yet."""
+        return self.epoch == GRAPHED
+
+    def stepped(self, state: State) -> State:
+        """The state after a traced step that was taken from `state`, of which no Python ran."""
+        state.token.spent, self.epoch = True, GRAPHED
+        return state._evolve(token=Token(self))
+
+    def follow(self) -> None:
+        """If traced steps were taken, the state that the last one returned is the base. An eager step that was under
+        way is left as abandoned."""
+        if not self.graphed:
+            return
+        abandoned = self.busy and self.begun
+        self._consume(self.base, "a compiled step()")
+        if self.head != self.base and not abandoned:
+            self._consume(self.head, "a compiled step()")
+        self.latest += 1
+        self.base = self.latest
+        if not abandoned:
+            self.head = self.base
+        self.epoch = self.runtime.epoch
+        self.taken, self.counted = None, False
+        self.commits += 1
+
+    def recount(self, count: torch.Tensor) -> int:
+        """How many steps were taken. After traced ones it waits for the device, where the state's count is."""
+        self.follow()
+        if not self.counted:
+            self.steps, self.counted = int(count if self.offset is None else count + self.offset), True
+        return self.steps
+
+    def advance(self, state: State, verb: str | tuple[str, Any], grads: Any = None, busy: bool = True) -> State:
         """The state after a verb, in words or with its units, perhaps with other gradients. Consumes `state`, which has
-        entered."""
+        entered.
+
+        Args:
+            busy: whether lanes may still be at work on it.
+        """
         token = state.token
+        self.busy |= busy
         self.latest = self.head = serial = self.latest + 1
         if token.serial != self.base:
             self.consumed[token.serial] = verb
@@ -112,12 +184,6 @@ class Ledger:
         self.valid(serial, verb)
         if serial not in (self.base, self.head):
             raise self._stale(serial, verb)
-        if self.recipes is not None and verb not in ("pmean", "psum"):
-            raise ScheduleError(
-                f"{verb} ran eagerly, and this state's schedule says transport='traced'. Verbs belong inside "
-                "torch.compile(train_step, fullgraph=True), without which torch may fall back to eager execution; for "
-                "eager steps, and for what calls the verbs for you, shard with Schedule(transport='collective')."
-            )
         self.runtime.usable(verb)
         if serial == self.base:
             guard()
@@ -130,13 +196,13 @@ class Ledger:
                     self.executor.reset()
             self.runtime.meet(verb)
             self.head, self.epoch = self.base, self.runtime.epoch
-            self.call.depth = 0
+            self.call.depth, self.busy = 0, False
         elif self.epoch != self.runtime.epoch or self.runtime.parted:
             self._consume(serial, "the restart of its step (a rank abandoned it)")
             self.runtime.meet(verb)
             if self.executor is not None:
                 self.executor.reset()
-            self.head, self.call.depth = self.base, 0
+            self.head, self.call.depth, self.busy = self.base, 0, False
             raise self._stale(serial, verb)
         elif self.call.depth:
             self._consume(serial, "a call that was stopped")
@@ -153,6 +219,7 @@ class Ledger:
 
     def valid(self, serial: int, verb: str) -> None:
         """Check that what the state `serial` owns still has its values: no step consumed it, none was cut short."""
+        self.follow()
         if self.broken:
             raise StaleStateError(f"{verb}: {self.broken}")
         if serial < self.base:
@@ -160,7 +227,7 @@ class Ledger:
 
     def consumer(self, serial: int) -> str:
         """What consumed the state `serial`, in words."""
-        by = self.consumed.get(serial, "an earlier call")
+        by = self.consumed.get(serial, "a compiled step()" if serial == SPENT else "an earlier call")
         if isinstance(by, str):
             return by
         units = (by[1],) if isinstance(by[1], str) else by[1]
@@ -171,6 +238,7 @@ class Ledger:
 
         Never consumes: where all ranks look from the same place, the step goes on afterwards.
         """
+        self.follow()
         self.runtime.usable("a look at this state")
         if serial == self.base and self.begun:
             self._meet()
@@ -202,19 +270,21 @@ class Ledger:
         """The step so far only looked at weights: back to the base, which every rank goes on from."""
         if self.head != self.base:
             self._consume(self.head, verb)
-        self.head = self.base
+        self.head, self.busy = self.base, False
 
-    def commit(self, serial: int, new: Any) -> int:
-        """The step that ends with `serial` is taken: its base is consumed, its result is the new base, as the serial
+    def commit(self, token: Token, new: Any) -> int:
+        """The step that ends with `token` is taken: its base is consumed, its result is the new base, as the serial
         after the latest."""
+        (token.origin.token if token.origin else token).spent = True
         self.taken = {**new.__dict__}
         del self.taken["token"]  # it holds this ledger
         self._consume(self.base, f"step() number {self.steps + 1}")
-        self._consume(serial, f"step() number {self.steps + 1}")
+        self._consume(token.serial, f"step() number {self.steps + 1}")
         self.steps += 1
+        self.commits += 1
         self.latest += 1
         self.base = self.head = self.latest
-        self.call.depth = 0
+        self.call.depth, self.busy = 0, False
         return self.base
 
     def _consume(self, serial: int, what: str) -> None:
@@ -234,17 +304,49 @@ class Ledger:
         )
 
 
+def begin_compiled(state: State) -> None:
+    """A compiled step is about to begin with this state, and has what it goes by. Drops what a step that was abandoned
+    has in flight.
+
+    Raises:
+        StaleStateError: it was consumed. ScheduleError: it is in the middle of a step.
+    """
+    ledger, token = state.token.ledger, state.token
+    ledger.valid(token.serial, "a compiled step")
+    if token.origin is not None or state.grads:
+        raise ScheduleError(
+            "a compiled step was given a State in the middle of a step. It begins with a state between steps: give it "
+            "the one that the step began with, or the one that step() returned."
+        )
+    ledger.enter(token.serial, "a compiled step")
+    kind, said = ledger.for_graphs()
+    if said:
+        refuse(kind, said, compiling=False)
+
+
 class Token:
     """Which state of which lineage this is. Outside equality: trees of two states of one spec compare equal.
 
-    origin: the state that the step began with; None between steps. cursor: where the program stood when the state was
-    returned; None where nothing is begun.
+    serial: by which the ledger knows it; one that a traced step made has none until it is asked for. origin: the state
+    that the step began with; None between steps. cursor: where the program stood when the state was returned; None
+    where nothing is begun. spent: whether a step has consumed it, for traced verbs, which know no serials.
     """
 
-    __slots__ = ("cursor", "ledger", "origin", "serial")
+    __slots__ = ("cursor", "ledger", "origin", "serial", "spent")
 
-    def __init__(self, ledger: Ledger, serial: int, origin: State | None = None, cursor: Cursor | None = None) -> None:
+    def __init__(
+        self, ledger: Ledger, serial: int | None = None, origin: State | None = None, cursor: Cursor | None = None
+    ) -> None:
         self.ledger = ledger
-        self.serial = serial
+        if serial is not None:
+            self.serial = serial
         self.origin = origin
         self.cursor = cursor
+        self.spent = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "serial":  # here is what there is not
+            raise AttributeError(f"a State's token has no {name!r}")
+        self.ledger.follow()
+        self.serial = SPENT if self.spent else self.ledger.base
+        return self.serial

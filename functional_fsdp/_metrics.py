@@ -43,9 +43,8 @@ def psum(state: State, tree: Any) -> tuple[State, Any]:
 
 
 def _metrics(state: State, tree: Any, name: str, op: Op) -> tuple[State, Any]:
-    ledger = state.token.ledger
     if not tracing():
-        ledger.enter(state.token.serial, name)
+        state.token.ledger.enter(state.token.serial, name)
     device = state.count.device
     leaves, treedef = pytree.tree_flatten(tree)
     tensors = [
@@ -55,7 +54,7 @@ def _metrics(state: State, tree: Any, name: str, op: Op) -> tuple[State, Any]:
         for leaf in leaves
     ]
     floats = [t if t.is_floating_point() else t.float() for t in tensors]
-    with nullcontext() if tracing() else ledger.call:
+    with nullcontext() if tracing() else state.token.ledger.call:
         done = over_ranks(state, floats, op, structure=(name, treedef))
     return state, pytree.tree_unflatten(done, treedef)
 

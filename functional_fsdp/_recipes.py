@@ -16,7 +16,7 @@ from ._given import ALL, Seats
 from ._layout import Bucket, Layout, Unit
 from ._plan import plan
 from ._records import Records, Traits, keeps_copy, records
-from ._runtime import Runtime
+from ._runtime import LANES, Runtime
 from ._spec import Spec
 
 __all__ = ["BucketRecipe", "Recipes", "UnitRecipe", "recipes"]
@@ -64,7 +64,7 @@ class Recipes:
         self.sizes, self.coordinate, self.groups = dict(sizes), dict(coordinate), dict(groups)
         self.seats, self.run, self.layout = Seats(layout, sizes, coordinate), run, layout.hash
         self.trained = tuple(self.seats.units)
-        self.average, self.traits = spec.average, Traits()
+        self.average, self.traits = spec.average, Traits(averages=spec.schedule.transport != "symmetric")
         _ = layout.trainable  # cached: Dynamo does not trace the first time
         schedule = spec.schedule if spec.schedule.order != "recorded" else spec.schedule.ordered(None)
         program = plan(layout, schedule)
@@ -123,7 +123,8 @@ class Recipes:
 
 
 def recipes(layout: Layout, spec: Spec, run: Runtime) -> Recipes:
-    """The recipes of a state that runs."""
-    lanes = tuple(run.groups)
-    groups = {(lane, axis): run.group(lane if run.cuda else "traced", axis).group_name for lane, axis in lanes}
-    return Recipes(layout, spec, run.sizes, run.coordinate, groups, run if isinstance(run, Runtime) else None)
+    """The recipes of a state that runs. Collective where a mesh of CPUs has none yet."""
+    axes = [axis for axis, ranks in run.sizes.items() if ranks > 1]
+    lanes = {lane: lane if run.cuda else "traced" for lane in LANES}
+    groups = {(lane, axis): run.group(lanes[lane], axis).group_name for lane in LANES for axis in axes}
+    return Recipes(layout, spec, run.sizes, run.coordinate, groups, run)

@@ -94,7 +94,7 @@ def replace_params(state: State, params: Any, *, optimizer: bool = True) -> Stat
     with ledger.looking(state):
         for name, kept in (trees["weights"] or {}).items():
             refresh(trees["main"][name], kept)
-    new = Ledger(run, state.layout, state.spec, state.steps)
+    new = Ledger(run, state.layout, state.spec, state.steps, trees["count"])
     new.enroll()
     changes = {**trees, "grads": (), "optimizer": state.optimizer if optimizer else None, "token": Token(new, 0)}
     return state._evolve(**changes).prepared()

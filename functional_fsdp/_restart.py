@@ -38,7 +38,7 @@ QUEUES = ("gather", "reduce", "side", "control")  # in which jobs are issued; a 
 
 class Status(NamedTuple):
     """What a rank says of itself at a meeting: jobs issued by lane, whose step it abandoned (0: nobody's in
-    particular), the steps that its states have taken, and the metrics that it is reducing."""
+    particular), the steps that its states have taken if the host knows, and the metrics that it is reducing."""
 
     counts: dict[str, int]
     lineage: int
@@ -65,7 +65,7 @@ def restart(run: Runtime, lineage: int, noticed: bool) -> None:
     number = run.meetings
     if run.meeting is None or run.meeting.number != number:
         counts = {name: log.count for name, log in run.issued.items()}
-        steps = {key: ledger.steps for key, ledger in run.ledgers.items()}
+        steps = {key: ledger.steps for key, ledger in run.ledgers.items() if ledger.counted}
         abandons = 0 if noticed or run.parted else lineage
         run.meeting = Meeting(number, Status(counts, abandons, steps, described(run.form)))
     here = run.meeting.status

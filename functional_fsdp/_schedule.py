@@ -11,8 +11,8 @@ from ._tree import bytes_text, match
 
 __all__ = ["Order", "Schedule", "means"]
 
-TRANSPORTS = ("collective", "symmetric", "copy_engine", "traced", "auto")
-Transport = Literal["collective", "symmetric", "copy_engine", "traced", "auto"]
+TRANSPORTS = ("collective", "symmetric", "copy_engine", "auto")
+Transport = Literal["collective", "symmetric", "copy_engine", "auto"]
 Order = tuple[str | tuple[str, ...], ...]  # units in order of use; a tuple of them is used at once
 
 
@@ -30,13 +30,12 @@ class Schedule:
             (the last one used; at depth d, the last d // 2 + 1). Names or patterns: exactly these. "all": everything.
             A number of bytes: beside the default, the set that saves the most gathers and holds no more than that.
         debug: released bytes are filled with NaN, so that a weight used past its release shows.
-        transport: what carries gathers and reductions. "collective": NCCL or gloo, on lanes beside compute. "traced":
-            functional collectives, for train steps inside `torch.compile(fullgraph=True)`, and only there.
-            "copy_engine": ranks read each other's memory, on one host or in one NVLink domain along each axis that
-            shards; sums are in float32 in the order of ranks, unless the precision says `sum="native"`.
-            "symmetric": NCCL with its symmetric kernels, on memory that stays registered with it. "auto": below
-            1 GiB of weights collective, else the first that every rank's machine has of copy_engine, symmetric and
-            collective; chosen by `shard` and logged.
+        transport: what carries gathers and reductions of eager steps; those of compiled ones are the compiler's.
+            "collective": NCCL or gloo, on lanes beside compute. "copy_engine": ranks read each other's memory, on one
+            host or in one NVLink domain along each axis that shards; sums are in float32 in the order of ranks, unless
+            the precision says `sum="native"`. "symmetric": NCCL with its symmetric kernels, on memory that stays
+            registered with it. "auto": below 1 GiB of weights collective, else the first that every rank's machine has
+            of copy_engine, symmetric and collective; chosen by `shard` and logged.
         zero_cta: of "symmetric": gathers by the copy engines, which leave the multiprocessors to compute.
         overlap_update: on GPUs, `step` updates a bucket from the moment when its gradient is reduced, on a lane of its
             own, beside what is left of the backward; in a CUDA graph, and wherever the host is ahead of the device.

@@ -229,7 +229,7 @@ def build(
         main, weights, opt, kept, count, rng = agree(joint, "values", assemble)
         for name, copy in weights.items():
             refresh(main[name], copy)
-    ledger = Ledger(run, plan, spec)
+    ledger = Ledger(run, plan, spec, 0, count)
     ledger.enroll()
     static = (spec, plan, optimizer, treedef, Token(ledger, 0))
     return State(main, weights or (), (), opt, kept, count, rng, (), *static).prepared()

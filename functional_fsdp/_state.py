@@ -99,9 +99,8 @@ class State:
 
     @property
     def steps(self) -> int:
-        """How many steps were taken. Waits for the device where compiled steps count there."""
-        ledger = self.token.ledger
-        return ledger.steps if ledger.recipes is None else int(self.count)
+        """How many steps were taken. Waits for the device after compiled steps, which count there."""
+        return self.token.ledger.recount(self.count)
 
     @property
     def executor(self) -> Executor:
@@ -178,7 +177,8 @@ class State:
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         spec = kept["spec"]
-        token = Token(Ledger(runtime_of(spec.mesh), kept["layout"], spec, kept.pop("steps")), 0)
+        ledger = Ledger(runtime_of(spec.mesh), kept["layout"], spec, kept.pop("steps"), kept["count"])
+        token = Token(ledger, 0)
         kept["treedef"] = pytree.tree_structure(kept["treedef"])
         for name, value in {**kept, "token": token}.items():
             object.__setattr__(self, name, ordinary(value) if name in CHILDREN else value)
@@ -192,7 +192,8 @@ class State:
             return x.clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x, memo)
 
         trees = {name: pytree.tree_map(clone, getattr(self, name)) for name in CHILDREN}
-        return self._evolve(**trees, token=Token(Ledger(ledger.runtime, self.layout, self.spec, self.steps), 0))
+        new = Ledger(ledger.runtime, self.layout, self.spec, self.steps, trees["count"])
+        return self._evolve(**trees, token=Token(new, 0))
 
     def __copy__(self) -> State:
         return copy.deepcopy(self)  # two lineages must not share buffers: step reuses them

@@ -5,16 +5,16 @@
     reduce    the gradients in one flat tensor, reduce-scatter, waited for when the next one comes
     step      the update as plain operations, written into the state's own buffers (`_traced_step`)
 
-What the verbs of a step know of each other (the cursor, what is in flight) travels in the state's token, a `Trace`,
-which exists only while the step is traced. Nothing in Python changes from one run to the next, so nothing recompiles;
-nothing votes either, since every rank runs the same graph. Which leaves get no gradient is a part of that graph: ranks
-compare it once, when they trace (`Recipes.lacking`).
+What the verbs of a step know of each other (the cursor, what is in flight) travels in the state's token, a `Trace`.
+Nothing in Python changes from one run to the next, so nothing recompiles; nothing votes either, since every rank runs
+the same graph. Which leaves get no gradient is a part of that graph: ranks compare it once, when they trace
+(`Recipes.lacking`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,103 +27,21 @@ from ._recipes import BucketRecipe, Recipes, UnitRecipe
 from ._record import Collective
 from ._route import Route, States
 from ._torch import pytree
+from ._trace import Pending, recipes_of, then, trace_of
 
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["Trace", "base_of", "finish", "given_in", "over_axes", "recipes_of", "reduce", "release", "unshard"]
+__all__ = ["finish", "over_axes", "reduce", "release", "unshard"]
 
 Weights = dict[str, torch.Tensor]
 Started = tuple[tuple[Route, torch.Tensor], ...]
-FIELDS = ("base", "cursor", "issued", "flying", "ready", "held", "pending", "given")
-
-
-class Pending(NamedTuple):
-    """A bucket's reduction under way: what is left of it once its first collective is waited for."""
-
-    recipe: BucketRecipe
-    way: Route
-    local: torch.Tensor
-
-
-class Trace:
-    """The token of a state in the middle of a traced step.
-
-    base: the token that the step came with. cursor, issued: uses and gathers so far. flying: {unit: whole buckets, not
-    waited for}. ready: {unit: (weights, the last use that they are good for)}. held: units handed out. pending:
-    reductions under way. given: {unit: mask of the leaves that got a gradient} of the units that were reduced.
-    """
-
-    def __init__(
-        self, base: Any, cursor: int, issued: int, flying: Any, ready: Any, held: tuple[str, ...],
-        pending: tuple[Pending, ...], given: dict[str, int],
-    ) -> None:  # fmt: skip
-        self.base = base
-        self.cursor = cursor
-        self.issued = issued
-        self.flying = flying
-        self.ready = ready
-        self.held = held
-        self.pending = pending
-        self.given = given
-
-    def but(self, **changes: Any) -> Trace:
-        """The same with some fields replaced."""
-        return Trace(**{name: changes[name] if name in changes else getattr(self, name) for name in FIELDS})
-
-    @property
-    def ledger(self) -> NoReturn:
-        raise ScheduleError(
-            "this State left a compiled function in the middle of a step. Return it from there after step(), or go on "
-            "from the state that went in."
-        )
-
-
-def recipes_of(state: State, verb: str) -> Recipes:
-    """What the traced verbs go by; an error if the state is not for tracing."""
-    token: Any = state.token
-    found = (token.base if isinstance(token, Trace) else token).ledger.recipes
-    if found is None:
-        raise ScheduleError(
-            f"{verb} was called inside torch.compile, and this state's schedule is for eager execution. Shard with "
-            "Spec(mesh, schedule=fsdp.Schedule(transport='traced')), or compile the functions between the verbs only."
-        )
-    return found
-
-
-def _trace(state: State) -> Trace:
-    token: Any = state.token
-    if isinstance(token, Trace):
-        return token
-    # With gradients it is one that `_then` has put between steps, in which all leaves got theirs.
-    given = dict.fromkeys(recipes_of(state, "reduce").trained, ALL) if len(state.grads or ()) > 0 else {}
-    return Trace(token, 0, 0, {}, {}, (), (), given)
-
-
-def base_of(state: State) -> Any:
-    """The token of the state that the step began with."""
-    return _trace(state).base
-
-
-def given_in(state: State) -> dict[str, int]:
-    """Masks of the leaves that got a gradient in this step, by unit."""
-    return _trace(state).given
 
 
 def _unit(recipes: Recipes, name: str, verb: str) -> UnitRecipe:
     if name not in recipes.units:
         raise ScheduleError(f"{verb}: there is no unit {name!r}. The units are {', '.join(recipes.units)}.")
     return recipes.units[name]
-
-
-def _then(state: State, trace: Trace, **fields: Any) -> State:
-    """The state after a verb: between steps again if nothing is held, in flight or reduced, and no leaf lacks a
-    gradient, as `step` will have to know."""
-    busy = len(trace.held) + len(trace.ready) + len(trace.flying) + len(trace.pending)
-    if len(trace.given) > 0:
-        units = recipes_of(state, "step").trained
-        busy += len(trace.given) < len(units) or any(mask != ALL for mask in trace.given.values())
-    return state._evolve(token=trace if busy else trace.base, **fields)
 
 
 # ---------------------------------------------------------------- metrics
@@ -149,12 +67,13 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
         for name, one in recipes.units.items():
             found = _weights(one, _whole(recipes, started[name]))
             views.update(zip(one.paths, found.values(), strict=True))
+        state = then(state, trace_of(state))
         return state, pytree.tree_unflatten([views[path] for path in state.layout.source], state.treedef)
     names = (unit,) if isinstance(unit, str) else tuple(unit)
     for name in names:
         _unit(recipes, name, "unshard")
     given: dict[str, Weights] = {}
-    cursor = _trace(state).cursor
+    cursor = trace_of(state).cursor
     for name in sorted(names, key=lambda name: _ahead(recipes, name, cursor)):
         state, given[name] = _beside(state, recipes, name) if outside else _use(state, recipes, name)
     given = {name: given[name] for name in names}
@@ -163,7 +82,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
 
 def _use(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
     """One unit's weights: issue what the plan has due, then wait for this one."""
-    trace = _trace(state)
+    trace = trace_of(state)
     cursor, issued = trace.cursor, trace.issued
     if name in trace.held and recipes.uses[cursor : cursor + 1] != (name,):
         return state, trace.ready[name][0]
@@ -192,7 +111,7 @@ def _use(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
 
 def _beside(state: State, recipes: Recipes, name: str) -> tuple[State, Weights]:
     """One unit's weights, without a use of the program."""
-    trace, one = _trace(state), recipes.units[name]
+    trace, one = trace_of(state), recipes.units[name]
     if name in trace.held:
         return state, trace.ready[name][0]
     weights = _weights(one, _whole(recipes, _gather(state, recipes, one, True)))
@@ -261,7 +180,7 @@ def _weights(unit: UnitRecipe, wholes: tuple[torch.Tensor, ...]) -> Weights:
 
 
 def release(state: State, unit: str | Sequence[str]) -> State:
-    trace = _trace(state)
+    trace = trace_of(state)
     names = (unit,) if isinstance(unit, str) else tuple(unit)
     for name in names:
         if name not in trace.held:
@@ -270,7 +189,7 @@ def release(state: State, unit: str | Sequence[str]) -> State:
             )
     held = tuple(name for name in trace.held if name not in names)
     ready = {name: found for name, found in trace.ready.items() if name in held or found[1] >= trace.cursor}
-    return _then(state, trace.but(ready=ready, held=held))
+    return then(state, trace.but(ready=ready, held=held))
 
 
 # ---------------------------------------------------------------- reduce
@@ -299,7 +218,7 @@ def _reduce(state: State, recipes: Recipes, unit: UnitRecipe, values: list[Any],
         if shape is not None and value is not None and tuple(value.shape) != tuple(shape):
             raise TreeError(f"reduce: the gradient of {key!r} has shape {tuple(value.shape)}; expected {shape}.")
     state = _collect(state, recipes)
-    trace = _trace(state)
+    trace = trace_of(state)
     if unit.name in recipes.trained:
         came = [value is not None for value, shape in zip(values, unit.shapes, strict=True) if shape is not None]
         bits = [1 << i for i in range(len(values)) if values[i] is not None and unit.shapes[i] is not None]
@@ -338,7 +257,7 @@ def _flat(one: BucketRecipe, values: list[Any], like: torch.Tensor) -> torch.Ten
 
 def _collect(state: State, recipes: Recipes) -> State:
     """Wait for the reductions under way and add them to the main gradients."""
-    trace = _trace(state)
+    trace = trace_of(state)
     if len(trace.pending) == 0:
         return state
     grads = dict(state.grads or {})
@@ -347,7 +266,7 @@ def _collect(state: State, recipes: Recipes) -> State:
             local = finished(recipes, way.steps[0], local)
         local = through(recipes, way, local, 1)
         grads[one.bucket.name] = _added(one, grads.get(one.bucket.name), local, way.states, state)
-    return _then(state, trace.but(pending=()), grads={name: grads[name] for name in state.main if name in grads})
+    return then(state, trace.but(pending=()), grads={name: grads[name] for name in state.main if name in grads})
 
 
 def _added(one: BucketRecipe, have: Any, local: torch.Tensor, states: States, state: State) -> FlatBuffer:

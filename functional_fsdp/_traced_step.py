@@ -9,8 +9,10 @@ import torch
 from ._errors import TreeError
 from ._functional import through
 from ._given import Lacking
+from ._ledger import GRAPHED, Token
 from ._torch import pytree
-from ._traced import base_of, finish, given_in, recipes_of
+from ._trace import base_of, given_in, recipes_of
+from ._traced import finish
 from ._tracing import refuse
 from ._update import check, counting, keep, may_step, put_back, update
 
@@ -43,7 +45,11 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
                 local = state.main[one.bucket.name].local.to(one.bucket.compute)
                 state.weights[one.bucket.name].local.copy_(through(recipes, one.records.step, local))
     state.count.add_(1 if skip is None else ~skip)
-    return state._evolve(grads=(), token=base)
+    ledger = base.ledger
+    if skip is not None and ledger.offset is not None:
+        ledger.offset.add_(skip)
+    base.spent, ledger.epoch = True, GRAPHED  # see `_ledger`: nothing is read that changes from step to step
+    return state._evolve(grads=(), token=Token(ledger))
 
 
 def _write(old: Any, new: Any) -> None:

@@ -98,7 +98,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
     ledger = state.token.ledger
     if unit is None:
         ledger.enter(state.token.serial, "unshard")
-        state = ledger.advance(state, "unshard()")
+        state = ledger.advance(state, "unshard()", busy=False)
         views: dict[str, torch.Tensor] = {}
         ledger.touched()
         with ledger.beside(state):
@@ -324,9 +324,11 @@ def _take(
                 if state.layout.buckets[name].trainable:
                     refresh(state.main[name], kept)
         state.count.add_(1 if skip is None else ~skip)
+        if skip is not None and ledger.offset is not None:
+            ledger.offset.add_(skip)
         executor.commit()
         new = state._evolve(grads=(), opt=opt, token=Token(ledger, ledger.latest + 1))
-        ledger.commit(state.token.serial, new)
+        ledger.commit(state.token, new)
     except BaseException as error:
         if versions == [leaf._version for leaf in touched]:
             ledger.call.unchanged()
@@ -356,9 +358,10 @@ def newest(state: State) -> State:
     ledger = state.token.ledger
     ledger.valid(ledger.base, "newest")
     if ledger.taken is None:
-        raise StaleStateError(
-            "newest: no step of this state's lineage has been taken. The state that shard, init or load gave is valid."
-        )
+        why = "no step of this state's lineage has been taken. The state that shard, init or load gave is valid"
+        if ledger.commits:
+            why = "the last step was one that torch.compile runs, which keeps nothing. Its state is what it returned"
+        raise StaleStateError(f"newest: {why}.")
     new = object.__new__(State)
     new.__dict__.update(ledger.taken, token=Token(ledger, ledger.base))
     return new

@@ -22,17 +22,17 @@ def mesh_of(name: str) -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
 
 
-def stepped(mesh: DeviceMesh, transport: Any) -> int:
+def stepped(mesh: DeviceMesh, way: str) -> int:
     """The steps that a state has taken."""
     (name,) = mesh.mesh_dim_names or ()
     params, model = fsdp.functionalize(net(torch.float64))
-    spec = fsdp.Spec(mesh, fsdp.zero3(name), schedule=fsdp.Schedule(transport=transport))
+    spec = fsdp.Spec(mesh, fsdp.zero3(name))
     state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
 
     def train_step(state: fsdp.State, data: Any) -> fsdp.State:
         return fsdp.step(LOOPS["whole"](model, state, data, True)[0])
 
-    step = torch.compile(train_step, fullgraph=True, backend="eager") if transport == "traced" else train_step
+    step = torch.compile(train_step, fullgraph=True, backend="eager") if way == "traced" else train_step
     return step(state, batch(0, dist.get_rank(), 0)).steps
 
 
@@ -40,7 +40,7 @@ def beside_others() -> list[int]:
     """Groups that only some ranks are in come before ours, and between ours."""
     mesh = mesh_of("beside")
     dist.new_group([0])
-    first = stepped(mesh, "collective")
+    first = stepped(mesh, "eager")
     dist.new_group([0, 1])
     dist.new_group([0])
     return [first, stepped(mesh, "traced")]
@@ -54,7 +54,7 @@ def after_a_smaller_mesh() -> list[int]:
     """A state on ranks 1 and 2, then one on all."""
     mesh = mesh_of("whole")
     small = DeviceMesh("cpu", [1, 2], mesh_dim_names=("small",))
-    taken = [stepped(small, "collective")] if dist.get_rank() else []
+    taken = [stepped(small, "eager")] if dist.get_rank() else []
     return [*taken, stepped(mesh, "traced")]
 
 
@@ -69,7 +69,7 @@ def waited_for(absent: int) -> str:
         time.sleep(3)
         return ""
     try:
-        stepped(mesh, "collective")
+        stepped(mesh, "eager")
     except CommError as error:
         return str(error)
     return "nothing"
@@ -86,7 +86,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 def interfaces(name: str) -> str:
     """What comes of torch's variable that says which network interface gloo takes."""
     mesh = mesh_of(name)
-    stepped(mesh, "collective")
+    stepped(mesh, "eager")
     os.environ["GLOO_SOCKET_IFNAME"] = name
     try:
         return str(stepped(mesh, "traced"))

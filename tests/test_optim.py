@@ -600,8 +600,7 @@ def test_a_bool_may_say_whether_to_skip(optimizer: Any) -> None:
 
 def test_a_bool_may_say_so_in_a_traced_step() -> None:
     torch._dynamo.reset()
-    traced = Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(transport="traced"))
-    state = fsdp.shard({"w": torch.ones(3)}, traced, fsdp.sgd(lr=1.0))
+    state = fsdp.shard({"w": torch.ones(3)}, Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0))
 
     def one(state: fsdp.State, grads: Tree, skip: bool) -> fsdp.State:
         return fsdp.step(fsdp.reduce(state, grads), skip=skip)

@@ -12,9 +12,9 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
 
-def begin(transport: str) -> fsdp.State:
-    spec = fsdp.Spec(fsdp.local_mesh("cpu"), schedule=fsdp.Schedule(transport=transport))  # type: ignore[arg-type]
-    return fsdp.shard({"a.w": torch.ones(3), "b.w": torch.ones(2)}, spec, fsdp.sgd())
+def begin() -> fsdp.State:
+    params = {"a.w": torch.ones(3), "b.w": torch.ones(2)}
+    return fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.sgd())
 
 
 def right(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
@@ -55,14 +55,13 @@ HOW: dict[str, Callable[[Any], Any]] = {
     "fullgraph": lambda step: torch.compile(step, fullgraph=True, backend="aot_eager"),
     "plain": lambda step: torch.compile(step, backend="aot_eager"),
 }
-CASES: dict[str, tuple[str, Any, type[Exception], str]] = {
-    "eager state": ("collective", right, fsdp.ScheduleError, "schedule is for eager execution"),
-    "unknown unit": ("traced", unknown_unit, fsdp.ScheduleError, "unshard: there is no unit 'nothing'"),
-    "not gathered": ("traced", not_gathered, fsdp.ScheduleError, "release: the unit 'a' is not gathered"),
-    "wrong shape": ("traced", wrong_shape, fsdp.TreeError, r"the gradient of 'w' has shape \(1,\)"),
-    "no gradients": ("traced", no_gradients, fsdp.ScheduleError, "step: this state has no gradients"),
-    "inside grad": ("traced", inside_grad, fsdp.ScheduleError, r"unshard was called inside a torch\.func transform"),
-    "driven": ("traced", driven, fsdp.ScheduleError, "hvp drives the schedule from Python"),
+CASES: dict[str, tuple[Any, type[Exception], str]] = {
+    "unknown unit": (unknown_unit, fsdp.ScheduleError, "unshard: there is no unit 'nothing'"),
+    "not gathered": (not_gathered, fsdp.ScheduleError, "release: the unit 'a' is not gathered"),
+    "wrong shape": (wrong_shape, fsdp.TreeError, r"the gradient of 'w' has shape \(1,\)"),
+    "no gradients": (no_gradients, fsdp.ScheduleError, "step: this state has no gradients"),
+    "inside grad": (inside_grad, fsdp.ScheduleError, r"unshard was called inside a torch\.func transform"),
+    "driven": (driven, fsdp.ScheduleError, "hvp drives the schedule from Python"),
 }
 
 
@@ -70,8 +69,8 @@ CASES: dict[str, tuple[str, Any, type[Exception], str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_an_error_inside_a_compiled_step_reaches_the_user_as_itself(case: str, how: str) -> None:
     torch._dynamo.reset()
-    transport, step, kind, said = CASES[case]
-    compiled, state = HOW[how](step), begin(transport)
+    step, kind, said = CASES[case]
+    compiled, state = HOW[how](step), begin()
     for _ in range(2):  # the second time, too
         with pytest.raises(kind, match=said) as error:
             compiled(state, torch.ones(3))
@@ -83,7 +82,7 @@ def test_a_compiled_step_in_inference_mode_trains_as_outside_it() -> None:
     torch._dynamo.reset()
     seen = []
     for mode in (torch.no_grad, torch.inference_mode):
-        state, step = begin("traced"), T.compile(right, "aot_eager")
+        state, step = begin(), T.compile(right, "aot_eager")
         for _ in range(2):
             with mode():
                 state = step(state, torch.arange(3.0))

@@ -1,4 +1,4 @@
-"""The traced transport: whole train steps under torch.compile(fullgraph=True) and T.compile, beside the plain module.
+"""Traced steps: whole train steps under torch.compile(fullgraph=True) and T.compile, beside the plain module.
 
 `make laws` runs every placement with every way and backend; `make test` a row for each value.
 """
@@ -48,13 +48,15 @@ def test_one_compilation_serves_twenty_steps() -> None:
         assert len({loss for loss, _ in seen}) == 20
 
 
-def overtaken(transport: Any) -> list[tuple[int, bool]]:
+def overtaken(way: str) -> list[tuple[int, bool]]:
     """Of each group that gathers or reduces: its threads, and whether a short work overtook a long one."""
     params, _ = fsdp.functionalize(net(torch.float64))
-    spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(transport=transport))
-    ledger = fsdp.shard(params, spec, fsdp.sgd(lr=0.1)).token.ledger
+    ledger = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1)).token.ledger
+    ledger.for_graphs()
+    assert ledger.recipes is not None
     lanes = ledger.runtime.groups
-    names = {ledger.recipes.group(*key) for key in lanes} if ledger.recipes else {lanes["gather", "data"].group_name}
+    keys = [key for key in lanes if key[0] not in ("side", "traced")]
+    names = {ledger.recipes.group(*key) if way == "traced" else lanes[key].group_name for key in keys}
     found = []
     for group in [lanes[key] for key in sorted(lanes) if lanes[key].group_name in names]:
         long, short = torch.ones(1 << 24), torch.ones(1)
@@ -72,7 +74,7 @@ def test_functional_collectives_have_one_thread_a_group() -> None:
     """Two threads corrupt the heap: each frees the name of the last work, when an all-gather's is too long to be kept
     in place. A work that is over before an earlier one shows the second thread."""
     assert launch(overtaken, 2, "traced") == [[(1, False)]] * 2
-    assert launch(overtaken, 2, "collective") == [[(2, True)]] * 2  # which issues no all-gathers of gloo's
+    assert launch(overtaken, 2, "lanes") == [[(2, True)] * 3] * 2  # which issue no all-gathers of gloo's
 
 
 @pytest.mark.parametrize("total", ["native", "fp32"])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from problems import batch, net
-from traced import TRACED, compiled
+from traced import compiled
 
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, SpecError, launch
@@ -20,10 +20,9 @@ from functional_fsdp._launch import stop_workers
 # ---------------------------------------------------------------- what cannot work says so
 
 
-def state_of(transport: Any = "traced") -> tuple[fsdp.State, Any]:
+def state_of() -> tuple[fsdp.State, Any]:
     params, model = fsdp.functionalize(net(depth=1))
-    spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(transport=transport))
-    return fsdp.shard(params, spec, fsdp.sgd(lr=0.1)), model
+    return fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1)), model
 
 
 STAGES: dict[str, Any] = {"0": lambda w, h, x: x @ w["weight"], "1": lambda w, h, x: (h @ w["weight"]).sum()}
@@ -40,9 +39,7 @@ STAGES: dict[str, Any] = {"0": lambda w, h, x: x @ w["weight"], "1": lambda w, h
 def test_what_calls_the_verbs_itself_is_not_traced(call: Any) -> None:
     torch._dynamo.reset()
     params = {"0": {"weight": torch.ones(2, 2)}, "1": {"weight": torch.ones(2, 2)}}
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=TRACED), fsdp.sgd(lr=0.1))
-    with pytest.raises(ScheduleError, match=r"for what calls the verbs for you, .*transport='collective'"):
-        call(state)
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
     with pytest.raises(Exception, match="drives the schedule from Python, as it runs, and cannot be traced"):
         torch.compile(call, fullgraph=True, backend="eager")(state)
 
@@ -52,22 +49,22 @@ def turned(tree: Any) -> Any:
     return {key: turned(tree[key]) for key in reversed(tree)} if isinstance(tree, dict) else tree
 
 
-def in_another_order(transport: Any, lacks: str = "") -> list[torch.Tensor]:
+def in_another_order(way: str, lacks: str = "") -> list[torch.Tensor]:
     params = {"a": {"w": torch.arange(8.0).view(4, 2), "b": torch.zeros(2)}, "c": {"w": torch.ones(2, 3)}}
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(transport=transport)), fsdp.sgd(0.1))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(0.1))
 
     def train_step(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
         state, weights = fsdp.unshard(state)
         grads = torch.func.grad(lambda w: ((x @ w["a"]["w"] + w["a"]["b"]) @ w["c"]["w"]).square().mean())(weights)
         return fsdp.step(fsdp.reduce(state, {k: g for k, g in turned(grads).items() if k != lacks}))
 
-    run: Any = torch.compile(train_step, fullgraph=True, backend="aot_eager") if transport == "traced" else train_step
+    run: Any = torch.compile(train_step, fullgraph=True, backend="aot_eager") if way == "traced" else train_step
     full = fsdp.full_params(run(state, torch.ones(3, 4) + dist.get_rank()))
     return [full["a"]["w"], full["a"]["b"], full["c"]["w"]]
 
 
 def test_gradients_may_come_with_their_keys_in_another_order() -> None:
-    for eager, traced in zip(*(launch(in_another_order, 2, how)[0] for how in ("collective", "traced")), strict=True):
+    for eager, traced in zip(*(launch(in_another_order, 2, how)[0] for how in ("eager", "traced")), strict=True):
         torch.testing.assert_close(traced, eager, rtol=1e-6, atol=1e-6)
     with pytest.raises(fsdp.LaunchError, match="grads has the structure"):
         launch(in_another_order, 2, "traced", "c")
@@ -78,7 +75,7 @@ def recomputed(way: str) -> Any:
     torch.manual_seed(0)
     params, model = fsdp.functionalize(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
     model = T.remat(model, "0") if way else model
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=TRACED), fsdp.sgd(lr=0.1))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
 
     def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
         state, weights = fsdp.unshard(state)
@@ -96,39 +93,48 @@ def test_in_a_graph_remat_is_left_to_the_compiler() -> None:
     assert all(torch.equal(plain[1][path], again[1][path]) for path in plain[1])
 
 
-def test_an_eager_step_of_a_traced_state_is_an_error() -> None:
-    state, _ = state_of()
-    with pytest.raises(ScheduleError, match=r"unshard ran eagerly, .* transport='traced'.*fullgraph=True"):
-        fsdp.unshard(state)
-    with pytest.raises(ScheduleError, match="unshard ran eagerly"):
-        fsdp.unshard(state, "tail")
-    assert (
-        fsdp.full_params(state).keys() == dict(net(depth=1).named_parameters(remove_duplicate=False)).keys()
-    )  # looking may
-    assert fsdp.pmean(state, torch.tensor(1.0))[1] == 1.0
-
-
-def test_a_compiled_step_of_an_eager_state_is_an_error() -> None:
-    torch._dynamo.reset()
-    state, _ = state_of("collective")
-    step = torch.compile(lambda state: fsdp.unshard(state)[1], fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match=r"transport='traced'"):
-        step(state)
-
-
-def test_falling_back_to_eager_execution_is_an_error() -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_graph_that_breaks_within_a_step_is_an_error(whole: bool) -> None:
     torch._dynamo.reset()
     state, _ = state_of()
-    skipped = torch._dynamo.disable(lambda state: fsdp.unshard(state)[1])  # as whatever torch cannot trace
-    with pytest.raises(ScheduleError, match="unshard ran eagerly"):
-        torch.compile(lambda state: skipped(state), backend="eager")(state)
+    rest = torch._dynamo.disable(lambda state: fsdp.unshard(state, "tail"))  # as whatever torch cannot trace
+
+    def broken(state: fsdp.State) -> Any:
+        return rest((fsdp.unshard(state) if whole else fsdp.unshard(state, "tail"))[0])
+
+    with pytest.raises(ScheduleError, match=r"used eagerly: .* the graph broke \(fullgraph=True says where\)"):
+        torch.compile(broken, backend="eager")(state)
+    assert torch._dynamo.disable(fsdp.unshard)(state)[0].cursor is not None  # the state before it is good
+
+
+def test_a_compiled_step_begins_between_steps() -> None:
+    torch._dynamo.reset()
+    state, _ = state_of()
+
+    def train_step(state: fsdp.State) -> fsdp.State:
+        state, weights = fsdp.unshard(state)
+        return fsdp.step(fsdp.reduce(state, weights))
+
+    ways: list[Any] = [torch.compile(train_step, fullgraph=True, backend="eager"), T.compile(train_step, "aot_eager")]
+    state = ways[0](state)
+    middle, _ = fsdp.unshard(state, "tail")
+    for step, text in zip(ways, ("is under way eagerly", "in the middle of a step"), strict=True):
+        with pytest.raises(ScheduleError, match=text):
+            step(middle)
+    with pytest.raises(ScheduleError, match=r"under way eagerly.*drop_gradients"):
+        ways[0](state)
+    state = ways[0](fsdp.drop_gradients(middle))
+    fsdp.unshard(state)  # which leaves nothing under way
+    state = ways[0](state)
+    fsdp.reduce(state, fsdp.unshard(state)[1])  # which T.compile drops
+    assert ways[1](state).steps == 4
 
 
 def test_a_state_that_leaves_a_compiled_function_midway_says_so() -> None:
     torch._dynamo.reset()
     state, _ = state_of()
     middle = torch.compile(lambda s: fsdp.unshard(s, "tail")[0], fullgraph=True, backend="eager")(state)
-    with pytest.raises(ScheduleError, match="left a compiled function in the middle of a step"):
+    with pytest.raises(ScheduleError, match=r"used eagerly: it was returned before step\(\)"):
         fsdp.step(middle)
 
 
@@ -257,7 +263,7 @@ def test_a_step_is_searched_for_custom_backwards_for_each_kind_of_call() -> None
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(SpecError, match=r"transport='nvlink'.*'collective', .*'copy_engine', 'traced'"):
+    with pytest.raises(SpecError, match=r"transport='nvlink'.*'collective', .*'copy_engine', 'auto'"):
         fsdp.Schedule(transport="nvlink")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"backend='cudagraphs'.*'inductor', 'aot_eager'"):
         T.compile(lambda state: state, "cudagraphs")
@@ -274,7 +280,7 @@ SMALL = {"u.a": (5,), "u.b": (130,), "w": (4,), "never": (3,)}
 def compiled_without(optimizer: Any, late: bool) -> tuple[list[dict[str, torch.Tensor]], int, list[str]]:
     """Steps in which `u.a` gets a gradient only after the first two, if `late`, and the unit `never` is not reduced."""
     params = {name: torch.ones(shape, dtype=torch.float64) for name, shape in SMALL.items()}
-    spec = fsdp.Spec(fsdp.local_mesh(), units=["u", "w", "never"], schedule=TRACED)
+    spec = fsdp.Spec(fsdp.local_mesh(), units=["u", "w", "never"])
     state = fsdp.shard(params, spec, optimizer)
 
     def train_step(state: fsdp.State, scale: torch.Tensor, come: bool) -> fsdp.State:
@@ -316,7 +322,7 @@ def test_a_compiled_step_leaves_alone_what_gets_no_gradient_in_it(which: str, la
 
 def parted() -> str:
     params = {"a": torch.ones(5), "b": torch.ones(5)}
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=TRACED), fsdp.sgd(lr=0.1))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
     mine = dist.get_rank() == 1
 
     def train_step(state: fsdp.State) -> fsdp.State:
@@ -331,7 +337,7 @@ def parted() -> str:
 
 
 def one_that_never_compiles() -> str:
-    state = fsdp.shard({"a": torch.ones(7)}, fsdp.Spec(fsdp.local_mesh(), schedule=TRACED), fsdp.sgd(lr=0.1))
+    state = fsdp.shard({"a": torch.ones(7)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
 
     def train_step(state: fsdp.State) -> fsdp.State:
         state, w = fsdp.unshard(state)
@@ -347,7 +353,7 @@ def one_that_never_compiles() -> str:
 def test_an_error_of_communication_while_a_step_is_compiled_is_itself() -> None:
     stop_workers()  # groups that are there keep their timeout
     said, _ = launch(one_that_never_compiles, 2, timeout=2)
-    assert "Restart the job from its last checkpoint" in said
+    assert "after 2 s ranks [1] have not come" in said
 
 
 def test_ranks_that_compile_steps_with_other_gradients_hear_of_it() -> None:
@@ -357,7 +363,7 @@ def test_ranks_that_compile_steps_with_other_gradients_hear_of_it() -> None:
 def test_a_step_compiled_by_itself_knows_which_leaves_have_gradients() -> None:
     torch._dynamo.reset()
     params = {"a": torch.ones(5), "b": torch.ones(5)}
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=TRACED), fsdp.sgd(lr=0.1, weight_decay=0.1))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1, weight_decay=0.1))
 
     def gradients(state: fsdp.State, all_of_them: bool) -> fsdp.State:
         state, w = fsdp.unshard(state)

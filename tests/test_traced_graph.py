@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from problems import LOOPS, Stack, batch, net, through_the_stack
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
-from traced import TRACED, compiled
+from traced import compiled
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -40,7 +40,7 @@ def captured(recompute: bool, keep: Any) -> tuple[dict[str, int], dict[str, int]
         return module.forward
 
     params, _ = fsdp.functionalize(Stack(depth=LAYERS))
-    spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(keep=keep, transport="traced"))
+    spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(keep=keep))
     state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
 
     def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
@@ -77,7 +77,7 @@ def test_the_graph_has_the_plans_collectives_and_no_more_gathered_bytes(recomput
 def carried_out() -> list[str]:
     """What the code that Inductor makes of a step does, in order: collectives and waits by number, matrix products."""
     params, _ = fsdp.functionalize(Stack(64, LAYERS))
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=TRACED), fsdp.sgd(lr=0.1))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
 
     def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
         state, loss = through_the_stack(state, x)
@@ -112,7 +112,7 @@ def test_inductor_keeps_the_order_of_the_plan() -> None:
 def around(way: str) -> list[Any]:
     """Clipping, accumulation, a skipped step, and a mean over ranks."""
     params, model = fsdp.functionalize(net(depth=1))
-    spec = fsdp.Spec(fsdp.local_mesh(), schedule=TRACED if way != "lanes" else None)
+    spec = fsdp.Spec(fsdp.local_mesh())
     state = fsdp.shard(params, spec, fsdp.sgd(lr=lambda count: 0.1 / (count + 1), momentum=0.9))
     stepped = T.skip_nonfinite(fsdp.step)
 
@@ -156,7 +156,7 @@ def test_clipping_accumulating_skipping_and_averaging_trace_too() -> None:
 def saved(folder: str) -> tuple[int, float, float]:
     """A state of compiled steps, saved and loaded, goes on as it would have."""
     params, model = fsdp.functionalize(net(depth=1))
-    spec = fsdp.Spec(fsdp.local_mesh(), schedule=TRACED)
+    spec = fsdp.Spec(fsdp.local_mesh())
     state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
 
     def train_step(state: fsdp.State, data: Any) -> Any:
@@ -194,7 +194,7 @@ def descended(way: str, kind: str) -> tuple[list[float], bool]:
         return pytree.tree_map(lambda g, p, m: p - 0.1 * (g + m), grads, main, opt), grads
 
     initial: Any = lambda main: pytree.tree_map(torch.zeros_like, main)  # noqa: E731
-    spec = fsdp.Spec(fsdp.local_mesh(), schedule=TRACED if way != "lanes" else None)
+    spec = fsdp.Spec(fsdp.local_mesh())
     params, model = fsdp.functionalize(net(depth=1))
     teacher = net(depth=1)  # its weights require gradients, and nobody wants them
     state = fsdp.shard(params, spec, fsdp.Optimizer(initial, update))

@@ -1,4 +1,4 @@
-"""Compiled train steps of the small net, and how often they were compiled: what tests of the traced transport share."""
+"""Compiled train steps of the small net, and how often they were compiled: what tests of traced steps share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from functional_fsdp import transforms as T
 STEPS = 3
 FULL = os.environ.get("LAWS") == "full"
 BLOCKS = DEPTH if FULL else 2  # to trace them is what takes time
-TRACED = fsdp.Schedule(transport="traced")
-EAGER = ("lanes", "graph")  # ways that need no such schedule
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 
 
@@ -54,8 +52,7 @@ def trained(
     warnings.filterwarnings("ignore", "TensorFloat32")  # that it could be used
     mesh, placement = mesh_and_placement(preset)
     params, model = fsdp.functionalize(net(dtype, depth))
-    schedule = TRACED if way not in EAGER else None
-    spec = fsdp.Spec(mesh, placement, schedule=schedule, precision=precision)
+    spec = fsdp.Spec(mesh, placement, precision=precision)
     state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2, weight_decay=0.1))
 
     def train_step(state: fsdp.State, batches: Any) -> Any:

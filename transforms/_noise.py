@@ -25,7 +25,7 @@ def add_noise(state: State, std: float | torch.Tensor) -> None:
     """
     run = runtime_of(state.spec.mesh)
     generator = torch.Generator(device=run.device)
-    where = f"noise {int(state.rng)} {state.token.ledger.steps}"
+    where = f"noise {int(state.rng)} {state.steps}"
     for buffer in state.grads.values():
         own = [(axis, i) for axis, i in run.position if axis not in buffer.bucket.placement.data]
         start, stop = buffer.span()

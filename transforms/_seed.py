@@ -19,7 +19,7 @@ __all__ = ["reseed", "seeded"]
 
 
 def _seed(state: State, microbatch: int, run: Runtime) -> int:
-    where = f"{int(state.rng)} {state.token.ledger.steps} {microbatch} {run.rank}"
+    where = f"{int(state.rng)} {state.steps} {microbatch} {run.rank}"
     return int.from_bytes(hashlib.sha256(where.encode()).digest()[:7], "little")
 
 

@@ -16,6 +16,7 @@ import torch
 from functional_fsdp import FsdpError, ScheduleError, SpecError, State
 from functional_fsdp import _regather as regather
 from functional_fsdp._entry import outside_inference
+from functional_fsdp._ledger import begin_compiled
 from functional_fsdp._lower import custom_backwards
 from functional_fsdp._torch import dynamo, func_interpreter, inductor, pytree
 from functional_fsdp._tracing import keeping
@@ -32,14 +33,14 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
     """Compile `train_step(state, ...)` whole: one graph, no break, no recomputation.
 
     Args:
-        train_step: state first in, state first out, in the first or the second way; it ends with `step`. Its state's
-            schedule has `transport="traced"`.
+        train_step: state first in, state first out, in the first or the second way; it ends with `step`.
         backend: "inductor", or "aot_eager", which runs the graph as it is: to look at, and for tests.
         config: Inductor's settings (`torch._inductor.config`), as `max_autotune=True`.
 
     Returns:
-        the compiled function. The first call compiles; calls with other shapes compile again. The state's buffers are
-        updated in place: the state that went in has the new values as well, and must not be used for the old ones.
+        the compiled function. The first call compiles; calls with other shapes compile again. It takes any state
+        between steps, and gives one: eager and compiled steps may follow each other as you like. The state's buffers
+        are updated in place, as by `step`, which consumes the state that went in.
 
     Which leaves get no gradient is a part of the graph: those for which `reduce` is given None, or whose unit is not
     reduced, keep their weights and moments (`T.vjp` is torch.func's here, whose zeros are gradients). Ranks cannot ask
@@ -51,14 +52,14 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
     Inductor from moving a gather to where it is waited for, as it does to save memory: the order is the schedule's.
 
     Raises:
-        SpecError: an unknown backend. When called: SpecError if no State comes first, ScheduleError for a state that
-            is for eager execution.
+        SpecError: an unknown backend. When called: SpecError if no State comes first, StaleStateError for a state that
+            was consumed, ScheduleError for one in the middle of a step.
 
     Source: torch.compiler's documentation; custom passes of Inductor (`torch._inductor.config`).
 
     Example:
-        >>> spec = fsdp.Spec(mesh, schedule=fsdp.Schedule(transport="traced"))  # doctest: +SKIP
         >>> train_step = T.compile(train_step)  # doctest: +SKIP
+        >>> state, loss = train_step(state, batch)  # doctest: +SKIP
     """
     if backend not in BACKENDS:
         raise SpecError(
@@ -80,11 +81,7 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
                 f"the compiled train step got a {type(state).__name__} first; expected a State, as in "
                 "train_step(state, ...). A step of several states, or of a method: torch.compile(..., fullgraph=True)."
             )
-        if state.token.ledger.recipes is None:
-            raise ScheduleError(
-                "a compiled train step was given a state whose schedule is for eager execution. Shard with "
-                "Spec(mesh, schedule=fsdp.Schedule(transport='traced'))."
-            )
+        begin_compiled(state)
         signature = _signature(args, kwargs)
         if signature not in checked:
             _refuse_custom_backwards(train_step, state, args, kwargs)

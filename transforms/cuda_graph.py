@@ -182,9 +182,9 @@ class Graphed:
 
     def _eagerly(self, run: Runtime, state: State, args: Any, kwargs: Any) -> Any:
         with self._aside(run):
-            steps = state.token.ledger.steps
+            steps = _commits(state)
             out = self.train_step(state, *args, **kwargs)
-        _one_step(state, _parts(out)[0], steps)
+        _one_step(_parts(out)[0], steps)
         return out
 
     @contextmanager
@@ -206,7 +206,7 @@ class Graphed:
         home.check(state)
         inputs = _on(run, leaves, copy=True)
         args, kwargs = pytree.tree_unflatten(inputs, treedef)
-        steps = state.token.ledger.steps
+        steps = _commits(state)
         reseed(state)
         gc.collect()
         torch.cuda.synchronize(run.device)
@@ -218,7 +218,7 @@ class Graphed:
             with self._aside(run), captured(run, self.pool) as made, capture.recording():
                 out = self.train_step(home.state(state), *args, **kwargs)
                 new, results = _parts(out)
-                _one_step(state, new, steps)
+                _one_step(new, steps)
                 home.keep(new)
             graph.graph, graph.home, graph.capture = made, home, capture
             capture.first(lambda: graph.launch(state))
@@ -325,10 +325,16 @@ def _parts(out: Any) -> tuple[State, tuple[Any, ...]]:
     return parts[0], parts[1:]
 
 
-def _one_step(old: State, new: State, before: int) -> None:
-    """Raise unless the function took one step, at its end. (Compiled steps are not counted on the host.)"""
-    taken = new.token.ledger.steps - before
-    if (taken != 1 and old.token.ledger.recipes is None) or not new.between_steps:
+def _commits(state: State) -> int:
+    """How often its lineage has stepped, as far as the host knows."""
+    state.token.ledger.follow()
+    return state.token.ledger.commits
+
+
+def _one_step(new: State, before: int) -> None:
+    """Raise unless the function took one step, at its end. (Of compiled steps in a row the host knows one.)"""
+    taken = _commits(new) - before
+    if taken != 1 or not new.between_steps:
         raise ScheduleError(
             f"cuda_graph: the function took {taken} steps; expected 1, at its end: return fsdp.step(state), as a whole "
             "train step does."

@@ -34,7 +34,8 @@ def draw_mesh(rng: Random, world: int) -> list[list[Any]]:
 def draw(rng: Random, mesh: list[list[Any]], leaves: list[dict[str, Any]]) -> Settings:
     """Everything that `spec_of` and `optimizer_of` take."""
     paths = paths_of(leaves)
-    transport = "traced" if rng.random() < 0.003 else "copy_engine" if rng.random() < 0.35 else "collective"
+    traced = rng.random() < 0.003  # compiled, which takes long
+    transport = "copy_engine" if not traced and rng.random() < 0.35 else "collective"
     labels = _rules(rng, paths, ("slow", "still"), 0.25)
     return {
         "placement": _placements(rng, mesh, paths),
@@ -45,7 +46,8 @@ def draw(rng: Random, mesh: list[list[Any]], leaves: list[dict[str, Any]]) -> Se
             rng, [p for p, leaf in zip(paths, leaves, strict=True) if not _whole(leaf)], (False,), 0.08
         ),
         "average": "sum" if rng.random() < 0.2 else "mean",
-        "schedule": _schedule(rng, transport),
+        "schedule": _schedule(rng, transport, traced),
+        "traced": traced,
         "optimizer": _optimizer(rng, {label for _, label in labels}),
         "seed": rng.randint(0, 3),
     }
@@ -137,9 +139,9 @@ def _units(rng: Random, paths: list[str]) -> Any:
     return list(map(escaped, chosen))
 
 
-def _schedule(rng: Random, transport: str) -> Settings:
+def _schedule(rng: Random, transport: str, traced: bool) -> Settings:
     said: Settings = {"transport": transport, "prefetch": rng.choice((0, 1, 1, 1, 1, 2, 3))}
-    if transport == "traced":
+    if traced:
         return said
     draw = rng.random()
     if draw < 0.12:

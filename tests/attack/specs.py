@@ -47,7 +47,7 @@ def draw(seed: int, index: int) -> Case:
                 break
         model = {"leaves": leaves, "settings": said, "own": rng.random() < 0.7}
         own = any(axis not in rule["data"] for _, rule in said["placement"] for axis, size in mesh if size > 1)
-        if said["schedule"]["transport"] == "traced":
+        if said["traced"]:
             model["program"] = [{"op": "traced", "steps": 2}]
             case["patience"] = 60
         else:
