@@ -1,7 +1,7 @@
 """The rows of benchmark.py: each is a function (model, setting) -> step, and a step is tokens -> loss.
 
 `CONTESTANTS`, at the end, names them. A new row is a line there: one of the functions below with another `Setting` (a
-further `Schedule(transport=...)`, say), or with a function of its own (a step in a CUDA graph). Rows whose libraries
+further `Spec(transport=...)`, say), or with a function of its own (a step in a CUDA graph). Rows whose libraries
 cannot share a process get a `group` of their own.
 """
 
@@ -212,9 +212,9 @@ CONTESTANTS = {
     "symmetric graph compiled": Contestant(
         varied(either, transport="symmetric", graph=True, compiled=True), group="symmetric"
     ),
-    "zero-CTA": Contestant(varied(either, transport="symmetric", zero_cta=True), group="symmetric"),
+    "zero-CTA": Contestant(varied(either, transport=fsdp.symmetric(zero_cta=True)), group="symmetric"),
     "zero-CTA graph compiled": Contestant(
-        varied(either, transport="symmetric", zero_cta=True, graph=True, compiled=True), group="symmetric"
+        varied(either, transport=fsdp.symmetric(zero_cta=True), graph=True, compiled=True), group="symmetric"
     ),
     "FSDP2": Contestant(fsdp2, "peer", "peers"),
     "FSDP2 tuned": Contestant(fsdp2_tuned, "peer", "peers"),

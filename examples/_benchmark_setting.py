@@ -34,8 +34,7 @@ class Setting:
     wire: torch.dtype | None = None  # as dtype
     sum: str = "auto"
     compiled: bool = False  # layers by torch.compile
-    transport: str = "collective"
-    zero_cta: bool = False
+    transport: Any = "collective"
     graph: bool = False  # the step as a CUDA graph
     keep: Any = None  # `Schedule(keep=)`; FSDP2 keeps everything gathered for "all"
     budget: int = 0  # bytes, of the row "budget"; 0: half of the gathered weights'
@@ -43,9 +42,9 @@ class Setting:
     def spec(self) -> fsdp.Spec:
         placement = getattr(fsdp, self.placement)(*(self.mesh.mesh_dim_names or ()))
         precision = fsdp.Precision(torch.float32, compute=self.dtype, wire=self.wire, sum=self.sum)
-        transport: Any = self.transport
-        schedule = fsdp.Schedule(keep=self.keep, transport=transport, zero_cta=self.zero_cta, overlap_update=True)
-        return fsdp.Spec(self.mesh, placement, precision=precision, units=self.config.units(), schedule=schedule)
+        schedule = fsdp.Schedule(keep=self.keep, overlap_update=True)
+        units, transport = self.config.units(), self.transport
+        return fsdp.Spec(self.mesh, placement, precision=precision, units=units, schedule=schedule, transport=transport)
 
     def functionalize(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], Any]:
         params, skeleton = fsdp.functionalize(model)

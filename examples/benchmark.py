@@ -16,11 +16,11 @@
 | kept            | unit by unit, every unit gathered once: `Schedule(keep="all")`; see FSDP2 kept                   |
 | budget          | unit by unit, with `--budget` of units gathered once: `Schedule(keep=bytes)`                     |
 | compiled        | unit by unit, with layers compiled by `T.compile_units`; also "driven compiled", "kept compiled" |
-| copy engine     | unit by unit, by reading other ranks' memory: `Schedule(transport="copy_engine")`; also "copy    |
+| copy engine     | unit by unit, by reading other ranks' memory: `Spec(transport="copy_engine")`; also "copy    |
 |                 | engine compiled"                                                                                 |
 | graph           | unit by unit, the whole step as a CUDA graph: `T.cuda_graph`; also "graph compiled", and after   |
 |                 | the names of transports: "copy engine graph compiled", also "... kept"                           |
-| symmetric       | unit by unit, NCCL's symmetric memory: `Schedule(transport="symmetric")`; "zero-CTA" too         |
+| symmetric       | unit by unit, NCCL's symmetric memory: `Spec(transport="symmetric")`; "zero-CTA" too         |
 | traced          | unit by unit, the whole step compiled: `T.compile`; also                                         |
 |                 | "traced graph"                                                                                   |
 | FSDP2           | `fully_shard` of embedding, layers and head; the head stays gathered, as in torchtitan           |

@@ -26,15 +26,18 @@ from ._lower import Lowered, abstract, lower
 from ._metrics import pmean, psum
 from ._module import bind, functionalize
 from ._optim import Optimizer, adamw, from_updates, sgd
+from ._placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._plan import Plan, plan
+from ._precision import Precision
 from ._replace import replace_extras, replace_grads, replace_params
 from ._rounds import drop_gradients
 from ._route import Partial, Replicate, Shard
 from ._schedule import Schedule
 from ._shard import layout, shard
-from ._spec import Placement, Precision, Spec, ddp, hfsdp, hsdp, zero1, zero2, zero3
+from ._spec import Spec
 from ._state import State
 from ._ties import tie
+from ._transports import symmetric
 from ._units import units
 from ._verbs import finish, newest, reduce, release, step, unshard
 
@@ -100,6 +103,7 @@ __all__ = [
     "shard",
     "state_dict",
     "step",
+    "symmetric",
     "tie",
     "units",
     "unshard",

@@ -1,4 +1,4 @@
-"""Arena: the bytes in which gathered units lie at planned addresses, and the jobs that fill them.
+"""Arena: the bytes in which gathered units lie at planned addresses.
 
     main shard ──cast──▶ own slice of the unit's place ──all-gather, in place──▶ the unit's weights, as views
 
@@ -20,153 +20,36 @@ on the arena's bytes and have a version counter of their own: filling a place ag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from ._copies import Barriers, Copies, Pull, Reading, span_of, without
+from ._carrier import Carrier
 from ._flat import leaves_of
-from ._lanes import Mark, Steps, together
 from ._layout import Bucket, Unit
+from ._place import Part, Place
 from ._plan import Plan
-from ._record import Collective
-from ._records import Traits, records
+from ._records import records
 from ._runtime import Runtime
-from ._symmetric import Windows
-from ._weights import Lease, alias_of, poison, read, whole_of
+from ._weights import Lease, alias_of, read, whole_of
 
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["Arena", "Place"]
-
-Filling = tuple[tuple[Collective, ...], Steps, bool]
-
-
-class Part(NamedTuple):
-    """A bucket's place: where this rank's slice goes, and the gathers that complete the whole.
-
-    pull: how it is copied from the other ranks instead, where that is what the transport does. inside: what is gathered
-    must not be read from the shard where it is, but from this rank's slice.
-    """
-
-    bucket: Bucket
-    whole: torch.Tensor
-    own: torch.Tensor
-    steps: tuple[tuple[Collective, torch.Tensor], ...]  # and where each one lands
-    pull: Pull | None = None
-    inside: bool = False
-
-
-class Place:
-    """A unit's place: its parts, and the tensors that are handed out."""
-
-    def __init__(
-        self,
-        lease: Lease,
-        parts: tuple[Part, ...],
-        resident: tuple[tuple[Bucket, torch.Tensor], ...],
-        aliases: list[torch.Tensor],
-    ) -> None:
-        self.lease = lease
-        self.parts = parts
-        self.resident = resident
-        self.aliases = aliases  # of each bucket: the base of what is handed out, with its version counter
-        self.issued = tuple(one for part in parts for one, _ in part.steps)
-        self.key = lease.unit.encode()  # for the digest that ranks compare
-        self.single = all(len(part.steps) <= 1 for part in parts)
-        self.pulls = [part.pull for part in parts if part.pull]
-        self.spans = [span_of(part.whole) for part in parts]
-        self.cast: Mark = None  # on GPUs: the point in its last gather from which on it only communicates
-        self.gathered: Mark = None  # the end of its last gather
-        self.released: Mark = None  # the point on compute where it was last given back
-
-    def poison(self, spared: Iterable[range] = ()) -> None:
-        """So that a use past the release shows; but for these bytes, and what other ranks may be reading of it."""
-        for part, span in zip(self.parts, self.spans, strict=True):
-            size = part.whole.element_size()
-            for free in without(span, [*spared, *([part.pull.own] if part.pull else [])]):
-                poison(part.whole[(free.start - span.start) // size : (free.stop - span.start) // size])
-
-    def fill(self, run: Runtime, state: State, reading: Reading | None) -> Filling:
-        """The job: cast the shards into this rank's slices, gather in place. Parts travel together.
-
-        Args:
-            reading: of the arena, where other ranks read it; brought up to date.
-
-        Returns the collectives it will issue, the job, and whether these all start at once.
-        """
-        if reading is None:
-            if len(self.parts) == 1:
-                (part,) = self.parts
-                return self.issued, self._fill(run, part, read(state, part.bucket).local, True), self.single
-            parts = enumerate(self.parts)
-            jobs = [self._fill(run, part, read(state, part.bucket).local, i == 0) for i, part in parts]
-            return self.issued, together(jobs), self.single
-        sources = [read(state, part.bucket).local for part in self.parts]
-        before, between = reading.filled(self.spans, self.pulls)
-        return (*before, *between, *self.issued), self._pulled(run, sources, before, between), False
-
-    def _pulled(self, run: Runtime, sources: list[torch.Tensor], before: Barriers, between: Barriers) -> Steps:
-        some = self.parts[0].whole if self.parts else torch.empty(0)
-        for barrier in before:
-            yield from run.collective(barrier, some, some)
-        rest = []
-        for part, source in zip(self.parts, sources, strict=True):
-            if part.pull:
-                part.own.copy_(source)
-            else:
-                rest.append(self._fill(run, part, source))
-        sources.clear()  # the job may outlive the state
-        for barrier in between:
-            yield from run.collective(barrier, some, some)
-        for pull in self.pulls:
-            pull.read()
-        yield from together(rest)
-
-    def ready(self, behind: Mapping[str, Place], newest: Mark) -> Mark:
-        """What compute waits for before it uses the unit: see the top of this file.
-
-        Args:
-            behind: the other units that are being gathered.
-            newest: the end of the gather that was started last.
-        """
-        if len(behind) == 1 and self.single:
-            (other,) = behind.values()
-            if other.single and other.cast is not None and other.gathered is newest:
-                return other.cast
-        return self.gathered
-
-    def _fill(self, run: Runtime, part: Part, source: torch.Tensor, first: bool = False) -> Steps:
-        given = part.own
-        if source.dtype is part.whole.dtype and not part.inside:
-            given = source  # no cast: the first gather reads the shard itself
-        else:
-            part.own.copy_(source)
-            if first and run.streams is not None:
-                self.cast = self.cast or torch.cuda.Event()
-                self.cast.record(run.streams.lanes["gather"])
-        for one, out in part.steps:
-            yield from run.collective(one, out, given)
-            given = out
-        if not part.steps and given is source:
-            part.own.copy_(source)
+__all__ = ["Arena"]
 
 
 class Arena:
     """The bytes, and a `Place` for each unit, made when it is first used."""
 
-    def __init__(self, run: Runtime, plan: Plan, copies: Copies | None = None, windows: Windows | None = None) -> None:
+    def __init__(self, run: Runtime, plan: Plan, carrier: Carrier) -> None:
         self.run = run
         self.plan = plan
-        self.copies = copies
-        self.windows = windows
-        self.traits = windows.traits if windows else Traits()
-        self.reading = Reading(copies.axis.values()) if copies and copies.axis else None
-        self.shared = windows or (copies if self.reading else None)  # has the bytes, which stay then
+        self.carrier = carrier
+        self.stays = carrier.keeps_arena  # whether the bytes are the transport's, which stay
         self.places: dict[str, Place] = {}
-        sides = not self.shared and all(u.address in (0, plan.arena - u.nbytes) for u in plan.units if u.nbytes)
+        sides = not self.stays and all(u.address in (0, plan.arena - u.nbytes) for u in plan.units if u.nbytes)
         #: where each unit lies: (which allocation, the address in it)
         self.where = {u.name: (int(u.address > 0), 0) if sides else (0, u.address) for u in plan.units}
         self.sizes = {u.name: u.nbytes if sides else plan.arena for u in plan.units}
@@ -174,8 +57,8 @@ class Arena:
         self.bytes = {name: (self.memory[which], self.sizes[name]) for name, (which, _) in self.where.items()}
 
     def place(self, state: State, unit: str) -> Place:
-        if self.shared and not self.places:
-            self.memory[0] = self.shared.arena(self.plan.arena).untyped_storage()
+        if self.stays and not self.places:
+            self.memory[0] = self.carrier.arena(self.plan.arena).untyped_storage()
         found = self.places.get(unit)
         if found is None or (
             found.resident and any(whole_of(state, bucket) is not whole for bucket, whole in found.resident)
@@ -194,7 +77,7 @@ class Arena:
         What lay there was released, and compute has waited for all that wrote it.
         """
         memory, size = self.bytes[unit]
-        if self.shared:
+        if self.stays:
             return False
         there = memory.nbytes()
         if there == size or (there > size and (self.plan.schedule.debug or not self.run.cuda)):
@@ -232,12 +115,11 @@ class Arena:
         """
         if self.plan.schedule.debug:
             for place in self.places.values():
-                place.poison(self.reading.spans if self.reading else ())
-        elif self.run.cuda and not self.shared:
+                place.poison(self.carrier.spared())
+        elif self.run.cuda and not self.stays:
             for memory in self.memory:
                 memory.resize_(0)
-        if self.reading:
-            self.reading.anything()
+        self.carrier.step_begins()
 
     def _make(self, state: State, unit: Unit) -> Place:
         planned = self.plan.by_name[unit.name]
@@ -263,7 +145,6 @@ class Arena:
 
     def _part(self, state: State, bucket: Bucket, whole: torch.Tensor) -> Part:
         start, stop = read(state, bucket).span()
-        way = records(bucket, self.run.position, "mean", self.traits).unshard
+        way = records(bucket, self.run.position, "mean", self.carrier.traits).unshard
         steps = tuple((one, whole[at : at + size]) for _, (one,), at, size in way.steps)
-        pull = self.copies.pull(bucket, whole) if self.copies else None
-        return Part(bucket, whole, whole[start:stop], () if pull else steps, pull, bool(self.windows))
+        return Part(bucket, whole, whole[start:stop], self.carrier.gathers(bucket, whole, steps))

@@ -12,22 +12,29 @@ operations, so that on GPUs multiprocessors do nothing for either but cast and a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Generator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
+from ._carrier import Carrier, Gathers
 from ._exchange import uneven
-from ._lanes import ARENA, Steps
+from ._lanes import ARENA, Steps, together
 from ._layout import Bucket, Layout, Unit
+from ._place import Filling, Place, span_of
 from ._plan import Plan
 from ._record import Collective
-from ._records import Traits, records
+from ._records import records
 from ._route import Route
 from ._runtime import Runtime
 from ._slab import Slab, check_reach
+from ._transport import Traits, Transport
+from ._weights import read
 
-__all__ = ["Barriers", "Copies", "Pull", "Reading", "exchange", "read_by_peers", "span_of", "without"]
+if TYPE_CHECKING:
+    from ._state import State
+
+__all__ = ["Copies", "CopyEngine", "Pull", "Reading"]
 
 T = TypeVar("T")
 Barriers = list[Collective]
@@ -87,37 +94,27 @@ def _meet(some: list[range], others: list[range]) -> bool:
     return any(a.start < b.stop and b.start < a.stop for a in some for b in others)
 
 
-def without(span: range, holes: Iterable[range]) -> list[range]:
-    """What is left of a span."""
-    left = [span]
-    for hole in holes:
-        pieces = [(range(s.start, min(s.stop, hole.start)), range(max(s.start, hole.stop), s.stop)) for s in left]
-        left = [piece for both in pieces for piece in both if piece]
-    return left
-
-
-def span_of(tensor: torch.Tensor) -> range:
-    """The bytes of its storage on which a contiguous tensor lies."""
-    begin = int(tensor.storage_offset()) * tensor.element_size()
-    return range(begin, begin + tensor.numel() * tensor.element_size())
-
-
-class Copies:
+class Copies(Carrier):
     """The arena and the staging of one lineage of states, in slabs, and which buckets are gathered by reading them.
 
     Making a slab is collective.
 
     Attributes:
         axis: along which a bucket is gathered, for those that are gathered by reading.
+        pulls: how those are, that have a place.
     """
 
+    stays = True
+
     def __init__(self, run: Runtime, layout: Layout) -> None:
-        self.run = run
-        self.layout = layout
+        super().__init__(run, layout)
+        self.pulls: dict[str, Pull] = {}
         self.whole: Slab | None = None  # the arena's
-        self.staging: dict[str, Slab] = {}
+        self.stages: dict[str, Slab] = {}  # of the staging, by axis
         axes = {bucket.name: gathered(bucket, run) for bucket in layout.buckets.values()}
         self.axis = {name: axis for name, axis in axes.items() if axis is not None}
+        self.keeps_arena = self.read = bool(self.axis)
+        self.reading = Reading(self.axis.values())
 
     def prepare(self, plan: Plan) -> bool:
         """Make all that a plan needs, and that not every rank has: one may have been stopped in it. Collective.
@@ -132,19 +129,19 @@ class Copies:
         have = {name: slab.nbytes for name, slab in before.items()}
         for name in uneven(self.run, have, "slabs"):
             if name:
-                del self.staging[name]
+                del self.stages[name]
             else:
                 self.whole = None
         if self.axis:
             self.arena(plan.arena)
         for reduction in plan.reductions:
-            self.staged(self.layout.by_name[reduction.unit], plan.staging)
+            self.staging(self.layout.by_name[reduction.unit], plan.staging)
         return self.slabs != before
 
     @property
     def slabs(self) -> dict[str, Slab]:
         """Those of the staging by axis, and that of the arena as ""."""
-        return self.staging | ({"": self.whole} if self.whole else {})
+        return self.stages | ({"": self.whole} if self.whole else {})
 
     def axes(self) -> list[str]:
         """The axes along which anything is read."""
@@ -155,7 +152,7 @@ class Copies:
         return list(found)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Of all slabs, on this rank."""
         return sum(slab.nbytes for slab in self.slabs.values())
 
@@ -171,33 +168,112 @@ class Copies:
             self.whole = self._slab(list(dict.fromkeys(self.axis.values())), nbytes)
         return self.whole.mine
 
-    def pull(self, bucket: Bucket, whole: torch.Tensor) -> Pull | None:
-        """How a bucket that lies in the arena as `whole` is gathered, if it is by reading."""
+    # ---- gathers
+
+    def gathers(self, bucket: Bucket, whole: torch.Tensor, steps: Gathers) -> Gathers:
         axis = self.axis.get(bucket.name)
         if axis is None or self.whole is None:
-            return None
+            return steps
         ranks, place = self.run.sizes[axis], self.run.coordinate[axis]
         spans = [span_of(part) for part in whole.chunk(ranks)]
         peers = zip(self.whole.peers[axis], spans, strict=True)
         theirs = [peer[span.start : span.stop].view(whole.dtype) for peer, span in peers]
         reads = turned(list(zip(whole.chunk(ranks), theirs, strict=True)), place)[1:]
-        return Pull(axis, span_of(whole), spans[place], reads)
+        self.pulls[bucket.name] = Pull(axis, span_of(whole), spans[place], reads)
+        return ()
 
-    def staged(self, unit: Unit, nbytes: int) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """At least so many bytes [uint8] in which all of a unit's gradients are staged, and those of every rank along
-        the axis, by place, which can be read; None where they are not reduced that way. Perhaps a new slab."""
+    def fill(self, place: Place, state: State) -> Filling:
+        if not self.axis:
+            return super().fill(place, state)
+        sources = [read(state, part.bucket).local for part in place.parts]
+        before, between = self.reading.filled(place.spans, self._pulls(place))
+        return (*before, *between, *place.issued), self._filled(place, sources, before, between), False
+
+    def _pulls(self, place: Place) -> list[Pull]:
+        return [self.pulls[part.bucket.name] for part in place.parts if part.bucket.name in self.pulls]
+
+    def _filled(self, place: Place, sources: list[torch.Tensor], before: Barriers, between: Barriers) -> Steps:
+        some = place.parts[0].whole if place.parts else torch.empty(0)
+        for barrier in before:
+            yield from self.run.collective(barrier, some, some)
+        rest = []
+        for part, source in zip(place.parts, sources, strict=True):
+            if part.bucket.name in self.pulls:
+                part.own.copy_(source)
+            else:
+                rest.append(self.gather(place, part, source))
+        sources.clear()  # the job may outlive the state
+        for barrier in between:
+            yield from self.run.collective(barrier, some, some)
+        for pull in self._pulls(place):
+            pull.read()
+        yield from together(rest)
+
+    def spared(self, place: Place | None = None) -> list[range]:
+        if place is not None:
+            return [pull.own for pull in self._pulls(place)]
+        return self.reading.spans if self.axis else []
+
+    def step_begins(self) -> None:
+        self.reading.anything()
+
+    # ---- reductions
+
+    def staging(self, unit: Unit, nbytes: int) -> torch.Tensor | None:
+        axis = self._reduced_along(unit)
+        return None if axis is None else self._staged(axis, nbytes).mine
+
+    def _reduced_along(self, unit: Unit) -> str | None:
+        """The axis along which all of a unit's gradients are reduced by reading, if there is one."""
         trainable = [bucket for bucket in unit.buckets if bucket.trainable]
         axes: set[str] = set()
         if all(bucket.exact for bucket in trainable):
             axes = axes.union(*(reduced(bucket, self.run) for bucket in trainable))
-        if len(axes) != 1:
-            return None
-        (axis,) = axes
-        if axis in self.staging and self.staging[axis].nbytes < nbytes:
-            del self.staging[axis]  # before there is a larger one
-        if axis not in self.staging:
-            self.staging[axis] = self._slab([axis], nbytes)
-        return self.staging[axis].mine, self.staging[axis].peers[axis]
+        return axes.pop() if len(axes) == 1 else None
+
+    def _staged(self, axis: str, nbytes: int) -> Slab:
+        """Perhaps a new slab."""
+        if axis in self.stages and self.stages[axis].nbytes < nbytes:
+            del self.stages[axis]  # before there is a larger one
+        if axis not in self.stages:
+            self.stages[axis] = self._slab([axis], nbytes)
+        return self.stages[axis]
+
+    def reduces(self, way: Route) -> Route:
+        """The same with barriers in the place of its all-to-all: in between ranks read what the others have staged."""
+        if not way.exact:
+            return way
+        first = way.steps[0]
+        sent = first.collectives[0]
+        barrier = Collective("barrier", sent.axis, 1, torch.float32, "", sent.lane, sent.bucket)
+        steps = (first._replace(collectives=(barrier, barrier, *first.collectives[1:])), *way.steps[1:])
+        every = tuple(one for step in steps for one in step.collectives)
+        return way._replace(steps=steps, collectives=every, single=False)
+
+    def exchange(
+        self, collectives: tuple[Collective, ...], stage: torch.Tensor, came: torch.Tensor
+    ) -> Generator[Any, None, bool]:
+        first = collectives[0]
+        if first.kind != "barrier":  # it is staged elsewhere
+            return (yield from super().exchange(collectives, stage, came))
+        peers, place = self.stages[first.axis].peers[first.axis], self.run.coordinate[first.axis]
+        size = came.numel() // len(peers) * came.element_size()
+        begin = int(stage.storage_offset()) * stage.element_size() + place * size
+        yield from self.run.collective(first, came, came)  # all have staged
+        for mine, peer in turned(list(zip(came.chunk(len(peers)), peers, strict=True)), place)[1:]:
+            mine.copy_(peer[begin : begin + size].view(came.dtype), non_blocking=True)
+        yield from self.run.collective(collectives[1], came, came)  # all have read
+        return True
+
+
+class CopyEngine(Transport):
+    """Ranks read each other's memory; see the top of this file."""
+
+    name = "copy_engine"
+    stays = exact = True
+
+    def on(self, run: Runtime, layout: Layout) -> Copies:
+        return Copies(run, layout)
 
 
 def gathered(bucket: Bucket, run: Runtime) -> str | None:
@@ -212,32 +288,6 @@ def reduced(bucket: Bucket, run: Runtime) -> set[str]:
     return {way.collectives[0].axis for way in ways if way.collectives}
 
 
-def read_by_peers(way: Route) -> Route:
-    """The same with barriers in the place of its all-to-all, around which ranks read what the others have staged."""
-    if not way.exact:
-        return way
-    first = way.steps[0]
-    sent = first.collectives[0]
-    barrier = Collective("barrier", sent.axis, 1, torch.float32, "", sent.lane, sent.bucket)
-    first = first._replace(collectives=(barrier, barrier, *first.collectives[1:]))
-    steps = (first, *way.steps[1:])
-    every = tuple(one for step in steps for one in step.collectives)
-    return way._replace(steps=steps, collectives=every, single=False)
-
-
 def turned(items: list[T], place: int) -> list[T]:
     """Beginning with the own one: when every rank reads, each is read by one other at a time, and no link by all."""
     return items[place:] + items[:place]
-
-
-def exchange(
-    run: Runtime, issued: tuple[Collective, ...], peers: list[torch.Tensor], at: int, came: torch.Tensor, place: int
-) -> Steps:
-    """In the place of an all-to-all: `came` [ranks · n], this rank's part of what each has staged at byte `at`, without
-    its own, which is in the slab already."""
-    size = came.numel() // len(peers) * came.element_size()
-    begin = at + place * size
-    yield from run.collective(issued[0], came, came)  # all have staged
-    for mine, peer in turned(list(zip(came.chunk(len(peers)), peers, strict=True)), place)[1:]:
-        mine.copy_(peer[begin : begin + size].view(came.dtype), non_blocking=True)
-    yield from run.collective(issued[1], came, came)  # all have read

@@ -5,20 +5,20 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from ._arena import Arena, Place
-from ._copies import Copies
+from ._arena import Arena
+from ._carrier import Carrier
 from ._cursor import Cursor
 from ._flat import FlatBuffer
 from ._given import Given
 from ._lanes import Mark
 from ._layout import Layout
 from ._order import DefaultOrder, FixedOrder, Known
+from ._place import Place
 from ._plan import Plan
 from ._positions import Move, Position, Positions
 from ._runtime import Runtime
 from ._spec import Spec
 from ._staging import Staging
-from ._symmetric import Windows
 from ._unplanned import Unplanned
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Engine:
     staging: Staging
     unplanned: Unplanned
     given: Given
-    shared: Copies | Windows | None
+    carrier: Carrier
     digests: list[int]
     skipped: set[str]
     grads: dict[str, FlatBuffer]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._arena import Arena, Place
-from ._copies import Copies
+from ._arena import Arena
+from ._carrier import Carrier
 from ._cursor import InFlight
 from ._gathers import Gathers
 from ._given import Given
@@ -29,6 +29,7 @@ from ._jobs import Waiting
 from ._lanes import Mark
 from ._layout import Layout
 from ._order import DefaultOrder, FixedOrder, GuessedOrder, Known, RecordedOrder, known
+from ._place import Place
 from ._plan import Plan, plan
 from ._positions import Move, Positions
 from ._program import Program, combined
@@ -37,7 +38,6 @@ from ._runtime import Runtime
 from ._schedule import Order
 from ._spec import Spec
 from ._staging import Staging
-from ._symmetric import Windows
 from ._unplanned import Unplanned
 
 if TYPE_CHECKING:
@@ -55,10 +55,7 @@ class Executor(Gathers, Reductions):
         self.spec = spec
         self.order: Known = known(spec.schedule)
         self.unplanned = Unplanned(run, layout)
-        transport = spec.schedule.transport if run.size > 1 else ""
-        self.copies = Copies(run, layout) if transport == "copy_engine" else None
-        self.windows = Windows(run, spec.schedule.zero_cta) if transport == "symmetric" else None
-        self.shared = self.copies or self.windows
+        self.carrier = spec.transport.on(run, layout) if run.size > 1 else Carrier(run, layout)
         self.start()
         self.begins, self.whole = 0, False  # forwards of this step; whether gradients are whole, see `_rounds`
         self.skipped: set[str] = set()  # units that were used in this step, and get no gradient on this rank
@@ -78,8 +75,8 @@ class Executor(Gathers, Reductions):
 
     def _fill(self) -> None:
         """An arena and staging, in which there is nothing yet."""
-        self.arena = Arena(self.run, self.plan, self.copies, self.windows)
-        self.staging = Staging(self.run, self.plan, self.spec.average, self.copies, self.windows)
+        self.arena = Arena(self.run, self.plan, self.carrier)
+        self.staging = Staging(self.run, self.plan, self.spec.average, self.carrier)
         self.fence = True  # the next gather waits for all that compute has done
         self.newest: Mark = None  # the end of the newest gather
         self.flying: dict[str, Place] = {}  # gathers that compute has not waited for
@@ -89,8 +86,8 @@ class Executor(Gathers, Reductions):
     def share(self) -> None:
         """Have the memory that ranks share for this plan. Collective when the plan is new, and after a restart: a rank
         may have been stopped in it."""
-        if self.shared and self.shares != (self.plan.hash, self.run.restarted):
-            if self.shared.prepare(self.plan) and self.arena.places:
+        if self.carrier.stays and self.shares != (self.plan.hash, self.run.restarted):
+            if self.carrier.prepare(self.plan) and self.arena.places:
                 self._fill()
             self.shares = self.plan.hash, self.run.restarted
 

@@ -49,7 +49,7 @@ class Gathers(Engine):
 
     def unshard(self, state: State, names: Sequence[str], move: Move) -> dict[str, dict[str, torch.Tensor]]:
         """The weights of units, once they are there; starts what the plan names next."""
-        if self.shared:
+        if self.carrier.stays:
             self.share()
         if self.run.cuda:
             self.staging.age()
@@ -85,7 +85,7 @@ class Gathers(Engine):
         if fresh or self.fence:  # waits for all that compute has done: the bytes or the weights may be new
             self.fence = False
             after = self.run.mark()
-        issued, job, single = place.fill(self.run, state, self.arena.reading)
+        issued, job, single = self.carrier.fill(place, state)
         place.gathered = self.newest = self.run.submit("gather", issued, job, after, single, mark=place.gathered)
         self.flying[unit] = place
 
@@ -101,7 +101,7 @@ class Gathers(Engine):
             else:
                 self.unplanned.agree(unit, "unshard", self._planned)
             self.staging.touched(self.layout.by_name[unit])
-            if by_plan and not self.arena.shared and not self._crowded(unit):
+            if by_plan and not self.arena.stays and not self._crowded(unit):
                 self._free(unit)
                 self.arena.take(unit)
                 for part in self.arena.place(state, unit).parts:
@@ -138,7 +138,7 @@ class Gathers(Engine):
         if (
             not place
             or not outside
-            or self.arena.reading  # others may be
+            or self.carrier.read
             or self._crowded(unit)
             or any(place.lease.weights[key] is not w for key, w in weights.items())
         ):
@@ -187,7 +187,8 @@ class Gathers(Engine):
             self.arena.places[name].lease.held = False
         for kind, what in move[1] if debug else ():
             if kind == "free":
-                self.arena.places[what].poison()
+                place = self.arena.places[what]
+                place.poison(self.carrier.spared(place))
         if self.run.cuda and mine:
             place = self.arena.places[mine[-1]]
             place.released = self.run.mark(place.released)

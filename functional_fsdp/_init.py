@@ -25,6 +25,7 @@ import torch.nn as nn
 from torch.overrides import TorchFunctionMode
 
 from ._agree import Topic, agree
+from ._auto import settled
 from ._entry import outside_inference
 from ._errors import SpecError
 from ._export import buffers
@@ -37,7 +38,6 @@ from ._skeleton import skeleton_of
 from ._spec import Spec
 from ._state import State
 from ._torch import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_current_modes, pytree, to_scalar
-from ._transport import settled
 
 __all__ = ["init"]
 

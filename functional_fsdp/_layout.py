@@ -30,7 +30,8 @@ from typing import Any
 import torch
 
 from ._errors import SpecError
-from ._spec import Placement, Spec
+from ._placement import Placement
+from ._spec import Spec
 from ._tree import Paths, bytes_text, first_match, match, table
 from ._units import find_units, in_order_of_use, relative_keys
 
@@ -340,7 +341,7 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
             leaf = leaves[i]
             kind = (
                 spec.placement_of(leaf.path, *leaf.aliases),
-                spec.precision_of(leaf.path, *leaf.aliases).resolve(leaf.dtype, spec.schedule.transport),
+                spec.precision_of(leaf.path, *leaf.aliases).resolve(leaf.dtype, spec.transport.exact),
                 _trains(leaf, spec),
             )
             kinds.setdefault(kind, []).append((leaf, key))

@@ -15,7 +15,7 @@ from ._errors import FsdpError
 from ._given import ALL, Seats
 from ._layout import Bucket, Layout, Unit
 from ._plan import plan
-from ._records import Records, Traits, keeps_copy, records
+from ._records import Records, keeps_copy, records
 from ._runtime import LANES, Runtime
 from ._spec import Spec
 
@@ -64,7 +64,7 @@ class Recipes:
         self.sizes, self.coordinate, self.groups = dict(sizes), dict(coordinate), dict(groups)
         self.seats, self.run, self.layout = Seats(layout, sizes, coordinate), run, layout.hash
         self.trained = tuple(self.seats.units)
-        self.average, self.traits = spec.average, Traits(averages=spec.schedule.transport != "symmetric")
+        self.average, self.traits = spec.average, spec.transport.traits._replace(gathers="gather")
         _ = layout.trainable  # cached: Dynamo does not trace the first time
         schedule = spec.schedule if spec.schedule.order != "recorded" else spec.schedule.ordered(None)
         program = plan(layout, schedule)

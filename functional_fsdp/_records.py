@@ -20,16 +20,9 @@ import torch
 
 from ._layout import Bucket
 from ._route import Coordinate, How, Partial, Route, States, partial_states, route, states_of, whole_states
+from ._transport import Traits
 
-__all__ = ["Records", "Traits", "gathering", "keeps_copy", "records", "reducing", "stored_states"]
-
-
-class Traits(NamedTuple):
-    """What of a transport shows in the records. gathers: the lane of its gathers. averages: whether its collectives can
-    average; else they add up, and the result is divided."""
-
-    gathers: str = "gather"
-    averages: bool = True
+__all__ = ["Records", "gathering", "keeps_copy", "records", "reducing", "stored_states"]
 
 
 class Records(NamedTuple):

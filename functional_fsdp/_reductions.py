@@ -54,7 +54,7 @@ class Reductions(Engine):
 
     def reduce(self, state: State, unit: str, values: Values, last: bool, move: Move, whole_tree: bool = False) -> None:
         """A unit's gradients, as `Unit.paths`, on their way into `grads`: now, or when their turn comes."""
-        if self.shared:
+        if self.carrier.stays:
             self.share()
         self.position, actions = move
         mine = None

@@ -11,8 +11,6 @@ from ._tree import bytes_text, match
 
 __all__ = ["Order", "Schedule", "means"]
 
-TRANSPORTS = ("collective", "symmetric", "copy_engine", "auto")
-Transport = Literal["collective", "symmetric", "copy_engine", "auto"]
 Order = tuple[str | tuple[str, ...], ...]  # units in order of use; a tuple of them is used at once
 
 
@@ -30,13 +28,6 @@ class Schedule:
             (the last one used; at depth d, the last d // 2 + 1). Names or patterns: exactly these. "all": everything.
             A number of bytes: beside the default, the set that saves the most gathers and holds no more than that.
         debug: released bytes are filled with NaN, so that a weight used past its release shows.
-        transport: what carries gathers and reductions of eager steps; those of compiled ones are the compiler's.
-            "collective": NCCL or gloo, on lanes beside compute. "copy_engine": ranks read each other's memory, on one
-            host or in one NVLink domain along each axis that shards; sums are in float32 in the order of ranks, unless
-            the precision says `sum="native"`. "symmetric": NCCL with its symmetric kernels, on memory that stays
-            registered with it. "auto": below 1 GiB of weights collective, else the first that every rank's machine has
-            of copy_engine, symmetric and collective; chosen by `shard` and logged.
-        zero_cta: of "symmetric": gathers by the copy engines, which leave the multiprocessors to compute.
         overlap_update: on GPUs, `step` updates a bucket from the moment when its gradient is reduced, on a lane of its
             own, beside what is left of the backward; in a CUDA graph, and wherever the host is ahead of the device.
             Then between `reduce` and `step` main weights, optimizer state and whatever an update reads beside them (a
@@ -59,8 +50,6 @@ class Schedule:
     prefetch: int | tuple[tuple[str, int], ...]
     keep: Literal["all"] | int | tuple[str, ...] | None
     debug: bool
-    transport: Transport
-    zero_cta: bool
     overlap_update: bool
 
     def __init__(
@@ -69,8 +58,6 @@ class Schedule:
         prefetch: int | Mapping[str, int] = 1,
         keep: Literal["all"] | int | Collection[str] | None = None,
         debug: bool = False,
-        transport: Transport = "collective",
-        zero_cta: bool = False,
         overlap_update: bool = False,
     ) -> None:
         depths = prefetch if isinstance(prefetch, Mapping) else {"*": prefetch}
@@ -92,20 +79,11 @@ class Schedule:
             )
         if isinstance(keep, int) and keep < 0:
             raise SpecError(f"Schedule(keep={keep}): a budget is at least 0 bytes. () keeps nothing.")
-        if transport not in TRANSPORTS:
-            raise SpecError(f"Schedule(transport={transport!r}): expected one of {', '.join(map(repr, TRANSPORTS))}.")
-        if zero_cta and transport != "symmetric":
-            raise SpecError(
-                f"Schedule(zero_cta=True, transport={transport!r}): expected transport='symmetric', whose gathers it "
-                "is about. 'copy_engine' copies without multiprocessors as it is."
-            )
         put = object.__setattr__
         put(self, "order", order if order is None or order == "recorded" else _order(order))
         put(self, "prefetch", tuple(prefetch.items()) if isinstance(prefetch, Mapping) else prefetch)
         put(self, "keep", keep if keep is None or isinstance(keep, int | str) else tuple(sorted(set(keep))))
         put(self, "debug", bool(debug))
-        put(self, "transport", transport)
-        put(self, "zero_cta", bool(zero_cta))
         put(self, "overlap_update", bool(overlap_update))
 
     def depth(self, unit: str) -> int:
@@ -117,10 +95,6 @@ class Schedule:
     def ordered(self, order: Sequence[str | Sequence[str]] | None) -> Schedule:
         """The same with this order: what a recorded schedule becomes after its first step."""
         return self._but(order=order)
-
-    def by(self, transport: Transport) -> Schedule:
-        """The same with this transport: what "auto" becomes on a machine."""
-        return self._but(transport=transport)
 
     def _but(self, **changes: Any) -> Schedule:
         now = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -139,8 +113,6 @@ class Schedule:
         if self.keep is not None:
             kept = ", ".join(self.keep) or "nothing" if isinstance(self.keep, tuple) else "everything"
             said.append(f"keeps {f'{bytes_text(self.keep)} more' if isinstance(self.keep, int) else kept}")
-        if self.transport != "collective":
-            said.append(f"{self.transport}, zero-CTA gathers" if self.zero_cta else self.transport)
         if self.overlap_update:
             said.append("updates overlap")
         return "; ".join([*said, "debug"] if self.debug else said)

@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 
 from ._agree import Topic, agree
+from ._auto import settled
 from ._checksum import checksum
 from ._entry import outside_inference
 from ._errors import SpecError, TreeError
@@ -16,14 +17,14 @@ from ._flat import FlatBuffer, make_room
 from ._joint import Joint
 from ._layout import Bucket, Layout, LeafInfo, plan_layout
 from ._optim import as_optimizer, check_labels
+from ._precision import FLOATS
 from ._records import keeps_copy
 from ._route import states_of
 from ._runtime import runtime_of
 from ._settings import describe_settings
-from ._spec import FLOATS, Spec
+from ._spec import Spec
 from ._state import Ledger, State, Token
 from ._torch import pytree
-from ._transport import settled
 from ._tree import flatten, match
 from ._weights import refresh
 

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._errors import SpecError
-from ._symmetric import use_backend
 from ._torch import symmetric_memory
 
 if TYPE_CHECKING:
     from ._runtime import Runtime
 
-__all__ = ["Slab", "check_reach"]
+__all__ = ["Slab", "check_reach", "use_backend"]
 
 
 class Slab:
@@ -91,7 +90,7 @@ class Slab:
         why = run.complaint(failed)
         if why is not None:
             raise SpecError(
-                f"Schedule(transport='copy_engine'): {self.nbytes:,} bytes of memory that others can read, along "
+                f"Spec(transport='copy_engine'): {self.nbytes:,} bytes of memory that others can read, along "
                 f"{', '.join(map(repr, self.axes))}, could not be had on every rank: {why}. Free memory, or use "
                 "transport='collective'."
             )
@@ -130,4 +129,24 @@ def check_reach(run: Runtime, axes: Iterable[str]) -> None:
             )
     found = run.complaint(wrong)
     if found:
-        raise SpecError(f"Schedule(transport='copy_engine'): {found}")
+        raise SpecError(f"Spec(transport='copy_engine'): {found}")
+
+
+def use_backend(run: Runtime, name: str) -> None:
+    """Have symmetric memory by this backend of torch's, of which a process has one.
+
+    Raises:
+        RuntimeError: it has another one already.
+    """
+    symmetric = symmetric_memory()
+
+    have = symmetric.get_backend(run.device)
+    if have == name:
+        return
+    try:
+        symmetric.set_backend(name)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"this process uses torch's symmetric memory with the backend {have!r}, {name!r} is needed, and torch has "
+            "one a process (copy_engine and symmetric exclude each other)"
+        ) from error

@@ -1,241 +1,26 @@
-"""What a user asks for: placements and their presets, precision, and the Spec that ties them to a mesh.
+"""What a user asks for: a Spec ties placements, precision, units, a schedule and a transport to a mesh.
 
-Nothing here touches a device or a process group. A placement says, for each kind of state, over which mesh axes it is
-sharded (everywhere else it is replicated):
-
-| preset                      | weights | grads | main           | Megatron's name     | DeepSpeed's |
-|-----------------------------|---------|-------|----------------|---------------------|-------------|
-| ddp("data")                 | -       | -     | -              | no_shard            | ZeRO-0      |
-| zero1("data")               | -       | -     | data           | optim               | ZeRO-1      |
-| zero2("data")               | -       | data  | data           | optim_grads         | ZeRO-2      |
-| zero3("data")               | data    | data  | data           | optim_grads_params  | ZeRO-3      |
-| hsdp("replica", "shard")    | shard   | shard | shard          | HSDP                | MiCS        |
-| hfsdp("replica", "shard")   | shard   | shard | replica, shard | HFSDP               | hpZ         |
+Nothing here touches a device or a process group.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._errors import SpecError
+from ._placement import Placement, zero3
+from ._precision import Precision
 from ._schedule import Schedule
+from ._transport import Transport, transport_of
 from ._tree import first_match, table
 from ._units import ByName, freeze_units
 
-__all__ = ["Placement", "Precision", "Spec", "ddp", "hfsdp", "hsdp", "zero1", "zero2", "zero3"]
-
-FLOATS = (torch.float64, torch.float32, torch.bfloat16)
-
-
-def _name(dtype: torch.dtype | None) -> str:
-    return "-" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Over which mesh axes each kind of state is sharded; over the other axes of `data` it is replicated.
-
-    Attributes:
-        weights: axes that shard what compute sees, outermost first.
-        grads: axes that shard what is accumulated; contains `weights`.
-        main: axes that shard main weights and optimizer state; contains `grads`.
-        data: the axes over which gradients are averaged; contains `main` (default: `main`).
-        name: what tables print.
-
-    Raises:
-        SpecError: if `weights ⊆ grads ⊆ main ⊆ data` does not hold.
-
-    >>> Placement(grads=("data",), main=("data",)) == zero2("data")
-    True
-    """
-
-    weights: tuple[str, ...] = ()
-    grads: tuple[str, ...] = ()
-    main: tuple[str, ...] = ()
-    data: tuple[str, ...] = ()
-    name: str = field(default="", compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if not self.data:
-            object.__setattr__(self, "data", self.main)
-        kinds = ("weights", "grads", "main", "data")
-        for kind in kinds:
-            axes = getattr(self, kind)
-            if isinstance(axes, str) or len(set(axes)) != len(axes):
-                raise SpecError(
-                    f"Placement.{kind}={axes!r}: expected a tuple of distinct mesh axis names, as ('data',)."
-                )
-            object.__setattr__(self, kind, tuple(axes))
-        for small, large in pairwise(kinds):
-            extra = [a for a in getattr(self, small) if a not in getattr(self, large)]
-            if extra:
-                raise SpecError(
-                    f"Placement must satisfy weights ⊆ grads ⊆ main ⊆ data, but {small}={getattr(self, small)} is "
-                    f"sharded over {extra} and {large}={getattr(self, large)} is not. Add {extra} to {large}, or drop "
-                    f"it from {small}."
-                )
-
-    @cached_property
-    def order(self) -> tuple[str, ...]:
-        """The axes that split a bucket, first split first: of weights, then of grads, then of main; innermost first.
-
-        Every kind's shards are then contiguous, and a shard of main lies inside the shard of weights of the same rank.
-        """
-        order: list[str] = []
-        for axes in (self.weights, self.grads, self.main):
-            order += [a for a in reversed(axes) if a not in order]
-        return tuple(order)
-
-    def __fsdp_settings__(self) -> dict[str, tuple[str, ...]]:
-        return {kind: getattr(self, kind) for kind in ("weights", "grads", "main", "data")}
-
-    def __str__(self) -> str:
-        if self.name:
-            return self.name
-        return ", ".join(f"{k}={'×'.join(getattr(self, k)) or '-'}" for k in ("weights", "grads", "main"))
-
-
-def ddp(*axes: str) -> Placement:
-    """Everything replicated over `axes`; gradients all-reduced. DDP, ZeRO-0, Megatron's `no_shard`."""
-    return Placement(data=_axes("ddp", axes), name=_call("ddp", axes))
-
-
-def zero1(*axes: str) -> Placement:
-    """Main weights and optimizer state sharded over `axes`. ZeRO-1, Megatron's `optim`."""
-    return Placement(main=_axes("zero1", axes), name=_call("zero1", axes))
-
-
-def zero2(*axes: str) -> Placement:
-    """Main weights, optimizer state and gradients sharded over `axes`. ZeRO-2, Megatron's `optim_grads`."""
-    return Placement(grads=_axes("zero2", axes), main=axes, name=_call("zero2", axes))
-
-
-def zero3(*axes: str) -> Placement:
-    """Everything sharded over `axes`, weights gathered on use. ZeRO-3, FSDP, Megatron's `optim_grads_params`."""
-    return Placement(weights=_axes("zero3", axes), grads=axes, main=axes, name=_call("zero3", axes))
-
-
-def hsdp(replica: str, shard: str) -> Placement:
-    """Everything sharded over `shard` (inner) and replicated over `replica` (outer). HSDP."""
-    s = (shard,)
-    return Placement(
-        weights=s, grads=s, main=s, data=_axes("hsdp", (replica, shard)), name=_call("hsdp", (replica, shard))
-    )
-
-
-def hfsdp(replica: str, shard: str) -> Placement:
-    """As `hsdp`, with main weights and optimizer state sharded over both axes. HFSDP."""
-    both = _axes("hfsdp", (replica, shard))
-    return Placement(weights=(shard,), grads=(shard,), main=both, name=_call("hfsdp", both))
-
-
-def _axes(preset: str, axes: tuple[str, ...]) -> tuple[str, ...]:
-    if not axes or not all(isinstance(a, str) for a in axes):
-        raise SpecError(f"{preset}{axes!r}: expected names of mesh axes, as {preset}('data').")
-    return axes
-
-
-def _call(preset: str, axes: tuple[str, ...]) -> str:
-    return f"{preset}({', '.join(axes)})"
-
-
-class Dtypes(NamedTuple):
-    """The dtype of each stage of one leaf, and where its gradients are summed: "native" or "fp32"."""
-
-    main: torch.dtype
-    compute: torch.dtype
-    grads: torch.dtype
-    wire: torch.dtype
-    sum: str
-
-    def __str__(self) -> str:
-        said = (f"{kind} {_name(dtype)}" for kind, dtype in zip(self._fields[:4], self[:4], strict=True))
-        return f"{', '.join(said)}, sum {self.sum}"
-
-
-_NO_SUM = (
-    "Precision(sum='fp32') of a float64 wire would lose digits. Sums in float32 are of bfloat16 or float32 wires; "
-    "leave sum out, or set wire=torch.float32."
-)
-
-
-@dataclass(frozen=True)
-class Precision:
-    """The dtype of each stage of a weight's and a gradient's life.
-
-    Attributes:
-        main: main weights and optimizer state. None: float32, or float64 for float64 leaves.
-        compute: gathered weights, and so compute. None: as `main` if that was given, else each leaf's own dtype.
-        grads: main gradients, in which reduced gradients are accumulated. None: as `main`. `step` casts them to `main`
-            for the optimizer, so fused kernels never see a mix.
-        wire: what travels in a reduction: gradients are cast to it once, when they are staged. None: as `compute`.
-        sum: where a reduction is added up. "native": by the backend, in the wire's dtype and its own order. "fp32":
-            each rank gets the summands of its part (an all-to-all) and adds them up in float32 in the order of the
-            ranks, ((r0 + r1) + r2) + ..., the same bits in every run; further axes carry float32. It doubles the
-            staging. "auto": "fp32" on the `copy_engine` transport, which adds up itself, else "native".
-        inputs: cast floating inputs of a driven model's parts to the dtype that they compute in, as FSDP2 does.
-
-    Integer and boolean leaves keep their dtype throughout.
-
-    Raises:
-        SpecError: for float16 (use bfloat16, which needs no loss scaling), for other dtypes than float64, float32 and
-            bfloat16, and for `sum="fp32"` of a float64 wire.
-
-    >>> print(Precision(compute=torch.bfloat16).resolve(torch.float32))
-    main float32, compute bfloat16, grads float32, wire bfloat16, sum native
-    """
-
-    main: torch.dtype | None = None
-    compute: torch.dtype | None = None
-    grads: torch.dtype | None = None
-    wire: torch.dtype | None = None
-    sum: str = "auto"
-    inputs: bool = False
-
-    def __post_init__(self) -> None:
-        for kind in ("main", "compute", "grads", "wire"):
-            dtype = getattr(self, kind)
-            if dtype is torch.float16:
-                raise SpecError(
-                    f"Precision({kind}=torch.float16): float16 needs loss scaling, which is not supported. "
-                    f"Use torch.bfloat16, which has float32's range."
-                )
-            if dtype is not None and dtype not in FLOATS:
-                raise SpecError(f"Precision({kind}={dtype}): expected one of {', '.join(map(str, FLOATS))} or None.")
-        if self.sum not in ("auto", "native", "fp32"):
-            raise SpecError(f"Precision(sum={self.sum!r}): expected 'auto', 'native' or 'fp32'.")
-        if not isinstance(self.inputs, bool):
-            raise SpecError(f"Precision(inputs={self.inputs!r}): expected True or False.")
-        if self.sum == "fp32" and (self.wire or self.compute or self.main) is torch.float64:
-            raise SpecError(_NO_SUM)
-
-    def resolve(self, leaf: torch.dtype, transport: str = "collective") -> Dtypes:
-        """The dtypes of a leaf whose own dtype is `leaf`; nothing is left to be decided."""
-        if not leaf.is_floating_point:
-            return Dtypes(leaf, leaf, leaf, leaf, "native")
-        main = self.main or torch.promote_types(leaf, torch.float32)
-        compute = self.compute or self.main or leaf
-        wire = self.wire or compute
-        if self.sum == "fp32" and wire is torch.float64:
-            raise SpecError(_NO_SUM)
-        exact = self.sum == "fp32" or (self.sum == "auto" and transport == "copy_engine" and wire is not torch.float64)
-        return Dtypes(main, compute, self.grads or main, wire, "fp32" if exact else "native")
-
-    def __str__(self) -> str:
-        main = _name(self.main) if self.main else "float32 (float64 where leaves are)"
-        compute = _name(self.compute) if self.compute else "as main" if self.main else "as the leaf"
-        grads, wire = _name(self.grads) if self.grads else "as main", _name(self.wire) if self.wire else "as compute"
-        added = "as the transport does" if self.sum == "auto" else self.sum
-        return f"main {main}, compute {compute}{' (inputs too)' * self.inputs}, grads {grads}, wire {wire}, sum {added}"
-
+__all__ = ["Spec"]
 
 Rules = tuple[tuple[str, Any], ...]
 
@@ -263,6 +48,13 @@ class Spec:
             plain tensors are trainable when they are of a floating dtype.
         average: gradients are averaged over the data ranks ("mean") or summed ("sum").
         schedule: when units are gathered and what stays gathered. Default: forward, then backward, one use ahead.
+        transport: what carries gathers and reductions of eager steps (those of compiled ones are the compiler's), by
+            name, or with options, as `fsdp.symmetric(zero_cta=True)`. "collective": NCCL or gloo, on lanes beside
+            compute. "copy_engine": ranks read each other's memory, on one host or in one NVLink domain along each axis
+            that shards; sums are in float32 in the order of ranks, unless the precision says `sum="native"`.
+            "symmetric": NCCL with its symmetric kernels, on memory that stays registered with it. "auto": below 1 GiB
+            of weights collective, else the first that every rank's machine has of copy_engine, symmetric and
+            collective; chosen by `shard` and logged.
 
     Raises:
         SpecError: an axis that the mesh does not have, a mesh whose axes have no names, or a value of the wrong kind.
@@ -279,6 +71,7 @@ class Spec:
     trainable: Rules
     average: str
     schedule: Schedule
+    transport: Transport
 
     def __init__(
         self,
@@ -291,6 +84,7 @@ class Spec:
         trainable: Mapping[str, bool] | None = None,
         average: Literal["mean", "sum"] = "mean",
         schedule: Schedule | None = None,
+        transport: str | Transport = "collective",
     ) -> None:
         put: Callable[[str, Any], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         if not isinstance(mesh, (DeviceMesh, Mapping)):
@@ -332,6 +126,7 @@ class Spec:
         put("trainable", _rules(trainable))
         put("average", average)
         put("schedule", schedule or Schedule())
+        put("transport", transport_of(transport))
 
     @property
     def axes(self) -> dict[str, int]:
@@ -353,8 +148,15 @@ class Spec:
 
     def with_schedule(self, schedule: Schedule) -> Spec:
         """The same with another schedule."""
+        return self._but("schedule", schedule)
+
+    def with_transport(self, transport: str | Transport) -> Spec:
+        """The same with another transport."""
+        return self._but("transport", transport_of(transport))
+
+    def _but(self, name: str, value: Any) -> Spec:
         new = copy.copy(self)
-        object.__setattr__(new, "schedule", schedule)
+        object.__setattr__(new, name, value)
         return new
 
     def placement_of(self, path: str, *aliases: str) -> Placement:
@@ -390,5 +192,6 @@ class Spec:
             ("trainable", rules(self.trainable) or "as given"),
             ("gradients", f"{self.average} over data ranks"),
             ("schedule", str(self.schedule)),
+            ("transport", repr(self.transport)),
         ]
         return table(("Spec", ""), rows)

@@ -26,8 +26,7 @@ class Slot(NamedTuple):
     """A bucket's staging in one reduction: the whole, in the wire's dtype, its leaves, which of a unit's gradients they
     are, and the gaps.
 
-    ways: how it gets to the main gradients; True: to their final place, False: as far as it needs be now. peers: what
-    the ranks have staged, if the first step reads it.
+    ways: how it gets to the main gradients; True: to their final place, False: as far as it needs be now.
     """
 
     bucket: Bucket
@@ -37,7 +36,6 @@ class Slot(NamedTuple):
     which: tuple[int, ...]
     gaps: list[torch.Tensor]
     ways: dict[bool, Route]
-    peers: list[torch.Tensor] | None
     large: bool  # whether there are large leaves, on a GPU
 
     def write(self, values: Values) -> None:

@@ -25,39 +25,32 @@ from typing import Any
 
 import torch
 
-from ._copies import Copies, exchange, read_by_peers
+from ._carrier import Carrier
 from ._flat import FlatBuffer, templates, write_leaves
 from ._lanes import Mark, Steps, together
 from ._layout import STAGED, Bucket, Unit, aligned
 from ._plan import SLOTS, Plan
 from ._record import Collective
-from ._records import Records, Traits, records
+from ._records import Records, records
 from ._route import Route, states_of
 from ._runtime import Runtime
 from ._stage import LARGE, Slot, Stage, Values
 from ._sum import ordered_sum
-from ._symmetric import Windows
 from ._torch import unflatten_dense_tensors
 
 __all__ = ["Staging"]
 
 OLD = 2  # uses
 
-Peers = list[torch.Tensor] | None  # what every rank has staged, where it is read
-
 
 class Staging:
     """Every reduction's stage, and those that are under way, oldest first."""
 
-    def __init__(
-        self, run: Runtime, plan: Plan, average: str, copies: Copies | None = None, windows: Windows | None = None
-    ) -> None:
+    def __init__(self, run: Runtime, plan: Plan, average: str, carrier: Carrier) -> None:
         self.run = run
         self.plan = plan
-        self.copies = copies
-        self.windows = windows
+        self.carrier = carrier
         self.average = average
-        self.traits = windows.traits if windows else Traits()
         self.stages: dict[int, Stage] = {}
         self.busy: deque[Stage] = deque()
         self.completing = False  # whether something beside them is under way
@@ -95,7 +88,7 @@ class Staging:
             have = grads.get(bucket.name)
             whole = last if have is None else have.states == slot.ways[True].states
             way = slot.ways[whole]
-            jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, slot.peers, mesh))
+            jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, mesh))
             ways.append(way)
             if last and not whole:
                 partial.append(bucket)
@@ -133,16 +126,16 @@ class Staging:
 
     def _into(
         self, grads: dict[str, FlatBuffer], bucket: Bucket, way: Route, stage: torch.Tensor, spare: torch.Tensor,
-        peers: Peers, mesh: object,
+        mesh: object,
     ) -> Steps:  # fmt: skip
         """What is staged on its way into the main gradients: the first one allocates them, later ones are added."""
         have = grads.get(bucket.name)
         if have is not None:
-            return self._job(way, stage, spare, have.local, True, peers)
+            return self._job(way, stage, spare, have.local, True)
         same = stage.dtype is bucket.grads  # a call without keywords takes half the time
         local = stage.new_empty(way.numel) if same else stage.new_empty(way.numel, dtype=bucket.grads)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, mesh)
-        return self._job(way, stage, spare, local, False, peers)
+        return self._job(way, stage, spare, local, False)
 
     def outside(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object) -> None:
         """Reduce the gradients of a unit that no plan names. Compute waits for it."""
@@ -163,7 +156,7 @@ class Staging:
             stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
             write_leaves(bucket, stage, given)
             spare = stage.new_empty(bucket.staged if way.exact else 0, dtype=torch.uint8)
-            job = self._into(grads, bucket, way, stage, spare, None, mesh)
+            job = self._into(grads, bucket, way, stage, spare, mesh)
             done = self._submit([job], [way], self.run.mark(), ordered=True)
             self._outlives(stage, spare)
             if self.plan.schedule.overlap_update:
@@ -198,7 +191,7 @@ class Staging:
             self.run.wait(self.marks.get("outer"))  # the lane does: what is partial may have ended there
         wire = have.to(way.collectives[0].dtype) if way.collectives else have
         spare = wire.new_empty(bucket.staged if way.exact else 0, dtype=torch.uint8)
-        yield from self._job(way, wire, spare, out, False, None)
+        yield from self._job(way, wire, spare, out, False)
         self._outlives(have, wire, spare)
 
     def _submit(
@@ -215,9 +208,7 @@ class Staging:
         done = self.marks[ends] = self.run.submit("reduce", issued, job, after, single, ordered, mark)
         return done
 
-    def _job(
-        self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor, add: bool, peers: Peers
-    ) -> Steps:
+    def _job(self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor, add: bool) -> Steps:
         """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added."""
         local = stage
         lane = "reduce"
@@ -225,9 +216,9 @@ class Staging:
             if collectives[0].lane != lane:
                 lane = collectives[0].lane
                 yield lane
-            last = out if not (add or self.windows) and i == len(way.steps) - 1 else None  # a window is not left
+            last = out if not (add or self.carrier.inside) and i == len(way.steps) - 1 else None
             if way.exact and i == 0:
-                local = yield from self._sum(kind, collectives, stage, spare, last, peers)
+                local = yield from self._sum(kind, collectives, stage, spare, last)
             elif kind == "scatter":
                 part = last if last is not None and last.dtype is local.dtype else local[start : start + size]
                 yield from self.run.collective(collectives[0], part, local)
@@ -243,7 +234,7 @@ class Staging:
 
     def _sum(
         self, kind: str, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor,
-        out: torch.Tensor | None, peers: Peers,
+        out: torch.Tensor | None,
     ) -> Generator[Any, None, torch.Tensor]:  # fmt: skip
         """The exact sum over the first axis, float32: this rank's part of it, or all of it where it stays whole."""
         axis = collectives[0].axis
@@ -251,14 +242,10 @@ class Staging:
         out = out if out is not None and out.dtype is torch.float32 else None
         came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
         n, own = stage.numel() // ranks, None
-        if peers is not None:
-            at = int(stage.storage_offset()) * stage.element_size()
-            yield from exchange(self.run, collectives, peers, at, came, mine)
+        if (yield from self.carrier.exchange(collectives, stage, came)):
             own = mine, stage[mine * n : (mine + 1) * n]
             if out is None:  # the sum may take its place
                 own = mine, came[mine * n : (mine + 1) * n].copy_(own[1])
-        else:
-            yield from self.run.collective(collectives[0], came, stage)
         if kind == "scatter":
             whole = part = stage.view(torch.uint8)[: 4 * n].view(torch.float32) if out is None else out  # it was sent
         else:
@@ -272,12 +259,11 @@ class Staging:
 
     def records(self, bucket: Bucket) -> Records:
         """What the verbs do with a bucket."""
-        return records(bucket, self.run.position, self.average, self.traits)
+        return records(bucket, self.run.position, self.average, self.carrier.traits)
 
     def _make(self, index: int, unit: Unit) -> Stage:
         reduction = self.plan.reductions[index]
-        shared = self.copies.staged(unit, self.plan.staging) if self.copies else None
-        stays, peers = shared or (self.windows.staging(self.plan.staging) if self.windows else None, None)
+        stays = self.carrier.staging(unit, self.plan.staging)
         span = None if stays is None else range(reduction.address, reduction.address + reduction.nbytes)
         if stays is None or span is None:
             memory = torch.empty(reduction.nbytes, dtype=torch.uint8, device=self.run.device)
@@ -296,11 +282,11 @@ class Staging:
             chosen = [(pieces[i], unit.paths.index(leaf.path)) for i, leaf in placed if leaf.numel]
             gaps = [piece for i, piece in enumerate(pieces) if i not in set(bucket.leaf_pieces)]
             ways = self.records(bucket).reduce
-            if peers is not None:
-                ways = {last: read_by_peers(way) for last, way in ways.items()}
+            if stays is not None:
+                ways = {last: self.carrier.reduces(way) for last, way in ways.items()}
             leaves, which = [piece for piece, _ in chosen], tuple(i for _, i in chosen)
             large = self.run.cuda and any(leaf.nbytes >= LARGE for leaf in leaves)
-            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, ways, peers, large))
+            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, ways, large))
         self.stages[index] = Stage(memory, slots, span)
         return self.stages[index]
 

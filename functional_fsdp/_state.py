@@ -112,7 +112,7 @@ class State:
 
     def prepared(self) -> State:
         """This state, with what its ranks share made: for whoever makes it while all are there. Collective."""
-        if self.spec.schedule.transport in ("copy_engine", "symmetric"):
+        if self.spec.transport.stays:
             self.executor.share()
         return self
 
@@ -120,7 +120,7 @@ class State:
     def shared_bytes(self) -> int:
         """Bytes on this rank that a transport keeps beside the state's own: what other ranks read, or NCCL knows."""
         executor = self.token.ledger.executor
-        return executor.shared.nbytes if executor and executor.shared else 0
+        return executor.carrier.nbytes if executor else 0
 
     @property
     def cursor(self) -> Cursor:

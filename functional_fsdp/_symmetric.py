@@ -18,39 +18,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ._carrier import Carrier
 from ._errors import SpecError
 from ._exchange import uneven
-from ._records import Traits
+from ._slab import use_backend
 from ._torch import symmetric_memory
+from ._transport import Traits, Transport
 
 if TYPE_CHECKING:
+    from ._layout import Layout, Unit
     from ._plan import Plan
     from ._runtime import Runtime
 
-__all__ = ["Windows", "registered", "use_backend"]
+__all__ = ["Symmetric", "Windows", "registered", "symmetric"]
 
 LEAST = (2, 27)  # NCCL's version
 
 
-class Windows:
+class Windows(Carrier):
     """The windows of one lineage of states. Making one is collective.
 
     A window is never freed: NCCL would go on to take its address for one. When its lineage is gone, or needs a larger
     one, it is kept for the next lineage of the mesh.
 
-    Attributes:
-        lane: whose communicators gather: "gather", or "zero_cta".
     """
 
-    def __init__(self, run: Runtime, zero_cta: bool) -> None:
-        self.run = run
-        self.lane = "zero_cta" if zero_cta else "gather"
-        self.traits = Traits(self.lane, averages=False)
+    stays = inside = keeps_arena = True
+
+    def __init__(self, run: Runtime, layout: Layout, traits: Traits) -> None:
+        super().__init__(run, layout, traits)
         self.made: dict[tuple[str, str], tuple[int, torch.Tensor]] = {}
         weakref.finalize(self, _give_back, run, self.made)
 
     @property
-    def nbytes(self) -> int:
+    def nbytes(self) -> int:  # type: ignore[override]
         """Of all windows."""
         return sum(window.numel() for _, window in self.made.values())
 
@@ -63,15 +64,16 @@ class Windows:
         for key in uneven(self.run, have, "windows"):
             _give_back(self.run, {key: self.made.pop(key)})
         self.arena(plan.arena)
-        self.staging(plan.staging)
+        self._stages(plan.staging)
         return {key: number for key, (number, _) in self.made.items()} != have
 
     def arena(self, nbytes: int) -> torch.Tensor:
-        """At least so many bytes [uint8] for gathered units."""
-        return self._window("arena", nbytes, (self.lane,))
+        return self._window("arena", nbytes, (self.traits.gathers,))
 
-    def staging(self, nbytes: int) -> torch.Tensor:
-        """At least so many bytes [uint8] for gradients."""
+    def staging(self, unit: Unit, nbytes: int) -> torch.Tensor:
+        return self._stages(nbytes)
+
+    def _stages(self, nbytes: int) -> torch.Tensor:
         return self._window("staging", nbytes, ("reduce", "outer"))
 
     def _window(self, what: str, nbytes: int, lanes: tuple[str, ...]) -> torch.Tensor:
@@ -98,6 +100,38 @@ class Windows:
             return None
         number = min(shared, key=lambda number: (spare[number].numel(), number))
         return number, spare.pop(number)
+
+
+class Symmetric(Transport):
+    """NCCL with its symmetric kernels, on memory that stays registered with it."""
+
+    name = "symmetric"
+    stays = True
+
+    def __init__(self, zero_cta: bool = False) -> None:
+        self.zero_cta = zero_cta
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        return Traits("zero_cta" if self.zero_cta else "gather", averages=False)
+
+    def on(self, run: Runtime, layout: Layout) -> Windows:
+        return Windows(run, layout, self.traits)
+
+
+def symmetric(zero_cta: bool = False) -> Transport:
+    """The transport "symmetric": NCCL's symmetric kernels, for `Spec(transport=...)`.
+
+    Args:
+        zero_cta: gathers by the copy engines, which leave the multiprocessors to compute.
+
+    Example: `fsdp.Spec(mesh, transport=fsdp.symmetric(zero_cta=True))`.
+
+    Source: NCCL's documentation, "Window Registration" and `NCCL_CTA_POLICY_ZERO`.
+    """
+    if not isinstance(zero_cta, bool):
+        raise SpecError(f"symmetric(zero_cta={zero_cta!r}): expected True or False.")
+    return Symmetric(zero_cta)
 
 
 def _give_back(run: Runtime, made: dict[tuple[str, str], tuple[int, torch.Tensor]]) -> None:
@@ -137,26 +171,6 @@ def registered(run: Runtime, nbytes: int, groups: list[Any]) -> torch.Tensor:
         if why is None:
             return memory
     raise SpecError(
-        f"Schedule(transport='symmetric'): {nbytes:,} bytes of NCCL's symmetric memory could not be had on every rank: "
+        f"Spec(transport='symmetric'): {nbytes:,} bytes of NCCL's symmetric memory could not be had on every rank: "
         f"{why}. Use transport='collective', or 'auto', which takes what there is."
     )
-
-
-def use_backend(run: Runtime, name: str) -> None:
-    """Have symmetric memory by this backend of torch's, of which a process has one.
-
-    Raises:
-        RuntimeError: it has another one already.
-    """
-    symmetric = symmetric_memory()
-
-    have = symmetric.get_backend(run.device)
-    if have == name:
-        return
-    try:
-        symmetric.set_backend(name)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"this process uses torch's symmetric memory with the backend {have!r}, {name!r} is needed, and torch has "
-            "one a process (copy_engine and symmetric exclude each other)"
-        ) from error

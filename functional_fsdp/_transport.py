@@ -1,66 +1,88 @@
-"""Which transport a state gets where the schedule leaves it open: `Schedule(transport="auto")`.
+"""Transport: what carries the gathers and reductions of eager steps, as a value in a Spec. Pure.
 
-    collective    less than 1 GiB to gather: a step has many small transfers then, and NCCL launches each as one kernel
-    copy_engine   else GPUs that read each other's memory along every axis that shards
-    symmetric     else NCCL 2.27 or newer, with memory to be had that it can register
-    collective    else, and without GPUs
+    Spec(transport=...)   Transport   which one, its options, what of it shows in a layout and in records
+                              │ on(run, layout)
+                              ▼
+    executor              Carrier     what one lineage of states has of it on this rank: memory, jobs (`_carrier`)
 
-It is tried with a few bytes on every rank, and the first one that all of them can have is taken. That happens in
-`shard` and `init`; a layout or a plan made without ranks is that of "collective".
+A new transport is a file with a Transport and a Carrier, and a line in `_transports`. Nobody else asks which one it is.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from ._copies import Copies
 from ._errors import SpecError
-from ._layout import Layout, LeafInfo, plan_layout
-from ._runtime import Runtime, runtime_of
-from ._slab import check_reach
-from ._spec import Spec
-from ._symmetric import registered
 
-__all__ = ["settled"]
+if TYPE_CHECKING:
+    from ._carrier import Carrier
+    from ._layout import Layout
+    from ._runtime import Runtime
 
-log = logging.getLogger(__name__)
-TRIED = 1024  # bytes
-LARGE = 1 << 30  # bytes of gathered weights
+__all__ = ["NAMES", "Traits", "Transport", "transport_of"]
 
 
-def settled(spec: Spec, leaves: Sequence[LeafInfo], order: Sequence[str] | None = None) -> tuple[Spec, Layout]:
-    """The spec with a transport in the place of "auto", the same on every rank, and its layout. Then collective.
+class Traits(NamedTuple):
+    """What of a transport shows in the records. gathers: the lane of its gathers. averages: whether its collectives can
+    average; else they add up, and the result is divided."""
 
-    What was taken, and why, is logged once for each such choice.
+    gathers: str = "gather"
+    averages: bool = True
+
+
+class Transport:
+    """What carries the gathers and reductions of eager steps. Equal by class and options, which are its attributes.
+
+    Attributes:
+        name: what it is called in `Spec(transport=...)` and where specs are printed.
+        stays: whether it has memory that ranks share, which is made by `shard` and stays.
+        exact: whether it adds up gradients in float32, in the order of ranks, where the precision leaves that open.
+        traits: what of it shows in the records of what is communicated.
     """
-    layout = plan_layout(leaves, spec, order)
-    if spec.schedule.transport != "auto":
-        return spec, layout
-    run = runtime_of(spec.mesh)
-    large = sum(bucket.nbytes("weights") * bucket.slices("weights") for bucket in layout.buckets.values()) >= LARGE
-    axes = Copies(run, layout).axes() if large else []
-    key = large, tuple(axes)
-    if key not in run.chosen:
-        run.chosen[key], why = _choose(run, axes) if large else ("collective", "there is little to gather")
-        log.info("Schedule(transport='auto'): %s (%s)", run.chosen[key], why)
-    spec = spec.with_schedule(spec.schedule.by(run.chosen[key]))
-    return spec, plan_layout(leaves, spec, order)
+
+    name: ClassVar[str] = "transport"
+    stays: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
+    traits: Traits = Traits()
+
+    def on(self, run: Runtime, layout: Layout) -> Carrier:
+        """What one lineage of states has of it, on this rank of a mesh of several ranks."""
+        raise NotImplementedError
+
+    def settled(self, run: Runtime, layout: Layout) -> Transport:
+        """The transport that this one comes to on the machine of these ranks, the same on every rank. Collective, if it
+        tries anything."""
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).items()))
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if key != "traits")
+        return f"{self.name}({options})" if options else self.name
+
+    def __fsdp_settings__(self) -> Any:
+        return repr(self)
 
 
-def _choose(run: Runtime, axes: list[str]) -> tuple[str, str]:
-    """The transport, and why."""
-    if not run.cuda or run.size == 1:
-        return "collective", "there are no GPUs" if not run.cuda else "there is one rank"
-    try:
-        check_reach(run, axes)
-        for axis in axes:
-            run.signalling(axis)
-        return "copy_engine", "the GPUs can read each other's memory"
-    except SpecError as error:
-        why = str(error)
-    try:
-        registered(run, TRIED, [group for (lane, _), group in run.groups.items() if lane == "gather"])
-        return "symmetric", f"copy_engine cannot be had: {why}"
-    except SpecError as error:
-        return "collective", f"copy_engine cannot be had: {why}; neither can symmetric: {error}"
+#: by name, without options
+NAMES: dict[str, Transport] = {}
+
+
+def transport_of(said: object) -> Transport:
+    """A transport from its name, or itself.
+
+    Raises:
+        SpecError: there is none of that name.
+    """
+    if isinstance(said, Transport):
+        return said
+    if isinstance(said, str) and said in NAMES:
+        return NAMES[said]
+    raise SpecError(
+        f"Spec(transport={said!r}): expected one of {', '.join(map(repr, NAMES))}, or a transport with options, as "
+        "fsdp.symmetric(zero_cta=True)."
+    )

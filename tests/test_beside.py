@@ -52,9 +52,11 @@ def one_pass_and_something(transport: Any, prefetch: int, beside: str) -> list[A
     found = []
     mesh = fsdp.local_mesh()
     for train, skipped in itertools.product((False, True), SKIPPED):
-        schedule = Schedule(transport=transport, prefetch=prefetch)
+        schedule = Schedule(prefetch=prefetch)
         params = {f"l{i}": torch.zeros(300) for i in range(UNITS)}
-        state = fsdp.shard(params, Spec(mesh, fsdp.zero3("data"), schedule=schedule), fsdp.sgd(lr=1.0))
+        state = fsdp.shard(
+            params, Spec(mesh, fsdp.zero3("data"), schedule=schedule, transport=transport), fsdp.sgd(lr=1.0)
+        )
         used = [unit for i, unit in enumerate(state.units) if dist.get_rank() or i not in skipped]
         state = BESIDE[beside](pass_of(state, used, train))
         state = fsdp.step(pass_of(state, list(state.units), True))

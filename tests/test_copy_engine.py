@@ -27,10 +27,11 @@ from tables import product
 import functional_fsdp as fsdp
 from functional_fsdp import Precision, Schedule, Spec, SpecError, _runtime, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._copies import Pull, Reading, without
+from functional_fsdp._copies import Pull, Reading
+from functional_fsdp._place import without
 from functional_fsdp._slab import Slab
 
-COPIES = Schedule(transport="copy_engine", debug=True)
+COPIES: Any = {"schedule": Schedule(debug=True), "transport": "copy_engine"}
 PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 
 
@@ -39,7 +40,7 @@ def ones(state: fsdp.State) -> torch.Tensor:
 
 
 def of_copies(preset: str, loop: str, dtype: torch.dtype, **spec: Any) -> Any:
-    return sharded(preset, loop, 3, 2, dtype, schedule=COPIES, **spec)
+    return sharded(preset, loop, 3, 2, dtype, **COPIES, **spec)
 
 
 @pytest.mark.parametrize(("preset", "loop", "dtype"), product(PRESETS, LOOPS, (torch.float64, torch.float32)))
@@ -74,7 +75,7 @@ def counted(
 
     mesh, placement = mesh_and_placement(preset)
     params, _ = fsdp.functionalize(Stack(32, 4))
-    spec = Spec(mesh, placement, precision=precision, schedule=Schedule(prefetch=prefetch, transport="copy_engine"))
+    spec = Spec(mesh, placement, precision=precision, schedule=Schedule(prefetch=prefetch), transport="copy_engine")
     state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
     for name in real:
         setattr(_runtime, name, double(name))
@@ -122,12 +123,12 @@ def on_two_axes(transport: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
     params, _ = fsdp.functionalize(Stack(32, 4))
     generator = torch.Generator().manual_seed(0)
     params = {path: torch.randn(p.shape, generator=generator) for path, p in params.items()}
-    state = fsdp.shard(params, Spec(mesh, rules, schedule=Schedule(transport=transport)), fsdp.sgd(lr=0.1))
+    state = fsdp.shard(params, Spec(mesh, rules, transport=transport), fsdp.sgd(lr=0.1))
     x = torch.randn(2, 32, generator=torch.Generator().manual_seed(1 + dist.get_rank())).to(state.count.device)
     for _ in range(3):
         state = fsdp.step(through_the_stack(state, x)[0])
-    executor = state.executor
-    read = sorted(executor.arena.reading.last) if executor and executor.arena.reading else []
+    carrier: Any = state.executor.carrier
+    read = sorted(carrier.reading.last) if carrier.read else []
     return {path: p.cpu() for path, p in fsdp.full_params(state).items()}, read
 
 
@@ -179,7 +180,7 @@ def gone_through(widths: tuple[int, ...], prefetch: int, evaluations: int, micro
     params = {path: torch.randn(p.shape, generator=generator) for path, p in params.items()}
     mesh = fsdp.local_mesh(a=2, b=2) if two else fsdp.local_mesh()
     rules = {"layers.[02]*": fsdp.zero3("a"), "*": fsdp.zero3("b")} if two else None
-    spec = Spec(mesh, rules, schedule=Schedule(prefetch=prefetch, transport="copy_engine", debug=True))
+    spec = Spec(mesh, rules, schedule=Schedule(prefetch=prefetch, debug=True), transport="copy_engine")
     state = fsdp.shard(params, spec, fsdp.sgd(lr=0.0))
     slow, wrong, real = random.Random(dist.get_rank()), [], Pull.read
 
@@ -229,7 +230,7 @@ def gradients(transport: Any, times: int) -> list[dict[str, torch.Tensor]]:
     """The main gradients of one step in bfloat16, several times, as the bits of this rank's shards."""
     params, _ = fsdp.functionalize(Stack(32, 3))
     precision = Precision(compute=torch.bfloat16, sum="fp32" if transport == "collective" else "auto")
-    spec = Spec(fsdp.local_mesh(), precision=precision, schedule=Schedule(transport=transport))
+    spec = Spec(fsdp.local_mesh(), precision=precision, transport=transport)
     torch.manual_seed(0)
     params = {path: torch.randn_like(p) for path, p in params.items()}
     state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
@@ -257,7 +258,7 @@ def test_sums_are_exact_and_the_same_bits_every_time() -> None:
 def other_weights() -> list[float]:
     """Other main weights (an average, say) for an evaluation, and back; and changed in place."""
     params, _ = fsdp.functionalize(Stack(32, 3))
-    state = fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.sgd(lr=0.1))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), **COPIES), fsdp.sgd(lr=0.1))
     predict = T.apply(Stack(32, 3), lambda model, x: sum(F.linear(x, m.weight).sum() for m in model.layers))
     x = ones(state)
     seen = []
@@ -290,7 +291,7 @@ def test_a_gather_reads_the_weights_that_the_state_has() -> None:
 def abandoned() -> tuple[int, bool, bool]:
     """Rank 1 gives up in the middle of four steps, at several places; all go on from the state before it."""
     params, model = fsdp.functionalize(net(torch.float32))
-    state = fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.adamw(lr=1e-2))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), **COPIES), fsdp.adamw(lr=1e-2))
     plain = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.adamw(lr=1e-2))
     met = 0
     for step in range(4):
@@ -326,7 +327,8 @@ def stopped_in_slabs(after: int) -> tuple[int, bool]:
     """In a driven model's first step rank 1 is stopped after so many slabs: the others may have them all."""
     module = net(torch.float32)
     params, model = fsdp.functionalize(module)
-    states = [fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=s), fsdp.sgd(0.1)) for s in (COPIES, fsdp.Schedule())]
+    kinds: list[dict[str, Any]] = [COPIES, {}]
+    states = [fsdp.shard(params, Spec(fsdp.local_mesh(), **s), fsdp.sgd(0.1)) for s in kinds]
     step = T.forward_backward(model, loss_fn)
     data, met, left = batch(0, dist.get_rank()), 0, [after]
     slab: Any = Slab.__init__
@@ -337,8 +339,8 @@ def stopped_in_slabs(after: int) -> tuple[int, bool]:
         if left[0] == 0:
             raise KeyboardInterrupt
 
-    copies: Any = states[0].executor.copies
-    copies.staging.clear()
+    copies: Any = states[0].executor.carrier
+    copies.stages.clear()
     copies.whole, states[0].executor.shares = None, None  # all are to be made
     if dist.get_rank() == 1:
         Slab.__init__ = stopped  # type: ignore[method-assign, assignment]
@@ -365,7 +367,7 @@ def test_a_rank_that_was_stopped_where_slabs_are_made_has_them_made_with_all_oth
 def copied(folder: str) -> list[float]:
     """A copy and a loaded state are lineages with slabs of their own."""
     params, _ = fsdp.functionalize(Stack(32, 3))
-    state = fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.adamw(lr=1e-2))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), **COPIES), fsdp.adamw(lr=1e-2))
     twin = copy.deepcopy(state)
     loaded = fsdp.load(state, fsdp.save(state, folder))
     seen = []
@@ -400,8 +402,10 @@ def began_anew(turned: bool) -> int:
     if not turned:  # of another dtype: a bucket of its own
         params = {path: p.double() if path.endswith("v") else p for path, p in params.items()}
     rules = {"*.w": fsdp.zero3("a"), "*.u": fsdp.zero3("a", "b"), "*.v": fsdp.zero3(*("ba" if turned else "ab"))}
-    schedule = Schedule(transport="copy_engine", prefetch=0)
-    state = fsdp.shard(params, Spec(fsdp.local_mesh(a=2, b=2), rules, schedule=schedule), fsdp.sgd(lr=0.1))
+    schedule = Schedule(prefetch=0)
+    state = fsdp.shard(
+        params, Spec(fsdp.local_mesh(a=2, b=2), rules, schedule=schedule, transport="copy_engine"), fsdp.sgd(lr=0.1)
+    )
 
     def forward(units: int) -> None:
         middle = state
@@ -436,7 +440,7 @@ def on_hosts(preset: str, hosts: str) -> str:
     socket.gethostname = lambda: hosts.split()[dist.get_rank()]
     try:
         mesh, placement = mesh_and_placement(preset)
-        fsdp.shard({"w": torch.ones(4)}, Spec(mesh, placement, schedule=COPIES), fsdp.sgd(lr=0.1))
+        fsdp.shard({"w": torch.ones(4)}, Spec(mesh, placement, **COPIES), fsdp.sgd(lr=0.1))
     except SpecError as error:
         return str(error)
     finally:
@@ -458,7 +462,7 @@ def test_only_axes_that_are_read_must_be_on_one_host_and_all_ranks_hear_of_it() 
 
 def looked_at_a_copy() -> str:
     params, _ = fsdp.functionalize(Stack(32, 3))
-    state = fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=COPIES), fsdp.sgd(lr=0.1))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), **COPIES), fsdp.sgd(lr=0.1))
     twin = copy.deepcopy(state)
     return repr(twin.cursor) if dist.get_rank() == 0 else ""
 

@@ -24,8 +24,8 @@ from traced import BLOCKS, trained
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, SpecError, StaleStateError, TreeError, launch
+from functional_fsdp import _auto as auto
 from functional_fsdp import _symmetric as symmetric
-from functional_fsdp import _transport as transport
 from functional_fsdp import transforms as T
 from functional_fsdp._capture import Capture
 from functional_fsdp._launch import stop_workers
@@ -36,10 +36,10 @@ from functional_fsdp.transforms._memsets import Kernel, Memset, words
 from functional_fsdp.transforms.cuda_graph import signature
 
 
-def made(**schedule: Any) -> fsdp.State:
+def made(**spec: Any) -> fsdp.State:
     torch.manual_seed(0)
     params, _ = fsdp.functionalize(Stack(16, 3))
-    return fsdp.shard(params, Spec(fsdp.local_mesh(), schedule=Schedule(**schedule)), fsdp.adamw(lr=1e-2))
+    return fsdp.shard(params, Spec(fsdp.local_mesh(), **spec), fsdp.adamw(lr=1e-2))
 
 
 def data(step: int = 0) -> torch.Tensor:
@@ -484,8 +484,7 @@ def forget_windows() -> None:
 def in_windows(preset: str, loop: str, average: str) -> tuple[list[Any], list[int]]:
     runtime_of(mesh_and_placement(preset)[0]).spare.clear()
     with pretended() as asked:
-        schedule = Schedule(transport="symmetric")
-        return sharded(preset, loop, 3, 2, schedule=schedule, average=average), asked
+        return sharded(preset, loop, 3, 2, transport="symmetric", average=average), asked
 
 
 @pytest.mark.parametrize("loop", list(LOOPS))
@@ -501,7 +500,7 @@ def test_steps_in_windows_are_the_plain_modules(preset: str, loop: str) -> None:
 
 
 def windows_of(state: fsdp.State) -> symmetric.Windows:
-    shared = state.executor.shared
+    shared = state.executor.carrier
     assert isinstance(shared, symmetric.Windows)
     return shared
 
@@ -546,22 +545,22 @@ def test_symmetric_says_what_is_missing() -> None:
 
 @contextmanager
 def choices() -> Iterator[list[str]]:
-    """What is logged of `Schedule(transport="auto")`, and afterwards all is as it was."""
+    """What is logged of `Spec(transport="auto")`, and afterwards all is as it was."""
     said: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
 
-    log, handler = logging.getLogger("functional_fsdp._transport"), Handler()
-    before = log.level, transport.LARGE
+    log, handler = logging.getLogger("functional_fsdp._auto"), Handler()
+    before = log.level, auto.LARGE
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
         yield said
     finally:
         log.removeHandler(handler)
-        log.level, transport.LARGE = before
+        log.level, auto.LARGE = before
 
 
 def open_choice() -> tuple[set[str], list[str], int]:
@@ -569,25 +568,25 @@ def open_choice() -> tuple[set[str], list[str], int]:
     with choices() as said:
         runtime_of(fsdp.local_mesh()).chosen.clear()
         states = [made(transport="auto"), made(transport="auto")]
-        transport.LARGE = 1000
+        auto.LARGE = 1000
         states += [made(transport="auto"), made(transport="auto")]
     state, _ = train_step(states[0], data())
-    return {state.spec.schedule.transport for state in states}, said, state.steps
+    return {state.spec.transport.name for state in states}, said, state.steps
 
 
 def test_auto_takes_what_there_is_and_says_so_once() -> None:
     for taken, said, steps in launch(open_choice, 2):
         assert taken == {"collective"}
         assert said == [
-            "Schedule(transport='auto'): collective (there is little to gather)",
-            "Schedule(transport='auto'): collective (there are no GPUs)",
+            "Spec(transport='auto'): collective (there is little to gather)",
+            "Spec(transport='auto'): collective (there are no GPUs)",
         ]
         assert steps == 1
 
 
 def test_plans_without_ranks_take_auto_for_collective() -> None:
     params, _ = fsdp.functionalize(Stack(16, 3))
-    layouts = [fsdp.layout(params, Spec({"data": 8}, schedule=Schedule(transport=t))) for t in ("auto", "collective")]
+    layouts = [fsdp.layout(params, Spec({"data": 8}, transport=t)) for t in ("auto", "collective")]
     assert layouts[0].hash == layouts[1].hash
 
 
@@ -611,17 +610,20 @@ def test_parameters_are_laid_out_as_the_driver_reads_them() -> None:
 
 
 def test_zero_cta_is_symmetrics() -> None:
-    with pytest.raises(SpecError, match=r"zero_cta=True, transport='copy_engine'.*expected transport='symmetric'"):
-        Schedule(transport="copy_engine", zero_cta=True)
-    assert str(Schedule(transport="symmetric", zero_cta=True)).endswith("symmetric, zero-CTA gathers")
-    order = Schedule(transport="symmetric", zero_cta=True).ordered(["a", "a"])
-    assert (order.transport, order.zero_cta) == ("symmetric", True)
+    one = Spec({"data": 2}, transport=fsdp.symmetric(zero_cta=True))
+    assert "symmetric(zero_cta=True)" in repr(one)
+    assert one.transport.traits == ("zero_cta", False)
+    assert one.with_schedule(Schedule(prefetch=2)).transport == fsdp.symmetric(zero_cta=True) != fsdp.symmetric()
+    assert hash(one.transport) == hash(fsdp.symmetric(zero_cta=True))
+    assert Spec({"data": 2}, transport="symmetric").transport == fsdp.symmetric()
+    with pytest.raises(SpecError, match=r"symmetric\(zero_cta='yes'\): expected True or False"):
+        fsdp.symmetric(zero_cta="yes")  # type: ignore[arg-type]
 
 
 def hybrid() -> str:
     mesh, placement = mesh_and_placement("hsdp")
-    spec = Spec(mesh, placement, schedule=Schedule(transport="auto"))
-    return fsdp.shard({"w": torch.ones(64)}, spec, fsdp.sgd(lr=0.1)).spec.schedule.transport
+    spec = Spec(mesh, placement, transport="auto")
+    return fsdp.shard({"w": torch.ones(64)}, spec, fsdp.sgd(lr=0.1)).spec.transport.name
 
 
 def test_auto_on_two_axes() -> None:

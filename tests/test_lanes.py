@@ -11,8 +11,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from functional_fsdp._arena import Place
 from functional_fsdp._lanes import Job, Queue, Steps, Streams, together
+from functional_fsdp._place import Place
 from functional_fsdp._weights import Lease
 
 LANES = ("gather", "reduce", "update")

@@ -52,10 +52,10 @@ def trained(case: Program) -> float:
     mesh = fsdp.local_mesh(replica=rows, shard=-1) if two else fsdp.local_mesh()
     rank, world = dist.get_rank(), case["ranks"]
     placement = getattr(fsdp, case["placement"])(*(("replica", "shard") if two else ("data",)))
-    schedule = Schedule(prefetch=case["prefetch"], transport=case["transport"], debug=True)
+    schedule = Schedule(prefetch=case["prefetch"], debug=True)
     spec = Spec(
         mesh, placement, schedule=schedule, precision=fsdp.Precision(sum=case["sum"]), average="sum",
-        units=list(case["sizes"]),
+        units=list(case["sizes"]), transport=case["transport"],
     )  # fmt: skip
     params = {name: torch.zeros(size) for name, size in case["sizes"].items()}
     state = fsdp.shard(params, spec, fsdp.sgd(lr=1.0))

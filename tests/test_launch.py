@@ -461,7 +461,7 @@ PROGRAM = """
 import os, signal, threading, torch, torch.distributed as dist, functional_fsdp as f
 
 def stuck():
-    state = f.shard({"w": torch.ones(300)}, f.Spec(f.local_mesh(), schedule=f.Schedule(transport="copy_engine")))
+    state = f.shard({"w": torch.ones(300)}, f.Spec(f.local_mesh(), transport="copy_engine"))
     if dist.get_rank():
         signal.pause()
     f.full_params(f.unshard(state, "w")[0])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import functional_fsdp as fsdp
-from functional_fsdp import Precision, Schedule, Spec, _staging, launch
+from functional_fsdp import Precision, Spec, _staging, launch
 from functional_fsdp._layout import LeafInfo, plan_layout
 
 BIG = 200_000
@@ -28,7 +28,7 @@ def stepped(case: str, transport: Any) -> int:
     else:
         rules = {"a": fsdp.ddp("data"), "*": fsdp.zero2("data")}
         lasts = (False, False, True)
-    state = fsdp.shard(params, Spec(mesh, rules, schedule=Schedule(transport=transport)), fsdp.sgd(lr=1.0))
+    state = fsdp.shard(params, Spec(mesh, rules, transport=transport), fsdp.sgd(lr=1.0))
     rank, wrong = dist.get_rank(), 0
     for step in range(5):
         before = fsdp.full_params(state)["b"].clone()
@@ -124,9 +124,7 @@ def flagged(lasts: list[tuple[bool, ...]], transport: Any) -> list[list[float]]:
     """Gradients of a few rounds with these flags, on an axis that cuts nothing."""
     mesh = fsdp.local_mesh(replica=2, shard=1)
     rank, found = dist.get_rank(), []
-    spec = Spec(
-        mesh, fsdp.hsdp("replica", "shard"), schedule=Schedule(transport=transport), precision=Precision(sum="fp32")
-    )
+    spec = Spec(mesh, fsdp.hsdp("replica", "shard"), transport=transport, precision=Precision(sum="fp32"))
     for flags in lasts:
         state = fsdp.shard({"a": torch.zeros(300), "b": torch.zeros(7)}, spec, fsdp.sgd(lr=1.0))
         for k, last in enumerate(flags):

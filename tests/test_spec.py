@@ -360,6 +360,7 @@ def test_a_spec_prints_as_a_table() -> None:
         "trainable": "as given",
         "gradients": "sum over data ranks",
         "schedule": "forward, then backward; prefetch 1",
+        "transport": "collective",
     }
 
 

@@ -264,7 +264,7 @@ def test_a_step_is_searched_for_custom_backwards_for_each_kind_of_call() -> None
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(SpecError, match=r"transport='nvlink'.*'collective', .*'copy_engine', 'auto'"):
-        fsdp.Schedule(transport="nvlink")  # type: ignore[arg-type]
+        fsdp.Spec({"data": 2}, transport="nvlink")
     with pytest.raises(SpecError, match=r"backend='cudagraphs'.*'inductor', 'aot_eager'"):
         T.compile(lambda state: state, "cudagraphs")
     with pytest.raises(SpecError, match=r"got a tuple first; expected a State"):

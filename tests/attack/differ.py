@@ -58,7 +58,8 @@ class Settings:
         }
         self.placement: Any = getattr(fsdp, case["preset"])("data")
         self.precision: dict[str, Any] = {}
-        self.schedule: dict[str, Any] = {"transport": case["transport"]}
+        self.transport: str = case["transport"]
+        self.schedule: dict[str, Any] = {}
         self.spec: dict[str, Any] = {"labels": {"*b*": "slow"}}
         self.adamw: dict[str, Any] = {"lr": 0.01, "weight_decay": {"slow": 0.0, "default": 0.1}}
         self.optimizer: Callable[[], Any] = lambda: fsdp.adamw(**self.adamw)
@@ -71,7 +72,7 @@ class Settings:
     def state(self) -> fsdp.State:
         spec = fsdp.Spec(
             self.mesh(), self.placement, precision=fsdp.Precision(**self.precision),
-            schedule=fsdp.Schedule(**self.schedule), **self.spec,
+            schedule=fsdp.Schedule(**self.schedule), transport=self.transport, **self.spec,
         )  # fmt: skip
         return fsdp.shard(self.params, spec, self.optimizer(), **self.shard)
 
@@ -238,7 +239,7 @@ def placement(s: Settings, me: bool, rank: int) -> None:
 @difference
 def transport(s: Settings, me: bool, rank: int) -> None:
     if me:
-        s.schedule["transport"] = "copy_engine" if s.case["transport"] == "collective" else "collective"
+        s.transport = "copy_engine" if s.case["transport"] == "collective" else "collective"
 
 
 @difference

@@ -192,7 +192,7 @@ def precision_of(said: dict[str, Any]) -> fsdp.Precision:
 
 def schedule_of(said: Settings, units: list[str]) -> fsdp.Schedule:
     """The package's schedule; orders and sets of units are drawn here, where the units are known."""
-    given: dict[str, Any] = {k: said[k] for k in ("transport", "prefetch", "debug") if k in said}
+    given: dict[str, Any] = {k: said[k] for k in ("prefetch", "debug") if k in said}
     keep, order = said.get("keep"), said.get("order")
     if isinstance(keep, dict):
         keep = [unit for unit in units if Random(f"{keep['seed']} {unit}").random() < 0.4]
@@ -212,6 +212,7 @@ def spec_of(said: Settings, mesh: Any, params: Any) -> fsdp.Spec:
         "labels": dict(said["labels"]) or None,
         "trainable": dict(said["trainable"]) or None,
         "average": said["average"],
+        "transport": said["schedule"]["transport"],
     }
     schedule = said["schedule"]
     names: list[str] = []

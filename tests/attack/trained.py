@@ -58,10 +58,12 @@ def make(case: Case) -> tuple[fsdp.State, Any]:
     mesh, placement = mesh_of(case["preset"], case["world"])
     torch.manual_seed(case.get("weights", 0))
     params, model = fsdp.functionalize(Net())
-    schedule = fsdp.Schedule(transport=case["transport"], prefetch=case["prefetch"])
+    schedule = fsdp.Schedule(prefetch=case["prefetch"])
     precision = fsdp.Precision(compute=torch.bfloat16) if case.get("bfloat16") else None
     optimizer = fsdp.sgd(lr=1e-2, momentum=0.9) if case.get("sgd") else fsdp.adamw(lr=1e-2)
-    return fsdp.shard(params, fsdp.Spec(mesh, placement, schedule=schedule, precision=precision), optimizer), model
+    transport = case["transport"]
+    spec = fsdp.Spec(mesh, placement, schedule=schedule, precision=precision, transport=transport)
+    return fsdp.shard(params, spec, optimizer), model
 
 
 def batch(case: Case, step: int, rank: int, micro: int) -> torch.Tensor:

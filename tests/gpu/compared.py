@@ -8,16 +8,14 @@ import torch
 from problems import reference, sharded
 from traced import STEPS, trained
 
-import functional_fsdp as fsdp
-
 __all__ = ["gradients_differ", "weights_differ"]
 
 
-def gradients_differ(ranks: int, preset: str, loop: str, schedule: fsdp.Schedule) -> dict[torch.dtype, float]:
+def gradients_differ(ranks: int, preset: str, loop: str, transport: Any) -> dict[torch.dtype, float]:
     """The largest difference of any gradient, beside 1 + its size, in three steps of two microbatches."""
     found = {}
     for dtype in (torch.float64, torch.float32):
-        seen = sharded(preset, loop, 3, 2, dtype, schedule=schedule)
+        seen = sharded(preset, loop, 3, 2, dtype, transport=transport)
         found[dtype] = max(
             float(((mine[path] - grad).abs() / (1 + grad.abs())).max())
             for (_, mine, _), (_, grads, _) in zip(seen, reference(ranks, 3, 2, dtype), strict=True)

@@ -72,10 +72,9 @@ def batch(step: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x.sum(1, keepdim=True)
 
 
-def made(transport: str, **schedule: Any) -> tuple[fsdp.State, Any]:
+def made(transport: Any, **schedule: Any) -> tuple[fsdp.State, Any]:
     precision = fsdp.Precision(compute=torch.float32, wire=torch.bfloat16)
-    options: Any = {"transport": transport, **schedule}
-    spec = Spec(fsdp.local_mesh(), precision=precision, schedule=Schedule(**options))
+    spec = Spec(fsdp.local_mesh(), precision=precision, schedule=Schedule(**schedule), transport=transport)
     state, model = fsdp.init(Net, spec, fsdp.adamw(lr=rate, weight_decay=0.1), seed=0)
     forward_backward = T.accumulate(T.forward_backward(model, loss_fn), 2)
     step = T.skip_nonfinite(fsdp.step)
@@ -98,7 +97,7 @@ def look(state: fsdp.State) -> list[torch.Tensor]:
     return [leaf.detach().cpu().clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def hundred(transport: str, graph: bool, steps: int, schedule: dict[str, Any]) -> tuple[list[Any], list[torch.Tensor]]:
+def hundred(transport: Any, graph: bool, steps: int, schedule: dict[str, Any]) -> tuple[list[Any], list[torch.Tensor]]:
     torch.use_deterministic_algorithms(True)
     try:
         state, train_step = made(transport, **schedule)
@@ -119,7 +118,7 @@ def hundred(transport: str, graph: bool, steps: int, schedule: dict[str, Any]) -
         torch.use_deterministic_algorithms(False)
 
 
-def same(transport: str, steps: int = 100, **schedule: Any) -> None:
+def same(transport: Any, steps: int = 100, **schedule: Any) -> None:
     """Losses, norms, weights, moments, statistics and counts, bit for bit."""
     eager, replayed = (launch(hundred, RANKS, transport, graph, steps, schedule) for graph in (False, True))
     for (numbers, leaves), (again, others) in zip(eager, replayed, strict=True):

@@ -4,6 +4,7 @@ symmetric memory a process."""
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -13,35 +14,35 @@ from problems import LOOPS, Stack, through_the_stack
 from test_cuda_graph import choices
 
 import functional_fsdp as fsdp
-from functional_fsdp import Schedule, Spec, SpecError, launch
-from functional_fsdp import _transport as transport
+from functional_fsdp import Spec, SpecError, launch
+from functional_fsdp import _auto as auto
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]
 RANKS = 2
-SYMMETRIC = Schedule(transport="symmetric")
-ZERO_CTA = Schedule(transport="symmetric", zero_cta=True)
+SYMMETRIC: Any = fsdp.symmetric()
+ZERO_CTA: Any = fsdp.symmetric(zero_cta=True)
 
 
-@pytest.mark.parametrize("schedule", [SYMMETRIC, ZERO_CTA], ids=["symmetric", "zero-CTA"])
+@pytest.mark.parametrize("transport", [SYMMETRIC, ZERO_CTA], ids=["symmetric", "zero-CTA"])
 @pytest.mark.parametrize("loop", list(LOOPS))
 @pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
-def test_steps_are_the_plain_modules(preset: str, loop: str, schedule: Schedule) -> None:
+def test_steps_are_the_plain_modules(preset: str, loop: str, transport: Any) -> None:
     ranks = 4 if preset in ("hsdp", "hfsdp") else RANKS
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    for differ in launch(gradients_differ, ranks, ranks, preset, loop, schedule):
+    for differ in launch(gradients_differ, ranks, ranks, preset, loop, transport):
         assert differ[torch.float64] < 1e-12
         assert differ[torch.float32] < 1e-5
 
 
-def kernels(schedule: Schedule) -> tuple[list[str], list[float]]:
+def kernels(transport: Any) -> tuple[list[str], list[float]]:
     """In a step of layers of 8 MiB: the names of NCCL's kernels; and losses."""
     with torch.device("cuda"):
         torch.manual_seed(0)
         params, _ = fsdp.functionalize(Stack(2048, 4))
     precision = fsdp.Precision(compute=torch.bfloat16)
-    spec = Spec(fsdp.local_mesh(), precision=precision, schedule=schedule)
+    spec = Spec(fsdp.local_mesh(), precision=precision, transport=transport)
     state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-3))
     torch.manual_seed(fsdp.local_mesh().get_rank())
     x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
@@ -70,7 +71,7 @@ def test_zero_cta_gathers_take_no_kernel() -> None:
 
 
 def test_losses_are_those_of_plain_nccl() -> None:
-    plain, symmetric, zero_cta = (launch(kernels, RANKS, way) for way in (Schedule(), SYMMETRIC, ZERO_CTA))
+    plain, symmetric, zero_cta = (launch(kernels, RANKS, way) for way in ("collective", SYMMETRIC, ZERO_CTA))
     for a, b, c in zip(plain, symmetric, zero_cta, strict=True):
         assert b[1] == pytest.approx(a[1], rel=1e-3)
         assert c[1] == pytest.approx(a[1], rel=1e-3)
@@ -80,7 +81,7 @@ def test_losses_are_those_of_plain_nccl() -> None:
 def test_replayed_steps_are_the_eager_ones_bit_for_bit(zero_cta: bool) -> None:
     from gpu.test_graph import same
 
-    same("symmetric", 60, zero_cta=zero_cta)
+    same(fsdp.symmetric(zero_cta), 60)
 
 
 def others() -> tuple[str, str, list[str]]:
@@ -88,15 +89,15 @@ def others() -> tuple[str, str, list[str]]:
     mesh = fsdp.local_mesh()
     refused = ""
     try:
-        fsdp.shard({"w": torch.ones(4)}, Spec(mesh, schedule=Schedule(transport="copy_engine")), fsdp.sgd(lr=0.1))
+        fsdp.shard({"w": torch.ones(4)}, Spec(mesh, transport="copy_engine"), fsdp.sgd(lr=0.1))
     except SpecError as error:
         refused = str(error)
     with choices() as said:
-        transport.LARGE = 1
+        auto.LARGE = 1
         for _ in range(2):
-            spec = Spec(mesh, schedule=Schedule(transport="auto"))
+            spec = Spec(mesh, transport="auto")
             state = fsdp.shard({"w": torch.ones(4)}, spec, fsdp.sgd(lr=0.1))
-    return refused, state.spec.schedule.transport, said
+    return refused, state.spec.transport.name, said
 
 
 def test_copies_beside_it_are_refused_and_auto_takes_what_there_is() -> None:

@@ -10,7 +10,7 @@ from problems import LOOPS, Stack, through_the_stack
 from test_copy_engine import abandoned, copied, gradients, on_two_axes, other_weights
 
 import functional_fsdp as fsdp
-from functional_fsdp import Schedule, Spec, launch
+from functional_fsdp import Spec, launch
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]
 RANKS = 2
@@ -22,7 +22,7 @@ def test_steps_by_copies_are_the_plain_modules(preset: str, loop: str) -> None:
     ranks = 4 if preset in ("hsdp", "hfsdp") else RANKS
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    for differ in launch(gradients_differ, ranks, ranks, preset, loop, Schedule(transport="copy_engine")):
+    for differ in launch(gradients_differ, ranks, ranks, preset, loop, "copy_engine"):
         assert differ[torch.float64] < 1e-12
         assert differ[torch.float32] < 1e-5
 
@@ -67,7 +67,7 @@ def kernels() -> tuple[int, ...]:
     with torch.device("cuda"):
         params, _ = fsdp.functionalize(Stack(2048, 4))
     precision = fsdp.Precision(compute=torch.bfloat16)
-    spec = Spec(fsdp.local_mesh(), precision=precision, schedule=Schedule(transport="copy_engine"))
+    spec = Spec(fsdp.local_mesh(), precision=precision, transport="copy_engine")
     state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-3))
     x = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):

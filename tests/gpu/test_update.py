@@ -36,8 +36,9 @@ class Chain(nn.Module):
 
 def made(transport: Any, overlapped: bool) -> tuple[fsdp.State, Any, torch.Tensor]:
     gc.collect()
-    schedule = Schedule(transport=transport, overlap_update=overlapped)
-    spec = fsdp.Spec(fsdp.local_mesh(), precision=fsdp.Precision(compute=torch.bfloat16), schedule=schedule)
+    schedule = Schedule(overlap_update=overlapped)
+    precision = fsdp.Precision(compute=torch.bfloat16)
+    spec = fsdp.Spec(fsdp.local_mesh(), precision=precision, schedule=schedule, transport=transport)
     rate = lambda count: 1e-4 * ((count + 1) / 4).clamp(max=1.0)  # noqa: E731
     state, model = fsdp.init(Chain, spec, fsdp.adamw(lr=rate, weight_decay=0.1), seed=0)
     generator = torch.Generator().manual_seed(dist.get_rank())
