@@ -19,6 +19,7 @@ from ._errors import (
 )
 from ._export import buffers, full_params, local_shards, state_dict
 from ._flat import FlatBuffer
+from ._free import free_arena
 from ._init import init
 from ._launch import LaunchError, launch, local_mesh
 from ._layout import Bucket, Layout, Leaf, Unit
@@ -76,6 +77,7 @@ __all__ = [
     "ddp",
     "drop_gradients",
     "finish",
+    "free_arena",
     "from_updates",
     "full_params",
     "functionalize",

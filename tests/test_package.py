@@ -91,6 +91,22 @@ def test_the_core_imports_no_transform(file: Path) -> None:
         assert not [name for name in names if "transforms" in name.split(".")], f"line {node.lineno}"
 
 
+#: each of these is known to a transport's own files, and to the list of them
+TRANSPORTS = {"_auto.py", "_carrier.py", "_copies.py", "_signals.py", "_slab.py", "_symmetric.py", "_transports.py"}
+
+
+@pytest.mark.parametrize("file", [f for f in CORE + TRANSFORMS if f.name not in TRANSPORTS], ids=lambda f: f.name)
+def test_nobody_asks_which_transport_it_is(file: Path) -> None:
+    names = ("symmetric", "copy_engine")
+    for node in nodes(file):
+        if isinstance(node, ast.Compare):
+            said = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+            assert not [name for name in said if name in names], f"line {node.lineno} compares a transport's name"
+        if isinstance(node, ast.ImportFrom) and node.level and file.name not in ("__init__.py", "_runtime.py"):
+            whose = {"_copies", "_slab", "_signals", "_symmetric"} & {node.module}
+            assert not whose, f"line {node.lineno}: {whose} belongs to a transport"
+
+
 @pytest.mark.parametrize("module", [fsdp, transforms], ids=lambda m: m.__name__)
 def test_public_names_are_explicit_sorted_and_documented(module: object) -> None:
     names: list[str] = module.__all__  # type: ignore[attr-defined]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from problems import LOOPS, batch, mesh_and_placement, net
-from traced import PRESETS, Counted
+from traced import FULL, PRESETS, Counted
 
 import functional_fsdp as fsdp
 from functional_fsdp import StaleStateError, launch
@@ -17,10 +19,10 @@ from functional_fsdp import transforms as T
 TURNS = ("eager", "compiled", "T", "eager", "T", "T", "compiled", "compiled", "eager", "eager", "compiled", "T")
 
 
-def problem(preset: str, loop: str) -> tuple[fsdp.State, Any]:
+def problem(preset: str, loop: str, transport: str = "collective") -> tuple[fsdp.State, Any]:
     mesh, placement = mesh_and_placement(preset)
     params, model = fsdp.functionalize(net(torch.float64, 2))
-    state = fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.adamw(lr=1e-2, weight_decay=0.1))
+    state = fsdp.shard(params, fsdp.Spec(mesh, placement, transport=transport), fsdp.adamw(lr=1e-2, weight_decay=0.1))
 
     def train_step(state: fsdp.State, batches: Any) -> Any:
         for k, data in enumerate(batches):
@@ -54,8 +56,12 @@ def alternated(preset: str, loop: str, turns: tuple[str, ...]) -> Any:
     return seen, fsdp.full_params(state), graphs, backend.count
 
 
-@pytest.mark.parametrize("loop", ["whole", "by_unit"])
-@pytest.mark.parametrize("preset", PRESETS)
+ROWS = [("zero3", "by_unit"), ("zero1", "whole"), ("hfsdp", "by_unit")]
+if FULL:
+    ROWS = [*product(PRESETS, LOOPS)]
+
+
+@pytest.mark.parametrize(("preset", "loop"), ROWS)
 def test_eager_and_compiled_steps_follow_each_other(preset: str, loop: str) -> None:
     ranks = 4 if preset in ("hsdp", "hfsdp") else 2
     plain = launch(alternated, ranks, preset, loop, ("eager",) * len(TURNS))
@@ -72,3 +78,59 @@ def test_eager_and_compiled_steps_follow_each_other(preset: str, loop: str) -> N
         assert sum(none) == 0
         assert count == 1
         assert sum(graphs) == 2  # one for torch.compile, one for T.compile
+
+
+def given_back(transport: str) -> tuple[list[int], list[float]]:
+    """Bytes that a transport keeps, after each step and once they are given back; and the losses."""
+    state, train_step = problem("zero3", "by_unit", transport)
+    kept, losses = [], []
+    for i in range(3):
+        state, loss = train_step(state, [batch(i, dist.get_rank(), 0)])
+        losses.append(loss.item())
+        kept.append(state.shared_bytes)
+        state = fsdp.free_arena(state)
+        kept.append(state.shared_bytes)
+    return kept, losses
+
+
+def test_memory_that_eager_steps_keep_is_given_back_and_made_again() -> None:
+    plain = launch(given_back, 2, "collective")
+    for (kept, losses), (none, expected) in zip(launch(given_back, 2, "copy_engine"), plain, strict=True):
+        assert none == [0] * 6
+        assert kept[1::2] == [0] * 3
+        assert min(kept[::2]) == max(kept[::2]) > 0
+        torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_memory_is_given_back_between_steps() -> None:
+    state, _ = problem("zero3", "by_unit")
+    middle, _ = fsdp.unshard(state, state.units[0])
+    with pytest.raises(StaleStateError, match="free_arena: this State is in the middle of a step"):
+        fsdp.free_arena(middle)
+
+
+def counted(turns: tuple[str, ...]) -> list[int]:
+    """The steps after each turn, one of which is skipped."""
+    state = fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0))
+
+    def train_step(state: fsdp.State, skip: torch.Tensor) -> fsdp.State:
+        state, w = fsdp.unshard(state)
+        return fsdp.step(fsdp.reduce(state, w), skip=skip)
+
+    torch._dynamo.reset()
+    ways = {"eager": train_step, "compiled": torch.compile(train_step, fullgraph=True, backend="eager")}
+    seen = []
+    for i, way in enumerate(turns):
+        state = ways[way](state, torch.tensor(i == 1))
+        if i != 1:
+            seen.append(state.steps)
+    assert int(state.count) == len(turns) - 1
+    assert copy.deepcopy(state).steps == state.steps
+    return seen
+
+
+@pytest.mark.parametrize(
+    "turns", [("eager",) * 4, ("compiled",) * 4, ("compiled", "eager") * 2, ("eager", "compiled") * 2]
+)
+def test_steps_count_those_that_were_skipped(turns: tuple[str, ...]) -> None:
+    assert launch(counted, 2, turns) == [[1, 3, 4]] * 2
