@@ -6,6 +6,7 @@ state = fsdp.reduce(state, grads)
 state = fsdp.step(state)
 """
 
+from . import extend
 from ._checkpoint import latest, load, save
 from ._errors import (
     CheckpointError,
@@ -75,6 +76,7 @@ __all__ = [
     "buffers",
     "ddp",
     "drop_gradients",
+    "extend",
     "finish",
     "from_updates",
     "full_params",
