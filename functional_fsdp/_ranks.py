@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-from ._runtime import runtime_of
+from ._runtime import Runtime, runtime_of
 from ._state import State
 
 __all__ = ["Lineage", "Ranks", "lineage", "ranks_of", "seeds"]
@@ -23,8 +23,8 @@ class Ranks:
             None. For what captures graphs.
     """
 
-    def __init__(self, state: State) -> None:
-        run = self._run = runtime_of(state.spec.mesh)
+    def __init__(self, run: Runtime) -> None:
+        self._run = run
         self.device, self.size, self.coordinate = run.device, run.size, run.coordinate
         self.index, self.rank = run.rank, run.ranks[run.rank]
         self.generators, self.streams = run.generators, run.streams
@@ -54,7 +54,7 @@ def ranks_of(state: State) -> Ranks:
 
     Example: `extend.ranks_of(state).device`.
     """
-    return Ranks(state)
+    return Ranks(runtime_of(state.spec.mesh))
 
 
 def seeds(state: State, *what: Any) -> Callable[..., int]:

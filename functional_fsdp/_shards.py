@@ -77,18 +77,23 @@ class LeafShard(NamedTuple):
 
 
 def leaf_shards(buffer: FlatBuffer) -> list[LeafShard]:
-    """The leaves of which a buffer holds a part, in order, each with that part; those of which it has none are left
-    out.
+    """The leaves of a buffer's bucket, in order, the same on every rank; each with the part that this rank holds.
 
-    A leaf has its global `shape`, its `path` and its `numel`; element i of `local` is element `start + i` of the leaf.
+    Returns:
+        (leaf, start, local): a leaf has its global `shape`, its `path` and its `numel`; element i of `local` is element
+        `start + i` of the leaf, flattened. Where other ranks hold all of it, `local` is empty and `start` 0.
 
-    Example: `for leaf, start, local in extend.leaf_shards(state.grads["blocks.0"]): ...`.
+    Collective: none.
+
+    Example: `for leaf, start, local in extend.leaf_shards(buffer): ...`.
     """
-    begin, _ = buffer.span()
-    leaves = buffer.bucket.leaves
-    return [
-        LeafShard(leaves[i], max(begin - leaves[i].offset, 0), local) for i, local in buffer.by_leaf() if local.numel()
-    ]
+    start, stop = buffer.span()
+    found = []
+    for leaf in buffer.bucket.leaves:
+        a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
+        part = (a - leaf.offset, buffer.local[a - start : b - start]) if a < b else (0, buffer.local[:0])
+        found.append(LeafShard(leaf, *part))
+    return found
 
 
 def gather_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

@@ -24,13 +24,19 @@ from ._torch import NoTorchFunction
 
 M = TypeVar("M", bound=nn.Module)
 
-__all__ = ["METADATA", "Placeholder", "every_buffer", "persistent", "refuse_meta", "skeleton_of"]
+__all__ = ["Placeholder", "every_buffer", "persistent", "refuse_meta", "skeleton_of"]
 
 
 class Placeholder(nn.Parameter):
     """Where a weight belongs in a skeleton: has a shape and a dtype, and refuses everything else."""
 
     tie: Tie | None = None  # what the places of one tied leaf have in common
+    #: functions that only look at metadata, by name: of these it is what it seems to be
+    answers = frozenset((
+        "__get__", "__set__", "__hash__", "__repr__", "__len__", "__format__", "size", "dim", "ndimension", "numel",
+        "nelement", "stride", "is_floating_point", "is_complex", "element_size", "storage_offset", "is_contiguous",
+        "type", "_is_view", "is_neg", "is_conj", "untyped_storage",  # the last four: when torch.compile passes it along
+    ))  # fmt: skip
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,7 +47,7 @@ class Placeholder(nn.Parameter):
                 "trains is the state's to say. Set it before functionalize, or freeze leaves by "
                 "Spec(trainable={pattern: False})."
             )
-        if name in METADATA:
+        if name in Placeholder.answers:
             with NoTorchFunction():
                 return func(*args, **(kwargs or {}))
         raise TreeError(
@@ -58,33 +64,6 @@ class Placeholder(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (tuple(self.shape), self.dtype, self.requires_grad, self.tie)
-
-
-METADATA = {
-    "__get__",
-    "__set__",
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "stride",
-    "is_floating_point",
-    "is_complex",
-}
-METADATA |= {
-    "element_size",
-    "storage_offset",
-    "__hash__",
-    "__repr__",
-    "__len__",
-    "is_contiguous",
-    "type",
-    "__format__",
-}
-
-# what torch.compile asks of a tensor that it only passes along
-METADATA |= {"_is_view", "is_neg", "is_conj", "untyped_storage"}
 
 
 def _trains(t: torch.Tensor) -> bool:

@@ -15,11 +15,11 @@ CONTRIBUTING.md has one in full.
 | shards                | `shards`, `leaf_shards`, `LeafShard`, `gather_leaves`, `by_unit`                             |
 | numbers of all ranks  | `total`, `all_reduce`, `ranks_of`, `Ranks`, `seeds`                                          |
 | calls                 | `alone`, `begin_round`, `end_round`, `tracing`, `refuse`                                     |
-| modules               | `skeleton_of`, `Placeholder`, `METADATA`, `every_buffer`, `refuse_meta`                      |
+| modules               | `skeleton_of`, `Placeholder`, `every_buffer`, `refuse_meta`                                  |
 | trees by path         | `match`, `flatten`                                                                           |
 | borrowed weights      | `Lease`, `lease_of`                                                                          |
 | driving a module      | `Session`, `Collision`                                                                       |
-| compilers             | `residuals_kept`, `keeping`, `point_at_second_gathers`, `custom_backwards`                   |
+| compilers             | `begin_compiled`, `residuals_kept`, `keeping`, `point_at_second_gathers`, `custom_backwards` |
 | graphs                | `Capture`, `NewCounts`, `Lineage`, `lineage`, `put`, `outside_inference`, `cuda_driver`      |
 | torch's private names | `torch_private`, a module: the one place where the packages have them                        |
 
@@ -34,6 +34,7 @@ from ._capture import Capture
 from ._change import apart, change, change_weights
 from ._entry import alone, outside_inference
 from ._given import NewCounts
+from ._ledger import begin_compiled
 from ._lower import custom_backwards
 from ._metrics import all_reduce
 from ._ranks import Lineage, Ranks, lineage, ranks_of, seeds
@@ -41,7 +42,7 @@ from ._regather import point_at_second_gathers
 from ._rounds import begin_round, end_round
 from ._session import Session
 from ._shards import LeafShard, by_unit, gather_leaves, leaf_shards, shards, total
-from ._skeleton import METADATA, Placeholder, every_buffer, refuse_meta, skeleton_of
+from ._skeleton import Placeholder, every_buffer, refuse_meta, skeleton_of
 from ._state import State
 from ._tracing import KEEPING, keeping, refuse, tracing
 from ._tree import flatten, match
@@ -50,7 +51,6 @@ from ._walk import Collision
 from ._weights import Lease, lease_of
 
 __all__ = [
-    "METADATA",
     "Capture",
     "Collision",
     "LeafShard",
@@ -63,6 +63,7 @@ __all__ = [
     "all_reduce",
     "alone",
     "apart",
+    "begin_compiled",
     "begin_round",
     "by_unit",
     "change",

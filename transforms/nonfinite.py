@@ -116,7 +116,7 @@ def find_nonfinite(state: State, grads: Any = None, unit: str | None = None) -> 
     mine = []
     for buffer in state.grads.values():
         for leaf, _, local in leaf_shards(buffer):
-            count = int(local.isfinite().logical_not().sum())
+            count = int(local.isfinite().logical_not().sum()) if local.numel() else 0
             if count:
                 mine.append(Nonfinite(leaf.path, buffer.bucket.unit, ranks.rank, count))
     return state, [one for found in ranks.everyone(mine, "elements that are not finite") for one in found]
