@@ -46,12 +46,23 @@ class Session:
 
     Collective: none; the verbs are as they always are.
 
-    Example, a forward and its backward, with `session` in the place of hooks:
-        >>> session = Session(state, "train", order=("a", "b", "b", "a"))  # doctest: +SKIP
-        >>> state = session.begin(state)  # doctest: +SKIP
-        >>> state, w = unshard(state, "a")  # doctest: +SKIP
-        >>> session.turn(state, last=True)  # doctest: +SKIP
-        >>> session.end(state, ("a", "b"), ("b", "a"))  # doctest: +SKIP
+    Example, of two layers whose backward somebody else calls, last one first:
+
+        session = extend.Session(state, "train", order=("a", "b", "b", "a"))
+        state = session.begin(state)
+        for unit in ("a", "b"):
+            state, w = fsdp.unshard(state, unit)
+            h = forward(unit, w, h)
+            state = fsdp.release(state, unit)
+        session.turn(state, last=True)
+        session.expect(state, ("a", "b"), ("a", "b"))
+        for unit in ("b", "a"):
+            state, w = fsdp.unshard(state, unit)
+            dw, dh = backward(unit, w, dh)
+            state = fsdp.reduce(state, dw, unit)
+            state = fsdp.release(state, unit)
+        session.all_done(state)
+        session.end(state, ("a", "b"), ("b", "a"))
     """
 
     def __init__(self, state: State, verb: str, order: Order | None = None) -> None:

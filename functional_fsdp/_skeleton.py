@@ -87,11 +87,13 @@ def _placeholder(param: torch.Tensor, tie: Tie | None = None) -> Placeholder:
 
 @outside_inference
 def skeleton_of(module: M) -> M:
-    """A copy of the module whose parameters are placeholders. Buffers are copied, weights never.
+    """A copy of the module, of its own class, whose parameters are `Placeholder`s. Buffers are copied, weights never.
 
     Raises:
         TreeError: what a copy cannot have: hooks on parameters, tensors in the middle of a graph, parameters that are
             made later, functions that go on with the original.
+
+    Example: `model = extend.skeleton_of(nn.Linear(2, 3))`; `fsdp.bind(model, weights)(x)` computes with it.
     """
     parts = dict(module.named_modules())
     _refuse(module, parts)
@@ -145,7 +147,7 @@ def persistent(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def every_buffer(module: nn.Module, persistent: bool = False) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(path, dict of buffers, name in it) of each buffer, or each that is persistent."""
+    """(path, dict of buffers, name in it) of each buffer of a module; or of those that a state dict has."""
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and not (persistent and name in part._non_persistent_buffers_set):
@@ -153,7 +155,7 @@ def every_buffer(module: nn.Module, persistent: bool = False) -> Iterator[tuple[
 
 
 def refuse_meta(path: str) -> None:
-    """Say that a buffer has no values."""
+    """Raise the SpecError for a buffer, at this path, that has no values: its module was built on the meta device."""
     raise SpecError(
         f"the buffer {path!r} is on the meta device and has no values: its module was built there. Build the model by "
         "init(lambda: Model(config), spec), whose skeleton has real buffers, or functionalize one that was built on a "

@@ -203,7 +203,8 @@ class Driver:
             except Collision:  # of what is recomputed, or done and not known to be: what is held stays where it is
                 others = units
             self._unshard(others, True)
-            self.outside.update(self.session.beside(units))
+            if beside := self.session.beside(units):
+                self.outside.update(beside)
         return self.outside.intersection(units) if self.outside else NONE
 
     def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
