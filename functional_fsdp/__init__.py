@@ -6,6 +6,7 @@ state = fsdp.reduce(state, grads)
 state = fsdp.step(state)
 """
 
+from . import extend
 from ._checkpoint import latest, load, save
 from ._errors import (
     CheckpointError,
@@ -76,6 +77,7 @@ __all__ = [
     "buffers",
     "ddp",
     "drop_gradients",
+    "extend",
     "finish",
     "free_arena",
     "from_updates",

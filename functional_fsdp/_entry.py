@@ -133,6 +133,12 @@ def alone(fn: F, name: str = "", at: int = 0) -> F:
     Args:
         name: what users call it by.
         at: which argument the State is.
+
+    Returns:
+        the function. It raises ScheduleError where another thread is in a call on a State of the same mesh, TypeError
+        where it is given no State, CommError where the ranks' store is gone. Traced, it is the function itself.
+
+    Example: `@extend.alone` above `def my_transform(state, ...)`.
     """
     if tracing():  # made inside a compiled step, which cannot look at functions; what it is made of refuses
         return fn

@@ -79,7 +79,9 @@ class Ledger:
         self.busy = False  # whether lanes may be at work on what the state owns: an eager step is under way
         self.steps = steps
         self.counted = True  # whether `steps` is right; traced steps count on the device
-        self.offset = None if count is None else steps - count  # int64 []: steps that the state's count leaves out
+        with torch.inference_mode(False):
+            #: int64 []: steps that the state's count leaves out
+            self.offset = None if count is None else steps - count.clone()
         self.commits = 0  # steps that were taken, and runs of traced ones
         self.base = self.head = self.latest = 0
         self.number = 0  # the same on every rank for one lineage; 0 for copies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
 
@@ -10,13 +10,14 @@ import torch
 
 from . import _traced
 from ._entry import verb
+from ._errors import SpecError
 from ._record import Collective
 from ._runtime import runtime_of
 from ._state import State
 from ._torch import pytree
 from ._tracing import tracing
 
-__all__ = ["over_axes", "over_ranks", "pmean", "psum"]
+__all__ = ["Op", "all_reduce", "over_axes", "pmean", "psum"]
 
 Op = Literal["mean", "sum"]
 
@@ -55,39 +56,60 @@ def _metrics(state: State, tree: Any, name: str, op: Op) -> tuple[State, Any]:
     ]
     floats = [t if t.is_floating_point() else t.float() for t in tensors]
     with nullcontext() if tracing() else state.token.ledger.call:
-        done = over_ranks(state, floats, op, structure=(name, treedef))
+        done = all_reduce(state, floats, op, structure=(name, treedef))
     return state, pytree.tree_unflatten(done, treedef)
 
 
-def over_ranks(
-    state: State, tensors: list[torch.Tensor], op: Op, what: str = "", structure: Any = ()
+def all_reduce(
+    state: State,
+    tensors: Sequence[torch.Tensor],
+    op: Op = "sum",
+    axes: Iterable[str] | None = None,
+    what: str = "",
+    structure: Any = (),
 ) -> list[torch.Tensor]:
-    """Tensors averaged or added up over the data ranks: one all-reduce an axis and dtype.
+    """Tensors [...] averaged or added up over mesh axes: the same shapes and dtypes, the same on every rank along them.
 
     Args:
+        state: the newest state of a step, or one between steps; it is not consumed.
+        op: "sum" or "mean".
+        axes: of the mesh, by name. None: those of the data.
+        what: what they are, in a word, for errors and for the vote of `step`.
         structure: what they are, for comparison with the other ranks, by equality.
 
     Raises:
-        TreeError: on every rank, where ranks have other shapes, dtypes or another structure.
+        TreeError: on every rank, where ranks have other shapes, dtypes or another structure. SpecError: no such axis.
+
+    Collective: one all-reduce an axis and dtype, on a lane of its own; before it, on the host, ranks compare what they
+    give. Every rank of the mesh calls it.
+
+    Example: `(total,) = extend.all_reduce(state, [count], "sum", ["data"])`.
     """
+    over = state.spec.data if axes is None else tuple(axes)
+    for axis in over:
+        if axis not in state.spec.axes:
+            known = ", ".join(map(repr, state.spec.axes))
+            raise SpecError(f"all_reduce: there is no axis {axis!r}. The axes of the mesh are {known}.")
     if tracing():
-        return _over_ranks(state, tensors, op, what)
+        return _by_dtype(state, tensors, op, over, what)
     run, ledger = runtime_of(state.spec.mesh), state.token.ledger
     try:
         with ledger.beside(state):
             if run.size > 1:
                 form = what or op, structure, [(t.shape, t.dtype) for t in tensors]
                 run.forms.same(run, form, ledger)
-            return _over_ranks(state, tensors, op, what)
+            return _by_dtype(state, tensors, op, over, what)
     finally:
         run.form = ()
 
 
-def _over_ranks(state: State, tensors: list[torch.Tensor], op: Op, what: str) -> list[torch.Tensor]:
+def _by_dtype(
+    state: State, tensors: Sequence[torch.Tensor], op: Op, axes: tuple[str, ...], what: str
+) -> list[torch.Tensor]:
     done = list(tensors)
     for dtype in dict.fromkeys(t.dtype for t in tensors):
         which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
-        flat = over_axes(state, torch.cat([tensors[i].reshape(-1) for i in which]), state.spec.data, op, what)
+        flat = over_axes(state, torch.cat([tensors[i].reshape(-1) for i in which]), axes, op, what)
         for i, part in zip(which, flat.split([tensors[i].numel() for i in which]), strict=True):
             done[i] = part.view(tensors[i].shape)
     return done

@@ -50,10 +50,18 @@ def drop_gradients(state: State) -> State:
 
 
 def begin_round(state: State, verb: str) -> None:
-    """A transform is about to add gradients to the state.
+    """A transform is about to add gradients to the state, for a user who takes its call for the whole round.
+
+    Args:
+        verb: what users call the transform by, for errors.
 
     Raises:
-        ScheduleError: those of a whole round are there, and no step was taken.
+        ScheduleError: those of a whole round are there, and no step was taken: they would count twice.
+        StaleStateError: a consumed state.
+
+    Collective: none.
+
+    Example: `extend.begin_round(state, "my_backward")`, then the verbs, then `extend.end_round(state, last)`.
     """
     ledger = state.token.ledger
     ledger.enter(state.token.serial, verb)
@@ -66,5 +74,5 @@ def begin_round(state: State, verb: str) -> None:
 
 
 def end_round(state: State, last: bool) -> None:
-    """A transform has added gradients; `last` says that no more follow before the step."""
+    """A transform has added gradients; `last` says that no more follow before the step. See `begin_round`."""
     state.executor.whole = last

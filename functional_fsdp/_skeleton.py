@@ -24,13 +24,19 @@ from ._torch import NoTorchFunction
 
 M = TypeVar("M", bound=nn.Module)
 
-__all__ = ["METADATA", "Placeholder", "every_buffer", "persistent", "refuse_meta", "skeleton_of"]
+__all__ = ["Placeholder", "every_buffer", "persistent", "refuse_meta", "skeleton_of"]
 
 
 class Placeholder(nn.Parameter):
     """Where a weight belongs in a skeleton: has a shape and a dtype, and refuses everything else."""
 
     tie: Tie | None = None  # what the places of one tied leaf have in common
+    #: functions that only look at metadata, by name: of these it is what it seems to be
+    answers = frozenset((
+        "__get__", "__set__", "__hash__", "__repr__", "__len__", "__format__", "size", "dim", "ndimension", "numel",
+        "nelement", "stride", "is_floating_point", "is_complex", "element_size", "storage_offset", "is_contiguous",
+        "type", "_is_view", "is_neg", "is_conj", "untyped_storage",  # the last four: when torch.compile passes it along
+    ))  # fmt: skip
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,7 +47,7 @@ class Placeholder(nn.Parameter):
                 "trains is the state's to say. Set it before functionalize, or freeze leaves by "
                 "Spec(trainable={pattern: False})."
             )
-        if name in METADATA:
+        if name in Placeholder.answers:
             with NoTorchFunction():
                 return func(*args, **(kwargs or {}))
         raise TreeError(
@@ -58,33 +64,6 @@ class Placeholder(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (tuple(self.shape), self.dtype, self.requires_grad, self.tie)
-
-
-METADATA = {
-    "__get__",
-    "__set__",
-    "size",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "stride",
-    "is_floating_point",
-    "is_complex",
-}
-METADATA |= {
-    "element_size",
-    "storage_offset",
-    "__hash__",
-    "__repr__",
-    "__len__",
-    "is_contiguous",
-    "type",
-    "__format__",
-}
-
-# what torch.compile asks of a tensor that it only passes along
-METADATA |= {"_is_view", "is_neg", "is_conj", "untyped_storage"}
 
 
 def _trains(t: torch.Tensor) -> bool:
@@ -108,11 +87,13 @@ def _placeholder(param: torch.Tensor, tie: Tie | None = None) -> Placeholder:
 
 @outside_inference
 def skeleton_of(module: M) -> M:
-    """A copy of the module whose parameters are placeholders. Buffers are copied, weights never.
+    """A copy of the module, of its own class, whose parameters are `Placeholder`s. Buffers are copied, weights never.
 
     Raises:
         TreeError: what a copy cannot have: hooks on parameters, tensors in the middle of a graph, parameters that are
             made later, functions that go on with the original.
+
+    Example: `model = extend.skeleton_of(nn.Linear(2, 3))`; `fsdp.bind(model, weights)(x)` computes with it.
     """
     parts = dict(module.named_modules())
     _refuse(module, parts)
@@ -166,7 +147,7 @@ def persistent(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def every_buffer(module: nn.Module, persistent: bool = False) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """(path, dict of buffers, name in it) of each buffer, or each that is persistent."""
+    """(path, dict of buffers, name in it) of each buffer of a module; or of those that a state dict has."""
     for path, part in module.named_modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and not (persistent and name in part._non_persistent_buffers_set):
@@ -174,7 +155,7 @@ def every_buffer(module: nn.Module, persistent: bool = False) -> Iterator[tuple[
 
 
 def refuse_meta(path: str) -> None:
-    """Say that a buffer has no values."""
+    """Raise the SpecError for a buffer, at this path, that has no values: its module was built on the meta device."""
     raise SpecError(
         f"the buffer {path!r} is on the meta device and has no values: its module was built there. Build the model by "
         "init(lambda: Model(config), spec), whose skeleton has real buffers, or functionalize one that was built on a "

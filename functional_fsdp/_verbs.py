@@ -16,7 +16,7 @@ needs and nothing else. Which collective it is follows from the placement:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
@@ -30,35 +30,15 @@ from ._gradients import in_order, of_tree, of_unit
 from ._interrupts import arrive, guard, whole
 from ._state import State, Token
 from ._torch import pytree
-from ._tracing import tracing
 from ._update import Kept, carry_out, check, counting, keep, may_step, put, put_back
 from ._weights import gather, refresh, whole_of
 
-__all__ = ["change", "finish", "newest", "reduce", "release", "step", "unshard"]
+__all__ = ["finish", "newest", "no_unit", "reduce", "release", "step", "unshard"]
 
 Weights = dict[str, torch.Tensor]
 
 
-def change(state: State, what: str, work: Callable[[], None], by: Any = "") -> State:
-    """The state after a transform has changed its gradients in place: consumes `state`. If it is stopped in it, the
-    step has to begin anew. The vote of `step` compares what ranks have changed.
-
-    Args:
-        work: changes them.
-        by: a number that has to be the same on every rank; of a tensor only that it is one.
-    """
-    if tracing():
-        work()
-        return state
-    ledger = state.token.ledger
-    ledger.enter(state.token.serial, what)
-    ledger.runtime.remark(f"{what} {'' if isinstance(by, torch.Tensor) else by}")
-    with ledger.call:
-        work()
-        return ledger.advance(state, what)
-
-
-def _no_unit(state: State, name: Any, verb: str) -> ScheduleError:
+def no_unit(state: State, name: Any, verb: str) -> ScheduleError:
     return ScheduleError(f"{verb}: there is no unit {name!r}. The units are {', '.join(map(repr, state.units))}.")
 
 
@@ -110,7 +90,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
     names = (unit,) if isinstance(unit, str) else tuple(dict.fromkeys(unit))
     for name in names:
         if name not in state.layout.by_name:
-            raise _no_unit(state, name, "unshard")
+            raise no_unit(state, name, "unshard")
     ledger.enter(state.token.serial, "unshard")
     executor = ledger.executor or state.executor
     move = executor.asked(names, outside)
@@ -133,7 +113,7 @@ def release(state: State, unit: str | Sequence[str]) -> State:
     names = (unit,) if isinstance(unit, str) else tuple(dict.fromkeys(unit))
     for name in names:
         if name not in state.layout.by_name:
-            raise _no_unit(state, name, "release")
+            raise no_unit(state, name, "release")
     ledger = state.token.ledger
     ledger.enter(state.token.serial, "release")
     executor = ledger.executor or state.executor
@@ -174,7 +154,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last: bool = Tr
     if unit is not None:
         one = state.layout.by_name.get(unit) if isinstance(unit, str) else None
         if one is None:
-            raise _no_unit(state, unit, "reduce")
+            raise no_unit(state, unit, "reduce")
         values, came = of_unit(one, grads)
         ledger.enter(state.token.serial, "reduce")
         executor = ledger.executor or state.executor

@@ -37,7 +37,11 @@ _LEASES: WeakValueDictionary[int, Lease] = WeakValueDictionary()
 
 
 class Lease:
-    """The tensors of a unit, the same objects whenever it is gathered, and whether they may be used now."""
+    """The tensors of a unit, the same objects whenever it is gathered, and whether they may be used now.
+
+    Attributes:
+        unit: its name. weights: {key: tensor}. held: whether the unit is gathered, and not released.
+    """
 
     def __init__(self, unit: str, weights: dict[str, torch.Tensor]) -> None:
         self.unit = unit

@@ -30,6 +30,7 @@ from functional_fsdp import transforms as T
 from functional_fsdp._capture import Capture
 from functional_fsdp._launch import stop_workers
 from functional_fsdp._runtime import runtime_of
+from functional_fsdp.extend import Ranks
 from functional_fsdp.transforms._capturing import Home
 from functional_fsdp.transforms._capturing import _explain as explain
 from functional_fsdp.transforms._memsets import Kernel, Memset, words
@@ -379,7 +380,7 @@ def test_more_microbatches_than_before_cannot_be_captured() -> None:
     run = made().token.ledger.runtime
     run.capturing = True
     try:
-        with pytest.raises(ScheduleError, match=r"microbatch 7 .*had fewer"), _standing_in(run, 7, 0):
+        with pytest.raises(ScheduleError, match=r"microbatch 7 .*had fewer"), _standing_in(Ranks(run), 7, 0):
             pass
     finally:
         run.capturing = False

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import functional_fsdp as fsdp
-from functional_fsdp import transforms
+from functional_fsdp import extend, transforms
 
 ROOT = Path(__file__).parents[1]
 CORE = sorted((ROOT / "functional_fsdp").glob("*.py"))
@@ -89,6 +89,7 @@ def test_the_core_imports_no_transform(file: Path) -> None:
         else:
             continue
         assert not [name for name in names if "transforms" in name.split(".")], f"line {node.lineno}"
+        assert file.name == "__init__.py" or "extend" not in names, f"line {node.lineno}: what is above the core"
 
 
 #: each of these is known to a transport's own files, and to the list of them
@@ -107,7 +108,21 @@ def test_nobody_asks_which_transport_it_is(file: Path) -> None:
             assert not whose, f"line {node.lineno}: {whose} belongs to a transport"
 
 
-@pytest.mark.parametrize("module", [fsdp, transforms], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("file", TRANSFORMS, ids=lambda f: f.name)
+def test_transforms_are_made_of_public_names(file: Path) -> None:
+    """As anybody's are: from the package and from `extend`; and of a State what is public."""
+    known = {"functional_fsdp": fsdp.__all__, "functional_fsdp.extend": extend.__all__}
+    for node in nodes(file):
+        if isinstance(node, ast.Import):
+            assert not [alias.name for alias in node.names if alias.name.startswith("functional_fsdp")]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level == 1, f"line {node.lineno}: from outside of the folder"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("functional_fsdp"):
+            assert {alias.name for alias in node.names} <= {*known.get(node.module or "", ())}, f"line {node.lineno}"
+    assert not [(name, n.lineno) for name, n in attributes(file) if name in ("ledger", "executor", "_evolve")]
+
+
+@pytest.mark.parametrize("module", [fsdp, transforms, extend], ids=lambda m: m.__name__)
 def test_public_names_are_explicit_sorted_and_documented(module: object) -> None:
     names: list[str] = module.__all__  # type: ignore[attr-defined]
     assert list(names) == sorted(set(names))

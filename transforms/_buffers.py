@@ -19,10 +19,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import SpecError, State
-from functional_fsdp._metrics import over_ranks
-from functional_fsdp._runtime import runtime_of
-from functional_fsdp._skeleton import every_buffer, persistent, refuse_meta
-from functional_fsdp._torch import foreach_mul
+from functional_fsdp.extend import all_reduce, every_buffer, ranks_of, refuse_meta, torch_private
 
 from ._watch import version
 
@@ -43,7 +40,7 @@ class Buffers:
         self.rule = rule
         self.module = module
         self.parts = [*module.modules()]
-        self.persistent = {path: (held, name) for path, held, name in persistent(module)}
+        self.persistent = {path: (held, name) for path, held, name in every_buffer(module, persistent=True)}
         every = {path: (held, name) for path, held, name in every_buffer(module)}
         self.rest = {path: place for path, place in every.items() if path not in self.persistent}
         self.absent = [(path, part, name) for path, part, name in _absent(module)]
@@ -178,7 +175,8 @@ class Buffers:
 
     def _refuse_new(self) -> None:
         """Caches may come in a forward; what a state dict would have may not."""
-        new = [(path, held, name) for path, held, name in persistent(self.module) if path not in self.persistent]
+        every = every_buffer(self.module, persistent=True)
+        new = [(path, held, name) for path, held, name in every if path not in self.persistent]
         absent = {path for path, _, _ in self.absent}
         for path, held, name in new:
             if path in absent:
@@ -199,22 +197,22 @@ class Buffers:
 
     def _agreed(self, state: State, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """By the rule, across the data ranks. One all-reduce an axis and dtype of floats; integers are the same."""
-        run = runtime_of(state.spec.mesh)
-        if self.rule == "local" or run.size == 1:
+        ranks = ranks_of(state)
+        if self.rule == "local" or ranks.size == 1:
             return mine
         shared = {path: t for path, t in mine.items() if path in self.persistent}
         first = self.rule == "first"
         kinds = {p: t for p, t in shared.items() if t.dtype is not torch.bool and (first or t.is_floating_point())}
-        zeros = first and any(run.coordinate[axis] for axis in state.spec.data)
+        zeros = first and any(ranks.coordinate[axis] for axis in state.spec.data)
         tensors = [torch.zeros_like(t) if zeros else t for t in kinds.values()]
-        summed = over_ranks(state, tensors, "sum" if first else "mean", "buffers")
+        summed = all_reduce(state, tensors, "sum" if first else "mean", what="buffers")
         return mine | dict(zip(kinds, summed, strict=True))
 
 
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """One call for tensors of one dtype; each with a version counter of its own, since autograd saves some of them."""
     if tensors[0].dtype in NUMBERS:
-        return [*foreach_mul(tensors, 1)]
+        return [*torch_private.foreach_mul(tensors, 1)]
     return [t.clone() for t in tensors]
 
 

@@ -72,7 +72,7 @@ class Call:
             self.put_in_place()
         for unit in driver.again.intersection(door.units):
             if unit not in driver.outside:
-                driver.state.executor.also(unit)
+                driver.session.also(unit)
         driver.active.append(self)
         door.put(self.tensors)
         if self.idle:  # its weights are needed, and get no gradient
@@ -88,7 +88,7 @@ class Call:
             if self.driver.weights[unit][key] is not then:
                 moved.setdefault(unit, {})[key] = then
         for unit, weights in moved.items():
-            undo = self.driver.state.executor.put_in_place(unit, weights)
+            undo = self.driver.session.put_in_place(unit, weights)
             if undo is None:
                 raise ScheduleError(
                     f"the unit {unit!r} is used more often than the schedule says, and was gathered to another place "

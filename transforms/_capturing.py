@@ -14,17 +14,8 @@ from typing import Any
 
 import torch
 
-from functional_fsdp import ScheduleError, State, TreeError
-from functional_fsdp._errors import FsdpError
-from functional_fsdp._runtime import Runtime
-from functional_fsdp._torch import (
-    end_allocate_to_pool,
-    override_stale_capture_stream,
-    pytree,
-    set_override_stale_capture_stream,
-)
-from functional_fsdp._tree import flatten
-from functional_fsdp._update import put
+from functional_fsdp import FsdpError, ScheduleError, State, TreeError
+from functional_fsdp.extend import Ranks, evolve, flatten, lineage, put, torch_private
 
 from ._memsets import as_kernels
 
@@ -60,44 +51,44 @@ CAUSES = (
 @contextmanager
 def stale_streams_followed() -> Iterator[None]:
     """Let a backward run on the stream that captures, where torch has a switch for that. Put back afterwards."""
-    if set_override_stale_capture_stream is None:
+    if torch_private.set_override_stale_capture_stream is None:
         yield
         return
-    before = override_stale_capture_stream()
-    set_override_stale_capture_stream(True)
+    before = torch_private.override_stale_capture_stream()
+    torch_private.set_override_stale_capture_stream(True)
     try:
         yield
     finally:
-        set_override_stale_capture_stream(before)
+        torch_private.set_override_stale_capture_stream(before)
 
 
 @contextmanager
-def captured(run: Runtime, pool: Any) -> Iterator[Any]:
+def captured(ranks: Ranks, pool: Any) -> Iterator[Any]:
     """What the current stream is given inside, and lanes that join it, becomes a graph. Gives it, good at the end.
 
     Raises:
         ScheduleError: it cannot be captured, with the cause. Everything is as it was before.
     """
-    if run.streams is not None:
-        run.streams.catch_up()
+    if ranks.streams is not None:
+        ranks.streams.catch_up()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    for generator in run.generators.values():
+    for generator in ranks.generators.values():
         graph.register_generator_state(generator)
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield graph
     except BaseException as error:
-        _abandon(run, graph, pool)
+        _abandon(ranks, graph, pool)
         _explain(error)
         raise
     try:
         graph.capture_end()
     except RuntimeError as error:
-        _abandon(run, None, pool)
+        _abandon(ranks, None, pool)
         _explain(error)
         raise
     try:
-        as_kernels(graph, run.device.index)
+        as_kernels(graph, ranks.device.index)
         graph.instantiate()
     except RuntimeError as error:
         raise ScheduleError(
@@ -105,20 +96,20 @@ def captured(run: Runtime, pool: Any) -> Iterator[Any]:
         ) from error
 
 
-def _abandon(run: Runtime, graph: Any, pool: Any) -> None:
+def _abandon(ranks: Ranks, graph: Any, pool: Any) -> None:
     """End a capture that failed, and leave torch fit for another."""
-    index = run.device.index
+    index = ranks.device.index
     with suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is nothing in it
         if graph is not None:
             graph.capture_end()
             return
     with suppress(RuntimeError):
-        end_allocate_to_pool(index, pool)
+        torch_private.end_allocate_to_pool(index, pool)
     again = torch.cuda.CUDAGraph()  # torch believes that its generators are still captured, until they have been
-    for generator in run.generators.values():
+    for generator in ranks.generators.values():
         again.register_generator_state(generator)
-    byte = torch.zeros(1, dtype=torch.uint8, device=run.device)
+    byte = torch.zeros(1, dtype=torch.uint8, device=ranks.device)
     again.capture_begin(capture_error_mode="thread_local")
     byte.add_(1)
     again.capture_end()
@@ -150,17 +141,17 @@ class Home:
     """The tensors in which captured steps find and leave the state: those of the first state that was captured.
 
     Attributes:
-        owner: the ledger of the state whose values are there now.
+        owner: the lineage of the state whose values are there now.
     """
 
     def __init__(self, state: State) -> None:
         self.fields = self._fields(state)
-        leaves, self.treedef = pytree.tree_flatten(self.fields)
+        leaves, self.treedef = torch_private.pytree.tree_flatten(self.fields)
         self.leaves = leaves
         self.paths = flatten(dict(zip(KEPT, self.fields, strict=True)))[0]
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.places = [t.data_ptr() for t in self.tensors]
-        self.owner = state.token.ledger
+        self.owner = lineage(state)
 
     @staticmethod
     def _fields(state: State) -> tuple[Any, ...]:
@@ -168,7 +159,7 @@ class Home:
 
     def state(self, state: State) -> State:
         """This state, with these tensors as its own."""
-        return state._evolve(**dict(zip(KEPT, self.fields, strict=True)))
+        return evolve(state, **dict(zip(KEPT, self.fields, strict=True)))
 
     def check(self, state: State) -> None:
         """Whether a state's values can come here.
@@ -188,12 +179,12 @@ class Home:
     def enter(self, state: State) -> None:
         """Have a state's values here, which was checked."""
         self._write(self._fields(state), "the state that came in")
-        if state.token.ledger is not self.owner:
+        if lineage(state) is not self.owner:
             self.owner.broken = (
                 "T.cuda_graph has put another state in this one's memory. Keep a copy.deepcopy of a state that you "
                 "want to go back to."
             )
-            self.owner = state.token.ledger
+            self.owner = lineage(state)
 
     def keep(self, new: State) -> None:
         """At the end of a captured step: what it made anew goes where it was."""
@@ -207,7 +198,7 @@ class Home:
         """The tensors here, and those in these fields that lie elsewhere."""
         if all(a is b for a, b in zip(fields, self.fields, strict=True)):  # nearly always
             return []
-        leaves, treedef = pytree.tree_flatten(fields)
+        leaves, treedef = torch_private.pytree.tree_flatten(fields)
         if treedef != self.treedef:
             raise TreeError(
                 f"cuda_graph: {what} has another structure than the one that was captured ({treedef}; expected "

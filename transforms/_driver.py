@@ -21,12 +21,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, release, unshard
-from functional_fsdp._runtime import runtime_of
-from functional_fsdp._skeleton import skeleton_of
-from functional_fsdp._torch import will_execute
-from functional_fsdp._tracing import refuse, tracing
-from functional_fsdp._walk import Collision
-from functional_fsdp._weights import whole_of
+from functional_fsdp.extend import Collision, Session, ranks_of, refuse, skeleton_of, torch_private, tracing
 
 from ._calls import Call, Gradients, Start, Weights
 from ._doors import Door, Slot
@@ -92,6 +87,7 @@ class Driver:
         self.layout: Layout | None = None
         self.doors: list[Door] = []
         self.state: Any = None
+        self.session: Any = None  # of the call that runs
         self.caller: FrameType | None = None  # whose `with` it is that runs
         self.order: Any = None
         self._clear()
@@ -118,7 +114,7 @@ class Driver:
         """Fit the copy to a layout: doors where its entries are, guests in the place of parameters."""
         if state.layout is self.layout:
             return
-        self.device = runtime_of(state.spec.mesh).device
+        self.device = ranks_of(state).device
         entries = find_entries(self.model, state.layout)
         refuse_around(self.model, entries)
         for door in self.doors:
@@ -154,24 +150,17 @@ class Driver:
         refuse_nesting(self.caller)
         self._stop()  # it may have been stopped before it had cleared up
         self.attach(state)
-        ledger, executor = state.token.ledger, state.executor
-        ledger.enter(state.token.serial, verb)
-        with torch.no_grad(), ledger.call:
-            executor.follow(self.order)
-            number = executor.begins
-            if trains:
-                executor.begin(state)  # gradients may have waited for this
-                state = ledger.advance(state, f"{verb}()")
+        session = Session(state, verb, self.order)
+        if trains:
+            state = session.begin(state)  # gradients may have waited for this
         self.debug = state.spec.schedule.debug
         try:
-            self.caller, self.state = caller(), state
-            yield number
+            self.caller, self.state, self.session = caller(), state, session
+            yield session.number
             self.look_back()
             self.release()
             if trains:
-                ledger.enter(self.state.token.serial, verb)
-                with torch.no_grad(), ledger.call:
-                    executor.end(self.state, tuple(self.trace[0]), tuple(self.trace[1]))
+                session.end(self.state, tuple(self.trace[0]), tuple(self.trace[1]))
         finally:
             self._stop()
 
@@ -183,7 +172,7 @@ class Driver:
             call.node, call.outs = None, []  # they hold each other
             call.tensors, call.shared = [], []
         self._clear()
-        self.state = self.caller = None
+        self.state = self.session = self.caller = None
 
     # ---------------------------------------------------------------- weights
 
@@ -214,9 +203,8 @@ class Driver:
             except Collision:  # of what is recomputed, or done and not known to be: what is held stays where it is
                 others = units
             self._unshard(others, True)
-            executor = self.state.executor
-            if executor.unplanned.units:
-                self.outside.update(unit for unit in units if executor.unplanned.held(unit))
+            if beside := self.session.beside(units):
+                self.outside.update(beside)
         return self.outside.intersection(units) if self.outside else NONE
 
     def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
@@ -281,9 +269,7 @@ class Driver:
 
     def spoilt(self, units: Sequence[str], where: str) -> None:
         """Weights that were lent to a module were changed. Where they are the state's own it is of no more use."""
-        state: State = self.state
-        if any(whole_of(state, bucket) is not None for unit in units for bucket in state.layout.by_name[unit].buckets):
-            state.token.ledger.broken = spoilt(where)
+        self.session.spoil(self.state, units, spoilt(where))
 
     def trains(self, leaf: Leaf) -> bool:
         """Whether a weight is trained."""
@@ -297,13 +283,12 @@ class Driver:
         assert self.token is not None
         self.release()
         self.differentiating = True
-        self.state.executor.turned(self.state, last)
+        self.session.turn(self.state, last)
         with torch.enable_grad():  # the caller may have turned it off
             start = Start.apply(self, loss)
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as everything that this drives
             torch.autograd.grad(start, self.token, scale, allow_unused=True)
-        with torch.no_grad(), self.state.token.ledger.call:
-            self.state.executor.all_done(self.state)
+        self.session.all_done(self.state)
 
     def begin(self) -> None:
         """The backward begins: which gradients are to come is known now."""
@@ -312,8 +297,8 @@ class Driver:
         for call in self.calls:
             if call.node is None:
                 continue  # frozen
-            comes = will_execute(call.node)
-            out = any(map(will_execute, call.outs))
+            comes = torch_private.will_execute(call.node)
+            out = any(map(torch_private.will_execute, call.outs))
             call.idle = not comes and out
             if comes and call.door is not None and not out:
                 raise ScheduleError(
@@ -323,21 +308,18 @@ class Driver:
                 )
             for unit in call.trained:
                 used[unit] = used.get(unit, 0) + (comes or call.idle)
-        if self.state.executor.cursor.agreed:
-            with torch.no_grad(), self.state.token.ledger.call:
-                trained = tuple(unit for unit in used if used[unit])
-                self.state.executor.differ(self.state, tuple(self.trace[0]), trained)
+        self.session.expect(self.state, tuple(self.trace[0]), [unit for unit in used if used[unit]])
         for unit in reversed(used):
             if used[unit]:
                 self.pending[unit] = used[unit]
-            elif not self.state.executor.skip(unit):
+            elif not self.session.skip(unit):
                 self._reduce(unit, [None] * len(self.keys[unit]))
         trains = {unit for unit, _ in self.trainable}
         called = {unit for call in self.calls for unit in (call.door.units if call.door else call.trained)}
         for use in self.trace[0]:
             for unit in (use,) if isinstance(use, str) else use:
                 if unit in trains and unit not in called:  # used without a graph only
-                    self.state.executor.skip(unit)
+                    self.session.skip(unit)
 
     def collect(self, unit: str, grads: Gradients) -> None:
         """Gradients of one call; a unit's are reduced when those of all of its calls are there."""

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from functional_fsdp._skeleton import METADATA, Placeholder
-from functional_fsdp._torch import NoTorchFunction
+from functional_fsdp.extend import Placeholder, torch_private
 
 from ._entries import Leaf
 from ._inputs import refuse_dtypes
@@ -45,12 +44,12 @@ class Guest(Placeholder):
         attribute = func.__self__.__name__ if name in ("__get__", "__set__") else ""
         if name == "__get__":
             if attribute in ("device", "is_cuda", "is_cpu", "is_meta"):
-                with NoTorchFunction():
+                with torch_private.NoTorchFunction():
                     device = args[0].home[0].device
                 return device if attribute == "device" else attribute == f"is_{device.type}"
             known = attribute not in VALUES
         else:
-            known = name in METADATA
+            known = name in cls.answers
         if name == "__set__" and attribute == "data":
             raise changed([args[0].path], "by .data =")
         if known:

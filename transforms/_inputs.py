@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from functional_fsdp import SpecError, State
-from functional_fsdp._errors import FsdpError
+from functional_fsdp import FsdpError, SpecError, State
 
 from ._entries import Entry
 from ._outputs import map_tensors

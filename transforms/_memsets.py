@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from functional_fsdp._cuda import call, function
+from functional_fsdp.extend import cuda_driver
 
 __all__ = ["Memset", "as_kernels", "words"]
 
 log = logging.getLogger(__name__)
+call, function = cuda_driver.call, cuda_driver.function
 FUNCTIONS = (
     "cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphMemsetNodeGetParams", "cuGraphNodeGetDependencies_v2",
     "cuGraphNodeGetDependentNodes_v2", "cuGraphAddKernelNode_v2", "cuGraphAddDependencies_v2", "cuGraphDestroyNode",

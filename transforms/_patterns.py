@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn as nn
 
 from functional_fsdp import SpecError
-from functional_fsdp._tree import match
+from functional_fsdp.extend import match
 
 __all__ = ["outermost"]
 

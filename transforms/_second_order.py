@@ -19,10 +19,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, SpecError, State, reduce, unshard
-from functional_fsdp._runtime import runtime_of
-from functional_fsdp._skeleton import skeleton_of
-from functional_fsdp._torch import pytree
-from functional_fsdp._weights import whole_of
+from functional_fsdp.extend import Session, ranks_of, skeleton_of, torch_private
 
 from ._driver import caller, refuse_nesting
 from ._entries import find_entries, slots_of
@@ -66,18 +63,17 @@ class Whole:
                     "Precision(inputs=True) with forward_backward(second_order=True): inputs are cast where a module "
                     "is gathered, and here all are gathered at once. Cast the batch in the loss function."
                 )
-            self.device = runtime_of(state.spec.mesh).device
+            self.device = ranks_of(state).device
             self.trained = {
                 path for unit in state.layout.units
                 for path, shape in zip(unit.paths, unit.trains, strict=True) if shape is not None
             }  # fmt: skip
             self.layout = state.layout
-        state.token.ledger.enter(state.token.serial, verb)
+        session = Session(state, verb)
         state, params = unshard(state)
-        executor = state.executor
-        number = executor.begins
-        executor.begins += trains
-        weights = dict(zip(state.layout.source, pytree.tree_leaves(params), strict=True))
+        if trains:
+            session.count()
+        weights = dict(zip(state.layout.source, torch_private.pytree.tree_leaves(params), strict=True))
         del params
         try:
             self.caller, self.state = caller(), state
@@ -88,16 +84,16 @@ class Whole:
             before = [(version(t), t.data_ptr()) for t in self.leaves.values()]
             watch = not self.watched or state.spec.schedule.debug
             with Watch(self.leaves) if watch else nullcontext():
-                yield number
+                yield session.number
             self.watched = True
-            self._check(state, before, home)
+            self._check(session, before, home)
         finally:
             for _, held, name, placeholder in self.slots:
                 held[name] = placeholder
             self.leaves = {}
             self.state = self.caller = None
 
-    def _check(self, state: State, before: list[tuple[int, int]], home: dict[str, str]) -> None:
+    def _check(self, session: Session, before: list[tuple[int, int]], home: dict[str, str]) -> None:
         """The weights are what they were; see `_watch`."""
         now = [(version(t), t.data_ptr()) for t in self.leaves.values()]
         paths = [path for path, new, old in zip(self.leaves, now, before, strict=True) if new[1] != old[1]]
@@ -105,8 +101,7 @@ class Whole:
             raise changed(paths, "by .data =")
         paths = [path for path, new, old in zip(self.leaves, now, before, strict=True) if new != old]
         if paths:
-            if any(whole_of(state, bucket) is not None for bucket in state.layout.buckets.values()):
-                state.token.ledger.broken = spoilt("the model")
+            session.spoil(self.state, self.state.units, spoilt("the model"))
             raise changed(paths, "in place")
         for path, held, name, _ in self.slots:
             if held.get(name) is not self.leaves[home[path]]:

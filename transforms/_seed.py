@@ -6,34 +6,28 @@ draws from the same generators when it is replayed, seeded anew before.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from functional_fsdp import ScheduleError, State
-from functional_fsdp._runtime import Runtime, runtime_of
+from functional_fsdp.extend import Ranks, ranks_of, seeds
 
 __all__ = ["reseed", "seeded"]
-
-
-def _seed(state: State, microbatch: int, run: Runtime) -> int:
-    where = f"{int(state.rng)} {state.steps} {microbatch} {run.rank}"
-    return int.from_bytes(hashlib.sha256(where.encode()).digest()[:7], "little")
 
 
 @contextmanager
 def seeded(state: State, microbatch: int) -> Iterator[None]:
     """Random numbers from (state.rng, steps taken, microbatch, this rank); the caller's own go on afterwards."""
-    run = runtime_of(state.spec.mesh)
-    seed = _seed(state, microbatch, run)
+    ranks = ranks_of(state)
+    seed = seeds(state)(microbatch, ranks.index)
     host = torch.default_generator
     before = host.get_state()
     host.manual_seed(seed)
     try:
-        if run.cuda:
-            with _standing_in(run, microbatch, seed):
+        if ranks.device.type == "cuda":
+            with _standing_in(ranks, microbatch, seed):
                 yield
         else:
             yield
@@ -42,18 +36,18 @@ def seeded(state: State, microbatch: int) -> Iterator[None]:
 
 
 @contextmanager
-def _standing_in(run: Runtime, microbatch: int, seed: int) -> Iterator[None]:
-    if microbatch not in run.generators:
-        if run.capturing:
+def _standing_in(ranks: Ranks, microbatch: int, seed: int) -> Iterator[None]:
+    if microbatch not in ranks.generators:
+        if ranks.capturing:
             raise ScheduleError(
                 f"cuda_graph: microbatch {microbatch} of a step that is captured; the steps before had fewer. Run the "
                 "model as often in every step."
             )
-        run.generators[microbatch] = torch.Generator(run.device)
-    own = run.generators[microbatch]
-    if not run.capturing:  # else it is seeded before each replay
+        ranks.generators[microbatch] = torch.Generator(ranks.device)
+    own = ranks.generators[microbatch]
+    if not ranks.capturing:  # else it is seeded before each replay
         own.manual_seed(seed)
-    default = torch.cuda.default_generators[run.device.index]
+    default = torch.cuda.default_generators[ranks.device.index]
     before = default.graphsafe_get_state()
     default.graphsafe_set_state(own)
     try:
@@ -64,6 +58,6 @@ def _standing_in(run: Runtime, microbatch: int, seed: int) -> Iterator[None]:
 
 def reseed(state: State) -> None:
     """Before the replay of a step from `state`: what its microbatches draw."""
-    run = runtime_of(state.spec.mesh)
-    for microbatch, generator in run.generators.items():
-        generator.manual_seed(_seed(state, microbatch, run))
+    ranks = ranks_of(state)
+    for microbatch, generator in ranks.generators.items():
+        generator.manual_seed(seeds(state)(microbatch, ranks.index))

@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import SpecError
-from functional_fsdp._skeleton import Placeholder
+from functional_fsdp.extend import Placeholder
 
 __all__ = ["Settings"]
 

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from functional_fsdp import SpecError, TreeError
-from functional_fsdp._torch import pytree
+from functional_fsdp.extend import torch_private
 
 from ._outputs import map_tensors
 
 __all__ = ["Split", "cut"]
+
+pytree = torch_private.pytree
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Split = tuple[Any, ...] | dict[str, Any] | Callable[[tuple[Any, ...], dict[str, Any], int], Any]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError, release, unshard
-from functional_fsdp._torch import pytree
+from functional_fsdp.extend import Session, torch_private
 
 from ._driver import refuse_tracing
 
@@ -79,7 +79,7 @@ class Stages:
         self.backward = self.forward[::-1]
         self.checked: Hashable = None
 
-    def enter(self, state: State) -> None:
+    def enter(self, state: State) -> Session:
         """A walk begins from this state.
 
         Raises:
@@ -99,7 +99,7 @@ class Stages:
                     f"{', '.join(map(repr, trains))}."
                 )
             self.checked = layout
-        state.token.ledger.enter(state.token.serial, self.verb)
+        return Session(state, self.verb)
 
     def trained(self, state: State, w: Weights) -> Weights:
         """Of weights, those that train."""
@@ -113,19 +113,10 @@ class Stages:
             for name, some in w.items()
         }
 
-    def rest(self, before: State, state: State) -> State:
-        """The walk is over, and left no gradients: back to the state before it, if that was between steps."""
-        if not before.between_steps:
-            return state
-        with state.token.ledger.call:
-            state.executor.rest(state)
-            state.token.ledger.rest(f"{self.verb}()")
-        return before
-
 
 def dims(tree: Any) -> Any:
     """`in_dims` of vmap: 0 for each tensor with a dim, None for all else."""
-    return pytree.tree_map(lambda t: 0 if isinstance(t, torch.Tensor) and t.dim() else None, tree)
+    return torch_private.pytree.tree_map(lambda t: 0 if isinstance(t, torch.Tensor) and t.dim() else None, tree)
 
 
 def rows(verb: str, *trees: Any) -> int:
@@ -134,7 +125,7 @@ def rows(verb: str, *trees: Any) -> int:
     Raises:
         TreeError: there is none, or two that differ.
     """
-    sizes = [tuple(t.shape) for t in pytree.tree_leaves(trees) if isinstance(t, torch.Tensor) and t.dim()]
+    sizes = [tuple(t.shape) for t in torch_private.pytree.tree_leaves(trees) if isinstance(t, torch.Tensor) and t.dim()]
     if not sizes:
         raise TreeError(f"{verb}: nothing in the batch has a leading dim of samples. Give tensors of shape [B, ...].")
     for shape in sizes:

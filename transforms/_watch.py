@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError
-from functional_fsdp._torch import TorchDispatchMode
+from functional_fsdp.extend import torch_private
 
 __all__ = ["Watch", "changed", "clear", "spoilt", "version"]
 
@@ -55,7 +55,7 @@ def version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-class Watch(TorchDispatchMode):
+class Watch(torch_private.TorchDispatchMode):
     """Refuses operations that write into these weights, before they do. For one call: each operation costs more.
 
     Args:

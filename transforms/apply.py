@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import State
-from functional_fsdp._entry import alone
+from functional_fsdp.extend import alone
 
 from ._buffers import Buffers
 from ._driver import Driver, refuse_tracing
@@ -59,7 +59,6 @@ def apply(
     def forward(state: State, mode: Callable[[], AbstractContextManager[Any]], args: Any, kwargs: Any) -> Any:
         """`mode`: in which the model computes; what is kept is made outside it."""
         settings.follow()
-        resting = state.between_steps
         with driver.running(state, "apply") as number, seeded(state, number), torch.no_grad():
             buffers.lend(state, driver.device, collects=False)
             try:
@@ -68,13 +67,8 @@ def apply(
             finally:
                 buffers.restore()
             driver.release()
-            done = driver.state
-        if resting:
-            with done.token.ledger.call:
-                done.executor.rest(done)
-                done.token.ledger.rest("apply()")
-            done = state
-        return done, out
+            session, state = driver.session, driver.state
+        return session.rest(state), out
 
     run = alone(forward, "apply")
     return applied

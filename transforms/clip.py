@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from functional_fsdp import SpecError, State, finish
-from functional_fsdp._torch import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_, foreach_norm
-from functional_fsdp._verbs import change
-
-from ._gradients import by_dtype, shards, total
+from functional_fsdp import FlatBuffer, SpecError, State, finish
+from functional_fsdp.extend import change, shards, torch_private, total
 
 __all__ = ["clip_by_global_norm", "clip_by_value", "global_norm"]
 
@@ -32,10 +31,10 @@ def global_norm(state: State) -> tuple[State, torch.Tensor]:
     for buffer in state.grads.values():
         widest = torch.promote_types(widest, buffer.local.dtype)
     squares = {}
-    for axes, tensors in shards(state).items():
+    for axes, buffers in shards(state).items():
         sums = []
-        for some in by_dtype(tensors).values():
-            norms = foreach_norm(some, 2, dtype=widest)
+        for some in _by_dtype(buffers).values():
+            norms = torch_private.foreach_norm(some, 2, dtype=widest)
             sums.append(torch.stack(list(norms)).square().sum())
         if len(sums) != 1:
             sums = [torch.stack([torch.zeros((), dtype=widest, device=state.count.device), *sums]).sum()]
@@ -63,9 +62,9 @@ def clip_by_global_norm(state: State, max_norm: float | torch.Tensor) -> tuple[S
 
     def scale() -> None:
         by = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for tensors in shards(state).values():
-            for dtype, some in by_dtype(tensors).items():
-                foreach_mul_(some, by.to(torch.promote_types(torch.float32, dtype)))
+        for buffers in shards(state).values():
+            for dtype, some in _by_dtype(buffers).items():
+                torch_private.foreach_mul_(some, by.to(torch.promote_types(torch.float32, dtype)))
 
     return change(state, "clip_by_global_norm()", scale, max_norm), norm
 
@@ -86,9 +85,18 @@ def clip_by_value(state: State, max_value: float) -> State:
     state = finish(state)
 
     def clamp() -> None:
-        for tensors in shards(state).values():
-            for some in by_dtype(tensors).values():
-                foreach_clamp_min_(some, -max_value)
-                foreach_clamp_max_(some, max_value)
+        for buffers in shards(state).values():
+            for some in _by_dtype(buffers).values():
+                torch_private.foreach_clamp_min_(some, -max_value)
+                torch_private.foreach_clamp_max_(some, max_value)
 
     return change(state, "clip_by_value()", clamp, max_value)
+
+
+def _by_dtype(buffers: Iterable[FlatBuffer]) -> dict[torch.dtype, list[torch.Tensor]]:
+    """Local tensors apart by dtype, as one call for many takes them; empty ones left out."""
+    found: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in buffers:
+        if buffer.local.numel():
+            found.setdefault(buffer.local.dtype, []).append(buffer.local)
+    return found

@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import SpecError, State, finish, reduce
-from functional_fsdp._entry import alone
-from functional_fsdp._rounds import begin_round, end_round
-from functional_fsdp._verbs import change
+from functional_fsdp.extend import alone, begin_round, change, end_round
 
 from ._driver import refuse_tracing
 from ._noise import add_noise
@@ -79,6 +77,7 @@ def clipped_gradients(
     ) -> tuple[State, torch.Tensor]:
         refuse_tracing("clipped_gradients")
         begin_round(state, "clipped_gradients")
+        walk.enter(state)
         state, losses, norms = norms_of(walk, state, batch, chunk)
         weights = max_norm / norms.clamp(min=max_norm)
         mean = scale / len(losses)
@@ -86,18 +85,12 @@ def clipped_gradients(
         if noise and last:
             state = finish(state)
             ranks = prod(state.spec.axes[axis] for axis in state.spec.data) if state.spec.average == "mean" else 1
-            state = change(state, "clipped_gradients()", partial(_blur, state, noise * max_norm * mean / ranks))
+            blur = partial(add_noise, state, noise * max_norm * mean / ranks)
+            state = change(state, "clipped_gradients()", blur, every_leaf=True)
         end_round(state, last)
         return state, losses
 
     return alone(f, "clipped_gradients")
-
-
-@torch.no_grad()
-def _blur(state: State, scale: Any) -> None:
-    """Noise, in place; every leaf has a gradient then."""
-    add_noise(state, scale)
-    state.executor.given.fill()
 
 
 def _weighted(walk: Stages, state: State, batch: Any, dlosses: torch.Tensor, last: bool) -> State:

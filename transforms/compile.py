@@ -6,6 +6,7 @@ T.compile(train_step)                       it does not: the forward's residuals
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -14,12 +15,14 @@ from typing import Any, TypeVar, cast
 import torch
 
 from functional_fsdp import FsdpError, ScheduleError, SpecError, State
-from functional_fsdp import _regather as regather
-from functional_fsdp._entry import outside_inference
-from functional_fsdp._ledger import begin_compiled
-from functional_fsdp._lower import custom_backwards
-from functional_fsdp._torch import dynamo, func_interpreter, inductor, pytree
-from functional_fsdp._tracing import keeping
+from functional_fsdp.extend import (
+    begin_compiled,
+    custom_backwards,
+    keeping,
+    outside_inference,
+    point_at_second_gathers,
+    torch_private,
+)
 
 __all__ = ["compile"]
 
@@ -71,7 +74,7 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
 
     @wraps(train_step)
     def run(state: State, *args: Any, **kwargs: Any) -> Any:
-        if func_interpreter() is not None:
+        if torch_private.func_interpreter() is not None:
             raise ScheduleError(
                 "a compiled train step was called inside a torch.func transform, which cannot see through its "
                 "collectives. Use the transform inside the step, between unshard and reduce."
@@ -94,7 +97,7 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
 
 def _signature(args: Any, kwargs: Any) -> Any:
     """Equal for calls that are traced alike: shapes and dtypes of tensors, and everything else as it prints."""
-    leaves, treedef = pytree.tree_flatten((args, kwargs))
+    leaves, treedef = torch_private.pytree.tree_flatten((args, kwargs))
     return treedef, tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
 
 
@@ -124,29 +127,29 @@ def _backend(name: str, config: dict[str, Any]) -> Callable[..., Any]:
     if name == "aot_eager":
 
         def plain(module: torch.fx.GraphModule, inputs: Any) -> Any:
-            regather.point_at_second_gathers(module.graph)
+            point_at_second_gathers(module.graph)
             module.recompile()
             return module.forward
 
-        return cast(Callable[..., Any], dynamo().backends.common.aot_autograd(fw_compiler=plain))
+        return cast(Callable[..., Any], torch_private.dynamo().backends.common.aot_autograd(fw_compiler=plain))
 
     def compiled(module: torch.fx.GraphModule, inputs: Any) -> Any:
         settings = ORDERED | config
         settings["post_grad_custom_pre_pass"] = _inductors_pass()
-        return inductor().compile_fx.compile_fx(module, inputs, config_patches=settings)
+        return torch_private.inductor().compile_fx.compile_fx(module, inputs, config_patches=settings)
 
     return compiled
 
 
 def _inductors_pass() -> Any:
     """The pass as Inductor takes one."""
-    passes = inductor().custom_graph_pass
+    passes = torch_private.inductor().custom_graph_pass
 
     class Pass(passes.CustomGraphPass):  # type: ignore[misc, name-defined]
         def __call__(self, graph: torch.fx.Graph) -> None:
-            regather.point_at_second_gathers(graph)
+            point_at_second_gathers(graph)
 
         def uuid(self) -> Any:
-            return passes.get_hash_for_files((regather.__file__,))
+            return passes.get_hash_for_files((inspect.getfile(point_at_second_gathers),))
 
     return Pass()

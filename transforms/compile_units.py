@@ -20,8 +20,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import SpecError
-from functional_fsdp._skeleton import skeleton_of
-from functional_fsdp._torch import dynamo, func_interpreter
+from functional_fsdp.extend import skeleton_of, torch_private
 
 from ._entries import NEVER_CALLED, Entry
 from ._patterns import outermost
@@ -100,7 +99,7 @@ class Compiler:
         unknown = [name for name in options if name not in KNOWN]
         if unknown:
             raise SpecError(f"compile: torch.compile has no option {unknown[0]!r} here; there are {', '.join(KNOWN)}.")
-        self.dynamo: Any = dynamo()
+        self.dynamo: Any = torch_private.dynamo()
         self.options = {"fullgraph": True, "dynamic": False, **options}
         self.codes: dict[Any, Callable[..., Any]] = {}
         self.twins: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
@@ -223,7 +222,7 @@ def _eager(unit: Compiled) -> None:
 
 def _transformed(unit: Compiled) -> bool:
     """Whether a torch.func transform is under way, in which torch compiles nothing. Says so."""
-    if func_interpreter() is None:
+    if torch_private.func_interpreter() is None:
         return False
     warnings.warn(
         f"compile: {unit!r} runs eagerly under a torch.func transform, in which torch compiles nothing. Take gradients "

@@ -21,16 +21,14 @@ from typing import Any, TypeVar, cast
 import torch
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError
-from functional_fsdp._capture import Capture
-from functional_fsdp._entry import outside_inference
-from functional_fsdp._given import NewCounts
-from functional_fsdp._runtime import Runtime, runtime_of
-from functional_fsdp._torch import pytree
+from functional_fsdp.extend import Capture, NewCounts, Ranks, lineage, outside_inference, ranks_of, torch_private
 
 from ._capturing import KEPT, Home, captured, stale_streams_followed
 from ._seed import reseed
 
 __all__ = ["cuda_graph"]
+
+pytree = torch_private.pytree
 
 F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
@@ -143,27 +141,27 @@ class Graphed:
     def __call__(self, state: State, args: Any, kwargs: Any) -> Any:
         if not isinstance(state, State):
             raise TypeError(f"cuda_graph: the first argument is a State, not {type(state).__name__}.")
-        run = runtime_of(state.spec.mesh)
-        if not run.cuda:
+        ranks = ranks_of(state)
+        if ranks.device.type != "cuda":
             if self.pass_through:
                 return self.train_step(state, *args, **kwargs)
             raise ScheduleError(
-                f"cuda_graph: this state is on the {run.device.type}, and CUDA graphs need a GPU. To run the step as "
+                f"cuda_graph: this state is on the {ranks.device.type}, and CUDA graphs need a GPU. To run the step as "
                 "it is where there is none: T.cuda_graph(train_step, pass_through=True)."
             )
         if self.stream is None:
-            self.stream, self.pool = torch.cuda.Stream(run.device), torch.cuda.graph_pool_handle()
+            self.stream, self.pool = torch.cuda.Stream(ranks.device), torch.cuda.graph_pool_handle()
         leaves, treedef = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, State))
         graph = self._graph(signature(state, leaves, treedef))
-        if graph is not None and graph.graph is None and graph.lineage() is not state.token.ledger:
-            graph.warm, graph.lineage = 0, weakref.ref(state.token.ledger)
+        if graph is not None and graph.graph is None and graph.lineage() is not lineage(state):
+            graph.warm, graph.lineage = 0, weakref.ref(lineage(state))
         if graph is None or graph.warm < self.warmup:
-            out = self._eagerly(run, state, *pytree.tree_unflatten(_on(run, leaves), treedef))
+            out = self._eagerly(ranks, state, *pytree.tree_unflatten(_on(ranks, leaves), treedef))
             if graph is not None:
                 graph.warm += 1
             return out
         if graph.graph is None:
-            return self._captured(run, graph, state, leaves, treedef)
+            return self._captured(ranks, graph, state, leaves, treedef)
         return self._replayed(graph, state, leaves)
 
     def _graph(self, key: Any) -> Graph | None:
@@ -180,17 +178,17 @@ class Graphed:
             )
         return found
 
-    def _eagerly(self, run: Runtime, state: State, args: Any, kwargs: Any) -> Any:
-        with self._aside(run):
+    def _eagerly(self, ranks: Ranks, state: State, args: Any, kwargs: Any) -> Any:
+        with self._aside(ranks):
             steps = _commits(state)
             out = self.train_step(state, *args, **kwargs)
         _one_step(_parts(out)[0], steps)
         return out
 
     @contextmanager
-    def _aside(self, run: Runtime) -> Iterator[None]:
+    def _aside(self, ranks: Ranks) -> Iterator[None]:
         """On the stream of its own, which captures too: libraries keep what they need by stream."""
-        home = torch.cuda.current_stream(run.device)
+        home = torch.cuda.current_stream(ranks.device)
         self.stream.wait_stream(home)
         try:
             with torch.cuda.stream(self.stream), stale_streams_followed():
@@ -198,24 +196,24 @@ class Graphed:
         finally:
             home.wait_stream(self.stream)
 
-    def _captured(self, run: Runtime, graph: Graph, state: State, leaves: list[Any], treedef: Any) -> Any:
+    def _captured(self, ranks: Ranks, graph: Graph, state: State, leaves: list[Any], treedef: Any) -> Any:
         """Capture the step, then replay it: this call's step."""
         state.resting("cuda_graph")
         key = structure(state)
         home = self.homes.get(key) or Home(state)
         home.check(state)
-        inputs = _on(run, leaves, copy=True)
+        inputs = _on(ranks, leaves, copy=True)
         args, kwargs = pytree.tree_unflatten(inputs, treedef)
         steps = _commits(state)
         reseed(state)
         gc.collect()
-        torch.cuda.synchronize(run.device)
+        torch.cuda.synchronize(ranks.device)
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(run.device)
-        before = torch.cuda.memory_allocated(run.device), torch.cuda.memory_reserved(run.device)
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+        before = torch.cuda.memory_allocated(ranks.device), torch.cuda.memory_reserved(ranks.device)
         capture = Capture(state)
         try:
-            with self._aside(run), captured(run, self.pool) as made, capture.recording():
+            with self._aside(ranks), captured(ranks, self.pool) as made, capture.recording():
                 out = self.train_step(home.state(state), *args, **kwargs)
                 new, results = _parts(out)
                 _one_step(new, steps)
@@ -229,13 +227,13 @@ class Graphed:
                 raise
             log.info("cuda_graph: this step is taken eagerly. %s", error)
         if graph.graph is None:
-            return self._eagerly(run, state, *pytree.tree_unflatten(_on(run, leaves), treedef))
+            return self._eagerly(ranks, state, *pytree.tree_unflatten(_on(ranks, leaves), treedef))
         graph.inputs = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
         outputs, graph.structure = pytree.tree_flatten(results)
         graph.outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
         graph.kind = type(out)
-        graph.peak = torch.cuda.max_memory_allocated(run.device) - before[0]
-        graph.reserved = torch.cuda.memory_reserved(run.device) - before[1]
+        graph.peak = torch.cuda.max_memory_allocated(ranks.device) - before[0]
+        graph.reserved = torch.cuda.memory_reserved(ranks.device) - before[1]
         self.homes[key] = home
         log.info("cuda_graph: captured a step, graph %d of at most %d", len(self.captured), self.limit)
         assert new is not None
@@ -312,9 +310,9 @@ def signature(state: State, leaves: list[Any], treedef: Any) -> Any:
     return treedef, tuple(found), Kind(state), counted and counted(state.opt)
 
 
-def _on(run: Runtime, leaves: list[Any], copy: bool = False) -> list[Any]:
+def _on(ranks: Ranks, leaves: list[Any], copy: bool = False) -> list[Any]:
     """The batch's leaves, tensors on the GPU, as the captured step will see them."""
-    return [leaf.to(run.device, copy=copy) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return [leaf.to(ranks.device, copy=copy) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def _parts(out: Any) -> tuple[State, tuple[Any, ...]]:
@@ -327,8 +325,9 @@ def _parts(out: Any) -> tuple[State, tuple[Any, ...]]:
 
 def _commits(state: State) -> int:
     """How often its lineage has stepped, as far as the host knows."""
-    state.token.ledger.follow()
-    return state.token.ledger.commits
+    mine = lineage(state)
+    mine.follow()
+    return mine.commits
 
 
 def _one_step(new: State, before: int) -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 
 from functional_fsdp import State, TreeError, finish
-from functional_fsdp._torch import foreach_div_
-from functional_fsdp._verbs import change
-
-from ._gradients import shards
+from functional_fsdp.extend import change, shards, torch_private
 
 __all__ = ["divide"]
 
@@ -35,10 +32,10 @@ def divide(state: State, divisor: float | torch.Tensor) -> State:
     by = divisor.reshape(()).to(state.count.device) if isinstance(divisor, torch.Tensor) else divisor
 
     def divide_all() -> None:
-        for tensors in shards(state).values():
-            if isinstance(by, torch.Tensor):
-                foreach_div_(tensors, by)
-            else:
-                foreach_div_(tensors, float(by))
+        tensors = [buffer.local for buffers in shards(state).values() for buffer in buffers]
+        if isinstance(by, torch.Tensor):
+            torch_private.foreach_div_(tensors, by)
+        else:
+            torch_private.foreach_div_(tensors, float(by))
 
     return change(state, "divide()", divide_all, by)

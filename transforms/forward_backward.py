@@ -9,8 +9,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError
-from functional_fsdp._entry import alone
-from functional_fsdp._rounds import begin_round, end_round
+from functional_fsdp.extend import alone, begin_round, end_round, evolve
 
 from ._buffers import Buffers, Rule
 from ._driver import Driver, refuse_tracing
@@ -140,7 +139,7 @@ class ForwardBackward:
             end_round(driver.state, last)
             state = driver.state
         if kept is not state.buffers:
-            state = state._evolve(buffers=kept)
+            state = evolve(state, buffers=kept)
         return state, (loss, map_tensors(torch.Tensor.detach, aux)) if self.has_aux else loss
 
     def _parts(self, out: Any) -> tuple[torch.Tensor, Any]:

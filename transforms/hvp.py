@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from functional_fsdp import FlatBuffer, State, TreeError, finish, reduce
-from functional_fsdp._entry import alone
-from functional_fsdp._flat import leaves_of
-from functional_fsdp._torch import pytree
+from functional_fsdp import FlatBuffer, State, TreeError, reduce
+from functional_fsdp.extend import alone, apart, gather_leaves, torch_private
 
 from ._driver import refuse_tracing
 from ._stages import Stage, Stages, Weights
@@ -66,19 +64,10 @@ def hvp(
     def f(state: State, v: Vector, batch: Any) -> tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]:
         refuse_tracing("hvp")
         _check(state, v)
-        before = state
-        if state.grads or state.executor.waiting:  # those whose turn has not come, too
-            state = finish(state)
-        grads = state.grads
-        walk.enter(state)
-        noted = state.executor.given.begin()
-        state.executor.adopt({})  # products are reduced in the place of gradients
-        state, loss = _products(walk, state._evolve(grads=()), v, batch)
-        state = finish(state)
-        found = dict(state.grads)
-        state.executor.adopt(grads)
-        state.executor.given.resume(noted)
-        return walk.rest(before, state._evolve(grads=grads)), (loss, found)
+        session = walk.enter(state)
+        # products are reduced in the place of gradients
+        state, loss, found = apart(state, "hvp", lambda state: _products(walk, state, v, batch))
+        return session.rest(state), (loss, found)
 
     return alone(f, "hvp")
 
@@ -96,7 +85,7 @@ def _products(walk: Stages, state: State, v: Vector, batch: Any) -> tuple[State,
             out, along = jvp_of(_of(stage, w, batch), (trained, *h), (_tangents(state, v, stage), *dot))
         else:  # frozen, as all before it: nothing moves
             out = stage.run(w, trained, None, batch)
-            along = pytree.tree_map(torch.zeros_like, out)
+            along = torch_private.pytree.tree_map(torch.zeros_like, out)
         h, dot = (out,), (along,)
         state = stage.release(state)
     loss = h[0]
@@ -148,8 +137,7 @@ def _tangents(state: State, v: Vector, stage: Stage) -> Weights:
         views: dict[str, torch.Tensor] = {}
         for bucket in unit.buckets:
             if bucket.trainable:
-                whole = v[bucket.name].local.new_empty(bucket.numel, dtype=bucket.compute)
-                views |= leaves_of(bucket, v[bucket.name].gather(whole))
+                views |= gather_leaves(v[bucket.name], bucket.compute)
         found[name] = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True) if path in views}
     return found
 

@@ -7,12 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_fsdp import FsdpError, ScheduleError, State, finish, replace_extras
-from functional_fsdp._gradients import of_tree, of_unit
-from functional_fsdp._runtime import runtime_of
-from functional_fsdp._torch import foreach_norm
-
-from ._gradients import shards, total
+from functional_fsdp import FsdpError, State, finish, replace_extras
+from functional_fsdp.extend import by_unit, leaf_shards, ranks_of, shards, torch_private, total
 
 __all__ = ["Nonfinite", "NonfiniteError", "Watch", "find_nonfinite", "nonfinite", "skip_nonfinite"]
 
@@ -28,9 +24,9 @@ def nonfinite(state: State) -> tuple[State, torch.Tensor]:
     """
     state = finish(state)
     counts = {}
-    for axes, tensors in shards(state).items():
-        filled = [t for t in tensors if t.numel()]
-        largest = foreach_norm(filled, float("inf")) if filled else []
+    for axes, buffers in shards(state).items():
+        filled = [buffer.local for buffer in buffers if buffer.local.numel()]
+        largest = torch_private.foreach_norm(filled, float("inf")) if filled else []
         flags = torch.stack([*largest, torch.zeros((), device=state.count.device)]).isfinite().logical_not()
         counts[axes] = flags.sum().float()
     return state, total(state, counts) > 0
@@ -110,28 +106,20 @@ def find_nonfinite(state: State, grads: Any = None, unit: str | None = None) -> 
 
     Example: `state, found = T.find_nonfinite(state)`.
     """
-    run = runtime_of(state.spec.mesh)
     if grads is not None:
         watch = Watch(state)
-        if unit is None:
-            values = of_tree(state.layout, grads)
-            for one in state.layout.units:
-                watch.look(one.name, [values.get(path) for path in one.paths])
-        elif unit in state.layout.by_name:
-            watch.look(unit, of_unit(state.layout.by_name[unit], grads)[0])
-        else:
-            raise ScheduleError(f"find_nonfinite: there is no unit {unit!r}. The units are {', '.join(state.units)}.")
+        for name, values in by_unit(state, "find_nonfinite", grads, unit).items():
+            watch.look(name, values)
         return state, watch.found()
     state = finish(state)
+    ranks = ranks_of(state)
     mine = []
     for buffer in state.grads.values():
-        start, stop = buffer.span()
-        for leaf in buffer.bucket.leaves:
-            a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
-            count = int((~buffer.local[a - start : b - start].isfinite()).sum()) if a < b else 0
+        for leaf, _, local in leaf_shards(buffer):
+            count = int(local.isfinite().logical_not().sum()) if local.numel() else 0
             if count:
-                mine.append(Nonfinite(leaf.path, buffer.bucket.unit, run.ranks[run.rank], count))
-    return state, [one for found in run.everyone(mine, "elements that are not finite") for one in found]
+                mine.append(Nonfinite(leaf.path, buffer.bucket.unit, ranks.rank, count))
+    return state, [one for found in ranks.everyone(mine, "elements that are not finite") for one in found]
 
 
 class Watch:
@@ -139,7 +127,7 @@ class Watch:
 
     def __init__(self, state: State) -> None:
         self.layout = state.layout
-        self.run = runtime_of(state.spec.mesh)
+        self.ranks = ranks_of(state)
         self.counts: list[tuple[str, str, torch.Tensor]] = []  # unit, leaf, elements
 
     def look(self, unit: str, grads: Sequence[torch.Tensor | None]) -> None:
@@ -151,6 +139,6 @@ class Watch:
     def found(self) -> list[Nonfinite]:
         """What every rank has seen. Collective; waits for the device."""
         numbers = torch.stack([count for *_, count in self.counts]).tolist() if self.counts else []
-        rank = self.run.ranks[self.run.rank]
+        rank = self.ranks.rank
         mine = [Nonfinite(leaf, unit, rank, n) for (unit, leaf, _), n in zip(self.counts, numbers, strict=True) if n]
-        return [one for found in self.run.everyone(mine, "elements that are not finite") for one in found]
+        return [one for found in self.ranks.everyone(mine, "elements that are not finite") for one in found]

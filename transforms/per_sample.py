@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from functional_fsdp import SpecError, State, TreeError
-from functional_fsdp._entry import alone
-from functional_fsdp._torch import func_interpreter, pytree
+from functional_fsdp.extend import alone, torch_private
 
 from ._stages import Stage, Stages, Weights, dims, rows
 from .vjp import Pullback, functional_vjp, lent
 
 __all__ = ["batched", "norms_of", "per_sample_norms", "per_sample_vjp"]
 
+pytree = torch_private.pytree
 vmap: Any = torch.func.vmap
 
 
@@ -106,15 +106,17 @@ def per_sample_norms(
         raise SpecError(f"per_sample_norms(chunk={chunk!r}): expected a number of samples of at least 1, or None.")
 
     def f(state: State, batch: Any) -> tuple[State, tuple[torch.Tensor, torch.Tensor]]:
-        after, losses, norms = norms_of(walk, state, batch, chunk)
-        return walk.rest(state, after), (losses, norms)
+        rows(walk.verb, batch)
+        session = walk.enter(state)
+        state, losses, norms = norms_of(walk, state, batch, chunk)
+        return session.rest(state), (losses, norms)
 
     return alone(f, "per_sample_norms")
 
 
 def _alone() -> AbstractContextManager[Any]:
     """No autograd graph, as of `vjp`; but a torch.func transform around it is to see through it."""
-    inside = torch.compiler.is_compiling() or func_interpreter() is not None
+    inside = torch.compiler.is_compiling() or torch_private.func_interpreter() is not None
     return nullcontext() if inside else torch.no_grad()
 
 
@@ -129,9 +131,8 @@ def batched(stage: Stage) -> Callable[..., Any]:
 
 @torch.no_grad()
 def norms_of(walk: Stages, state: State, batch: Any, chunk: int | None) -> tuple[State, torch.Tensor, torch.Tensor]:
-    """The new state, losses [B] and norms [B]."""
+    """The new state, losses [B] and norms [B], in a walk that has begun."""
     n = rows(walk.verb, batch)
-    walk.enter(state)
     h: Any = None
     inputs: list[Any] = []
     for stage in walk.forward:

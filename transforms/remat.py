@@ -11,9 +11,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from functional_fsdp import ScheduleError, SpecError, TreeError
-from functional_fsdp._skeleton import skeleton_of
-from functional_fsdp._torch import autograd_node, func_interpreter
-from functional_fsdp._tracing import tracing
+from functional_fsdp.extend import skeleton_of, torch_private, tracing
 
 from ._patterns import outermost
 from ._watch import version
@@ -70,7 +68,7 @@ def _checkpointed(fn: Callable[..., Any], preserve_rng_state: bool, /, *args: An
     """Traced, `T.vjp` and the compiler say what is kept, and torch has no checkpoints there."""
     if tracing():
         return fn(*args, **kwargs)
-    if func_interpreter() is not None:
+    if torch_private.func_interpreter() is not None:
         raise ScheduleError(
             "remat: torch's checkpoints do not run under torch.func's transforms (grad, vjp, ...). Use T.vjp(T.remat("
             "stage), w, h), or T.forward_backward."
@@ -83,7 +81,7 @@ def _bound(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any
     try:
         return cls.__call__(module, *args, **kwargs)
     except TreeError as error:
-        if autograd_node() is None:  # it is the forward
+        if torch_private.autograd_node() is None:  # it is the forward
             raise
         raise ScheduleError(
             "remat(model, ...) was bound by hand, and its weights are gone when it recomputes. Wrap the function that "

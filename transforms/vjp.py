@@ -23,14 +23,12 @@ import optree
 import torch
 
 from functional_fsdp import ScheduleError, TreeError
-from functional_fsdp._entry import INTERPRETER
-from functional_fsdp._torch import dispatch_modes, func_interpreter, pytree
-from functional_fsdp._tracing import KEEPING, tracing
-from functional_fsdp._weights import Lease, lease_of
+from functional_fsdp.extend import Lease, lease_of, residuals_kept, torch_private, tracing
 
 __all__ = ["Pullback", "functional_vjp", "lent", "vjp"]
 
 Pullback = Callable[..., Any]
+func_interpreter, pytree = torch_private.func_interpreter, torch_private.pytree
 
 
 def vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple[Any, Pullback]:
@@ -88,7 +86,7 @@ _UNITS: WeakKeyDictionary[Lease, Unit | None] = WeakKeyDictionary()
 
 def _unit_of(lease: Lease) -> Unit | None:
     """None where leaves have no gradient, and under a dispatch mode, whose tensors are not for keeping."""
-    if dispatch_modes():
+    if torch_private.dispatch_modes():
         return None
     try:
         return _UNITS[lease]
@@ -254,8 +252,8 @@ def _refuse(verb: str, lease: Lease) -> None:
 
 def _under_transforms(fn: Callable[..., Any], weights: Any, primals: tuple[Any, ...]) -> tuple[Any, Pullback]:
     lent("vjp", weights, primals)
-    whole = tracing() and not isinstance(func_interpreter(), INTERPRETER)
-    if whole and KEEPING:
+    whole = tracing() and not isinstance(func_interpreter(), torch_private.CInterpreter)
+    if whole and residuals_kept():
         out, pull = functional_vjp(fn, (weights, *primals))
 
         def residual(w: Any, dout: Any) -> Any:

@@ -25,6 +25,7 @@ from functional_fsdp import Schedule, ScheduleError, Spec, StaleStateError, laun
 from functional_fsdp import transforms as T
 from functional_fsdp._cuda import call
 from functional_fsdp._runtime import runtime_of
+from functional_fsdp.extend import Ranks
 from functional_fsdp.transforms._capturing import captured
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
@@ -337,7 +338,7 @@ def zeroed() -> tuple[int, bool]:
     spans = [(0, 4), (8, 1024), (2048, 3), (4096, 16384), (1 << 20, 1 << 19)]  # bytes: from, how many
     memory = torch.zeros(1 << 21, dtype=torch.uint8, device=run.device)
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream), captured(run, torch.cuda.graph_pool_handle()) as graph:
+    with torch.cuda.stream(stream), captured(Ranks(run), torch.cuda.graph_pool_handle()) as graph:
         for value, (begin, size) in enumerate(spans):
             at = ctypes.c_void_p(memory.data_ptr() + begin)
             call(
