@@ -86,6 +86,7 @@ class Agreement:
     logs: dict[str, Log]
     issued: dict[str, Log]
     capturing: bool
+    remarks: list[str]
     submit: Callable[..., Mark]
     collective: Callable[..., Steps]
     wait: Callable[..., bool]
@@ -94,12 +95,11 @@ class Agreement:
     def __init__(self) -> None:
         self.epoch = self.meetings = self.restarted = 0
         self.votes = 0  # that ended with all ranks agreed
-        self.voted = (0, 0)  # in the last vote: the digest given, and how many side jobs were logged before it
-        self.digest = 0  # of the side lane, since the last vote
+        self.voted = (0, 0)  # in the last vote: the digest given, and how many remarks a capture had before it
+        self.digest = 0  # of remarks, since the last vote
         self.board: Board | None = None  # for votes, where all ranks are on one host
         self.watch: Watch | None = None  # the processes of the other ranks
-        self.failed = ""
-        self.parted = False
+        self.failed, self.parted = "", False
         self.form: Any = ()
         self.forms = Forms()
         self.formed = 0
@@ -127,7 +127,7 @@ class Agreement:
         """
         if self.size == 1:
             return None
-        self.voted = digest, self.logs["side"].count
+        self.voted = digest, len(self.remarks)
         mine, self.digest = zlib.crc32(f"{digest} {self.digest}".encode()), 0
         return self._ballot(mine << GIVEN | given, "vote")
 

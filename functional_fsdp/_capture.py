@@ -41,7 +41,8 @@ class Capture:
         self.votes = self.run.votes
         self.digests = self.run.digest
         self.jobs: dict[str, list[tuple[Collective, ...]]] = {}
-        self.digest = self.sides = 0
+        self.digest = 0
+        self.remarks: tuple[list[str], list[str]] = [], []  # for votes: before its own, and after it
         self.forms: list[tuple[Any, int]] = []  # of metrics, and after how many votes
         self.fixed: Fixed | None = None  # which leaves have gradients
         self.held: Any = None  # the bytes that a replay writes
@@ -53,7 +54,7 @@ class Capture:
         run = self.run
         logs = {name: Log() for name in run.issued}
         run.logs = {**logs, "control": run.issued["control"]}
-        run.capturing = True
+        run.capturing, run.remarks = True, []
         run.forms.came = self.forms
         try:
             yield
@@ -65,7 +66,8 @@ class Capture:
             run.forms.came = None
         self.traced = self.ledger.graphed or self.ledger.taken is None
         self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
-        self.digest, self.sides = run.voted
+        self.digest, before = run.voted
+        self.remarks = run.remarks[:before], run.remarks[before:]
         self.fixed = self.executor.given.fixed
         self.held = self.executor.arena, self.executor.staging
 
@@ -122,21 +124,23 @@ class Capture:
             return home(ledger.stepped(state))
         middle = ledger.advance(state, "cuda_graph()")  # from here on the step is under way: who abandons it says so
         self._compare(ledger, [form for form, votes in self.forms if votes == self.votes])
-        sides = [hop for (hop,) in self.jobs.get("side", [])]  # the votes compare them, too
-        for hop in sides[: self.sides]:
-            run.note(hop)
+        before, after = self.remarks
+        for said in before:
+            run.remark(said)
         assert self.fixed is not None
         self.fixed.again(run, run.compare(run.vote(self.digest, self.fixed.vote)))
-        return self._take(middle, launch, home, sides[self.sides :])
+        return self._take(middle, launch, home, after)
 
     @whole
-    def _take(self, middle: State, launch: Callable[[], None], home: Callable[[State], State], sides: Any) -> State:
+    def _take(
+        self, middle: State, launch: Callable[[], None], home: Callable[[State], State], after: list[str]
+    ) -> State:
         """From the moment on in which ranks cannot take the step back. An interrupt waits."""
         ledger = middle.token.ledger
         self.run.confirm()
         self._launched(ledger, launch)
-        for hop in sides:
-            self.run.note(hop)
+        for said in after:
+            self.run.remark(said)
         new = home(middle._evolve(token=Token(ledger, ledger.latest + 1)))
         ledger.commit(middle.token, new)
         self._compare(ledger, [form for form, votes in self.forms if votes != self.votes])

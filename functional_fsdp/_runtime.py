@@ -60,6 +60,7 @@ class Runtime(Jobs):
         self.issued = {name: Log() for name in QUEUES}
         self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
         self.capturing = False
+        self.remarks: list[str] = []  # of the step that is captured
         self.behind = None
         self.chosen: dict[tuple[bool, tuple[str, ...]], Any] = {}  # "auto", for large models or not, and by axes
         self.spare: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # windows that no lineage uses, by number
@@ -209,6 +210,8 @@ class Runtime(Jobs):
     def remark(self, said: str) -> None:
         """Have the next vote compare this."""
         self.digest = zlib.crc32(said.encode(), self.digest)
+        if self.capturing:
+            self.remarks.append(said)
 
 
 # Communicators belong to the process, as torch's own do: one Runtime for all equal meshes of one process group, as long

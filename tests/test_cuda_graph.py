@@ -248,6 +248,44 @@ def test_a_rank_that_is_interrupted_in_the_vote_takes_the_step_with_the_others()
     assert launch(interrupted, 2) == [("KeyboardInterrupt", 1, 2), ("RestartError", 1, 2)]
 
 
+def votes() -> list[tuple[int, int]]:
+    """What a step that clips and averages votes with: eagerly, captured and replayed."""
+
+    def clipped(state: fsdp.State) -> fsdp.State:
+        state, weights = fsdp.unshard(state)
+        state = fsdp.reduce(state, {path: torch.ones_like(w) for path, w in weights.items()})
+        state, norm = T.clip_by_global_norm(state, 1.0)
+        return fsdp.pmean(fsdp.step(state), norm)[0]
+
+    state, seen = made(), []
+    run = state.token.ledger.runtime
+    real = run.vote
+
+    def vote(digest: int, *given: int) -> Any:
+        seen.append((digest, run.digest))
+        return real(digest, *given)
+
+    run.vote = vote  # type: ignore[method-assign, assignment]
+    try:
+        state = clipped(clipped(state))
+        capture = Capture(state)
+        with capture.recording():
+            state = clipped(state)
+        capture.first(lambda: None)
+        for _ in range(2):
+            state = capture.again(state, lambda: None)
+        assert state.steps == 5
+    finally:
+        run.vote = real  # type: ignore[method-assign]
+    return seen
+
+
+def test_a_replay_votes_as_the_eager_step_does() -> None:
+    for first, *others in launch(votes, 2):
+        assert others[0] != first  # metrics after a step are of the next vote
+        assert others == [others[0]] * 4
+
+
 def half_launched() -> str:
     state, capture = captured_step(made(), 1)
 
