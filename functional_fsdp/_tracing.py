@@ -6,7 +6,7 @@ Verbs, optimizers and transforms ask this; when traced they are plain tensor ope
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -16,9 +16,28 @@ from . import _errors
 from ._record import Collective
 from ._torch import dynamo
 
-__all__ = ["KEEPING", "LOWERING", "keeping", "lowering", "refuse", "tracing"]
+__all__ = ["KEEPING", "LOWERING", "Session", "keeping", "lowering", "refuse", "tracing"]
 
-LOWERING: list[list[Collective]] = []  # what was issued so far
+
+class Session:
+    """One tracing of a function of a State, from its start to its end: what is noted for as long as it lasts.
+
+    issued: the collectives, in order. driven: what each transform that drives a module has for this session, by
+    transform. guards: functions of nothing; a graph holds while they return what they returned when it was made. order:
+    in which order units were used, forward and then backward, by the first module that was driven. whole: whether a
+    driven round is complete. functions: the names of the autograd.Functions that were used, in order.
+    """
+
+    def __init__(self) -> None:
+        self.issued: list[Collective] = []
+        self.driven: dict[Any, Any] = {}
+        self.guards: list[Callable[[], Any]] = []
+        self.order: tuple[Any, ...] | None = None
+        self.whole = False
+        self.functions: dict[str, None] = {}
+
+
+LOWERING: list[Session] = []
 KEEPING: list[bool] = []
 
 
@@ -47,9 +66,9 @@ refuse._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dy
 
 
 @contextmanager
-def lowering() -> Iterator[list[Collective]]:
-    """What runs inside is traced by `lower`. Gives the collectives that it issues, in order."""
-    LOWERING.append([])
+def lowering() -> Iterator[Session]:
+    """What runs inside is traced by `_graph`."""
+    LOWERING.append(Session())
     try:
         yield LOWERING[-1]
     finally:

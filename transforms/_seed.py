@@ -18,16 +18,20 @@ from functional_fsdp._runtime import Runtime, runtime_of
 __all__ = ["reseed", "seeded"]
 
 
-def _seed(state: State, microbatch: int, run: Runtime) -> int:
-    where = f"{int(state.rng)} {state.steps} {microbatch} {run.rank}"
+def _seed(state: State, microbatch: int, run: Runtime, step: int | None = None) -> int:
+    where = f"{int(state.rng)} {state.steps if step is None else step} {microbatch} {run.rank}"
     return int.from_bytes(hashlib.sha256(where.encode()).digest()[:7], "little")
 
 
 @contextmanager
-def seeded(state: State, microbatch: int) -> Iterator[None]:
-    """Random numbers from (state.rng, steps taken, microbatch, this rank); the caller's own go on afterwards."""
+def seeded(state: State, microbatch: int, step: int | None = None) -> Iterator[None]:
+    """Random numbers from (state.rng, steps taken, microbatch, this rank); the caller's own go on afterwards.
+
+    Args:
+        step: how many steps were taken, where the lineage does not know.
+    """
     run = runtime_of(state.spec.mesh)
-    seed = _seed(state, microbatch, run)
+    seed = _seed(state, microbatch, run, step)
     host = torch.default_generator
     before = host.get_state()
     host.manual_seed(seed)
