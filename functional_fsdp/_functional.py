@@ -21,7 +21,7 @@ OPS = {"mean": "avg", "sum": "sum", "max": "max"}
 def start(recipes: Recipes, one: Collective, local: torch.Tensor) -> torch.Tensor:
     """Issue one collective; its result must be waited for."""
     if LOWERING:
-        LOWERING[-1].append(one)
+        LOWERING[-1].issued.append(one)
     ops, ranks, group = functional_collectives, recipes.sizes[one.axis], recipes.group(one.lane, one.axis)
     if one.kind == "all_gather":
         return ops.all_gather_into_tensor(local, ranks, group)

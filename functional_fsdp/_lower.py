@@ -7,40 +7,28 @@ No process group is needed, no GPU and no memory: `abstract` makes a state of sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.fx as fx
-from torch.distributed.device_mesh import DeviceMesh
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
 from ._flat import FlatBuffer
+from ._graph import RECORD, Imagined, graph_of, kind_of, refuse_values
 from ._optim import as_optimizer, check_labels
-from ._recipes import Recipes
 from ._record import Collective
 from ._records import keeps_copy
 from ._regather import is_view, point_at_second_gathers
 from ._route import states_of
-from ._runtime import LANES, runtime_of
 from ._shard import describe
 from ._shard import layout as layout_of
 from ._spec import Spec
 from ._state import Ledger, State, Token
-from ._torch import FakeTensor, FakeTensorMode, pytree
-from ._tracing import keeping, lowering
+from ._torch import FakeTensor, pytree
 from ._tree import bytes_text, table
 
-__all__ = ["Collective", "Cost", "Lowered", "Memory", "abstract", "custom_backwards", "lower"]
-
-KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all_single": "all_to_all",
-}
-RECORD = "functional_fsdp.collective"  # where a node of the graph has the record that it carries out
+__all__ = ["Collective", "Cost", "Lowered", "Memory", "abstract", "lower"]
 
 
 class Memory(NamedTuple):
@@ -111,7 +99,7 @@ def lower(fn: Callable[..., Any], state: State, *args: Any, recompute: bool = Fa
     """Trace `fn(state, *args, **kwargs)` without running it.
 
     Args:
-        fn: a train step, in the first or the second way; what it does with the state goes by the `traced` transport,
+        fn: a train step, in any of the three ways; what it does with the state goes by the `traced` transport,
             whatever the state's schedule says.
         state: any State between steps, or an `abstract` one.
         args, kwargs: as for `fn`; only shapes and dtypes count, and tensors may be on the meta device.
@@ -119,7 +107,7 @@ def lower(fn: Callable[..., Any], state: State, *args: Any, recompute: bool = Fa
             `T.compile`, uses the forward's residuals with the second gather.
 
     Raises:
-        StaleStateError: a consumed state.
+        StaleStateError: a consumed state. ScheduleError: the step asks for a tensor's value; it names the line.
 
     Example:
         >>> from functional_fsdp import Spec, reduce, sgd, step, unshard
@@ -131,83 +119,16 @@ def lower(fn: Callable[..., Any], state: State, *args: Any, recompute: bool = Fa
         >>> lower(train_step, state, torch.empty(8, 1024)).collectives[0].kind
         'all-gather'
     """
-    graph, sizes = _trace(fn, state, args, kwargs, keep=not recompute)
-    point_at_second_gathers(graph.graph)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    return Lowered(graph, sizes)
-
-
-def custom_backwards(fn: Callable[..., Any], state: State, *args: Any, **kwargs: Any) -> list[str]:
-    """The names of the autograd.Functions that a step uses, in order of use. Nothing runs."""
-    found: dict[str, None] = {}
-    real = torch.autograd.Function.__dict__["apply"]
-
-    def noted(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        found[cls.__qualname__] = None
-        return real.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(noted)  # type: ignore[assignment, method-assign]
     try:
-        _trace(fn, state, args, kwargs, keep=True)
-    finally:
-        torch.autograd.Function.apply = real  # type: ignore[method-assign]
-    return list(found)
-
-
-def _trace(
-    fn: Callable[..., Any], state: State, args: Any, kwargs: Any, keep: bool
-) -> tuple[fx.GraphModule, dict[str, int]]:
-    """`fn(state, *args, **kwargs)` as a graph of ATen operations, from fake tensors."""
-    state.resting("lower")
-    mesh = state.spec.mesh
-    sizes = state.spec.axes
-    coordinate = runtime_of(mesh).coordinate if isinstance(mesh, DeviceMesh) else dict.fromkeys(sizes, 0)
-    run = _Imagined(sizes, coordinate)
-    ledger = Ledger(run, state.layout, state.spec)  # type: ignore[arg-type]
-    groups = {(lane, axis): f"{lane} {axis}" for lane in LANES for axis in sizes}  # of nobody: nothing will run
-    ledger.recipes = Recipes(state.layout, state.spec, sizes, coordinate, groups)
-    leaves, treedef = pytree.tree_flatten((state._evolve(token=Token(ledger, 0)), args, kwargs))
-    device = _device(leaves)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    which = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-
-    def flat(*tensors: torch.Tensor) -> Any:
-        full = list(leaves)
-        for i, tensor in zip(which, tensors, strict=True):
-            full[i] = tensor
-        first, rest, named = pytree.tree_unflatten(full, treedef)
-        out = fn(first, *rest, **named)
-        return [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
-
-    fakes = [_fake(mode, leaves[i], device) for i in which]
-    with lowering() as issued, keeping(keep), mode:
-        graph = make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
-    _record(graph.graph, issued, set(groups.values()))
-    return graph, sizes
-
-
-class _Imagined:
-    """In the place of a runtime, where nothing runs."""
-
-    epoch = 0
-
-    def __init__(self, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> None:
-        self.sizes, self.coordinate = sizes, coordinate
-        self.groups: dict[Any, Any] = {}
-        self.users: dict[int, int] = {}
-
-
-def _device(leaves: list[Any]) -> torch.device:
-    """Where tensors on the meta device are thought to be: where the others are."""
-    found = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"}
-    return max(found, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
-
-
-def _fake(mode: FakeTensorMode, leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
-    with mode:
-        on = device if leaf.device.type == "meta" else leaf.device
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=on)
+        found = graph_of(fn, state, args, kwargs, keep=not recompute)
+    except RuntimeError as error:
+        refuse_values(error, "lower")
+        raise
+    module = found.module
+    point_at_second_gathers(module.graph)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return Lowered(module, found.sizes)
 
 
 def abstract(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = ()) -> State:
@@ -239,7 +160,7 @@ def abstract(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (
                 weights[name] = FlatBuffer(copy, bucket, states_of(bucket, "weights"), spec.mesh)
         opt = optimizer.init({name: main[name] for name in layout.trainable}) if optimizer else ()
         buffers = pytree.tree_map_only(torch.Tensor, torch.empty_like, buffers)
-    run = _Imagined(spec.axes, dict.fromkeys(spec.axes, 0))
+    run = Imagined(spec.axes, dict.fromkeys(spec.axes, 0))
     ledger = Ledger(run, layout, spec)  # type: ignore[arg-type]
     count, rng = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
     token = Token(ledger, 0)
@@ -247,18 +168,6 @@ def abstract(params: Any, spec: Spec, optimizer: Any = None, *, buffers: Any = (
 
 
 # ---------------------------------------------------------------- analysis
-
-
-def _record(graph: fx.Graph, issued: list[Collective], groups: Set[str]) -> None:
-    """Have each collective of a fresh graph, but for the user's own, know its record. They were issued in order."""
-    ours = [node for node in graph.nodes if _kind(node) and node.args[-1] in groups]
-    for node, one in zip(ours, issued, strict=True):
-        node.meta[RECORD] = one
-
-
-def _kind(node: fx.Node) -> str | None:
-    """What collective a node is."""
-    return KINDS.get(str(getattr(node.target, "overloadpacket", "")).rpartition(".")[2])
 
 
 def _memory(graph: fx.Graph) -> Memory:
@@ -290,10 +199,10 @@ def _memory(graph: fx.Graph) -> Memory:
                     sizes[key], begin[key] = storage.nbytes(), i
                     if node.op in ("placeholder", "get_attr"):
                         given.add(key)
-                    if _kind(node) == "all_gather":
+                    if kind_of(node) == "all_gather":
                         gathered.add(key)
             owner[node] = keys
-            if _kind(node):
+            if kind_of(node):
                 reads |= {key: tuple(used) for key in keys}
         for key in (*used, *owner[node]):
             end[key] = i

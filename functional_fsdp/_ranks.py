@@ -57,14 +57,17 @@ def ranks_of(state: State) -> Ranks:
     return Ranks(runtime_of(state.spec.mesh))
 
 
-def seeds(state: State, *what: Any) -> Callable[..., int]:
+def seeds(state: State, *what: Any, step: int | None = None) -> Callable[..., int]:
     """A function from names to seeds, the same whenever the step is taken again: from (what, state.rng, steps, names).
 
     A rank that is to draw numbers of its own has its index among the names. Reads `state.rng`, once, on the host.
 
+    Args:
+        step: how many steps were taken, where the lineage does not know.
+
     Example: `generator.manual_seed(extend.seeds(state, "noise")(leaf.path))`.
     """
-    where = " ".join(map(str, (*what, int(state.rng), state.steps)))
+    where = " ".join(map(str, (*what, int(state.rng), state.steps if step is None else step)))
 
     def seed(*names: Any) -> int:
         text = " ".join(map(str, (where, *names)))
@@ -77,14 +80,19 @@ class Lineage(Protocol):
     """A `shard`, `init` or `load` and all steps from it: one object for all of its states.
 
     commits: how many steps were taken, as far as the host knows: of compiled ones in a row it knows one. broken: why
-    its states are of no more use; "" if they are.
+    its states are of no more use; "" if they are. offset: int64 [], steps that the count of its states leaves out.
     """
 
     commits: int
     broken: str
+    offset: Any
 
     def follow(self) -> None:
         """Know of compiled steps that were taken, of which no Python ran."""
+
+    def stepped(self, state: State) -> State:
+        """The state after a compiled step that was taken from `state`, of which no Python ran. Consumes `state`."""
+        ...
 
 
 def lineage(state: State) -> Lineage:

@@ -18,6 +18,7 @@ from ._plan import plan
 from ._records import Records, keeps_copy, records
 from ._runtime import LANES, Runtime
 from ._spec import Spec
+from ._torch import disable_current_modes
 
 __all__ = ["BucketRecipe", "Recipes", "UnitRecipe", "recipes"]
 
@@ -92,7 +93,8 @@ class Recipes:
         if rows is None:
             assert self.run is not None
             try:
-                rows = self.run.given_rows[self.layout, mine] = self.run.everyone(mine, "leaves with gradients")
+                with disable_current_modes():  # ranks really do it, while a graph is made
+                    rows = self.run.given_rows[self.layout, mine] = self.run.everyone(mine, "leaves with gradients")
             except FsdpError as error:  # Dynamo would wrap it
                 return (type(error).__name__, str(error)), (), ()
         lacking, parted, amiss = self.seats.lacking(bytes(map(max, *rows, mine))), self.seats.parted(rows), ("", "")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
@@ -27,13 +28,13 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 __all__ = [
     "CInterpreter", "FakeTensor", "FakeTensorMode", "NoTorchFunction", "OpOverload", "OpOverloadPacket",
     "TorchDispatchMode", "all_gather_single", "autograd_node", "current_stream", "default_store",
-    "disable_current_modes", "dispatch_modes", "dynamo", "end_allocate_to_pool", "foreach_add_", "foreach_clamp_max_",
-    "foreach_clamp_min_", "foreach_copy_", "foreach_div_", "foreach_mul", "foreach_mul_", "foreach_norm",
-    "foreach_zero_", "func_interpreter", "functional_collectives", "fused_adamw_", "fused_sgd_",
-    "groups_of_the_process", "inductor", "override_stale_capture_stream", "pytree", "raw_stream", "read_objects_by",
-    "reduce_scatter_single", "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream",
-    "set_stream", "storage_info", "symmetric_memory", "to_scalar", "unflatten_dense_tensors", "unpickler",
-    "will_execute",
+    "disable_current_modes", "dispatch_modes", "dynamo", "enable_python_dispatcher", "end_allocate_to_pool",
+    "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div_", "foreach_mul",
+    "foreach_mul_", "foreach_norm", "foreach_zero_", "func_interpreter", "functional_collectives", "fused_adamw_",
+    "fused_sgd_", "groups_of_the_process", "inductor", "override_stale_capture_stream", "pytree", "raw_stream",
+    "read_objects_by", "reduce_scatter_single", "reparametrize_module", "set_grad_enabled",
+    "set_override_stale_capture_stream", "set_stream", "storage_info", "symmetric_memory", "to_scalar",
+    "unflatten_dense_tensors", "unpickler", "will_execute",
 ]  # fmt: skip
 
 # ---- tensors, many at once: one kernel, or few

@@ -19,7 +19,7 @@ from ._tracing import refuse
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["Pending", "Trace", "base_of", "given_in", "recipes_of", "then", "trace_of"]
+__all__ = ["Pending", "Trace", "base_of", "coordinate_of", "given_in", "recipes_of", "then", "trace_of"]
 
 FIELDS = ("base", "cursor", "issued", "flying", "ready", "held", "pending", "given")
 
@@ -120,3 +120,8 @@ def then(state: State, trace: Trace, **fields: Any) -> State:
         busy += len(trace.given) < len(units) or any(mask != ALL for mask in trace.given.values())
     token = trace if busy else Trace(trace.base, 0, 0, {}, {}, (), (), {})
     return state._evolve(token=token, **fields)
+
+
+def coordinate_of(state: State) -> dict[str, int]:
+    """This rank's place along each axis of the mesh, where a graph is made; also of ranks that are only thought of."""
+    return recipes_of(state, "a transform").coordinate

@@ -6,7 +6,7 @@ Verbs, optimizers and transforms ask this; when traced they are plain tensor ope
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -16,9 +16,28 @@ from . import _errors
 from ._record import Collective
 from ._torch import dynamo
 
-__all__ = ["KEEPING", "LOWERING", "keeping", "lowering", "refuse", "tracing"]
+__all__ = ["KEEPING", "LOWERING", "Tracing", "keeping", "lowering", "refuse", "tracing", "tracing_now"]
 
-LOWERING: list[list[Collective]] = []  # what was issued so far
+
+class Tracing:
+    """One tracing of a function of a State, from its start to its end: what is noted for as long as it lasts.
+
+    issued: the collectives, in order. driven: what each transform that drives a module has for this session, by
+    transform. guards: functions of nothing; a graph holds while they return what they returned when it was made. order:
+    in which order units were used, forward and then backward, by the first module that was driven. whole: whether a
+    driven round is complete. functions: the names of the autograd.Functions that were used, in order.
+    """
+
+    def __init__(self) -> None:
+        self.issued: list[Collective] = []
+        self.driven: dict[Any, Any] = {}
+        self.guards: list[Callable[[], Any]] = []
+        self.order: tuple[Any, ...] | None = None
+        self.whole = False
+        self.functions: dict[str, None] = {}
+
+
+LOWERING: list[Tracing] = []
 KEEPING: list[bool] = []
 
 
@@ -28,6 +47,11 @@ def tracing() -> bool:
     Example: `if not extend.tracing(): log.info(...)`.
     """
     return torch.compiler.is_dynamo_compiling() or bool(LOWERING)
+
+
+def tracing_now() -> Tracing | None:
+    """What is noted of the graph that is being made of the running code; None where none is, or torch.compile does."""
+    return LOWERING[-1] if LOWERING else None
 
 
 def refuse(kind: str, text: str, compiling: bool) -> NoReturn:
@@ -50,9 +74,9 @@ refuse._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dy
 
 
 @contextmanager
-def lowering() -> Iterator[list[Collective]]:
-    """What runs inside is traced by `lower`. Gives the collectives that it issues, in order."""
-    LOWERING.append([])
+def lowering() -> Iterator[Tracing]:
+    """What runs inside is traced by `_graph`."""
+    LOWERING.append(Tracing())
     try:
         yield LOWERING[-1]
     finally:

@@ -19,11 +19,13 @@ CONTRIBUTING.md has one in full.
 | trees by path         | `match`, `flatten`                                                                           |
 | borrowed weights      | `Lease`, `lease_of`                                                                          |
 | driving a module      | `Session`, `Collision`                                                                       |
-| compilers             | `begin_compiled`, `residuals_kept`, `keeping`, `point_at_second_gathers`, `custom_backwards` |
+| transports            | `Transport`, `Carrier`, `Collective`                                                         |
+| compilers             | `begin_compiled`, `residuals_kept`, `keeping`, `point_at_second_gathers`                     |
+| steps as graphs       | `graph_of`, `Graph`, `Tracing`, `tracing_now`, `coordinate_of`, `users_line`, `refuse_values`|
 | graphs                | `Capture`, `NewCounts`, `Lineage`, `lineage`, `put`, `outside_inference`, `cuda_driver`      |
 | torch's private names | `torch_private`, a module: the one place where the packages have them                        |
 
-The last three rows are for those who make compilers and graphs: they follow what torch does, and may change with it.
+The last four rows are for those who make compilers and graphs: they follow what torch does, and may change with it.
 """
 
 from __future__ import annotations
@@ -31,20 +33,24 @@ from __future__ import annotations
 from . import _cuda as cuda_driver
 from . import _torch as torch_private
 from ._capture import Capture
+from ._carrier import Carrier
 from ._change import apart, change, change_weights
 from ._entry import alone, outside_inference
 from ._given import NewCounts
+from ._graph import Graph, graph_of, refuse_values, users_line
 from ._ledger import begin_compiled
-from ._lower import custom_backwards
 from ._metrics import all_reduce
 from ._ranks import Lineage, Ranks, lineage, ranks_of, seeds
+from ._record import Collective
 from ._regather import point_at_second_gathers
 from ._rounds import begin_round, end_round
 from ._session import Session
 from ._shards import LeafShard, by_unit, gather_leaves, leaf_shards, shards, total
 from ._skeleton import Placeholder, every_buffer, refuse_meta, skeleton_of
 from ._state import State
-from ._tracing import KEEPING, keeping, refuse, tracing
+from ._trace import coordinate_of
+from ._tracing import KEEPING, Tracing, keeping, refuse, tracing, tracing_now
+from ._transport import Transport
 from ._tree import flatten, match
 from ._update import put
 from ._walk import Collision
@@ -52,7 +58,10 @@ from ._weights import Lease, lease_of
 
 __all__ = [
     "Capture",
+    "Carrier",
+    "Collective",
     "Collision",
+    "Graph",
     "LeafShard",
     "Lease",
     "Lineage",
@@ -60,6 +69,8 @@ __all__ = [
     "Placeholder",
     "Ranks",
     "Session",
+    "Tracing",
+    "Transport",
     "all_reduce",
     "alone",
     "apart",
@@ -68,13 +79,14 @@ __all__ = [
     "by_unit",
     "change",
     "change_weights",
+    "coordinate_of",
     "cuda_driver",
-    "custom_backwards",
     "end_round",
     "every_buffer",
     "evolve",
     "flatten",
     "gather_leaves",
+    "graph_of",
     "keeping",
     "leaf_shards",
     "lease_of",
@@ -86,6 +98,7 @@ __all__ = [
     "ranks_of",
     "refuse",
     "refuse_meta",
+    "refuse_values",
     "residuals_kept",
     "seeds",
     "shards",
@@ -93,6 +106,8 @@ __all__ = [
     "torch_private",
     "total",
     "tracing",
+    "tracing_now",
+    "users_line",
 ]
 
 #: `evolve(state, **fields)`: the same state of its step with other trees in some fields (`buffers=`, say), unchecked.

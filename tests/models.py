@@ -371,6 +371,7 @@ CASES: dict[str, Case] = {
     "one adapter": Case(lambda: adapted(1), source, entropy),
     "containers": Case(Containers, source, entropy),
     "nested units": Case(lambda: Stack(3, Routed), source, entropy, NESTED_EXPERTS),
+    "qwen2": Case(hf("Qwen2ForCausalLM", "Qwen2Config", LLAMA), causal, own_loss),
 }
 
 

@@ -19,7 +19,8 @@ from traced import compiled
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._lower import _kind, _memory
+from functional_fsdp._graph import kind_of
+from functional_fsdp._lower import _memory
 from functional_fsdp._regather import point_at_second_gathers
 from functional_fsdp._tracing import keeping
 
@@ -55,7 +56,7 @@ def captured(recompute: bool, keep: Any) -> tuple[dict[str, int], dict[str, int]
     point_at_second_gathers(module.graph)
     module.graph.eliminate_dead_code()
     gathered.append(_memory(module.graph).gathered)
-    kinds = Counter(str(_kind(node)) for node in module.graph.nodes if _kind(node))
+    kinds = Counter(str(kind_of(node)) for node in module.graph.nodes if kind_of(node))
     plan = fsdp.plan(state.layout, spec.schedule)
     planned = {"all_gather": len(plan.gathers), "reduce_scatter": len(plan.reductions)}
     return dict(kinds), planned, gathered, plan.units[0].nbytes

@@ -12,7 +12,7 @@ A buffer that something else in the module holds too (an attribute, another name
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -66,9 +66,9 @@ class Buffers:
         if given.keys() != self.given or device != self.device:
             self.given = given.keys()
             self.places = self.persistent | {path: place for path, place in self.rest.items() if path in given}
-            self._move(device)
+            self.move(device)
         if collects:
-            self._note()
+            self.note()
         if not self.places:
             return
         self.lent = {}
@@ -85,7 +85,7 @@ class Buffers:
             held, name = self.places[path]
             held[name] = tensor
 
-    def _move(self, device: torch.device) -> None:
+    def move(self, device: torch.device) -> None:
         """The module's own buffers, once.
 
         Raises:
@@ -103,7 +103,7 @@ class Buffers:
         """The dicts of modules in training mode, whose kernels may write running statistics."""
         return {id(part._buffers) for part in self.parts if part._buffers and part.training}
 
-    def _note(self) -> None:
+    def note(self) -> None:
         """How the buffers that stay with the module are before a forward."""
         self.live = self._live()
         for path, (held, name) in self.rest.items():
@@ -125,25 +125,20 @@ class Buffers:
         if filled or [*map(len, self.dicts)] != self.sizes:
             self._refuse_new()
         now = {path: held.get(name) for path, (held, name) in self.places.items()}
-        live = self.live | self._live()
-        changed = {
-            path: t for path, t in now.items()
-            if t is not self.lent[path] or t._version != self.versions[path]
-            or (id(self.places[path][0]) in live and t.is_floating_point())
-        }  # fmt: skip
+        changed = self.changed(now)
         given = state.buffers if isinstance(state.buffers, dict) else {}
         mine = {}
         for path, t in changed.items():
             if t is None:
                 raise SpecError(f"the forward removed the buffer {path!r}, which is in the state. Fill it with zeros.")
-            if path in self.aliases and not torch.equal(t, self.own[path]):
+            if path in self.aliases and self.other(t, path):
                 raise SpecError(
                     f"the forward changed the buffer {path!r}, whose memory {self.aliases[path]} has too: that would "
                     "not follow, since buffers come from the state. Keep it in one place, or read it by a property."
                 )
             if path in given:
                 mine[path] = t.detach()
-            elif not self.checked and not torch.equal(t, self.own[path].to(t.device)):  # once: it waits for the device
+            elif not self.checked and self.other(t, path):  # once: it waits for the device
                 raise SpecError(
                     f"the forward changed the buffer {path!r}, which is not in the state. Give the state its buffers: "
                     "shard(params, spec, optimizer, buffers=fsdp.buffers(model)), or build it with init."
@@ -152,12 +147,29 @@ class Buffers:
         self.checked = True
         return {**given, **self._agreed(state, mine)} if mine else state.buffers
 
+    def changed(self, now: dict[str, Any]) -> dict[str, Any]:
+        """Those of the lent buffers that may have been changed."""
+        live = self.live | self._live()
+        return {
+            path: t for path, t in now.items()
+            if t is not self.lent[path] or t._version != self.versions[path]
+            or (id(self.places[path][0]) in live and t.is_floating_point())
+        }  # fmt: skip
+
+    def spoilt(self, t: torch.Tensor, counted: int, copied: torch.Tensor | None) -> bool:
+        """Whether a buffer was changed in place, since its version was this and it was copied, if it was."""
+        return version(t) != counted or (copied is not None and not torch.equal(t, copied))
+
+    def other(self, t: torch.Tensor, path: str) -> bool:
+        """Whether a buffer has other values than the module's own."""
+        return not torch.equal(t, self.own[path].to(t.device))
+
     def _look_at_rest(self) -> None:
         """Buffers that stay with the module, after a forward."""
         for path, (t, counted, copied) in self.before.items():
             held, name = self.rest[path]
             new = held.get(name)
-            if new is t and (version(t) != counted or (copied is not None and not torch.equal(t, copied))):
+            if new is t and self.spoilt(t, counted, copied):
                 self.checked = False
                 raise SpecError(
                     f"the forward changed the buffer {path!r} in place, which is not persistent, and not in the state: "
@@ -197,16 +209,19 @@ class Buffers:
 
     def _agreed(self, state: State, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """By the rule, across the data ranks. One all-reduce an axis and dtype of floats; integers are the same."""
-        ranks = ranks_of(state)
-        if self.rule == "local" or ranks.size == 1:
+        if self.rule == "local" or all(n == 1 for n in state.spec.axes.values()):
             return mine
         shared = {path: t for path, t in mine.items() if path in self.persistent}
         first = self.rule == "first"
         kinds = {p: t for p, t in shared.items() if t.dtype is not torch.bool and (first or t.is_floating_point())}
-        zeros = first and any(ranks.coordinate[axis] for axis in state.spec.data)
+        zeros = first and any(self.coordinate(state)[axis] for axis in state.spec.data)
         tensors = [torch.zeros_like(t) if zeros else t for t in kinds.values()]
         summed = all_reduce(state, tensors, "sum" if first else "mean", what="buffers")
         return mine | dict(zip(kinds, summed, strict=True))
+
+    def coordinate(self, state: State) -> Mapping[str, int]:
+        """This rank's place on the mesh."""
+        return ranks_of(state).coordinate
 
 
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,7 +10,6 @@ entry, and what its residuals point at is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,8 +45,8 @@ class Call:
         for i, (unit, key) in enumerate(leaves):
             self.trained.setdefault(unit, []).append((i, driver.keys[unit].index(key)))
 
-    def begin(self) -> None:
-        """The backward comes to this call: its weights are needed again."""
+    def begin(self, grads: Gradients) -> Gradients:
+        """The backward comes to this call, with gradients of its outputs: its weights are needed again."""
         driver, door = self.driver, self.door
         if not driver.backward:
             raise ScheduleError(
@@ -56,7 +55,7 @@ class Call:
             )
         assert door is not None
         if self in driver.active:
-            return
+            return grads
         if any(t._version != version for t, version in self.shared):
             raise ScheduleError(
                 f"outputs of the module {door.entry.path!r} share memory, and one was changed in place outside of it, "
@@ -68,17 +67,14 @@ class Call:
                 other.end()
         driver.active = [other for other in driver.active if other.door in self.parents]
         driver.gather(door.units, self.parents, self.outside)
-        if not all(map(is_, driver.tensors(door.leaves), self.lent)):
-            self.put_in_place()
-        for unit in driver.again.intersection(door.units):
-            if unit not in driver.outside:
-                driver.session.also(unit)
+        grads = driver.regathered(self, grads)
         driver.active.append(self)
         door.put(self.tensors)
         if self.idle:  # its weights are needed, and get no gradient
             self.idle = False
             for unit in self.trained:
                 driver.collect(unit, [None] * len(driver.keys[unit]))
+        return grads
 
     def put_in_place(self) -> None:
         """Its units are used more often than the schedule says, and lie elsewhere than in the forward."""
@@ -171,5 +167,4 @@ class Outputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         _first_order()
-        ctx.call.begin()
-        return None, *grads
+        return None, *ctx.call.begin([*grads])

@@ -22,7 +22,7 @@ from ._entries import Entry, Leaf
 from ._guests import Guest
 from ._inputs import cast_inputs, dtypes_of, refuse_dtypes
 from ._outputs import map_tensors
-from ._watch import Watch, changed, clear
+from ._watch import Watch, changed, clear, place
 from .compile_units import Compiled
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Door:
         with Watch({path: tensors[i] for i, path in self.paths.items()}):
             out = self.run(function, args, kwargs)
         for i, (t, same) in enumerate(before):
-            if i not in self.rebound and t.data_ptr() != same.data_ptr():
+            if i not in self.rebound and place(t) != place(same):
                 t.data = same
                 raise self.refuse([i], "by .data =")
         self.watched = not self.driver.debug

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from operator import is_
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, release, unshard
-from functional_fsdp.extend import Collision, Session, ranks_of, refuse, skeleton_of, torch_private, tracing
+from functional_fsdp.extend import Collision, Session, refuse, skeleton_of, torch_private, tracing
 
 from ._calls import Call, Gradients, Start, Weights
 from ._doors import Door, Slot
@@ -31,7 +32,7 @@ from ._inputs import precisions
 from ._watch import changed, clear, spoilt
 from .compile_units import Compiler, Options, refuse_around
 
-__all__ = ["Driver", "caller", "refuse_nesting", "refuse_tracing"]
+__all__ = ["Driver", "caller", "refuse_dynamo", "refuse_nesting", "refuse_tracing"]
 
 Units = Set[str]
 NONE: Units = frozenset()
@@ -41,11 +42,20 @@ def refuse_tracing(verb: str) -> None:
     """What calls the verbs for the user decides in Python, as it goes, which a graph of the whole step cannot hold."""
     if tracing():
         said = (
-            f"{verb} drives the schedule from Python, as it runs, and cannot be traced. Inside torch.compile write "
-            "the step in the first or second way (unshard, T.vjp, reduce); or compile units: "
-            "T.forward_backward(..., compile=True)."
+            f"{verb} drives the schedule from Python, as it runs, and cannot be traced. Inside a compiled step write "
+            "the step in the first or second way (unshard, T.vjp, reduce), or use T.forward_backward and T.compile."
         )
         refuse("ScheduleError", said, torch.compiler.is_dynamo_compiling())
+
+
+def refuse_dynamo(verb: str) -> None:
+    """torch.compile reads Python and cannot follow a driver; T.compile and `lower` trace what runs, and can."""
+    if torch.compiler.is_dynamo_compiling():
+        said = (
+            f"{verb} drives the schedule from Python, as it runs, which torch.compile cannot trace. Compile the step "
+            "with T.compile(train_step); or compile units: T.forward_backward(..., compile=True)."
+        )
+        refuse("ScheduleError", said, True)
 
 
 def caller() -> FrameType:
@@ -114,7 +124,7 @@ class Driver:
         """Fit the copy to a layout: doors where its entries are, guests in the place of parameters."""
         if state.layout is self.layout:
             return
-        self.device = ranks_of(state).device
+        self.device = state.count.device
         entries = find_entries(self.model, state.layout)
         refuse_around(self.model, entries)
         for door in self.doors:
@@ -174,6 +184,13 @@ class Driver:
         self._clear()
         self.state = self.session = self.caller = None
 
+    def bare(self) -> nn.Module:
+        """A copy of the copy, as it was before it was fitted to a layout."""
+        for door in self.doors:
+            door.remove()
+        self.doors, self.layout = [], None
+        return skeleton_of(self.model)
+
     # ---------------------------------------------------------------- weights
 
     def gather(self, units: tuple[str, ...], keep: Sequence[Door], outside: Units | None = None) -> Units:
@@ -198,14 +215,28 @@ class Driver:
             self.trace[self.differentiating].append(units if len(units) > 1 else units[0])
             by_plan = units if not outside else tuple(unit for unit in units if unit not in outside)
             others = tuple(unit for unit in units if unit not in by_plan)
-            try:
-                self._unshard(by_plan, False)
-            except Collision:  # of what is recomputed, or done and not known to be: what is held stays where it is
-                others = units
-            self._unshard(others, True)
-            if beside := self.session.beside(units):
-                self.outside.update(beside)
+            self.fetch(units, by_plan, others)
         return self.outside.intersection(units) if self.outside else NONE
+
+    def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
+        """Gather these units: some by the schedule, the others beside it."""
+        try:
+            self._unshard(by_plan, False)
+        except Collision:  # of what is recomputed, or done and not known to be: what is held stays where it is
+            others = units
+        self._unshard(others, True)
+        if beside := self.session.beside(units):
+            self.outside.update(beside)
+
+    def regathered(self, call: Call, grads: Gradients) -> Gradients:
+        """The backward has come to a call, and its units are gathered again. Returns the gradients of its outputs."""
+        assert call.door is not None
+        if not all(map(is_, self.tensors(call.door.leaves), call.lent)):
+            call.put_in_place()
+        for unit in self.again.intersection(call.door.units):
+            if unit not in self.outside:
+                self.session.also(unit)
+        return grads
 
     def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
         if len(units) == 1:
@@ -280,15 +311,19 @@ class Driver:
     def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool) -> None:
         """Backward from the loss: gathers, reduces and releases unit by unit."""
         self.last = last
-        assert self.token is not None
         self.release()
         self.differentiating = True
         self.session.turn(self.state, last)
+        self.back(loss, scale)
+        self.session.all_done(self.state)
+
+    def back(self, loss: torch.Tensor, scale: torch.Tensor) -> None:
+        """Through autograd's graph."""
+        assert self.token is not None
         with torch.enable_grad():  # the caller may have turned it off
             start = Start.apply(self, loss)
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as everything that this drives
             torch.autograd.grad(start, self.token, scale, allow_unused=True)
-        self.session.all_done(self.state)
 
     def begin(self) -> None:
         """The backward begins: which gradients are to come is known now."""
@@ -308,6 +343,10 @@ class Driver:
                 )
             for unit in call.trained:
                 used[unit] = used.get(unit, 0) + (comes or call.idle)
+        self.expect(used)
+
+    def expect(self, used: dict[str, int]) -> None:
+        """How many gradients are to come for each unit that the forward used and that trains."""
         self.session.expect(self.state, tuple(self.trace[0]), [unit for unit in used if used[unit]])
         for unit in reversed(used):
             if used[unit]:

@@ -18,10 +18,14 @@ __all__ = ["reseed", "seeded"]
 
 
 @contextmanager
-def seeded(state: State, microbatch: int) -> Iterator[None]:
-    """Random numbers from (state.rng, steps taken, microbatch, this rank); the caller's own go on afterwards."""
+def seeded(state: State, microbatch: int, step: int | None = None) -> Iterator[None]:
+    """Random numbers from (state.rng, steps taken, microbatch, this rank); the caller's own go on afterwards.
+
+    Args:
+        step: how many steps were taken, where the lineage does not know.
+    """
     ranks = ranks_of(state)
-    seed = seeds(state)(microbatch, ranks.index)
+    seed = seeds(state, step=step)(microbatch, ranks.index)
     host = torch.default_generator
     before = host.get_state()
     host.manual_seed(seed)

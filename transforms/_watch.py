@@ -10,7 +10,7 @@ Gathered weights are borrowed, replicated ones are the state's own: a change wou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.nn as nn
 from functional_fsdp import ScheduleError
 from functional_fsdp.extend import torch_private
 
-__all__ = ["Watch", "changed", "clear", "spoilt", "version"]
+__all__ = ["Watch", "changed", "clear", "place", "spoilt", "version", "written"]
 
 
 def changed(paths: Iterable[str], how: str) -> ScheduleError:
@@ -55,6 +55,11 @@ def version(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
+def place(t: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor's bytes begin, also of one that has none, as where a graph is made."""
+    return t.untyped_storage()._cdata, int(t.storage_offset())
+
+
 class Watch(torch_private.TorchDispatchMode):
     """Refuses operations that write into these weights, before they do. For one call: each operation costs more.
 
@@ -78,24 +83,27 @@ class Watch(torch_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable and schema.name != "aten::set_":  # which writes no bytes
-            for i, argument in enumerate(schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._look(args[i] if i < len(args) else kwargs.get(argument.name), func)
-        return func(*args, **kwargs)
-
-    def _look(self, value: Any, func: Any) -> None:
-        if isinstance(value, list | tuple):
-            for one in value:
-                self._look(one, func)
-        elif isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+        for value in written(func, args, kwargs):
             spans = self.spans.get(value.untyped_storage()._cdata)
             if spans:
                 start, stop = _bytes(value)
                 paths = [path for a, b, path in spans if a < stop and start < b]
                 if paths:
                     raise changed(paths, f"in place, by {func}")
+        return func(*args, **kwargs)
+
+
+def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operation writes to, when it is called with these."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable or schema.name == "aten::set_":  # which writes no bytes
+        return []
+    found: list[Any] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, list | tuple) else [value]
+    return [t for t in found if isinstance(t, torch.Tensor) and t.layout is torch.strided and t.numel()]
 
 
 def _bytes(t: torch.Tensor) -> tuple[int, int]:

@@ -10,13 +10,14 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import State
-from functional_fsdp.extend import alone
+from functional_fsdp.extend import alone, tracing
 
 from ._buffers import Buffers
-from ._driver import Driver, refuse_tracing
+from ._driver import Driver, refuse_dynamo
 from ._guests import values
 from ._seed import seeded
 from ._settings import Settings
+from ._traced_driver import traced
 from .compile_units import Options
 
 __all__ = ["apply"]
@@ -53,8 +54,25 @@ def apply(
     settings = Settings("apply", model, driver.model, modes=training)
 
     def applied(state: State, *args: Any, **kwargs: Any) -> tuple[State, Any]:
-        refuse_tracing("apply")
+        refuse_dynamo("apply")
+        if tracing():
+            return in_graph(state, args, kwargs)
         return run(state, torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad, args, kwargs)
+
+    def compute(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        return values(model(*args, **kwargs) if fn is None else fn(model, *args, **kwargs))
+
+    def in_graph(state: State, args: Any, kwargs: Any) -> Any:
+        """Where a graph is made of the step: on a copy of the model for this graph."""
+        twin = traced(applied, driver, "local", settings)
+        with twin.driver.running(state, "apply"), torch.no_grad():
+            twin.buffers.lend(state, twin.driver.device)
+            try:
+                out = compute(twin.driver.model, args, kwargs)
+            finally:
+                twin.buffers.restore()
+            twin.driver.release()
+            return twin.driver.state, out
 
     def forward(state: State, mode: Callable[[], AbstractContextManager[Any]], args: Any, kwargs: Any) -> Any:
         """`mode`: in which the model computes; what is kept is made outside it."""
@@ -63,7 +81,7 @@ def apply(
             buffers.lend(state, driver.device, collects=False)
             try:
                 with mode():
-                    out = values(driver.model(*args, **kwargs) if fn is None else fn(driver.model, *args, **kwargs))
+                    out = compute(driver.model, args, kwargs)
             finally:
                 buffers.restore()
             driver.release()

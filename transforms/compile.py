@@ -2,41 +2,38 @@
 
 torch.compile(train_step, fullgraph=True)   a unit's backward computes its forward again, from the second gather
 T.compile(train_step)                       it does not: the forward's residuals are read from the second gather
+
+    ways 1 and 2   Dynamo reads the step's Python, and guards what it reads
+    way 3          a driver decides as it runs, so what runs is traced, once (`_whole_step`)
+
+Which it is a first trace shows: whether the step has called `forward_backward` or `apply`.
 """
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 
-from functional_fsdp import FsdpError, ScheduleError, SpecError, State
-from functional_fsdp.extend import (
-    begin_compiled,
-    custom_backwards,
-    keeping,
-    outside_inference,
-    point_at_second_gathers,
-    torch_private,
-)
+from functional_fsdp import ScheduleError, SpecError, State
+from functional_fsdp.extend import begin_compiled, keeping, outside_inference, point_at_second_gathers, torch_private
+
+from ._inductors import through_inductor
+from ._whole_step import Programs
 
 __all__ = ["compile"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 BACKENDS = ("inductor", "aot_eager")
-#: the step's own order is the plan's: gathers one use ahead, reductions waited for when the next one comes
-ORDERED = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
 
 
 def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
     """Compile `train_step(state, ...)` whole: one graph, no break, no recomputation.
 
     Args:
-        train_step: state first in, state first out, in the first or the second way; it ends with `step`.
+        train_step: state first in, state first out, in any of the three ways; it ends with `step`.
         backend: "inductor", or "aot_eager", which runs the graph as it is: to look at, and for tests.
         config: Inductor's settings (`torch._inductor.config`), as `max_autotune=True`.
 
@@ -50,19 +47,37 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
     each other in a graph, so None has to stand at the same leaves on every rank that shares them; ranks compare that,
     on the host, when a step is first compiled, and it is an error where they differ.
 
-    Beside `torch.compile(train_step, fullgraph=True)`, which works too, this saves the second forward that
-    keeping no more than a few units gathered would cost there (`T.vjp` recomputes when it is traced), and keeps
-    Inductor from moving a gather to where it is waited for, as it does to save memory: the order is the schedule's.
+    Beside `torch.compile(train_step, fullgraph=True)`, which works for the first two ways, this saves the second
+    forward that keeping no more than a few units gathered would cost there (`T.vjp` recomputes when it is traced), and
+    keeps Inductor from moving a gather to where it is waited for, as it does to save memory: the order is the
+    schedule's.
+
+    A step that calls `T.forward_backward` or `T.apply` is traced as it runs, from tensors without values. Its Python
+    runs then, and not again: a number that it reads elsewhere than among its arguments, and a step that counts in
+    Python, stay what they were. Calls with other shapes, dtypes, structures, numbers, modes of the model, autograd or
+    autocast modes are traced anew (a warning says so when they are many; the last 16 are kept). Gathers are issued in
+    the order in which units are used, also if the structure of the model does not show it. Random numbers follow from
+    (state.rng, state.count, rank, which draw it is), others than eager ones. Buffers, tied weights, activation
+    checkpointing that is not reentrant, autograd.Functions and compiled units (as plain ones) work.
 
     Raises:
         SpecError: an unknown backend. When called: SpecError if no State comes first, StaleStateError for a state that
-            was consumed, ScheduleError for one in the middle of a step.
+            was consumed.
+        ScheduleError (when called): a state in the middle of a step; a custom autograd.Function in the first two ways.
+            In the third: it asks for a tensor's value, or draws random numbers that a graph would have once and for
+            all, or others in a recomputation (it names the line); ranks use units in another order; `find_nonfinite` or
+            `second_order`. SpecError: a buffer changes that the state does not have.
 
-    Source: torch.compiler's documentation; custom passes of Inductor (`torch._inductor.config`).
+    Collective, when it compiles: an exchange on the host of which leaves have gradients, and of a driven step's
+    collectives; when it runs, what the step issues.
+
+    Source: torch.compiler's documentation; custom passes of Inductor (`torch._inductor.config`); `make_fx`.
 
     Example:
+        >>> def train_step(state, batch):  # doctest: +SKIP
+        ...     state, loss = forward_backward(state, batch)
+        ...     return fsdp.step(state), loss
         >>> train_step = T.compile(train_step)  # doctest: +SKIP
-        >>> state, loss = train_step(state, batch)  # doctest: +SKIP
     """
     if backend not in BACKENDS:
         raise SpecError(
@@ -70,7 +85,7 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
             "torch.compile(train_step, fullgraph=True, backend=...), which computes a unit's forward twice."
         )
     compiled = torch.compile(train_step, fullgraph=True, dynamic=False, backend=_backend(backend, config))
-    checked: set[Any] = set()
+    programs = Programs(train_step, backend, config)
 
     @wraps(train_step)
     def run(state: State, *args: Any, **kwargs: Any) -> Any:
@@ -85,42 +100,13 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
                 "train_step(state, ...). A step of several states, or of a method: torch.compile(..., fullgraph=True)."
             )
         begin_compiled(state)
-        signature = _signature(args, kwargs)
-        if signature not in checked:
-            _refuse_custom_backwards(train_step, state, args, kwargs)
-            checked.add(signature)
+        program, leaves = programs.find(state, args, kwargs)
+        if program is not None:
+            return program(state, leaves)
         with keeping(True):
             return compiled(state, *args, **kwargs)
 
     return cast(F, outside_inference(run))
-
-
-def _signature(args: Any, kwargs: Any) -> Any:
-    """Equal for calls that are traced alike: shapes and dtypes of tensors, and everything else as it prints."""
-    leaves, treedef = torch_private.pytree.tree_flatten((args, kwargs))
-    return treedef, tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
-
-
-def _refuse_custom_backwards(train_step: Callable[..., Any], state: State, args: Any, kwargs: Any) -> None:
-    """torch's compiler drops the backward of an autograd.Function under torch.func, without a word: wrong gradients."""
-    try:
-        found = custom_backwards(train_step, state, *args, **kwargs)
-    except FsdpError:  # as the step itself would raise
-        raise
-    except (RuntimeError, NotImplementedError) as error:  # it reads a tensor's value, say: the compiler may know it
-        warnings.warn(
-            "compile: the step could not be searched for torch.autograd.Functions, whose backward torch.compile drops "
-            f"under torch.func: {str(error)[:200]}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-        return
-    if found:
-        raise ScheduleError(
-            f"compile: the step uses the torch.autograd.Function {', '.join(found)}. Under torch.func, torch.compile "
-            "ignores its backward and gives other gradients without an error. Write it with plain operations, or "
-            "run this step eagerly."
-        )
 
 
 def _backend(name: str, config: dict[str, Any]) -> Callable[..., Any]:
@@ -133,23 +119,4 @@ def _backend(name: str, config: dict[str, Any]) -> Callable[..., Any]:
 
         return cast(Callable[..., Any], torch_private.dynamo().backends.common.aot_autograd(fw_compiler=plain))
 
-    def compiled(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        settings = ORDERED | config
-        settings["post_grad_custom_pre_pass"] = _inductors_pass()
-        return torch_private.inductor().compile_fx.compile_fx(module, inputs, config_patches=settings)
-
-    return compiled
-
-
-def _inductors_pass() -> Any:
-    """The pass as Inductor takes one."""
-    passes = torch_private.inductor().custom_graph_pass
-
-    class Pass(passes.CustomGraphPass):  # type: ignore[misc, name-defined]
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            point_at_second_gathers(graph)
-
-        def uuid(self) -> Any:
-            return passes.get_hash_for_files((inspect.getfile(point_at_second_gathers),))
-
-    return Pass()
+    return lambda module, inputs: through_inductor(module, inputs, config, point_at_second_gathers)

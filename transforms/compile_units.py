@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import SpecError
-from functional_fsdp.extend import skeleton_of, torch_private
+from functional_fsdp.extend import skeleton_of, torch_private, tracing_now
 
 from ._entries import NEVER_CALLED, Entry
 from ._patterns import outermost
@@ -155,14 +155,14 @@ class Compiled:
         self, cls: type[nn.Module], function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """`function(module, *args, **kwargs)`, compiled: `cls.__call__` or `cls.forward`. Its weights are in it."""
-        if _transformed(self):
+        if tracing_now() or _transformed(self):  # a graph is made of all there is
             return function(module, *args, **kwargs)
         code = self.compiler.code(cls, _forward if function is cls.forward else _call)
         return self._run(code, module.training, self.compiler.twin(module, cls), args, kwargs)
 
     def function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, compiled."""
-        if torch.compiler.is_compiling() or _transformed(self):
+        if torch.compiler.is_compiling() or tracing_now() or _transformed(self):
             return function(*args, **kwargs)
         return self._run(self.compiler.code(function, _call), False, function, args, kwargs)
 

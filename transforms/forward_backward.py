@@ -9,15 +9,16 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError
-from functional_fsdp.extend import alone, begin_round, end_round, evolve
+from functional_fsdp.extend import alone, begin_round, end_round, evolve, tracing
 
 from ._buffers import Buffers, Rule
-from ._driver import Driver, refuse_tracing
+from ._driver import Driver, refuse_dynamo
 from ._guests import values
 from ._outputs import map_tensors
 from ._second_order import Whole
 from ._seed import seeded
 from ._settings import Settings
+from ._traced_driver import traced
 from .compile_units import Options
 from .nonfinite import NonfiniteError, Watch
 
@@ -63,7 +64,8 @@ def forward_backward(
     the order is known; then every rank must do so.
 
     Random numbers are those of (state.rng, step, microbatch, rank): dropout differs by rank and comes again.
-    Activation checkpointing works if it is not reentrant.
+    Activation checkpointing works if it is not reentrant. Inside `T.compile` and `fsdp.lower` all of it is part of the
+    graph, and `compile` is of no account.
 
     Raises (from f):
         TreeError: the state is of another model, or the loss is no scalar.
@@ -110,7 +112,9 @@ class ForwardBackward:
     def __call__(
         self, state: State, *args: Any, last: bool = True, scale: float | torch.Tensor = 1.0, **kwargs: Any
     ) -> tuple[State, Any]:
-        refuse_tracing("forward_backward")
+        refuse_dynamo("forward_backward")
+        if tracing():
+            return self._traced(state, args, kwargs, last, scale)
         return run(self, state, args, kwargs, last, scale)
 
     def _run(self, state: State, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor) -> tuple[State, Any]:
@@ -119,25 +123,55 @@ class ForwardBackward:
         if state.between_steps:
             self.settings.follow()
         with driver.running(state, "forward_backward", trains=True) as number, seeded(state, number):
-            driver.token = torch.zeros((), device=driver.device, requires_grad=True)
-            self.buffers.lend(state, driver.device)
             watch = Watch(state) if self.find_nonfinite else None
             driver.watch = watch.look if watch else None
-            try:
-                with torch.enable_grad():
-                    out = values(self.loss_fn(driver.model, *args, **kwargs))
-                loss, aux = self._parts(out)
-                factor = scale.to(loss) if isinstance(scale, torch.Tensor) else torch.full_like(loss, scale)
-                self._differentiate(loss, factor.expand(loss.shape), last)
-                kept = self.buffers.collect(driver.state)
-            finally:
-                self.buffers.restore()
-            loss = loss.detach()
-            driver.release()
+            loss, aux, kept = self._round(driver, self.buffers, args, kwargs, last, scale)
             if watch and (bad := watch.found()):
                 raise NonfiniteError(bad)
             end_round(driver.state, last)
             state = driver.state
+        return self._result(state, loss, aux, kept)
+
+    def _traced(
+        self, state: State, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor
+    ) -> tuple[State, Any]:
+        """Where a graph is made of the step: the same, on a copy of the model for this graph."""
+        if self.find_nonfinite or isinstance(self.driver, Whole):
+            which, why = ("find_nonfinite", "it waits for the device to say what it found")
+            if not self.find_nonfinite:
+                which, why = ("second_order", "it takes gradients of gradients, of the whole model at once")
+            raise ScheduleError(
+                f"forward_backward({which}=True) was called where a graph is made of the step, and {why}. Leave it "
+                "out, or run this step eagerly."
+            )
+        twin = traced(self, self.driver, self.buffers.rule, self.settings)
+        twin.begin_round(state)
+        with twin.driver.running(state, "forward_backward", trains=True):
+            loss, aux, kept = self._round(twin.driver, twin.buffers, args, kwargs, last, scale)
+            state = twin.driver.state
+        twin.end_round(last)
+        return self._result(state, loss, aux, kept)
+
+    def _round(
+        self, driver: Driver | Whole, buffers: Buffers, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor
+    ) -> tuple[torch.Tensor, Any, Any]:
+        """The forward and its backward: the loss, what else came of it, and the buffers."""
+        state = driver.state
+        driver.token = torch.zeros((), device=driver.device, requires_grad=True)
+        buffers.lend(state, driver.device)
+        try:
+            with torch.enable_grad():
+                out = values(self.loss_fn(driver.model, *args, **kwargs))
+            loss, aux = self._parts(out)
+            factor = scale.to(loss) if isinstance(scale, torch.Tensor) else torch.full_like(loss, scale)
+            self._differentiate(driver, loss, factor.expand(loss.shape), last)
+            kept = buffers.collect(driver.state)
+        finally:
+            buffers.restore()
+        driver.release()
+        return loss.detach(), aux, kept
+
+    def _result(self, state: State, loss: torch.Tensor, aux: Any, kept: Any) -> tuple[State, Any]:
         if kept is not state.buffers:
             state = evolve(state, buffers=kept)
         return state, (loss, map_tensors(torch.Tensor.detach, aux)) if self.has_aux else loss
@@ -161,9 +195,9 @@ class ForwardBackward:
             )
         return loss, aux
 
-    def _differentiate(self, loss: torch.Tensor, factor: torch.Tensor, last: bool) -> None:
+    def _differentiate(self, driver: Driver | Whole, loss: torch.Tensor, factor: torch.Tensor, last: bool) -> None:
         try:
-            self.driver.differentiate(loss, factor, last)
+            driver.differentiate(loss, factor, last)
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise ScheduleError(
