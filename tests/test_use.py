@@ -73,12 +73,14 @@ def loss_fn(model: Any, x: torch.Tensor, how: str) -> torch.Tensor:
     return model(x, how).square().mean()
 
 
-def worst(name: str, hows: list[str], **schedule: Any) -> float:
+def worst(name: str, hows: list[str], transport: str = "collective", **schedule: Any) -> float:
     """The largest difference of weights from the plain module's, after a step for each of `hows`."""
     mesh = fsdp.local_mesh()
     ranks, rank = mesh.size(), mesh.get_rank()
     params, model = fsdp.functionalize(make(name))
-    state = fsdp.shard(params, Spec(mesh, schedule=Schedule(debug=True, **schedule)), fsdp.sgd(lr=0.1))
+    state = fsdp.shard(
+        params, Spec(mesh, schedule=Schedule(debug=True, **schedule), transport=transport), fsdp.sgd(0.1)
+    )
     forward_backward = T.forward_backward(model, loss_fn)
     plain = make(name)
     found = 0.0
