@@ -24,8 +24,9 @@ test: lint  ## every check, of large tables all pairs: make test ARGS="-k launch
 test-all: lint  ## every check, and every row of every table
 	LAWS=full $(PYTEST) --timeout 1800 $(ARGS)
 
-laws: $(READY)  ## every row of the law tables of dtypes and of traced steps, not only all pairs
-	LAWS=full $(subst loadfile,load,$(PYTEST)) tests/test_precision.py tests/test_traced.py --timeout 1200
+laws: $(READY)  ## every row of the law tables of dtypes, of traced steps and of ways, not only all pairs
+	LAWS=full $(subst loadfile,load,$(PYTEST)) tests/test_precision.py tests/test_traced.py \
+		tests/test_ways.py tests/test_ways_law.py --timeout 1200
 
 attack: $(READY)  ## random cases against the package: make attack N=5000 SEED=0 KIND=kills CASE=specs:0:17 PACKAGE=folder
 	PYTHONPATH="$(PACKAGE)" OMP_NUM_THREADS=1 $(BIN)/python tests/attack --n $(N) --seed $(SEED) \

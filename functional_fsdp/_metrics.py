@@ -118,7 +118,7 @@ def _by_dtype(
 def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, what: str = "") -> torch.Tensor:
     """A flat tensor averaged or added up over mesh axes, perhaps in place."""
     if tracing():
-        return _traced.over_axes(state, flat, axes, op)
+        return _traced.over_axes(state, flat, axes, op, what)
     run, ledger = runtime_of(state.spec.mesh), state.token.ledger
     with ledger.call:  # who is stopped here is out of step with the other ranks
         for axis in axes:

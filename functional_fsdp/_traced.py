@@ -47,12 +47,12 @@ def _unit(recipes: Recipes, name: str, verb: str) -> UnitRecipe:
 # ---------------------------------------------------------------- metrics
 
 
-def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: str) -> torch.Tensor:
+def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: str, what: str) -> torch.Tensor:
     """A flat tensor averaged ("mean") or added up ("sum") over mesh axes."""
     recipes = recipes_of(state, "pmean" if op == "mean" else "psum")
     for axis in axes:
         if recipes.sizes[axis] > 1:
-            flat = run(recipes, Collective("all_reduce", axis, flat.numel(), flat.dtype, op, "side", "metrics"), flat)
+            flat = run(recipes, Collective("all_reduce", axis, flat.numel(), flat.dtype, op, "side", what), flat)
     return flat
 
 
