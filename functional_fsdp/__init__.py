@@ -8,6 +8,7 @@ state = fsdp.step(state)
 
 from . import extend
 from ._checkpoint import latest, load, save
+from ._draw import timeline
 from ._errors import (
     CheckpointError,
     CommError,
@@ -109,6 +110,7 @@ __all__ = [
     "step",
     "symmetric",
     "tie",
+    "timeline",
     "units",
     "unshard",
     "zero1",

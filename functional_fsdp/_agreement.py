@@ -244,7 +244,7 @@ class Agreement:
                     f"this rank came to exchange {what!r}, another one to something else. Make the same "
                     "calls in the same order on every rank."
                 )
-            found = exchanged(self, data, what)
+            found = exchanged(self, data, what)  # type: ignore[arg-type]  # a Runtime is one
             if not all(one.endswith(pickle.STOP) for one in found):  # a rank was stopped, and has sent zeros instead
                 self._join(noticed=True)
         except BaseException:
@@ -387,7 +387,7 @@ class Agreement:
     def restart(self, lineage: int = 0, noticed: bool = False) -> None:
         """Meet every rank of the mesh; see `_restart`."""
         if self.size > 1:
-            restart(self, lineage, noticed)  # type: ignore[arg-type]
+            restart(self, lineage, noticed)
 
 
 def _elsewhere(number: int, names: tuple[str, ...]) -> str:

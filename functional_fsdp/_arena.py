@@ -21,7 +21,6 @@ on the arena's bytes and have a version counter of their own: filling a place ag
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,10 +31,8 @@ from ._place import Part, Place
 from ._plan import Plan
 from ._records import records
 from ._runtime import Runtime
+from ._stored import Stored
 from ._weights import Lease, alias_of, read, whole_of
-
-if TYPE_CHECKING:
-    from ._state import State
 
 __all__ = ["Arena"]
 
@@ -56,7 +53,7 @@ class Arena:
         self.memory = [torch.empty(0, dtype=torch.uint8, device=run.device).untyped_storage() for _ in range(1 + sides)]
         self.bytes = {name: (self.memory[which], self.sizes[name]) for name, (which, _) in self.where.items()}
 
-    def place(self, state: State, unit: str) -> Place:
+    def place(self, state: Stored, unit: str) -> Place:
         if self.stays and not self.places:
             self.memory[0] = self.carrier.arena(self.plan.arena).untyped_storage()
         found = self.places.get(unit)
@@ -121,7 +118,7 @@ class Arena:
                 memory.resize_(0)
         self.carrier.step_begins()
 
-    def _make(self, state: State, unit: Unit) -> Place:
+    def _make(self, state: Stored, unit: Unit) -> Place:
         planned = self.plan.by_name[unit.name]
         starts = {part.bucket: part.address - planned.address for part in planned.parts}
         views: dict[str, torch.Tensor] = {}
@@ -143,7 +140,7 @@ class Arena:
         weights = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
         return Place(Lease(unit.name, weights), tuple(parts), tuple(resident), aliases)
 
-    def _part(self, state: State, bucket: Bucket, whole: torch.Tensor) -> Part:
+    def _part(self, state: Stored, bucket: Bucket, whole: torch.Tensor) -> Part:
         start, stop = read(state, bucket).span()
         way = records(bucket, self.run.position, "mean", self.carrier.traits).unshard
         steps = tuple((one, whole[at : at + size]) for _, (one,), at, size in way.steps)

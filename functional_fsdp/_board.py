@@ -23,8 +23,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._runtime import Runtime
     from ._watch import Watch
+
+from ._peers import Peers
 
 __all__ = ["Board"]
 
@@ -71,7 +72,7 @@ class Board:
             self.cells[row * self.ranks + self.rank] = 0
 
     @classmethod
-    def of(cls, run: Runtime) -> Board | None:
+    def of(cls, run: Peers) -> Board | None:
         """The board of a mesh; None where its ranks cannot share one. Collective."""
         fd, where, size = -1, "", 0
         with contextlib.suppress(OSError, AttributeError):  # no memfd: not Linux

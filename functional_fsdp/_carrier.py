@@ -16,6 +16,7 @@ import torch
 from ._lanes import Steps, together
 from ._place import Filling, Part, Place
 from ._route import Route
+from ._stored import Stored
 from ._transport import Traits, Transport
 from ._weights import read
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ._layout import Bucket, Layout, Unit
     from ._plan import Plan
     from ._runtime import Runtime
-    from ._state import State
 
 __all__ = ["Carrier", "CollectiveTransport"]
 
@@ -74,7 +74,7 @@ class Carrier:
         """The collectives that bring a bucket to its place `whole`, in the place of those that were planned."""
         return steps
 
-    def fill(self, place: Place, state: State) -> Filling:
+    def fill(self, place: Place, state: Stored) -> Filling:
         """The job that gathers a unit, from the shards of its buckets: parts travel together."""
         if len(place.parts) == 1:
             (part,) = place.parts

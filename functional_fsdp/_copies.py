@@ -13,7 +13,7 @@ operations, so that on GPUs multiprocessors do nothing for either but cast and a
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -28,11 +28,9 @@ from ._records import records
 from ._route import Route
 from ._runtime import Runtime
 from ._slab import Slab, check_reach
+from ._stored import Stored
 from ._transport import Traits, Transport
 from ._weights import read
-
-if TYPE_CHECKING:
-    from ._state import State
 
 __all__ = ["Copies", "CopyEngine", "Pull", "Reading"]
 
@@ -182,7 +180,7 @@ class Copies(Carrier):
         self.pulls[bucket.name] = Pull(axis, span_of(whole), spans[place], reads)
         return ()
 
-    def fill(self, place: Place, state: State) -> Filling:
+    def fill(self, place: Place, state: Stored) -> Filling:
         if not self.axis:
             return super().fill(place, state)
         sources = [read(state, part.bucket).local for part in place.parts]

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from ._peers import Peers
 from ._record import Collective
-
-if TYPE_CHECKING:
-    from ._agreement import Agreement
 
 __all__ = ["exchanged", "uneven"]
 
@@ -27,7 +25,7 @@ HEAD = 512  # bytes
 LENGTH = 8  # bytes
 
 
-def exchanged(run: Agreement, data: bytes, what: str) -> list[bytes]:
+def exchanged(run: Peers, data: bytes, what: str) -> list[bytes]:
     """Every rank's bytes: a head of a fixed length, which says how many there are; then what did not fit."""
     mine = len(data).to_bytes(LENGTH, "little") + data
     heads = _gathered(run, mine[:HEAD], HEAD, what)
@@ -37,13 +35,13 @@ def exchanged(run: Agreement, data: bytes, what: str) -> list[bytes]:
     return [(head + tail)[LENGTH:n] for head, tail, n in zip(heads, tails, lengths, strict=True)]
 
 
-def uneven(run: Agreement, have: Mapping[K, Any], what: str) -> list[K]:
+def uneven(run: Peers, have: Mapping[K, Any], what: str) -> list[K]:
     """The keys of what this rank has and not every rank has, with the same value. Host; waits for all."""
     every = run.everyone(have, what)
     return [key for key, value in have.items() if any(other.get(key) != value for other in every)]
 
 
-def _gathered(run: Agreement, data: bytes, size: int, what: str) -> list[bytes]:
+def _gathered(run: Peers, data: bytes, size: int, what: str) -> list[bytes]:
     """So many bytes of every rank's. (By the address, since torch takes numpy to make bytes of a tensor.)"""
     out = torch.zeros(run.size * size, dtype=torch.uint8)
     given = out[run.rank * size : (run.rank + 1) * size]

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,10 +37,8 @@ from ._runtime import Runtime
 from ._schedule import Order
 from ._spec import Spec
 from ._staging import Staging
+from ._stored import Stored
 from ._unplanned import Unplanned
-
-if TYPE_CHECKING:
-    from ._state import State
 
 __all__ = ["Executor"]
 
@@ -99,7 +96,7 @@ class Executor(Gathers, Reductions):
         flying = [name for name, place in self.flying.items() if not self.run.passed(place.gathered)]
         return InFlight(tuple(flying), sum(not self.run.passed(stage.done) for stage in self.staging.busy))
 
-    def carry_out(self, state: State, move: Move) -> None:
+    def carry_out(self, state: Stored, move: Move) -> None:
         """Do what follows from an event that is no gradient, in its order."""
         self.position, actions = move
         for kind, what in actions:
@@ -110,7 +107,7 @@ class Executor(Gathers, Reductions):
             elif kind != "free":
                 self._gather_beside(state, what, kind == "agreed")
 
-    def happen(self, state: State, kind: str) -> None:
+    def happen(self, state: Stored, kind: str) -> None:
         """An event, and what follows from it."""
         self.share()
         self.adopt(state.grads)
@@ -125,7 +122,7 @@ class Executor(Gathers, Reductions):
             self.order = GuessedOrder()  # last: if it is interrupted, it comes again
             self.share()
 
-    def begin(self, state: State) -> int:
+    def begin(self, state: Stored) -> int:
         """A forward begins, to which everything belongs until `end`: nothing in it is taken for the next pass.
 
         Returns how many began before it in this step.
@@ -138,7 +135,7 @@ class Executor(Gathers, Reductions):
             self.happen(state, "begin agreed" if agreed else "begin")
         return self.begins - 1
 
-    def turned(self, state: State, last: bool) -> None:
+    def turned(self, state: Stored, last: bool) -> None:
         """The forward is over, the backward begins, with this flag for its gradients: zeros may come before any."""
         self.last = last
         if isinstance(self.order, RecordedOrder):
@@ -146,7 +143,7 @@ class Executor(Gathers, Reductions):
         else:
             self.happen(state, "turn")
 
-    def differ(self, state: State, forward: Order, trained: tuple[str, ...]) -> None:
+    def differ(self, state: Stored, forward: Order, trained: tuple[str, ...]) -> None:
         """The backward of a pass in which ranks agree on each use has begun: these were used, and gradients of these
         will come.
 
@@ -158,14 +155,14 @@ class Executor(Gathers, Reductions):
             seen = self.run.everyone((forward, trained), "what is used")
             self.staging.apart = any(one != seen[0] for one in seen)
 
-    def all_done(self, state: State, backward: bool = True) -> None:
+    def all_done(self, state: Stored, backward: bool = True) -> None:
         """This rank has come to all that it uses in a forward, or in its backward. Others may need it where they agree
         on each use."""
         if self.cursor.agreed and self.plan.gathers:
             with self.beside(state):
                 self.unplanned.all_done(state, self.plan, backward)
 
-    def end(self, state: State, forward: Order, backward: Order) -> None:
+    def end(self, state: Stored, forward: Order, backward: Order) -> None:
         """The backward is over, and these were the orders of use. After the first step the plan follows what was seen.
 
         Starts what peers may still wait for. In the new order, what some ranks did not use goes where others used it,
@@ -187,7 +184,7 @@ class Executor(Gathers, Reductions):
     # ---------------------------------------------------------------- beside the plan
 
     @contextmanager
-    def beside(self, state: State) -> Iterator[None]:
+    def beside(self, state: Stored) -> Iterator[None]:
         """Something that no plan names, on every rank: a whole tree, metrics. Where a peer waits for what this rank has
         left out, and so would start later, it is started now."""
         before, self.run.behind = self.run.behind, partial(self._catch_up, state)
@@ -196,7 +193,7 @@ class Executor(Gathers, Reductions):
         finally:
             self.run.behind = before
 
-    def _catch_up(self, state: State, awaited: Mapping[str, Waiting]) -> bool:
+    def _catch_up(self, state: Stored, awaited: Mapping[str, Waiting]) -> bool:
         """Peers wait for what this rank would start later. Whether it could start some of it now."""
         if isinstance(self.order, RecordedOrder):
             return False
@@ -212,7 +209,7 @@ class Executor(Gathers, Reductions):
 
     # ---------------------------------------------------------------- the end of a step
 
-    def finish(self, state: State, step: bool = True) -> None:
+    def finish(self, state: Stored, step: bool = True) -> None:
         """Start what the main gradients still lack: early gradients, zeros where none came, what is partial. And the
         gathers that peers started in this pass and this rank passed over."""
         recorded = isinstance(self.order, RecordedOrder)
@@ -263,7 +260,7 @@ class Executor(Gathers, Reductions):
         if isinstance(self.order, RecordedOrder | GuessedOrder):
             self.order = type(self.order)()
 
-    def rest(self, state: State) -> None:
+    def rest(self, state: Stored) -> None:
         """Weights were looked at, on every rank, and nothing more. Starts what peers started, and begins anew."""
         if not isinstance(self.order, RecordedOrder):
             self.happen(state, "look")

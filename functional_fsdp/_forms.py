@@ -13,12 +13,9 @@ did not expect its form, and waits in the ballot; the others, which wait in the 
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ._torch import pytree
-
-if TYPE_CHECKING:
-    from ._agreement import Agreement
 
 __all__ = ["Forms"]
 
@@ -37,7 +34,7 @@ class Forms:
         self.known: list[Any] = []
         self.next: dict[int, int] = {}  # what came after which, the last time
 
-    def same(self, run: Agreement, form: Any, ledger: Any) -> None:
+    def same(self, run: Any, form: Any, ledger: Any) -> None:
         """This rank is about to reduce metrics of this form.
 
         Raises:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,11 +16,9 @@ from ._errors import ScheduleError
 from ._lanes import Mark
 from ._order import RecordedOrder
 from ._positions import Move
+from ._stored import Stored
 from ._unplanned import LANE
 from ._weights import Lease, gather
-
-if TYPE_CHECKING:
-    from ._state import State
 
 __all__ = ["Gathers"]
 
@@ -47,7 +44,7 @@ class Gathers(Engine):
                 return self.position, ()
         return self.move("unshard", names)
 
-    def unshard(self, state: State, names: Sequence[str], move: Move) -> dict[str, dict[str, torch.Tensor]]:
+    def unshard(self, state: Stored, names: Sequence[str], move: Move) -> dict[str, dict[str, torch.Tensor]]:
         """The weights of units, once they are there; starts what the plan names next."""
         if self.carrier.stays:
             self.share()
@@ -63,7 +60,7 @@ class Gathers(Engine):
             lent[name] = dict(self._lend(state, name).weights)
         return lent
 
-    def _lend(self, state: State, name: str) -> Lease:
+    def _lend(self, state: Stored, name: str) -> Lease:
         if self.unplanned.units and self.unplanned.held(name):
             return self.unplanned.lease(name)
         place = self.flying.pop(name, None)
@@ -74,7 +71,7 @@ class Gathers(Engine):
         place.lease.held = True
         return place.lease
 
-    def _gather(self, state: State, index: int) -> None:
+    def _gather(self, state: Stored, index: int) -> None:
         unit = self.plan.gathers[index].unit
         after = self._free(unit)
         fresh = self.arena.take(unit)
@@ -89,7 +86,7 @@ class Gathers(Engine):
         place.gathered = self.newest = self.run.submit("gather", issued, job, after, single, mark=place.gathered)
         self.flying[unit] = place
 
-    def _gather_beside(self, state: State, unit: str, by_plan: bool) -> None:
+    def _gather_beside(self, state: Stored, unit: str, by_plan: bool) -> None:
         """A use on which ranks agree first: at the unit's place, if that is wished, unless what is held lies there. Not
         in memory that ranks share: peers that only help have none there."""
         place, cursor = self.arena.places.get(unit), self.cursor
@@ -174,7 +171,7 @@ class Gathers(Engine):
             return self.position, tuple([("free", name) for name in names])
         return self.move("release", names)
 
-    def release(self, state: State, names: Sequence[str], move: Move) -> None:
+    def release(self, state: Stored, names: Sequence[str], move: Move) -> None:
         """Units are given back: a mark on compute, and gathers that waited for their bytes."""
         debug = self.plan.schedule.debug
         mine = names

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ._errors import ScheduleError
+from ._peers import Peers
 from ._record import Collective
 
 if TYPE_CHECKING:
     from ._layout import Bucket, Layout
-    from ._runtime import Runtime
 
 __all__ = ["ALL", "FULL", "WHOLE", "Fixed", "Given", "Lacking", "Leaves", "NewCounts", "Seats"]
 
@@ -138,7 +138,7 @@ class Fixed(NamedTuple):
     row: bytes
     agreed: bytes
 
-    def again(self, run: Runtime, seen: tuple[int, int]) -> None:
+    def again(self, run: Peers, seen: tuple[int, int]) -> None:
         """Agree as an eager step would, in which other ranks may be.
 
         Raises:
@@ -187,7 +187,7 @@ class Given:
         self.row = row
         return LACKS
 
-    def agree(self, run: Runtime, seen: tuple[int, int]) -> Lacking:
+    def agree(self, run: Peers, seen: tuple[int, int]) -> Lacking:
         """Which leaves got no gradient on any rank that shares them, after a vote in which all came.
 
         Args:
@@ -200,7 +200,7 @@ class Given:
         return self.seats.lacking(agreed)
 
 
-def _agreed(run: Runtime, seats: Seats, seen: tuple[int, int], row: bytes, fixed: bytes | None) -> bytes:
+def _agreed(run: Peers, seats: Seats, seen: tuple[int, int], row: bytes, fixed: bytes | None) -> bytes:
     """The row of all ranks. Empty ones: every leaf got a gradient. `fixed`: what a captured step had found."""
     if run.size == 1:
         return row
@@ -221,7 +221,7 @@ def _agreed(run: Runtime, seats: Seats, seen: tuple[int, int], row: bytes, fixed
     return found if NONE in found else b""
 
 
-def _largest(run: Runtime, row: bytes) -> bytes:
+def _largest(run: Peers, row: bytes) -> bytes:
     flat = torch.frombuffer(bytearray(row), dtype=torch.uint8)
     hop = Collective("all_reduce", "", len(row), flat.dtype, "max", "control", "leaves with gradients")
     run.wait(run.submit("control", (hop,), run.collective(hop, flat, flat)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,11 +18,9 @@ from ._layout import Layout, Unit
 from ._torch import pytree
 from ._tree import flatten
 
-if TYPE_CHECKING:
-    from ._flat import FlatBuffer
-
 __all__ = ["in_order", "like", "of_tree", "of_unit", "refuse_meta"]
 
+T = TypeVar("T")
 KIND = attrgetter("shape", "dtype", "layout")  # as `Unit.gradients`
 
 
@@ -140,7 +138,7 @@ def like(grads: Any, tree: Any) -> list[Any]:
     return leaves
 
 
-def in_order(layout: Layout, grads: dict[str, FlatBuffer]) -> dict[str, FlatBuffer]:
+def in_order(layout: Layout, grads: dict[str, T]) -> dict[str, T]:
     """The same dict if it is in the order of main weights, or lacks a bucket; else one that is."""
     trainable = layout.trainable
     if len(grads) < len(trainable) or list(grads) == list(trainable):

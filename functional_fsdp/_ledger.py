@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -27,15 +27,16 @@ from ._layout import Layout
 from ._recipes import Recipes, recipes
 from ._runtime import Runtime
 from ._spec import Spec
+from ._stored import Stored
 from ._tracing import refuse
 
 if TYPE_CHECKING:
     from ._cursor import Cursor
     from ._executor import Executor
-    from ._state import State
 
 __all__ = ["GRAPHED", "Ledger", "Token", "begin_compiled"]
 
+S = TypeVar("S", bound=Stored)
 GRAPHED = -1  # in the place of an epoch: a traced step was taken, and this ledger has not followed it yet
 SPENT = -1  # the serial of what a traced step made, and a later one consumed
 REMEMBER = 256  # how many consumed states, at least, a ledger can name the consumer of
@@ -119,10 +120,10 @@ class Ledger:
         """Whether traced steps were taken that nobody has followed yet."""
         return self.epoch == GRAPHED
 
-    def stepped(self, state: State) -> State:
+    def stepped(self, state: S) -> S:
         """The state after a traced step that was taken from `state`, of which no Python ran."""
         state.token.spent, self.epoch = True, GRAPHED
-        return state._evolve(token=Token(self))
+        return cast(S, state._evolve(token=Token(self)))
 
     def follow(self) -> None:
         """If traced steps were taken, the state that the last one returned is the base. An eager step that was under
@@ -148,7 +149,7 @@ class Ledger:
             self.steps, self.counted = int(count if self.offset is None else count + self.offset), True
         return self.steps
 
-    def advance(self, state: State, verb: str | tuple[str, Any], grads: Any = None, busy: bool = True) -> State:
+    def advance(self, state: S, verb: str | tuple[str, Any], grads: Any = None, busy: bool = True) -> S:
         """The state after a verb, in words or with its units, perhaps with other gradients. Consumes `state`, which has
         entered.
 
@@ -247,14 +248,14 @@ class Ledger:
         self.runtime.meet("a look at this state")
 
     @contextmanager
-    def looking(self, state: State) -> Iterator[None]:
+    def looking(self, state: Stored) -> Iterator[None]:
         """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
         self.look(state.token.serial)
         guard()
         with self.call, self.beside(state):
             yield
 
-    def beside(self, state: State) -> AbstractContextManager[None]:
+    def beside(self, state: Stored) -> AbstractContextManager[None]:
         """What ranks communicate within is no part of a plan; see `Executor.beside`."""
         return nullcontext() if self.executor is None else self.executor.beside(state)
 
@@ -306,7 +307,7 @@ class Ledger:
         )
 
 
-def begin_compiled(state: State) -> None:
+def begin_compiled(state: Stored) -> None:
     """A compiled step is about to begin with this state, and has what it goes by. Drops what a step that was abandoned
     has in flight.
 
@@ -337,7 +338,7 @@ class Token:
     __slots__ = ("cursor", "ledger", "origin", "serial", "spent")
 
     def __init__(
-        self, ledger: Ledger, serial: int | None = None, origin: State | None = None, cursor: Cursor | None = None
+        self, ledger: Ledger, serial: int | None = None, origin: Stored | None = None, cursor: Cursor | None = None
     ) -> None:
         self.ledger = ledger
         if serial is not None:

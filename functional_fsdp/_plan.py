@@ -21,12 +21,10 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from os import PathLike
-from typing import Any
 
 from ._layout import STAGED, Bucket, Layout, aligned
 from ._lives import Gather, choose_kept, simulate
@@ -243,34 +241,6 @@ class Plan:
                 f"{self.excess:+.1f} %), staging {bytes_text(self.staging)}",
             )
         )
-
-    def timeline(
-        self,
-        path: str | PathLike[str],
-        *,
-        gather: float,
-        reduce: float,
-        compute: float | Mapping[str, float],
-        backward: float = 2.0,
-    ) -> Any:
-        """Draw the predicted step as a PNG: lanes over time above, arena addresses over time below. Needs no GPU.
-
-        Args:
-            gather, reduce: bandwidths, in bytes of the whole unit (of its staging) a second.
-            compute: seconds of a unit's forward, for each unit or for all.
-            backward: seconds of a backward for each second of the forward.
-
-        Returns:
-            The `Timeline` that was drawn: its spans in seconds, and how much of each lane compute hides.
-
-        Raises:
-            ImportError: matplotlib is missing: `pip install "functional-fsdp[plots]"`.
-        """
-        from ._draw import draw, predict
-
-        timeline = predict(self, gather=gather, reduce=reduce, compute=compute, backward=backward)
-        draw(self, timeline, path)
-        return timeline
 
 
 def plan(layout: Layout, schedule: Schedule | None = None, forward: int | None = None) -> Plan:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,10 +22,8 @@ from ._order import RecordedOrder
 from ._positions import Move
 from ._route import states_of
 from ._stage import Values
+from ._stored import Stored
 from ._weights import owned
-
-if TYPE_CHECKING:
-    from ._state import State
 
 __all__ = ["Reductions"]
 
@@ -52,7 +50,9 @@ class Reductions(Engine):
         """What follows where a gradient of this unit came, perhaps of a " tree". Changes nothing."""
         return self.move(("empty" if unit in self.hollow else "reduce") + of, (unit,))
 
-    def reduce(self, state: State, unit: str, values: Values, last: bool, move: Move, whole_tree: bool = False) -> None:
+    def reduce(
+        self, state: Stored, unit: str, values: Values, last: bool, move: Move, whole_tree: bool = False
+    ) -> None:
         """A unit's gradients, as `Unit.paths`, on their way into `grads`: now, or when their turn comes."""
         if self.carrier.stays:
             self.share()
@@ -82,7 +82,7 @@ class Reductions(Engine):
                 if waiting is values:
                     self.backlog[i] = index, owned(values, self.arena.lease(unit)), flag
 
-    def reduce_tree(self, state: State, total: Mapping[str, torch.Tensor], last: bool) -> None:
+    def reduce_tree(self, state: Stored, total: Mapping[str, torch.Tensor], last: bool) -> None:
         """The gradients of a whole tree, by path: a round of its own, in the same order on every rank."""
         self.carry_out(state, self.move("round"))
         in_turn = dict.fromkeys(reduction.unit for reduction in self.plan.reductions)

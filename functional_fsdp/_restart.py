@@ -15,7 +15,7 @@ import pickle
 import time
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,10 +24,6 @@ from ._errors import CommError
 from ._forms import described
 from ._lanes import ARENA, Steps, together
 from ._record import Collective
-
-if TYPE_CHECKING:
-    from ._agreement import Agreement
-    from ._runtime import Runtime
 
 __all__ = ["POLL", "QUEUES", "Meeting", "restart", "twin"]
 
@@ -46,7 +42,7 @@ class Status(NamedTuple):
     form: str
 
 
-def restart(run: Runtime, lineage: int, noticed: bool) -> None:
+def restart(run: Any, lineage: int, noticed: bool) -> None:
     """Meet every rank of the mesh, drain what any of them had issued, and begin a new epoch. Collective.
 
     When every rank comes of its own accord, for the same lineage and from the same place (all look at the state
@@ -110,7 +106,7 @@ class Meeting:
         self.status = status
         self.works: list[Any] | None = None
 
-    def arrive(self, run: Runtime) -> None:
+    def arrive(self, run: Any) -> None:
         """Where not all ranks see each other's processes, one that is gone breaks the connections that this uses."""
         if self.works is None and run.arrivals is not None:
             self.works = [dist.all_reduce(torch.zeros(1), group=run.arrivals, async_op=True)]
@@ -126,7 +122,7 @@ class Meeting:
         return False
 
 
-def _read(run: Runtime, prefix: str, ranks: Iterable[int]) -> list[bytes]:
+def _read(run: Any, prefix: str, ranks: Iterable[int]) -> list[bytes]:
     """What these ranks (by their place in the mesh) put under `prefix`, as soon as all have."""
     begun = looked = time.monotonic()
     keys = {r: f"{prefix}{r}" for r in ranks}
@@ -148,7 +144,7 @@ def _read(run: Runtime, prefix: str, ranks: Iterable[int]) -> list[bytes]:
     return [run.store.get(key) for key in keys.values()]
 
 
-def _progress(run: Runtime) -> None:
+def _progress(run: Any) -> None:
     """Take what is under way as far as it goes: a rank that still waits for a job lets it end before it comes here."""
     for queue in run.queues.values():
         try:
@@ -159,7 +155,7 @@ def _progress(run: Runtime) -> None:
             run.parted = True
 
 
-def _catch_up(run: Runtime, name: str, counts: list[int], prefix: str) -> None:
+def _catch_up(run: Any, name: str, counts: list[int], prefix: str) -> None:
     """Finish this lane's jobs, then issue those that the furthest rank issued and this one did not."""
     log, furthest = run.issued[name], max(counts)
     if counts[run.rank] == furthest:
@@ -179,7 +175,7 @@ def _catch_up(run: Runtime, name: str, counts: list[int], prefix: str) -> None:
             _drain(run, name)
 
 
-def _drain(run: Runtime, name: str) -> None:
+def _drain(run: Any, name: str) -> None:
     """Finish what is in flight on a lane: every rank that takes part is here."""
     queue, begun = run.queues[name], time.monotonic()
     while (error := queue.drain(POLL)) is not None:
@@ -187,7 +183,7 @@ def _drain(run: Runtime, name: str) -> None:
         run.listen(what, begun, error, failed=queue.jobs[0].failed(), restarts=False)
 
 
-def twin(run: Agreement, hops: tuple[Collective, ...]) -> Steps:
+def twin(run: Any, hops: tuple[Collective, ...]) -> Steps:
     """The collectives of a job on scratch buffers, for whoever waits for them: buckets side by side, as in a job, after
     a gather's barriers."""
     chains: dict[str, list[Collective]] = {}
@@ -197,7 +193,7 @@ def twin(run: Agreement, hops: tuple[Collective, ...]) -> Steps:
     yield from together([_scratch(run, chain) for chain in chains.values()])
 
 
-def _scratch(run: Agreement, chain: list[Collective]) -> Steps:
+def _scratch(run: Any, chain: list[Collective]) -> Steps:
     lane = ""
     for hop in chain:
         device = torch.device("cpu") if hop.lane == "control" else run.device

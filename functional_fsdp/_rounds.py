@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ._entry import alone
 from ._errors import ScheduleError, StaleStateError
 from ._state import State
@@ -39,14 +41,15 @@ def drop_gradients(state: State) -> State:
     """
     ledger = state.token.ledger
     state.valid("drop_gradients")
-    base = state.token.origin or state
+    base: Any = state.token.origin or state
     if base.token.serial != ledger.base:
         raise StaleStateError(
             "drop_gradients: this State is not of the step that is under way. Use the newest State, or the one that "
             "the last step() returned."
         )
     ledger.enter(base.token.serial, "drop_gradients")
-    return base
+    found: State = base
+    return found
 
 
 def begin_round(state: State, verb: str) -> None:

@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ._cuda import function
 from ._errors import CommError
+from ._peers import Peers
 from ._slab import Slab
 from ._torch import raw_stream
-
-if TYPE_CHECKING:
-    from ._runtime import Runtime
 
 __all__ = ["Operation", "Signals", "operations"]
 
@@ -65,7 +63,7 @@ class Signals:
         SpecError: on every rank, if GPUs cannot have memory that the others reach.
     """
 
-    def __init__(self, run: Runtime, axis: str, lanes: int) -> None:
+    def __init__(self, run: Peers, axis: str, lanes: int) -> None:
         ranks = run.sizes[axis]
         self.axis = axis
         self.slab = Slab(run, [axis], 2 * WORD * ranks * lanes)

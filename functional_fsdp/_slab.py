@@ -11,15 +11,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ._errors import SpecError
+from ._peers import Peers
 from ._torch import symmetric_memory
-
-if TYPE_CHECKING:
-    from ._runtime import Runtime
 
 __all__ = ["Slab", "check_reach", "use_backend"]
 
@@ -33,7 +31,7 @@ class Slab:
         SpecError: on every rank, if the memory of one could not be had or read.
     """
 
-    def __init__(self, run: Runtime, axes: Sequence[str], nbytes: int) -> None:
+    def __init__(self, run: Peers, axes: Sequence[str], nbytes: int) -> None:
         self.axes = axes
         self.nbytes = max(nbytes, 1)
         self.mine: torch.Tensor
@@ -44,7 +42,7 @@ class Slab:
         else:
             self._shared(run)
 
-    def _symmetric(self, run: Runtime) -> None:
+    def _symmetric(self, run: Peers) -> None:
         symmetric = symmetric_memory()
 
         failed = ""
@@ -63,7 +61,7 @@ class Slab:
             failed = str(error).splitlines()[0]
         self._agree(run, failed)
 
-    def _shared(self, run: Runtime) -> None:
+    def _shared(self, run: Peers) -> None:
         """Memory without a name, which peers find by this process's number: nothing stays behind if it dies."""
         fd = os.memfd_create("functional_fsdp")
         try:
@@ -86,7 +84,7 @@ class Slab:
         finally:
             os.close(fd)
 
-    def _agree(self, run: Runtime, failed: str) -> None:
+    def _agree(self, run: Peers, failed: str) -> None:
         why = run.complaint(failed)
         if why is not None:
             raise SpecError(
@@ -100,12 +98,12 @@ class Slab:
         return torch.from_file(path, shared=True, size=self.nbytes, dtype=torch.uint8)
 
 
-def _along(run: Runtime, axis: str) -> list[int]:
+def _along(run: Peers, axis: str) -> list[int]:
     """The ranks of this rank's row along an axis, by place, as indices of `run.everyone`."""
     return [run.ranks.index(rank) for rank in run.rows[axis]]
 
 
-def check_reach(run: Runtime, axes: Iterable[str]) -> None:
+def check_reach(run: Peers, axes: Iterable[str]) -> None:
     """Raise SpecError, on every rank, unless ranks can read each other's memory along these axes. Collective.
 
     Raises:
@@ -132,7 +130,7 @@ def check_reach(run: Runtime, axes: Iterable[str]) -> None:
         raise SpecError(f"Spec(transport='copy_engine'): {found}")
 
 
-def use_backend(run: Runtime, name: str) -> None:
+def use_backend(run: Peers, name: str) -> None:
     """Have symmetric memory by this backend of torch's, of which a process has one.
 
     Raises:

@@ -10,14 +10,9 @@ A new transport is a file with a Transport and a Carrier, and a line in `_transp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ._errors import SpecError
-
-if TYPE_CHECKING:
-    from ._carrier import Carrier
-    from ._layout import Layout
-    from ._runtime import Runtime
 
 __all__ = ["NAMES", "Traits", "Transport", "transport_of"]
 
@@ -45,11 +40,15 @@ class Transport:
     exact: ClassVar[bool] = False
     traits: Traits = Traits()
 
-    def on(self, run: Runtime, layout: Layout) -> Carrier:
-        """What one lineage of states has of it, on this rank of a mesh of several ranks."""
+    def on(self, run: Any, layout: Any) -> Any:
+        """What one lineage of states has of it, on this rank of a mesh of several ranks: a `Carrier`.
+
+        Args:
+            run: the Runtime of the mesh. layout: the Layout of the states.
+        """
         raise NotImplementedError
 
-    def settled(self, run: Runtime, layout: Layout) -> Transport:
+    def settled(self, run: Any, layout: Any) -> Transport:
         """The transport that this one comes to on the machine of these ranks, the same on every rank. Collective, if it
         tries anything."""
         return self

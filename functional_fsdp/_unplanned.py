@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +14,8 @@ from ._errors import ScheduleError
 from ._layout import Bucket, Layout
 from ._plan import Plan
 from ._runtime import Runtime
+from ._stored import Stored
 from ._weights import Gathered, Lease
-
-if TYPE_CHECKING:
-    from ._state import State
 
 __all__ = ["LANE", "Unplanned"]
 
@@ -42,7 +39,7 @@ class Unplanned:
     def lease(self, name: str) -> Lease:
         return self.units[name].lease
 
-    def take_turn(self, state: State, plan: Plan, name: str, backward: bool) -> None:
+    def take_turn(self, state: Stored, plan: Plan, name: str, backward: bool) -> None:
         """Wait until all gather this unit, in a pass in which ranks may come to units in orders of their own, and to
         different ones. The caller then gathers it.
 
@@ -56,18 +53,18 @@ class Unplanned:
             number = _number(plan.index[name], len(plan.units), backward)
             self._meet(state, plan, number, f"unshard {name!r}")
 
-    def all_done(self, state: State, plan: Plan, backward: bool) -> None:
+    def all_done(self, state: Stored, plan: Plan, backward: bool) -> None:
         """This rank wants nothing more in such a forward, or backward. Helps the others until that is so for all."""
         count = len(plan.units)
         self._meet(state, plan, 2 * count + 1 if backward else count, "the end of the pass" if backward else "the turn")
 
-    def _meet(self, state: State, plan: Plan, number: int, what: str) -> None:
+    def _meet(self, state: Stored, plan: Plan, number: int, what: str) -> None:
         """Gather what peers want until all are here."""
         while (found := self.run.next_of(number, self.names, what)) != number:
             name = plan.units[min(found, 2 * len(plan.units) - found)].name
             Gathered(state, self.layout.by_name[name]).gather(state, LANE)
 
-    def take(self, state: State, name: str, lane: str) -> None:
+    def take(self, state: Stored, name: str, lane: str) -> None:
         """Gather a unit into its own bytes."""
         if name not in self.units:
             self.units[name] = Gathered(state, self.layout.by_name[name])

@@ -9,16 +9,14 @@ Placements that replicate weights, or shard them less than main weights, keep a 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from ._flat import FlatBuffer, leaves_of
 from ._layout import Bucket, Unit
-
-if TYPE_CHECKING:
-    from ._state import State
+from ._stored import Stored
 
 __all__ = [
     "Gathered",
@@ -62,13 +60,13 @@ def lease_of(tensor: Any) -> Lease | None:
     return _LEASES.get(id(tensor))
 
 
-def whole_of(state: State, bucket: Bucket) -> torch.Tensor | None:
+def whole_of(state: Stored, bucket: Bucket) -> torch.Tensor | None:
     """The whole bucket in the compute dtype where the state has it (weights are replicated), else None."""
     kept = read(state, bucket)
     return kept.local if not kept.sharded() and kept.local.dtype is bucket.compute else None
 
 
-def gather(state: State, bucket: Bucket, whole: torch.Tensor | None = None, lane: str = "side") -> torch.Tensor:
+def gather(state: Stored, bucket: Bucket, whole: torch.Tensor | None = None, lane: str = "side") -> torch.Tensor:
     """Cast the shard into its own place in `whole` (by default a new tensor) and gather in place. All-gather."""
     kept = read(state, bucket)
     if whole is None:
@@ -76,7 +74,7 @@ def gather(state: State, bucket: Bucket, whole: torch.Tensor | None = None, lane
     return kept.gather(whole, lane)
 
 
-def read(state: State, bucket: Bucket) -> FlatBuffer:
+def read(state: Stored, bucket: Bucket) -> FlatBuffer:
     """What a gather of this bucket reads: the compute copy where there is one, else main weights."""
     return state.weights[bucket.name] if bucket.name in state.weights else state.main[bucket.name]
 
@@ -101,7 +99,7 @@ class Gathered:
     as they lie on the same storage. Buckets that need no gather are not in `whole`.
     """
 
-    def __init__(self, state: State, unit: Unit) -> None:
+    def __init__(self, state: Stored, unit: Unit) -> None:
         self.whole: dict[str, torch.Tensor] = {}
         views: dict[str, torch.Tensor] = {}
         for bucket in unit.buckets:
@@ -112,7 +110,7 @@ class Gathered:
             views |= leaves_of(bucket, alias_of(resident))
         self.lease = Lease(unit.name, {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)})
 
-    def gather(self, state: State, lane: str = "side") -> None:
+    def gather(self, state: Stored, lane: str = "side") -> None:
         self._take()
         for name, whole in self.whole.items():
             gather(state, state.layout.buckets[name], whole, lane)

@@ -92,6 +92,23 @@ def test_the_core_imports_no_transform(file: Path) -> None:
         assert file.name == "__init__.py" or "extend" not in names, f"line {node.lineno}: what is above the core"
 
 
+def imports_of(file: Path) -> set[str]:
+    """The modules of the core that a file imports, those for types included."""
+    found: set[str] = set()
+    for node in nodes(file):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            found |= {node.module} if node.module else {alias.name for alias in node.names}
+    return found
+
+
+def test_imports_go_in_no_circle() -> None:
+    left = {file.stem: imports_of(file) for file in CORE}
+    left = {name: found & left.keys() for name, found in left.items()}
+    while free := [name for name, found in left.items() if not found]:
+        left = {name: found.difference(free) for name, found in left.items() if name not in free}
+    assert not left, "these import each other, or what does"
+
+
 #: each of these is known to a transport's own files, and to the list of them
 TRANSPORTS = {"_auto.py", "_carrier.py", "_copies.py", "_signals.py", "_slab.py", "_symmetric.py", "_transports.py"}
 

@@ -686,12 +686,16 @@ def test_several_reductions_after_one_use_take_turns_in_staging() -> None:
 
 def test_the_timeline_is_drawn(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image")
-    plan(stack([1, 2]), Schedule((("u0", "u1"), "u0"))).timeline(
-        tmp_path / "group.png", gather=1e3, reduce=1e3, compute=1.0
+    fsdp.timeline(
+        plan(stack([1, 2]), Schedule((("u0", "u1"), "u0"))),
+        tmp_path / "group.png",
+        gather=1e3,
+        reduce=1e3,
+        compute=1.0,
     )
     p = plan(hybrid(), Schedule(prefetch=2, keep=2_000_000_000))
     seconds = {u.name: 1e-3 + u.nbytes / 4e11 for u in p.units}
-    timeline = p.timeline(tmp_path / "plan.png", gather=300e9, reduce=200e9, compute=seconds)
+    timeline = fsdp.timeline(p, tmp_path / "plan.png", gather=300e9, reduce=200e9, compute=seconds)
     assert timeline == predict(p, gather=300e9, reduce=200e9, compute=seconds)
     pixels = (image.imread(tmp_path / "plan.png")[:, :, :3] * 255).round().astype("int64")
     assert pixels.shape[0] >= 900
@@ -705,12 +709,12 @@ def test_the_timeline_is_drawn(tmp_path: Path) -> None:
 def test_bandwidths_and_times_are_checked(tmp_path: Path) -> None:
     p = plan(stack([1]))
     with pytest.raises(SpecError, match=r"timeline\(gather=0\): expected bytes a second, more than 0, as 300e9"):
-        p.timeline(tmp_path / "x.png", gather=0, reduce=1, compute=1.0)
+        fsdp.timeline(p, tmp_path / "x.png", gather=0, reduce=1, compute=1.0)
     with pytest.raises(SpecError, match=r"timeline\(compute\): \{'u0': -1.0\} is negative"):
-        p.timeline(tmp_path / "x.png", gather=1, reduce=1, compute={"u0": -1.0})
+        fsdp.timeline(p, tmp_path / "x.png", gather=1, reduce=1, compute={"u0": -1.0})
 
 
 def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'pip install "functional-fsdp\[plots\]"'):
-        plan(stack([1])).timeline(tmp_path / "x.png", gather=1, reduce=1, compute=1.0)
+        fsdp.timeline(plan(stack([1])), tmp_path / "x.png", gather=1, reduce=1, compute=1.0)
