@@ -130,6 +130,7 @@ class State:
         A value: it never changes, nor does looking at it wait for anything, or keep anything alive. That of an old
         state shows what stood then, and does not make that state usable.
         """
+        self.token.ledger.follow()
         if self.token.serial == self.token.ledger.head:
             return self.executor.cursor  # peers may have had it start more since
         if self.token.cursor is None:
@@ -150,6 +151,7 @@ class State:
     def between_steps(self) -> bool:
         """Whether this is a base: nothing gathered, nothing in flight, no gradients."""
         ledger = self.token.ledger
+        ledger.follow()
         return self.token.serial == ledger.base and not self.grads
 
     def valid(self, what: str) -> None:

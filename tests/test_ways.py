@@ -134,3 +134,25 @@ def counted(turns: tuple[str, ...]) -> list[int]:
 )
 def test_steps_count_those_that_were_skipped(turns: tuple[str, ...]) -> None:
     assert launch(counted, 2, turns) == [[1, 3, 4]] * 2
+
+
+def test_the_state_before_a_compiled_step_knows_that_it_was_consumed() -> None:
+    torch._dynamo.reset()
+    before = fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0))
+    resting = [before.between_steps]
+
+    def train_step(state: fsdp.State) -> fsdp.State:
+        state, w = fsdp.unshard(state)
+        return fsdp.step(fsdp.reduce(state, w))
+
+    step = torch.compile(train_step, fullgraph=True, backend="eager")
+    after = step(before)
+    assert [*resting, before.between_steps, after.between_steps] == [True, False, True]
+    assert "consumed by a compiled step()" in repr(before)
+    later = step(after)
+    assert "consumed by a compiled step()" in repr(after)
+    with pytest.raises(StaleStateError, match=r"consumed by a step\(\). Use the State that it returned"):
+        step(before)
+    with pytest.raises(StaleStateError, match=r"newest: the last step was one that torch.compile runs"):
+        fsdp.newest(before)
+    assert later.steps == 2
