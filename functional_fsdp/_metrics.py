@@ -17,7 +17,7 @@ from ._state import State
 from ._torch import pytree
 from ._tracing import tracing
 
-__all__ = ["Op", "all_reduce", "over_axes", "pmean", "psum"]
+__all__ = ["Op", "all_reduce", "axes_of", "over_axes", "pmean", "psum"]
 
 Op = Literal["mean", "sum"]
 
@@ -85,10 +85,11 @@ def all_reduce(
 
     Example: `(total,) = extend.all_reduce(state, [count], "sum", ["data"])`.
     """
-    over = state.spec.data if axes is None else tuple(axes)
+    data, every = axes_of(state)
+    over = data if axes is None else tuple(axes)
     for axis in over:
-        if axis not in state.spec.axes:
-            known = ", ".join(map(repr, state.spec.axes))
+        if axis not in every:
+            known = ", ".join(map(repr, every))
             raise SpecError(f"all_reduce: there is no axis {axis!r}. The axes of the mesh are {known}.")
     if tracing():
         return _by_dtype(state, tensors, op, over, what)
@@ -113,6 +114,11 @@ def _by_dtype(
         for i, part in zip(which, flat.split([tensors[i].numel() for i in which]), strict=True):
             done[i] = part.view(tensors[i].shape)
     return done
+
+
+def axes_of(state: State) -> tuple[tuple[str, ...], dict[str, int]]:
+    """The axes of the data, and the ranks along each axis of the mesh."""
+    return _traced.axes_of(state) if tracing() else (state.spec.data, state.spec.axes)
 
 
 def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, what: str = "") -> torch.Tensor:

@@ -65,6 +65,7 @@ class Recipes:
         self.sizes, self.coordinate, self.groups = dict(sizes), dict(coordinate), dict(groups)
         self.seats, self.run, self.layout = Seats(layout, sizes, coordinate), run, layout.hash
         self.trained = tuple(self.seats.units)
+        self.data = spec.data
         self.average, self.traits = spec.average, spec.transport.traits._replace(gathers="gather")
         _ = layout.trainable  # cached: Dynamo does not trace the first time
         schedule = spec.schedule if spec.schedule.order != "recorded" else spec.schedule.ordered(None)

@@ -15,7 +15,7 @@ import torch
 from ._flat import FlatBuffer, leaves_of
 from ._gradients import of_tree, of_unit
 from ._layout import Leaf
-from ._metrics import over_axes
+from ._metrics import axes_of, over_axes
 from ._state import State
 from ._verbs import no_unit
 
@@ -40,7 +40,7 @@ def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[A
     Example: `for axes, buffers in extend.shards(state).items(): ...`.
     """
     found: dict[Axes, list[FlatBuffer]] = {}
-    sizes = state.spec.axes
+    _, sizes = axes_of(state)
     for buffer in (state.grads if tree is None else tree).values():
         own = [axis for axis in sizes if axis not in buffer.bucket.placement.data]
         axes = tuple(axis for axis in (*buffer.sharded(), *own) if sizes[axis] > 1)
@@ -60,7 +60,7 @@ def total(state: State, values: Mapping[Axes, torch.Tensor]) -> torch.Tensor:
     axes, buffers in extend.shards(state).items()})`, less the padding.
     """
     left = dict(values)
-    for axis in state.spec.axes:
+    for axis in axes_of(state)[1]:
         mine = [axes for axes in left if axis in axes]
         if mine:
             flat = over_axes(state, torch.stack([left[axes] for axes in mine]), (axis,), "sum", "total")

@@ -32,7 +32,7 @@ from ._trace import Pending, recipes_of, then, trace_of
 if TYPE_CHECKING:
     from ._state import State
 
-__all__ = ["finish", "over_axes", "reduce", "release", "unshard"]
+__all__ = ["axes_of", "finish", "over_axes", "reduce", "release", "unshard"]
 
 Weights = dict[str, torch.Tensor]
 Started = tuple[tuple[Route, torch.Tensor], ...]
@@ -45,6 +45,12 @@ def _unit(recipes: Recipes, name: str, verb: str) -> UnitRecipe:
 
 
 # ---------------------------------------------------------------- metrics
+
+
+def axes_of(state: State) -> tuple[tuple[str, ...], dict[str, int]]:
+    """The axes of the data, and the ranks along each axis of the mesh, which compilers may not be able to look into."""
+    recipes = recipes_of(state, "all_reduce")
+    return recipes.data, recipes.sizes
 
 
 def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: str, what: str) -> torch.Tensor:
