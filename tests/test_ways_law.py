@@ -41,14 +41,14 @@ def driven(model: Any) -> Callable[..., Any]:
 
 def doubled(state: fsdp.State) -> fsdp.State:
     """A transform of somebody's own: a factor that all ranks have, in the extras, and gradients times that."""
+    state = fsdp.finish(state)  # what `state.grads` has before may not be all
     (factor,) = extend.all_reduce(state, [torch.ones((), device=state.count.device)], "sum", what="factor")
 
     def work() -> None:
         for buffer in state.grads.values():
             buffer.local.mul_(factor)
 
-    state = extend.change(fsdp.finish(state), "doubled()", work)
-    return fsdp.replace_extras(state, factor=factor)
+    return fsdp.replace_extras(extend.change(state, "doubled()", work), factor=factor)
 
 
 def skipped(state: fsdp.State) -> fsdp.State:
@@ -82,7 +82,7 @@ def taken(transform: str, preset: str, how: str, way: str) -> Any:
     params, model = fsdp.functionalize(net(torch.float64, 2))
     order = ORDER if how == "by_unit" else None  # a use that does not come is gathered eagerly, and in no graph
     spec = fsdp.Spec(mesh, placement, schedule=fsdp.Schedule(order))
-    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2, weight_decay=0.1))
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1, momentum=0.9))  # AdamW makes much of gradients that are noise
     before, after = TRANSFORMS[transform]
     forward_backward = before(driven(model) if how == "driven" else by_verbs(how, model))
 
@@ -121,7 +121,7 @@ def test_a_step_is_the_same_every_way(transform: str, preset: str, how: str) -> 
     eager = launch(taken, ranks, transform, preset, how, "eager")
     for way in ways:
         for mine, right in zip(launch(taken, ranks, transform, preset, how, way), eager, strict=True):
-            torch.testing.assert_close(mine[0], right[0], rtol=1e-9, atol=0)  # sums are in another order
+            torch.testing.assert_close(mine[0], right[0], rtol=1e-10, atol=0)
             torch.testing.assert_close(mine[1], right[1], rtol=1e-9, atol=1e-11)
             assert mine[2] == right[2] == (STEPS if transform != "skip_nonfinite" else 1)
             torch.testing.assert_close(mine[4], right[4])
