@@ -56,7 +56,7 @@ def alternated(preset: str, loop: str, turns: tuple[str, ...]) -> Any:
     return seen, fsdp.full_params(state), graphs, backend.count
 
 
-ROWS = [("zero3", "by_unit"), ("zero1", "whole"), ("hfsdp", "by_unit")]
+ROWS = [("zero3", "by_unit"), ("hfsdp", "whole")]
 if FULL:
     ROWS = [*product(PRESETS, LOOPS)]
 
