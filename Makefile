@@ -10,10 +10,10 @@ N     ?= 500
 SEED  ?= 0
 
 # Processes that share the tests, a file at a time; many tests have 2 or 4 ranks of their own.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, os.cpu_count() - 1))")
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, os.cpu_count()))")
 PYTEST   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all laws attack lint format clean
+.PHONY: train test test-all laws with-torch attack mutants lint format clean
 
 train: $(READY)  ## the main job: make train ARGS="--steps 100 --placement ddp"
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -24,17 +24,29 @@ test: lint  ## every check, of large tables all pairs: make test ARGS="-k launch
 test-all: lint  ## every check, and every row of every table
 	LAWS=full $(PYTEST) --timeout 1800 $(ARGS)
 
-laws: $(READY)  ## every row of the law tables of dtypes, of traced steps and of ways, not only all pairs
-	LAWS=full $(subst loadfile,load,$(PYTEST)) tests/test_precision.py tests/test_traced.py \
-		tests/test_ways.py tests/test_ways_law.py --timeout 1200
+laws: $(READY)  ## every row of the law tables, not only all pairs
+	LAWS=full $(subst loadfile,load,$(PYTEST)) tests/laws --timeout 1200
+
+# What follows torch's private names and its compilers, with a given torch: make with-torch VERSION=2.11.0
+FOLLOWS = tests/unit/test_vjp.py tests/unit/test_module.py tests/unit/test_init.py tests/unit/test_state.py \
+	tests/ranks/test_traced_graph.py tests/ranks/test_whole_step.py tests/ranks/test_compile_units.py \
+	tests/ranks/test_cuda_graph.py tests/ranks/test_lower.py tests/ranks/test_checkpoint.py tests/laws/test_ways.py
+
+with-torch:  ## what depends on torch's version: make with-torch VERSION=2.11.0 (downloads that torch)
+	.ci/with_torch $(VERSION) "$(or $(ARGS),$(FOLLOWS))" $(WORKERS)
 
 attack: $(READY)  ## random cases against the package: make attack N=5000 SEED=0 KIND=kills CASE=specs:0:17 PACKAGE=folder
 	PYTHONPATH="$(PACKAGE)" OMP_NUM_THREADS=1 $(BIN)/python tests/attack --n $(N) --seed $(SEED) \
 		$(if $(KIND),--kind $(KIND)) $(if $(CASE),--case $(CASE)) $(ARGS)
 
+mutants: $(READY)  ## mistakes in the package that no test notices: make mutants N=100 SEED=0 PACKAGE=folder AGAINST=folder
+	$(BIN)/python tests/mutants --n $(N) --seed $(SEED) \
+		$(if $(PACKAGE),--package $(PACKAGE)) $(if $(AGAINST),--against $(AGAINST)) $(ARGS)
+
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy
 
 format: $(READY)

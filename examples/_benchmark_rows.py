@@ -98,15 +98,24 @@ def traced(model: nn.Module, setting: Setting) -> Step:
     return keeping(state, T.compile(loop_by_hand(skeleton, tuple(state.units))), setting)
 
 
-def driven(model: nn.Module, setting: Setting) -> Step:
-    state, skeleton = setting.shard(model)
+def driven_step(skeleton: Any, setting: Setting) -> Callable[..., tuple[fsdp.State, torch.Tensor]]:
     forward_backward = T.forward_backward(skeleton, setting.config.loss)
 
     def train_step(state: fsdp.State, tokens: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
         state, loss = forward_backward(state, tokens)
         return fsdp.step(state), loss
 
-    return keeping(state, train_step, setting)
+    return train_step
+
+
+def driven(model: nn.Module, setting: Setting) -> Step:
+    state, skeleton = setting.shard(model)
+    return keeping(state, driven_step(skeleton, setting), setting)
+
+
+def driven_traced(model: nn.Module, setting: Setting) -> Step:
+    state, skeleton = setting.shard(model)
+    return keeping(state, T.compile(driven_step(skeleton, setting)), setting)
 
 
 def either(model: nn.Module, setting: Setting) -> Step:
@@ -197,6 +206,8 @@ CONTESTANTS = {
     "kept compiled": Contestant(varied(either, keep="all", compiled=True), group="compiled"),
     "traced": Contestant(traced, group="traced", stages=True),
     "traced graph": Contestant(varied(traced, graph=True), group="traced", stages=True),
+    "driven traced": Contestant(driven_traced, group="traced"),
+    "driven traced graph": Contestant(varied(driven_traced, graph=True), group="traced"),
     "graph": Contestant(varied(either, graph=True), group="graphs"),
     "graph compiled": Contestant(varied(either, graph=True, compiled=True), group="graphs"),
     "copy engine": Contestant(varied(either, transport="copy_engine"), group="copies"),

@@ -43,7 +43,7 @@ class Log:
 
     def latest(self) -> Path | None:
         """The newest checkpoint, after a look whether it belongs to the same run. None if there is none."""
-        newest = fsdp.latest(self.checkpoints)
+        newest = fsdp.latest_checkpoint(self.checkpoints)
         if newest and (there := json.loads((self.out / "run.json").read_text())) != self.run:
             raise ValueError(
                 f"--resume: the run in {self.out} has {there}, this one {self.run}. Give it the same, or another --out"

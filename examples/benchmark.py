@@ -22,7 +22,7 @@
 |                 | the names of transports: "copy engine graph compiled", also "... kept"                           |
 | symmetric       | unit by unit, NCCL's symmetric memory: `Spec(transport="symmetric")`; "zero-CTA" too         |
 | traced          | unit by unit, the whole step compiled: `T.compile`; also                                         |
-|                 | "traced graph"                                                                                   |
+|                 | "traced graph", "driven traced" and "driven traced graph"                                        |
 | FSDP2           | `fully_shard` of embedding, layers and head; the head stays gathered, as in torchtitan           |
 | FSDP2 tuned     | its own options: two units prefetched explicitly, forward and backward; reductions in a process  |
 |                 | group of their own; where torch has it, two of their inputs in flight                            |
@@ -319,7 +319,7 @@ def main() -> None:
         if not speaks:
             return
     else:
-        table = fsdp.launch(measure, args.ranks, args)[0]
+        table = fsdp.launch(measure, (args,), nprocs=args.ranks)[0]
     table = replace(table, notes=[*args.notes, *table.notes])
     print(table)
     if args.json:

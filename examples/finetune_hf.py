@@ -128,7 +128,7 @@ def main(args: argparse.Namespace) -> None:
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     del module, params  # from here on a rank holds its shards
     if args.resume and (newest := log.latest()):
-        state = fsdp.load(state, newest)
+        state = fsdp.load(newest, like=state)
     start = int(state.count)
     losses = log.begin(start)
     log.say(
@@ -249,4 +249,4 @@ if __name__ == "__main__":
         main(args)
         dist.destroy_process_group()
     else:
-        fsdp.launch(main, args.ranks, args)
+        fsdp.launch(main, (args,), nprocs=args.ranks)

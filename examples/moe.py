@@ -168,4 +168,4 @@ if __name__ == "__main__":
         main(args.steps)
         dist.destroy_process_group()
     else:
-        fsdp.launch(main, 4, args.steps)
+        fsdp.launch(main, (args.steps,), nprocs=4)

@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> None:
     optimizer = fsdp.adamw(lr=rate, betas=(0.9, 0.95), weight_decay=DECAY)
     state, model = fsdp.init(lambda: GPT(config), spec, optimizer, seed=args.seed)
     if args.resume and (newest := log.latest()):
-        state = fsdp.load(state, newest)
+        state = fsdp.load(newest, like=state)
     start = int(state.count)
     losses = log.begin(start)
     log.say(
@@ -193,4 +193,4 @@ if __name__ == "__main__":
         main(args)
         dist.destroy_process_group()
     else:
-        fsdp.launch(main, args.ranks, args)
+        fsdp.launch(main, (args,), nprocs=args.ranks)

@@ -6,10 +6,15 @@ state = fsdp.reduce(state, grads)
 state = fsdp.step(state)
 """
 
+from pathlib import Path as _Path
+
+if not (_Path(__file__).parent / "transforms").is_dir():  # unpacked without links: it lies beside this package
+    __path__.append(str(_Path(__file__).parents[1]))
+
 from . import extend
-from ._checkpoint import latest, load, save
-from ._draw import timeline
-from ._errors import (
+from ._checkpoint.checkpoint import latest_checkpoint, load, save
+from ._checkpoint.safetensors import save_safetensors
+from ._common.errors import (
     CheckpointError,
     CommError,
     FsdpError,
@@ -19,30 +24,34 @@ from ._errors import (
     StaleStateError,
     TreeError,
 )
-from ._export import buffers, full_params, local_shards, state_dict
-from ._flat import FlatBuffer
-from ._free import free_arena
-from ._init import init
-from ._launch import LaunchError, launch, local_mesh
-from ._layout import Bucket, Layout, Leaf, Unit
-from ._lower import Lowered, abstract, lower
-from ._metrics import pmean, psum
-from ._module import bind, functionalize
-from ._optim import Optimizer, adamw, from_updates, sgd
-from ._placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
-from ._plan import Plan, plan
-from ._precision import Precision
-from ._replace import replace_extras, replace_grads, replace_params
-from ._rounds import drop_gradients
-from ._route import Partial, Replicate, Shard
-from ._schedule import Schedule
-from ._shard import layout, shard
-from ._spec import Spec
-from ._state import State
-from ._ties import tie
-from ._transports import symmetric
-from ._units import units
-from ._verbs import finish, newest, reduce, release, step, unshard
+from ._graph.lower import Lowered, abstract_state, lower
+from ._launch.launch import LaunchError, launch, local_mesh
+from ._launch.workers import Handle, WorkerGroup, workers
+from ._nn.module import bind, functionalize
+from ._nn.ties import tie
+from ._optim.optim import Optimizer, adamw, from_updates, sgd
+from ._plan.draw import timeline
+from ._plan.layout import Bucket, Layout, Leaf, Unit
+from ._plan.plan import Plan, make_plan
+from ._plan.route import Partial, Replicated, Sharded
+from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
+from ._spec.precision import Precision
+from ._spec.schedule import Schedule
+from ._spec.spec import Spec
+from ._spec.units import units
+from ._state.export import buffers, full_params, local_shards, state_dict
+from ._state.free import free_arena
+from ._state.init import init
+from ._state.redistribute import redistribute
+from ._state.rounds import drop_gradients
+from ._state.shard import make_layout, shard
+from ._state.state import State
+from ._storage.flat import FlatBuffer
+from ._transports.registry import symmetric
+from ._verbs.load_weights import load_weights
+from ._verbs.metrics import pmean, psum
+from ._verbs.replace import replace_extras, replace_grads, replace_params
+from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
 
 __version__ = "0.1.0"
 
@@ -52,6 +61,7 @@ __all__ = [
     "CommError",
     "FlatBuffer",
     "FsdpError",
+    "Handle",
     "LaunchError",
     "Layout",
     "Leaf",
@@ -61,25 +71,26 @@ __all__ = [
     "Placement",
     "Plan",
     "Precision",
-    "Replicate",
+    "Replicated",
     "RestartError",
     "Schedule",
     "ScheduleError",
-    "Shard",
+    "Sharded",
     "Spec",
     "SpecError",
     "StaleStateError",
     "State",
     "TreeError",
     "Unit",
-    "abstract",
+    "WorkerGroup",
+    "abstract_state",
     "adamw",
     "bind",
     "buffers",
     "ddp",
     "drop_gradients",
     "extend",
-    "finish",
+    "finish_reductions",
     "free_arena",
     "from_updates",
     "full_params",
@@ -87,23 +98,26 @@ __all__ = [
     "hfsdp",
     "hsdp",
     "init",
-    "latest",
+    "latest_checkpoint",
     "launch",
-    "layout",
     "load",
+    "load_weights",
     "local_mesh",
     "local_shards",
     "lower",
+    "make_layout",
+    "make_plan",
     "newest",
-    "plan",
     "pmean",
     "psum",
+    "redistribute",
     "reduce",
     "release",
     "replace_extras",
     "replace_grads",
     "replace_params",
     "save",
+    "save_safetensors",
     "sgd",
     "shard",
     "state_dict",
@@ -113,6 +127,7 @@ __all__ = [
     "timeline",
     "units",
     "unshard",
+    "workers",
     "zero1",
     "zero2",
     "zero3",

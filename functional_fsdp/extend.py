@@ -1,6 +1,6 @@
 """What a transform of your own is made of, beside the verbs. `functional_fsdp.transforms` uses this and nothing else.
 
-    state = fsdp.finish(state)                                        # the gradients are whole
+    state = fsdp.finish_reductions(state)                                        # the gradients are whole
     squares = {axes: ... for axes, buffers in extend.shards(state).items()}
     norm = extend.total(state, squares).sqrt()                        # each element once, whatever the placement
     state = extend.change(state, "my_transform()", work)              # in place; the old state is consumed
@@ -11,74 +11,85 @@ CONTRIBUTING.md has one in full.
 
 | for                   |                                                                                              |
 |-----------------------|----------------------------------------------------------------------------------------------|
-| changes to a state    | `change`, `change_weights`, `apart`, `evolve` (of extras: `fsdp.replace_extras`)             |
+| changes to a state    | `change`, `change_weights`, `separate_gradients`, `evolve`, and `fsdp.replace_extras`        |
 | shards                | `shards`, `leaf_shards`, `LeafShard`, `gather_leaves`, `by_unit`                             |
 | numbers of all ranks  | `total`, `all_reduce`, `ranks_of`, `Ranks`, `seeds`                                          |
-| calls                 | `alone`, `begin_round`, `end_round`, `tracing`, `refuse`                                     |
+| calls                 | `alone`, `begin_round`, `end_round`, `check_between_steps`, `traced_as`, `tracing`, `refuse` |
 | modules               | `skeleton_of`, `Placeholder`, `every_buffer`, `refuse_meta`                                  |
 | trees by path         | `match`, `flatten`                                                                           |
-| borrowed weights      | `Lease`, `lease_of`                                                                          |
+| borrowed weights      | `Loan`, `loan_of`                                                                            |
 | driving a module      | `Session`, `Collision`                                                                       |
-| transports            | `Transport`, `Carrier`, `Collective`                                                         |
-| compilers             | `begin_compiled`, `residuals_kept`, `keeping`, `point_at_second_gathers`                     |
-| steps as graphs       | `graph_of`, `Graph`, `Tracing`, `tracing_now`, `coordinate_of`, `users_line`, `refuse_values`|
-| graphs                | `Capture`, `NewCounts`, `Lineage`, `lineage`, `put`, `outside_inference`, `cuda_driver`      |
+| transports            | `Transport`, `Traits`, `Carrier`, `Collective`, `Route`, `BucketPlace`, `Place`, `Steps`     |
+| compilers             | `begin_compiled`, `residuals_kept`, `keep_residuals`, `point_at_second_gathers`              |
+| steps as graphs       | `graph_of`, `Graph`, `GraphBuild`, `tracing_now`, `coordinate_of`                            |
+| values in graphs      | `users_line`, `refuse_values`                                                                |
+| CUDA graphs           | `Capture`, `NewCounts`, `Lineage`, `lineage_of`, `put`, `outside_inference`, `cuda_driver`   |
 | torch's private names | `torch_private`, a module: the one place where the packages have them                        |
 
-The last four rows are for those who make compilers and graphs: they follow what torch does, and may change with it.
+The last five rows are for those who make compilers and graphs: they follow what torch does, and may change with it.
 """
 
 from __future__ import annotations
 
-from . import _cuda as cuda_driver
-from . import _torch as torch_private
-from ._capture import Capture
-from ._carrier import Carrier
-from ._change import apart, change, change_weights
-from ._entry import alone, outside_inference
-from ._given import NewCounts
-from ._graph import Graph, graph_of, refuse_values, users_line
-from ._ledger import begin_compiled
-from ._metrics import all_reduce
-from ._ranks import Lineage, Ranks, lineage, ranks_of, seeds
-from ._record import Collective
-from ._regather import point_at_second_gathers
-from ._rounds import begin_round, end_round
-from ._session import Session
-from ._shards import LeafShard, by_unit, gather_leaves, leaf_shards, shards, total
-from ._skeleton import Placeholder, every_buffer, refuse_meta, skeleton_of
-from ._state import State
-from ._trace import coordinate_of
-from ._tracing import KEEPING, Tracing, keeping, refuse, tracing, tracing_now
-from ._transport import Transport
-from ._tree import flatten, match
-from ._update import put
-from ._walk import Collision
-from ._weights import Lease, lease_of
+from typing import Any
+
+from ._common import torch_names as torch_private
+from ._common.calls import alone, outside_inference
+from ._common.record import Collective
+from ._common.tracing import KEEPING, GraphBuild, keep_residuals, refuse, traced_as, tracing, tracing_now
+from ._common.tree import flatten, match
+from ._distributed import cuda_driver
+from ._distributed.lanes import Steps
+from ._graph.graph import Graph, graph_of, refuse_values, users_line
+from ._graph.regather import point_at_second_gathers
+from ._graph.trace import coordinate_of
+from ._nn.skeleton import Placeholder, every_buffer, refuse_meta, skeleton_of
+from ._plan.route import Route
+from ._plan.walk import Collision
+from ._runtime.given import NewCounts
+from ._spec.transport import Traits, Transport
+from ._state.capture import Capture
+from ._state.lineage import begin_compiled
+from ._state.ranks import Lineage, Ranks, check_between_steps, lineage_of, ranks_of, seeds
+from ._state.rounds import begin_round, end_round
+from ._state.session import Session
+from ._state.state import FIELDS, State
+from ._state.update import put
+from ._storage.place import BucketPlace, Place
+from ._storage.weights import Loan, loan_of
+from ._transports.carrier import Carrier
+from ._verbs.change import change, change_weights, separate_gradients
+from ._verbs.metrics import all_reduce
+from ._verbs.shards import LeafShard, by_unit, gather_leaves, leaf_shards, shards, total
 
 __all__ = [
+    "BucketPlace",
     "Capture",
     "Carrier",
     "Collective",
     "Collision",
     "Graph",
+    "GraphBuild",
     "LeafShard",
-    "Lease",
     "Lineage",
+    "Loan",
     "NewCounts",
+    "Place",
     "Placeholder",
     "Ranks",
+    "Route",
     "Session",
-    "Tracing",
+    "Steps",
+    "Traits",
     "Transport",
     "all_reduce",
     "alone",
-    "apart",
     "begin_compiled",
     "begin_round",
     "by_unit",
     "change",
     "change_weights",
+    "check_between_steps",
     "coordinate_of",
     "cuda_driver",
     "end_round",
@@ -87,10 +98,10 @@ __all__ = [
     "flatten",
     "gather_leaves",
     "graph_of",
-    "keeping",
+    "keep_residuals",
     "leaf_shards",
-    "lease_of",
-    "lineage",
+    "lineage_of",
+    "loan_of",
     "match",
     "outside_inference",
     "point_at_second_gathers",
@@ -101,21 +112,37 @@ __all__ = [
     "refuse_values",
     "residuals_kept",
     "seeds",
+    "separate_gradients",
     "shards",
     "skeleton_of",
     "torch_private",
     "total",
+    "traced_as",
     "tracing",
     "tracing_now",
     "users_line",
 ]
 
-#: `evolve(state, **fields)`: the same state of its step with other trees in some fields (`buffers=`, say), unchecked.
-#: Consumes nothing. For extras and gradients see `fsdp.replace_extras` and `fsdp.replace_grads`, which check.
-evolve = State._evolve
+
+def evolve(state: State, **fields: Any) -> State:
+    """The same state of its step with other trees in some fields, unchecked. Consumes nothing.
+
+    Args:
+        fields: by name, `buffers=` say. For extras and gradients see `fsdp.replace_extras` and `fsdp.replace_grads`,
+            which check.
+
+    Raises:
+        TypeError: a State has no such field.
+
+    Example: `state = extend.evolve(state, buffers=buffers)`.
+    """
+    for name in fields:
+        if name not in FIELDS:
+            raise TypeError(f"evolve: a State has no field {name!r}. Its fields are {', '.join(FIELDS)}.")
+    return state._evolve(**fields)
 
 
 def residuals_kept() -> bool:
     """Whether a traced pullback may keep the forward's residuals, which `point_at_second_gathers` then has read the
-    second gather; else it recomputes. True inside `keeping(True)`."""
+    second gather; else it recomputes. True inside `keep_residuals(True)`."""
     return bool(KEEPING)

@@ -1,32 +1,56 @@
-"""What all tests share: which files come first, and workers of `launch` that are each file's own."""
+"""What all tests share: how processes share them, and workers of `launch` that are each file's own."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Any
 
 import pytest
 
-from functional_fsdp._launch import stop_workers
+from functional_fsdp._launch.launch import stop_workers
 
-# Files that take longest, so that processes that share the tests, a file at a time, are done at about the same time.
+# Files that take longest come first, and processes share each of them a function at a time, all others a file at a
+# time: so processes are done at about the same time.
 LONG = (
-    "test_traced", "test_traced_graph", "test_traced_errors", "test_benchmark", "test_compile_units", "test_schedule",
-    "test_examples", "test_models", "test_launch", "test_cuda_graph", "test_copy_engine", "test_attack", "test_given",
-    "test_notebooks", "test_transactions", "test_parity", "test_interrupts", "test_per_sample", "test_deaths",
-    "test_forward_backward", "test_checkpoint",
+    "test_notebooks", "test_traced", "test_traced_graph", "test_ways_in_turn", "test_ways", "test_extend",
+    "test_attack", "test_whole_step", "test_compile_units", "test_traced_errors", "test_schedule", "test_benchmark",
+    "test_launch", "test_cuda_graph", "test_models", "test_uses_beside_the_plan", "test_groups",
+    "test_missing_gradients", "test_cursor", "test_transactions", "test_per_sample", "test_copy_engine",
+    "test_parity", "test_interrupts", "test_workers",
 )  # fmt: skip
+WHOLE = ("test_examples",)  # long, but tests share what a test before them has made
+
+
+def pytest_configure() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
-        places = {name: place for place, name in enumerate(LONG)}
-        items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+        places = {name: place for place, name in enumerate((*WHOLE, *LONG))}
+        items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`: what a process is given at a time."""
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
+
+    class LongFilesInParts(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, name = nodeid.partition("::")
+            return f"{file}::{name.partition('[')[0]}" if PurePath(file).stem in LONG else file
+
+    return LongFilesInParts(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="module", autouse=True)
 def own_workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a file leaves in its workers does not depend on the files that came before. (On GPUs they begin slowly.)"""
+    """What a file leaves in its workers does not depend on the files that came before; and the threads of process
+    groups that nobody uses any more take their share of the cores. (On GPUs workers begin slowly.)"""
     yield
     if request.path.parent.name != "gpu":
         stop_workers()

@@ -1,17 +1,17 @@
 """Transforms: small functions around a train step, each in a file of its own. The core does not know them."""
 
+from ._compile.compile import compile
+from ._compile.compile_units import compile_units
+from ._cuda_graph.cuda_graph import cuda_graph
+from ._drive.apply import apply
+from ._drive.forward_backward import ForwardBackward, forward_backward
+from ._per_sample.clipped import clipped_gradients
+from ._per_sample.per_sample import per_sample_norms, per_sample_vjp
 from .accumulate import accumulate
-from .apply import apply
 from .clip import clip_by_global_norm, clip_by_value, global_norm
-from .clipped import clipped_gradients
-from .compile import compile
-from .compile_units import compile_units
-from .cuda_graph import cuda_graph
 from .divide import divide
-from .forward_backward import ForwardBackward, forward_backward
 from .hvp import hvp
-from .nonfinite import Nonfinite, NonfiniteError, find_nonfinite, nonfinite, skip_nonfinite
-from .per_sample import per_sample_norms, per_sample_vjp
+from .nonfinite import Nonfinite, NonfiniteError, any_nonfinite, find_nonfinite, skip_nonfinite
 from .remat import remat
 from .vjp import vjp
 
@@ -20,6 +20,7 @@ __all__ = [
     "Nonfinite",
     "NonfiniteError",
     "accumulate",
+    "any_nonfinite",
     "apply",
     "clip_by_global_norm",
     "clip_by_value",
@@ -32,7 +33,6 @@ __all__ = [
     "forward_backward",
     "global_norm",
     "hvp",
-    "nonfinite",
     "per_sample_norms",
     "per_sample_vjp",
     "remat",

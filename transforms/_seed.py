@@ -30,11 +30,11 @@ def seeded(state: State, microbatch: int, step: int | None = None) -> Iterator[N
     before = host.get_state()
     host.manual_seed(seed)
     try:
-        if ranks.device.type == "cuda":
+        if ranks.generator is None:
+            yield
+        else:
             with _standing_in(ranks, microbatch, seed):
                 yield
-        else:
-            yield
     finally:
         host.set_state(before)
 
@@ -51,7 +51,7 @@ def _standing_in(ranks: Ranks, microbatch: int, seed: int) -> Iterator[None]:
     own = ranks.generators[microbatch]
     if not ranks.capturing:  # else it is seeded before each replay
         own.manual_seed(seed)
-    default = torch.cuda.default_generators[ranks.device.index]
+    default = ranks.generator
     before = default.graphsafe_get_state()
     default.graphsafe_set_state(own)
     try:

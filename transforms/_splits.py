@@ -19,7 +19,7 @@ import torch
 from functional_fsdp import SpecError, TreeError
 from functional_fsdp.extend import torch_private
 
-from ._outputs import map_tensors
+from ._modules.outputs import map_tensors
 
 __all__ = ["Split", "cut"]
 

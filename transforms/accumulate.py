@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
+
+import torch
 
 from functional_fsdp import SpecError, State
 
@@ -11,15 +13,25 @@ from ._splits import Split, cut
 
 __all__ = ["accumulate"]
 
-Step = Callable[..., tuple[State, Any]]
+Aux = TypeVar("Aux")
 
 
-def accumulate(forward_backward: Step, n: int, *, split: Split | None = None) -> Step:
+@overload
+def accumulate(
+    forward_backward: Callable[..., tuple[State, torch.Tensor]], n: int, *, split: Split | None = None
+) -> Callable[..., tuple[State, torch.Tensor]]: ...
+@overload
+def accumulate(
+    forward_backward: Callable[..., tuple[State, tuple[torch.Tensor, Aux]]], n: int, *, split: Split | None = None
+) -> Callable[..., tuple[State, tuple[torch.Tensor, list[Aux]]]]: ...
+def accumulate(
+    forward_backward: Callable[..., tuple[State, Any]], n: int, *, split: Split | None = None
+) -> Callable[..., tuple[State, Any]]:
     """The same function on batches that are cut into `n` microbatches.
 
     Args:
-        forward_backward: `f(state, *args, last=, scale=, **kwargs) -> state, loss`, as `T.forward_backward` makes it:
-            `last` says that no microbatch follows, `scale` multiplies the gradients.
+        forward_backward: `f(state, *args, last_microbatch=, scale=, **kwargs) -> state, loss`, as `T.forward_backward`
+            makes it: `last_microbatch` says that no microbatch follows, `scale` multiplies the gradients.
         n: how many microbatches.
         split: what is cut, and how. By default every tensor along dim 0, and all must be of the same length there. Else
 
@@ -51,13 +63,17 @@ def accumulate(forward_backward: Step, n: int, *, split: Split | None = None) ->
             "name of keyword arguments; or a function of (args, kwargs, n)."
         )
 
-    def accumulated(state: State, *args: Any, last: bool = True, scale: Any = 1.0, **kwargs: Any) -> tuple[State, Any]:
+    def accumulated(
+        state: State, *args: Any, last_microbatch: bool = True, scale: Any = 1.0, **kwargs: Any
+    ) -> tuple[State, Any]:
         parts = cut(args, kwargs, n, split)
         total: Any = None
         auxes = []
         has_aux = False
         for i, (some, more) in enumerate(parts):
-            state, out = forward_backward(state, *some, last=last and i == n - 1, scale=scale / n, **more)
+            state, out = forward_backward(
+                state, *some, last_microbatch=last_microbatch and i == n - 1, scale=scale / n, **more
+            )
             has_aux = isinstance(out, tuple)
             loss, aux = out if has_aux else (out, None)
             total = loss if total is None else total + loss

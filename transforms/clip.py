@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from functional_fsdp import FlatBuffer, SpecError, State, finish
+from functional_fsdp import FlatBuffer, SpecError, State, finish_reductions
 from functional_fsdp.extend import change, shards, torch_private, total
 
 __all__ = ["clip_by_global_norm", "clip_by_value", "global_norm"]
@@ -22,11 +22,11 @@ def global_norm(state: State) -> tuple[State, torch.Tensor]:
     Raises:
         ScheduleError: the state has no gradients.
 
-    Collective: what `finish` issues; one all-reduce of a few numbers for each axis that shards gradients.
+    Collective: what `finish_reductions` issues; one all-reduce of a few numbers for each axis that shards gradients.
 
     Example: `state, norm = T.global_norm(state)`.
     """
-    state = finish(state)
+    state = finish_reductions(state)
     widest = torch.float32
     for buffer in state.grads.values():
         widest = torch.promote_types(widest, buffer.local.dtype)
@@ -76,13 +76,13 @@ def clip_by_value(state: State, max_value: float) -> State:
     Raises:
         SpecError: a negative `max_value`. ScheduleError: the state has no gradients.
 
-    Collective: what `finish` issues.
+    Collective: what `finish_reductions` issues.
 
     Example: `state = T.clip_by_value(state, 0.5)`.
     """
     if not max_value >= 0:
         raise SpecError(f"clip_by_value({max_value!r}): expected a value of at least 0.")
-    state = finish(state)
+    state = finish_reductions(state)
 
     def clamp() -> None:
         for buffers in shards(state).values():

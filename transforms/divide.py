@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from functional_fsdp import State, TreeError, finish
+from functional_fsdp import State, TreeError, finish_reductions
 from functional_fsdp.extend import change, shards, torch_private
 
 __all__ = ["divide"]
@@ -24,11 +24,11 @@ def divide(state: State, divisor: float | torch.Tensor) -> State:
     Raises:
         TreeError: a tensor with more than one element. ScheduleError: the state has no gradients.
 
-    Collective: what `finish` issues.
+    Collective: what `finish_reductions` issues.
     """
     if isinstance(divisor, torch.Tensor) and divisor.numel() != 1:
         raise TreeError(f"divide: the divisor has shape {tuple(divisor.shape)}; expected a number or a tensor [].")
-    state = finish(state)
+    state = finish_reductions(state)
     by = divisor.reshape(()).to(state.count.device) if isinstance(divisor, torch.Tensor) else divisor
 
     def divide_all() -> None:

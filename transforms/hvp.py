@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from functional_fsdp import FlatBuffer, State, TreeError, reduce
-from functional_fsdp.extend import alone, apart, gather_leaves, torch_private
+from functional_fsdp.extend import alone, gather_leaves, separate_gradients, torch_private
 
-from ._driver import refuse_tracing
-from ._stages import Stage, Stages, Weights
+from ._drive.driver import eager_only
+from ._drive.stages import Stage, Stages, Weights
 
 __all__ = ["Vector", "hvp"]
 
@@ -62,14 +62,13 @@ def hvp(
 
     @torch.no_grad()
     def f(state: State, v: Vector, batch: Any) -> tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]:
-        refuse_tracing("hvp")
         _check(state, v)
         session = walk.enter(state)
         # products are reduced in the place of gradients
-        state, loss, found = apart(state, "hvp", lambda state: _products(walk, state, v, batch))
+        state, loss, found = separate_gradients(state, "hvp", lambda state: _products(walk, state, v, batch))
         return session.rest(state), (loss, found)
 
-    return alone(f, "hvp")
+    return alone(f, "hvp", traced=eager_only("hvp"))
 
 
 def _products(walk: Stages, state: State, v: Vector, batch: Any) -> tuple[State, torch.Tensor]:
@@ -149,6 +148,6 @@ def _check(state: State, v: Vector) -> None:
             text = f"{tuple(got.local.shape)} elements, {got.states}" if isinstance(got, FlatBuffer) else f"{got!r}"
             raise TreeError(
                 f"hvp: the vector has {text} for the bucket {name!r}; expected {tuple(want.local.shape)} elements, "
-                f"{want.states}. Give whole gradients, fsdp.finish(state).grads, or the `main` of a state of the same "
-                "layout."
+                f"{want.states}. Give whole gradients, fsdp.finish_reductions(state).grads, or the `main` of "
+                "a state of the same layout."
             )

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_fsdp import FsdpError, State, finish, replace_extras
+from functional_fsdp import FsdpError, State, finish_reductions, replace_extras
 from functional_fsdp.extend import by_unit, leaf_shards, ranks_of, shards, torch_private, total
 
-__all__ = ["Nonfinite", "NonfiniteError", "Watch", "find_nonfinite", "nonfinite", "skip_nonfinite"]
+__all__ = ["Nonfinite", "NonfiniteError", "NonfiniteWatch", "any_nonfinite", "find_nonfinite", "skip_nonfinite"]
 
 
 @torch.no_grad()
-def nonfinite(state: State) -> tuple[State, torch.Tensor]:
+def any_nonfinite(state: State) -> tuple[State, torch.Tensor]:
     """Whether any gradient of any rank is inf or NaN: a bool tensor [], the same on every rank. No host sync.
 
     Raises:
@@ -22,7 +22,7 @@ def nonfinite(state: State) -> tuple[State, torch.Tensor]:
 
     Collective: as `global_norm`.
     """
-    state = finish(state)
+    state = finish_reductions(state)
     counts = {}
     for axes, buffers in shards(state).items():
         filled = [buffer.local for buffer in buffers if buffer.local.numel()]
@@ -44,7 +44,7 @@ def skip_nonfinite(step: Callable[..., State]) -> Callable[[State], State]:
     Nothing waits for the device: it decides there. What a forward made of the buffers stays, as under torch's
     GradScaler: a BatchNorm that has seen a NaN keeps it.
 
-    Collective: as `nonfinite` and `step`.
+    Collective: as `any_nonfinite` and `step`.
 
     Example:
         >>> step = T.skip_nonfinite(fsdp.step)  # doctest: +SKIP
@@ -52,8 +52,8 @@ def skip_nonfinite(step: Callable[..., State]) -> Callable[[State], State]:
     """
 
     def stepped(state: State) -> State:
-        state, bad = nonfinite(state)
-        extras: Mapping[str, Any] = state.extras or {}
+        state, bad = any_nonfinite(state)
+        extras: Mapping[str, Any] = state.extras
         before = extras.get("skipped")
         zero = torch.zeros((), dtype=torch.int64, device=state.count.device)
         with torch.no_grad():
@@ -102,16 +102,16 @@ def find_nonfinite(state: State, grads: Any = None, unit: str | None = None) -> 
     Raises:
         ScheduleError: the state has no gradients, and none were given. TreeError: as `reduce`.
 
-    Collective: a gather of the findings on the host, and without `grads` what `finish` issues.
+    Collective: a gather of the findings on the host, and without `grads` what `finish_reductions` issues.
 
     Example: `state, found = T.find_nonfinite(state)`.
     """
     if grads is not None:
-        watch = Watch(state)
+        watch = NonfiniteWatch(state)
         for name, values in by_unit(state, "find_nonfinite", grads, unit).items():
             watch.look(name, values)
         return state, watch.found()
-    state = finish(state)
+    state = finish_reductions(state)
     ranks = ranks_of(state)
     mine = []
     for buffer in state.grads.values():
@@ -122,7 +122,7 @@ def find_nonfinite(state: State, grads: Any = None, unit: str | None = None) -> 
     return state, [one for found in ranks.everyone(mine, "elements that are not finite") for one in found]
 
 
-class Watch:
+class NonfiniteWatch:
     """Gradients of this rank's backward, unit by unit: counts stay on the device until `found` asks for them."""
 
     def __init__(self, state: State) -> None:

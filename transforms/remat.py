@@ -11,10 +11,10 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from functional_fsdp import ScheduleError, SpecError, TreeError
-from functional_fsdp.extend import skeleton_of, torch_private, tracing
+from functional_fsdp.extend import skeleton_of, torch_private, traced_as
 
-from ._patterns import outermost
-from ._watch import version
+from ._drive.watch import version
+from ._modules.patterns import outermost
 
 __all__ = ["remat"]
 
@@ -64,10 +64,9 @@ def remat(what: Any, *patterns: str, preserve_rng_state: bool = True) -> Any:
     return model
 
 
+@traced_as(lambda fn, preserve_rng_state, /, *args, **kwargs: fn(*args, **kwargs))
 def _checkpointed(fn: Callable[..., Any], preserve_rng_state: bool, /, *args: Any, **kwargs: Any) -> Any:
-    """Traced, `T.vjp` and the compiler say what is kept, and torch has no checkpoints there."""
-    if tracing():
-        return fn(*args, **kwargs)
+    """In a graph `T.vjp` and the compiler say what is kept, and torch has no checkpoints."""
     if torch_private.func_interpreter() is not None:
         raise ScheduleError(
             "remat: torch's checkpoints do not run under torch.func's transforms (grad, vjp, ...). Use T.vjp(T.remat("
@@ -87,6 +86,12 @@ def _bound(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any
             "remat(model, ...) was bound by hand, and its weights are gone when it recomputes. Wrap the function that "
             "binds them, as T.vjp(T.remat(stage), w, h), or use T.forward_backward."
         ) from error
+
+
+@traced_as(lambda cls, preserve_rng_state, /, *args, **kwargs: _bound(cls, *args, **kwargs))
+def _module(cls: type[nn.Module], preserve_rng_state: bool, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    run = Runs(cls, module) if any(part._buffers for part in module.modules()) else partial(_bound, cls, module)
+    return _checkpointed(run, preserve_rng_state, *args, **kwargs)
 
 
 class Runs:
@@ -140,10 +145,7 @@ def _recomputed(cls: type[nn.Module], preserve_rng_state: bool) -> type[nn.Modul
     if (cls, preserve_rng_state) not in _RECOMPUTED:
 
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            run: Callable[..., Any] = partial(_bound, cls, self)
-            if not tracing() and any(part._buffers for part in self.modules()):
-                run = Runs(cls, self)
-            return _checkpointed(run, preserve_rng_state, *args, **kwargs)
+            return _module(cls, preserve_rng_state, self, *args, **kwargs)
 
         body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _RECOMPUTED[cls, preserve_rng_state] = type(cls.__name__, (cls,), body)

@@ -16,22 +16,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import compress
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import optree
 import torch
 
 from functional_fsdp import ScheduleError, TreeError
-from functional_fsdp.extend import Lease, lease_of, residuals_kept, torch_private, tracing
+from functional_fsdp.extend import Loan, loan_of, residuals_kept, torch_private, traced_as
 
 __all__ = ["Pullback", "functional_vjp", "lent", "vjp"]
 
 Pullback = Callable[..., Any]
+Out = TypeVar("Out")
 func_interpreter, pytree = torch_private.func_interpreter, torch_private.pytree
 
 
-def vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple[Any, Pullback]:
+def _in_graph(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple[Any, Pullback]:
+    """As torch.func has it; but where no transform is around it, nothing that leaves `vjp` has an autograd graph."""
+    if isinstance(func_interpreter(), torch_private.CInterpreter):  # what the compiler can tell
+        return _under_transforms(fn, weights, primals)
+    if residuals_kept():
+        out, pull = functional_vjp(fn, (weights, *primals))
+        return _detached(out), lambda w, dout: _detached(pull(_marked(dout, weights, w)))
+    out, again = _under_transforms(fn, weights, primals)
+    return _detached(out), lambda w, dout: _detached(again(w, dout))
+
+
+@traced_as(_in_graph)
+def vjp(fn: Callable[..., Out], weights: Any, *primals: Any) -> tuple[Out, Pullback]:
     """Run `fn(weights, *primals)` and return its output and its pullback.
 
     Args:
@@ -58,13 +71,13 @@ def vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple[Any, Pullb
         >>> pullback({"a": torch.tensor(3.0)}, torch.tensor(1.0))
         ({'a': tensor(2.)}, tensor(3.))
     """
-    if tracing() or func_interpreter() is not None:
+    if func_interpreter() is not None:
         return _under_transforms(fn, weights, primals)
-    lease = lease_of(next(iter(weights.values()), None)) if type(weights) is dict else None
-    if lease is not None and _PLAIN.issuperset(map(type, primals)) and not any(map(lease_of, primals)):
-        unit = _unit_of(lease)
+    loan = loan_of(next(iter(weights.values()), None)) if type(weights) is dict else None
+    if loan is not None and _PLAIN.issuperset(map(type, primals)) and not any(map(loan_of, primals)):
+        unit = _unit_of(loan)
         if unit is not None and [*weights] == unit.keys and all(map(is_, weights.values(), unit.leaves)):
-            return _of_unit(fn, lease, unit, primals)
+            return _of_unit(fn, loan, unit, primals)
     return _of_trees(fn, weights, primals)
 
 
@@ -73,7 +86,7 @@ def vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple[Any, Pullb
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})
 
 
-class Unit(NamedTuple):
+class UnitWeights(NamedTuple):
     """A unit's weights as they are lent, each time the same, and as they enter graphs: made once, they cost nothing."""
 
     keys: list[str]
@@ -81,28 +94,28 @@ class Unit(NamedTuple):
     inputs: list[torch.Tensor]
 
 
-_UNITS: WeakKeyDictionary[Lease, Unit | None] = WeakKeyDictionary()
+_UNITS: WeakKeyDictionary[Loan, UnitWeights | None] = WeakKeyDictionary()
 
 
-def _unit_of(lease: Lease) -> Unit | None:
+def _unit_of(loan: Loan) -> UnitWeights | None:
     """None where leaves have no gradient, and under a dispatch mode, whose tensors are not for keeping."""
     if torch_private.dispatch_modes():
         return None
     try:
-        return _UNITS[lease]
+        return _UNITS[loan]
     except KeyError:
-        keys, leaves = [*lease.weights], [*lease.weights.values()]
+        keys, leaves = [*loan.weights], [*loan.weights.values()]
         plain = all(map(_differentiable, leaves))
-        unit = Unit(keys, leaves, [t.detach().requires_grad_() for t in leaves]) if plain else None
-        _UNITS[lease] = unit
+        unit = UnitWeights(keys, leaves, [t.detach().requires_grad_() for t in leaves]) if plain else None
+        _UNITS[loan] = unit
         return unit
 
 
-def _of_unit(fn: Callable[..., Any], lease: Lease, unit: Unit, primals: tuple[Any, ...]) -> tuple[Any, Pullback]:
+def _of_unit(fn: Callable[..., Any], loan: Loan, unit: UnitWeights, primals: tuple[Any, ...]) -> tuple[Any, Pullback]:
     """As `_of_trees`, with as little as possible on the way: this is what a train step calls for each unit."""
     keys, leaves, inputs = unit
-    if not lease.held:
-        _refuse("vjp", lease)
+    if not loan.held:
+        _refuse("vjp", loan)
     try:
         others = [t if t is None else t.detach().requires_grad_() for t in primals]
     except RuntimeError:  # integers among them
@@ -120,8 +133,8 @@ def _of_unit(fn: Callable[..., Any], lease: Lease, unit: Unit, primals: tuple[An
             w = _arranged(w, keys)
         if not residual or not all(map(is_, w.values(), leaves)):
             return _again(fn, w, primals, dout)
-        if not lease.held:
-            _refuse("pullback", lease)
+        if not loan.held:
+            _refuse("pullback", loan)
         others, outs = residual.pop()
         grads = iter(_gradients(outs, structure, dout, inputs + [t for t in others if t is not None]))
         return dict(zip(keys, grads, strict=False)), *[None if t is None else next(grads) for t in others]
@@ -219,20 +232,20 @@ def _differentiable(leaf: Any) -> bool:
 # ---------------------------------------------------------------- loans
 
 
-def _loans(verb: str, weights: list[Any], primals: list[Any]) -> tuple[list[Lease], list[torch.Tensor]]:
-    """The leases of these leaves, and the weights that have none; checked."""
-    leases = [lease_of(leaf) for leaf in (*weights, *primals)]
-    free = [t for t, lease in zip(weights, leases, strict=False) if lease is None and isinstance(t, torch.Tensor)]
-    held = [lease for lease in dict.fromkeys(leases) if lease is not None]
+def _loans(verb: str, weights: list[Any], primals: list[Any]) -> tuple[list[Loan], list[torch.Tensor]]:
+    """The loans of these leaves, and the weights that have none; checked."""
+    loans = [loan_of(leaf) for leaf in (*weights, *primals)]
+    free = [t for t, loan in zip(weights, loans, strict=False) if loan is None and isinstance(t, torch.Tensor)]
+    held = [loan for loan in dict.fromkeys(loans) if loan is not None]
     _check(verb, held, free)
     return held, free
 
 
-def _check(verb: str, leases: list[Lease], free: list[torch.Tensor]) -> None:
-    """Refuse what was released: a lease that is not held, a storage that is gone."""
-    for lease in leases:
-        if not lease.held:
-            _refuse(verb, lease)
+def _check(verb: str, loans: list[Loan], free: list[torch.Tensor]) -> None:
+    """Refuse what was released: a loan that is not held, a storage that is gone."""
+    for loan in loans:
+        if not loan.held:
+            _refuse(verb, loan)
     for t in free:
         if t.numel() and not t.untyped_storage().size():
             raise ScheduleError(
@@ -240,10 +253,10 @@ def _check(verb: str, leases: list[Lease], free: list[torch.Tensor]) -> None:
             )
 
 
-def _refuse(verb: str, lease: Lease) -> None:
+def _refuse(verb: str, loan: Loan) -> None:
     raise ScheduleError(
-        f"{verb}: the weights of the unit {lease.unit!r} were released. Gather them first: "
-        f"state, w = unshard(state, {lease.unit!r})."
+        f"{verb}: the weights of the unit {loan.unit!r} were released. Gather them first: "
+        f"state, w = unshard(state, {loan.unit!r})."
     )
 
 
@@ -252,22 +265,12 @@ def _refuse(verb: str, lease: Lease) -> None:
 
 def _under_transforms(fn: Callable[..., Any], weights: Any, primals: tuple[Any, ...]) -> tuple[Any, Pullback]:
     lent("vjp", weights, primals)
-    whole = tracing() and not isinstance(func_interpreter(), torch_private.CInterpreter)
-    if whole and residuals_kept():
-        out, pull = functional_vjp(fn, (weights, *primals))
-
-        def residual(w: Any, dout: Any) -> Any:
-            return _detached(pull(_marked(dout, weights, w)))
-
-        return _detached(out), residual
 
     def pullback(w: Any, dout: Any) -> Any:
         lent("pullback", w, primals)
-        found = functional_vjp(fn, (w, *primals))[1](dout)
-        return _detached(found) if whole else found
+        return functional_vjp(fn, (w, *primals))[1](dout)
 
-    out = fn(weights, *primals)
-    return _detached(out) if whole else out, pullback
+    return fn(weights, *primals), pullback
 
 
 def _detached(tree: Any) -> Any:
@@ -286,10 +289,10 @@ def _marked(dout: Any, first: Any, second: Any) -> Any:
     return pytree.tree_unflatten(leaves, treedef)
 
 
+@traced_as(lambda verb, *trees: None)  # a graph's weights are its own
 def lent(verb: str, *trees: Any) -> None:
     """Refuse borrowed weights that were released."""
-    if not tracing():
-        _check(verb, [lease for lease in map(lease_of, pytree.tree_leaves(trees)) if lease is not None], [])
+    _check(verb, [loan for loan in map(loan_of, pytree.tree_leaves(trees)) if loan is not None], [])
 
 
 def functional_vjp(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Pullback]:

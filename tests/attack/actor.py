@@ -114,7 +114,7 @@ class Actor:
             got = find(tree, leaf, self.leaves)
             self.oracle.expect(path, self.rank, got, "compute", "unshard()")
             grads.append(self._gradient(op, path, when, got))
-        return fsdp.reduce(state, build(self.leaves, grads), last=op["last"])
+        return fsdp.reduce(state, build(self.leaves, grads), last_microbatch=op["last"])
 
     def _units(self, state: fsdp.State, op: Op, when: tuple[int, ...]) -> fsdp.State:
         order = list(state.units)
@@ -142,13 +142,13 @@ class Actor:
                 }
                 held.append((unit, grads))
                 if not late:
-                    state = fsdp.reduce(state, held.pop()[1], unit, last=op["last"])
+                    state = fsdp.reduce(state, held.pop()[1], unit, last_microbatch=op["last"])
             state = fsdp.release(state, group)
             while len(held) > late:
                 unit, grads = held.pop(0)
-                state = fsdp.reduce(state, grads, unit, last=op["last"])
+                state = fsdp.reduce(state, grads, unit, last_microbatch=op["last"])
         for unit, grads in held:
-            state = fsdp.reduce(state, grads, unit, last=op["last"])
+            state = fsdp.reduce(state, grads, unit, last_microbatch=op["last"])
         return state
 
     def _weights(self, state: fsdp.State, group: list[str], op: Op) -> tuple[fsdp.State, dict[str, Any]]:
@@ -166,7 +166,7 @@ class Actor:
         return state, weights
 
     def do_finish(self, op: Op) -> None:
-        self.middle = fsdp.finish(self.now)
+        self.middle = fsdp.finish_reductions(self.now)
         self._check_grads(self.middle)
 
     def _check_grads(self, state: fsdp.State) -> None:
@@ -303,7 +303,7 @@ class Actor:
         self.saved += 1
         folder = os.path.join(self.folder, f"saved{self.saved}")
         fsdp.save(self.state, folder)
-        fresh = fsdp.load(self.state, folder)
+        fresh = fsdp.load(folder, like=self.state)
         dist.barrier() if len(self.oracle.ranks) > 1 else None
         before, after = fsdp.local_shards(self.state), fsdp.local_shards(fresh)
         if not all(torch.equal(before[path], after[path]) for path in before):

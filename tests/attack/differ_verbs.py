@@ -64,7 +64,7 @@ def loads_other_checkpoints(s: Settings, me: bool, rank: int) -> None:
         grads = torch.utils._pytree.tree_map(lambda t: t if t.is_floating_point() else None, params)
         state = fsdp.step(fsdp.reduce(state, grads))
         second = fsdp.save(state, os.path.join(s.folder, "second"))
-        train(fsdp.load(state, second if me else first), 0)
+        train(fsdp.load(second if me else first, like=state), 0)
 
     s.after = after
 
@@ -73,7 +73,7 @@ def loads_other_checkpoints(s: Settings, me: bool, rank: int) -> None:
 def loads_what_is_not_there(s: Settings, me: bool, rank: int) -> None:
     def after(state: fsdp.State) -> None:
         first = fsdp.save(state, os.path.join(s.folder, "first"))
-        train(fsdp.load(state, os.path.join(s.folder, "nothing") if me else first), 0)
+        train(fsdp.load(os.path.join(s.folder, "nothing") if me else first, like=state), 0)
 
     s.after = after
 
@@ -82,7 +82,7 @@ def loads_what_is_not_there(s: Settings, me: bool, rank: int) -> None:
 def saves_and_loads(s: Settings, me: bool, rank: int) -> None:
     def after(state: fsdp.State) -> None:
         first = fsdp.save(state, os.path.join(s.folder, "first"))
-        fsdp.save(state, os.path.join(s.folder, "second")) if me else fsdp.load(state, first)
+        fsdp.save(state, os.path.join(s.folder, "second")) if me else fsdp.load(first, like=state)
 
     s.slow, s.after = True, after
 
@@ -94,7 +94,7 @@ def loads_with_another_average(s: Settings, me: bool, rank: int) -> None:
     def after(state: fsdp.State) -> None:
         folder = fsdp.save(state, os.path.join(s.folder, "first"))
         s.spec["average"] = "sum"
-        fsdp.load(s.state(), folder)
+        fsdp.load(folder, like=s.state())
 
     s.after = after
 

@@ -283,7 +283,7 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 x = _batch(case, step, k, rank).to(device)
-                state, got = forward_backward(state, x, programs[rank], last=last)
+                state, got = forward_backward(state, x, programs[rank], last_microbatch=last)
             issued.keep(state)
             _same(got, mine, f"the loss of step {step}, microbatch {k}")
         if said["evaluate"]:
@@ -305,7 +305,7 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
 
 
 def _units(mesh: Any, placed: Any, params: Any) -> tuple[str, ...]:
-    return tuple(unit.name for unit in fsdp.layout(params, fsdp.Spec(mesh, placed)).units)
+    return tuple(unit.name for unit in fsdp.make_layout(params, fsdp.Spec(mesh, placed)).units)
 
 
 def _two_axes(case: Case) -> bool:

@@ -9,6 +9,7 @@ counted as "unseen".
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import pickle
@@ -135,7 +136,7 @@ def _meet(world: int) -> None:
 def _load(case: Case, kept: Kept, damaged: str) -> Verdict:
     begun = time.monotonic()
     try:
-        state = fsdp.load(kept.template, damaged)
+        state = fsdp.load(damaged, like=kept.template)
     except BaseException as error:  # torch's CheckpointException is no Exception
         if documented(error, OSError) and time.monotonic() - begun < 0.7 * PATIENCE:
             return Verdict("refused", f"{type(error).__name__}: {str(error)[:200]}", {"end": "refused"})
@@ -175,7 +176,7 @@ def _usable(kept: Kept, pristine: str) -> Verdict | None:
     """Whether the template is what it was and the next load works."""
     if not _same(_bits(kept.template), kept.bits[2]):
         return Verdict("wrong", "load changed its template", clean=False)
-    if not _same(_bits(fsdp.load(kept.template, os.path.join(pristine, "0"))), kept.bits[0]):
+    if not _same(_bits(fsdp.load(os.path.join(pristine, "0"), like=kept.template)), kept.bits[0]):
         return Verdict("wrong", "the next load, of a good checkpoint, gave other bits", clean=False)
     return None
 
@@ -290,77 +291,67 @@ class Damage:
             file.write(pickle.dumps(Runs(self.case["gadget"], self.sentinel), 2))
 
     def inside(self) -> None:
-        """The description of the tensors is a good pickle that says something strange."""
-        metadata = [p for p in self.files() if p.endswith(".metadata")]
-        if not metadata:
+        """The description of the tensors has a good digest, and says something strange."""
+        path = Path(self.folder, "layout.json")
+        if not path.exists():
             return
-        with open(metadata[0], "rb") as file:
-            said = pickle.load(file)  # of our own making
-        getattr(self, f"_{self.case['inside'].replace(' ', '_')}")(said)
-        with open(metadata[0], "wb") as file:
-            pickle.dump(said, file)
+        said = json.loads(path.read_text())
+        getattr(self, f"_{self.case['inside'].replace(' ', '_')}")(said["tensors"])
+        said.pop("digest")
+        digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        path.write_text(json.dumps({**said, "digest": digest}))
 
     def _pick(self, table: Any) -> Any:
         return sorted(table, key=str)[int(self.case["at"] * len(table))]
 
-    def _bytes_entry(self, said: Any) -> None:
-        from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+    def _chunk(self, tensors: Any) -> Any:
+        """Of some tensor: start, stop, file, offset, length, data, sums."""
+        return self._pick(tensors[self._pick([name for name, one in tensors.items() if one[2]])][2])
 
-        name = self._pick(said.state_dict_metadata)
-        said.state_dict_metadata[name] = BytesStorageMetadata()
-        index = next(i for i in said.storage_data if i.fqn == name)
-        info = said.storage_data.pop(index)
-        said.storage_data[type(index)(name)] = info
+    def _bytes_entry(self, tensors: Any) -> None:
+        """What lies there is a pickle that runs something."""
+        chunk = self._chunk(tensors)
         evil = pickle.dumps(Runs(self.case["gadget"], self.sentinel), 2)
-        with open(os.path.join(self.folder, info.relative_path), "r+b") as file:
-            file.seek(info.offset)
-            file.write(evil.ljust(info.length, b"\0")[: max(info.length, len(evil))])
+        with open(os.path.join(self.folder, chunk[2]), "r+b") as file:
+            file.seek(chunk[3])
+            file.write(evil.ljust(chunk[4], b"\0")[: max(chunk[4], len(evil))])
 
-    def _entry(self, said: Any, **changes: Any) -> None:
-        index = self._pick(said.storage_data)
-        said.storage_data[index] = type(said.storage_data[index])(**{**vars(said.storage_data[index]), **changes})
+    def _path_above(self, tensors: Any) -> None:
+        chunk = self._chunk(tensors)
+        chunk[2] = f"../../{os.path.basename(os.path.dirname(self.sources[1]))}/1/{chunk[2]}"
 
-    def _path_above(self, said: Any) -> None:
-        info = said.storage_data[self._pick(said.storage_data)]
-        self._entry(
-            said, relative_path=f"../../{os.path.basename(os.path.dirname(self.sources[1]))}/1/{info.relative_path}"
-        )
+    def _absolute_path(self, tensors: Any) -> None:
+        chunk = self._chunk(tensors)
+        chunk[2] = os.path.join(self.sources[1], chunk[2])
 
-    def _absolute_path(self, said: Any) -> None:
-        info = said.storage_data[self._pick(said.storage_data)]
-        self._entry(said, relative_path=os.path.join(self.sources[1], info.relative_path))
+    def _missing_key(self, tensors: Any) -> None:
+        del tensors[self._pick(tensors)]
 
-    def _missing_key(self, said: Any) -> None:
-        del said.state_dict_metadata[self._pick(said.state_dict_metadata)]
+    def _missing_storage(self, tensors: Any) -> None:
+        tensors[self._pick([name for name, one in tensors.items() if one[0] and one[1] != [0]])][2].clear()
 
-    def _missing_storage(self, said: Any) -> None:
-        del said.storage_data[self._pick(said.storage_data)]
+    def _huge_size(self, tensors: Any) -> None:
+        self._shape(tensors, 2**50)
 
-    def _huge_size(self, said: Any) -> None:
-        self._shape(said, 2**50)
+    def _other_shape(self, tensors: Any) -> None:
+        self._shape(tensors, 3)
 
-    def _other_shape(self, said: Any) -> None:
-        self._shape(said, 3)
+    def _shape(self, tensors: Any, n: int) -> None:
+        one = tensors[self._pick([name for name, one in tensors.items() if one[1] and one[1] != [n]])]
+        one[1], one[2] = [n], [[0, n, *one[2][0][2:]]]
 
-    def _shape(self, said: Any, n: int) -> None:
-        name = self._pick([k for k, v in said.state_dict_metadata.items() if len(v.size)])
-        one = said.state_dict_metadata[name]
-        one.size = torch.Size([n])
-        chunk = one.chunks[0]
-        one.chunks[0] = type(chunk)(offsets=chunk.offsets, sizes=torch.Size([n]))
+    def _other_dtype(self, tensors: Any) -> None:
+        one = tensors[self._pick([name for name, one in tensors.items() if one[0] != "float64" and one[1] != [0]])]
+        one[0] = "float64"
 
-    def _other_dtype(self, said: Any) -> None:
-        one = said.state_dict_metadata[self._pick(said.state_dict_metadata)]
-        one.properties.dtype = torch.float64
+    def _negative_offset(self, tensors: Any) -> None:
+        self._chunk(tensors)[3] = -5
 
-    def _negative_offset(self, said: Any) -> None:
-        self._entry(said, offset=-5)
+    def _long_length(self, tensors: Any) -> None:
+        self._chunk(tensors)[4] = 2**40
 
-    def _long_length(self, said: Any) -> None:
-        self._entry(said, length=2**40)
-
-    def _strange_object(self, said: Any) -> None:
-        said.state_dict_metadata[self._pick(said.state_dict_metadata)] = {"what": Random}
+    def _strange_object(self, tensors: Any) -> None:
+        tensors[self._pick(tensors)] = {"what": "Random"}
 
     def writers(self) -> None:
         """Two processes write one name at the same time, again and again."""

@@ -176,9 +176,9 @@ def _kill_ranks(pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        time.sleep(0.01)
 
 
 def _batch(cases: list[Case]) -> list[Verdict]:
@@ -203,7 +203,7 @@ def _batch(cases: list[Case]) -> list[Verdict]:
     watcher.start()
     death = ""
     try:
-        fsdp.launch(_on_a_rank, world, cases, folder, timeout=PATIENCE)
+        fsdp.launch(_on_a_rank, (cases, folder), nprocs=world, timeout=PATIENCE)
     except fsdp.LaunchError as error:
         death = str(error)
     finally:

@@ -235,7 +235,7 @@ class Run:
             around(lambda: fsdp.save(state, f"{self.folder}/saved{next(names)}"))
         elif during == "load":
             fsdp.save(state, f"{self.folder}/saved")
-            loaded: fsdp.State = around(lambda: fsdp.load(state, f"{self.folder}/saved"))
+            loaded: fsdp.State = around(lambda: fsdp.load(f"{self.folder}/saved", like=state))
             return loaded
         return state
 

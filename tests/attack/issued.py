@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import functional_fsdp as fsdp
-from functional_fsdp._advance import advance
-from functional_fsdp._cursor import Cursor
+from functional_fsdp._plan.advance import advance
+from functional_fsdp._plan.cursor import Cursor
 
 from .verdict import Wrong
 
@@ -17,7 +17,7 @@ class Issued:
     """Watches the executor of a state."""
 
     def __init__(self, state: fsdp.State) -> None:
-        self.executor: Any = state.executor
+        self.executor: Any = state._executor
         self.events: list[Any] = []  # (plan, cursor, event, the cursor after it)
         self.gathers: list[str] = []
         self.reductions: list[int] = []

@@ -262,7 +262,7 @@ def _once(case: Case, state: fsdp.State, model: Any, rank: int, folder: str, nam
         saved = os.path.join(folder, "saved")
         if name == "warm":
             fsdp.save(state, saved)
-        fsdp.load(state, saved)
+        fsdp.load(saved, like=state)
     elif during == "full":
         fsdp.full_params(state)
     elif during == "eval":
@@ -308,9 +308,10 @@ def _on_launched(case: Case, folder: str, killed: bool) -> None:
 
 
 def _launched(case: Case, folder: str) -> Verdict:
+    fsdp.launch(os.getpid, nprocs=1)  # what starts workers stays
     before, begun = _descriptors(), time.monotonic()
     try:
-        fsdp.launch(_on_launched, case["world"], case, folder, True, timeout=60)
+        fsdp.launch(_on_launched, (case, folder, True), nprocs=case["world"], timeout=60)
     except fsdp.LaunchError as error:
         if "SIGKILL" not in str(error):
             return Verdict("raw", f"launch does not name what happened: {str(error)[:300]}", clean=False)
@@ -372,7 +373,7 @@ def _parent(case: Case, folder: str) -> Verdict:
         os.environ["TMPDIR"] = temporary
         tempfile.tempdir = None
         try:
-            fsdp.launch(_on_launched, case["world"], case, folder, False, timeout=60)
+            fsdp.launch(_on_launched, (case, folder, False), nprocs=case["world"], timeout=60)
         finally:
             os._exit(1)
 

@@ -217,7 +217,7 @@ def spec_of(said: Settings, mesh: Any, params: Any) -> fsdp.Spec:
     schedule = said["schedule"]
     names: list[str] = []
     if isinstance(schedule.get("keep"), dict) or isinstance(schedule.get("order"), dict):
-        names = [unit.name for unit in fsdp.layout(params, fsdp.Spec(mesh, **common)).units]
+        names = [unit.name for unit in fsdp.make_layout(params, fsdp.Spec(mesh, **common)).units]
     return fsdp.Spec(mesh, **common, schedule=schedule_of(schedule, names))
 
 

@@ -79,11 +79,11 @@ def steps_of(case: Case, model: Any, rank: int) -> Callable[[fsdp.State, int], f
 
     def micro(state: fsdp.State, x: torch.Tensor, last: bool) -> fsdp.State:
         if driven is not None:
-            return driven(state, x, last=last)[0]
+            return driven(state, x, last_microbatch=last)[0]
         if way == "tree":
             state, params = fsdp.unshard(state)
             grads, _ = torch.func.grad_and_value(lambda p: loss_fn(fsdp.bind(model, p), x))(params)
-            return fsdp.reduce(state, grads, last=last)
+            return fsdp.reduce(state, grads, last_microbatch=last)
         return by_unit(state, model, x, last)
 
     def step(state: fsdp.State, number: int) -> fsdp.State:
@@ -116,7 +116,7 @@ def by_unit(state: fsdp.State, model: Any, h: torch.Tensor, last: bool) -> fsdp.
     for unit in reversed(stage):
         state, w = fsdp.unshard(state, unit)
         dw, dh = pullbacks.pop(unit)(w, dh)
-        state = fsdp.reduce(state, dw, unit, last=last)
+        state = fsdp.reduce(state, dw, unit, last_microbatch=last)
         state = fsdp.release(state, unit)
     return state
 

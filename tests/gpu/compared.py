@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from problems import reference, sharded
-from traced import STEPS, trained
+from support.problems import reference, sharded
+from support.traced import STEPS, trained
 
 __all__ = ["gradients_differ", "weights_differ"]
 

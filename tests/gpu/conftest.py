@@ -4,16 +4,12 @@ only what needs four GPUs skips where there are two."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-from functional_fsdp._launch import stop_workers
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from functional_fsdp._launch.launch import stop_workers
 
 
 @pytest.fixture(scope="module")

@@ -21,15 +21,14 @@ import torch.nn.functional as F
 from gpu.layers import Layer
 from gpu.test_overlap import CUBLAS, Bits, Chain, deterministic, differs, no_synchronisation, train_step
 from gpu.traces import hidden, recorded, waits
-from models import CASES, own_loss
-from problems import full_grads, mesh_and_placement
-from test_models import Seen, driven, plain
-from test_parity import largest
+from support.modelled import Seen, driven, plain
+from support.models import CASES, own_loss
+from support.problems import full_grads, largest, mesh_and_placement
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._launch import stop_workers
+from functional_fsdp._launch.launch import stop_workers
 
 pytestmark = pytest.mark.timeout(400)  # the first launch starts CUDA and NCCL on every rank
 
@@ -49,7 +48,7 @@ def _workers() -> Iterator[None]:
         stop_workers()
 
 
-def settled() -> None:
+def resolve_transport() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -60,7 +59,7 @@ def settled() -> None:
 # ---------------------------------------------------------------- the plain module's numbers
 
 # These compute in float32 inside (norms, softmaxes, their loss), whatever the dtype of their weights.
-FLOAT32_INSIDE = ("llama", "gpt2", "mixtral", "t5", "mamba")
+FLOAT32_INSIDE = ("llama", "gpt2", "mixtral", "t5", "mamba", "qwen2")
 
 
 def distance(seen: Seen, expected: Seen) -> dict[str, float]:
@@ -101,7 +100,7 @@ def test_two_steps_equal_the_plain_module(name: str) -> None:
     """
     if CASES[name].loss_fn is own_loss and find_spec("transformers") is None:
         pytest.skip("the model is of the transformers package, which is not installed")
-    for untouched, found in launch(distances, RANKS, name, 2):
+    for untouched, found in launch(distances, (name, 2), nprocs=RANKS):
         assert untouched
         assert max(found["GPU"].values()) < 1e-8, found
         if name.split(",")[0] in FLOAT32_INSIDE:
@@ -181,7 +180,7 @@ def bits() -> list[str]:
 
 
 def test_losses_and_weights_have_the_bits_of_the_loop_by_hand() -> None:
-    assert launch(bits, RANKS) == [[]] * RANKS
+    assert launch(bits, nprocs=RANKS) == [[]] * RANKS
 
 
 STEPS = 3  # under the profiler; in the first one ranks may still be apart, so its times do not count
@@ -190,7 +189,7 @@ LANES = {"gather": "AllGather", "reduce": "ReduceScatter", "outer": "AllReduce"}
 
 def traced(how: str) -> dict[str, Any]:
     """What a trace of `STEPS` steps says about this rank."""
-    settled()
+    resolve_transport()
     state, model = start(Chain)
     step = LOOPS[how](model)
     (x,) = batches(1, Chain.TOKENS, Chain.WIDTH)
@@ -223,7 +222,7 @@ def traced(how: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def traces(_workers: None) -> dict[str, list[dict[str, Any]]]:
     stop_workers()  # new ones: what other tests left behind (allocations, modes) is not measured
-    found = {how: launch(traced, RANKS, how) for how in LOOPS}
+    found = {how: launch(traced, (how,), nprocs=RANKS) for how in LOOPS}
     print(f"\n{json.dumps(found, indent=1)}")
     return found
 
@@ -252,7 +251,7 @@ def test_the_host_never_waits_for_the_device_in_a_step(traces: dict[str, list[di
 
 def peak(how: str) -> int:
     """Most bytes alive in the third step, beyond those before there was a state."""
-    settled()
+    resolve_transport()
     base = torch.cuda.memory_allocated()
     state, model = start(wide)
     step = LOOPS[how](model)
@@ -269,7 +268,7 @@ def peaks() -> dict[str, int]:
 
 
 def test_the_peak_is_at_most_1_percent_above_the_loop_by_hand() -> None:
-    for found in launch(peaks, RANKS):
+    for found in launch(peaks, nprocs=RANKS):
         print({how: f"{size / 2**20:.1f} MiB" for how, size in found.items()})
         assert found["driven"] <= 1.01 * found["by hand"]
 
@@ -290,7 +289,7 @@ def quiet() -> bool:
     data = batches(4, 1024, 512)
     scale = torch.full((), 0.5, device=data[0].device)
     state = train_step(state, data[0])
-    settled()
+    resolve_transport()
     with no_synchronisation():
         state = train_step(state, data[1])
         state = train_step(state, data[2], scale)
@@ -298,7 +297,7 @@ def quiet() -> bool:
 
 
 def test_a_step_never_synchronises_host_and_device() -> None:
-    assert launch(quiet, RANKS) == [True] * RANKS
+    assert launch(quiet, nprocs=RANKS) == [True] * RANKS
 
 
 def around() -> tuple[float, float, float]:
@@ -307,9 +306,9 @@ def around() -> tuple[float, float, float]:
     forward_backward, step = T.forward_backward(model, half_square), T.skip_nonfinite(fsdp.step)
     for x in batches(2, 1024, 512):
         state, _ = forward_backward(state, x)
-        state = fsdp.finish(state)
+        state = fsdp.finish_reductions(state)
         expected = torch.stack([g.double().norm() for g in full_grads(state).values()]).norm().item()
-        settled()
+        resolve_transport()
         with no_synchronisation():
             state, norm = T.clip_by_global_norm(state, 0.5)
         clipped = torch.stack([g.double().norm() for g in full_grads(state).values()]).norm().item()
@@ -319,7 +318,7 @@ def around() -> tuple[float, float, float]:
 
 
 def test_clipping_and_skipping_wait_for_nothing_and_are_exact() -> None:
-    found = launch(around, RANKS)
+    found = launch(around, nprocs=RANKS)
     assert len(set(found)) == 1
     norm, expected, clipped = found[0]
     assert expected > 0.5
@@ -352,7 +351,7 @@ def one_nan() -> tuple[list[str], list[str], list[int]]:
 
 
 def test_a_step_is_skipped_on_all_ranks_when_one_has_a_nan() -> None:
-    for skipped, taken, counted in launch(one_nan, RANKS):
+    for skipped, taken, counted in launch(one_nan, nprocs=RANKS):
         assert skipped == []
         assert len(taken) == 8 * 6  # leaves
         assert counted == [2, 1]
@@ -381,9 +380,9 @@ def dropped() -> tuple[bool, bool, list[torch.Tensor], list[torch.Tensor]]:
 
     before = generators()
     looked, (loss, masks) = forward_backward(state, x)
-    mine = full_grads(fsdp.finish(looked))
+    mine = full_grads(fsdp.finish_reductions(looked))
     again, (same_loss, same_masks) = forward_backward(state, x)
-    again = fsdp.finish(again)
+    again = fsdp.finish_reductions(again)
     theirs = full_grads(again)
     same = torch.equal(loss, same_loss) and all(map(torch.equal, masks, same_masks))
     same &= all(torch.equal(mine[path], theirs[path]) for path in mine)
@@ -397,7 +396,7 @@ def dropped_deterministically() -> tuple[bool, bool, list[torch.Tensor], list[to
 
 
 def test_dropout_differs_by_rank_and_step_and_comes_again() -> None:
-    found = launch(dropped_deterministically, RANKS)
+    found = launch(dropped_deterministically, nprocs=RANKS)
     assert all(same and kept for same, kept, _, _ in found)
     masks = [mask for _, _, first, later in found for mask in (*first, *later)]
     assert all(0.4 < mask.float().mean() < 0.6 for mask in masks)
@@ -406,4 +405,4 @@ def test_dropout_differs_by_rank_and_step_and_comes_again() -> None:
 
 def test_cublas_repeats_its_bits_on_the_ranks() -> None:
     """Else what is said above about bits says nothing."""
-    assert launch(lambda: os.environ.get(CUBLAS), RANKS) == [":4096:8"] * RANKS
+    assert launch(lambda: os.environ.get(CUBLAS), nprocs=RANKS) == [":4096:8"] * RANKS

@@ -18,15 +18,15 @@ import torch.nn as nn
 import torch.nn.functional as F
 from gpu.compared import weights_differ
 from gpu.traces import recorded
-from problems import LOOPS
+from support.problems import LOOPS
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, StaleStateError, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._cuda import call
-from functional_fsdp._runtime import runtime_of
+from functional_fsdp._distributed.cuda_driver import call
+from functional_fsdp._runtime.runtime import runtime_of
 from functional_fsdp.extend import Ranks
-from functional_fsdp.transforms._capturing import captured
+from functional_fsdp.transforms._cuda_graph.capturing import captured
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]
@@ -121,7 +121,7 @@ def hundred(transport: Any, graph: bool, steps: int, schedule: dict[str, Any]) -
 
 def same(transport: Any, steps: int = 100, **schedule: Any) -> None:
     """Losses, norms, weights, moments, statistics and counts, bit for bit."""
-    eager, replayed = (launch(hundred, RANKS, transport, graph, steps, schedule) for graph in (False, True))
+    eager, replayed = (launch(hundred, (transport, graph, steps, schedule), nprocs=RANKS) for graph in (False, True))
     for (numbers, leaves), (again, others) in zip(eager, replayed, strict=True):
         assert len({str(n) for n in numbers}) == steps  # something happened
         for a, b in zip(numbers, again, strict=True):
@@ -141,14 +141,14 @@ def test_a_replayed_step_is_the_plain_modules(preset: str, loop: str) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     for way in ("lanes", "graph"):
-        for differ, _ in launch(weights_differ, ranks, ranks, preset, loop, way):
+        for differ, _ in launch(weights_differ, (ranks, preset, loop, way), nprocs=ranks):
             assert differ < 1e-9
 
 
 @pytest.mark.parametrize("way", ["graph T.aot_eager", "graph T.inductor"])
 @pytest.mark.parametrize("loop", list(LOOPS))
 def test_a_replayed_step_that_was_compiled_whole_is_the_plain_modules(loop: str, way: str) -> None:
-    for differ, _ in launch(weights_differ, RANKS, RANKS, "zero3", loop, way):
+    for differ, _ in launch(weights_differ, (RANKS, "zero3", loop, way), nprocs=RANKS):
         assert differ < 1e-9
 
 
@@ -173,7 +173,7 @@ def around(folder: str) -> dict[str, Any]:
     found["copies"] = torch.equal(kept, loss) and not torch.equal(loss, loss_later)
     expected = look(state)
 
-    loaded = fsdp.load(state, folder)  # from elsewhere: copied in
+    loaded = fsdp.load(folder, like=state)  # from elsewhere: copied in
     for i in range(4, 7):
         loaded, _, _ = train_step(loaded, *batch(i))  # a batch on the host: copied too
     found["loaded"] = all(torch.equal(a, b) for a, b in zip(look(loaded), expected, strict=True))
@@ -200,7 +200,7 @@ def around(folder: str) -> dict[str, Any]:
 
 
 def test_states_from_elsewhere_shapes_checkpoints_and_eager_steps_between(tmp_path: Path) -> None:
-    for found in launch(around, RANKS, str(tmp_path / "saved")):
+    for found in launch(around, (str(tmp_path / "saved"),), nprocs=RANKS):
         assert not found["moved"]
         assert found["copies"]
         assert found["loaded"]
@@ -271,7 +271,7 @@ def refused() -> dict[str, str]:
 
 
 def test_what_cannot_be_captured_is_an_error_with_its_cause() -> None:
-    for found in launch(refused, RANKS):
+    for found in launch(refused, nprocs=RANKS):
         assert "test_graph.py" in found["looks"]
         assert "loss.item()" in found["looks"]
         for name in ("looks", "looks_early"):
@@ -310,7 +310,7 @@ def parted() -> tuple[list[str], bool]:
 
 
 def test_ranks_that_parted_before_a_replay_meet_again() -> None:
-    assert launch(parted, RANKS) == [(["RestartError"], True), (["ValueError"], True)]
+    assert launch(parted, nprocs=RANKS) == [(["RestartError"], True), (["ValueError"], True)]
 
 
 def host_time() -> float:
@@ -329,7 +329,7 @@ def host_time() -> float:
 
 
 def test_the_host_launches_a_replay_within_a_millisecond() -> None:
-    assert max(launch(host_time, RANKS)) < 1.0
+    assert max(launch(host_time, nprocs=RANKS)) < 1.0
 
 
 def zeroed() -> tuple[int, bool]:
@@ -358,4 +358,4 @@ def zeroed() -> tuple[int, bool]:
 
 def test_small_memsets_of_a_graph_are_kernels() -> None:
     """All but the one of three bytes and the one of half a megabyte."""
-    assert launch(zeroed, RANKS) == [(3, True)] * RANKS
+    assert launch(zeroed, nprocs=RANKS) == [(3, True)] * RANKS

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,13 +21,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from gpu.layers import Layer
-from problems import mesh_and_placement
+from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 pytestmark = pytest.mark.timeout(400)  # the first launch starts CUDA and NCCL on every rank
 
@@ -170,13 +166,13 @@ def problem() -> tuple[fsdp.Spec, fsdp.Layout, dict[str, nn.Module], torch.Tenso
     spec = fsdp.Spec(mesh, placement, precision=fsdp.Precision(compute=torch.bfloat16))
     with torch.device("meta"):
         params, skeleton = fsdp.functionalize(Stack(WIDTH, DEPTH))
-    layout = fsdp.layout(params, spec)
+    layout = fsdp.make_layout(params, spec)
     stages = {unit.name: skeleton.get_submodule(unit.name) for unit in layout.units}
     x = torch.randn(TOKENS, WIDTH, device=mesh.device_type, dtype=torch.bfloat16)
     return spec, layout, stages, x
 
 
-def settled() -> Bytes:
+def resolve_transport() -> Bytes:
     """What is alive now, without garbage that is collected later and without anything under way."""
     gc.collect()
     torch.cuda.synchronize()
@@ -193,9 +189,9 @@ def measured() -> dict[str, Any]:
     main_grads = {unit.name: sum(bucket.nbytes("grads") for bucket in unit.buckets) for unit in layout.units}
     activation_peak(stages, layout, x)  # libraries allocate their workspaces on first use
     activations = activation_peak(stages, layout, x)
-    staging = {reduction.unit: reduction.nbytes for reduction in fsdp.plan(layout, spec.schedule).reductions}
+    staging = {reduction.unit: reduction.nbytes for reduction in fsdp.make_plan(layout, spec.schedule).reductions}
     whole = activation_peak(stages, layout, x, {unit: (staging[unit], main_grads[unit]) for unit in main_grads})
-    base = settled()
+    base = resolve_transport()
 
     seen: dict[str, Bytes] = {}
     state, _ = fsdp.init(lambda: Stack(WIDTH, DEPTH), spec, fsdp.adamw(lr=1e-4))
@@ -232,7 +228,7 @@ def measured() -> dict[str, Any]:
         seen[f"peak of step {step}"] = peak().beyond(base)
     return {
         "seen": {place: tuple(found) for place, found in seen.items()},
-        "state": 3 * layout.nbytes("main") + 8,  # main weights, two moments, the count
+        "state": 3 * layout.nbytes("main") + 16,  # main weights, two moments, the count and what it began at
         "counts": 8 * sum(len(b.leaves) for unit in layout.units if unit.name != last for b in unit.buckets),
         "main gradients": layout.nbytes("grads"),
         "first main gradient": main_grads[last],
@@ -244,14 +240,14 @@ def measured() -> dict[str, Any]:
         ),
         "activations": tuple(activations),
         "activations, staging and main gradients": tuple(whole),
-        "tensors": 3 * len(layout.buckets) + 4,  # and the count, arena, staging, a main gradient
+        "tensors": 3 * len(layout.buckets) + 5,  # and the two counts, arena, staging, a main gradient
     }
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
     assert RANKS >= 2, "these tests need two GPUs or more"
-    found = launch(measured, RANKS)
+    found = launch(measured, nprocs=RANKS)
     for rank, one in enumerate(found):
         print(f"\nrank {rank}: {json.dumps(one, indent=1)}")
     return found
@@ -311,18 +307,18 @@ def rounded(leaves: int) -> tuple[int, int]:
     MiB: in a segment of its own it takes 12."""
     mesh, placement = mesh_and_placement("zero3")
     numel = dist.get_world_size() * (11 * MIB + 8192) // 4
-    base = settled()
+    base = resolve_transport()
     params = {f"w{i}": torch.ones(numel, device=mesh.device_type) for i in range(leaves)}
     state = fsdp.shard(params, fsdp.Spec(mesh, placement, units=[*params]), fsdp.adamw())
     del params
-    requested, allocated = settled().beyond(base)
+    requested, allocated = resolve_transport().beyond(base)
     assert len(state.units) == leaves
     return requested, allocated - requested
 
 
 def test_all_of_a_state_is_rounded_up_once() -> None:
-    for requested, beyond in launch(rounded, RANKS, 8):
-        assert requested == 3 * 8 * (11 * MIB + 8192) + 8
+    for requested, beyond in launch(rounded, (8,), nprocs=RANKS):
+        assert requested == 3 * 8 * (11 * MIB + 8192) + 16  # and two counts
         assert beyond <= MIB
 
 
@@ -353,7 +349,7 @@ def left(how: str) -> tuple[int, int]:
     """Bytes alive after a state was dropped without a garbage collection, beyond those before; and while it lived."""
     device = fsdp.local_mesh().device_type
     train(how, device)  # workspaces, communicators
-    base = settled()
+    base = resolve_transport()
     torch.cuda.reset_peak_memory_stats()
     gc.disable()
     try:
@@ -366,7 +362,7 @@ def left(how: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("how", ["init", "shard"])
 def test_a_dropped_state_frees_everything_without_a_collection(how: str) -> None:
-    for after, most in launch(left, RANKS, how):
+    for after, most in launch(left, (how,), nprocs=RANKS):
         assert most > 64 * MIB
         assert after <= 1 * MIB
 
@@ -390,6 +386,6 @@ def contest() -> dict[str, int]:
 
 
 def test_the_peak_is_no_higher_than_fsdp2s() -> None:
-    for found in launch(contest, RANKS):
+    for found in launch(contest, nprocs=RANKS):
         print({name: f"{size / MIB:.0f} MiB" for name, size in found.items()})
         assert found["unit by unit"] <= found["FSDP2"]

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn as nn
 from gpu.layers import Layer
-from problems import LOOPS, mesh_and_placement, reference, sharded
-from test_checkpoint import resumed
-from test_flat import ONE, TWO, moves
-from test_parity import largest
-from test_ranks import initialised
-from test_transactions import (
+from support.initialised import initialised
+from support.presets import PRESETS
+from support.problems import LOOPS, largest, mesh_and_placement, reference, sharded
+from support.redistributed import ONE, TWO, moves
+from support.resumed import resumed
+from support.transactions import (
     Boom,
     another_order,
     check_that_different_collectives_do_not_commit,
@@ -29,7 +29,6 @@ from functional_fsdp import launch
 from functional_fsdp import transforms as T
 
 RANKS = 2
-PRESETS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp")
 
 
 def where() -> tuple[str, str]:
@@ -37,7 +36,7 @@ def where() -> tuple[str, str]:
 
 
 def test_ranks_are_on_gpus() -> None:
-    for kind, name in launch(where, RANKS):
+    for kind, name in launch(where, nprocs=RANKS):
         assert kind == "cuda"
         assert name
 
@@ -45,7 +44,7 @@ def test_ranks_are_on_gpus() -> None:
 @pytest.mark.parametrize("average", ["mean", "sum"])
 @pytest.mark.parametrize("axes", [ONE, TWO])
 def test_every_transition(axes: tuple[str, ...], average: str) -> None:
-    assert launch(moves, RANKS, axes, average) == [[]] * RANKS
+    assert launch(moves, (axes, average), nprocs=RANKS) == [[]] * RANKS
 
 
 @pytest.mark.parametrize("micro", [1, 3])
@@ -53,7 +52,7 @@ def test_every_transition(axes: tuple[str, ...], average: str) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_five_adamw_steps_equal_the_plain_module(preset: str, loop: str, micro: int) -> None:
     expected = list(reference(RANKS, 5, micro))
-    for seen in launch(sharded, RANKS, preset, loop, 5, micro):
+    for seen in launch(sharded, (preset, loop, 5, micro), nprocs=RANKS):
         for (_, grads, weights), (_, ref_grads, ref_weights) in zip(seen, expected, strict=True):
             assert largest(grads, ref_grads) < 1e-12
             assert largest(weights, ref_weights) < 1e-9
@@ -62,8 +61,8 @@ def test_five_adamw_steps_equal_the_plain_module(preset: str, loop: str, micro: 
 @pytest.mark.parametrize("preset", ["zero3", "zero1", "hfsdp"])
 @pytest.mark.parametrize("place", ["unshard", "reduce"])
 def test_an_exception_on_every_rank_costs_nothing(preset: str, place: str) -> None:
-    expected = launch(undisturbed, RANKS, preset)[0]
-    for weights, raised, restarts in launch(disturbed, RANKS, preset, place, list(range(RANKS)), Boom):
+    expected = launch(undisturbed, (preset,), nprocs=RANKS)[0]
+    for weights, raised, restarts in launch(disturbed, (preset, place, list(range(RANKS)), Boom), nprocs=RANKS):
         assert (raised, restarts) == (1, 0)
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
@@ -71,13 +70,13 @@ def test_an_exception_on_every_rank_costs_nothing(preset: str, place: str) -> No
 @pytest.mark.parametrize("preset", ["zero3", "ddp"])
 @pytest.mark.parametrize("place", ["unshard", "grad", "reduce"])
 def test_an_exception_on_one_rank_restarts_the_others(preset: str, place: str) -> None:
-    expected = launch(undisturbed, RANKS, preset)[0]
-    for weights, _, _ in launch(disturbed, RANKS, preset, place, [1], Boom):
+    expected = launch(undisturbed, (preset,), nprocs=RANKS)[0]
+    for weights, _, _ in launch(disturbed, (preset, place, [1], Boom), nprocs=RANKS):
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
 def test_ranks_that_use_units_in_another_order_are_not_mixed_up() -> None:
-    for grads in launch(another_order, RANKS):
+    for grads in launch(another_order, nprocs=RANKS):
         for path, part in grads.items():
             expected = 1.5 if path.startswith(("blocks.0.", "blocks.1.")) else 0.0
             assert torch.equal(part, torch.full_like(part, expected)), path
@@ -89,15 +88,15 @@ def test_ranks_that_issue_different_collectives_do_not_commit() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_resuming_gives_the_same_bits(preset: str, tmp_path: Path) -> None:
-    for same, count, _ in launch(resumed, RANKS, preset, str(tmp_path)):
+    for same, count, _ in launch(resumed, (preset, str(tmp_path)), nprocs=RANKS):
         assert same
         assert count == 3
 
 
 def test_init_gives_the_same_bits_for_every_placement() -> None:
-    expected = launch(initialised, RANKS, "ddp")[0]
+    expected = launch(initialised, ("ddp",), nprocs=RANKS)[0]
     for preset in PRESETS:
-        got = launch(initialised, RANKS, preset)[-1]
+        got = launch(initialised, (preset,), nprocs=RANKS)[-1]
         assert all(torch.equal(got[key], expected[key]) for key in expected)
 
 
@@ -148,7 +147,7 @@ def peaks() -> dict[str, float]:
 
 
 def test_memory_is_the_shards_and_what_a_unit_needs() -> None:
-    for mib in launch(peaks, RANKS):
+    for mib in launch(peaks, nprocs=RANKS):
         assert mib["rest"] == pytest.approx(mib["plan"], abs=1)
         assert mib["init"] <= mib["plan"] + 2.5 * mib["unit"]  # a unit, and a temporary of its initialisers
         assert mib["after"] == pytest.approx(mib["rest"], abs=2)
@@ -175,7 +174,7 @@ def quiet() -> bool:
 
 
 def test_a_step_never_synchronises_host_and_device() -> None:
-    assert launch(quiet, RANKS) == [True] * RANKS
+    assert launch(quiet, nprocs=RANKS) == [True] * RANKS
 
 
 def one_rank_is_late() -> float:
@@ -193,4 +192,4 @@ def one_rank_is_late() -> float:
 
 
 def test_reduce_does_not_wait_for_other_ranks() -> None:
-    assert launch(one_rank_is_late, RANKS)[0] < 1.0
+    assert launch(one_rank_is_late, nprocs=RANKS)[0] < 1.0

@@ -20,13 +20,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from gpu.layers import Layer
 from gpu.traces import Kernel, hidden, length, recorded, waits
-from problems import mesh_and_placement
+from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._launch import stop_workers
-from functional_fsdp._runtime import runtime_of
+from functional_fsdp._launch.launch import stop_workers
+from functional_fsdp._runtime.runtime import runtime_of
 
 pytestmark = pytest.mark.timeout(400)  # the first launch of a module starts CUDA and NCCL on every rank
 
@@ -174,7 +174,7 @@ def _streams(kernels: list[Kernel]) -> list[int]:
 @pytest.fixture(scope="module")
 def zero3(_workers: None) -> list[dict[str, Any]]:
     assert RANKS >= 2, "these tests need two GPUs or more"
-    return shown(launch(traced, RANKS, "zero3"))
+    return shown(launch(traced, ("zero3",), nprocs=RANKS))
 
 
 def shown(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -218,7 +218,7 @@ def test_the_host_never_waits_for_the_device_in_a_step(zero3: list[dict[str, Any
 
 @pytest.mark.skipif(RANKS < 4, reason=f"HSDP on 2 × 2 needs 4 GPUs, this machine has {RANKS}")
 def test_hsdp_has_an_outer_lane() -> None:
-    for found in shown(launch(traced, 4, "hsdp")):
+    for found in shown(launch(traced, ("hsdp",), nprocs=4)):
         units = found["units"]
         assert found["kernels"]["gather"] == STEPS * found["planned gathers"] == STEPS * (2 * units - 1)
         assert found["kernels"]["reduce"] == found["kernels"]["outer"] == STEPS * units
@@ -303,7 +303,7 @@ def schedules() -> dict[str, list[str]]:
 
 
 def test_every_schedule_gives_the_same_bits() -> None:
-    assert launch(schedules, RANKS) == [{name: [] for name in SCHEDULES}] * RANKS
+    assert launch(schedules, nprocs=RANKS) == [{name: [] for name in SCHEDULES}] * RANKS
 
 
 CYCLES = 3_000_000  # about 1.6 ms
@@ -312,8 +312,8 @@ CYCLES = 3_000_000  # about 1.6 ms
 @contextmanager
 def slow_lanes(seed: int) -> Iterator[None]:
     """Every job on a lane sleeps before it begins and before it ends, for random times."""
-    run: Any = runtime_of(fsdp.local_mesh())
-    draw, submit = random.Random(seed), run.submit
+    lanes: Any = runtime_of(fsdp.local_mesh()).lanes
+    draw, submit = random.Random(seed), lanes.submit
 
     def late(job: Any) -> Any:  # a generator: it runs when its lane's stream is the current one
         torch.cuda._sleep(draw.randrange(CYCLES))
@@ -323,11 +323,11 @@ def slow_lanes(seed: int) -> Iterator[None]:
     def slow(lane: str, hops: Any, job: Any, *args: Any, **kwargs: Any) -> Any:
         return submit(lane, hops, job if lane == "control" else late(job), *args, **kwargs)  # control: on the host
 
-    run.submit = slow
+    lanes.submit = slow
     try:
         yield
     finally:
-        del run.submit
+        del lanes.submit
 
 
 def sleepy(seed: int) -> At:
@@ -358,7 +358,7 @@ def delayed(prefetch: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_memory_that_a_lane_uses_is_never_handed_out(prefetch: int) -> None:
-    assert launch(delayed, RANKS, prefetch) == [[[]] * 7] * RANKS
+    assert launch(delayed, (prefetch,), nprocs=RANKS) == [[[]] * 7] * RANKS
 
 
 class Boom(Exception):
@@ -402,11 +402,11 @@ def interrupted(place: str, unit: int, who: list[int], prefetch: int) -> tuple[l
 @pytest.mark.parametrize("prefetch", [1, 3])
 @pytest.mark.parametrize(("place", "unit"), PLACES)
 def test_an_exception_on_every_rank_in_the_middle_of_a_step(place: str, unit: int, prefetch: int) -> None:
-    assert launch(interrupted, RANKS, place, unit, list(range(RANKS)), prefetch) == [([], 1, 0)] * RANKS
+    assert launch(interrupted, (place, unit, list(range(RANKS)), prefetch), nprocs=RANKS) == [([], 1, 0)] * RANKS
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])
 @pytest.mark.parametrize(("place", "unit"), PLACES)
 def test_an_exception_on_one_rank_in_the_middle_of_a_step(place: str, unit: int, prefetch: int) -> None:
-    found = launch(interrupted, RANKS, place, unit, [1], prefetch)
+    found = launch(interrupted, (place, unit, [1], prefetch), nprocs=RANKS)
     assert found == [([], 1, 0) if rank == 1 else ([], 0, 1) for rank in range(RANKS)]

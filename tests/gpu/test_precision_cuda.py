@@ -6,19 +6,20 @@ import itertools
 
 import pytest
 import torch
-from test_precision import PRODUCT, RANKS, exact, hold, pairwise
-from test_traffic import counted
+from support.dtypes import PRODUCT, RANKS, exact, hold, pairwise
+from support.presets import PRESETS
+from support.traffic import counted
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
-from functional_fsdp._sum import ordered_sum
+from functional_fsdp._engine.sum import ordered_sum
 
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]
 
 
 def test_the_table_of_laws() -> None:
     """Every fourth row of the product, and every pair."""
-    for found in launch(hold, RANKS, list(dict.fromkeys([*pairwise(), *PRODUCT[::4]]))):
+    for found in launch(hold, (list(dict.fromkeys([*pairwise(), *PRODUCT[::4]])),), nprocs=RANKS):
         assert not found, "\n".join(found[:20])
 
 
@@ -26,7 +27,7 @@ def test_the_table_of_laws() -> None:
     ("preset", "axes"), [("zero3", 1), ("zero1", 1), ("ddp", 1), ("hsdp", 2), ("hfsdp", 2), ("zero2", 2)]
 )
 def test_an_exact_sum_has_the_bits_of_the_order_of_ranks(preset: str, axes: int) -> None:
-    assert launch(exact, RANKS, preset, axes, 10) == [(True, True)] * RANKS
+    assert launch(exact, (preset, axes, 10), nprocs=RANKS) == [(True, True)] * RANKS
 
 
 def sums() -> list[str]:
@@ -51,13 +52,13 @@ def sums() -> list[str]:
 
 
 def test_the_kernel_adds_in_the_order_of_ranks() -> None:
-    assert launch(sums, RANKS) == [[]] * RANKS
+    assert launch(sums, nprocs=RANKS) == [[]] * RANKS
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_memory_is_the_arithmetic(preset: str) -> None:
     precision = fsdp.Precision(compute=torch.bfloat16)
-    for _, held, n in launch(counted, RANKS, preset, 1, precision):
+    for _, held, n in launch(counted, (preset, 1, precision), nprocs=RANKS):
         main, grads, weights = {"ddp": (1, 1, 1), "zero1": (4, 4, 1), "zero2": (4, 4, 1), "zero3": (4, 4, 0),
                                 "hsdp": (2, 2, 0), "hfsdp": (4, 4, 2)}[preset]  # fmt: skip
         assert held["main"] == 4 * n // main

@@ -10,7 +10,7 @@ import pytest
 from attack import driven
 
 from functional_fsdp import launch
-from functional_fsdp._launch import stop_workers
+from functional_fsdp._launch.launch import stop_workers
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_workers")]
 
@@ -44,4 +44,4 @@ def transport(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("first", [0, 100, 200, 300])
 def test_driven_programs_are_the_plain_modules(first: int, transport: str) -> None:
     """Also where one rank leaves something out in the first step, whose order is only guessed."""
-    assert launch(played, RANKS, first, 20, transport, timeout=20) == [[], []]
+    assert launch(played, (first, 20, transport), nprocs=RANKS, timeout=20) == [[], []]

@@ -10,12 +10,13 @@ import pytest
 import torch
 from gpu.compared import gradients_differ
 from gpu.traces import recorded
-from problems import LOOPS, Stack, through_the_stack
-from test_cuda_graph import choices
+from support.choices import choices
+from support.presets import PRESETS, ranks_of
+from support.problems import LOOPS, Stack, through_the_stack
 
 import functional_fsdp as fsdp
 from functional_fsdp import Spec, SpecError, launch
-from functional_fsdp import _auto as auto
+from functional_fsdp._transports import auto
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]
@@ -26,12 +27,12 @@ ZERO_CTA: Any = fsdp.symmetric(zero_cta=True)
 
 @pytest.mark.parametrize("transport", [SYMMETRIC, ZERO_CTA], ids=["symmetric", "zero-CTA"])
 @pytest.mark.parametrize("loop", list(LOOPS))
-@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_steps_are_the_plain_modules(preset: str, loop: str, transport: Any) -> None:
-    ranks = 4 if preset in ("hsdp", "hfsdp") else RANKS
+    ranks = ranks_of(preset, RANKS)
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    for differ in launch(gradients_differ, ranks, ranks, preset, loop, transport):
+    for differ in launch(gradients_differ, (ranks, preset, loop, transport), nprocs=ranks):
         assert differ[torch.float64] < 1e-12
         assert differ[torch.float32] < 1e-5
 
@@ -58,20 +59,20 @@ def kernels(transport: Any) -> tuple[list[str], list[float]]:
 
 
 def test_gathers_and_reductions_take_symmetric_kernels() -> None:
-    for names, _ in launch(kernels, RANKS, SYMMETRIC):
+    for names, _ in launch(kernels, (SYMMETRIC,), nprocs=RANKS):
         assert sum("Symk" in name and "AllGather" in name for name in names) == 7  # the last layer is gathered once
         assert sum("Symk" in name and "ReduceScatter" in name for name in names) == 4
         assert len(names) == 11
 
 
 def test_zero_cta_gathers_take_no_kernel() -> None:
-    for names, _ in launch(kernels, RANKS, ZERO_CTA):
+    for names, _ in launch(kernels, (ZERO_CTA,), nprocs=RANKS):
         assert not any("AllGather" in name for name in names)
         assert sum("Symk" in name and "ReduceScatter" in name for name in names) == 4
 
 
 def test_losses_are_those_of_plain_nccl() -> None:
-    plain, symmetric, zero_cta = (launch(kernels, RANKS, way) for way in ("collective", SYMMETRIC, ZERO_CTA))
+    plain, symmetric, zero_cta = (launch(kernels, (way,), nprocs=RANKS) for way in ("collective", SYMMETRIC, ZERO_CTA))
     for a, b, c in zip(plain, symmetric, zero_cta, strict=True):
         assert b[1] == pytest.approx(a[1], rel=1e-3)
         assert c[1] == pytest.approx(a[1], rel=1e-3)
@@ -101,7 +102,7 @@ def others() -> tuple[str, str, list[str]]:
 
 
 def test_copies_beside_it_are_refused_and_auto_takes_what_there_is() -> None:
-    for refused, chosen, said in launch(others, RANKS):
+    for refused, chosen, said in launch(others, nprocs=RANKS):
         assert "exclude each other" in refused
         assert chosen == "symmetric"
         assert len(said) == 1

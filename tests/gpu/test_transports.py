@@ -6,8 +6,9 @@ import pytest
 import torch
 from gpu.compared import gradients_differ, weights_differ
 from gpu.traces import recorded
-from problems import LOOPS, Stack, through_the_stack
-from test_copy_engine import abandoned, copied, gradients, on_two_axes, other_weights
+from support.copies import abandoned, copied, gradients, on_two_axes, other_weights
+from support.presets import PRESETS, ranks_of
+from support.problems import LOOPS, Stack, through_the_stack
 
 import functional_fsdp as fsdp
 from functional_fsdp import Spec, launch
@@ -17,18 +18,21 @@ RANKS = 2
 
 
 @pytest.mark.parametrize("loop", list(LOOPS))
-@pytest.mark.parametrize("preset", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_steps_by_copies_are_the_plain_modules(preset: str, loop: str) -> None:
-    ranks = 4 if preset in ("hsdp", "hfsdp") else RANKS
+    ranks = ranks_of(preset, RANKS)
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    for differ in launch(gradients_differ, ranks, ranks, preset, loop, "copy_engine"):
+    for differ in launch(gradients_differ, (ranks, preset, loop, "copy_engine"), nprocs=ranks):
         assert differ[torch.float64] < 1e-12
         assert differ[torch.float32] < 1e-5
 
 
 def test_sums_by_copies_are_exact_and_the_same_bits_every_time() -> None:
-    exact, copies = launch(gradients, RANKS, "collective", 1), launch(gradients, RANKS, "copy_engine", 10)
+    exact, copies = (
+        launch(gradients, ("collective", 1), nprocs=RANKS),
+        launch(gradients, ("copy_engine", 10), nprocs=RANKS),
+    )
     for (expected,), seen in zip(exact, copies, strict=True):
         for found in seen:
             for name, local in expected.items():
@@ -39,26 +43,26 @@ def test_layers_may_be_read_along_different_axes() -> None:
     if torch.cuda.device_count() < 4:
         pytest.skip("needs 4 GPUs")
     for (expected, _), (found, read) in zip(
-        launch(on_two_axes, 4, "collective"), launch(on_two_axes, 4, "copy_engine"), strict=True
+        launch(on_two_axes, ("collective",), nprocs=4), launch(on_two_axes, ("copy_engine",), nprocs=4), strict=True
     ):
         assert read == ["a", "b"]
         torch.testing.assert_close(found, expected)
 
 
 def test_copies_read_what_the_state_has() -> None:
-    for seen in launch(other_weights, RANKS):
+    for seen in launch(other_weights, nprocs=RANKS):
         assert seen == pytest.approx([seen[0]] * len(seen), rel=1e-5)
 
 
 def test_ranks_that_parted_meet_again() -> None:
-    for met, same, resting in launch(abandoned, RANKS):
+    for met, same, resting in launch(abandoned, nprocs=RANKS):
         assert met >= 4
         assert same
         assert resting
 
 
 def test_copies_of_states_and_checkpoints_go_on_alike(tmp_path: object) -> None:
-    for seen in launch(copied, RANKS, f"{tmp_path}/saved"):
+    for seen in launch(copied, (f"{tmp_path}/saved",), nprocs=RANKS):
         assert seen[0] == seen[1] == seen[2]
 
 
@@ -80,7 +84,7 @@ def kernels() -> tuple[int, ...]:
 
 
 def test_copies_run_no_kernel_of_nccl_and_none_that_waits() -> None:
-    assert launch(kernels, RANKS) == [(0, 0, 0)] * RANKS
+    assert launch(kernels, nprocs=RANKS) == [(0, 0, 0)] * RANKS
 
 
 @pytest.mark.parametrize(
@@ -92,6 +96,6 @@ def test_copies_run_no_kernel_of_nccl_and_none_that_waits() -> None:
     ],
 )  # fmt: skip
 def test_a_compiled_step_is_the_plain_modules(preset: str, loop: str, way: str) -> None:
-    for differ, count in launch(weights_differ, RANKS, RANKS, preset, loop, way):
+    for differ, count in launch(weights_differ, (RANKS, preset, loop, way), nprocs=RANKS):
         assert count == 1
         assert differ < 1e-9

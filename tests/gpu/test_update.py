@@ -103,7 +103,7 @@ def differ(transport: str, graph: bool, clipped: bool) -> int:
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("transport", ["collective", "copy_engine"])
 def test_updates_beside_the_backward_change_no_bit(transport: str, graph: bool, clipped: bool) -> None:
-    assert launch(differ, RANKS, transport, graph, clipped) == [0] * RANKS
+    assert launch(differ, (transport, graph, clipped), nprocs=RANKS) == [0] * RANKS
 
 
 # ---------------------------------------------------------------- beside the backward
@@ -138,13 +138,13 @@ def times(graph: bool, overlapped: bool) -> tuple[list[float], float]:
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_updates_run_beside_the_backward(graph: bool) -> None:
-    for begun, end in launch(times, RANKS, graph, True):
+    for begun, end in launch(times, (graph, True), nprocs=RANKS):
         print(f"\ngraph {graph}: products end at {end:.2f} ms, updates begin at {', '.join(f'{t:.2f}' for t in begun)}")
         each = len(begun) // DEPTH  # kernels: one divides a large share among several
         assert each
         assert len(begun) == each * DEPTH
         assert sum(t < end for t in begun) >= each * (DEPTH - 3)  # all but those of the last units
-    for begun, end in launch(times, RANKS, graph, False):
+    for begun, end in launch(times, (graph, False), nprocs=RANKS):
         assert begun
         assert min(begun) > end
 
@@ -180,4 +180,4 @@ def read_before(how: str) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("how", ["whole tree", "outside"])
 def test_weights_gathered_before_a_step_are_the_old_ones(how: str) -> None:
-    assert launch(read_before, RANKS, how) == [(True, True)] * RANKS
+    assert launch(read_before, (how,), nprocs=RANKS) == [(True, True)] * RANKS

@@ -1,6 +1,7 @@
 """Chrome traces of torch.profiler, as far as the tests here read them: kernels, calls of the CUDA runtime, marks.
 
-Times are microseconds on the trace's clock, which host and device share. Needs no GPU: tests/test_traces.py.
+Times are microseconds on the trace's clock, which host and device share.
+Needs no GPU: tests/unit/test_gpu_trace_arithmetic.py.
 """
 
 from __future__ import annotations

@@ -1,0 +1,293 @@
+"""Checkpoints: leaves in the files of torch.distributed.checkpoint, written whole or not at all.
+
+    folder/            appears by one rename, when everything is on disk (see `folder`)
+      layout.json      what it is: leaves, and where each one's elements lie (see `note`)
+      .metadata        the same, for torch's tools
+      *.distcp         runs of leaves, one file for each rank that writes any (see `parts`, `writer`, `reader`)
+
+A state belongs to its leaves: any strategy, world, units and dtypes read what any others wrote (see `about`). Whatever
+goes wrong on one rank is an error on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._common.calls import alone, outside_inference
+from .._common.errors import CheckpointError, RestartError, SpecError
+from .._common.torch_names import pytree
+from .._runtime.joint import Joint
+from .._runtime.runtime import Runtime, runtime_of
+from .._spec.spec import Spec
+from .._state.shard import needs_spec
+from .._state.state import Lineage, State, Version
+from .._storage.weights import refresh
+from .about import ALLOWED, about_of, as_there, check_same, fits
+from .folder import LOCK, Claim, partial, unfinished
+from .note import METADATA, NOTE, Tensor, merged, read_note, sizes, tensors_of, unchanged, write_note
+from .parts import SAVED, SavedTensor, content, named, own_place, parts_of, plain_names
+from .reader import read_tensors
+from .template import made_for, zeroed
+from .writer import write_metadata, write_tensors
+
+__all__ = ["check_shared", "latest_checkpoint", "load", "same_folder", "save"]
+
+
+@alone
+def save(state: State, folder: str | os.PathLike[str]) -> Path:
+    """Write a state between steps to `folder`, for any strategy and world to read. Never consumes it.
+
+    The folder appears only when it is complete and on disk; an interrupted save leaves a folder `NAME.partial-...`,
+    which the next save of that name removes. Main weights, optimizer state, buffers, count, rng and extras are written,
+    each element once; compute copies are not.
+
+    What is sharded is kept in FlatBuffers. A plain tensor in the optimizer state or the extras is written once and
+    given to all ranks, so all ranks must hold the same (where each rank has experts of its own: all ranks with the
+    same experts).
+
+    Raises:
+        StaleStateError: a state in the middle of a step. FileExistsError: the folder exists, or another save has taken
+            the name meanwhile. TreeError: an optimizer state or extra that is no tensor, or a plain tensor that differs
+            between ranks. CheckpointError: ranks name different folders, or do not see the same. OSError: what a rank
+            met, as a full disk. If one rank raises, all do.
+
+    Collective: every rank of the mesh calls it.
+
+    Example: `fsdp.save(state, f"checkpoints/step_{n}")`.
+    """
+    run = runtime_of(state.spec.mesh)
+    with Joint(run, "save") as joint:
+        state.version.lineage.look(state.version.serial)
+        _write(joint, state, folder)
+    return Path(folder)
+
+
+def _write(joint: Joint, state: State, folder: str | os.PathLike[str]) -> None:
+    run = joint.run
+    final, token = same_folder(joint, folder)
+    path, file = partial(final, token), f"__{run.rank}_0.distcp"
+    chosen: list[SavedTensor] = []
+    about: dict[str, Any] = {}
+    claim = Claim(final, token) if run.rank == 0 else None
+
+    def prepare() -> tuple[str, dict[str, str]]:
+        state._resting("save")
+        about.update(about_of(state), step=state.steps, save=token)
+        return own_place(state), {p.name: content(p) for p in parts_of(state) if p.plain}
+
+    def begin() -> None:
+        if claim is not None:
+            claim.make()
+
+    def write() -> Any:
+        check_shared(run, path, "save")
+        return write_tensors(path, file, token, chosen) if chosen else ([], 0)
+
+    def complete() -> None:
+        if claim is not None:
+            tensors = merged([entry for some, _ in written for entry in some])
+            files = {f"__{rank}_0.distcp": nbytes for rank, (_, nbytes) in enumerate(written) if nbytes}
+            nbytes, digest = write_metadata(path, tensors)
+            write_note(path, {**about, "files": {**files, METADATA: nbytes}, "metadata": digest}, tensors)
+            claim.appear()
+
+    try:
+        plain = plain_names(run, joint(prepare, "contents"))
+        for part in parts_of(state):
+            name, writes = plain[part.name] if part.plain else (part.name, part.writes)
+            if writes:
+                chosen.append(part._replace(name=name))
+        joint(begin, "claim")
+        written = joint(write, "tensors")
+        joint(complete, "end")
+    finally:
+        if claim is not None:
+            claim.drop()
+
+
+@outside_inference
+def load(
+    folder: str | os.PathLike[str],
+    spec: Spec | None = None,
+    optimizer: Any = None,
+    *,
+    like: State | None = None,
+    allow: Collection[str] = (),
+) -> State:
+    """Read what `save` wrote into a new state, whatever strategy, number of ranks, units and dtypes wrote it.
+
+    Each rank reads its runs of the leaves and no more. Files are not trusted: nothing in them is run, and damage is
+    found before or while they are read. Compute copies are made anew.
+
+    Args:
+        folder: what was given to `save`.
+        spec, optimizer: as for `shard`. The parameters are the tree of the checkpoint.
+        like: in the place of these a state with the same leaves, as `init` or `shard` gives; it may be one that `step`
+            consumed, or that an error left half updated, and is not changed. Numbers of its optimizer (lr, betas) may
+            be others than those of the checkpoint. Needed where the parameters are no tree of dicts, lists and tuples.
+        allow: what may be another than when it was saved: "average", "optimizer" (its state then begins anew).
+
+    Returns:
+        a State of its own lineage, between steps. Main weights and the optimizer's state have the same bits as those
+        that were saved; floating ones are converted where `Precision.main` is another.
+
+    Raises:
+        FileNotFoundError: no complete checkpoint there. TreeError: other leaves, ties or shapes, or extras and buffers
+        of other names. SpecError: another `average` or kind of optimizer that `allow` does not name. CheckpointError:
+        it is damaged (the file is named), or ranks name or see different checkpoints. If one rank raises, all do.
+
+    Collective: every rank calls it.
+
+    Example:
+        >>> state = fsdp.load(fsdp.latest_checkpoint("checkpoints"), Spec(mesh), adamw(lr=3e-4))  # doctest: +SKIP
+    """
+    if isinstance(folder, State):
+        raise SpecError("load(folder, like=state): the folder comes first.")
+    if (spec is None) == (like is None) or (like is not None and optimizer is not None):
+        raise SpecError("load: expected either a spec (and an optimizer), or like=state, which has both.")
+    if isinstance(allow, str) or any(what not in ALLOWED for what in allow):
+        raise SpecError(f"load(allow={allow!r}): expected some of {', '.join(map(repr, ALLOWED))}.")
+    if like is not None:
+        return _like(like, folder, allow)
+    spec = needs_spec("load", spec)
+    with Joint(runtime_of(spec.mesh), "load") as joint, torch.no_grad():
+        path, _ = same_folder(joint, folder)
+        note, there = _looked(joint, path)
+        state = made_for(joint, path, note, there, spec, optimizer)
+        return _filled(joint, path, note, there, state, True, allow)
+
+
+def _load_like(state: State, folder: str | os.PathLike[str], allow: Collection[str]) -> State:
+    with Joint(runtime_of(state.spec.mesh), "load") as joint, torch.no_grad():
+        path, _ = same_folder(joint, folder)
+        note, there = _looked(joint, path)
+        return _filled(joint, path, note, there, state, False, allow)
+
+
+_like = alone(_load_like, "load")
+
+
+def _looked(joint: Joint, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `layout.json` says, the same on all ranks."""
+    found: list[Any] = []
+
+    def look() -> str:
+        note = read_note(path)
+        sizes(path, note)
+        unchanged(path, note)
+        found.extend((note, tensors_of(path, note)))
+        return str(note["digest"])
+
+    run, seen = joint.run, joint(look, "notes")
+    other = next((rank for rank, digest in enumerate(seen) if digest != seen[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"load: {path} is not the same for all ranks: {NOTE} of rank {run.ranks[0]} has the digest "
+            f"{seen[0][:16]}, that of rank {run.ranks[other]} {seen[other][:16]}. Load from a folder that all ranks "
+            "share, while nobody replaces it."
+        )
+    return found[0], found[1]
+
+
+def _filled(
+    joint: Joint,
+    path: Path,
+    note: dict[str, Any],
+    there: dict[str, Tensor],
+    state: State,
+    own: bool,
+    allow: Collection[str],
+) -> State:
+    """A new state of this kind with what the checkpoint has; in the memory of the given one, if it is `own`."""
+    made: list[State] = []
+
+    def read() -> None:
+        check_same(path, note, state, allow)
+        fresh = as_there(state, there)
+        if not own:
+            fresh = fresh._evolve(**{name: pytree.tree_map(zeroed, getattr(fresh, name)) for name in SAVED})
+        chosen, anew = fits(path, note, there, fresh, named(fresh, there), allow)
+        read_tensors(path, note, there, chosen)
+        if anew:
+            main = {name: fresh.main[name] for name in state.layout.trainable}
+            fresh = fresh._evolve(opt={} if state.optimizer is None else state.optimizer.init(main))
+        made.append(fresh)
+
+    joint(read, "tensors")
+    fresh, steps = made[0], int(note["step"])
+    weights: dict[str, Any] = {}
+    if state.weights:
+        weights = pytree.tree_map(torch.empty_like, state.weights)
+        for name, copy in weights.items():
+            refresh(fresh.main[name], copy)
+    lineage = Lineage(joint.run, state.layout, state.spec, steps, fresh.count)
+    lineage.enroll()
+    return fresh._evolve(weights=weights, grads={}, version=Version(lineage, 0))._prepared()
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint (by its step) among the subfolders of `folder`, or None.
+
+    A damaged one, as far as its `layout.json` and the sizes of its files show, is left out with a warning that names
+    it; one that is under way, without.
+    """
+    found: list[tuple[int, str, dict[str, Any]]] = []
+    there = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
+    for path in there:
+        if unfinished(path) or not any(os.path.lexists(path / name) for name in (NOTE, METADATA)):
+            continue
+        try:
+            note = read_note(path)
+            found.append((note["step"], path.name, note))
+        except (CheckpointError, OSError) as error:
+            _left_out(path, error)
+    for _, name, note in sorted(found, key=lambda item: item[:2], reverse=True):
+        try:
+            sizes(Path(folder, name), note)
+            return Path(folder, name)
+        except (CheckpointError, OSError) as error:
+            _left_out(Path(folder, name), error)
+    return None
+
+
+def _left_out(path: Path, error: Exception) -> None:
+    warnings.warn(f"latest_checkpoint: {path} is left out: {error}", stacklevel=3)
+
+
+def check_shared(run: Runtime, path: Path, what: str) -> None:
+    """Check that this rank sees the folder that the first one made."""
+    if not (path / LOCK).is_file():
+        raise CheckpointError(
+            f"{what}: rank {run.ranks[run.rank]} does not see {path}, which rank {run.ranks[0]} made. Save to a folder "
+            "that all ranks share."
+        )
+
+
+def same_folder(joint: Joint, folder: str | os.PathLike[str]) -> tuple[Path, str]:
+    """The folder that all ranks name, and the first one's token. Lanes on which ranks stopped apart are drained."""
+    run = joint.run
+    while True:
+        counts = {name: log.count for name, log in run.issued.items() if name != "control"}
+        token = uuid.uuid4().hex[:12]
+        try:
+            told = joint(lambda: (os.path.abspath(os.fsdecode(folder)), token, counts), "folder")  # noqa: B023
+            break
+        except RestartError:  # a peer began anew; nothing of this call has happened
+            if joint.known:
+                raise
+    for rank, (name, _, _) in enumerate(told):
+        if name != told[0][0]:
+            raise CheckpointError(
+                f"{joint.what}: rank {run.ranks[0]} names the folder {told[0][0]}, rank {run.ranks[rank]} names "
+                f"{name}. Give every rank the same."
+            )
+    if any(theirs != told[0][2] for _, _, theirs in told):
+        run.restart()
+    return Path(told[0][0]), told[0][1]

@@ -1,0 +1,188 @@
+"""Folder: how a checkpoint appears whole, and who is writing it.
+
+    name.partial-3f9c0d12ab7e/   one for each save, with a name of its own
+      lock                       held open by the first rank while it lives
+      __0_0.distcp, ...
+        │  everything is on disk
+        ▼  one rename, which an existing folder refuses
+    name/
+
+So two savers of one name never mix, exactly one wins, and the next save removes what dead ones left: a folder whose
+lock nobody holds.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from stat import S_ISREG
+from typing import IO, Any
+
+from .._common.errors import CheckpointError
+from .._common.interrupts import whole
+
+locks: Any = None
+with suppress(ImportError):  # no Unix: leftovers go by their age
+    import fcntl as locks
+
+__all__ = ["LOCK", "Claim", "inside", "partial", "sync", "unfinished"]
+
+LOCK = "lock"
+YOUNG = 60.0  # seconds: without a lock, what is younger may be about to get one, or to be renamed
+FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+DEAD = 86400.0  # seconds without a write: where locks do not work
+
+
+def partial(final: Path, token: str) -> Path:
+    """Where the save with this token writes."""
+    return final.with_name(f"{final.name}.partial-{token}")
+
+
+def unfinished(folder: Path) -> bool:
+    """Whether this is the folder of a save under way, or of one that died."""
+    return re.search(r"\.partial-[0-9a-f]{12}$", folder.name) is not None
+
+
+class Claim:
+    """The folder of a save under way, held by the first rank: `make`, write, `appear`; in the end always `drop`."""
+
+    def __init__(self, final: Path, token: str) -> None:
+        self.final, self.path = final, partial(final, token)
+        self.lock: IO[bytes] | None = None
+
+    def make(self) -> None:
+        """Make the folder, and remove what dead saves of the same name left.
+
+        Raises:
+            FileExistsError: `final` exists. OSError: what making it meets.
+        """
+        final = self.final
+        self.refuse()
+        missing = [path for path in (final.parent, *final.parent.parents) if not path.exists()]
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(final)) from error
+        for path in missing:
+            sync(path.parent)
+        _sweep(final)
+        self.path.mkdir()
+        self._hold()
+
+    def refuse(self) -> None:
+        if os.path.lexists(self.final):
+            raise FileExistsError(f"save: {self.final} exists. Choose another folder, or remove it first.")
+
+    def _hold(self) -> None:
+        """Locked under another name first, so that nobody ever sees the lock free."""
+        early = self.path / f"{LOCK}.new"
+        self.lock = open(early, "xb")  # noqa: SIM115 # until `drop`
+        if locks is not None:
+            with suppress(OSError):  # the file system has no locks
+                locks.flock(self.lock, locks.LOCK_EX | locks.LOCK_NB)
+        os.rename(early, self.path / LOCK)
+
+    def appear(self) -> None:
+        """Give the folder its name, once everything in it is on disk.
+
+        Raises:
+            FileExistsError: another save has taken the name meanwhile; its checkpoint is untouched.
+        """
+        os.unlink(self.path / LOCK)
+        sync(self.path)
+        try:
+            os.rename(self.path, self.final)
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
+                self.refuse()
+            raise
+        sync(self.final.parent)
+
+    @whole
+    def drop(self) -> None:
+        """Remove what has not appeared, and let go of the lock."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self.lock is not None:
+            if locks is not None:
+                with suppress(OSError):
+                    locks.flock(self.lock, locks.LOCK_UN)  # a forked child may have the descriptor, too
+            self.lock.close()
+
+
+def _sweep(final: Path) -> None:
+    """Remove the folders of dead saves of this name."""
+    with suppress(OSError):
+        for path in list(final.parent.iterdir()):
+            if path.name.startswith(f"{final.name}.partial-") and unfinished(path) and _dead(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _dead(path: Path) -> bool:
+    """Whether no process holds the lock of a save's folder any more."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDWR | FLAGS)
+    except OSError:
+        return _quiet(path, YOUNG)
+    try:
+        if locks is None:
+            return _quiet(path, DEAD)
+        locks.flock(lock, locks.LOCK_EX | locks.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return _quiet(path, DEAD)
+    finally:
+        os.close(lock)
+
+
+def _quiet(path: Path, seconds: float) -> bool:
+    """Whether nothing was written there for so long."""
+    try:
+        newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+    except OSError:
+        return False
+    return time.time() - newest > seconds
+
+
+def sync(folder: Path) -> None:
+    """Have the disk know which files a folder has. Some file systems cannot be asked."""
+    try:
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES):
+            raise
+
+
+@contextmanager
+def inside(folder: Path, name: object) -> Iterator[IO[bytes]]:
+    """Open a file that lies in `folder` itself: a plain name, a regular file, no link.
+
+    Raises:
+        CheckpointError: the name leads elsewhere, or there is no such file.
+    """
+    if not isinstance(name, str) or name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+        raise CheckpointError(f"{folder} names the file {name!r}; expected the name of a file in that folder.")
+    try:
+        fd = os.open(folder / name, os.O_RDONLY | FLAGS)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder / name} is missing. Load another checkpoint.") from None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise CheckpointError(f"{folder / name} is a link; expected a file in the checkpoint's own folder.") from None
+    if not S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{folder / name} is no regular file. Load another checkpoint.")
+    with open(fd, "rb") as file:
+        yield file

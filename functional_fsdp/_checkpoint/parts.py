@@ -1,0 +1,197 @@
+"""Parts: which tensors of a state are saved, under which names, and by which rank.
+
+    main.layers.0.w            a leaf: the 1-D tensor of its elements. Each rank has runs of leaves, wherever its slices
+    opt.mean.layers.0.w        of buckets are cut; replicas have the same runs, and take turns to write them
+    main.w of expert 1         ranks along an axis that a bucket is not averaged over have leaves of their own
+    extras.seen                a plain tensor, the same on all ranks: the first one writes
+    extras.seen of expert 1    or the same on all ranks that have the same experts
+
+So nothing that is saved depends on units, buckets, placement or the number of ranks. A plain tensor that ranks with the
+same experts hold differently is refused: it would be given to all of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from .._common.checksum import checksum
+from .._common.errors import TreeError
+from .._common.torch_names import pytree
+from .._common.tree import dotted
+from .._runtime.runtime import Runtime, runtime_of
+from .._state.state import State
+from .._storage.flat import FlatBuffer
+
+__all__ = ["SAVED", "SavedTensor", "content", "named", "nodes_of", "own_place", "parts_of", "plain_names"]
+
+SAVED = ("main", "opt", "buffers", "count", "rng", "extras")
+MAY_DIFFER = ("buffers",)  # where ranks keep their own, the first one's are saved
+
+
+class SavedTensor(NamedTuple):
+    """What this rank holds of a tensor that is saved.
+
+    Attributes:
+        name: under which it is saved. Of a plain tensor, `plain_names` may add where it is.
+        tensor: of a leaf a run of its elements [stop - start], a view; else the tensor itself.
+        shape: of the whole, as it is saved: [elements] of a leaf.
+        start: where the run begins, in elements of the leaf.
+        writes: whether it is this rank's turn to write it; None of a plain tensor.
+        counts: whether it is a number that the optimizer keeps for the leaf, which other states may lack.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    start: int = 0
+    writes: bool | None = None
+    counts: bool = False
+
+    @property
+    def plain(self) -> bool:
+        return self.writes is None
+
+
+class Node(NamedTuple):
+    """A FlatBuffer or a plain leaf of a State's field.
+
+    Attributes:
+        path: dotted; of a FlatBuffer under its bucket's name that of the tree which it belongs to, as "mean".
+    """
+
+    keys: tuple[Any, ...]
+    path: str
+    value: Any
+
+
+def nodes_of(tree: Any) -> list[Node]:
+    """The leaves of a tree, FlatBuffers whole."""
+    pairs, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
+    found = []
+    for (keys, value), path in zip(pairs, dotted([keys for keys, _ in pairs]), strict=True):
+        some = tuple(keys)
+        if isinstance(value, FlatBuffer) and some and getattr(some[-1], "key", None) == value.bucket.name:
+            some = some[:-1]
+            path = dotted([some])[0] if some else ""
+        found.append(Node(some, path, value))
+    return found
+
+
+def parts_of(state: State) -> list[SavedTensor]:
+    """What this rank holds of the tensors that are saved.
+
+    Raises:
+        TreeError: a leaf that is no tensor, or none that can be written; two leaves of one name.
+    """
+    found: list[SavedTensor] = []
+    names: dict[str, Any] = {}
+    for field in SAVED:
+        for node in nodes_of(getattr(state, field)):
+            if node.value is None:
+                continue
+            for part in _parts(state, field, node):
+                if names.setdefault(part.name, node.value) is not node.value:
+                    raise TreeError(f"checkpoint: two leaves of State.{field} have the name {part.name!r}. Rename one.")
+                found.append(part)
+    return found
+
+
+def _parts(state: State, field: str, node: Node) -> Iterator[SavedTensor]:
+    value = node.value
+    if isinstance(value, FlatBuffer):
+        yield from _runs(state, ".".join(filter(None, (field, node.path))), value)
+        return
+    if not isinstance(value, torch.Tensor):
+        raise TreeError(
+            f"checkpoint: State.{field} holds a {type(value).__name__} at {node.path!r}; only tensors are written. "
+            "Keep it as a tensor."
+        )
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        raise TreeError(
+            f"checkpoint: State.{field} holds a {type(value).__name__} of layout {value.layout} at {node.path!r}; only "
+            "plain, dense tensors are written. Convert it."
+        )
+    yield SavedTensor(".".join(filter(None, (field, node.path))), value, tuple(value.shape))
+
+
+def _runs(state: State, tree: str, buffer: FlatBuffer) -> Iterator[SavedTensor]:
+    """The runs of leaves in this rank's slice of a bucket; of leaves without elements an empty one."""
+    run, bucket, (start, stop) = runtime_of(state.spec.mesh), buffer.bucket, buffer.span()
+    own = _at(run, [axis for axis in state.spec.axes if axis not in bucket.placement.data])
+    counts = bucket.name in state.layout.buckets and bucket == state.layout.buckets[bucket.name].counts
+    index, replicas = 0, 1
+    for axis in bucket.placement.data:
+        if axis not in buffer.sharded():
+            index, replicas = index * run.sizes[axis] + run.coordinate[axis], replicas * run.sizes[axis]
+    for leaf in bucket.leaves:
+        a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
+        if a < b or (not leaf.numel and start == 0):
+            name, at = f"{tree}.{leaf.path}{own}", a - leaf.offset if leaf.numel else 0
+            turn = zlib.crc32(f"{name} {at}".encode()) % replicas == index
+            b = max(a, b)
+            yield SavedTensor(name, buffer.local[a - start : b - start], (leaf.numel,), at, turn, counts)
+
+
+def content(part: SavedTensor) -> str:
+    """What a tensor holds, as a text that ranks can compare."""
+    number = int(checksum(part.tensor)) % (1 << 64)
+    return f"{str(part.tensor.dtype).removeprefix('torch.')} {list(part.tensor.shape)} with checksum {number:016x}"
+
+
+def _at(run: Runtime, axes: list[str]) -> str:
+    """Where on axes that a bucket is not averaged over: ranks there have leaves of their own."""
+    said = ", ".join(f"{axis} {run.coordinate[axis]}" for axis in axes if run.sizes[axis] > 1)
+    return f" of {said}" if said else ""
+
+
+def own_place(state: State) -> str:
+    """Where on all axes that any bucket is not averaged over: plain tensors may differ there."""
+    buckets = state.layout.buckets.values()
+    axes = [axis for axis in state.spec.axes if any(axis not in bucket.placement.data for bucket in buckets)]
+    return _at(runtime_of(state.spec.mesh), axes)
+
+
+def plain_names(run: Runtime, told: list[tuple[str, dict[str, str]]]) -> dict[str, tuple[str, bool]]:
+    """For each plain tensor the name under which it is saved, and whether by this rank.
+
+    Args:
+        told: by rank, where on axes of experts it is, and what it holds.
+
+    Raises:
+        TreeError: ranks that have the same experts hold different tensors.
+    """
+    first: dict[str, int] = {}
+    for rank, (own, _) in enumerate(told):
+        first.setdefault(own, rank)
+    found = {}
+    for name in dict.fromkeys(name for _, held in told for name in held):
+        field, _, path = name.partition(".")
+        for rank, (own, held) in enumerate(told):
+            there = told[first[own]][1]
+            if (name in held) != (name in there) or (held.get(name) != there.get(name) and field not in MAY_DIFFER):
+                raise TreeError(
+                    f"save: State.{field} holds a plain tensor at {path!r} that differs between ranks: rank "
+                    f"{run.ranks[first[own]]} has {there.get(name, 'none')}, rank {run.ranks[rank]} has "
+                    f"{held.get(name, 'none')}. It is no FlatBuffer, so it would be written once and given to all "
+                    "ranks. Keep what is sharded in FlatBuffers, as tree_map over the main weights in the optimizer's "
+                    "init does; what is not must be the same on all ranks."
+                )
+        own, alike = told[run.rank][0], len({told[rank][1].get(name) for rank in first.values()}) == 1
+        found[name] = (name, run.rank == 0) if alike else (name + own, run.rank == first[own])
+    return found
+
+
+def named(state: State, there: Mapping[str, Any]) -> list[SavedTensor]:
+    """What this rank reads, under the names that a checkpoint has for it."""
+    own = own_place(state)
+    parts = parts_of(state)
+    return [
+        part._replace(name=part.name + own)
+        if part.plain and part.name not in there and part.name + own in there
+        else part
+        for part in parts
+    ]

@@ -1,0 +1,126 @@
+"""Template: a state without values for a checkpoint, made from what `layout.json` says and a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._common.errors import CheckpointError, TreeError
+from .._common.torch_names import pytree
+from .._common.tree import flatten
+from .._optim.optim import as_optimizer
+from .._plan.layout import LeafInfo
+from .._runtime.agree import Topic, agree
+from .._runtime.joint import Joint
+from .._spec.spec import Spec
+from .._state.shard import build, given
+from .._state.state import State
+from .._storage.flat import FlatBuffer
+from .._transports.auto import resolve_transport
+from .note import NOTE, Tensor
+
+__all__ = ["made_for", "zeroed"]
+
+
+def zeroed(tensor: Any) -> Any:
+    """Zeros like it, also for padding that no checkpoint has."""
+    return torch.zeros_like(tensor) if isinstance(tensor, torch.Tensor) else tensor
+
+
+def made_for(
+    joint: Joint, path: Path, note: Mapping[str, Any], there: Mapping[str, Tensor], spec: Spec, optimizer: Any
+) -> State:
+    """A State of zeros with the leaves, buffers and extras of a checkpoint.
+
+    Raises:
+        TreeError: the parameters were another kind of tree, or extras have keys that are no text. SpecError: a spec
+        that does not fit the leaves; ranks that gave different ones.
+
+    Collective: exchanges of digests on the host, as `shard`.
+    """
+
+    def look() -> tuple[Any, list[Topic]]:
+        try:
+            infos, paths, treedef = _leaves(path, note)
+            buffers = _tree(path, "buffers", note, there)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path / NOTE} has leaves, buffers or a tree that no save has written "
+                f"({type(error).__name__}: {error})."
+            ) from error
+        return (infos, paths, treedef, buffers), given(infos, paths, spec, as_optimizer(optimizer), 0)
+
+    infos, paths, treedef, buffers = agree(joint, "what is given", look)
+    spec, layout = resolve_transport(spec, infos, paths)
+    state = build(joint, layout, spec, optimizer, treedef, None, buffers, ["*"] if buffers else [], 0)
+    return state._evolve(extras=_tree(path, "extras", note, there, state))
+
+
+def _leaves(path: Path, note: Mapping[str, Any]) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpec]:
+    if note["tree"] is None:
+        raise TreeError(
+            f"load: {path} has parameters in a tree that is not of dicts, lists and tuples. Give a state of that tree: "
+            "load(folder, like=state)."
+        )
+    infos = [
+        LeafInfo(name, tuple(one["shape"]), _dtype(one["dtype"]), one["trainable"], tuple(one["ties"]))
+        for name, one in note["leaves"].items()
+    ]
+    paths, _, treedef = flatten(_nested(note["tree"]))
+    if [*paths] != note["paths"] or {*paths} != {p for info in infos for p in (info.path, *info.aliases)}:
+        raise ValueError(f"paths {paths[:3]} in the tree, {note['paths'][:3]} beside it")
+    return infos, paths, treedef
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
+
+
+def _nested(tree: Any) -> Any:
+    if isinstance(tree, int):
+        return tree
+    ((kind, items),) = tree.items()
+    if kind == "dict":
+        return {key: _nested(value) for key, value in items}
+    return {"list": list, "tuple": tuple}[kind](map(_nested, items))
+
+
+def _tree(
+    path: Path, field: str, note: Mapping[str, Any], there: Mapping[str, Tensor], state: State | None = None
+) -> dict[str, Any]:
+    """Extras or buffers, of zeros."""
+    if note[field] is None:
+        raise TreeError(
+            f"load: {path} has {field} whose keys are not all text. Give a state that has them: "
+            "load(folder, like=state)."
+        )
+    made: dict[str, Any] = {}
+    for keys, kind in note[field]:
+        name = ".".join((field, *keys))
+        found: Any
+        if kind == "leaf":
+            assert state is not None
+            found = {b.bucket.name: like for b in state.main.values() if (like := _like(b, name, there)) is not None}
+        else:
+            one = next(one for key, one in there.items() if key == name or key.startswith(f"{name} of "))
+            found = torch.zeros(one.shape, dtype=one.dtype, device=None if state is None else state.count.device)
+        at = made
+        for key in keys[:-1]:
+            at = at.setdefault(key, {})
+        at[keys[-1]] = found
+    return made
+
+
+def _like(main: FlatBuffer, name: str, there: Mapping[str, Tensor]) -> FlatBuffer | None:
+    """Zeros for what a tree of the checkpoint has for a bucket's leaves; None if it has nothing."""
+    for leaf in main.bucket.leaves:
+        for key in (f"{name}.{leaf.path}", *(k for k in there if k.startswith(f"{name}.{leaf.path} of "))):
+            if key in there:
+                return main.but(torch.zeros_like(main.local, dtype=there[key].dtype))
+    return None

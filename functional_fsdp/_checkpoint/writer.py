@@ -1,0 +1,160 @@
+"""Writer: tensors into the files of torch.distributed.checkpoint, each with whatever the disk says against it.
+
+    __0_0.distcp   functional_fsdp <token> __0_0.distcp      which save, which file
+                   torch.save(tensor), one after the other   a run of a leaf, or a plain tensor
+    .metadata      a pickled `Metadata`: which run lies where. For torch's tools; `load` goes by `layout.json`
+
+torch's own writer talks to all ranks while it writes and wraps what goes wrong; this one talks to none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+
+from .._common.torch_names import storage_info
+from .._storage.safetensors import bytes_of
+from .note import BLOCK, METADATA, Chunk, Tensor, head
+from .parts import SavedTensor
+
+__all__ = ["Written", "around", "write_metadata", "write_tensors"]
+
+HEADER = 30  # bytes of a zip member's header before its name
+
+
+class Written(NamedTuple):
+    """A chunk that a rank has written, and of which tensor it is."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunk: Chunk
+
+
+class _Sink:
+    """What torch.save writes to. torch's writer aborts the process if a write raises while it is being destroyed, so
+    none does: the first error is kept, and what comes after it goes nowhere."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.error: BaseException | None = None
+        self.over = False
+
+    def write(self, data: Any) -> int:
+        try:
+            if not self.over:
+                self.file.write(data)
+        except BaseException as error:
+            self.error, self.over = error, True
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """Once for all tensors, at the end."""
+
+
+def write_tensors(folder: Path, file: str, token: str, parts: Iterable[SavedTensor]) -> tuple[list[Written], int]:
+    """Write runs and plain tensors to a new file, to disk. Returns where they lie, and the file's bytes.
+
+    Raises:
+        OSError: as the disk gave it.
+    """
+    entries = []
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)  # there are sums of our own, of blocks
+    try:
+        with open(folder / file, "x+b") as raw:
+            raw.write(head(token, file))
+            for part in parts:
+                host, start = _plain(part.tensor), raw.tell()
+                _save(host, raw)
+                at, n = raw.tell(), host.numel()
+                data = _data(raw) if n else at
+                chunk = Chunk(part.start, part.start + n, file, start, at - start, data, ())
+                chunk = chunk._replace(sums=(around(raw, chunk, host.nbytes), *_sums(host)))
+                entries.append(Written(part.name, host.dtype, part.shape, chunk))
+                raw.seek(at)
+            raw.flush()
+            os.fsync(raw.fileno())
+            return entries, raw.tell()
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _save(tensor: torch.Tensor, raw: IO[bytes]) -> None:
+    sink = _Sink(raw)
+    try:
+        torch.save(tensor, sink)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        if sink.error is None:
+            raise _begun(error) from None
+    finally:
+        sink.over = True
+    if sink.error is not None:
+        raise sink.error
+
+
+def _begun(error: BaseException) -> BaseException:
+    """What torch.save met: it raises an error of its own while it closes an archive that it could not end."""
+    while isinstance(error, RuntimeError) and error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+def _data(raw: IO[bytes]) -> int:
+    """Where the bytes of the tensor begin in the archive with which the file ends."""
+    with zipfile.ZipFile(raw) as archive:
+        start = next(info.header_offset for info in archive.infolist() if info.filename.endswith("/data/0"))
+    raw.seek(start + HEADER - 4)
+    lengths = raw.read(4)  # of the name, and of what comes after it
+    return start + HEADER + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+
+
+def around(raw: IO[bytes], chunk: Chunk, nbytes: int) -> int:
+    """The CRC-32 of what torch.save wrote around a tensor's bytes."""
+    raw.seek(chunk.offset)
+    before = zlib.crc32(raw.read(chunk.data - chunk.offset))
+    raw.seek(chunk.data + nbytes)
+    return zlib.crc32(raw.read(chunk.offset + chunk.length - chunk.data - nbytes), before)
+
+
+def _sums(host: torch.Tensor) -> tuple[int, ...]:
+    view = bytes_of(host)
+    return tuple(zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK))
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host, contiguous, alone in its storage."""
+    host = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
+
+
+def write_metadata(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """Write `.metadata` for torch's tools, to disk. Returns its bytes and their sha256."""
+    from torch.distributed.checkpoint import metadata as dcp
+
+    about: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for name, (dtype, shape, chunks) in tensors.items():
+        size = torch.Size(shape)
+        parts = []
+        for i, chunk in enumerate(chunks):
+            leaf = len(shape) == 1  # a run of it; other tensors are whole
+            offsets = torch.Size([chunk.start] if leaf else [0] * len(shape))
+            parts.append(dcp.ChunkStorageMetadata(offsets, torch.Size([chunk.stop - chunk.start]) if leaf else size))
+            places[dcp.MetadataIndex(name, offsets, i)] = storage_info()(chunk.file, chunk.offset, chunk.length)
+        about[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), size, parts)
+    names = {name: (name,) for name in about}
+    data = pickle.dumps(dcp.Metadata(about, names, places, dcp.StorageMeta(), "1.0.0"))
+    with open(folder / METADATA, "xb") as raw:
+        raw.write(data)
+        raw.flush()
+        os.fsync(raw.fileno())
+    return len(data), hashlib.sha256(data).hexdigest()

@@ -1,0 +1,214 @@
+"""Entries: what a call that works on a State goes through first, beside its own checks.
+
+    thread A   unshard ├──────┤   reduce ├──────┤        one after the other: fine, whoever comes
+    thread B              ╳ refused         └ unshard    inside another thread's call: an error
+
+Ranks issue collectives in one order, so the states of a mesh are used by one thread at a time. Who is inside is one
+entry of a dict of the runtime, `users[0]`, put there by `dict.setdefault`: that looks and writes in one step of C,
+which the interpreter's lock covers, and where there is none the lock that every dict has of its own. Of two threads one
+sees itself in the dict, and the other sees the first. No thread waits for another's call.
+
+An interrupt in the last lines of a call may leave its claim behind. It holds nobody up: to its own thread it looks like
+a call around the next one, and a thread that finds it looks whether its owner is in a call, and takes it over if not.
+
+What the package allocates and keeps is made outside torch.inference_mode: nothing could write to it afterwards.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from functools import wraps
+from threading import get_ident
+from types import CodeType
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from .errors import CommError, FsdpError, ScheduleError
+from .torch_names import CInterpreter, func_interpreter, pytree, set_grad_enabled
+from .tracing import LOWERING, refuse, tracing
+
+__all__ = ["alone", "ordinary", "outside_inference", "verb"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+INTERPRETER: Any = CInterpreter
+TRANSFORM = (
+    " was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see through a collective. Call "
+    "unshard before the transform and reduce after it; inside, compute on the weights only."
+)
+_codes: set[CodeType] = set()  # of what claims, and lets go
+_taking = threading.Lock()
+
+
+def _busy(name: str, owner: int) -> ScheduleError:
+    """What is said to a thread that comes while the thread `owner` is inside."""
+    other = next((repr(t.name) for t in threading.enumerate() if t.ident == owner), "which has ended")
+    return ScheduleError(
+        f"{name} was called in the thread {threading.current_thread().name!r} while the thread {other} is in a call "
+        "on this State, or on another State of its mesh. Ranks issue collectives in one order, so one thread at a time "
+        "may use the states of a mesh. Nothing has changed: wait until the other thread has come back, then call again."
+    )
+
+
+def _taken_over(users: dict[int, int], owner: int, me: int) -> bool:
+    """Whether this thread is let in after all: the claim that it found was left behind."""
+    with _taking:
+        if users.get(0) == owner and not _inside(owner):
+            users[0] = me
+            if _inside(owner):  # it has come just now, and held the claim for its own
+                users[0] = owner
+        return users.setdefault(0, me) == me
+
+
+def _inside(thread: int) -> bool:
+    """Whether a thread is in a call."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code not in _codes:
+        frame = frame.f_back
+    return frame is not None
+
+
+def verb(traced: Callable[..., Any]) -> Callable[[F], F]:
+    """A verb runs without autograd, in one thread at a time (see `calls`), outside torch.inference_mode, and not
+    inside a torch.func transform (collectives cannot be differentiated).
+
+    Args:
+        traced: what it is inside torch.compile.
+    """
+    return lambda fn: _checked(fn, traced)
+
+
+def _checked(fn: F, traced: Callable[..., Any]) -> F:
+    @wraps(fn)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or LOWERING:  # `tracing()`, without a call
+            if isinstance(func_interpreter(), INTERPRETER):  # what the compiler can tell
+                refuse("ScheduleError", fn.__name__ + TRANSFORM)
+            try:
+                with torch.no_grad():
+                    return traced(*args, **kwargs)
+            except FsdpError as error:
+                refuse(type(error).__name__, error.args[0])
+        if func_interpreter() is not None:
+            raise ScheduleError(fn.__name__ + TRANSFORM)
+        state: Any = args[0] if args else kwargs.get("state")
+        try:
+            users = state.version.lineage.runtime.users
+        except AttributeError:
+            _token(state, fn.__name__)  # says what it is instead
+            raise
+        before = torch.is_grad_enabled()
+        me = get_ident()
+        outermost = not users or users.get(0) != me  # else within another call of this thread
+        owner = 0 if outermost else me
+        try:
+            if outermost:
+                owner = users.setdefault(0, me)
+                if owner != me and _taken_over(users, owner, me):
+                    owner = me
+            if owner == me:
+                if torch.is_inference_mode_enabled():
+                    with torch.inference_mode(False), torch.no_grad():
+                        return fn(*args, **kwargs)
+                set_grad_enabled(False)
+                return fn(*args, **kwargs)
+        except dist.DistError as error:
+            raise _unreachable(fn.__name__, state, error) from error
+        finally:
+            set_grad_enabled(before)
+            if outermost and owner == me:
+                users.pop(0, None)
+        raise _busy(fn.__name__, owner)
+
+    _codes.add(cast(Any, checked).__code__)
+    return cast(F, checked)
+
+
+def alone(fn: F, name: str = "", at: int = 0, traced: Callable[..., Any] | None = None) -> F:
+    """For functions of a State that are no verbs: one thread at a time, outside torch.inference_mode.
+
+    Args:
+        name: what users call it by.
+        at: which argument the State is.
+        traced: what it is where a graph is made of the step, of the same arguments; by default the function itself.
+
+    Returns:
+        the function. It raises ScheduleError where another thread is in a call on a State of the same mesh, TypeError
+        where it is given no State, CommError where the ranks' store is gone.
+
+    Example: `@extend.alone` above `def my_transform(state, ...)`.
+    """
+    in_graph = traced or fn
+    if tracing():  # made inside a compiled step, which cannot look at functions
+        return cast(F, in_graph)
+
+    @wraps(fn)
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        if tracing():
+            return in_graph(*args, **kwargs)
+        state = args[at] if len(args) > at else kwargs.get("state")
+        me, owner = get_ident(), 0
+        users = _token(state, name or fn.__name__).lineage.runtime.users
+        if users.get(0) == me:  # within another call of this thread
+            return _outside(fn, args, kwargs)
+        try:
+            owner = users.setdefault(0, me)
+            if owner != me and _taken_over(users, owner, me):
+                owner = me
+            if owner == me:
+                return _outside(fn, args, kwargs)
+        except dist.DistError as error:
+            raise _unreachable(name or fn.__name__, state, error) from error
+        finally:
+            if owner == me:
+                users.pop(0, None)
+        raise _busy(name or fn.__name__, owner)
+
+    _codes.add(cast(Any, entered).__code__)
+    return cast(F, entered)
+
+
+def _unreachable(name: str, state: Any, error: Exception) -> CommError:
+    """What is said where torch's own error comes through: whoever keeps the ranks' store is gone, say."""
+    failed: CommError = state.version.lineage.runtime.fail(
+        f"{name}: the other ranks, or their store, cannot be reached", error
+    )
+    return failed
+
+
+def _token(state: Any, name: str) -> Any:
+    """A State's version; what is no State has none."""
+    try:
+        return state.version
+    except AttributeError:
+        raise TypeError(f"{name}(state, ...): the first argument is a State, not {type(state).__name__}.") from None
+
+
+def _outside(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if not torch.is_inference_mode_enabled():
+        return fn(*args, **kwargs)
+    with torch.inference_mode(False), torch.no_grad():
+        return fn(*args, **kwargs)
+
+
+def outside_inference(fn: F) -> F:
+    """For functions that make what is kept: under torch.inference_mode they run as under torch.no_grad."""
+
+    @wraps(fn)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        return _outside(fn, args, kwargs)
+
+    return cast(F, outside)
+
+
+def ordinary(tree: Any) -> Any:
+    """The same tree, with copies in the place of tensors that were made under torch.inference_mode."""
+
+    def copied(t: torch.Tensor) -> torch.Tensor:
+        return t.clone() if t.is_inference() else t
+
+    with torch.inference_mode(False), torch.no_grad():
+        return pytree.tree_map_only(torch.Tensor, copied, tree)

@@ -1,0 +1,100 @@
+"""What hangs on the kind of device, and is no matter of lanes: memory, random numbers, and which kernels there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+__all__ = [
+    "current_device", "default_generator", "device_of", "forked_random", "fused_sgd_takes", "keeps_released",
+    "lies_on_host",
+    "make_room", "on_host", "rows_at_once", "runs_triton", "table_may_stay",
+]  # fmt: skip
+
+BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
+
+
+def current_device(kind: str) -> torch.device:
+    """The device of this kind that this rank computes on, with its index where there are several."""
+    return torch.device("cuda", torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def device_of(leaves: Iterable[Any]) -> torch.device:
+    """Where tensors on the meta device are thought to be: where the others are, a GPU if one of them is."""
+    found = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"}
+    return max(found, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
+
+
+def forks_after_inductor() -> bool:
+    """Whether a process that has imported Inductor may fork those that compute. Where there are GPUs the import asks
+    them what they can do, and CUDA cannot be used in a fork of a process that has used it."""
+    return not torch.cuda.device_count()
+
+
+# ---- memory
+
+
+def keeps_released(device: torch.device) -> bool:
+    """Whether weights that were released keep their bytes until others come, so that a late reader does not crash. Else
+    the allocator gets them back."""
+    return device.type != "cuda"
+
+
+def make_room(sizes: Iterable[int], device: torch.device) -> None:
+    """Have the caching allocator hold one segment for tensors of these sizes (bytes), which are made next.
+
+    A tensor that has a segment of its own takes up to 1 MiB more than it needs: a block is not split for less
+    (PyTorch documentation, "CUDA semantics", memory management).
+    """
+    if device.type == "cuda":
+        with suppress(torch.OutOfMemoryError):  # there may be room for each
+            torch.empty(sum(-(-n // BLOCK) * BLOCK for n in sizes), dtype=torch.uint8, device=device)
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the host's memory: itself, or a copy."""
+    return tensor.detach().cpu() if tensor.is_cuda else tensor
+
+
+def lies_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the host may read and write its bytes."""
+    return tensor.device.type == "cpu"
+
+
+def table_may_stay(device: torch.device) -> bool:
+    """Whether a table may be kept in the device's memory for the next call. A GPU's is the user's."""
+    return device.type == "cpu"
+
+
+# ---- random numbers
+
+
+def default_generator(device: torch.device) -> torch.Generator | None:
+    """The generator that a GPU draws from by default; None where that is the host's, `torch.default_generator`."""
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else None
+
+
+def forked_random(device: torch.device) -> Any:
+    """A context, after which the default generators of the host and of this device are where they were."""
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+
+
+# ---- kernels
+
+
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether Triton's kernels take this tensor."""
+    return tensor.is_cuda
+
+
+def fused_sgd_takes(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether torch's fused SGD takes these, of one device: on the CPU not in bfloat16."""
+    return tensors[0].device.type != "cpu" or all(t.dtype is not torch.bfloat16 for t in tensors)
+
+
+def rows_at_once(device: torch.device) -> int:
+    """Of 64 KiB each: what stays in a CPU's cache, or keeps a GPU busy."""
+    return 32 if device.type == "cpu" else 64

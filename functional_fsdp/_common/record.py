@@ -1,0 +1,46 @@
+"""The one record of what is communicated: planned by `route`, carried out by lanes and graphs, logged, and lowered.
+
+layout + plan ──▶ Collectives ──▶ lanes (eager)    each a job, or a part of one; the log keeps them for a restart
+                             └──▶ graph (traced)   each an operation; `lower` lists them
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Collective"]
+
+
+class Collective(NamedTuple):
+    """One collective.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "barrier".
+        axis: of the mesh; "" for all its ranks.
+        numel: elements of its larger side.
+        dtype: of what travels.
+        op: of reductions: "mean", "sum" or "max"; else "".
+        lane: whose communicator it goes by.
+        bucket: what is moved; or, where it is no bucket, what it is for.
+    """
+
+    kind: str
+    axis: str
+    numel: int
+    dtype: torch.dtype
+    op: str
+    lane: str
+    bucket: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its larger side."""
+        return self.numel * self.dtype.itemsize
+
+    def received(self, ranks: int) -> int:
+        """Bytes that a rank receives, by an algorithm that sends no byte twice, along an axis of so many ranks."""
+        if self.kind == "barrier":
+            return 0
+        return self.nbytes * (ranks - 1) // ranks * (2 if self.kind == "all_reduce" else 1)

@@ -1,0 +1,119 @@
+"""Names of torch that are not public: the packages have them from here, so that a new torch is looked at in one place.
+
+All are there in torch 2.11 to 2.13, but for these:
+
+    torch 2.11, 2.12                        torch 2.13
+    dist.all_gather_into_tensor             dist.all_gather_single
+    dist.reduce_scatter_tensor              dist.reduce_scatter_single
+    (nothing)                               _C._set_override_stale_capture_stream
+
+What takes long to import is a function here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
+from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+
+__all__ = [
+    "CInterpreter", "FakeTensor", "FakeTensorMode", "NoTorchFunction", "OpOverload", "OpOverloadPacket",
+    "TorchDispatchMode", "all_gather_single", "autograd_node", "current_stream", "default_store",
+    "disable_current_modes", "dispatch_modes", "dynamo", "enable_python_dispatcher", "end_allocate_to_pool",
+    "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div_", "foreach_mul",
+    "foreach_mul_", "foreach_norm", "foreach_zero_", "func_interpreter", "functional_collectives", "fused_adamw_",
+    "fused_sgd_", "inductor", "override_stale_capture_stream", "pytree", "raw_stream",
+    "read_objects_by", "reduce_scatter_single", "reparametrize_module", "set_grad_enabled",
+    "set_override_stale_capture_stream", "set_stream", "storage_info", "symmetric_memory", "to_scalar",
+    "unflatten_dense_tensors", "unpickler", "will_execute",
+]  # fmt: skip
+
+# ---- tensors, many at once: one kernel, or few
+foreach_add_ = torch._foreach_add_
+foreach_clamp_max_ = torch._foreach_clamp_max_
+foreach_clamp_min_ = torch._foreach_clamp_min_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_zero_ = torch._foreach_zero_
+fused_adamw_ = torch._fused_adamw_
+fused_sgd_ = torch._fused_sgd_
+
+# ---- what is going on around a call
+C: Any = torch._C
+CInterpreter: Any = C._functorch.CInterpreter
+func_interpreter = torch._C._functorch.peek_interpreter_stack  # of the innermost torch.func transform, or None
+autograd_node = torch._C._current_autograd_node  # whose backward runs, or None
+will_execute = torch._C._will_engine_execute_node  # in the backward that runs
+dispatch_modes = torch._C._len_torch_dispatch_stack  # how many are active
+set_grad_enabled = torch._C._set_grad_enabled
+NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # a context
+
+# ---- CUDA: None in a build without it, and, the last two, before torch 2.13
+current_stream: Any = getattr(C, "_cuda_getCurrentStream", None)
+raw_stream: Any = getattr(C, "_cuda_getCurrentRawStream", None)
+set_stream: Any = getattr(C, "_cuda_setStream", None)
+end_allocate_to_pool: Any = getattr(C, "_cuda_endAllocateToPool", None)
+override_stale_capture_stream: Any = getattr(C, "_override_stale_capture_stream", None)
+set_override_stale_capture_stream: Any = getattr(C, "_set_override_stale_capture_stream", None)
+
+# ---- operators
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+functional_collectives: Any = torch.ops._c10d_functional
+to_scalar: Any = torch.ops.aten._local_scalar_dense.default  # Tensor.item
+
+# ---- torch.distributed
+c10d: Any = dist.distributed_c10d
+default_store: Any = c10d._get_default_store
+unpickler: Any = c10d._unpickler  # of objects that ranks send
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def symmetric_memory() -> Any:
+    """The module: `empty`, `rendezvous`, `get_backend`, `set_backend`."""
+    import torch.distributed._symmetric_memory as found
+
+    return found
+
+
+def read_objects_by(read: Callable[[torch.Tensor, int, Any], Any]) -> None:
+    """Have the object collectives turn bytes [n, uint8] into objects by this function."""
+    c10d._tensor_to_object = read
+
+
+def storage_info() -> Any:
+    """Where a checkpoint's file has a tensor, as torch's reader of folders wants it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo
+
+
+# ---- the compiler
+
+
+def dynamo() -> Any:
+    """Its front end, with `backends.common`. Takes most of a second to import."""
+    import torch._dynamo.backends.common
+
+    return torch._dynamo
+
+
+def inductor() -> Any:
+    """Its back end, with `compile_fx` and `custom_graph_pass`. Takes as long."""
+    import torch._inductor.compile_fx
+    import torch._inductor.custom_graph_pass
+
+    return torch._inductor

@@ -1,0 +1,129 @@
+"""Whether the code that runs now is being traced: by torch.compile, or by `lower`; and what a function is then.
+
+A function that is done in another way in a graph names that way where it is defined: `verb`, `alone` (see `calls`) and
+`traced_as` choose between the two, and nothing below them asks again. Traced, a function is plain tensor operations and
+functional collectives (`_graph.traced`), with no stream, no event and no state in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+
+from . import errors
+from .record import Collective
+from .torch_names import dynamo
+
+__all__ = [
+    "KEEPING",
+    "LOWERING",
+    "GraphBuild",
+    "keep_residuals",
+    "lowering",
+    "refuse",
+    "traced_as",
+    "tracing",
+    "tracing_now",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class GraphBuild:
+    """The making of one graph from a function of a State: what is noted for as long as it lasts.
+
+    issued: the collectives, in order. driven: what each transform that drives a module has for this session, by
+    transform. guards: functions of nothing; a graph holds while they return what they returned when it was made. order:
+    in which order units were used, forward and then backward, by the first module that was driven. whole: whether a
+    driven round is complete. functions: the names of the autograd.Functions that were used, in order.
+    """
+
+    def __init__(self) -> None:
+        self.issued: list[Collective] = []
+        self.driven: dict[Any, Any] = {}
+        self.guards: list[Callable[[], Any]] = []
+        self.order: tuple[Any, ...] | None = None
+        self.whole = False
+        self.functions: dict[str, None] = {}
+
+
+LOWERING: list[GraphBuild] = []
+KEEPING: list[bool] = []
+
+
+def tracing() -> bool:
+    """Whether torch.compile or `lower` is looking: then Python runs once, for all steps to come.
+
+    Example: `if not extend.tracing(): log.info(...)`.
+    """
+    return torch.compiler.is_dynamo_compiling() or bool(LOWERING)
+
+
+def traced_as(traced: Callable[..., Any]) -> Callable[[F], F]:
+    """The function below it in eager code, and `traced`, which takes the same arguments, where a graph is made.
+
+    Example: `@extend.traced_as(in_plain_operations)` above `def by_a_kernel_of_mine(tensor): ...`.
+    """
+
+    def paired(eager: F) -> F:
+        @wraps(eager)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() or LOWERING:  # `tracing()`, without a call
+                return traced(*args, **kwargs)
+            return eager(*args, **kwargs)
+
+        return cast(F, chosen)
+
+    return paired
+
+
+def tracing_now() -> GraphBuild | None:
+    """What is noted of the graph that is being made of the running code; None where none is, or torch.compile does."""
+    return LOWERING[-1] if LOWERING else None
+
+
+def refuse(kind: str, text: str) -> NoReturn:
+    """Raise an error of `_common.errors`, so that it reaches the user as itself, traced or not.
+
+    Dynamo would wrap what is raised in the code that it traces ("Unsupported: Observed exception"), or run that code
+    eagerly. So it runs `_raise` for real, as a function whose result is constant, and lets an exception of one kind of
+    its own through, with or without fullgraph: ours is of that kind, too.
+    """
+    _raise(kind, text, torch.compiler.is_dynamo_compiling())
+
+
+def _raise(kind: str, text: str, compiling: bool) -> NoReturn:
+    """`compiling`: whether Dynamo is tracing the caller."""
+    cls: Any = getattr(errors, kind)
+    if compiling:
+        cls = type(kind, (cls, dynamo().exc.UncapturedHigherOrderOpError), {"__module__": cls.__module__})
+    raise cls(text)
+
+
+_raise._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
+
+
+@contextmanager
+def lowering() -> Iterator[GraphBuild]:
+    """What runs inside is traced by `_graph.graph`."""
+    LOWERING.append(GraphBuild())
+    try:
+        yield LOWERING[-1]
+    finally:
+        LOWERING.pop()
+
+
+@contextmanager
+def keep_residuals(residuals: bool) -> Iterator[None]:
+    """Whether, inside, a traced `T.vjp` keeps residuals and leaves the weights to `regather`; else it recomputes."""
+    if residuals:
+        KEEPING.append(True)
+    try:
+        yield
+    finally:
+        if residuals:
+            KEEPING.pop()

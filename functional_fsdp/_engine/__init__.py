@@ -1,0 +1,1 @@
+"""The eager interpreter: carries out a plan on lanes, in an arena."""

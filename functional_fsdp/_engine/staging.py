@@ -1,0 +1,318 @@
+"""Staging: gradients on their way from a backward to the main gradients.
+
+    gradients ──copy and cast──▶ staging [n] ──reduce-scatter, in place──▶ own slice ──(outer axis)──▶ main gradients
+    compute lane   reduce lane                reduce lane                              outer lane
+
+On GPUs the copy runs beside compute, too; the gradients live until compute has waited for it, which it does when the
+next ones come. They are as many bytes as one staging more, so where a reduction is one collective there is one staging
+at a time, and not two.
+
+An exact sum takes an all-to-all in the place of the reduction: what comes in, each rank's summand of the own slice, is
+added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32.
+
+A reduction's staging is there from its copy until compute has waited for it, which it does at the latest when the next
+but one needs some: two at a time, and no more bytes than the plan says. The first reduction of a step lands in the main
+gradients, which are allocated then; later ones are added, in their dtype. What was announced with
+`last_microbatch=False` may stay partial (see `Placement`); `complete` reduces the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+
+from .._common.record import Collective
+from .._common.torch_names import unflatten_dense_tensors
+from .._distributed.lanes import Mark, Steps, together
+from .._plan.layout import STAGED, Bucket, Unit, aligned
+from .._plan.plan import SLOTS, Plan
+from .._plan.records import Records, records
+from .._plan.route import Route, states_of
+from .._runtime.runtime import Runtime
+from .._storage.flat import FlatBuffer, templates, write_leaves
+from .._transports.carrier import Carrier
+from .stage import LARGE, Slot, StagingPlace, Values
+from .sum import ordered_sum
+
+__all__ = ["Staging"]
+
+OLD = 2  # uses
+
+
+class Staging:
+    """Every reduction's stage, and those that are under way, oldest first."""
+
+    def __init__(self, run: Runtime, plan: Plan, average: str, carrier: Carrier) -> None:
+        self.run = run
+        self.plan = plan
+        self.carrier = carrier
+        self.average = average
+        self.stages: dict[int, StagingPlace] = {}
+        self.busy: deque[StagingPlace] = deque()
+        self.completing = False  # whether something beside them is under way
+        self.apart = False  # each reduction has bytes of its own, so that compute waits for none
+        self.marks: dict[str, Mark] = {}  # the end of what is newest, and of all before it, by the lane that it ends on
+        #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients. Where
+        #: updates do not overlap it stays empty
+        self.reduced: dict[str, Mark] = {}
+
+    def reduce(
+        self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object,
+        relents: bool,
+    ) -> bool:  # fmt: skip
+        """Stage a unit's gradients for reduction number `index` of the plan and start reducing them into `grads`.
+
+        With `relents` it may leave it (False), because there is no staging before peers have what they wait for.
+        """
+        if self.apart:
+            self._apart(unit, values, grads, last, mesh)
+            return True
+        stage = self.stages.get(index) or self._make(index, unit)
+        slots = 1 if self.run.lanes.copies_on_lanes and stage.span is None and stage.short else SLOTS
+        while len(self.busy) >= slots or stage in self.busy or (stage.span and any(map(stage.overlaps, self.busy))):
+            if not self.run.lanes.wait(self.busy[0].done, relents):
+                return False
+            self.busy.popleft().give()
+        if self.run.lanes.copies_on_lanes:
+            self._let_go(self.busy)
+        stage.take()
+        jobs: list[Steps] = []
+        ways: list[Route] = []
+        partial: list[Bucket] = []
+        for slot in stage.slots:
+            bucket = slot.bucket
+            have = grads.get(bucket.name)
+            whole = last if have is None else have.states == slot.ways[True].states
+            way = slot.ways[whole]
+            jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, mesh))
+            ways.append(way)
+            if last and not whole:
+                partial.append(bucket)
+        first = None
+        if self.run.lanes.copies_on_lanes:
+            stage.values, stage.age, stage.ready = values, 0, self.run.lanes.mark(stage.ready)
+            first = stage.copied(self.run, values)
+        else:
+            stage.write(values)
+        stage.done = self._submit(jobs, ways, stage.ready, stage.done, first=first)
+        if self.plan.schedule.overlap_update:
+            self._newest([slot.bucket for slot in stage.slots], stage.done)
+        self.busy.append(stage)  # not before: if issuing it is interrupted, its bytes may be written to, and must stay
+        for bucket in partial:
+            self.complete(bucket, grads)
+        return True
+
+    def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer], mesh: object) -> None:
+        """Main gradients of a bucket for which no rank has one: nothing is sent."""
+        local = torch.zeros(bucket.numel // bucket.slices("main"), dtype=bucket.grads, device=self.run.device)
+        grads[bucket.name] = FlatBuffer(local, bucket, states_of(bucket, "main"), mesh)
+
+    def age(self) -> None:
+        """A unit is asked for. Gradients that were staged some uses ago are let go: it may be a forward, and long."""
+        for stage in self.busy:
+            stage.age += 1
+        self._let_go(stage for stage in self.busy if stage.age > OLD)
+
+    def _let_go(self, stages: Iterable[StagingPlace]) -> None:
+        """Compute waits until their values were copied, which then are free."""
+        for stage in stages:
+            if stage.values is not None:
+                self.run.lanes.wait(stage.staged)
+                stage.values = None
+
+    def _into(
+        self, grads: dict[str, FlatBuffer], bucket: Bucket, way: Route, stage: torch.Tensor, spare: torch.Tensor,
+        mesh: object,
+    ) -> Steps:  # fmt: skip
+        """What is staged on its way into the main gradients: the first one allocates them, later ones are added."""
+        have = grads.get(bucket.name)
+        if have is not None:
+            return self._job(way, stage, spare, have.local, True)
+        same = stage.dtype is bucket.grads  # a call without keywords takes half the time
+        local = stage.new_empty(way.numel) if same else stage.new_empty(way.numel, dtype=bucket.grads)
+        grads[bucket.name] = FlatBuffer(local, bucket, way.states, mesh)
+        return self._job(way, stage, spare, local, False)
+
+    def outside(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object) -> None:
+        """Reduce the gradients of a unit that no plan names. Compute waits for it."""
+        self.settle()
+        self._apart(unit, values, grads, last, mesh)
+        self.settle()
+
+    def _apart(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object) -> None:
+        """Reduce a unit's gradients, or zeros, from bytes of their own."""
+        self.completing = True
+        given = dict(zip(unit.paths, values or [None] * len(unit.paths), strict=True))
+        for bucket in unit.buckets:
+            if not bucket.trainable:
+                continue
+            have = grads.get(bucket.name)
+            ways = self.records(bucket).reduce
+            way = ways[have.states == ways[True].states if have is not None else last]
+            stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
+            write_leaves(bucket, stage, given)
+            spare = stage.new_empty(bucket.staged if way.exact else 0, dtype=torch.uint8)
+            job = self._into(grads, bucket, way, stage, spare, mesh)
+            done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)
+            self.run.lanes.keep(stage, spare)
+            if self.plan.schedule.overlap_update:
+                self._newest([bucket], done)
+            if last:
+                self.complete(bucket, grads)
+
+    def complete(self, bucket: Bucket, grads: dict[str, FlatBuffer]) -> None:
+        """Reduce what is still partial of a bucket's main gradients. Nothing to do when nothing is."""
+        have = grads[bucket.name]
+        final = states_of(bucket, "main")
+        if have.states == final:
+            return
+        self.completing = True
+        way = self.records(bucket).finish
+        local = torch.empty(way.numel, dtype=bucket.grads, device=self.run.device)
+        grads[bucket.name] = FlatBuffer(local, bucket, way.states, have.mesh)
+        job = self._complete(bucket, way, have.local, local)
+        done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)
+        if self.plan.schedule.overlap_update:
+            self._newest([bucket], done)
+
+    def _complete(self, bucket: Bucket, way: Route, have: torch.Tensor, out: torch.Tensor) -> Steps:
+        if not self.run.lanes.waits_on_host:
+            self.run.lanes.wait(self.marks.get("outer"))  # the lane does: what is partial may have ended there
+        wire = have.to(way.collectives[0].dtype) if way.collectives else have
+        spare = wire.new_empty(bucket.staged if way.exact else 0, dtype=torch.uint8)
+        yield from self._job(way, wire, spare, out, False)
+        self.run.lanes.keep(have, wire, spare)
+
+    def _submit(
+        self, jobs: list[Steps], ways: list[Route], after: Mark, mark: Mark = None, ordered: bool = False,
+        first: Steps | None = None,
+    ) -> Mark:  # fmt: skip
+        if len(jobs) == 1:
+            job, issued, single, ends = jobs[0], ways[0].collectives, ways[0].single, ways[0].ends
+        else:
+            job, issued = together(jobs), tuple(one for way in ways for one in way.collectives)
+            single, ends = all(way.single for way in ways), max((way.ends for way in ways), key="outer".__eq__)
+        if first is not None:
+            job = chain(first, job)
+        done = self.marks[ends] = self.run.lanes.submit("reduce", issued, job, after, single, ordered, mark)
+        return done
+
+    def _job(self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor, add: bool) -> Steps:
+        """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added."""
+        local = stage
+        lane = "reduce"
+        for i, (kind, collectives, start, size) in enumerate(way.steps):
+            if collectives[0].lane != lane:
+                lane = collectives[0].lane
+                yield lane
+            last = out if not (add or self.carrier.inside) and i == len(way.steps) - 1 else None
+            if way.exact and i == 0:
+                local = yield from self._sum(kind, collectives, stage, spare, last)
+            elif kind == "scatter":
+                part = last if last is not None and last.dtype is local.dtype else local[start : start + size]
+                yield from self.run.collective(collectives[0], part, local)
+                local = part
+            else:
+                yield from self.run.collective(collectives[0], local, local)
+        if way.divisor > 1:
+            local.div_(way.divisor)
+        if add:
+            out.add_(local)
+        elif local is not out:
+            out.copy_(local)
+
+    def _sum(
+        self, kind: str, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> Generator[Any, None, torch.Tensor]:  # fmt: skip
+        """The exact sum over the first axis, float32: this rank's part of it, or all of it where it stays whole."""
+        axis = collectives[0].axis
+        ranks, mine = self.run.sizes[axis], self.run.coordinate[axis]
+        out = out if out is not None and out.dtype is torch.float32 else None
+        came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
+        n, own = stage.numel() // ranks, None
+        if (yield from self.carrier.exchange(collectives, stage, came)):
+            own = mine, stage[mine * n : (mine + 1) * n]
+            if out is None:  # the sum may take its place
+                own = mine, came[mine * n : (mine + 1) * n].copy_(own[1])
+        if kind == "scatter":
+            whole = part = stage.view(torch.uint8)[: 4 * n].view(torch.float32) if out is None else out  # it was sent
+        else:
+            begin = aligned(came.numel() * came.element_size(), STAGED)
+            whole = spare[begin : begin + 4 * ranks * n].view(torch.float32) if out is None else out
+            part = whole[mine * n : (mine + 1) * n]
+        ordered_sum(came, ranks, part, self.average == "mean", own)
+        if kind != "scatter":
+            yield from self.run.collective(collectives[-1], whole, part)
+        return whole
+
+    def records(self, bucket: Bucket) -> Records:
+        """What the verbs do with a bucket."""
+        return records(bucket, self.run.position, self.average, self.carrier.traits)
+
+    def _make(self, index: int, unit: Unit) -> StagingPlace:
+        reduction = self.plan.reductions[index]
+        stays = self.carrier.staging(unit, self.plan.staging)
+        span = None if stays is None else range(reduction.address, reduction.address + reduction.nbytes)
+        if stays is None or span is None:
+            memory = torch.empty(reduction.nbytes, dtype=torch.uint8, device=self.run.device)
+        else:
+            memory = stays[span.start : span.stop]
+        by_name = {bucket.name: bucket for bucket in unit.buckets}
+        slots = []
+        for part in reduction.parts:
+            bucket = by_name[part.bucket]
+            start = part.address - reduction.address
+            sent = bucket.numel * bucket.wire.itemsize
+            whole = memory[start : start + sent].view(bucket.wire)
+            spare = memory[start + aligned(sent, STAGED) : start + part.nbytes]
+            pieces = unflatten_dense_tensors(whole, templates(bucket))
+            placed = zip(bucket.leaf_pieces, bucket.leaves, strict=True)
+            chosen = [(pieces[i], unit.paths.index(leaf.path)) for i, leaf in placed if leaf.numel]
+            gaps = [piece for i, piece in enumerate(pieces) if i not in set(bucket.leaf_pieces)]
+            ways = self.records(bucket).reduce
+            if stays is not None:
+                ways = {last: self.carrier.reduces(way) for last, way in ways.items()}
+            leaves, which = [piece for piece, _ in chosen], tuple(i for _, i in chosen)
+            large = self.run.lanes.copies_on_lanes and any(leaf.nbytes >= LARGE for leaf in leaves)
+            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, ways, large))
+        self.stages[index] = StagingPlace(memory, slots, span)
+        return self.stages[index]
+
+    def late(self) -> set[str] | None:
+        """Buckets whose newest reduction compute has not waited for; None: it is not known which."""
+        return None if self.completing else {slot.bucket.name for stage in self.busy for slot in stage.slots}
+
+    def _newest(self, buckets: list[Bucket], mark: Mark) -> None:
+        """The gradients of these are there from this mark on."""
+        for bucket in buckets:
+            self.reduced.pop(bucket.name, None)
+            self.reduced[bucket.name] = mark
+
+    def touched(self, unit: Unit | None = None) -> None:
+        """The main weights of a unit, or all of the state, are read once more: an update has to wait for that, too."""
+        if unit is None:
+            self.reduced.clear()
+        elif self.reduced:
+            for bucket in unit.buckets:
+                self.reduced.pop(bucket.name, None)
+
+    def settle(self) -> None:
+        """Compute waits for every reduction; their staging is given back."""
+        for mark in self.marks.values():
+            self.run.lanes.wait(mark)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what is under way."""
+        for stage in self.stages.values():  # one may have been interrupted
+            stage.values = None
+        self.marks.clear()
+        self.reduced.clear()
+        self.completing = False
+        while self.busy:
+            self.busy.popleft().give()

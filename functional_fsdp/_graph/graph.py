@@ -1,0 +1,237 @@
+"""graph: a function of a State as a graph of ATen operations and functional collectives, from fake tensors.
+
+    state, args ──fake tensors──▶ fn, run once ──▶ Graph
+
+The verbs are the traced ones (`traced`), autograd's backward is traced as it runs, and nothing is computed. Modules
+that are driven (`T.forward_backward`) use units in an order of their own, which is known at the end only: where it is
+not the one that gathers were issued by, and the schedule leaves it open, the function is traced once more, by it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx as fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .._common.device import device_of
+from .._common.errors import ScheduleError
+from .._common.record import Collective
+from .._common.torch_names import FakeTensorMode, dynamo, enable_python_dispatcher, pytree
+from .._common.tracing import GraphBuild, keep_residuals, lowering
+from .._distributed.lanes import LANES
+from .._runtime.runtime import runtime_of
+from .._spec.spec import Spec
+from .._state.graph_plan import GraphPlan, graph_plan
+from .._state.state import Lineage, State, Version
+from .trace import Trace
+
+__all__ = ["RECORD", "Graph", "Imagined", "graph_of", "kind_of", "refuse_values", "users_line"]
+
+KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+RECORD = "functional_fsdp.collective"  # where a node of the graph has the record that it carries out
+
+#: what torch says of a tensor whose value is asked for, or of a shape that hangs on one
+VALUES = ("DataDependentOutput", "DynamicOutputShape", "get value out of a tracing tensor", "data-dependent")
+
+
+class Graph(NamedTuple):
+    """A function that was traced.
+
+    module: takes those leaves of `(state, args, kwargs)` whose numbers are in `inputs`, and gives the tensors among the
+    leaves of `out`, what the function returned. given: for each of these, which of `inputs` it is, or -1. version: that
+    of the state that the function was called with. sizes: of the mesh's axes. session: what transforms noted. uses: the
+    order that gathers were issued by.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[int, ...]
+    out: Any
+    given: tuple[int, ...]
+    version: Version
+    sizes: Mapping[str, int]
+    session: GraphBuild
+    uses: tuple[str, ...]
+
+    @property
+    def steps(self) -> bool:
+        """Whether the function took a step."""
+        return self.version.spent
+
+    @property
+    def offset(self) -> torch.Tensor | None:
+        """What stands in the graph for `Lineage.offset`."""
+        return self.version.lineage.offset
+
+    def took(self, state: State) -> bool | None:
+        """Whether a state that came out of a step is the one after it; None if it is of another lineage.
+
+        Raises:
+            ScheduleError: it is in the middle of the step.
+        """
+        version: Any = state.version
+        trace = isinstance(version, Trace)
+        if state.grads or (
+            trace and (version.held or version.ready or version.flying or version.pending or version.given)
+        ):
+            raise ScheduleError(
+                "the compiled train step returned a State in the middle of a step. Return it after step()."
+            )
+        if (version.base if trace else version) is self.version:
+            return False
+        return True if not trace and version.lineage is self.version.lineage else None
+
+
+class Imagined:
+    """In the place of a runtime, where nothing runs."""
+
+    epoch = 0
+
+    def __init__(self, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> None:
+        self.sizes, self.coordinate = sizes, coordinate
+        self.groups: dict[Any, Any] = {}
+        self.users: dict[int, int] = {}
+
+
+def graph_of(
+    fn: Callable[..., Any], state: State, args: Any, kwargs: Any, keep: bool, verb: str = "lower",
+    begun: list[GraphBuild] | None = None,
+) -> Graph:  # fmt: skip
+    """`fn(state, *args, **kwargs)` as a graph.
+
+    Args:
+        keep: whether backwards use the forward's residuals, see `keep_residuals`.
+        verb: "lower", or "compile" if the graph is to run: then its collectives name the mesh's communicators.
+        begun: gets the session as soon as there is one, also if it fails.
+
+    Collective, if it is to run: communicators are made when they are first asked for, and see `GraphPlan.lacking`.
+    """
+    state._resting(verb)
+    spec = state.spec
+    found = _recipes(state, spec, verb)
+    graph = _trace(fn, state, args, kwargs, keep, found, begun)
+    order = graph.session.order
+    open_ = spec.schedule.order is None or spec.schedule.order == "recorded"
+    if open_ and order is not None and _flat(order) != graph.uses:
+        found = _recipes(state, spec.with_schedule(spec.schedule.ordered(order)), verb)
+        graph = _trace(fn, state, args, kwargs, keep, found, begun)
+    return graph
+
+
+def _flat(order: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(unit for use in order for unit in ((use,) if isinstance(use, str) else use))
+
+
+def _recipes(state: State, spec: Spec, verb: str) -> GraphPlan:
+    """What traced verbs go by, with the communicators of the mesh if the graph is to run."""
+    mesh, sizes = spec.mesh, spec.axes
+    if verb == "compile":
+        made = state.version.lineage.graph_plan if spec is state.spec else None
+        return made or graph_plan(state.layout, spec, runtime_of(mesh))
+    coordinate = runtime_of(mesh).coordinate if isinstance(mesh, DeviceMesh) else dict.fromkeys(sizes, 0)
+    groups = {(lane, axis): f"{lane} {axis}" for lane in LANES for axis in sizes}  # of nobody: nothing will run
+    return GraphPlan(state.layout, spec, sizes, coordinate, groups)
+
+
+def _trace(
+    fn: Callable[..., Any], state: State, args: Any, kwargs: Any, keep: bool, program: GraphPlan,
+    begun: list[GraphBuild] | None,
+) -> Graph:  # fmt: skip
+    run: Any = program.run or Imagined(program.sizes, program.coordinate)
+    lineage = Lineage(run, state.layout, state.spec)
+    lineage.graph_plan = program
+    lineage.offset = torch.zeros(
+        (), dtype=torch.int64, device=device_of([state.count])
+    )  # the state's own, when it runs
+    version = Version(lineage, 0)
+    leaves, treedef = pytree.tree_flatten((state._evolve(version=version), args, kwargs))
+    device = device_of(leaves)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    which = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    out: Any = None
+    given: tuple[int, ...] = ()
+
+    def flat(*tensors: torch.Tensor) -> Any:
+        nonlocal out, given
+        full = list(leaves)
+        for i, tensor in zip(which, tensors, strict=True):
+            full[i] = tensor
+        first, rest, named = pytree.tree_unflatten(full, treedef)
+        out = fn(first, *rest, **named)
+        found = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        places = {id(tensor): i for i, tensor in enumerate(tensors)}
+        given = tuple(places.get(id(leaf), -1) for leaf in found)
+        return found
+
+    fakes = [_fake(mode, leaves[i], device) for i in which]
+    inner = dynamo().config.patch(error_on_nested_fx_trace=False)  # compiled functions in it are traced as any others
+    with lowering() as session, keep_residuals(keep), _functions(session), mode, enable_python_dispatcher(), inner:
+        if begun is not None:
+            begun.append(session)
+        module = make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    _record(module.graph, session.issued, set(program.groups.values()))
+    return Graph(module, which, out, given, version, program.sizes, session, program.uses)
+
+
+def _record(graph: fx.Graph, issued: list[Collective], groups: Set[str]) -> None:
+    """Have each collective of a fresh graph, but for the user's own, know its record. They were issued in order."""
+    ours = [node for node in graph.nodes if kind_of(node) and node.args[-1] in groups]
+    for node, one in zip(ours, issued, strict=True):
+        node.meta[RECORD] = one
+
+
+def kind_of(node: fx.Node) -> str | None:
+    """What collective a node is."""
+    return KINDS.get(str(getattr(node.target, "overloadpacket", "")).rpartition(".")[2])
+
+
+@contextmanager
+def _functions(session: GraphBuild) -> Iterator[None]:
+    """Note which autograd.Functions are used."""
+    real = torch.autograd.Function.__dict__["apply"]
+
+    def noted(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        session.functions[cls.__qualname__] = None
+        return real.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(noted)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = real  # type: ignore[method-assign]
+
+
+def _fake(mode: FakeTensorMode, leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
+    with mode:
+        on = device if leaf.device.type == "meta" else leaf.device
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=on)
+
+
+def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The first line that is neither torch's nor this package's, as "file:line"; the innermost frame comes first."""
+    for frame, line in frames:
+        owner = str(frame.f_globals.get("__name__", "")).split(".")[0]
+        if owner not in ("torch", "functional_fsdp", "contextlib") and "<" not in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename}:{line}"
+    return "an unknown line"
+
+
+def refuse_values(error: Exception, verb: str) -> None:
+    """Raise what an error means if it comes of a tensor's value, which there is none of while a graph is made."""
+    if any(word in f"{type(error).__name__} {error}" for word in VALUES):
+        frames = [*traceback.walk_tb(error.__traceback__)]
+        raise ScheduleError(
+            f"{verb}: the step asks for a tensor's value, at {users_line(reversed(frames))}. A graph is made once, for "
+            "every value: compute with the tensor (torch.where, a mask), or run this step eagerly."
+        ) from error

@@ -1,0 +1,1 @@
+"""The ranks of this machine as processes."""

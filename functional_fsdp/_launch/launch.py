@@ -1,0 +1,169 @@
+"""`local_mesh`, the mesh of the ranks that are there, and `launch`, a function on every rank of this machine."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .._common.errors import CommError
+from .objects import without_numpy
+from .pool import LaunchError
+from .worker import STORE, TIMEOUT
+from .workers import WorkerGroup, default_nprocs
+
+__all__ = ["LaunchError", "launch", "local_mesh", "stop_workers"]
+
+T = TypeVar("T")
+_kept: dict[tuple[int, int], WorkerGroup] = {}  # by the caller's process and the number of ranks
+_meshes: dict[Any, Any] = {}  # one for each shape, since one of several axes brings new process groups
+_numbers = itertools.count()  # of the process groups that this process was in: each has keys of its own in the store
+
+
+def local_mesh(device: str | None = None, /, **axes: int) -> DeviceMesh:
+    """The mesh of all ranks, whose process group is created if there is none: one rank needs no set-up at all.
+
+    Args:
+        device: "cpu" or "cuda"; by default CUDA where there is any.
+        **axes: sizes by name, outermost first, one of which may be -1. Default: one axis, `data=-1`.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks, or a rank has no GPU of its own.
+        CommError: not all ranks came.
+
+    >>> local_mesh(replica=1, shard=-1).mesh_dim_names
+    ('replica', 'shard')
+    """
+    if not dist.is_initialized():
+        _init_process_group(device or ("cuda" if torch.cuda.device_count() else "cpu"))
+    device = device or ("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+    axes = axes or {"data": -1}
+    if _meshes.get("of") is not dist.group.WORLD:
+        _meshes.clear()  # whose process groups were destroyed
+        _meshes["of"] = dist.group.WORLD
+    names, sizes = tuple(axes), _sizes(axes, dist.get_world_size())
+    key = device, names, sizes
+    if key not in _meshes:
+        with _reached(f"local_mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"):
+            _meshes[key] = init_device_mesh(device, sizes, mesh_dim_names=names)
+    return _meshes[key]
+
+
+@contextmanager
+def _reached(what: str) -> Iterator[None]:
+    """What torch says of ranks that do not come, or are gone, as an error of this package's."""
+    try:
+        yield
+    except RuntimeError as error:
+        rank, world = os.environ.get("RANK", "?"), os.environ.get("WORLD_SIZE", "?")
+        raise CommError(
+            f"{what}: rank {rank} of {world} could not reach all the others: a rank died, or did not start within the "
+            f"timeout, or cannot be reached over the network. Restart the job. torch says: {str(error)[:300]}"
+        ) from error
+
+
+def _init_process_group(device: str) -> None:
+    if device == "cuda":
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= gpus:
+            raise ValueError(
+                f"local_mesh(): this machine has {gpus} GPU(s), none for local rank {local}. "
+                f'Start at most {gpus} rank(s) here, or use local_mesh("cpu", ...)'
+            )
+        torch.cuda.set_device(local)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    timeout = timedelta(seconds=float(os.environ.get(TIMEOUT, "600")))
+    if STORE in os.environ:  # a file: a TCPStore looks up every peer's host name, which can take seconds
+        file = dist.FileStore(os.environ[STORE])  # type: ignore[attr-defined]
+        store: Any = dist.PrefixStore(f"group/{next(_numbers)}", file)  # type: ignore[attr-defined]
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        store, rank, world = None, -1, -1  # all from the environment
+    else:
+        store, rank, world = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    with _reached("local_mesh()"):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    # gloo's threads need the interpreter once more to drop the last collective's tensors; without it they abort.
+    atexit.register(time.sleep, 0.1)
+
+
+def _sizes(axes: dict[str, int], world: int) -> tuple[int, ...]:
+    """The axis sizes with -1 worked out.
+
+    >>> _sizes({"replica": 2, "shard": -1}, 8)
+    (2, 4)
+    """
+    call = f"local_mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"
+    free = [name for name, size in axes.items() if size == -1]
+    bad = [name for name, size in axes.items() if not isinstance(size, int) or (size < 1 and size != -1)]
+    if bad or len(free) > 1:
+        reason = f"{bad[0]}={axes[bad[0]]} is no size" if bad else f"{' and '.join(free)} are all -1"
+        raise ValueError(
+            f"{call}: {reason}. Give whole numbers from 1 on, one of which may be -1 (the rest of the ranks)"
+        )
+    given = math.prod(size for size in axes.values() if size != -1)
+    if world % given or (not free and given != world):
+        hint = "a divisor of it" if free else "exactly that, or give one axis as -1"
+        raise ValueError(f"{call}: the sizes multiply to {given}, the world has {world} rank(s). Make it {hint}")
+    return tuple(world // given if size == -1 else size for size in axes.values())
+
+
+def launch(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    nprocs: int | None = None,
+    timeout: float | None = None,
+) -> list[T]:
+    """Runs `fn(*args, **kwargs)` on `nprocs` ranks of this machine and returns every rank's result, in rank order.
+
+    The one-shot form of `workers`: what a call returns is sent back. The processes stay for the next call with the same
+    `nprocs`: process groups, compiled code and globals of modules are still there. They end with the caller, also one
+    that is killed. `fn` and what it refers to are sent anew each time, as the caller sees them now. What ranks print is
+    shown, other ranks than 0 with their number before it. Calls from several threads take turns. Ctrl-C stops the call.
+
+    Args:
+        fn: any function; one from a notebook cell, `__main__`, a lambda or a closure takes cloudpickle.
+        args, kwargs: what it is called with.
+        nprocs: number of ranks. Default: one for each GPU, or 2 where there is none.
+        timeout: seconds a collective may wait for the other ranks, for the groups that are created in this call.
+            Default: 600.
+
+    Raises:
+        LaunchError: a rank raised or died. The workers survive if every rank came to an end.
+        RuntimeError: this process is itself a rank, or the call came from inside another one (a signal handler, say).
+        TypeError: `fn` or its arguments hold something that cannot be sent.
+        ValueError: `nprocs` is less than 1.
+
+    >>> launch(lambda x: x * 2, (21,), nprocs=2)
+    [42, 42]
+    """
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"launch(): args is {args!r}; expected a tuple, as in launch(fn, (1, 2)). The number of ranks is nprocs="
+        )
+    count = default_nprocs() if nprocs is None else nprocs
+    key = os.getpid(), count
+    if key not in _kept:
+        _kept[key] = WorkerGroup(count, None, "launch")
+    return _kept[key]._run(fn, args, kwargs or {}, keep=False, timeout=timeout)
+
+
+def stop_workers() -> None:
+    """Ends the workers of every `launch` so far; the next call starts new ones."""
+    for key in [key for key in _kept if key[0] == os.getpid()]:
+        _kept.pop(key).close()
+
+
+without_numpy()

@@ -1,0 +1,332 @@
+"""Worker: the life of a process that is one rank of this machine, from its fork to the caller's end.
+
+      caller                                       rank r of nprocs
+        |---- Setup -------------------------------->|  RANK, WORLD_SIZE, ... as torchrun sets them
+        |<--- "ready", its process's number ---------|
+        |---- "call", Call ------------------------->|  fn(*args, **kwargs), on the main thread
+        |<--- "stdout" | "stderr", what it prints ---|
+        |---- "stop", number ----------------------->|  KeyboardInterrupt in that call, if it still runs
+        |<--- "spoilt" ------------------------------|  a collective failed: end these workers after the call
+        |<--- "done", result | "failed", report -----|
+
+A second thread reads what the caller sends, so an interrupt arrives while a call runs, and the process ends when the
+caller does. Results that stay here are in a table, under the numbers that the caller's handles have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import io
+import os
+import pickle
+import queue
+import shutil
+import signal
+import socket
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from multiprocessing import connection
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from .._common.errors import FsdpError, StaleStateError
+from .._common.torch_names import pytree
+from .._runtime.runtime import any_failed
+from .._state.state import State
+from .._verbs.verbs import newest
+from .reloads import Reloads
+from .transfer import dumps, loads
+
+__all__ = ["STORE", "TIMEOUT", "Call", "Key", "Setup", "held", "live", "renew", "same", "short"]
+
+STORE = "FUNCTIONAL_FSDP_STORE"  # the file over which ranks of this machine meet; `local_mesh` reads this and the next
+TIMEOUT = "FUNCTIONAL_FSDP_TIMEOUT"  # seconds a collective may wait for the other ranks
+PR_SET_PDEATHSIG = 1  # of prctl
+WIDTH = 100  # characters of a value, where a handle is printed
+
+Key = tuple[int, int | None]  # the number of a call, and a place in the tuple that it returned; None: all of it
+
+
+class Setup(NamedTuple):
+    """What a worker begins with, all of it the caller's: like a fork of it, but for what it has imported."""
+
+    rank: int
+    nprocs: int
+    environ: dict[str, str]
+    argv: list[str]
+    threads: int  # of the caller
+    filters: list[bytes]  # of warnings, each pickled
+    folder: str  # where the ranks' store lies, if not in an open file
+
+
+class Call(NamedTuple):
+    """One call of a function.
+
+    number: of the call. payload: (fn, args, kwargs). keep: whether the result stays here. drop: what no handle of the
+    caller's refers to any more. reloads: which modules the caller has loaded anew, see `_launch.reloads`.
+    """
+
+    number: int
+    payload: bytes
+    keep: bool
+    cwd: str
+    path: list[str]
+    timeout: float
+    drop: list[Key]
+    reloads: tuple[dict[str, int], bool]
+
+
+# ---------------------------------------------------------------- results that stay here
+
+_values: dict[Key, Any] = {}
+_lengths: dict[int, int] = {}  # of results that are tuples, by call; their items lie one by one
+
+
+def held(key: Key) -> Any:
+    """The value of a handle."""
+    number, place = key
+    if place is None and number in _lengths:
+        return tuple(_values[number, i] for i in range(_lengths[number]))
+    return _values[key]
+
+
+def _keep(number: int, result: Any) -> int | None:
+    """Keep a call's result. Returns its length if it is a tuple that is not empty."""
+    if type(result) is tuple and result:
+        _lengths[number] = len(result)
+        _values.update(((number, i), item) for i, item in enumerate(result))
+        return len(result)
+    _values[number, None] = result
+    return None
+
+
+def _drop(keys: Iterable[Key]) -> None:
+    for number, place in keys:
+        if place is None:
+            for i in range(_lengths.pop(number, 0)):
+                _values.pop((number, i), None)
+        _values.pop((number, place), None)
+
+
+def renew(keys: list[Key]) -> None:
+    """After a call that was stopped: each State that it was given is the one after the last whole step. The ranks of
+    its mesh meet here, since some may have been stopped in a step and others after it."""
+    runs: dict[int, Any] = {}
+    for key in keys:
+        number, place = key
+        if place is None and number in _lengths:
+            renew([(number, i) for i in range(_lengths[number])])
+        else:
+            _values[key] = pytree.tree_map(_newest, _values[key], is_leaf=_is_state)
+            found = [x for x in pytree.tree_leaves(_values[key], is_leaf=_is_state) if _is_state(x)]
+            runs |= {id(state.version.lineage.runtime): state.version.lineage for state in found}
+    for lineage in runs.values():
+        if lineage.runtime.size > 1:
+            with contextlib.suppress(FsdpError):  # the state says so itself where it is used
+                lineage.runtime.restart(lineage.number)
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, State)
+
+
+def _newest(value: Any) -> Any:
+    if isinstance(value, State):
+        try:
+            value._valid("a handle")
+        except StaleStateError:
+            with contextlib.suppress(StaleStateError):  # it says so itself where it is used
+                return newest(value)
+    return value
+
+
+def same(value: Any) -> Any:
+    """The value of a handle, sent to the caller."""
+    return value
+
+
+def short(value: Any) -> str:
+    """A value in one line."""
+    text = repr(value)
+    text = " ".join(text.partition("\n")[0].split() if isinstance(value, State) else text.split())
+    return text if len(text) <= WIDTH else text[: WIDTH - 1] + "…"
+
+
+# ---------------------------------------------------------------- its life
+
+
+def live(pipe: connection.Connection, files: list[int], server: int) -> NoReturn:
+    """The life of a worker: set up as a rank, then serve calls until the caller is gone."""
+    folder = ""
+    try:
+        _end_with(server)
+        setup: Setup = pickle.loads(pipe.recv_bytes())
+        folder = setup.folder
+        _become(setup, files)
+        worker = _Worker(pipe, setup)
+        worker.send("ready", os.getpid())
+        worker.work()
+    except (EOFError, OSError):
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc(file=sys.__stderr__)
+    finally:
+        os._exit(1)
+
+
+def _end_with(server: int) -> None:
+    """Have the kernel kill this process when the server that forked it ends, also in a collective."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != server:  # it was gone before that
+        os._exit(0)
+
+
+def _become(setup: Setup, files: list[int]) -> None:
+    """Makes this process a rank: the caller's environment and settings, torchrun's variables, its part of the cores."""
+    os.environ.clear()
+    os.environ.update(setup.environ, RANK=str(setup.rank), LOCAL_RANK=str(setup.rank))
+    if files:  # the ranks meet in a file without a name
+        os.environ[STORE] = f"/proc/self/fd/{files[0]}"
+    for name in ("lo", "lo0"):  # all ranks are here, so no host name needs to be resolved
+        if name in (interface for _, interface in socket.if_nameindex()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    sys.argv[:] = setup.argv
+    warnings.resetwarnings()
+    for item in setup.filters:
+        with contextlib.suppress(Exception):  # a category that cannot be imported here
+            warnings.filters.append(pickle.loads(item))  # type: ignore[attr-defined]
+    torch.set_num_threads(max(1, setup.threads // setup.nprocs))
+
+
+class _Worker:
+    """Serves calls on the main thread, and reads what the caller sends on another."""
+
+    def __init__(self, pipe: connection.Connection, setup: Setup) -> None:
+        self.pipe, self.folder = pipe, setup.folder
+        self.lock = threading.Lock()
+        self.calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        self.reloads = Reloads()
+        self.serving = 0  # the number of the call that runs
+        self.stopping = 0  # the number of the call that is to be stopped
+        self.sending = False  # whether the main thread is in the middle of a message
+        self.out, self.err = _Stream(self.send, "stdout", setup.rank), _Stream(self.send, "stderr", setup.rank)
+        sys.stdout, sys.stderr = self.out, self.err
+
+    def work(self) -> NoReturn:
+        signal.signal(signal.SIGINT, self._interrupted)
+        threading.Thread(target=self._read, name="caller", daemon=True).start()
+        while True:
+            message = self._serve(self.calls.get())
+            self.out.finish()
+            self.err.finish()
+            if any_failed():
+                self.send("spoilt", "")
+            self.send(*message)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                kind, content = pickle.loads(self.pipe.recv_bytes())
+                if kind == "call":
+                    self.calls.put(content)
+                else:
+                    self.stopping = content
+                    main = threading.main_thread().ident
+                    assert main is not None
+                    signal.pthread_kill(main, signal.SIGINT)
+        except (EOFError, OSError):
+            if self.folder:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            os._exit(0)
+
+    def _interrupted(self, *_: Any) -> None:
+        """The handler of SIGINT: it counts once, and only in the call that it is meant for."""
+        if self.stopping and self.stopping == self.serving and not self.sending:
+            self.stopping = 0
+            raise KeyboardInterrupt
+
+    def send(self, kind: str, content: Any) -> None:
+        data = pickle.dumps((kind, content))
+        main = threading.current_thread() is threading.main_thread()
+        self.sending = main or self.sending
+        try:
+            with self.lock:
+                self.pipe.send_bytes(data)
+        finally:
+            if main:
+                self.sending = False
+        if main and self.stopping:  # an interrupt came in the middle of it
+            self._interrupted()
+
+    def _serve(self, call: Call) -> tuple[str, Any]:
+        """One call: ("done", result) or ("failed", (what, traceback))."""
+        try:
+            try:
+                self.serving = call.number
+                return "done", self._run(call)
+            finally:
+                self.serving = 0
+        except BaseException as error:
+            trace = error.__traceback__
+            while trace is not None and trace.tb_frame.f_code.co_filename == __file__:  # from fn on
+                trace = trace.tb_next
+            what = traceback.format_exception_only(error)[-1].strip()
+            return "failed", (what, "".join(traceback.format_exception(type(error), error, trace)))
+
+    def _run(self, call: Call) -> Any:
+        _drop(call.drop)
+        os.chdir(call.cwd)
+        sys.path[:] = call.path
+        os.environ[TIMEOUT] = str(call.timeout)
+        self.reloads.follow(*call.reloads)
+        fn, args, kwargs = loads(call.payload)
+        result = fn(*args, **kwargs)
+        if call.keep:
+            return _keep(call.number, result)
+        try:
+            return dumps(result, home=True)
+        except Exception as error:
+            raise TypeError(f"what it returned cannot be sent back: {error}") from error
+
+
+class _Stream(io.TextIOBase):
+    """A rank's stdout or stderr: whole lines go to the caller, which shows them where the user looks, a notebook cell
+    say. Rank 0 may also flush a part of a line (a progress bar); the others' lines have their number in front."""
+
+    encoding = "utf-8"
+
+    def __init__(self, send: Callable[[str, Any], None], kind: str, rank: int) -> None:
+        self.send, self.kind = send, kind
+        self.prefix = f"[rank {rank}] " if rank else ""
+        self.rest = ""  # an unfinished line
+
+    def write(self, text: str) -> int:
+        *lines, self.rest = (self.rest + text).split("\n")
+        if lines:
+            self.send(self.kind, "".join(f"{self.prefix}{line}\n" for line in lines))
+        return len(text)
+
+    def flush(self) -> None:
+        if self.rest and not self.prefix:
+            self.send(self.kind, self.rest)
+            self.rest = ""
+
+    def finish(self) -> None:
+        """Ends a line that the call left unfinished."""
+        if self.rest:
+            self.write("\n")
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return {"stdout": 1, "stderr": 2}[self.kind]

@@ -1,0 +1,1 @@
+"""Modules as functions of their parameters."""

@@ -1,0 +1,328 @@
+"""Modules as functions: `functionalize` splits a module into parameters and a skeleton, `bind` puts weights back in.
+
+Your module is not touched: a skeleton (see `_nn.skeleton`) is a copy without weights.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import FrameType, FunctionType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn as nn
+
+from .._common.errors import TreeError
+from .._common.interrupts import whole
+from .._common.torch_names import autograd_node, reparametrize_module
+from .skeleton import Placeholder, refuse_meta, skeleton_of
+from .ties import aliases_of, tied
+
+M = TypeVar("M", bound=nn.Module)
+
+__all__ = ["Bound", "bind", "functionalize"]
+
+
+def functionalize(module: M) -> tuple[dict[str, torch.Tensor], M]:
+    """Split a module into its parameters and a skeleton.
+
+    Returns:
+        `{path: parameter}`, the module's own tensors, tied ones at each of their paths; and the skeleton, for `bind`.
+
+    Example:
+        >>> params, model = functionalize(nn.Linear(2, 3))
+        >>> bind(model, params)(torch.ones(1, 2)).shape
+        torch.Size([1, 3])
+    """
+    params: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return params, skeleton_of(module)
+
+
+class Slots:
+    """Where a skeleton keeps parameters and buffers: noted once, compared with what is there whenever weights go in.
+
+    A slot is a dict of parameters and a name in it. `usable`: each has a placeholder and a path of its own.
+    """
+
+    def __init__(self, skeleton: nn.Module) -> None:
+        modules, paths = [skeleton], [""]
+        for module, path in zip(modules, paths, strict=True):  # breadth first; both grow as it goes
+            parts = {name: part for name, part in module._modules.items() if part is not None}
+            modules += parts.values()
+            paths += [f"{path}{name}." for name in parts]
+        found = [(m._parameters, path) for m, path in zip(modules, paths, strict=True)]
+        held = [(params, path, name) for params, path in found for name, p in params.items() if p is not None]
+        self.keys = [path + name for _, path, name in held]
+        self.slots: list[tuple[dict[str, Any], str]] = [(params, name) for params, _, name in held]
+        self.placeholders = [params[name] for params, name in self.slots]
+        self.shapes = [torch.Size(p.size()) for p in self.placeholders]
+        self.buffers: list[dict[str, Any]] = [m._buffers for m in modules]
+        self.meta: list[tuple[str, dict[str, Any], str]] = [
+            (f"{path}{name}", m._buffers, name)
+            for m, path in zip(modules, paths, strict=True)
+            for name, b in m._buffers.items()
+            if b is not None and b.is_meta
+        ]
+        self.dicts: list[Any] = [m._modules for m in modules] + [m._parameters for m in modules]
+        self.noted = [dict(d) for d in self.dicts]
+        apart = len({(id(params), name) for params, name in self.slots}) == len(self.slots)
+        self.aliases = aliases_of(skeleton)
+        self.lent: list[Any] | None = None  # while weights are in the slots, the buffers that were there before
+        self.usable = apart and all(type(p) is Placeholder for p in self.placeholders)
+
+    def fit(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor] | None:
+        """The weights in the order of the slots, if they are tensors with the right keys and shapes."""
+        weights = tied(weights, self.aliases) if self.aliases else weights
+        if len(weights) != len(self.keys):
+            return None
+        try:
+            given = [weights[key] for key in self.keys]
+            return given if [*map(torch.Tensor.size, given)] == self.shapes else None
+        except (KeyError, TypeError):  # TypeError: not a tensor
+            return None
+
+    @whole
+    def restore(self, module: nn.Module) -> None:
+        """Placeholders and buffers back in their places."""
+        for (held, name), placeholder in zip(self.slots, self.placeholders, strict=True):
+            if name in held:
+                held[name] = placeholder
+            else:
+                _put(module, held, name, placeholder)
+        for held, before in self.lent or ():
+            for name, buffer in before.items():
+                if buffer is not None:
+                    _put(module, held, name, buffer)
+        self.lent = None
+
+    def same(self) -> bool:
+        """Whether the parts and the placeholders are those that were noted: identities, compared in C."""
+        try:
+            return self.dicts == self.noted
+        except (TreeError, RuntimeError):  # a placeholder was compared, by value, with what is in its place
+            return False
+
+
+def _recomputing() -> bool:
+    """Whether a backward runs this: activation checkpointing, which must not change buffers a second time."""
+    return not torch.compiler.is_compiling() and autograd_node() is not None
+
+
+Place = tuple[Slots, list[torch.Tensor]]
+_NOTED: WeakKeyDictionary[nn.Module, Slots] = WeakKeyDictionary()
+
+
+def _place(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Place | None:
+    """A skeleton's slots, and the weights that fit them. None where only the long way can tell, see `Bound._lend`."""
+    if torch.compiler.is_compiling():
+        return None
+    slots = _NOTED.get(module)
+    if slots is not None and slots.lent is not None and not _lending(slots):
+        slots.restore(module)  # an interrupt came before it was
+    if slots is None or not slots.same():  # first seen, changed, or weights are in it just now
+        if type(next(module.parameters(), None)) is not Placeholder:
+            return None
+        slots = Slots(module)
+        if not slots.usable:
+            return None
+        _NOTED[module] = slots
+    given = slots.fit(weights)
+    return None if given is None else (slots, given)
+
+
+def _lending(slots: Slots) -> bool:
+    """Whether a call has weights in these slots. The stack says: one that was stopped may not have come to say so."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is Bound._lend.__code__ and frame.f_locals.get("slots") is slots:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _put(module: nn.Module, held: dict[str, Any], name: str, tensor: Any) -> None:
+    """Put a tensor back where it was held, also if the module's code deleted it, or put something else in its place."""
+    if name not in held:
+        for m in module.modules():
+            if held is m._parameters or held is m._buffers:
+                for place in (vars(m), m._parameters, m._buffers, m._modules):
+                    place.pop(name, None)
+    held[name] = tensor
+
+
+OWN = ("_module", "_weights", "_place")
+
+
+class Bound:
+    """A module with weights: call it, call its methods, read its attributes and submodules. Made by `bind`."""
+
+    _module: Any
+    _weights: Mapping[str, torch.Tensor]
+    _place: Place | None
+
+    def __init__(self, module: nn.Module, weights: Mapping[str, torch.Tensor], place: Place | None = None) -> None:
+        own = self.__dict__
+        own["_module"], own["_weights"], own["_place"] = module, weights, place
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._lend(type(self._module).__call__, args, kwargs)
+
+    def _lend(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function of the module while the module has these weights and its buffers (at each of their paths).
+
+        The short way is for skeletons whose slots are known. The long way, torch.func's, is for every module, for
+        calls within calls that bind other weights, and for torch.compile.
+        """
+        module = self._module
+        place = None if torch.compiler.is_compiling() else self._place or _place(module, self._weights)
+        if place is None or not place[0].same():
+            own = dict(module.named_buffers(remove_duplicate=False))
+            if own and _recomputing():
+                own = {path: buffer.clone() for path, buffer in own.items()}
+            tensors = {**own, **self._weights}
+            with reparametrize_module(module, tensors, tie_weights=False, strict=True, stack_weights=True):
+                return function(module, *args, **kwargs)
+        slots, weights = place
+        for path, held, name in slots.meta:
+            if held[name].is_meta and not all(w.is_meta for w in weights):
+                refuse_meta(path)
+        slots.lent = [(held, held.copy()) for held in slots.buffers if held] if any(slots.buffers) else []
+        try:
+            if slots.lent and _recomputing():
+                for held, before in slots.lent:
+                    held.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})
+            for (held, name), weight in zip(slots.slots, weights, strict=True):
+                held[name] = weight
+            return function(module, *args, **kwargs)
+        finally:
+            slots.restore(module)
+
+    def _child(self, name: str) -> Bound:
+        return Bound(self._module._modules[name], _below(self._weights, name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OWN:  # made without `__init__`, as copiers and compilers do
+            raise AttributeError(name)
+        if name in self._weights:
+            return self._weights[name]
+        module = self._module
+        if name in module._modules:
+            return self._child(name)
+        of_class = _of_class(type(module), name)
+        if isinstance(of_class, property):
+            return self._lend(of_class.fget, (), {})
+        if isinstance(of_class, FunctionType) and of_class is not _of_class(nn.Module, name):
+            return lambda *args, **kwargs: self._lend(of_class, args, kwargs)
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"cannot set {name!r} on a bound module: it is a pure function of its weights. Set it on the skeleton."
+        )
+
+    # containers: nn.ModuleList, nn.Sequential, nn.ModuleDict
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            part = self._module[index]
+            names = list(self._module._modules)[index]
+            weights = {new + key[len(old):]: w for new, old in zip(part._modules, names, strict=True)
+                       for key, w in self._weights.items() if key.startswith(old + ".")}  # fmt: skip
+            return Bound(part, weights)
+        if isinstance(index, str):
+            return self._child(index)
+        self._module[index]  # raises IndexError
+        return self._child(list(self._module._modules)[index])
+
+    def __iter__(self) -> Any:
+        if isinstance(self._module, nn.ModuleDict):
+            return iter(self._module)
+        return (self._child(name) for name in self._module._modules)
+
+    def __len__(self) -> int:
+        return len(self._module)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, name: Any) -> bool:
+        return name in self._module._modules
+
+    def items(self) -> Any:
+        """(name, bound submodule) pairs of an nn.ModuleDict."""
+        return ((name, self._child(name)) for name in self._module._modules)
+
+    def values(self) -> Any:
+        """The bound submodules of an nn.ModuleDict."""
+        return (self._child(name) for name in self._module._modules)
+
+    def parameters(self) -> Any:
+        """The weights it is bound to."""
+        return iter(self._weights.values())
+
+    def named_parameters(self) -> Any:
+        """(path, weight) pairs."""
+        return iter(self._weights.items())
+
+    def __repr__(self) -> str:
+        return f"Bound({self._module!r})"
+
+
+def _of_class(cls: type, name: str) -> Any:
+    return next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+
+
+def _below(weights: Mapping[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {k[len(name) + 1 :]: v for k, v in weights.items() if k.startswith(name + ".")}
+
+
+def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
+    """A strict functional call that behaves as the module: `bind(model, params)(x)`, `bind(model.blocks[0], w)(h)`.
+
+    Args:
+        model: a skeleton, or a submodule of one (any module works; its own weights are never used).
+        weights: `{path relative to the module: tensor}`, all of its parameters and nothing else: what `unshard` gives.
+            A leaf that the module has tied is taken from the first of its paths, whatever is at the others: so it stays
+            one leaf when weights are changed one by one (`{k: p - lr * g[k]}`, an inner step).
+
+    Returns:
+        a callable with the module's methods, attributes and submodules, all seeing these weights.
+
+    Raises:
+        TreeError: keys that are missing, unknown, or of another shape.
+    """
+    if isinstance(model, Bound):
+        model = model._module
+    if not isinstance(weights, Mapping):
+        raise TreeError(f"bind: weights is a {type(weights).__name__}; expected {{path: tensor}}, as unshard gives.")
+    place = _place(model, weights)
+    aliases = aliases_of(model) if place is None else place[0].aliases
+    if aliases:
+        weights = tied(weights, aliases)
+    if place is None:
+        _validate(model, weights)
+    return Bound(model, weights, place)
+
+
+def _validate(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Say what is wrong with the weights of a module, if anything is."""
+    wanted = dict(model.named_parameters(remove_duplicate=False))
+    missing, extra = [k for k in wanted if k not in weights], [k for k in weights if k not in wanted]
+    if missing or extra:
+        said = " and ".join(f"{what} {', '.join(map(repr, keys[:3]))}{'...' if len(keys) > 3 else ''}"
+                            for what, keys in (("lacks", missing), ("has the unknown", extra)) if keys)  # fmt: skip
+        raise TreeError(
+            f"bind: {type(model).__name__} has {len(wanted)} parameters and was given {len(weights)} weights: it "
+            f"{said}. Give exactly the weights of "
+            f"this module, by paths relative to it (a tied weight is a unit of its own: add it under the module's key)."
+        )
+    for key, placeholder in wanted.items():
+        weight: Any = weights[key]
+        if not isinstance(weight, torch.Tensor):
+            raise TreeError(f"bind: the weight {key!r} is a {type(weight).__name__}; expected a tensor.")
+        if weight.shape != placeholder.shape:
+            raise TreeError(
+                f"bind: the weight {key!r} has shape {tuple(weight.shape)}; expected {tuple(placeholder.shape)}."
+            )

@@ -1,0 +1,359 @@
+"""Advance: what follows from where a program stands. Pure: (plan, cursor, event) in, (cursor, actions) out.
+
+Every rank issues gathers in the plan's order, and reductions in the plan's order, whatever it uses itself. So a use is
+matched with the program, and everything that the plan issues up to there is issued:
+
+| a unit that is asked for                           | is taken for                                                 |
+|----------------------------------------------------|--------------------------------------------------------------|
+| is the one expected                                | that use                                                     |
+| comes later, past units that this rank passes over | that use; what lies between is issued all the same           |
+| is held                                            | no use: it is handed out, the cursor stays                   |
+| anything else in the program                       | the next pass: evaluation, another microbatch; or, between   |
+|                                                    | `begin` and `end`, which say where a pass is: not in it      |
+| is not in the program                              | a use outside the plan: every rank must come with the same   |
+
+A rank must come to the backward of what it used in the forward, until its gradient came, and to no other.
+
+Gradients come in any order. One that is early waits until those before it came, or until this rank has passed their
+uses without using the unit: then zeros are reduced in their stead, since peers may have something to add. A gradient
+for a unit whose turn is over begins the next round.
+
+| event                | says                                                                                       |
+|----------------------|--------------------------------------------------------------------------------------------|
+| "unshard", units     | they are asked for, at once                                                                |
+| "release", units     | they are given back                                                                        |
+| "reduce", unit       | its gradient came                                                                          |
+| "empty", unit        | its gradient came, and has no elements                                                     |
+| "reduce tree", unit  | as "reduce", of a whole tree's gradient: these come between two "round", and in no pass    |
+| "empty tree", unit   | as "empty", of a whole tree's gradient                                                     |
+| "skip", unit         | it was used in the forward, and no gradient of it will come                                |
+| "begin"              | a pass begins, which ends where "end" says                                                 |
+| "begin agreed"       | and in which ranks agree on each use                                                       |
+| "turn"               | its forward is over                                                                        |
+| "end"                | it is over; a use may begin the next one again                                             |
+| "close"              | this rank comes to nothing more in this pass                                               |
+| "round"              | no more gradients come in this round                                                       |
+| "finish", "step"     | both; with "step" what is held need not stay good                                          |
+| "look"               | there were no gradients, and there will be none                                            |
+| "peer gathers"       | a peer waits for the next gather                                                           |
+| "peer reduces"       | a peer waits for the next reduction                                                        |
+
+| action               | is                                                                                         |
+|----------------------|--------------------------------------------------------------------------------------------|
+| "gather", i          | start gather i                                                                             |
+| "keep", i            | the gradient that came is that of reduction i                                              |
+| "reduce", (i, came)s | start these reductions, with the gradients that came or with zeros; and what was put off   |
+| "unplanned", unit    | no plan names this: ranks agree on it first                                                |
+| "agreed", unit       | ranks agree on what comes next until it is this                                            |
+| "free", unit         | its bytes are good no more                                                                 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .._common.errors import ScheduleError
+from .cursor import Cursor
+from .plan import Plan
+from .walk import Action, Walk
+
+__all__ = ["Action", "Event", "advance"]
+
+Event = tuple[str, tuple[str, ...]]
+
+
+def advance(plan: Plan, cursor: Cursor, event: Event) -> tuple[Cursor, tuple[Action, ...]]:
+    """What an event makes of a cursor, and what is to be done, in this order. See the tables above.
+
+    Raises:
+        ScheduleError: a gather would write over a unit that was not released, or a unit that is released is not held.
+
+    >>> from ._layout import LeafInfo, plan_layout
+    >>> from ._plan import make_plan
+    >>> from ._spec import Spec
+    >>> import torch
+    >>> p = make_plan(plan_layout([LeafInfo(f"{name}.w", (1024,), torch.float32) for name in "abc"], Spec({"data": 4})))
+    >>> cursor, actions = advance(p, Cursor(p), ("unshard", ("a",)))
+    >>> cursor.at, actions
+    (1, (('gather', 0), ('gather', 1)))
+    """
+    kind, units = event
+    walk = _Rules(plan, cursor)
+    _EVENTS[kind](walk, *((units,) if kind in ("unshard", "release") else units))
+    return walk.cursor(), tuple(walk.actions)
+
+
+class _Rules(Walk):
+    """What each event does."""
+
+    # ---------------------------------------------------------------- gathers
+
+    def unshard(self, names: Sequence[str]) -> None:
+        """Units are asked for, at once."""
+        if self.agreed:
+            self.used.update(names)
+            self.actions += [("agreed", name) for name in names]
+            return
+        plan, at = self.plan, self.at
+        if (
+            len(names) == 1
+            and at < self.limit
+            and plan.uses[at].unit == names[0]
+            and (plan.opens[at] or names[0] in self.awaited)
+        ):  # nearly always
+            due = [*range(self.issued, plan.due[at])]
+            if due and self.held:
+                due = self.startable(at, self.issued, at, dict.fromkeys(self.held, -1))
+            self.issue(due)
+            self.take([at], names)
+            self.gather(due)
+            return
+        outside: list[str] = []
+        mine: dict[str, int] = {}  # what is handed out -> the gather since which it is good
+        taken: list[int] = []
+        start = self.call_of(names)
+        last, wraps, issued = start - 1, False, self.issued
+        for name in sorted(names, key=lambda name: (name not in self.held, self.next_use(name, start))):
+            may_wrap = not self.phase and not wraps and last < at
+            found = self.find(name, last + 1, names, may_wrap)
+            wrapping = found is not None and 0 <= found <= last
+            first = 0 if wrapping else issued
+            if found is not None and found >= 0 and not plan.by_name[name].nbytes and (
+                self.overwritten(range(first, plan.due[found]), dict.fromkeys(self.held, -1)) is not None
+            ):  # fmt: skip
+                found = -1  # it is resident: good whatever is gathered
+            if found is None or (found >= 0 and self.overwritten(range(first, self.needed(first, found)), mine)):
+                outside.append(name)  # not in the program, or the plan has it after others that are named at once
+                continue
+            if found >= 0:
+                last, wraps, issued = found, wraps or wrapping, self.needed(first, found)
+                taken.append(found)
+            mine[name] = issued - 1 if found >= 0 else -1
+        handed = [name for name in names if name not in outside]
+        if taken:
+            self.jump(taken, handed, mine, wraps)
+        else:
+            self.held.update(handed)
+        self.actions += [("unplanned", name) for name in outside]
+
+    def jump(self, taken: Sequence[int], handed: Sequence[str], mine: dict[str, int], wraps: bool) -> None:
+        """These uses come next, and not the one expected."""
+        closing = list(range(self.issued, self.end)) if wraps else []
+        good = dict.fromkeys(self.held, -1) | mine
+        over = self.overwritten(closing, {name: since for name, since in good.items() if since < 0})
+        if over is not None:
+            self.refuse(*over)
+        due = self.startable(taken[-1], 0 if wraps else self.issued, taken[-1], good)
+        if wraps:
+            self.issue(closing)
+            self.next_pass()
+        self.issue(due)
+        self.take(taken, handed)
+        if self.plan.at_once or self.training:
+            self.pass_over(self.at)
+            self.in_order(closing + due, self.take_due())
+        else:
+            self.gather(closing + due)
+
+    def take(self, uses: Sequence[int], handed: Sequence[str]) -> None:
+        """Uses that this rank has come to, and the units that it is given."""
+        units = [self.plan.uses[use].unit for use in uses]
+        self.at = uses[-1] + 1
+        self.seen.update(uses)
+        self.used.update(handed)
+        self.held.update(handed)
+        self.awaited.update([unit for unit, use in zip(units, uses, strict=True) if self.plan.opens[use]])
+        self.awaited.difference_update(
+            [unit for unit, use in zip(units, uses, strict=True) if use in self.plan.settles]
+        )
+
+    def next_use(self, name: str, start: int) -> int:
+        """The next use of a unit in this pass, from `start` on; after all others if there is none."""
+        planned = self.plan.by_name.get(name)
+        uses = planned.uses if planned else ()
+        return next((k for k in uses if k >= start), len(self.plan.uses))
+
+    def call_of(self, names: Sequence[str]) -> int:
+        """The next use at which the plan has just these units at once, as one of them may have uses of its own before,
+        which this rank leaves out; where there is none, the use that is expected."""
+        wanted = {name for name in names if name not in self.held}
+        for first, last in self.plan.groups if len(wanted) > 1 else ():
+            uses = range(first, last + 1)
+            if (
+                self.at <= first
+                and last < self.limit
+                and wanted == {self.plan.uses[k].unit for k in uses}
+                and all(self.plan.opens[k] or self.plan.uses[k].unit in self.awaited for k in uses)
+                and not any(self.must_come(k, names) for k in range(self.at, first))
+            ):
+                return first
+        return self.at
+
+    def needed(self, issued: int, use: int) -> int:
+        """How many gathers are issued once a use has what it needs, of which `issued` are already."""
+        for i in range(self.plan.due[use], issued, -1):
+            if self.plan.gathers[i - 1].first <= use:
+                return i
+        return issued
+
+    def find(self, name: str, start: int, names: Sequence[str], may_wrap: bool) -> int | None:
+        """Which use this is, from `start` on; -1 if none, since the bytes are good; None if it is outside the plan."""
+        plan = self.plan
+        planned = plan.by_name.get(name)
+        if planned is None:
+            return None
+        if name in self.held:
+            return -1
+        may = (k for k in planned.uses if start <= k < self.limit and (plan.opens[k] or name in self.awaited))
+        ahead = next(may, None)
+        if ahead is not None and not any(self.must_come(k, names) for k in range(start, ahead)):
+            return ahead
+        return planned.uses[0] if may_wrap else None
+
+    def must_come(self, use: int, names: Sequence[str]) -> bool:
+        """Whether this rank still has to come here, before `names`: not to a forward, which it may leave out, nor if
+        it was at the unit in its backward."""
+        unit = self.plan.uses[use].unit
+        if use < self.plan.turn or not self.plan.uses[use].reduces or unit not in self.awaited or unit in names:
+            return False
+        first, last = self.plan.uses[use].group
+        if not all(self.plan.uses[k].unit in self.used for k in range(first, last + 1)):
+            return False  # it was used elsewhere, and not in this call
+        return not any(k in self.seen and not self.plan.opens[k] for k in self.plan.by_name[unit].uses)
+
+    def startable(self, use: int, issued: int, needed: int, good: Mapping[str, int]) -> list[int]:
+        """The gathers that the plan issues at `use`, without those that have to wait and can: for uses past `needed`.
+
+        Raises:
+            ScheduleError: one has to wait, for a unit that must stay `good`, and cannot.
+        """
+        due = range(issued, self.plan.due[use])
+        over = self.overwritten(due, good)
+        if over is None:
+            return list(due)
+        if any(self.plan.gathers[i].first <= needed for i in range(over[0], self.plan.due[use])):
+            self.refuse(*over)
+        return list(range(issued, over[0]))  # what is ahead of its use starts when the bytes are released
+
+    def release(self, names: Sequence[str]) -> None:
+        """Units are given back: gathers start that waited for their bytes."""
+        if self.agreed:
+            return
+        for name in names:
+            if name not in self.held:
+                raise ScheduleError(
+                    f"release: the unit {name!r} is not gathered. Call state, w = unshard(state, {name!r}) first."
+                )
+        for name in names:
+            self.held.discard(name)
+            gather = self.live.get(name)
+            if gather is not None and self.plan.gathers[gather].last < self.at:
+                del self.live[name]
+                self.actions.append(("free", name))
+        if self.at and self.issued < self.plan.due[self.at - 1]:
+            due = self.startable(self.at - 1, self.issued, -1, dict.fromkeys(self.held, -1))
+            self.issue(due)
+            self.gather(due)
+        self.close_if_over()
+
+    def peer_gathers(self) -> None:
+        """The next gather, since a peer waits for it: uses before it are passed over. Not if it cannot be issued."""
+        i = self.issued
+        if self.agreed or i == len(self.plan.gathers):
+            return
+        if self.overwritten((i,), dict.fromkeys(self.held, -1)) is None:
+            self.issue((i,))
+            self.at = max(self.at, self.plan.gathers[i].start)
+            self.gather((i,))
+
+    # ---------------------------------------------------------------- reductions
+
+    def reduction_of(self, unit: str) -> int | None:
+        """Which reduction of this round a gradient of the unit is for, -1 if its turn is over; None: of no round."""
+        reductions = self.plan.reductions
+        if reductions and reductions[self.reduced].unit == unit:  # nearly always
+            return self.reduced
+        which = [i for i, reduction in enumerate(reductions) if reduction.unit == unit]
+        return next((i for i in which if i >= self.reduced and i not in self.early), -1) if which else None
+
+    def gradient(self, unit: str) -> None:
+        """A gradient came."""
+        mine = self.reduction_of(unit)
+        if mine is None:
+            self.reduce(())
+            self.actions.append(("unplanned", unit))
+        else:
+            if mine < 0:
+                self.round()
+                mine = self.reduction_of(unit)
+                assert mine is not None
+            elif self.due:
+                self.reduce(self.take_due())
+            self.actions.append(("keep", mine))
+            self.reduce(self.due_at(mine))
+
+    def empty(self, unit: str) -> None:
+        """A gradient without elements came: nothing to send, so that no peer need come here."""
+        self.reduce(self.take_due())
+        self.awaited.discard(unit)
+        self.training = True
+
+    def skip(self, unit: str) -> None:
+        """No gradient of this unit will come, and this rank need not come to it again."""
+        self.awaited.discard(unit)
+        self.used.discard(unit)
+
+    def round(self) -> None:
+        """This round is over."""
+        self.reduce(self.rest_of_round())
+
+    def peer_reduces(self) -> None:
+        """The next reduction, since a peer waits for it. None if its gradient may still come."""
+        over = self.phase == "forward" or (self.phase and self.round_done)  # a driven pass has one round
+        if not self.due and self.plan.reductions and not over:
+            self.zero_next()
+        if self.due:
+            self.reduce((self.due.pop(0),))
+
+    # ---------------------------------------------------------------- passes
+
+    def begin(self, agreed: bool = False) -> None:
+        self.close()
+        self.phase, self.agreed = "forward", agreed
+
+    def turn(self) -> None:
+        self.phase = "backward" if self.phase else ""
+
+    def over(self) -> None:
+        self.close()
+        self.phase, self.agreed = "", False
+
+    def finish(self, step: bool = False) -> None:
+        rest = self.rest_of_pass(step)
+        self.in_order(rest, self.rest_of_round())
+
+    def look(self) -> None:
+        self.in_order(self.rest_of_pass(step=True), ())
+
+
+_EVENTS: dict[str, Any] = {
+    "unshard": _Rules.unshard,
+    "release": _Rules.release,
+    "reduce": lambda walk, unit: (walk.gradient(unit), walk.close_if_over()),
+    "reduce tree": _Rules.gradient,
+    "empty": lambda walk, unit: (walk.empty(unit), walk.close_if_over()),
+    "empty tree": _Rules.empty,
+    "skip": _Rules.skip,
+    "begin": _Rules.begin,
+    "begin agreed": lambda walk: walk.begin(agreed=True),
+    "turn": _Rules.turn,
+    "end": _Rules.over,
+    "close": _Rules.close,
+    "round": _Rules.round,
+    "finish": _Rules.finish,
+    "step": lambda walk: walk.finish(step=True),
+    "look": _Rules.look,
+    "peer gathers": _Rules.peer_gathers,
+    "peer reduces": _Rules.peer_reduces,
+}

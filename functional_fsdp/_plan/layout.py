@@ -1,0 +1,399 @@
+"""Layout: leaves -> buckets -> offsets. Pure: shapes, a spec and axis sizes go in, offsets come out; no tensor, no
+ranks.
+
+A bucket is the flat buffer of a unit's leaves of one dtype, trainability and placement. Leaves lie end to end, each
+aligned to 128 elements, so that every dtype's copy of the bucket shares offsets; the whole is padded to ranks × 128
+elements and cut into equal contiguous slices, whatever the leaf boundaries. Leaves of one label lie together, so that
+an update is a few fused calls. Two leaves, [3, 100] and [250], on 4 ranks:
+
+    element  0        128       256  300 384       512     634  640       1024
+             |         |         |   |   |         |        |   |          |
+    leaves   [ weight [3, 100]       |...| bias [250]       |......pad.....|
+    slices   [      rank 0     |     rank 1        |      rank 2       |  rank 3  ]
+
+A unit's one bucket has its name; several are called `unit:0`, `unit:1`, ..., or `unit::0`, ... where something else has
+such a name: names of units and buckets are keys everywhere, and no two of a layout are alike.
+
+A slice of 256 elements is a view of one rank's shard; gathering the four slices in rank order lands every leaf ready to
+use, without a copy-out. On two axes, `order[0]` cuts first and `order[1]` cuts its slices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+
+from .._common.errors import SpecError
+from .._common.tree import Paths, bytes_text, first_match, match, table
+from .._spec.placement import Placement
+from .._spec.spec import Spec
+from .._spec.units import find_units, in_order_of_use, relative_keys
+
+__all__ = ["ALIGN", "STAGED", "Bucket", "Layout", "Leaf", "LeafInfo", "Unit", "aligned", "plan_layout"]
+
+ALIGN = 128  # elements
+STAGED = 512  # bytes: where what is staged begins
+KINDS = ("weights", "grads", "main")
+
+
+def aligned(n: int, to: int) -> int:
+    """`n` rounded up to a multiple of `to`."""
+    return -(-n // to) * to
+
+
+@dataclass(frozen=True)
+class LeafInfo:
+    """What the layout needs to know of a leaf: path, global shape, dtype, and whether it trains if nobody says."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool = True
+    aliases: Paths = ()  # further paths of the same tensor (tied)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf's place: `bucket[offset : offset + numel]` (elements) viewed as `shape`."""
+
+    path: str
+    key: str  # its name among its unit's weights
+    shape: tuple[int, ...]
+    offset: int
+    label: str
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One flat buffer of a unit. `numel` counts elements, padding included; it divides by ranks × 128."""
+
+    name: str
+    unit: str
+    leaves: tuple[Leaf, ...]
+    numel: int
+    placement: Placement
+    sizes: tuple[tuple[str, int], ...]  # data axes and their ranks, outermost first
+    main: torch.dtype
+    compute: torch.dtype
+    grads: torch.dtype
+    wire: torch.dtype
+    exact: bool  # whether gradients are summed in float32, in the order of the ranks
+    share: int  # of a mean over all data ranks: how many ranks there are for each one that this bucket's axes have
+    trainable: bool
+
+    def __hash__(self) -> int:  # buckets are keys of caches in every verb: leave the leaves out
+        return hash((self.name, self.numel, self.placement, self.compute))
+
+    @cached_property
+    def ranks(self) -> dict[str, int]:
+        return dict(self.sizes)
+
+    def slices(self, kind: str) -> int:
+        """Into how many slices this kind ("weights", "grads" or "main") of the bucket is cut."""
+        return prod(self.ranks[axis] for axis in getattr(self.placement, kind))
+
+    def nbytes(self, kind: str) -> int:
+        """Bytes a rank of the bucket's shard of this kind."""
+        return self.numel // self.slices(kind) * getattr(self, {"weights": "compute"}.get(kind, kind)).itemsize
+
+    @property
+    def staged(self) -> int:
+        """Bytes of staging: what is sent; for an exact sum what comes in, too, and the sum if it stays whole."""
+        n = aligned(self.numel * self.wire.itemsize, STAGED)
+        if not self.exact or prod(self.ranks.values()) == 1:
+            return n
+        return 2 * n + (0 if self.slices("main") > 1 else aligned(self.numel * 4, STAGED))
+
+    def span(self, axes: Sequence[str], coordinate: dict[str, int]) -> tuple[int, int]:
+        """The elements [start, stop) that a rank at `coordinate` holds if sharded over `axes` (a prefix of `order`)."""
+        index, parts = 0, 1
+        for axis in self.placement.order:
+            if axis in axes:
+                index, parts = index * self.ranks[axis] + coordinate[axis], parts * self.ranks[axis]
+        size = self.numel // parts
+        return index * size, (index + 1) * size
+
+    @cached_property
+    def labels(self) -> tuple[tuple[str, int, int], ...]:
+        """(label, start, stop) in elements: runs of leaves of one label, padding included, that cover the bucket."""
+        runs: list[tuple[str, int, int]] = []
+        for leaf in self.leaves:
+            if not runs or runs[-1][0] != leaf.label:
+                start = leaf.offset if runs else 0
+                if runs:
+                    runs[-1] = (*runs[-1][:2], start)
+                runs.append((leaf.label, start, self.numel))
+        return tuple(runs)
+
+    def runs(self, given: Sequence[bool]) -> list[tuple[str, int, int]]:
+        """(label, start, stop) in elements: runs of leaves of one label that are `given`, padding after them
+        included."""
+        stops = [leaf.offset for leaf in self.leaves[1:]] + [self.numel]
+        runs: list[tuple[str, int, int]] = []
+        for leaf, stop, on in zip(self.leaves, stops, given, strict=True):
+            if on and runs and runs[-1][0] == leaf.label and runs[-1][2] == leaf.offset:
+                runs[-1] = (leaf.label, runs[-1][1], stop)
+            elif on:
+                runs.append((leaf.label, leaf.offset, stop))
+        return runs
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes that tile the bucket in order: leaves and the gaps after them (a gap is one-dimensional)."""
+        shapes: list[tuple[int, ...]] = []
+        at = 0
+        for leaf in (*self.leaves, None):
+            start = leaf.offset if leaf else self.numel
+            if start > at:
+                shapes.append((start - at,))
+            if leaf:
+                shapes.append(leaf.shape)
+                at = start + leaf.numel
+        return tuple(shapes)
+
+    @cached_property
+    def empty(self) -> tuple[Leaf, ...]:
+        """Leaves without elements."""
+        return tuple(leaf for leaf in self.leaves if not leaf.numel)
+
+    @cached_property
+    def leaf_pieces(self) -> tuple[int, ...]:
+        """Which of `pieces` are leaves, in leaf order."""
+        which, at, i = [], 0, 0
+        for leaf in self.leaves:
+            if leaf.offset > at:
+                i += 1
+            which.append(i)
+            i, at = i + 1, leaf.offset + leaf.numel
+        return tuple(which)
+
+    @cached_property
+    def counts(self) -> Bucket:
+        """A bucket with one integer for each leaf of this one, the same on every rank that shares the leaves."""
+        leaves = tuple(Leaf(leaf.path, leaf.key, (), i, leaf.label) for i, leaf in enumerate(self.leaves))
+        whole, number = Placement(data=self.placement.data), torch.int64
+        return Bucket(
+            self.name, self.unit, leaves, len(leaves), whole, self.sizes, number, number, number, number, False,
+            self.share, False,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Unit:
+    """An ordered group of leaves gathered and reduced together. `keys` name its weights, in the tree's order."""
+
+    name: str
+    keys: Paths
+    paths: Paths
+    buckets: tuple[Bucket, ...]
+
+    @cached_property
+    def trains(self) -> tuple[tuple[int, ...] | None, ...]:
+        """The shape of each leaf that trains, as `paths`; None for frozen ones."""
+        shapes = {leaf.path: leaf.shape for bucket in self.buckets if bucket.trainable for leaf in bucket.leaves}
+        return tuple(shapes.get(path) for path in self.paths)
+
+    @property
+    def trained(self) -> bool:
+        """Whether a leaf of it trains."""
+        return any(shape is not None for shape in self.trains)
+
+    @cached_property
+    def gradients(self) -> list[Any]:
+        """What each gradient is, nearly always, as `paths`: shape, dtype and layout; None for frozen leaves."""
+        dtypes = {leaf.path: bucket.compute for bucket in self.buckets for leaf in bucket.leaves}
+        kinds = zip(self.paths, self.trains, strict=True)
+        # torch.Size, which tensors have, is compared with its like in half the time
+        return [None if shape is None else (torch.Size(shape), dtypes[path], torch.strided) for path, shape in kinds]
+
+
+@dataclass(frozen=True, repr=False)
+class Layout:
+    """Where every leaf of a tree lives. Printing it gives a table.
+
+    `paths` lists the tree's leaves in its own order; `source` maps each to the path that holds it (tied leaves share
+    one).
+    """
+
+    units: tuple[Unit, ...]
+    paths: Paths
+    source: Paths
+
+    def __post_init__(self) -> None:
+        leaves = [leaf.path for unit in self.units for bucket in unit.buckets for leaf in bucket.leaves]
+        buckets = [bucket.name for unit in self.units for bucket in unit.buckets]
+        for names in (leaves, buckets, [unit.name for unit in self.units], self.paths):
+            assert len(set(names)) == len(names), f"names of a layout must differ: {names}"
+        assert set(leaves) == set(self.source), "every leaf lies in one bucket"
+
+    @cached_property
+    def buckets(self) -> dict[str, Bucket]:
+        return {bucket.name: bucket for unit in self.units for bucket in unit.buckets}
+
+    @cached_property
+    def by_name(self) -> dict[str, Unit]:
+        return {unit.name: unit for unit in self.units}
+
+    @cached_property
+    def trainable(self) -> dict[str, Bucket]:
+        return {name: bucket for name, bucket in self.buckets.items() if bucket.trainable}
+
+    @cached_property
+    def hash(self) -> str:
+        """A fingerprint (16 hex digits) of everything that decides which bytes lie where."""
+        return hashlib.sha256(repr((self.paths, self.source, self.units)).encode()).hexdigest()[:16]
+
+    def nbytes(self, kind: str) -> int:
+        """Bytes a rank of all shards of this kind ("weights", "grads" or "main"). Frozen buckets have no gradients."""
+        chosen = self.trainable if kind == "grads" else self.buckets
+        return sum(bucket.nbytes(kind) for bucket in chosen.values())
+
+    def padding(self) -> float:
+        """The share of elements that are padding: 0.001 is 0.1 %."""
+        total = sum(b.numel for b in self.buckets.values())
+        return 1 - sum(leaf.numel for b in self.buckets.values() for leaf in b.leaves) / max(total, 1)
+
+    def __repr__(self) -> str:
+        def short(dtype: torch.dtype) -> str:
+            return str(dtype).removeprefix("torch.")
+
+        rows = []
+        for unit in self.units:
+            for bucket in unit.buckets:
+                dtypes = dict.fromkeys(map(short, (bucket.main, bucket.compute, bucket.grads)))
+                size = sum(leaf.numel for leaf in bucket.leaves)
+                sizes = (bytes_text(bucket.nbytes(kind)) for kind in ("main", "weights"))
+                grads = bytes_text(bucket.nbytes("grads")) if bucket.trainable else "frozen"
+                rows.append(
+                    (
+                        bucket.name,
+                        len(bucket.leaves),
+                        size,
+                        bucket.numel - size,
+                        bucket.placement,
+                        "/".join(dtypes),
+                        *sizes,
+                        grads,
+                    )
+                )
+        sizes_of = ("main/rank", "weights/rank", "grads/rank")
+        header = ("bucket", "leaves", "elements", "pad", "placement", "dtypes", *sizes_of)
+        return table(header, rows)
+
+
+def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | None = None) -> Layout:
+    """Group leaves into units and buckets and give each an offset.
+
+    Args:
+        leaves: in the tree's order, tied ones once, with their further paths as `aliases`.
+        spec: only its axis sizes are used of the mesh, so `Spec({"data": 16384})` will do.
+        order: every path in the tree's order, where that is not each leaf followed by its aliases.
+
+    Raises:
+        SpecError: a pattern that matches nothing, a leaf in two units or without a placement, a leaf that cannot train.
+
+    >>> leaves = [LeafInfo("w", (300,), torch.float32), LeafInfo("b", (250,), torch.float32)]
+    >>> layout = plan_layout(leaves, Spec({"data": 4}))
+    >>> [(b.name, b.numel) for b in layout.buckets.values()]
+    [('w', 512), ('b', 512)]
+    """
+    paths = [leaf.path for leaf in leaves]
+    every_path = [*paths, *(alias for leaf in leaves for alias in leaf.aliases)]
+    for what, rules in (
+        ("labels", spec.labels),
+        ("trainable", spec.trainable),
+        ("placement", spec.placements),
+        ("precision", spec.precisions),
+    ):
+        for pattern, _ in rules:
+            if every_path and pattern != "*" and all(match(pattern, path) is None for path in every_path):
+                raise SpecError(
+                    f"Spec({what}): the pattern {pattern!r} matches nothing. Paths look like "
+                    f"{', '.join(every_path[:4])}, ..."
+                )
+    tied = [leaf.path for leaf in leaves if leaf.aliases]
+    nbytes = [leaf.numel * leaf.dtype.itemsize for leaf in leaves]
+    groups = find_units(paths, nbytes, tied, spec.units, aliases=every_path[len(paths) :])
+
+    order = tuple(order or (path for leaf in leaves for path in (leaf.path, *leaf.aliases)))
+    used = {order[i]: at for at, i in enumerate(in_order_of_use(order))}
+    groups.sort(key=lambda group: min(used[paths[i]] for i in group.members))
+    units = []
+    taken = {group.name for group in groups}
+    for name, inside, members in groups:
+        keys = relative_keys(inside, [paths[i] for i in members])
+        kinds: dict[Any, list[tuple[LeafInfo, str]]] = {}
+        for i, key in zip(members, keys, strict=True):
+            leaf = leaves[i]
+            kind = (
+                spec.placement_of(leaf.path, *leaf.aliases),
+                spec.precision_of(leaf.path, *leaf.aliases).resolve(leaf.dtype, spec.transport.exact),
+                _trains(leaf, spec),
+            )
+            kinds.setdefault(kind, []).append((leaf, key))
+        names = _bucket_names(name, len(kinds), taken)
+        taken |= set(names)
+        buckets = []
+        for label, ((placement, dtypes, trainable), some) in zip(names, kinds.items(), strict=True):
+            buckets.append(_bucket(label, name, some, placement, dtypes, trainable, spec))
+        units.append(Unit(name, tuple(keys), tuple(paths[i] for i in members), tuple(buckets)))
+    source = {path: leaf.path for leaf in leaves for path in (leaf.path, *leaf.aliases)}
+    return Layout(tuple(units), order, tuple(source[path] for path in order))
+
+
+def _bucket_names(unit: str, count: int, taken: set[str]) -> list[str]:
+    """Names for a unit's buckets that nothing has yet, but the unit itself its own one's."""
+    if count == 1 and unit:
+        return [unit]
+    colons = ":"
+    while any(f"{unit}{colons}{k}" in taken for k in range(count)):
+        colons += ":"
+    return [f"{unit}{colons}{k}" for k in range(count)]
+
+
+def _trains(leaf: LeafInfo, spec: Spec) -> bool:
+    said = first_match(spec.trainable, (leaf.path, *leaf.aliases))
+    if said and not leaf.dtype.is_floating_point:
+        raise SpecError(
+            f"Spec(trainable): the leaf {leaf.path!r} is marked trainable, but its dtype is {leaf.dtype} and only "
+            f"floating dtypes have gradients. Put {{{leaf.path!r}: False}} before that rule."
+        )
+    return (leaf.trainable and leaf.dtype.is_floating_point) if said is None else said
+
+
+def _bucket(
+    name: str,
+    unit: str,
+    chosen: list[tuple[LeafInfo, str]],
+    placement: Placement,
+    dtypes: Any,
+    trainable: bool,
+    spec: Spec,
+) -> Bucket:
+    sizes = tuple((axis, size) for axis, size in spec.axes.items() if axis in placement.data)
+    labelled = [(spec.label_of(leaf.path, *leaf.aliases), leaf, key) for leaf, key in chosen]
+    first = list(dict.fromkeys(label for label, _, _ in labelled))
+    placed, at = [], 0
+    for label, leaf, key in sorted(labelled, key=lambda item: first.index(item[0])):
+        placed.append(Leaf(leaf.path, key, leaf.shape, at, label))
+        at += aligned(leaf.numel, ALIGN)
+    numel = aligned(at, prod(size for _, size in sizes) * ALIGN)
+    share = prod(spec.axes[axis] for axis in spec.data if axis not in placement.data)
+    return Bucket(
+        name, unit, tuple(placed), numel, placement, sizes,
+        dtypes.main, dtypes.compute, dtypes.grads, dtypes.wire, dtypes.sum == "fp32", share, trainable,
+    )  # fmt: skip

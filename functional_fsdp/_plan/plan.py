@@ -1,0 +1,337 @@
+"""Plan: when each unit is gathered, how long it lives, and where. Pure: a layout and a schedule in, integers out.
+
+A plan is a cyclic program of uses. Three units in the default order, at depth 1 (`g` gathered meanwhile, `U` used):
+
+    use      0    1    2    3    4    5
+    unit     a    b    c    c    b    a
+    a        gU                  g    U      gathered twice, to one address: residuals point at it
+    b        g    U         g    U
+    c             g    U----U                stays gathered: its bytes would not be free in between anyway
+
+While a use computes, the gathers of the next `prefetch` uses are in flight; a unit's bytes are live from the use whose
+`unshard` starts its gather to the use whose `release` ends its life, both included. Weights change in `step`, so no
+gather runs past the last use. Gradients leave through staging, sized by what travels: a reduction holds its staging
+until the next but one needs some, so that compute waits for a reduction only when two more are due.
+
+    schedule + layout -> uses (_program.py) -> lives (_lives.py) -> addresses (_pack.py) -> Plan (hash, print, draw)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from .._common.tree import bytes_text, table
+from .._spec.schedule import Schedule
+from .layout import STAGED, Bucket, Layout, aligned
+from .lives import Gather, choose_kept, simulate
+from .pack import Interval, pack
+from .program import Program, program
+from .route import Partial, Replicated, states_of
+
+__all__ = ["SLOTS", "Extent", "Gather", "Plan", "PlannedUnit", "Reduction", "Use", "make_plan"]
+
+ALIGN = STAGED  # bytes: every bucket in the arena and in staging starts at a multiple
+SLOTS = 2  # reductions that may hold staging at once
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A bucket's place: `arena[address : address + nbytes]`, or the same of staging (bytes)."""
+
+    bucket: str
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a unit; uses are counted from 0.
+
+    Attributes:
+        start: the use whose `unshard` starts this one's gather, its own at the latest; None: nothing to gather.
+        end: the use after which the bytes are free: the last one of its group, or a later one if the unit stays
+            gathered.
+        group: the first and the last of the uses at once with it, itself included; it alone: `(k, k)`.
+        reduces: the gradient of this unit is complete here and is reduced. It may also be complete at another unit's
+            use, if it is not used in the backward: `Plan.reductions` has them all.
+    """
+
+    unit: str
+    start: int | None
+    end: int
+    group: Interval
+    reduces: bool
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit's place in the arena (bytes) and its lives: (first use, last use) during which its bytes are taken.
+
+    A unit without `parts` is resident: its weights are not sharded, so nothing is gathered.
+    """
+
+    name: str
+    address: int
+    nbytes: int
+    parts: tuple[Extent, ...]
+    uses: tuple[int, ...]
+    lives: tuple[Interval, ...]
+
+    @property
+    def gathers(self) -> int:
+        """Gathers a step."""
+        return len(self.lives)
+
+    @property
+    def kept(self) -> bool:
+        """Whether it stays gathered from one use to another."""
+        return 0 < len(self.lives) < len(self.uses)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction's staging: bytes from `use` on. The next but one may take them, at `until` (all uses: nobody does).
+
+    Several may fall on one `use`, of units that are used in the forward only; no two in a row share bytes.
+    """
+
+    unit: str
+    use: int
+    until: int
+    address: int
+    nbytes: int
+    parts: tuple[Extent, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """A schedule worked out on a layout. Frozen, equal by value; printing it gives a table.
+
+    Attributes:
+        uses: the program, one entry a use; it is cyclic.
+        units: every unit of the program in order of first use, with its address and lives.
+        reductions: in the order in which they are issued.
+        arena: bytes of the arena; `bound`: the largest sum of live bytes, which no packing can beat.
+        staging: bytes of gradient staging.
+        rule: how the addresses were found.
+        at_once: every reduction makes its main gradients whole, so that it is the same in each microbatch.
+        forward: how many uses the forward has, if that is known; None: `turn` is a guess from the order.
+    """
+
+    schedule: Schedule
+    uses: tuple[Use, ...]
+    units: tuple[PlannedUnit, ...]
+    reductions: tuple[Reduction, ...]
+    arena: int
+    bound: int
+    staging: int
+    rule: str
+    at_once: bool = True
+    forward: int | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.hash)
+
+    @cached_property
+    def hash(self) -> str:
+        """A fingerprint (16 hex digits) of the program and of every address, to compare between ranks."""
+        return hashlib.sha256(repr((self.schedule, self.uses, self.units, self.reductions)).encode()).hexdigest()[:16]
+
+    @property
+    def excess(self) -> float:
+        """By how many percent the arena exceeds the lower bound."""
+        return 100 * (self.arena / self.bound - 1) if self.bound else 0.0
+
+    @cached_property
+    def by_name(self) -> dict[str, PlannedUnit]:
+        return {unit.name: unit for unit in self.units}
+
+    @cached_property
+    def groups(self) -> tuple[Interval, ...]:
+        """The first and the last use of each call."""
+        return tuple(dict.fromkeys(use.group for use in self.uses))
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """The number of each unit."""
+        return {unit.name: i for i, unit in enumerate(self.units)}
+
+    @cached_property
+    def turn(self) -> int:
+        """Uses of the forward, which is what evaluation uses: up to the first use of the last new unit and, where tied
+        units follow, up to where the backward begins."""
+        if self.forward is not None:
+            return self.forward
+        calls = tuple(tuple(use.unit for use in self.uses[a : b + 1]) for a, b in self.groups)
+        return Program(calls, once=self.schedule.order is None).turn
+
+    @cached_property
+    def gathers(self) -> tuple[Gather, ...]:
+        """Every gather in order of issue: by the use that starts it, then by the use that waits for it."""
+        found = (Gather(use.unit, use.start, k, use.end) for k, use in enumerate(self.uses) if use.start is not None)
+        return tuple(sorted(found, key=lambda gather: (gather.start, gather.first)))
+
+    @cached_property
+    def due(self) -> tuple[int, ...]:
+        """For each use, how many of `gathers` its `unshard` and those before it start."""
+        return tuple(bisect_right(self.gathers, k, key=lambda gather: gather.start) for k in range(len(self.uses)))
+
+    @cached_property
+    def opens(self) -> tuple[bool, ...]:
+        """For each use whether it may be a unit's first one in a pass: before the turn, or after its reduction."""
+        done: set[str] = set()
+        found = []
+        for k, use in enumerate(self.uses):
+            found.append(k < self.turn or use.unit in done)
+            done.discard(use.unit)
+            if use.reduces:
+                done.add(use.unit)
+        return tuple(found)
+
+    @cached_property
+    def last_open(self) -> int:
+        """The last use that may be a unit's first one; 0 where there is none."""
+        return max((k for k, opens in enumerate(self.opens) if opens), default=0)
+
+    @cached_property
+    def settles(self) -> frozenset[int]:
+        """The last uses of units without gradients: whoever has come there owes nothing more."""
+        trained = {reduction.unit for reduction in self.reductions}
+        return frozenset(unit.uses[-1] for unit in self.units if unit.name not in trained)
+
+    @cached_property
+    def sharing(self) -> dict[str, frozenset[str]]:
+        """For each unit, the others with which it shares bytes: their releases come before its gather."""
+        found: dict[str, list[str]] = {unit.name: [] for unit in self.units}
+        open_: list[PlannedUnit] = []
+        for unit in sorted((u for u in self.units if u.nbytes), key=lambda u: u.address):
+            open_ = [other for other in open_ if other.address + other.nbytes > unit.address]
+            for other in open_:
+                found[other.name].append(unit.name)
+                found[unit.name].append(other.name)
+            open_.append(unit)
+        return {name: frozenset(others) for name, others in found.items()}
+
+    def live(self, use: int) -> tuple[str, ...]:
+        """The units whose bytes are live during a use: gathered, or being gathered."""
+        return tuple(u.name for u in self.units if any(first <= use <= last for first, last in u.lives))
+
+    def __repr__(self) -> str:
+        reduces = Counter(reduction.unit for reduction in self.reductions)
+        rows = []
+        for unit in self.units:
+            lives = ", ".join(f"{a}–{b}" if a < b else str(a) for a, b in unit.lives)
+            place = (bytes_text(unit.nbytes), f"{unit.address:,}", lives) if unit.parts else ("resident", "-", "-")
+            kept = "yes" if unit.kept else "-"
+            rows.append((unit.name, *place, unit.gathers or "-", kept, reduces.get(unit.name) or "-"))
+        depth = self.schedule.prefetch
+        return "\n".join(
+            (
+                table(("unit", "bytes", "address", "gathered in uses", "gathers", "kept", "reduces"), rows),
+                f"{len(self.uses)} uses, {sum(u.gathers for u in self.units)} gathers, {len(self.reductions)} "
+                f"reductions a step; prefetch {depth if isinstance(depth, int) else dict(depth)}"
+                + (", debug" if self.schedule.debug else ""),
+                f"arena {bytes_text(self.arena)} ({self.rule}; lower bound {bytes_text(self.bound)}, "
+                f"{self.excess:+.1f} %), staging {bytes_text(self.staging)}",
+            )
+        )
+
+
+def make_plan(layout: Layout, schedule: Schedule | None = None, forward: int | None = None) -> Plan:
+    """Work a schedule out on a layout: lives, addresses, staging. Needs no ranks and no device.
+
+    Args:
+        forward: how many uses of the order are the forward, if that is known.
+
+    Raises:
+        SpecError: the order, `prefetch` or `keep` names what the layout does not have.
+        ScheduleError: the order is "recorded": it is not known before the first step.
+
+    >>> from ._layout import LeafInfo, plan_layout
+    >>> from ._spec import Spec
+    >>> import torch
+    >>> leaves = [LeafInfo(f"{name}.w", (1024,), torch.float32) for name in "abc"]
+    >>> print(make_plan(plan_layout(leaves, Spec({"data": 4}))))
+    unit    bytes  address  gathered in uses  gathers  kept  reduces
+    ----  -------  -------  ----------------  -------  ----  -------
+    a     4.0 KiB        0            0, 4–5        2  -           1
+    b     4.0 KiB    4,096          0–1, 3–4        2  -           1
+    c     4.0 KiB        0               1–3        1  yes         1
+    6 uses, 5 gathers, 3 reductions a step; prefetch 1
+    arena 8.0 KiB (two sides; lower bound 8.0 KiB, +0.0 %), staging 8.0 KiB
+    """
+    schedule = schedule or Schedule()
+    found = program(layout, schedule)
+    where = found.uses
+    buckets = {name: [b for b in layout.by_name[name].buckets if b.placement.weights] for name in where}
+    sizes = {name: _total(buckets[name], _nbytes) for name in where}
+    kept = choose_kept(schedule, found, sizes)
+    held = simulate(schedule, found, sizes, kept)
+
+    gathered = [name for name in where if sizes[name]]
+    lives = {name: tuple((gather.start, gather.last) for gather in held[name]) for name in where}
+    long = [i for i, name in enumerate(gathered) if name in kept]
+    packing = pack([sizes[name] for name in gathered], [lives[name] for name in gathered], long)
+    address = dict(zip(gathered, packing.addresses, strict=True))
+    units = tuple(
+        PlannedUnit(
+            name,
+            at := address.get(name, 0),
+            sizes[name],
+            _parts(buckets[name], at, _nbytes),
+            tuple(where[name]),
+            lives[name],
+        )
+        for name in where
+    )
+    reductions, staging = _stage(layout, found, forward)
+    starts = {gather.first: gather.start for gathers in held.values() for gather in gathers}
+    ends = {k: g.last for name in where for g in held[name] for k in where[name] if g.first <= k <= g.last}
+    reducing = {(reduction.unit, reduction.use) for reduction in reductions}
+    uses = tuple(
+        Use(name, starts.get(k), ends.get(k, k), found.groups[k], (name, k) in reducing)
+        for k, name in enumerate(found.order)
+    )
+    ends_of = (("grads", Partial), ("main", Replicated))
+    at_once = all(len({states_of(bucket, *end) for end in ends_of}) == 1 for bucket in layout.trainable.values())
+    return Plan(
+        schedule, uses, units, reductions, packing.total, packing.bound, staging, packing.rule, at_once, forward
+    )
+
+
+def _nbytes(bucket: Bucket) -> int:
+    """Bytes of the whole bucket in the compute dtype."""
+    return bucket.numel * bucket.compute.itemsize
+
+
+def _staged(bucket: Bucket) -> int:
+    return bucket.staged
+
+
+def _total(buckets: Sequence[Bucket], size: Callable[[Bucket], int]) -> int:
+    return sum(aligned(size(bucket), ALIGN) for bucket in buckets)
+
+
+def _parts(buckets: Sequence[Bucket], address: int, size: Callable[[Bucket], int]) -> tuple[Extent, ...]:
+    offsets = accumulate((aligned(size(bucket), ALIGN) for bucket in buckets), initial=address)
+    return tuple(Extent(b.name, at, size(b)) for b, at in zip(buckets, offsets, strict=False))
+
+
+def _stage(layout: Layout, program: Program, forward: int | None) -> tuple[tuple[Reduction, ...], int]:
+    """A reduction of every trainable unit wherever its gradient is complete, and their staging, in the wire's dtype."""
+    trains = {name: [b for b in layout.by_name[name].buckets if b.trainable] for name in program.uses}
+    nbytes = {name: _total(buckets, _staged) for name, buckets in trains.items()}
+    due = [(name, k) for name, k in program.completed(forward) if nbytes[name]]
+    until = [*(k for _, k in due[SLOTS:]), *[len(program.order)] * SLOTS]
+    sizes = [nbytes[name] for name, _ in due]
+    packing = pack(sizes, [[(i, i + SLOTS - 1)] for i in range(len(due))])  # in order of issue: uses may coincide
+    placed = zip(due, until, packing.addresses, sizes, strict=False)
+    return tuple(
+        Reduction(name, k, end, at, size, _parts(trains[name], at, _staged)) for (name, k), end, at, size in placed
+    ), packing.total

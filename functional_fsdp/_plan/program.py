@@ -1,0 +1,250 @@
+"""Program: which units are used one after another, and at which use each gradient is complete. Pure.
+
+The default order, where `a` is tied to a leaf between `c` and `d` (and so used there again):
+
+    use      0    1    2    3    4  |  5    6    7    8    9
+    unit     a    b    c    a    d  |  d    a    c    b    a        backward is forward reversed
+    reduces                            d         c    b    a        each at its last use
+
+A unit whose backward needs no weights may be used in the forward only, as `a` here. Its gradient is complete when the
+backward is through with all that came after it:
+
+    use      0    1    2 |  3    4
+    unit     a    b    c |  c    b
+    reduces                 c    b, a
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
+
+from .._common.errors import ScheduleError, SpecError
+from .._spec.schedule import Order, Schedule, means
+from .._spec.units import in_order_of_use
+from .layout import Layout
+from .pack import Interval
+
+__all__ = ["Program", "Seen", "combined", "program"]
+
+
+Seen = tuple[Order, Order, Collection[str]]  # what a rank did: forward, backward, and units without a gradient
+
+
+@dataclass(frozen=True)
+class Program:
+    """Units in order of use, each use of a group counted on its own.
+
+    Attributes:
+        calls: the units, one or a group each.
+        once: it is one pass, even if it looks like several.
+    """
+
+    calls: Order
+    once: bool = False
+
+    @cached_property
+    def order(self) -> tuple[str, ...]:
+        """The unit of each use."""
+        return tuple(name for names in map(_names, self.calls) for name in names)
+
+    @cached_property
+    def groups(self) -> tuple[Interval, ...]:
+        """For each use, the first and the last of those at once with it: `(k, k)` where it is alone."""
+        ends = accumulate((len(_names(call)) for call in self.calls), initial=0)
+        return tuple((first, end - 1) for first, end in pairwise(ends) for _ in range(first, end))
+
+    @cached_property
+    def uses(self) -> dict[str, list[int]]:
+        """Each unit's uses; units in order of first use."""
+        found: dict[str, list[int]] = {}
+        for k, name in enumerate(self.order):
+            found.setdefault(name, []).append(k)
+        return found
+
+    @cached_property
+    def length(self) -> int:
+        """Uses of one pass. Several equal passes, each of which uses units twice, are one of several microbatches."""
+        calls, count = self.calls, len(self.calls)
+        for n in range(1, 1 if self.once else count):
+            if count % n == 0 and calls[n:] == calls[:-n]:
+                once = Program(calls[:n])
+                if len(once.uses) < len(once.order):
+                    return len(once.order)
+        return len(self.order)
+
+    @cached_property
+    def newest(self) -> int:
+        """How many uses there are up to the first one of the last new unit, its group included."""
+        return 1 + self.groups[max(ks[0] for ks in self.uses.values())][1]
+
+    @cached_property
+    def turn(self) -> int:
+        """Uses of the forward: up to the last new unit, and then tied ones for as long as what is left is no backward.
+
+        >>> Program(("a", "b", "c", "c", "b", "a")).turn, Program(("a", "b", "c", "a", "a", "c", "b", "a")).turn
+        (3, 4)
+        """
+        ends = dict.fromkeys(last + 1 for _, last in self.groups[self.newest - 1 : self.length])
+        for end in ends:
+            left = self.order[end : self.length]
+            if end - self.newest < len(left) and self._reverses(left, end):
+                return end
+        return self.newest
+
+    def _reverses(self, left: tuple[str, ...], end: int) -> bool:
+        """Whether the units in `left` come in the reverse order of the first `end` uses, of which it may skip some."""
+        back = [self.order[a : b + 1] for a, b in reversed(dict.fromkeys(self.groups[:end]))]
+        at = 0
+        for name in left:
+            while at < len(back) and name not in back[at]:
+                at += 1
+        return at < len(back)
+
+    def completed(self, forward: int | None = None) -> list[tuple[str, int]]:
+        """(unit, use) in order of time: where the gradient of each unit is complete, in each pass.
+
+        That is its last use; or, where that lies in the forward, where all units that were new after it are complete.
+        Within one use: reverse order of first use.
+
+        Args:
+            forward: how many uses the forward has, if that is known.
+
+        >>> Program(("a", "b", "c", "a", "c", "b")).completed()
+        [('c', 4), ('b', 5), ('a', 5)]
+        """
+        turn = forward or self.turn
+        uses = {name: [k for k in ks if k < self.length] for name, ks in self.uses.items()}
+        found: list[tuple[str, int]] = []
+        latest = 0
+        for name in reversed(uses):
+            last = uses[name][-1]
+            latest = max(latest, last)
+            found.append((name, last if last >= turn else latest))
+        found.sort(key=lambda item: item[1])  # stable: reverse order of first use
+        return [(name, begin + k) for begin in range(0, len(self.order), self.length) for name, k in found]
+
+
+def combined(seen: Sequence[Seen], planned: Order, frozen: Collection[str] = ()) -> tuple[Order, Order]:
+    """One order for all ranks, forward and backward, from what each did, and from a plan for what none used.
+
+    Where a unit is not used in the backward, that is because its gradient needs no weights; or because no rank had a
+    gradient of it, which another step may have. Empty if ranks used the same units in different orders.
+
+    >>> combined([(("a", "c"), ("c", "a"), ()), (("a", "b"), ("a",), ("b",))], tuple("abcddcba"))
+    (('a', 'b', 'c', 'd'), ('d', 'c', 'b', 'a'))
+    >>> combined([(("a", "b"), ("b", "a"), ()), (("a", "b", "c"), ("c", "a"), ("b",))], ())
+    (('a', 'b', 'c'), ('c', 'b', 'a'))
+    """
+    half = len(planned) // 2
+    forwards, backwards = [one[0] for one in seen], [one[1][::-1] for one in seen]
+    forward, backward = max(forwards, key=len), max(backwards, key=len)
+    for other in forwards:
+        forward = _merged(forward, other)
+    for other in backwards:
+        backward = _merged(backward, other, (), forward)
+    if not all(_within(one, forward) for one in forwards) or not all(_within(one, backward) for one in backwards):
+        return (), ()
+    used = _units(forward)
+    forward = _merged(forward, planned[:half], used)
+    given = {name for forth, _, skipped in seen for name in _units(forth) - set(skipped)}
+    kept = {name for _, _, skipped in seen for name in skipped} - given
+    first = next((i for i, call in enumerate(forward) if not kept.isdisjoint(_names(call))), len(forward))
+    back = _units(backward)  # a gradient of what comes before a frozen unit would go through it
+    kept |= {name for name in _units(forward[first:]) if name in frozen and name not in back}
+    return forward, _filled(backward, forward, kept, used)[::-1]
+
+
+def _units(order: Order) -> set[str]:
+    return {name for call in order for name in _names(call)}
+
+
+def _merged(order: Order, other: Order, but: Collection[str] = (), natural: Order = ()) -> Order:
+    """An order with what only another one has put in, each after what comes before it there, or before what comes
+    after it; of several places that which the natural order says; but not the units in `but`."""
+    found = list(order)
+    place = {call: i for i, call in reversed([*enumerate(natural)])}  # its first
+    for i, call in enumerate(other):
+        if call not in found and not all(name in but for name in _names(call)):
+            before = next((one for one in reversed(other[:i]) if one in found), None)
+            after = next((one for one in other[i + 1 :] if one in found), None)
+            low = found.index(before) + 1 if before is not None else 0
+            high = max(k for k, one in enumerate(found) if one == after) if after is not None else len(found)
+            at = low if before is not None or after is None else high
+            if call in place and low < high:
+                at = next((k for k in range(low, high) if place.get(found[k], -1) > place[call]), high)
+            found.insert(at, call)
+    return tuple(found)
+
+
+def _filled(order: Order, natural: Order, kept: set[str], used: set[str]) -> Order:
+    """An order, and what it lacks of the natural one, each time where that has it: what is kept, and what none used."""
+    found = list(order)
+    at = 0
+    for call in natural:
+        if not kept.isdisjoint(_names(call)) or (call not in order and not used.issuperset(_names(call))):
+            found.insert(at, call)
+            at += 1
+        elif call in found[at:]:
+            at = found.index(call, at) + 1
+    return tuple(found)
+
+
+def _within(some: Order, order: Order) -> bool:
+    """Whether these uses come in this order, among others."""
+    left = iter(order)
+    return all(call in left for call in some)
+
+
+def program(layout: Layout, schedule: Schedule) -> Program:
+    """The program of a schedule. Every name that the schedule mentions is checked here.
+
+    Raises:
+        SpecError: a name that the layout does not have.
+        ScheduleError: the order is still to be recorded.
+    """
+    if schedule.order == "recorded":
+        raise ScheduleError(
+            "plan: Schedule(order='recorded') has no order before the first step. Give an order, as "
+            "Schedule(order=('a', 'b', 'b', 'a')), or look at state.cursor after a step."
+        )
+    found = Program(schedule.order) if schedule.order is not None else Program(_default(layout), once=True)
+    names = tuple(layout.by_name)
+    keep = schedule.keep if isinstance(schedule.keep, tuple) else ()
+    depths = () if isinstance(schedule.prefetch, int) else tuple(name for name, _ in schedule.prefetch)
+    unknown = tuple(name for name in found.uses if name not in layout.by_name)
+    for what, wanted in (("order", unknown), ("keep", keep), ("prefetch", depths)):
+        for name in wanted:
+            if what == "order" or (name != "*" and not any(means(name, unit) for unit in names)):
+                raise SpecError(
+                    f"Schedule({what}): {name!r} {'is not a unit' if what == 'order' else 'matches no unit'} of this "
+                    f"layout. Its {len(names)} units are {', '.join(map(repr, names[:4]))}"
+                    f"{', ...' if len(names) > 4 else ''}. Use one of them, or leave {what} out."
+                )
+    return found
+
+
+def _names(call: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (call,) if isinstance(call, str) else call
+
+
+def _default(layout: Layout) -> tuple[str, ...]:
+    """All units forward, then backward. A tied unit is used again before the unit that comes after its further path."""
+    owner = {path: unit.name for unit in layout.units for path in unit.paths}
+    forward: list[str] = []
+    seen: set[str] = set()
+    tied: list[str] = []  # used again before the next new unit
+    for i in in_order_of_use(layout.paths):
+        path, source = layout.paths[i], layout.source[i]
+        name = owner[source]
+        if path != source:
+            if name not in (tied or forward[-1:]):
+                tied.append(name)
+        elif name not in seen:
+            seen.add(name)
+            forward += [*tied, name]
+            tied = []
+    forward = [name for name, _ in groupby([*forward, *tied])]
+    return (*forward, *reversed(forward))

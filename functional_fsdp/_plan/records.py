@@ -1,0 +1,82 @@
+"""Records: what each verb does with a bucket, as routes of collectives. Pure; worked out once a bucket.
+
+| verb    | from               | to                     | as                                   |
+|---------|--------------------|------------------------|--------------------------------------|
+| unshard | what is stored     | whole                  | `unshard`; `beside` on the side lane |
+| reduce  | fresh gradients    | main gradients         | `reduce[True]`                       |
+| reduce  | fresh gradients    | as far as it needs be  | `reduce[False]`, `last_microbatch=False`        |
+| finish  | as far as that was | main gradients         | `finish_reductions`                             |
+| step    | main weights       | compute copies         | `step`                               |
+
+The engine (`arena`, `staging`) carries them out on lanes, a traced step (`traced`) as operations of a graph.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .._spec.transport import Traits
+from .layout import Bucket
+from .route import Coordinate, How, Partial, Route, States, partial_states, route, states_of, whole_states
+
+__all__ = ["Records", "gathering", "keeps_copy", "records", "reducing", "stored_states"]
+
+
+class Records(NamedTuple):
+    """Of one bucket, see the table at the top of this file. stored: the states in which gathers find it."""
+
+    stored: States
+    unshard: Route
+    beside: Route
+    reduce: dict[bool, Route]
+    finish: Route
+    step: Route
+
+
+def keeps_copy(bucket: Bucket) -> bool:
+    """Whether compute weights persist beside main weights: they are less sharded, or whole and of another dtype."""
+    placement = bucket.placement
+    sharded_alike = set(placement.weights) == set(placement.main)
+    return not sharded_alike or (not placement.weights and bucket.compute is not bucket.main)
+
+
+def stored_states(bucket: Bucket) -> States:
+    """Of what a gather reads: the compute copy where there is one, else main weights."""
+    return states_of(bucket, "weights" if keeps_copy(bucket) else "main")
+
+
+def gathering(bucket: Bucket, states: States, target: States, here: Coordinate, lane: str) -> Route:
+    """Weights, in the compute dtype."""
+    return route(bucket, states, target, here, How(bucket.compute, bucket.compute, (lane, lane)))
+
+
+def reducing(
+    bucket: Bucket, states: States, target: States, here: Coordinate, average: str, traits: Traits, share: int = 1
+) -> Route:
+    """Gradients, in the wire's dtype; where sums are exact in float32 from the first one on. The first axis is reduced
+    on the reduce lane, a second one on the outer lane."""
+    fresh = states == partial_states(bucket)
+    exact = bucket.exact and fresh  # what has been added up once carries float32
+    then = torch.float32 if bucket.exact else bucket.wire
+    wire = bucket.wire if fresh else then
+    how = How(wire, then, ("reduce", "outer"), average, exact, traits.averages, share)
+    return route(bucket, states, target, here, how)
+
+
+@lru_cache(maxsize=1 << 16)
+def records(bucket: Bucket, here: Coordinate, average: str, traits: Traits) -> Records:
+    """Of the rank at `here`. `average`: "mean" or "sum"."""
+    stored, whole, final = stored_states(bucket), whole_states(bucket), states_of(bucket, "main")
+    fresh, rest = partial_states(bucket), states_of(bucket, "grads", Partial)
+    ends = {True: final, False: rest}
+    return Records(
+        stored,
+        gathering(bucket, stored, whole, here, traits.gathers),
+        gathering(bucket, stored, whole, here, "side"),
+        {last: reducing(bucket, fresh, ends[last], here, average, traits, bucket.share) for last in ends},
+        reducing(bucket, rest, final, here, average, traits),
+        gathering(bucket, final, stored, here, "side"),
+    )

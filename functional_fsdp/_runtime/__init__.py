@@ -1,0 +1,1 @@
+"""What the ranks of one mesh share: jobs on lanes, votes, and how ranks that parted meet again."""

@@ -1,0 +1,394 @@
+"""Agreement: how the ranks of a mesh compare what they are about to do, tell each other small things, and hear of it
+when one of them has left.
+
+    ballots     every rank's number, largest and smallest: the vote before `step` commits, uses outside the plan
+    exchanges   every rank's object; `_runtime.joint` has calls that fail on all ranks if they fail on one
+    news        while a rank waits for anything, it listens: a peer has restarted, failed, or is gone
+
+All of it is on the host. A rank that leaves an exchange before its end, by an interrupt say, is out of step with its
+peers, and meets them before anything else (see `_runtime.restart`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+import zlib
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .._common.errors import CommError, RestartError, ScheduleError, TreeError
+from .._common.record import Collective
+from .._distributed.exchange import exchanged
+from .._distributed.lanes import Log, Mark
+from .._distributed.peers import Peers
+from .forms import Forms, described
+from .given import FULL
+from .restart import Meeting, restart
+
+if TYPE_CHECKING:
+    from .._distributed.host_vote import HostVote
+    from .._distributed.watch import ProcessWatch
+
+__all__ = ["APART", "METRICS", "Agreement", "Vote"]
+
+T = TypeVar("T")
+
+GIVEN = 2  # bits of a vote's number; the other 32 are its digest
+ALIKE = 1 << 38  # no vote's number, which has 34 bits
+OUTSIDE = 1 << 40  # ballots from here on name a unit that is used outside the plan
+EXCHANGES = 1 << 41  # are of what an exchange is for
+METRICS = 1 << 42  # ballots from here on are of the structure of metrics
+TURNS = 1 << 44  # are of what a rank wants next, where ranks agree on each use
+APART = 1 << 46  # of a rank that cannot come, see `_runtime.host_lanes`
+NAMES = 1 << 16  # units that have numbers of their own
+GRACE = 1.0  # seconds that what a rank sent before it ended may still be on its way
+
+
+class Vote(NamedTuple):
+    """A vote under way: this rank's value, the largest of (value, -value) in the end, and the job."""
+
+    mine: int
+    ballot: Any  # [value, -value]: numbers for the host vote, a tensor for gloo
+    job: Mark
+
+
+class Agreement(Peers):
+    """The half of a Runtime by which ranks agree.
+
+    Attributes:
+        epoch: how often a restart dropped what was under way, or all was lost: states of a step know theirs.
+        meetings: restarts, and meetings that found every rank at the same place.
+        restarted: how many there were after the last restart.
+        failed: why the communicators are of no more use; "" as long as they are.
+        parted: whether this rank left an exchange before its end.
+        form: the structure of the metrics that are being reduced, the `formed`th since the last meeting; asking:
+            whether this rank waits for its peers to compare it; presumed: whether it goes ahead without that.
+        heard: at the last meeting, every rank's `form`, in words.
+    """
+
+    store: Any
+    world: Any
+    arrivals: dist.ProcessGroup | None
+    lineages: Any
+    left: Any
+    logs: dict[str, Log]
+    issued: dict[str, Log]
+    capturing: bool
+    remarks: list[str]
+
+    def __init__(self) -> None:
+        self.epoch = self.meetings = self.restarted = 0
+        self.votes = 0  # that ended with all ranks agreed
+        self.voted = (0, 0)  # in the last vote: the digest given, and how many remarks a capture had before it
+        self.digest = 0  # of remarks, since the last vote
+        self.host_vote: HostVote | None = None  # for votes, where all ranks are on one host
+        self.watch: ProcessWatch | None = None  # the processes of the other ranks
+        self.failed, self.parted = "", False
+        self.form: Any = ()
+        self.forms = Forms()
+        self.formed = 0
+        self.asking = self.presumed = False
+        self.heard: list[str] = []
+        self.meeting: Meeting | None = None  # that this rank came to last
+        self.absent = 0.0  # since when a rank is known to be gone
+
+    # ---- ballots
+
+    def ballot(self, value: int, what: str) -> Vote:
+        """Start comparing every rank's `value`. Host, 16 bytes."""
+        ballot: Any = [value, -value]
+        if self.host_vote is None:
+            ballot = torch.tensor(ballot)
+        hop = Collective("all_reduce", "", 2, torch.int64, "max", "control", what)
+        return Vote(value, ballot, self.lanes.submit("control", (hop,), self.collective(hop, ballot, ballot)))
+
+    def vote(self, digest: int, given: int = FULL) -> Vote | None:
+        """Start the vote before `step` commits; the host may do something else before it waits in `compare`.
+
+        Args:
+            digest: of what this lineage issued since its last step.
+            given: whether this rank has a gradient for every leaf; see `_runtime.given`.
+        """
+        if self.size == 1:
+            return None
+        self.voted = digest, len(self.remarks)
+        mine, self.digest = zlib.crc32(f"{digest} {self.digest}".encode()), 0
+        return self.ballot(mine << GIVEN | given, "vote")
+
+    def compare(self, vote: Vote | None) -> tuple[int, int]:
+        """The first round: every rank arrived at `step`, having issued the same collectives. Returns the least and the
+        most of what was `given`.
+
+        In this round ranks wait for the slowest; whoever is interrupted there, or before `confirm`, abandons the step,
+        which its peers hear in `confirm`.
+
+        Raises:
+            ScheduleError: ranks issued different collectives since the last step.
+            RestartError, CommError: as for every collective.
+        """
+        if vote is None:
+            return FULL, FULL
+        most, least = self._count(vote)
+        mine, lowest, highest = (number >> GIVEN for number in (vote.mine, least, most))
+        if highest != lowest:
+            raise ScheduleError(
+                "ranks issued different collectives in this step, or changed its gradients in other ways, as by "
+                f"clipping to another norm (this rank's digest is {mine}, the digests lie between {lowest} and "
+                f"{highest}), so the step was not taken. Call unshard and reduce for the same units, in the same order "
+                "on every rank; only units of the schedule may be left out. The state before the step is valid."
+            )
+        return least & (1 << GIVEN) - 1, most & (1 << GIVEN) - 1
+
+    def _count(self, vote: Vote) -> tuple[int, int]:
+        """The largest and the smallest of every rank's value, once all have come."""
+        self.lanes.wait(vote.job)
+        most, least = int(vote.ballot[0]), -int(vote.ballot[1])
+        if most >= APART:
+            self.void()
+        if most != least:
+            self.digest = 0  # as of those that came to the vote of a step: ranks go on alike
+        return most, least
+
+    def confirm(self) -> None:
+        """The second round: nobody waits here for longer than a message takes, and then all commit."""
+        if self.size > 1:
+            self._count(self.ballot(0, "confirm"))
+        self.votes += 1
+
+    def alike(self, what: str, number: int = 0) -> bool:
+        """Whether every rank comes here, and not to a vote, with the same number. For what is rare. Host."""
+        if self.size == 1:
+            return True
+        most, least = self._count(self.ballot(ALIKE + number, what))
+        return most == least
+
+    def most(self, what: str, number: int) -> int:
+        """The largest of every rank's number. Host."""
+        return number if self.size == 1 else self._count(self.ballot(ALIKE + number, what))[0] - ALIKE
+
+    def agree(self, number: int, names: tuple[str, ...], verb: str) -> None:
+        """Before a use outside the plan: every rank is about to `verb` the unit `names[number]`. Host, 16 bytes.
+
+        Raises:
+            ScheduleError: ranks came with different units, or are elsewhere.
+        """
+        if self.size == 1:
+            return
+        before = 1 + self.logs["reduce"].count % NAMES if verb == "reduce" else 0  # which must be the same ones
+        most, least = self._count(self.ballot(OUTSIDE + before * NAMES + number, f"{verb} {names[number]!r}"))
+        if most != least:
+            both = [_elsewhere(n, names) for n in (least, most)]
+            raise ScheduleError(
+                f"{verb}({names[number]!r}) is not what the schedule expects here, so every rank must do the same, but "
+                f"ranks came with {both[0]} and {both[1]}. Use the same units in the same order on every rank, or "
+                "give the order: Schedule(order=...). The state before the step is valid."
+            )
+
+    def next_of(self, wanted: int, names: tuple[str, ...], what: str) -> int:
+        """Which of the units that ranks want comes next: the smallest of every rank's number. Host, 16 bytes.
+
+        Args:
+            wanted: up to `2 * len(names) + 1`, see `Unplanned.take_turn`.
+
+        Raises:
+            ScheduleError: a rank is elsewhere.
+        """
+        if self.size == 1:
+            return wanted
+        most, least = self._count(self.ballot(TURNS + wanted, f"{what}, and a peer's next use"))
+        if least < TURNS or most >= APART:
+            raise ScheduleError(
+                f"ranks came to {what}, and to {_elsewhere(least if least < TURNS else most, names)}. Make the same "
+                "calls in the same order on every rank. The state before the step is valid."
+            )
+        return least - TURNS
+
+    # ---- exchanges
+
+    def everyone(self, value: T, what: str) -> list[T]:
+        """Every rank's value, by rank: a small object. Host; waits for all.
+
+        Args:
+            what: what it is for, the same on every rank.
+
+        Raises:
+            CommError: a rank is gone, or never came. ScheduleError: a rank came with another exchange.
+            RestartError: a rank was stopped in it, and begins again.
+        """
+        if self.size == 1:
+            return [value]
+        self.meet(what)
+        data = pickle.dumps(value)
+        self.parted = True
+        try:
+            most, least = self._count(self.ballot(EXCHANGES + zlib.crc32(what.encode()), what))
+            if most != least:
+                self.parted = False  # all know
+                raise ScheduleError(
+                    f"this rank came to exchange {what!r}, another one to something else. Make the same "
+                    "calls in the same order on every rank."
+                )
+            found = exchanged(self, data, what)
+            if not all(one.endswith(pickle.STOP) for one in found):  # a rank was stopped, and has sent zeros instead
+                self._join(noticed=True)
+        except BaseException:
+            self.epoch += 1  # what is under way is out of step as well
+            raise
+        self.parted = False
+        return [pickle.loads(one) for one in found]
+
+    def complaint(self, text: str) -> str | None:
+        """What the first rank that has something to say says; None if all are content (""). Host; waits for all."""
+        return next((said for said in self.everyone(text, "complaint") if said), None)
+
+    # ---- news
+
+    def gone(self) -> list[int]:
+        """The ranks that are known to have ended: those whose processes this one can see."""
+        return [self.ranks[place] for place in self.watch.ended()] if self.watch else []
+
+    def usable(self, verb: str) -> None:
+        """Raise CommError if the communicators are of no more use."""
+        if not self.failed and self.size > 1 and dist.group.WORLD is not self.world:
+            self.lose("The process group that they were made with was destroyed.", tell=False)
+        if self.failed:
+            raise CommError(
+                f"{verb}: this state's ranks cannot communicate any more. {self.failed} Restart the job from its last "
+                "checkpoint."
+            )
+
+    def meet(self, verb: str) -> None:
+        """Before ranks communicate anew: whoever left an exchange before its end meets its peers first."""
+        self.usable(verb)
+        if self.parted:
+            self.restart()
+
+    def fail(self, what: str, error: object = "") -> CommError:
+        """From here on nothing that needs the other ranks works, and peers are told. Returns the error to raise."""
+        gone = self.gone()
+        why = "a rank died, hangs, or issued another collective"
+        if gone:
+            one = len(gone) == 1
+            why = f"the process of rank {gone[0]} has ended" if one else f"the processes of ranks {gone} have ended"
+        self.lose(f"{what}: {why}.")
+        said = f" The backend says: {str(error)[:300]}" if str(error) else ""
+        return CommError(f"{what}: {why}. Restart the job from its last checkpoint.{said}")
+
+    def void(self) -> None:
+        """Whatever is under way on this mesh is of no use: ranks meet before anything else."""
+        if self.size > 1:
+            self.parted = True
+            self.epoch += 1
+
+    def lose(self, why: str, tell: bool = True) -> None:
+        """The communicators are of no more use."""
+        self.failed = self.failed or why
+        self.epoch += 1
+        if not tell:
+            return
+        with suppress(RuntimeError):  # whoever keeps the store may be gone, too
+            self.store.set("failed", why)
+            self.store.set(f"restart/{self.meetings}", "1")
+
+    def listen(self, what: str, begun: float, error: object, failed: bool = False, restarts: Any = True) -> None:
+        """While this rank waits for `what`, since `begun`: raise if it need not wait any longer.
+
+        Args:
+            failed: it has ended with an error.
+            restarts: whether a peer's restart is one to join, or a function that says it.
+
+        Raises:
+            CommError: a rank is gone, or the time is over. RestartError: a peer abandoned the step.
+        """
+        now, limit = time.monotonic(), self.timeout.total_seconds()
+        spent = now - begun
+        if not self.gone():
+            self.absent = 0.0
+        elif not self.absent:
+            self.absent = now
+        if failed or spent > limit or (self.absent and now - max(self.absent, begun) > GRACE):
+            raise self.fail(f"{what} failed after {spent:.1f} s of {limit:.0f} s", error)
+        try:
+            news = self.store.check([f"restart/{self.meetings}"])
+            lost = self.store.get("failed").decode() if news and self.store.check(["failed"]) else ""
+            asked = restarts and not news and self._asked()
+            news = news and (not callable(restarts) or restarts())
+        except dist.DistError as why:
+            raise self.fail(f"{what} failed after {spent:.1f} s: the ranks' store cannot be reached", why) from why
+        if lost:
+            self.lose(f"Another rank says: {lost}")
+            raise CommError(
+                f"{what} was given up after {spent:.1f} s of {limit:.0f} s. Another rank says: {lost} Restart the job "
+                "from its last checkpoint."
+            )
+        if restarts and (news or asked):
+            self._join(noticed=news)
+
+    def _asked(self) -> bool:
+        """Whether a peer waits for this rank to compare the metrics that this rank took for those it knows."""
+        key = f"metrics/{self.meetings}/{self.formed}"
+        if self.asking:
+            self.store.set(key, "1")
+        return bool(self.form) and self.presumed and self.store.check([key])
+
+    def _join(self, noticed: bool) -> None:
+        if not self.capturing:  # else the next verb meets them: what is captured now must not be drained
+            self.restart(noticed=noticed)
+            if self.form:
+                self._differ(self.heard)
+        raise RestartError(
+            "another rank abandoned this step and restarted. Nothing is lost: go on from the state that "
+            "the step started from (it is still valid), on every rank."
+        ) from None
+
+    def compare_forms(self, number: int, lineage: Any) -> None:
+        """Every rank is about to reduce metrics, of the form with this number. Host, 16 bytes; more where they differ.
+
+        Raises:
+            TreeError: forms differ. ScheduleError: a rank is elsewhere.
+        """
+        self.asking = True
+        try:
+            most, least = self._count(self.ballot(METRICS + number, "metrics"))
+        finally:
+            self.asking = False
+        if most == least:
+            return
+        if least < METRICS or most >= APART:
+            raise ScheduleError(
+                f"ranks came to {described(self.form)}, and to something else (a step, a use outside the plan). Make "
+                "the same calls in the same order on every rank. The state before the step is valid."
+            )
+        forms = self.everyone(described(self.form), "metrics")
+        lineage.call.unchanged()  # all know
+        self._differ(forms)
+
+    def _differ(self, forms: list[str]) -> None:
+        """Raise TreeError if ranks have metrics of different forms; "": none."""
+        said = [(rank, form) for rank, form in zip(self.ranks, forms, strict=True) if form]
+        self.form = ()
+        for rank, form in said:
+            if form != said[0][1]:
+                raise TreeError(
+                    f"ranks have different metrics: rank {said[0][0]} has {said[0][1]}, rank {rank} has {form}. Give "
+                    "pmean and psum the same tree, with the same shapes and dtypes, on every rank."
+                )
+
+    def restart(self, lineage: int = 0, noticed: bool = False) -> None:
+        """Meet every rank of the mesh; see `_runtime.restart`."""
+        if self.size > 1:
+            restart(self, lineage, noticed)
+
+
+def _elsewhere(number: int, names: tuple[str, ...]) -> str:
+    """Where a rank is that came to a ballot with this number."""
+    if number >= TURNS:
+        return "something planned" if number >= APART else "a use in the first step"
+    if number >= EXCHANGES:
+        return "pmean or psum" if number >= METRICS else "an exchange"
+    before, unit = divmod(number - OUTSIDE, NAMES)
+    return "step" if number < OUTSIDE else f"{names[unit]!r}{f' after {before - 1} reductions' if before else ''}"

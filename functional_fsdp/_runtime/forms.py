@@ -1,0 +1,71 @@
+"""Forms: the structures of the metrics that ranks reduce, which have to be the same on every rank.
+
+A collective of other sizes on other ranks gives numbers without meaning, or ends the process. So ranks compare forms
+before it, by a ballot on the host; but only where the form is not the one that followed last time:
+
+    loss ▸ loss ▸ loss ▸ norm, loss ▸ norm, loss ▸ ...
+    !      !             !     !    !                     ballots: what came after what is known from there on
+
+What a rank expects follows from what came before, which was the same on every rank. So where ranks differ, one at least
+did not expect its form, and waits in the ballot; the others, which wait in the collective, hear of that.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+from .._common.torch_names import pytree
+
+__all__ = ["Forms"]
+
+MOST = 256  # transitions that are remembered
+
+
+class Forms:
+    """The forms that came on one mesh. A restart clears it, on every rank."""
+
+    def __init__(self) -> None:
+        self.came: list[tuple[Any, int]] | None = None  # while a step is captured: its forms, and after how many votes
+        self.clear()
+
+    def clear(self) -> None:
+        self.last = -1
+        self.known: list[Any] = []
+        self.next: dict[int, int] = {}  # what came after which, the last time
+
+    def same(self, run: Any, form: Any, lineage: Any) -> None:
+        """This rank is about to reduce metrics of this form.
+
+        Raises:
+            TreeError: on every rank, where ranks have different ones. ScheduleError: a rank does something else.
+        """
+        if self.came is not None:
+            self.came.append((form, run.votes))
+        found = self.next.get(self.last, -1)
+        expected = found >= 0 and self.known[found] == form
+        run.formed += 1
+        run.form, run.presumed = form, expected
+        if not expected:
+            text = described(form)
+            run.compare_forms(zlib.crc32(text.encode()), lineage)
+            if len(self.known) > MOST:
+                self.clear()
+            found = self.known.index(form) if form in self.known else len(self.known)
+            if found == len(self.known):
+                self.known.append(form)
+            self.next[self.last] = found
+        self.last = found
+
+
+def described(form: Any) -> str:
+    """A form in words: the same for equal ones."""
+    if not form:
+        return ""
+    _, structure, tensors, along = form
+    where = f" along {', '.join(map(repr, along))}" if along is not None else ""
+    kinds = [f"{str(dtype).removeprefix('torch.')} {list(shape)}" for shape, dtype in tensors]
+    if not structure:
+        return f"{len(kinds)} tensors: {', '.join(kinds)}{where}"
+    name, treedef = structure
+    return f"{name}({pytree.tree_unflatten(kinds, treedef)}){where}"

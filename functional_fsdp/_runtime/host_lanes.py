@@ -1,0 +1,242 @@
+"""Lanes of the host: how a rank submits jobs to queues on the CPU, and waits for them.
+
+The host carries jobs on while it waits. It waits in short turns, and looks around in between: for works that other
+lanes wait for, for a peer that restarts, and for one that waits for what this rank issues later. The last is how ranks
+get past each other whose gradients come in another order:
+
+    rank 0   gather 1   reduce 1   gather 2 ...   reduce 2: waits for the staging of reduction 1
+    rank 1   gather 1   gather 2   gather 3: waits for rank 0          reduction 1 would come now
+
+Rank 0 then leaves reduction 2 for later, and goes on to gather 3.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from functools import lru_cache
+
+import torch.distributed as dist
+
+from .._common.errors import ScheduleError
+from .._common.interrupts import whole
+from .._common.record import Collective
+from .._distributed.collectives import gloo
+from .._distributed.lanes import QUEUES, Lanes, Log, Mark, Steps, Waiting
+from .._distributed.queue import Job, Queue
+from .agreement import APART, Agreement
+from .restart import POLL, twin
+
+__all__ = ["HostLanes"]
+
+AHEAD = {"gather", "side", "control"}  # lanes on which peers may have to be ahead of this rank's reductions
+BESIDE = {"side", "control"}  # lanes of what no plan names
+FIRST = timedelta(seconds=0.005)  # one turn of waiting, which then double up to POLL
+SAME = (
+    "Use the same units in the same order on every rank; only units of the schedule may be left out, and only where "
+    "the schedule has them. If ranks leave units out before the order of use is known, give it: Schedule(order=[...]). "
+    "The state before the step is valid."
+)
+
+
+class HostLanes(Lanes):
+    """Queues of jobs, which the host carries on while it waits.
+
+    Args:
+        run: the ranks of the mesh, as they agree.
+    """
+
+    backend = "gloo"
+    waits_on_host = True
+    copies_on_lanes = False
+    collective = staticmethod(gloo)
+
+    def __init__(self, run: Agreement) -> None:
+        self.run = run
+        self.queues = {name: Queue(self._forsake, self._issue) for name in QUEUES}
+        self.behind: Callable[[Mapping[str, Waiting]], bool] | None = None
+
+    def submit(
+        self, lane: str, hops: tuple[Collective, ...], job: Steps, after: Mark = None, single: bool = False,
+        ordered: bool = False, mark: Mark = None,
+    ) -> Mark:  # fmt: skip
+        queue = self.queues[lane]
+        if queue.jobs and (ordered or not queue.jobs[-1].single):
+            self.wait(queue.jobs[-1], relents=True)
+        log = self.run.logs[lane] if self.run.size > 1 else None
+        new = Job(job, lane, hops, single, ordered)
+        if self.run.host_vote is not None and log is not None and hops and lane != "control":
+            self._add(queue, new, log)
+        else:
+            queue.add(new, log)
+        return new
+
+    @whole
+    def _add(self, queue: Queue, job: Job, log: Log) -> None:
+        """Log a job and start it, unless another rank has issued something else in its place.
+
+        Raises:
+            ScheduleError: it has. This rank issues nothing, and the state before the step is valid.
+        """
+        hop, run = job.hops[0], self.run
+        assert run.host_vote is not None
+        issued = run.issued[job.lane]
+        number = 1 + issued.count + (log.count if log is not issued else 0)  # a captured job has that of its eager twin
+        other = run.host_vote.differs(QUEUES.index(job.lane), number, _code(job.hops), run.seats[hop.axis])
+        if other is not None:
+            raise self._apart(
+                f"this rank is about to issue {hop.kind} of {hop.bucket!r} ({job.lane} lane, {hop.numel} elements), "
+                f"where rank {run.ranks[other]} issues something else. {SAME}"
+            )
+        queue.add(job, log)
+
+    def _forsake(self, job: Job) -> None:
+        """A job's own code has raised. What it did not issue is issued for those who wait."""
+        job.forsake(twin(self.run, job.hops))
+        self.run.void()
+
+    def _issue(self, job: Job) -> None:
+        try:
+            job.issue()
+        except RuntimeError as error:
+            raise self.run.fail(f"{_said(job)} could not be issued", error) from error
+
+    def update(self, job: Steps) -> Mark:
+        for _ in job:
+            pass
+
+    def wait(self, mark: Mark, relents: bool = False) -> bool:
+        if mark is None:
+            return True
+        queue = self.queues[mark.lane]
+        jobs = queue.jobs
+        while jobs and jobs[0].number <= mark.number:  # all that is before it, too: it may be done already
+            job = jobs[0]
+            if not job.done and not self._finish(queue, job, relents):
+                return False
+            queue.start()
+        return True
+
+    def passed(self, mark: Mark) -> bool:
+        return mark is None or self.queues[mark.lane].over(mark)
+
+    def traced(self, lane: str) -> str:
+        return "traced"
+
+    def let_go(self, marks: list[Mark]) -> None:
+        for queue in self.queues.values():  # jobs hold what they write: let go of those that are done
+            queue.reap()
+
+    def idle(self) -> bool:
+        return all(job.ready() for queue in self.queues.values() for job in queue.jobs)
+
+    # ---- waiting
+
+    def _finish(self, queue: Queue, job: Job, relents: bool) -> bool:
+        """Wait for a job. Only that a work has not ended means "not yet": what its own code raises goes on its way."""
+        run, begun, patience = self.run, time.monotonic(), FIRST
+        while not job.done:
+            error = job.pause(patience) if job.works and not job.calls else None
+            if error is None:
+                queue.advance(job)
+                continue
+            patience = min(2 * patience, POLL)
+            for other in self.queues.values():  # a peer may wait for what a job on another lane issues next
+                other.progress()
+            run.listen(_said(job), begun, error, job.failed(), lambda: self._short(job))
+            if run.capturing:
+                continue  # its jobs have numbers of their own, which say nothing to peers
+            try:
+                awaited = self._awaited()
+                if relents and not AHEAD.isdisjoint(awaited):
+                    return False
+                before = {lane: peer for lane, peer in awaited.items() if self._before(job, peer)}
+                follows = job.lane in BESIDE and self._follows(before)
+                if before and follows:
+                    patience = FIRST
+                    continue
+                if run.store.check([told := f"apart/{run.meetings}"]):
+                    run.void()
+                    raise ScheduleError(run.store.get(told).decode())
+                for peer in awaited.values():
+                    self._part(job, peer)
+                counts = {name: log.count for name, log in run.issued.items()}
+                axes = [*{hop.axis for hop in job.hops}]
+                said = Waiting(dist.get_rank(), job.ordinal, axes, job.hops[0].bucket, counts, relents or follows)
+                run.store.set(f"waits/{run.meetings}/{job.lane}", json.dumps(said))
+            except dist.DistError as why:
+                raise run.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
+        return True
+
+    def _before(self, job: Job, peer: Waiting) -> bool:
+        """Whether a peer that waits for this rank has not come to the job that this rank waits for: neither will ever
+        come. (Who has issued it is past it, and this rank will be, too.)"""
+        return job.ordinal > peer.counts[job.lane] and self._beside(peer.rank, [hop.axis for hop in job.hops])
+
+    def _follows(self, before: Mapping[str, Waiting]) -> bool:
+        """Whether this rank has started some of what peers wait for who are before it, or would."""
+        behind, self.behind = self.behind, None  # not while it does
+        try:
+            return behind is not None and (not before or behind(before))
+        finally:
+            self.behind = behind
+
+    def _awaited(self) -> dict[str, Waiting]:
+        """By lane, a peer that waits for what this rank has yet to issue."""
+        run, found = self.run, {}
+        for lane in QUEUES:
+            key = f"waits/{run.meetings}/{lane}"
+            if run.store.check([key]):
+                said = Waiting(*json.loads(run.store.get(key)))
+                if said.ordinal > run.issued[lane].count and self._beside(said.rank, said.axes):
+                    found[lane] = said
+        return found
+
+    def _beside(self, rank: int, axes: Iterable[str]) -> bool:
+        """Whether a rank has collectives along one of these axes ("": along all) with this one."""
+        return any(not axis or rank in self.run.rows[axis] for axis in axes)
+
+    def _part(self, job: Job, peer: Waiting) -> None:
+        """Raise if this rank and the peer wait for each other."""
+        if peer.relents or job.lane == "control" or not self._before(job, peer):
+            return
+        if peer.what == "metrics" and self.run.form and self.run.presumed:
+            return  # it has asked this rank to compare them, which hears of it next
+        hop = job.hops[0]
+        raise self._apart(
+            f"this rank waits for {hop.kind} of {hop.bucket!r} ({hop.lane} lane), which rank {peer.rank} has not "
+            f"issued: that rank waits for this one at {peer.what!r}. {SAME}"
+        )
+
+    def _apart(self, said: str) -> ScheduleError:
+        """The error for a step in which ranks will never meet. The others are told: at a vote by a ballot, else by the
+        store."""
+        self.run.ballot(APART, "apart")
+        self.run.void()
+        self.run.store.set(f"apart/{self.run.meetings}", f"rank {dist.get_rank()} says: {said}")
+        return ScheduleError(said)
+
+    def _short(self, job: Job) -> bool:
+        """Whether a rank that has come to restart has not issued a job that this rank waits for. Else the job comes to
+        its end, and a step that all have agreed on is taken."""
+        run = self.run
+        for rank in range(run.size):
+            key = f"status/{run.meetings}/{rank}"
+            if run.store.check([key]) and pickle.loads(run.store.get(key)).counts[job.lane] < job.ordinal:
+                return True
+        return False
+
+
+@lru_cache(maxsize=1 << 12)
+def _code(hops: tuple[Collective, ...]) -> int:
+    """A checksum of what a job issues."""
+    return zlib.crc32(repr(hops).encode())
+
+
+def _said(job: Job) -> str:
+    hop = job.hops[0]
+    return f"{hop.kind} over the axis {hop.axis!r} ({hop.lane} lane, {hop.bucket}, {hop.numel} elements)"

@@ -1,0 +1,238 @@
+"""Runtime: the lanes and communicators of one mesh, the log of what was issued, and how ranks that parted meet again.
+
+Every lane with collectives has a communicator of its own on every axis, so that gathers and reductions are never
+ordered behind each other, and so that a user's own collectives on the mesh are never paired with ours.
+
+    lane      collectives
+    gather    all-gather of weights; or barriers, where ranks read each other's memory
+    reduce    reduce-scatter and all-reduce of gradients; or barriers
+    outer     what follows on a second axis of the mesh
+    update    none: an optimizer, beside the backward
+    side      what no plan names: whole trees, exports, metrics; on the compute lane's stream
+    control   (all ranks of the mesh; the host) the vote before `step` commits; uses outside the plan
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+import zlib
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._common.device import current_device
+from .._common.errors import SpecError
+from .._common.record import Collective
+from .._common.torch_names import default_store
+from .._distributed.collectives import gloo
+from .._distributed.groups import forget, level, new_group, one_thread
+from .._distributed.host_vote import HostVote
+from .._distributed.lanes import LANES, QUEUES, Log, Steps
+from .._distributed.watch import ProcessWatch
+from .agreement import Agreement
+from .stream_lanes import lanes_of
+
+__all__ = ["Runtime", "any_failed", "runtime_of"]
+
+Kind = tuple[str, tuple[int, ...], timedelta]  # of groups: the backend, the ranks, the timeout
+
+
+class Runtime(Agreement):
+    """What all states on one mesh share. Made once per mesh and process, by `runtime_of`."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        names = mesh.mesh_dim_names or ()
+        self.sizes = dict(zip(names, mesh.shape, strict=True))
+        self.coordinate = {axis: mesh.get_local_rank(axis) for axis in names}
+        self.position = tuple(self.coordinate.items())
+        self.size = mesh.size()
+        self.device = current_device(mesh.device_type)
+        self.issued = {name: Log() for name in QUEUES}
+        self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
+        self.capturing = False
+        self.remarks: list[str] = []  # of the step that is captured
+        self.chosen: dict[tuple[bool, tuple[str, ...]], Any] = {}  # "auto", for large models or not, and by axes
+        self.spare: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # windows that no lineage uses, by number
+        self.windows = 0  # how many were made
+        self.generators: dict[int, torch.Generator] = {}  # on GPUs, by microbatch
+        self.given_rows: dict[tuple[str, bytes], list[bytes]] = {}  # of traced steps, see `_state.graph_plan`
+        self.lanes = lanes_of(self)
+        self.users: dict[int, int] = {}  # under 0 the thread that is in a call, see `_common.calls`
+        self.lineage_count = 0
+        self.lineages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        #: weakly, the state of which reductions were left for later: nobody else's are issued before
+        self.left: list[Any] = []
+        self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}
+        self.own_groups: dict[Kind, list[dist.ProcessGroup]] = {}
+        self.spare_groups: dict[Kind, list[dist.ProcessGroup]] = {}  # of meshes that are no more
+        self.arrivals: dist.ProcessGroup | None = None  # of restarts, where not all ranks see each other's processes
+        self.rows: dict[str, list[int]] = {}  # of ranks, along each axis, that this one is in
+        self.seats: dict[str, list[int]] = {"": []}  # the other ranks along each axis, by their place in the mesh
+        self.grid = mesh.mesh  # ranks [sizes]; the mesh itself is not kept: when it is let go, so is this
+        self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
+        self.rank = 0  # which of them this one is
+        self.world: Any = dist.group.WORLD
+        self.place = ""  # in the store
+        if self.size == 1:
+            return
+        if mesh.get_coordinate() is None:
+            raise SpecError(f"rank {dist.get_rank()} is not part of the mesh of ranks {mesh.mesh.flatten().tolist()}.")
+        self.timeout = _timeout(mesh, self.device)
+        self.rank = self.ranks.index(dist.get_rank())
+        offers = [run.place for run in _unused if run.ranks == self.ranks and run.idle()]
+        self.place, again, processes = level(self.ranks, self.timeout, offers)
+        self.watch = ProcessWatch(processes)
+        for run in sorted((run for run in _unused if run.place in again), key=lambda run: again.index(run.place)):
+            _unused.remove(run)
+            for kind, groups in run.let_go().items():
+                self.spare_groups.setdefault(kind, []).extend(groups)
+        self.store = dist.PrefixStore(f"{self.place}/run", default_store())  # type: ignore[attr-defined]
+        for i, axis in enumerate(names):
+            mine = mesh.mesh.movedim(i, -1).reshape(-1, mesh.shape[i])
+            row = self.rows[axis] = next(row.tolist() for row in mine if dist.get_rank() in row)
+            self.seats[axis] = [self.ranks.index(rank) for rank in row if rank != dist.get_rank()]
+            if len(row) > 1:
+                for lane in LANES:
+                    self.groups[lane, axis] = self._group(row, f"{lane} {axis}", self.lanes.backend)
+        self.control: Any = self._group(self.ranks, "control", "gloo")
+        self.host_vote = HostVote.of(self)
+        if not all(self.everyone(len(self.watch) == self.size - 1, "who sees whom")):
+            self.arrivals = self._group(self.ranks, "arrivals", "gloo")
+        forget(self.place, self.ranks)
+
+    def _group(self, ranks: list[int], what: str, backend: str) -> dist.ProcessGroup:
+        """A group of these ranks: one that was used before, or a new one. Collective."""
+        kind = backend, tuple(ranks), self.timeout
+        spare = self.spare_groups.get(kind)
+        group = spare.pop(0) if spare else new_group(ranks, what, self.timeout, backend, gone=self.gone)
+        self.own_groups.setdefault(kind, []).append(group)
+        return group
+
+    def idle(self) -> bool:
+        """Whether its communicators can be used again: nothing is under way on this rank, and no memory knows them."""
+        return self.lanes.idle() and not (self.failed or self.parted or self.windows)
+
+    def let_go(self) -> dict[Kind, list[dist.ProcessGroup]]:
+        """Its communicators, which nobody will use for it again."""
+        self.lose("Nobody held their mesh any more.", tell=False)
+        found = self.own_groups
+        for kind, groups in self.spare_groups.items():
+            found.setdefault(kind, []).extend(groups)
+        self.groups, self.own_groups, self.spare_groups = {}, {}, {}
+        self.control = None
+        self.arrivals = self.host_vote = self.watch = None
+        return found
+
+    def group(self, lane: str, axis: str) -> dist.ProcessGroup:
+        """The communicator of a lane on an axis. "zero_cta" and "traced" (for all traced lanes of CPUs) have one when
+        it is first asked for, which is collective."""
+        if (lane, axis) not in self.groups and lane in ("zero_cta", "traced"):
+            backend, options = one_thread() if lane == "traced" else "nccl", None
+            if lane == "zero_cta":
+                options = dist.ProcessGroupNCCL.Options()
+                options.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO  # type: ignore[attr-defined]
+            if lane == "traced" and self.spare_groups.get((backend, tuple(self.rows[axis]), self.timeout)):
+                self.groups[lane, axis] = self._group(self.rows[axis], "", backend)
+                return self.groups[lane, axis]
+            place = level(self.rows[axis], self.timeout).place
+            group = new_group(self.rows[axis], f"{lane} {axis}", self.timeout, backend, options, self.gone)
+            if lane == "traced":  # else ranks are not connected before they communicate, and may still read there
+                forget(place, self.rows[axis])
+                self.own_groups.setdefault((backend, tuple(self.rows[axis]), self.timeout), []).append(group)
+            self.groups[lane, axis] = group
+        return self.groups[lane, axis]
+
+    # ---- jobs
+
+    def collective(self, hop: Collective, out: Any, given: Any) -> Steps:
+        """One collective, as a part of a job. `given` may be the rank's own slice of `out`, or the same
+        tensor. (A ballot of the host vote is a list.)"""
+        if self.sizes.get(hop.axis, self.size) == 1:
+            if out.data_ptr() != given.data_ptr():
+                out.copy_(given)
+            return iter(())
+        if hop.lane != "control":
+            return self.lanes.collective(hop, out, given, self.groups[hop.lane, hop.axis])
+        if hop.kind == "all_reduce" and hop.dtype is torch.int64 and self.host_vote is not None:
+            return self.host_vote.largest(out)
+        return gloo(hop, out, given, self.control)
+
+    def now(self, hop: Collective, out: torch.Tensor, given: torch.Tensor) -> None:
+        """One collective on its lane; the compute lane waits for it."""
+        self.remark(f"{hop.kind} {hop.axis} {hop.bucket}")
+        after = self.lanes.mark() if hop.lane != "side" else None  # that one is compute's own, on GPUs
+        self.lanes.wait(self.lanes.submit(hop.lane, (hop,), self.collective(hop, out, given), after))
+
+    def remark(self, said: str) -> None:
+        """Have the next vote compare this."""
+        self.digest = zlib.crc32(said.encode(), self.digest)
+        if self.capturing:
+            self.remarks.append(said)
+
+
+# Communicators belong to the process, as torch's own do: one Runtime for all equal meshes of one process group, as long
+# as somebody holds one of them.
+_RUNTIMES: dict[int, tuple[weakref.ref[DeviceMesh], Runtime]] = {}  # by the mesh's id
+_unused: list[Runtime] = []  # of meshes that are no more: the next one of the same ranks takes their communicators
+
+
+def runtime_of(mesh: Any) -> Runtime:
+    """The Runtime of a mesh. The first call for a mesh is collective: it makes the communicators.
+
+    Raises:
+        SpecError: for a mesh that is only a mapping of axis sizes: that plans, but cannot run.
+        CommError: not every rank of the mesh came, or one is gone.
+    """
+    found = _RUNTIMES.get(id(mesh))
+    if found is not None and found[1].world is dist.group.WORLD:
+        return found[1]
+    if not isinstance(mesh, DeviceMesh):
+        raise SpecError(
+            f"the mesh {dict(mesh)} is a plan without ranks. To run, give Spec a DeviceMesh: fsdp.local_mesh(), or "
+            f"torch's init_device_mesh(device, {tuple(dict(mesh).values())}, mesh_dim_names={tuple(dict(mesh))})."
+        )
+    run = next((run for held, run in [*_RUNTIMES.values()] if held() == mesh and run.world is dist.group.WORLD), None)
+    if run is None:
+        _forget_groups()
+        run = Runtime(mesh)
+    _RUNTIMES[id(mesh)] = weakref.ref(mesh, partial(_dropped, id(mesh))), run
+    return run
+
+
+def _dropped(key: int, _: Any) -> None:
+    """A mesh is no more. This may be in the middle of anything."""
+    _, run = _RUNTIMES.pop(key, (None, None))
+    if run is not None and run.size > 1 and not any(run is other for _, other in _RUNTIMES.values()):
+        _unused.append(run)
+
+
+def _forget_groups() -> None:
+    """Drop what belongs to process groups that the program has destroyed."""
+    for key, (_, run) in [*_RUNTIMES.items()]:
+        if run.world is not dist.group.WORLD:
+            del _RUNTIMES[key]
+            _unused.append(run)
+    for run in [run for run in _unused if run.world is not dist.group.WORLD]:
+        _unused.remove(run)
+        run.let_go()
+
+
+def any_failed() -> bool:
+    """Whether the communicators of any mesh of this process are of no more use."""
+    return any(run.failed for _, run in _RUNTIMES.values()) or any(not run.idle() for run in _unused)
+
+
+def _timeout(mesh: DeviceMesh, device: torch.device) -> timedelta:
+    """The timeout of the mesh's own groups, which ours inherit, or that of all ranks' group if it is shorter."""
+    found = []
+    for group in (mesh.get_group(0), dist.group.WORLD):
+        limit = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None) if group else None
+        if isinstance(limit, timedelta) and math.isfinite(limit.total_seconds()):
+            found.append(limit)
+    return min(found, default=timedelta(minutes=10))

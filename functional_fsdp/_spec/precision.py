@@ -1,0 +1,108 @@
+"""Precision: the dtype of each stage of a weight's and a gradient's life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .._common.errors import SpecError
+
+__all__ = ["FLOATS", "Dtypes", "Precision"]
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "-" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+class Dtypes(NamedTuple):
+    """The dtype of each stage of one leaf, and where its gradients are summed: "native" or "fp32"."""
+
+    main: torch.dtype
+    compute: torch.dtype
+    grads: torch.dtype
+    wire: torch.dtype
+    sum: str
+
+    def __str__(self) -> str:
+        said = (f"{kind} {_name(dtype)}" for kind, dtype in zip(self._fields[:4], self[:4], strict=True))
+        return f"{', '.join(said)}, sum {self.sum}"
+
+
+_NO_SUM = (
+    "Precision(sum='fp32') of a float64 wire would lose digits. Sums in float32 are of bfloat16 or float32 wires; "
+    "leave sum out, or set wire=torch.float32."
+)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype of each stage of a weight's and a gradient's life.
+
+    Attributes:
+        main: main weights and optimizer state. None: float32, or float64 for float64 leaves.
+        compute: gathered weights, and so compute. None: as `main` if that was given, else each leaf's own dtype.
+        grads: main gradients, in which reduced gradients are accumulated. None: as `main`. `step` casts them to `main`
+            for the optimizer, so fused kernels never see a mix.
+        wire: what travels in a reduction: gradients are cast to it once, when they are staged. None: as `compute`.
+        sum: where a reduction is added up. "native": by the backend, in the wire's dtype and its own order. "fp32":
+            each rank gets the summands of its part (an all-to-all) and adds them up in float32 in the order of the
+            ranks, ((r0 + r1) + r2) + ..., the same bits in every run; further axes carry float32. It doubles the
+            staging. "auto": "fp32" where the transport adds up itself, as copy_engine does, else "native".
+        inputs: cast floating inputs of a driven model's parts to the dtype that they compute in, as FSDP2 does.
+
+    Integer and boolean leaves keep their dtype throughout.
+
+    Raises:
+        SpecError: for float16 (use bfloat16, which needs no loss scaling), for other dtypes than float64, float32 and
+            bfloat16, and for `sum="fp32"` of a float64 wire.
+
+    >>> print(Precision(compute=torch.bfloat16).resolve(torch.float32))
+    main float32, compute bfloat16, grads float32, wire bfloat16, sum native
+    """
+
+    main: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    grads: torch.dtype | None = None
+    wire: torch.dtype | None = None
+    sum: str = "auto"
+    inputs: bool = False
+
+    def __post_init__(self) -> None:
+        for kind in ("main", "compute", "grads", "wire"):
+            dtype = getattr(self, kind)
+            if dtype is torch.float16:
+                raise SpecError(
+                    f"Precision({kind}=torch.float16): float16 needs loss scaling, which is not supported. "
+                    f"Use torch.bfloat16, which has float32's range."
+                )
+            if dtype is not None and dtype not in FLOATS:
+                raise SpecError(f"Precision({kind}={dtype}): expected one of {', '.join(map(str, FLOATS))} or None.")
+        if self.sum not in ("auto", "native", "fp32"):
+            raise SpecError(f"Precision(sum={self.sum!r}): expected 'auto', 'native' or 'fp32'.")
+        if not isinstance(self.inputs, bool):
+            raise SpecError(f"Precision(inputs={self.inputs!r}): expected True or False.")
+        if self.sum == "fp32" and (self.wire or self.compute or self.main) is torch.float64:
+            raise SpecError(_NO_SUM)
+
+    def resolve(self, leaf: torch.dtype, exact: bool = False) -> Dtypes:
+        """The dtypes of a leaf whose own dtype is `leaf`; nothing is left to be decided."""
+        if not leaf.is_floating_point:
+            return Dtypes(leaf, leaf, leaf, leaf, "native")
+        main = self.main or torch.promote_types(leaf, torch.float32)
+        compute = self.compute or self.main or leaf
+        wire = self.wire or compute
+        if self.sum == "fp32" and wire is torch.float64:
+            raise SpecError(_NO_SUM)
+        exact = self.sum == "fp32" or (self.sum == "auto" and exact and wire is not torch.float64)
+        return Dtypes(main, compute, self.grads or main, wire, "fp32" if exact else "native")
+
+    def __str__(self) -> str:
+        main = _name(self.main) if self.main else "float32 (float64 where leaves are)"
+        compute = _name(self.compute) if self.compute else "as main" if self.main else "as the leaf"
+        grads, wire = _name(self.grads) if self.grads else "as main", _name(self.wire) if self.wire else "as compute"
+        added = "as the transport does" if self.sum == "auto" else self.sum
+        return f"main {main}, compute {compute}{' (inputs too)' * self.inputs}, grads {grads}, wire {wire}, sum {added}"

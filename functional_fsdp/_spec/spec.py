@@ -1,0 +1,197 @@
+"""What a user asks for: a Spec ties placements, precision, units, a schedule and a transport to a mesh.
+
+Nothing here touches a device or a process group.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._common.errors import SpecError
+from .._common.tree import first_match, table
+from .placement import Placement, zero3
+from .precision import Precision
+from .schedule import Schedule
+from .transport import Transport, transport_of
+from .units import ByName, freeze_units
+
+__all__ = ["Spec"]
+
+Rules = tuple[tuple[str, Any], ...]
+
+
+def _rules(value: Mapping[str, Any] | None) -> Rules:
+    return tuple((value or {}).items())
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Spec:
+    """How a pytree of parameters is placed on a mesh. Frozen, hashable, equal by value; printing it gives a table.
+
+    Args:
+        mesh: a torch `DeviceMesh` with named axes, or `{"data": 1024}` to plan without a process group.
+        placement: a `Placement`, or rules `{pattern: Placement}` (first match wins). Default: `zero3` over all axes.
+        precision: a `Precision`, or rules `{pattern: Precision}` (first match wins; what matches none has the default).
+        units: how leaves are grouped. None finds them from the paths: the outermost repeated blocks (`blocks.0`,
+            `blocks.1`, ...), and of the rest the largest parts that contain no block. A list of patterns makes one unit
+            of each distinct prefix that a pattern matches, and of each tuple of patterns one unit.
+            `{name: pattern or patterns}` names them. What matches nothing is grouped as the rest. A function from a
+            leaf's path to the name of its unit, or to None for the rest, as `lambda path: path.split(".")[0]`; the same
+            one on every rank.
+        labels: `{pattern: label}` for optimizers (weight decay, learning rate); first match wins, else "default".
+        trainable: `{pattern: bool}`, first match wins. Otherwise parameters of modules go by their `requires_grad`,
+            plain tensors are trainable when they are of a floating dtype.
+        average: gradients are averaged over the data ranks ("mean") or summed ("sum").
+        schedule: when units are gathered and what stays gathered. Default: forward, then backward, one use ahead.
+        transport: what carries gathers and reductions of eager steps (those of compiled ones are the compiler's), by
+            name, or with options, as `fsdp.symmetric(zero_cta=True)`. "collective": NCCL or gloo, on lanes beside
+            compute. "copy_engine": ranks read each other's memory, on one host or in one NVLink domain along each axis
+            that shards; sums are in float32 in the order of ranks, unless the precision says `sum="native"`.
+            "symmetric": NCCL with its symmetric kernels, on memory that stays registered with it. "auto": below 1 GiB
+            of weights collective, else the first that every rank's machine has of copy_engine, symmetric and
+            collective; chosen by `shard` and logged.
+
+    Raises:
+        SpecError: an axis that the mesh does not have, a mesh whose axes have no names, or a value of the wrong kind.
+
+    >>> Spec({"data": 8}).placement_of("blocks.0.weight") == zero3("data")
+    True
+    """
+
+    mesh: DeviceMesh | tuple[tuple[str, int], ...]
+    placements: tuple[tuple[str, Placement], ...]
+    precisions: tuple[tuple[str, Precision], ...]
+    units: Hashable
+    labels: Rules
+    trainable: Rules
+    average: str
+    schedule: Schedule
+    transport: Transport
+
+    def __init__(
+        self,
+        mesh: DeviceMesh | Mapping[str, int],
+        placement: Placement | Mapping[str, Placement] | None = None,
+        *,
+        precision: Precision | Mapping[str, Precision] | None = None,
+        units: Sequence[str | Sequence[str]] | Mapping[str, str | Sequence[str]] | ByName | None = None,
+        labels: Mapping[str, str] | None = None,
+        trainable: Mapping[str, bool] | None = None,
+        average: Literal["mean", "sum"] = "mean",
+        schedule: Schedule | None = None,
+        transport: str | Transport = "collective",
+    ) -> None:
+        put: Callable[[str, Any], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
+        if not isinstance(mesh, (DeviceMesh, Mapping)):
+            raise SpecError(
+                f"Spec(mesh): expected a DeviceMesh, as fsdp.local_mesh(), or {{axis: ranks}}, not "
+                f"{type(mesh).__name__}. The mesh comes first: Spec(mesh, placement)."
+            )
+        put("mesh", mesh if isinstance(mesh, DeviceMesh) else tuple(mesh.items()))
+        names = tuple(self.axes)
+        if placement is None:
+            placement = zero3(*names)
+        rules = placement if isinstance(placement, Mapping) else {"*": placement}
+        for pattern, rule in rules.items():
+            if not isinstance(rule, Placement):
+                raise SpecError(
+                    f"Spec(placement): {pattern!r} maps to {rule!r}; expected a Placement, as zero3('data')."
+                )
+            missing = [axis for axis in rule.data if axis not in names]
+            if missing:
+                raise SpecError(
+                    f"Spec(placement): {rule} names the axis {missing[0]!r}, which the mesh does not have. Its axes "
+                    f"are {', '.join(map(repr, names))}. Use one of them, or name the mesh's axes accordingly."
+                )
+        if average not in ("mean", "sum"):
+            raise SpecError(f"Spec(average={average!r}): expected 'mean' or 'sum' over the data ranks.")
+        if not isinstance(schedule, Schedule | None):
+            raise SpecError(f"Spec(schedule={schedule!r}): expected a Schedule, as fsdp.Schedule(prefetch=2).")
+        put("placements", tuple(rules.items()))
+        dtypes = precision if isinstance(precision, Mapping) else {"*": precision or Precision()}
+        for pattern, one in dtypes.items():
+            if not isinstance(one, Precision):
+                raise SpecError(
+                    f"Spec(precision): {pattern!r} maps to {one!r}; expected a Precision, as "
+                    "Precision(compute=torch.bfloat16)."
+                )
+        put("precisions", tuple(dtypes.items()))
+        put("units", freeze_units(units))
+        put("labels", _rules(labels))
+        put("trainable", _rules(trainable))
+        put("average", average)
+        put("schedule", schedule or Schedule())
+        put("transport", transport_of(transport))
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Mesh axes and their sizes (ranks), outermost first."""
+        if not isinstance(self.mesh, DeviceMesh):
+            return dict(self.mesh)
+        names = self.mesh.mesh_dim_names
+        if not names:
+            raise SpecError(
+                f"Spec(mesh): the axes of this mesh of shape {tuple(self.mesh.shape)} have no names. "
+                f"Give them: init_device_mesh(..., mesh_dim_names=('data',))."
+            )
+        return dict(zip(names, self.mesh.shape, strict=True))
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The mesh axes over which any leaf's gradients are averaged."""
+        return tuple(axis for axis in self.axes if any(axis in rule.data for _, rule in self.placements))
+
+    def with_schedule(self, schedule: Schedule) -> Spec:
+        """The same with another schedule."""
+        return self._but("schedule", schedule)
+
+    def with_transport(self, transport: str | Transport) -> Spec:
+        """The same with another transport."""
+        return self._but("transport", transport_of(transport))
+
+    def _but(self, name: str, value: Any) -> Spec:
+        new = copy.copy(self)
+        object.__setattr__(new, name, value)
+        return new
+
+    def placement_of(self, path: str, *aliases: str) -> Placement:
+        """The placement of the leaf at `path`. Raises SpecError when no rule matches."""
+        found = first_match(self.placements, (path, *aliases))
+        if isinstance(found, Placement):
+            return found
+        raise SpecError(
+            f"Spec(placement): no rule matches the leaf {path!r}; the patterns are "
+            f"{', '.join(repr(p) for p, _ in self.placements)}. Add a last rule {{'*': ...}}."
+        )
+
+    def precision_of(self, path: str, *aliases: str) -> Precision:
+        """The precision of the leaf at `path`."""
+        found = first_match(self.precisions, (path, *aliases))
+        return found if isinstance(found, Precision) else Precision()
+
+    def label_of(self, path: str, *aliases: str) -> str:
+        """The label of the leaf at `path`, "default" when no pattern matches."""
+        return str(first_match(self.labels, (path, *aliases)) or "default")
+
+    def __repr__(self) -> str:
+        def rules(pairs: Rules) -> str:
+            return ", ".join(f"{k}: {v}" for k, v in pairs)
+
+        whole = len(self.placements) == 1 and self.placements[0][0] == "*"
+        rows = [
+            ("mesh", " × ".join(f"{axis} {size}" for axis, size in self.axes.items())),
+            ("placement", str(self.placements[0][1]) if whole else rules(self.placements)),
+            ("precision", rules(self.precisions) if self.precisions[0][0] != "*" else str(self.precisions[0][1])),
+            ("units", "found from the paths" if self.units is None else str(self.units)),
+            ("labels", rules(self.labels) or "default"),
+            ("trainable", rules(self.trainable) or "as given"),
+            ("gradients", f"{self.average} over data ranks"),
+            ("schedule", str(self.schedule)),
+            ("transport", repr(self.transport)),
+        ]
+        return table(("Spec", ""), rows)

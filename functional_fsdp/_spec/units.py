@@ -1,0 +1,283 @@
+"""Units: which leaves are gathered and reduced together. Pure functions of paths, sizes and the spec's patterns.
+
+model.embed.weight          model.embed        the largest part that contains no block
+model.blocks.0.attn.qkv     model.blocks.0     the outermost repeated blocks (an integer in the path)
+model.blocks.0.mlp.up       model.blocks.0
+model.blocks.1.attn.qkv     model.blocks.1
+model.norm.weight           model.norm         the largest part that contains no block
+head.proj.weight            head               the same
+head.weight = model.embed   (no unit)          a tied leaf is a unit of its own, called by its first path
+
+A unit is called by the part of the tree that it is, by its leaf if that is tied, or as the spec says. Two units never
+have one name: where a tied leaf has the name of a part, the part is called `part.*`; a name that the spec chose, and
+that the tree has already, is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch.nn as nn
+
+from .._common.errors import SpecError
+from .._common.tree import bytes_text, match, prefixes
+from .settings import describe_settings, opaque_settings
+
+__all__ = ["ByName", "Group", "UnitsBy", "find_units", "freeze_units", "in_order_of_use", "relative_keys", "units"]
+
+ByName = Callable[[str], str | None]
+NUMBER = re.compile("([0-9]+)")
+DEEP = 100  # keys in a path that are looked at for their order
+
+
+def units(model: nn.Module, *types: type) -> list[str]:
+    """The paths of the outermost submodules of `model` that are of one of `types`, for `Spec(units=...)`.
+
+    Raises:
+        SpecError: if there is none, naming the types that the model has.
+
+    >>> units(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), nn.Linear)
+    ['0', '2']
+    """
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if path and isinstance(module, types) and not any(path.startswith(f + ".") for f in found):
+            found.append(path)
+    if not found:
+        names = sorted({type(m).__name__ for m in model.modules()})
+        wanted = ", ".join(t.__name__ for t in types)
+        raise SpecError(f"units(model, {wanted}): the model has no such submodule. It has {', '.join(names)}.")
+    return found
+
+
+class UnitsBy:
+    """`Spec(units=function)`: equal to another one whose function is written the same and closes over the same."""
+
+    __slots__ = ("function", "hidden", "lines")
+
+    def __init__(self, function: ByName) -> None:
+        self.function = function
+        self.lines = tuple(describe_settings(function))
+        self.hidden = tuple(opaque_settings(function, "function"))
+
+    def __call__(self, path: str) -> str | None:
+        return self.function(path)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, UnitsBy):
+            return NotImplemented
+        return self.function is other.function or (self.lines == other.lines and not self.hidden)
+
+    def __hash__(self) -> int:
+        return hash(self.lines)
+
+    def __reduce__(self) -> Any:
+        return UnitsBy, (self.function,)
+
+    def __fsdp_settings__(self) -> ByName:
+        return self.function
+
+    def __repr__(self) -> str:
+        hidden = f" (ranks cannot compare {', '.join(self.hidden)})" if self.hidden else ""
+        return f"by the {self.lines[0]}{hidden}"
+
+
+def freeze_units(units: Any) -> Any:
+    """What `Spec(units=...)` keeps: lists and mappings of patterns as nested tuples, `(name or None, (pattern, ...))`
+    each; a function as `UnitsBy`."""
+    if units is None or isinstance(units, UnitsBy):
+        return units
+    if isinstance(units, str):
+        raise SpecError(f"Spec(units={units!r}): expected a list of patterns, as [{units!r}], or a mapping of names.")
+    if callable(units):
+        return UnitsBy(units)
+    pairs = units.items() if isinstance(units, Mapping) else ((None, patterns) for patterns in units)
+    return tuple(
+        (name, (p,) if isinstance(p, str) and name is not None else p if isinstance(p, str) else tuple(p))
+        for name, p in pairs
+    )
+
+
+class Group(NamedTuple):
+    """The leaves of a unit, by index. `inside`: what their paths begin with, if they do."""
+
+    name: str
+    inside: str
+    members: list[int]
+
+
+class _Owner(NamedTuple):
+    """What a unit is, which no other one is: a part of the tree, a tied leaf, or what the spec calls by a name."""
+
+    kind: str  # "part", "leaf" or "name"
+    name: str
+
+
+def find_units(
+    paths: Sequence[str],
+    nbytes: Sequence[int],
+    tied: Sequence[str],
+    patterns: Any,
+    where: str = "Spec(units)",
+    aliases: Sequence[str] = (),
+) -> list[Group]:
+    """Group leaves into units, in order of first appearance. No two have the same name.
+
+    Args:
+        paths: the leaves' paths; `nbytes` their sizes; `tied`: those that are units of their own.
+        patterns: None, the frozen form of `Spec(units=...)`, or a function from paths to names.
+
+    Raises:
+        SpecError: a pattern that matches nothing, a leaf that belongs to two units, or a name that the tree has.
+    """
+    alone = set(tied)
+    owner: dict[int, _Owner] = {i: _Owner("leaf", path) for i, path in enumerate(paths) if path in alone}
+    free = [i for i in range(len(paths)) if i not in owner]
+    above: set[str] = set()  # paths that have a block below them
+
+    def claim(i: int, unit: _Owner, prefix: str) -> None:
+        if owner.setdefault(i, unit) != unit:
+            raise SpecError(
+                f"{where}: the leaf {paths[i]!r} is in two units, {owner[i].name!r} and {unit.name!r}. "
+                f"A leaf belongs to one unit: make the patterns disjoint."
+            )
+        above.update(_ancestors(prefix))
+
+    if patterns is None:
+        for i in free:
+            block = next((p for p in prefixes(paths[i]) if p.rsplit(".", 1)[-1].isdigit()), None)
+            if block is not None and block != paths[i]:
+                claim(i, _Owner("part", block), block)
+    elif callable(patterns):
+        for i in free:
+            name = patterns(paths[i])
+            if name is not None and not isinstance(name, str):
+                raise SpecError(
+                    f"{where}: the function gave {name!r} for the leaf {paths[i]!r}; expected the name of its unit, or "
+                    "None for what is to be grouped as without it."
+                )
+            if name is not None:
+                claim(i, _Owner("name", name), paths[i])
+    else:
+        for name, group in patterns:
+            named = "+".join(group) if name is None and isinstance(group, tuple) else name
+            for pattern in group if isinstance(group, tuple) else (group,):
+                hits = [(i, match(pattern, paths[i])) for i in range(len(paths))]
+                if all(prefix is None for _, prefix in hits) and all(match(pattern, a) is None for a in aliases):
+                    raise SpecError(
+                        f"{where}: the pattern {pattern!r} matches nothing. Paths look like {', '.join(paths[:4])}, ..."
+                    )
+                for i, prefix in hits:
+                    if prefix is not None and paths[i] not in alone:
+                        claim(i, _Owner("part", prefix) if named is None else _Owner("name", named), prefix)
+    blocks = set(owner.values())
+    for i in free:
+        if i not in owner:
+            part = next((prefix for prefix in prefixes(paths[i]) if prefix not in above), paths[i])
+            owner[i] = _Owner("part", part)
+
+    found: dict[_Owner, list[int]] = {}
+    for i in range(len(paths)):
+        found.setdefault(owner[i], []).append(i)
+    names = _names(list(found), {unit: paths[members[0]] for unit, members in found.items()}, where)
+    groups = [Group(names[unit], unit.name, members) for unit, members in found.items()]
+    parts = {names[unit] for unit in found if unit.kind == "part" and unit not in blocks}
+    _weigh(groups, nbytes, {names[unit] for unit in blocks if unit.kind != "leaf"}, parts)
+    return groups
+
+
+def _names(units: Sequence[_Owner], first: dict[_Owner, str], where: str) -> dict[_Owner, str]:
+    """A name for each unit, no two alike. `first`: a leaf of each."""
+    taken = {unit.name: unit for unit in units if unit.kind != "part"}
+    names: dict[_Owner, str] = {}
+    for unit in units:
+        other = taken.get(unit.name, unit)
+        if other != unit and "name" in (unit.kind, other.kind):
+            tree, chosen = (unit, other) if other.kind == "name" else (other, unit)
+            why = "which no pattern covers" if tree.kind == "part" else "a tied leaf, which is a unit of its own"
+            raise SpecError(
+                f"{where}: the name {chosen.name!r} is also the unit of {first[tree]!r}, {why}. "
+                f"Choose another name for the unit of {first[chosen]!r}."
+            )
+        names[unit] = unit.name
+    for unit in units:
+        if unit.kind == "part" and unit.name in taken:  # of a tied leaf
+            names[unit] = f"{unit.name}.*"
+            while names[unit] in {name for one, name in names.items() if one != unit}:
+                names[unit] += "*"
+    return names
+
+
+def _weigh(groups: Sequence[Group], nbytes: Sequence[int], blocks: set[str], parts: set[str]) -> None:
+    """Warn where a block type seems to have been forgotten."""
+    sizes = {group.name: sum(nbytes[i] for i in group.members) for group in groups}
+    largest_leaf = {group.name: max(nbytes[i] for i in group.members) for group in groups}
+    # what naming a block type could split: not one big leaf, as embeddings and heads are
+    rest = {unit: sizes[unit] for unit in sizes if unit in parts and 4 * largest_leaf[unit] < 3 * sizes[unit]}
+    if blocks and rest and max(rest.values()) > max(sizes[unit] for unit in blocks):
+        largest, left = max(blocks, key=lambda unit: sizes[unit]), max(rest, key=lambda unit: rest[unit])
+        warnings.warn(
+            f"What no block covers ({left!r}, {bytes_text(rest[left])}) outweighs the largest unit, {largest!r} "
+            f"({bytes_text(sizes[largest])}). If a block type was forgotten, name it: Spec(units=['blocks.*', ...]); "
+            f"if not, name {left!r} there too.",
+            stacklevel=3,
+        )
+
+
+def _ancestors(path: str) -> list[str]:
+    return list(prefixes(path))[:-1]
+
+
+def relative_keys(inside: str, paths: Sequence[str]) -> list[str]:
+    """The keys of a unit's weights: paths relative to what the unit is, as its module would call them.
+
+    >>> relative_keys("blocks.0", ["blocks.0.attn.weight"]), relative_keys("wpe", ["wpe"])
+    (['attn.weight'], ['wpe'])
+    """
+    if all(path.startswith(inside + ".") for path in paths):
+        return [path[len(inside) + 1 :] for path in paths]
+    if list(paths) == [inside]:
+        return [inside.rsplit(".", 1)[-1]]
+    return list(paths)
+
+
+def in_order_of_use(paths: Sequence[str]) -> list[int]:
+    """The paths by index as a forward uses them: as the tree has them, but numbered parts by their numbers where the
+    tree has them sorted as texts, as libraries that sort keys leave them.
+
+    >>> [f"h.{i}.w" for i in in_order_of_use(["h.0.w", "h.1.w", "h.10.w", "h.2.w"])]  # which is the third?
+    ['h.0.w', 'h.1.w', 'h.3.w', 'h.2.w']
+    """
+    parts = [path.split(".") for path in paths]
+    sorted_tree = list(paths) == sorted(paths)
+
+    def arranged(some: list[int], depth: int) -> list[int]:
+        if len(some) < 2 or depth > DEEP:
+            return some
+        runs = [
+            (name, arranged(list(run), depth + 1) if name is not None else list(run))
+            for name, run in groupby(some, lambda i: parts[i][depth] if depth < len(parts[i]) else None)
+        ]
+        series: dict[tuple[str, ...], list[int]] = {}
+        for k, (name, _) in enumerate(runs):
+            if name is not None:
+                series.setdefault(tuple(NUMBER.split(name)[::2]), []).append(k)
+        new = list(runs)
+        for places in series.values():
+            names = [str(runs[k][0]) for k in places]
+            by_number = sorted(places, key=lambda k: _numbers(str(runs[k][0])))
+            if names == sorted(names) and len(set(names)) == len(names) and (len(names) > 2 or sorted_tree):
+                for k, source in zip(places, by_number, strict=True):
+                    new[k] = runs[source]
+        return [i for _, run in new for i in run]
+
+    return arranged(list(range(len(paths))), 0)
+
+
+def _numbers(name: str) -> list[tuple[int, str]]:
+    """The numbers in a name, for comparisons: 2 before 10."""
+    return [(len(digits.lstrip("0")), digits.lstrip("0")) for digits in NUMBER.split(name)[1::2]]

@@ -1,0 +1,174 @@
+"""Capture: what the lineage and the log must know of a step that is captured once and replayed (`T.cuda_graph`).
+
+    capture    the verbs run as always, on the host; on the device nothing runs, so nothing is logged as issued
+    replay     enter, vote, launch, log, commit: a transaction like any step, whose verbs are not called again
+
+Where the step was captured, the device's part is the caller's: `launch` puts it in motion. Ranks may mix: one captures
+or replays a step that another takes eagerly, with the same collectives and the same votes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .._common.interrupts import arrive, whole
+from .._common.record import Collective
+from .._distributed.lanes import Log
+from .._runtime.given import Fixed
+from .lineage import Lineage
+from .state import State, Version
+
+__all__ = ["Capture"]
+
+POSITION = ("base", "head", "steps", "commits", "epoch", "broken", "taken")
+
+
+def _same(state: State) -> State:
+    return state
+
+
+class Capture:
+    """One step as it was captured: the collectives it issues by lane, and what it votes with."""
+
+    def __init__(self, state: State) -> None:
+        self.lineage = state.version.lineage
+        self.run = self.lineage.runtime
+        self.traced = False  # whether what was captured is a compiled step: nothing is logged, and ranks do not vote
+        self.executor = state._executor
+        self.before = {name: getattr(self.lineage, name) for name in POSITION}
+        self.votes = self.run.votes
+        self.digests = self.run.digest
+        self.jobs: dict[str, list[tuple[Collective, ...]]] = {}
+        self.digest = 0
+        self.remarks: tuple[list[str], list[str]] = [], []  # for votes: before its own, and after it
+        self.forms: list[tuple[Any, int]] = []  # of metrics, and after how many votes
+        self.fixed: Fixed | None = None  # which leaves have gradients
+        self.held: Any = None  # the bytes that a replay writes
+        self.launched = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within, the verbs are captured."""
+        run = self.run
+        logs = {name: Log() for name in run.issued}
+        run.logs = {**logs, "control": run.issued["control"]}
+        run.capturing, run.remarks = True, []
+        run.forms.came = self.forms
+        try:
+            yield
+        except BaseException:
+            self.executor.drop()
+            if run.host_vote is not None:
+                run.host_vote.forget()  # the numbers of its jobs are given out again
+            raise
+        finally:
+            run.logs, run.capturing = run.issued, False
+            run.forms.came = None
+        self.traced = self.lineage.graphed or self.lineage.taken is None
+        self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
+        self.digest, before = run.voted
+        self.remarks = run.remarks[:before], run.remarks[before:]
+        self.fixed = self.executor.given.fixed
+        self.held = self.executor.arena, self.executor.staging
+
+    @property
+    def voted(self) -> bool:
+        """Whether ranks have agreed, while it was captured, to take the step."""
+        return self.run.votes != self.votes
+
+    def abandon(self) -> None:
+        """The step could not be captured, or not launched.
+
+        Before ranks have voted nothing is lost. After it, if no rank could capture it, it has not been taken, and the
+        state before it is good; otherwise the others have taken it, and this rank's state is of no more use.
+        """
+        if not self.voted or self.launched or self.traced:
+            return
+        half, self.lineage.broken = _HALF.format(self.before["steps"] + 1), ""
+        try:
+            alike = self.run.alike("a step that cannot be captured")
+        except BaseException:
+            self.lineage.broken = half
+            raise
+        if not alike:
+            self.lineage.broken = half
+            return
+        for name, value in self.before.items():
+            setattr(self.lineage, name, value)
+        self.lineage.call.depth = 0
+        self.run.digest = self.digests
+        self.executor.drop()
+        self.executor.reset()
+
+    def first(self, launch: Callable[[], None]) -> None:
+        """The step that was captured, and voted for, is put in motion: it is issued now."""
+        self._launched(self.lineage, launch)
+
+    def again(self, state: State, launch: Callable[[], None], home: Callable[[State], State] = _same) -> State:
+        """Take the step from `state`: every rank votes, then `launch()` puts it in motion. Consumes `state`.
+
+        A step that was compiled as a whole has no votes, here as there.
+
+        Args:
+            home: the state with the tensors in which the step leaves it.
+
+        Raises:
+            StaleStateError, ScheduleError, RestartError, CommError: as `step`; nothing was launched then. ScheduleError
+            too, on every rank, if one that steps eagerly has gradients for other leaves than when this was captured.
+        """
+        lineage, run = state.version.lineage, self.run
+        state._resting("cuda_graph")
+        lineage.enter(state.version.serial, "cuda_graph")
+        if self.traced:
+            launch()
+            return home(state._evolve(version=lineage.stepped(state.version)))
+        middle = lineage.advance(state, "cuda_graph()")  # from here on the step is under way: who abandons it says so
+        self._compare(lineage, [form for form, votes in self.forms if votes == self.votes])
+        before, after = self.remarks
+        for said in before:
+            run.remark(said)
+        assert self.fixed is not None
+        self.fixed.again(run, run.compare(run.vote(self.digest, self.fixed.vote)))
+        return self._take(middle, launch, home, after)
+
+    @whole
+    def _take(
+        self, middle: State, launch: Callable[[], None], home: Callable[[State], State], after: list[str]
+    ) -> State:
+        """From the moment on in which ranks cannot take the step back. An interrupt waits."""
+        lineage = middle.version.lineage
+        self.run.confirm()
+        self._launched(lineage, launch)
+        for said in after:
+            self.run.remark(said)
+        new = home(middle._evolve(version=Version(lineage, lineage.latest + 1)))
+        lineage.commit(middle.version, new)
+        self._compare(lineage, [form for form, votes in self.forms if votes != self.votes])
+        arrive(lineage.others_begun())
+        return new
+
+    def _compare(self, lineage: Lineage, forms: list[Any]) -> None:
+        """As ranks do that take the step eagerly."""
+        try:
+            for form in forms:
+                self.run.forms.same(self.run, form, lineage)
+        finally:
+            self.run.form = ()
+
+    def _launched(self, lineage: Any, launch: Callable[[], None]) -> None:
+        self.launched = True
+        try:
+            launch()
+        except BaseException:
+            lineage.broken = _HALF.format(lineage.steps + 1)
+            raise
+        for name, jobs in self.jobs.items():
+            self.run.issued[name].extend(jobs)
+
+
+_HALF = (
+    "step() number {} was stopped on this rank after ranks had agreed to take it, so that its State may be half "
+    "updated, and the others are ahead. Load the last checkpoint."
+)

@@ -1,0 +1,127 @@
+"""Out again: whole parameters, and zero-copy views of the local shards, by path. None of these consumes the state."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+
+from .._common.calls import alone
+from .._common.errors import ScheduleError, TreeError
+from .._common.torch_names import pytree
+from .._common.tree import flatten
+from .._nn.skeleton import every_buffer, persistent
+from .._plan.route import Partial, Replicated
+from .._runtime.runtime import runtime_of
+from .._storage.flat import FlatBuffer, leaves_of
+from .state import State
+
+__all__ = ["buffers", "full_params", "local_shards", "state_dict"]
+
+
+@alone
+@torch.no_grad()
+def full_params(state: State) -> Any:
+    """The whole parameters on every rank, in `Precision.main`: shards [n / ranks] -> leaves of global shapes.
+
+    Returns:
+        the tree that was sharded, with tensors of your own; tied leaves are the same tensor at each path. When the tree
+        came from `functionalize`, `module.load_state_dict` takes it (with strict=False if the module has buffers).
+
+    Raises:
+        StaleStateError: a state that `step` has consumed.
+
+    Collective: one all-gather a bucket and sharded axis, on a lane of its own: every rank must call it.
+
+    Example: `torch.save(fsdp.full_params(state), "model.pt")`.
+    """
+    state._valid("full_params")
+    views: dict[str, torch.Tensor] = {}
+    with state.version.lineage.looking(state):
+        state.version.lineage.touched()
+        for name, bucket in state.layout.buckets.items():
+            main = state.main[name]
+            whole = main.gather(main.local.new_empty(bucket.numel))
+            views |= {path: leaf.clone() for path, leaf in leaves_of(bucket, whole).items()}
+    return state.treedef.unflatten([views[path] for path in state.layout.source])
+
+
+@alone
+def local_shards(
+    state: State, kind: Literal["main", "weights", "grads"] = "main", *, unique: bool = False
+) -> dict[str, torch.Tensor]:
+    """This rank's part of every leaf, as 1-D views of the state's own buffers: no copy, no communication.
+
+    Args:
+        unique: where several ranks hold the same part (ddp, hsdp, compute copies), all but the first of them get empty
+            views. Then each element of a leaf is on one rank, and a sum over ranks counts it once. (Experts of which
+            ranks have their own are not the same part: each counts.)
+
+    Returns:
+        `{path: [elements of this leaf that this rank holds]}`; empty where it holds none. Since a bucket is cut
+        whatever the leaf boundaries, a part is a run of the flattened leaf, not whole rows. Tied leaves
+        appear once. Frozen leaves have no gradients; placements without compute copies have no "weights".
+
+    Raises:
+        StaleStateError: a state that `step` has consumed. ScheduleError: `unique` gradients that are still partial
+            (`reduce(..., last_microbatch=False)`), of which each rank holds a summand.
+
+    Example, the norm of the weights:
+        >>> mine = local_shards(state, unique=True).values()  # doctest: +SKIP
+        >>> state, square = psum(state, sum(part.square().sum() for part in mine))  # doctest: +SKIP
+    """
+    state._valid("local_shards")
+    if kind not in ("main", "weights", "grads"):
+        raise TreeError(f"local_shards(state, {kind!r}): expected one of 'main', 'weights', 'grads'.")
+    tree = getattr(state, kind)
+    if kind == "grads" and tree:
+        state.version.lineage.enter(state.version.serial, "local_shards")
+        with state.version.lineage.call:
+            state._executor.settle()
+    at = runtime_of(state.spec.mesh).coordinate
+    found: dict[str, torch.Tensor] = {}
+    for name, buffer in (tree or {}).items():
+        assert isinstance(buffer, FlatBuffer)
+        if unique and any(placed is Partial for _, placed in buffer.states):
+            raise ScheduleError(
+                f"local_shards(state, {kind!r}, unique=True): the gradients of {name!r} are partial, {buffer!r}: each "
+                "rank holds a summand of every element. Call state = fsdp.finish_reductions(state) first."
+            )
+        start, stop = buffer.span()
+        if unique and any(placed is Replicated and at[axis] for axis, placed in buffer.states):
+            stop = start  # another rank has it
+        for leaf in buffer.bucket.leaves:
+            a = min(max(leaf.offset, start), stop)
+            b = max(min(leaf.offset + leaf.numel, stop), a)
+            found[leaf.path] = buffer.local[a - start : b - start]
+    return found
+
+
+def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor]:
+    """The buffers of a module by path, for `shard(params, spec, optimizer, buffers=buffers(module))`.
+
+    Args:
+        every: those that are not persistent, too: what a forward makes of them then comes back in the new state, each
+            rank's own, and is in checkpoints. For running counts; masks and tables would be copied in each forward.
+    """
+    return {path: held[name] for path, held, name in (every_buffer if every else persistent)(module)}
+
+
+@alone
+def state_dict(state: State) -> dict[str, torch.Tensor]:
+    """Whole parameters and the state's buffers by path, on every rank: `module.load_state_dict(state_dict(state))`.
+
+    Raises:
+        TreeError: a parameter and a buffer have one path. Else, and collective: as `full_params`.
+    """
+    both = set(state.layout.paths) & set(flatten(state.buffers)[0])
+    if both:
+        raise TreeError(
+            f"state_dict: a parameter and a buffer are both called {min(both)!r}. Use full_params(state) and "
+            "state.buffers, or rename one of them."
+        )
+    tensors = pytree.tree_leaves(full_params(state))
+    found = dict(zip(state.layout.paths, tensors, strict=True))
+    paths, values, _ = flatten(state.buffers)
+    return found | {path: value.clone() for path, value in zip(paths, values, strict=True)}

@@ -1,0 +1,281 @@
+"""`init`: build a model straight into shards, never holding more than one unit of it.
+
+The module is constructed once, with fake tensors that have no memory, while every operation that writes one is
+recorded: its own initialisers run, `reset_parameters`, `self.apply(init_weights)`, `trunc_normal_` and all. Then,
+unit by unit, what led to the unit's parameters is replayed for real, sliced, and dropped. Each random operation is
+seeded by (seed, its position in the recording), so a parameter's bits depend neither on the world size nor on the
+placement.
+
+    record   0 empty S0   1 uniform_ S0   2 empty S1   3 normal_ S1   4 mul_ S0        S: a storage, not a tensor,
+    replay(S1)                            2 empty      3 normal_                       so views and .data just work
+
+Where the construction asks for a value (`if mask.any()`), what led to that one tensor is replayed on the spot.
+Recording initialisation on fake tensors is the idea of torchdistX's deferred_init (see its documentation).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn as nn
+from torch.overrides import TorchFunctionMode
+
+from .._common.calls import outside_inference
+from .._common.device import forked_random
+from .._common.errors import SpecError
+from .._common.torch_names import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    disable_current_modes,
+    pytree,
+    to_scalar,
+)
+from .._nn.skeleton import skeleton_of
+from .._optim.optim import as_optimizer
+from .._plan.layout import Unit
+from .._runtime.agree import Topic, agree
+from .._runtime.joint import Joint
+from .._runtime.runtime import runtime_of
+from .._spec.spec import Spec
+from .._storage.flat import FlatBuffer
+from .._storage.sources import Rename, fill, opened, same_source
+from .._transports.auto import resolve_transport
+from .export import buffers
+from .shard import build, describe, given, needs_spec
+from .state import State
+
+__all__ = ["init"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class View(NamedTuple):
+    """A tensor as the recording keeps it: which storage, and how it looks at it."""
+
+    storage: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class Recorded(NamedTuple):
+    """One recorded operation; tensors in `args` and `kwargs` are Views. `writes`: the storages it makes or changes."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: list[View]
+    writes: set[int]
+
+
+class Recorder(TorchDispatchMode):
+    """Every operation that makes or changes a fake tensor, in order."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.seed, self.device = seed, device
+        self.calls: list[Recorded] = []
+        self.alive: dict[int, Any] = {}  # storages, so that their numbers are not given out again
+
+    def view(self, t: Any) -> Any:
+        """A fake tensor as a View; a real one (a literal) stays what it is."""
+        if not isinstance(t, FakeTensor):
+            return t
+        storage = t.untyped_storage()
+        self.alive[storage._cdata] = storage
+        return View(storage._cdata, tuple(t.shape), t.stride(), int(t.storage_offset()), t.dtype)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is to_scalar and isinstance(args[0], FakeTensor):
+            with disable_current_modes():
+                return self.replay([self.view(args[0])])[0].item()
+        seen = pytree.tree_map(self.view, (args, kwargs))  # as they are now: `.data =` may change them later
+        read = {v.storage for v in _views(seen)}
+        result = func(*args, **kwargs)
+        self.fake.fake_tensor_converter.meta_converter.tensor_memo.clear()  # its weakrefs forbid Module.to
+        outs = _views(pytree.tree_map(self.view, result))
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        changed = [given.get(a.name) for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+        writes = {v.storage for v in outs} - read | {v.storage for v in _views(pytree.tree_map(self.view, changed))}
+        if writes:
+            self.calls.append(Recorded(func, seen[0], seen[1], outs, writes))
+        return result
+
+    def replay(self, wanted: Iterable[Any]) -> list[torch.Tensor]:
+        """Real values of the `wanted` Views, by running again what their storages depend on, in the same order."""
+        wanted = list(wanted)
+        needed = {v.storage for v in wanted if isinstance(v, View)}
+        chosen = []
+        for index in range(len(self.calls) - 1, -1, -1):
+            if self.calls[index].writes & needed:
+                chosen.append(index)
+                needed |= {v.storage for v in _views((self.calls[index].args, self.calls[index].kwargs))}
+        real: dict[int, torch.UntypedStorage] = {}
+
+        def value(v: Any) -> Any:
+            if isinstance(v, torch.Tensor):
+                return v.clone()
+            if not isinstance(v, View):
+                return v
+            if v.storage not in real:
+                raise SpecError(
+                    f"init: a tensor of shape {v.size} was made where it could not be recorded. Build the module for "
+                    f"real and use functionalize(module) and shard(params, spec)."
+                )
+            storage = real[v.storage]
+            return torch.empty(0, dtype=v.dtype, device=storage.device).set_(storage, v.offset, v.size, v.stride)
+
+        with torch.no_grad():
+            for index in reversed(chosen):
+                func, args, kwargs, outs, _ = self.calls[index]
+                args, kwargs = pytree.tree_map(value, (args, kwargs), is_leaf=lambda x: isinstance(x, View))
+                if torch.Tag.nondeterministic_seeded in func.tags:
+                    made = self._seeded(index, func, args, kwargs)
+                else:
+                    made = func(*args, **kwargs)
+                tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
+                for v, t in zip(outs, tensors, strict=True):
+                    if v.storage not in real:
+                        if (t.stride(), t.storage_offset()) != (v.stride, v.offset):
+                            t = torch.empty_strided(v.size, v.stride, dtype=t.dtype, device=t.device).copy_(t)
+                        real[v.storage] = t.untyped_storage()
+            return [value(v) for v in wanted]
+
+    def _seeded(self, index: int, func: Any, args: Any, kwargs: Any) -> Any:
+        kwargs = {key: None if key == "generator" else value for key, value in kwargs.items()}
+        number = int.from_bytes(hashlib.sha256(f"{self.seed} {index}".encode()).digest()[:7], "little")
+        with forked_random(self.device):
+            torch.manual_seed(number)
+            return func(*args, **kwargs)
+
+
+def _views(tree: Any) -> list[View]:
+    leaves = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, View))
+    return [leaf for leaf in leaves if isinstance(leaf, View)]
+
+
+class _Copies(TorchFunctionMode):
+    """While a skeleton is copied: what was fake in the module (buffers, tensors in attributes) becomes real."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
+            fake, memo = args
+            if id(fake) not in memo:
+                memo[id(fake)] = self.recorder.replay([self.recorder.view(fake)])[0].requires_grad_(fake.requires_grad)
+            return memo[id(fake)]
+        return func(*args, **(kwargs or {}))
+
+
+@outside_inference
+def init(
+    make: Callable[[], M],
+    spec: Spec,
+    optimizer: Any = None,
+    *,
+    local_buffers: Sequence[str] = (),
+    seed: int = 0,
+    every_buffer: bool = False,
+    weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | None = None,
+    rename: Rename | None = None,
+    partial: bool = False,
+) -> tuple[State, M]:
+    """Build a model as shards: one unit at a time is made by the module's own initialisers, sliced and dropped.
+
+    Args:
+        make: builds the module, as `lambda: GPT(config)`. It runs with fake tensors, which have no memory.
+        spec, optimizer, local_buffers: as for `shard`.
+        seed: decides every bit of the weights, whatever the world size and the placement.
+        every_buffer: the state gets the buffers that are not persistent, too; see `buffers`.
+        weights: where their values come from in the place of the initialisers: a folder or file of safetensors, a state
+            dict of torch.save, or {name: tensor}; each rank reads its runs only. See `load_weights`.
+        rename, partial: as for `load_weights`; with `partial` leaves that are missing there are initialised.
+
+    Returns:
+        the State, its persistent buffers included, and the skeleton with real buffers, for `bind`.
+
+    Memory: the shards plus one unit, on the mesh's device.
+
+    Raises:
+        SpecError: a module whose construction needs what fake tensors cannot give (numpy, shapes that hang on values).
+        SpecError, TreeError: ranks that were given different settings or make different models, as for `shard`.
+        If one rank raises, all do.
+
+    Collective: as `shard`.
+
+    Example: `state, model = fsdp.init(lambda: GPT(config), spec, fsdp.adamw(lr=3e-4), seed=0)`.
+    """
+    run = runtime_of(needs_spec("init", spec).mesh)
+
+    def look() -> tuple[Any, list[Topic]]:
+        recorder, module = _recorded(make, seed, run.device)
+        params = dict(module.named_parameters(remove_duplicate=False))
+        shapes = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in params.values()}
+        infos, paths, treedef = describe({path: shapes[id(p)] for path, p in params.items()})
+        topics = given(infos, paths, spec, as_optimizer(optimizer), seed)
+        source = None
+        if weights is not None:
+            source, more = same_source(opened(weights))
+            topics += more
+        with torch.no_grad(), _Copies(recorder):
+            skeleton = skeleton_of(module)
+        views = {path: recorder.view(p) for path, p in params.items()}
+        return (infos, paths, treedef, recorder, views, skeleton, source), topics
+
+    with Joint(run, "init") as joint:
+        infos, paths, treedef, recorder, views, skeleton, source = agree(joint, "what is given", look)
+        spec, plan = resolve_transport(spec, infos, paths)
+
+        def fetch(unit: Unit) -> dict[str, torch.Tensor]:
+            return dict(zip(unit.paths, recorder.replay(views[path] for path in unit.paths), strict=True))
+
+        kept = buffers(skeleton, every=every_buffer)
+        tied = {p: one for p, one in zip(plan.paths, plan.source, strict=True) if p != one}
+
+        def read(main: dict[str, FlatBuffer], held: Any) -> None:
+            fill(main, held, source, rename, partial, tied)
+
+        maker = fetch if source is None or partial else None
+        then = None if source is None else read
+        return build(joint, plan, spec, optimizer, treedef, maker, kept, local_buffers, seed, then), skeleton
+
+
+def _recorded(make: Callable[[], M], seed: int, device: torch.device) -> tuple[Recorder, M]:
+    """The module, made with fake tensors, and what made it."""
+    if isinstance(make, nn.Module):
+        raise SpecError(
+            f"init: expected a function that builds the module, as lambda: {type(make).__name__}(...), not a module. "
+            f"For weights that exist use functionalize(module) and shard(params, spec)."
+        )
+    recorder = Recorder(seed, device)
+    try:
+        with warnings.catch_warnings(), torch.device(device), recorder.fake, recorder:
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by copy.deepcopy(layer)
+            module = make()
+    except SpecError:
+        raise
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise SpecError(
+            f"init: the module could not be built with tensors that have no values yet ({type(error).__name__}: "
+            f"{str(error).split(chr(10))[0]}). If its construction looks at values, build it for real and use "
+            f"functionalize(module) and shard(params, spec)."
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise SpecError(f"init: make() returned a {type(module).__name__}; expected a module.")
+    return recorder, module
+
+
+def _meta(p: torch.Tensor) -> torch.Tensor:
+    return torch.empty(p.shape, dtype=p.dtype, device="meta")

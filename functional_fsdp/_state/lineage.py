@@ -1,0 +1,361 @@
+"""Lineage: which state of a lineage is the newest, and whether a verb was stopped; it makes a step a transaction.
+
+    base ──unshard──▶ ◦ ──reduce──▶ ◦ ──step──▶ base'
+      ▲                                          (base is consumed)
+      └── stays valid until step commits: using it again drops what was in flight and starts the step anew
+
+Every verb takes the newest state of a step, or the base; anything else raises `StaleStateError`, naming the call that
+consumed it.
+
+A traced step runs no Python. What a compiler carries over from it is which objects it makes and what constants it
+writes: it marks the version that came in as spent, gives out a new one without a serial, and puts GRAPHED into the
+lineage. It reads nothing that changes from step to step, so nothing recompiles. `follow` does the rest when the lineage
+is next looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from .._common.errors import FsdpError, ScheduleError, StaleStateError
+from .._common.interrupts import guard
+from .._common.tracing import refuse
+from .._plan.layout import Layout
+from .._runtime.runtime import Runtime
+from .._spec.spec import Spec
+from .._storage.stored import Stored
+from .graph_plan import GraphPlan, graph_plan
+
+if TYPE_CHECKING:
+    from .._engine.executor import Executor
+    from .._plan.cursor import Cursor
+
+__all__ = ["GRAPHED", "Lineage", "Version", "begin_compiled"]
+
+S = TypeVar("S", bound=Stored)
+GRAPHED = -1  # in the place of an epoch: a traced step was taken, and this lineage has not followed it yet
+SPENT = -1  # the serial of what a traced step made, and a later one consumed
+REMEMBER = 256  # how many consumed states, at least, a lineage can name the consumer of
+
+
+class OpenCall:
+    """A call that works on a lineage, as a context. One that is stopped within it leaves `depth` behind."""
+
+    __slots__ = ("depth", "kept")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.kept = False
+
+    def unchanged(self) -> None:
+        """The call is about to raise, and nothing has changed by it."""
+        self.kept = True
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None or self.kept:
+            if self.depth:  # else it has ended with the step
+                self.depth -= 1
+            self.kept = False
+
+
+class Lineage:
+    """The mutable side of one lineage of states (a `shard` and all steps from it): which state is the newest.
+
+    `executor` has what the lineage has in flight, `graph_plan` what traced steps go by; each is made when it is first
+    needed. Of use to transforms that capture or trace (`extend.lineage_of`): commits, how many steps were taken, as far
+    as the host knows (of compiled ones in a row it knows one); broken, why its states are of no more use, or "";
+    offset; `follow` and `stepped`.
+    """
+
+    def __init__(
+        self, runtime: Runtime, layout: Layout, spec: Spec, steps: int = 0, count: torch.Tensor | None = None
+    ) -> None:
+        self.runtime, self.layout, self.spec = runtime, layout, spec
+        self.graph_plan: GraphPlan | None = None
+        self.busy = False  # whether lanes may be at work on what the state owns: an eager step is under way
+        self.steps = steps
+        self.counted = True  # whether `steps` is right; traced steps count on the device
+        with torch.inference_mode(False):
+            #: int64 []: steps that the state's count leaves out
+            self.offset = None if count is None else steps - count.clone()
+        self.commits = 0  # steps that were taken, and runs of traced ones
+        self.base = self.head = self.latest = 0
+        self.number = 0  # the same on every rank for one lineage; 0 for copies
+        self.epoch = runtime.epoch
+        #: by what: in words, or a verb and its unit
+        self.consumed: dict[int, str | tuple[str, Any]] = {}
+        self.executor: Executor | None = None
+        self.broken = ""
+        self.call = OpenCall()
+        self.taken: dict[str, Any] | None = None  # what the last step returned, but for the version
+
+    def enroll(self) -> None:
+        """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""
+        self.runtime.lineage_count += 1
+        self.number = self.runtime.lineage_count
+        self.runtime.lineages[self.number] = self
+
+    def for_graphs(self) -> tuple[str, str]:
+        """Have what traced verbs go by. Compilers run it when they trace, as a function whose result is constant.
+
+        Returns the kind of an error and its text, which compilers would wrap; both are "" if all is well.
+
+        Collective where there is none yet: on CPUs a group of one thread for each axis.
+        """
+        try:
+            self.graph_plan = self.graph_plan or graph_plan(self.layout, self.spec, self.runtime)
+        except FsdpError as error:
+            return type(error).__name__, str(error)
+        return "", ""
+
+    for_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result's mark
+
+    @property
+    def graphed(self) -> bool:
+        """Whether traced steps were taken that nobody has followed yet."""
+        return self.epoch == GRAPHED
+
+    def stepped(self, version: Version) -> Version:
+        """The version after a traced step that began with this one. Reads nothing that changes from step to step, and
+        is called where no Python runs, too: for a step that is replayed."""
+        version.spent, self.epoch = True, GRAPHED
+        return Version(self)
+
+    def follow(self) -> None:
+        """If traced steps were taken, the state that the last one returned is the base. An eager step that was under
+        way is left as abandoned."""
+        if not self.graphed:
+            return
+        abandoned = self.busy and self.begun
+        self._consume(self.base, "a compiled step()")
+        if self.head != self.base and not abandoned:
+            self._consume(self.head, "a compiled step()")
+        self.latest += 1
+        self.base = self.latest
+        if not abandoned:
+            self.head = self.base
+        self.epoch = self.runtime.epoch
+        self.taken, self.counted = None, False
+        self.commits += 1
+
+    def recount(self, count: torch.Tensor) -> int:
+        """How many steps were taken. After traced ones it waits for the device, where the state's count is."""
+        self.follow()
+        if not self.counted:
+            self.steps, self.counted = int(count if self.offset is None else count + self.offset), True
+        return self.steps
+
+    def advance(self, state: S, verb: str | tuple[str, Any], grads: Any = None, busy: bool = True) -> S:
+        """The state after a verb, in words or with its units, perhaps with other gradients. Consumes `state`, which has
+        entered.
+
+        Args:
+            busy: whether lanes may still be at work on it.
+        """
+        version = state.version
+        self.busy |= busy
+        self.latest = self.head = serial = self.latest + 1
+        if version.serial != self.base:
+            self.consumed[version.serial] = verb
+            if not serial % REMEMBER:
+                self._forget()
+        new = object.__new__(type(state))
+        fields = new.__dict__
+        fields.update(state.__dict__)
+        cursor = None if self.executor is None else self.executor.position.cursor
+        fields["version"] = Version(self, serial, version.origin or state, cursor)
+        if grads is not None:
+            fields["grads"] = grads
+        return new
+
+    def enter(self, serial: int, verb: str) -> None:
+        """Check that the state `serial` may be used; begin the step anew if it is the base of an abandoned one.
+
+        What the verb then does, it does within `call`. If it is stopped there, what is in flight is ahead of every
+        state, and whoever enters next abandons the step.
+        """
+        if (
+            serial == self.head != self.base
+            and self.epoch == self.runtime.epoch
+            and not (self.call.depth or self.broken)
+        ):
+            return  # nearly always
+        self.valid(serial, verb)
+        if serial not in (self.base, self.head):
+            raise self._stale(serial, verb)
+        self.runtime.usable(verb)
+        if serial == self.base:
+            guard()
+            if self.begun:
+                self._meet()
+                self.runtime.meet(verb)  # before what is in flight is waited for
+                if self.head != self.base:
+                    self._consume(self.head, "the restart of its step (the state before the step was used again)")
+                if self.executor is not None:
+                    self.executor.reset()
+            self.runtime.meet(verb)
+            self.head, self.epoch = self.base, self.runtime.epoch
+            self.call.depth, self.busy = 0, False
+        elif self.epoch != self.runtime.epoch or self.runtime.parted:
+            self._consume(serial, "the restart of its step (a rank abandoned it)")
+            self.runtime.meet(verb)
+            if self.executor is not None:
+                self.executor.reset()
+            self.head, self.call.depth, self.busy = self.base, 0, False
+            raise self._stale(serial, verb)
+        elif self.call.depth:
+            self._consume(serial, "a call that was stopped")
+            raise self._stale(serial, verb)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a step is under way, if only because a verb was stopped."""
+        return self.head != self.base or self.call.depth > 0
+
+    def others_begun(self) -> bool:
+        """Whether steps of other lineages are under way."""
+        return any(other.begun for other in self.runtime.lineages.values() if other is not self)
+
+    def valid(self, serial: int, verb: str) -> None:
+        """Check that what the state `serial` owns still has its values: no step consumed it, none was cut short."""
+        self.follow()
+        if self.broken:
+            raise StaleStateError(f"{verb}: {self.broken}")
+        if serial < self.base:
+            raise self._stale(serial, verb)
+
+    def consumer(self, serial: int) -> str:
+        """What consumed the state `serial`, in words."""
+        by = self.consumed.get(serial, "a compiled step()" if serial == SPENT else "an earlier call")
+        if isinstance(by, str):
+            return by
+        units = (by[1],) if isinstance(by[1], str) else by[1]
+        return f"{by[0]}({', '.join(map(repr, units))})"
+
+    def look(self, serial: int) -> None:
+        """Before ranks communicate about the base outside a step: they meet if one of them may have abandoned it.
+
+        Never consumes: where all ranks look from the same place, the step goes on afterwards.
+        """
+        self.follow()
+        self.runtime.usable("a look at this state")
+        if serial == self.base and self.begun:
+            self._meet()
+        self.runtime.meet("a look at this state")
+
+    @contextmanager
+    def looking(self, state: Stored) -> Iterator[None]:
+        """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
+        self.look(state.version.serial)
+        guard()
+        with self.call, self.beside(state):
+            yield
+
+    def beside(self, state: Stored) -> AbstractContextManager[None]:
+        """What ranks communicate within is no part of a plan; see `Executor.beside`."""
+        return nullcontext() if self.executor is None else self.executor.beside(state)
+
+    def _meet(self) -> None:
+        """The step that is under way may have been abandoned on some ranks only. (Unless they have met since.)"""
+        if self.epoch == self.runtime.epoch:
+            self.runtime.restart(self.number)
+
+    def touched(self) -> None:
+        """Compute reads what the state owns, perhaps in the middle of a step, whose updates have to wait for that."""
+        if self.executor is not None:
+            self.executor.staging.touched()
+
+    def rest(self, verb: str) -> None:
+        """The step so far only looked at weights: back to the base, which every rank goes on from."""
+        if self.head != self.base:
+            self._consume(self.head, verb)
+        self.head, self.busy = self.base, False
+
+    def commit(self, version: Version, new: Any) -> None:
+        """The step that ends with `version` is taken: its result is the new base."""
+        self.renew(version, new, f"step() number {self.steps + 1}")
+        self.steps += 1
+        self.commits += 1
+
+    def renew(self, version: Version, new: Any, by: str) -> None:
+        """The base is consumed, and what came of it up to `version`: `new` is the base now, as the serial after the
+        latest."""
+        (version.origin.version if version.origin else version).spent = True
+        self.taken = {**new.__dict__}
+        del self.taken["version"]  # it holds this lineage
+        self._consume(self.base, by)
+        self._consume(version.serial, by)
+        self.latest += 1
+        self.base = self.head = self.latest
+        self.call.depth, self.busy = 0, False
+
+    def _consume(self, serial: int, what: str) -> None:
+        self.consumed[serial] = what
+        self._forget()
+
+    def _forget(self) -> None:
+        if len(self.consumed) > 2 * REMEMBER:
+            self.consumed = dict(list(self.consumed.items())[-REMEMBER:])
+
+    def _stale(self, serial: int, verb: str) -> StaleStateError:
+        by = self.consumer(serial)
+        return StaleStateError(
+            f"{verb}: this State was consumed by {by}. Use the State that that call returned"
+            f"{' (fsdp.newest gives it)' if 'step()' in by else ', or begin again from the state before the step'}; "
+            f"to keep an old one, copy.deepcopy it between steps."
+        )
+
+
+def begin_compiled(state: Stored) -> None:
+    """A compiled step is about to begin with this state, and has what it goes by. Drops what a step that was abandoned
+    has in flight.
+
+    Raises:
+        StaleStateError: it was consumed. ScheduleError: it is in the middle of a step.
+    """
+    lineage, version = state.version.lineage, state.version
+    lineage.valid(version.serial, "a compiled step")
+    if version.origin is not None or state.grads:
+        raise ScheduleError(
+            "a compiled step was given a State in the middle of a step. It begins with a state between steps: give it "
+            "the one that the step began with, or the one that step() returned."
+        )
+    lineage.enter(version.serial, "a compiled step")
+    kind, said = lineage.for_graphs()
+    if said:
+        refuse(kind, said)
+
+
+class Version:
+    """Which state of which lineage this is. Outside equality: trees of two states of one spec compare equal.
+
+    serial: by which the lineage knows it; one that a traced step made has none until it is asked for. origin: the state
+    that the step began with; None between steps. cursor: where the program stood when the state was returned; None
+    where nothing is begun. spent: whether a step has consumed it, for traced verbs, which know no serials.
+    """
+
+    __slots__ = ("cursor", "lineage", "origin", "serial", "spent")
+
+    def __init__(
+        self, lineage: Lineage, serial: int | None = None, origin: Stored | None = None, cursor: Cursor | None = None
+    ) -> None:
+        self.lineage = lineage
+        if serial is not None:
+            self.serial = serial
+        self.origin = origin
+        self.cursor = cursor
+        self.spent = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "serial":  # here is what there is not
+            raise AttributeError(f"a State's version has no {name!r}")
+        self.lineage.follow()
+        self.serial = SPENT if self.spent else self.lineage.base
+        return self.serial

@@ -1,0 +1,243 @@
+"""redistribute: a state into another strategy, mesh shape, precision, units, transport or schedule, without files.
+
+for each bucket of the old layout        one whole bucket at a time
+    all-gather                           every rank has it whole
+    copy the runs of its leaves          into the buckets of the new layout, which are made as they are needed
+    let go of the old shard              so that memory stays that of the state and two units
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from .._common.calls import alone
+from .._common.errors import SpecError, TreeError
+from .._common.torch_names import pytree
+from .._plan.layout import Bucket, Layout, LeafInfo
+from .._plan.records import keeps_copy
+from .._plan.route import states_of
+from .._runtime.agree import Topic, agree
+from .._runtime.joint import Joint
+from .._runtime.runtime import Runtime, runtime_of
+from .._spec.spec import Spec
+from .._storage.flat import FlatBuffer
+from .._storage.weights import refresh
+from .._transports.auto import resolve_transport
+from .free import free_arena
+from .shard import given, needs_spec
+from .state import Lineage, State, Version
+
+__all__ = ["leaf_infos", "redistribute"]
+
+Buffers = dict[str, FlatBuffer]
+TAKEN = "redistribute() has taken what this state held. Use the State that it returned, or load the last checkpoint."
+
+
+@alone
+@torch.no_grad()
+def redistribute(state: State, spec: Spec, *, allow: Collection[str] = ()) -> State:
+    """The same state by another spec, on the same ranks: shards [n / ranks] -> shards [n' / ranks']. Consumes `state`.
+
+    Main weights and what the optimizer and extras keep for each leaf have the same bits afterwards, or are converted
+    where `Precision.main` is another. Compute copies are made anew.
+
+    Args:
+        state: a state between steps. If this is stopped after ranks have agreed, it is lost.
+        spec: another strategy, shape of the mesh, precision, units, labels, transport or schedule.
+        allow: ["average"], where `average` may be another, and so the size of gradients.
+
+    Returns:
+        a State between steps, of its own lineage, with the same number of steps.
+
+    Memory: the state and two units. Views of the old one's shards stay what they are, and keep their memory.
+
+    Raises:
+        SpecError: the mesh has other ranks; experts would lie along other axes; another `average`; a leaf that trains
+            by one spec only; what `shard` says of a spec. TreeError: the optimizer or the extras keep FlatBuffers
+            otherwise than in dicts by bucket. StaleStateError: a consumed state, or one in the middle of a step.
+        On every rank, and before anything has changed.
+
+    Collective: every rank calls it. An exchange of digests on the host; an all-gather a bucket and sharded axis, for
+    each tree.
+
+    Example:
+        >>> state = fsdp.redistribute(state, Spec(mesh, fsdp.ddp("data")))  # for evaluation  # doctest: +SKIP
+    """
+    state._resting("redistribute")
+    spec, run = needs_spec("redistribute", spec), runtime_of(state.spec.mesh)
+
+    def look() -> tuple[Any, list[Topic]]:
+        new = runtime_of(spec.mesh)
+        if {*new.ranks} != {*run.ranks}:
+            raise SpecError(
+                f"redistribute: the spec's mesh has the ranks {new.ranks}, the state's {run.ranks}. Give a mesh of the "
+                "same ranks; for others save the state, and load it there."
+            )
+        if spec.average != state.spec.average and "average" not in allow:
+            raise SpecError(
+                f"redistribute: the state has average={state.spec.average!r}, the spec average={spec.average!r}: "
+                "gradients would be of another size. Where that is meant, say allow=['average']."
+            )
+        infos = leaf_infos(state.layout, state.spec)
+        return infos, given(infos, state.layout.paths, spec, state.optimizer, 0)
+
+    with Joint(run, "redistribute") as joint:
+        infos = agree(joint, "what is given", look)
+        spec, layout = resolve_transport(spec, infos, state.layout.paths)
+        mover = Mover(state, layout, spec)
+        joint(mover.check, "what is kept")
+    state = free_arena(state)
+    lineage = state.version.lineage
+    with lineage.looking(state):
+        lineage.touched()
+        lineage.broken = TAKEN
+        main = mover.move(state.main)
+        opt, extras = (pytree.tree_map(mover.node, tree, is_leaf=is_buffers) for tree in (state.opt, state.extras))
+    copies = {name: mover.made(bucket, "weights", bucket.compute) for name, bucket in layout.buckets.items()
+              if keeps_copy(bucket)}  # fmt: skip
+    for name, copy in copies.items():
+        refresh(main[name], copy)
+    new = Lineage(mover.run, layout, spec, state.steps, state.count)
+    new.enroll()
+    static = (spec, layout, state.optimizer, state.treedef, Version(new, 0))
+    return State(main, copies, {}, opt, state.buffers, state.count, state.rng, extras, *static)._prepared()
+
+
+def leaf_infos(layout: Layout, spec: Spec) -> list[LeafInfo]:
+    """The leaves from which a layout was made, with dtypes that give the same ones again."""
+    ties: dict[str, list[str]] = {}
+    for path, source in zip(layout.paths, layout.source, strict=True):
+        ties.setdefault(source, []).extend([path] if path != source else [])
+    at = {leaf.path: (leaf, bucket) for bucket in layout.buckets.values() for leaf in bucket.leaves}
+    found = []
+    for path in layout.paths:
+        if path in at:
+            leaf, bucket = at[path]
+            precision = spec.precision_of(path, *ties[path])
+            own = bucket.compute if (precision.compute or precision.main) is None else bucket.main
+            found.append(LeafInfo(path, leaf.shape, own, bucket.trainable, tuple(ties[path])))
+    return found
+
+
+def is_buffers(tree: Any) -> bool:
+    """Whether this is what an optimizer keeps for each leaf: FlatBuffers by bucket."""
+    return (
+        isinstance(tree, dict)
+        and bool(tree)
+        and all(isinstance(b, FlatBuffer) and b.bucket.name == name for name, b in tree.items())
+    )
+
+
+class Mover:
+    """From the buckets of one layout to those of another."""
+
+    def __init__(self, state: State, layout: Layout, spec: Spec) -> None:
+        self.state, self.old, self.layout, self.spec = state, state.layout, layout, spec
+        nodes = pytree.tree_leaves((state.main, state.opt, state.extras), is_leaf=lambda x: isinstance(x, FlatBuffer))
+        self.often = Counter(id(node) for node in nodes)  # of one that is in two trees
+        self.run: Runtime = runtime_of(spec.mesh)
+        self.home = {leaf.path: (bucket, leaf) for bucket in layout.buckets.values() for leaf in bucket.leaves}
+
+    def check(self) -> None:
+        """Refuse what cannot be moved, before anything is."""
+        state, before = self.state, runtime_of(self.state.spec.mesh)
+        for bucket in self.old.buckets.values():
+            for leaf in bucket.leaves:
+                new = self.home[leaf.path][0]
+                own = [_own(bucket, before), _own(new, self.run)]
+                if own[0] != own[1]:
+                    raise SpecError(
+                        f"redistribute: ranks have {leaf.path!r} of their own along {_said(own[0])}, and by the spec "
+                        f"along {_said(own[1])}. Give its placement the data axes that leave the same ranks out."
+                    )
+                if new.trainable != bucket.trainable:
+                    raise SpecError(
+                        f"redistribute: {leaf.path!r} is {'trained' if bucket.trainable else 'frozen'} in this state, "
+                        f"and {'trained' if new.trainable else 'frozen'} by the spec. Begin a new state: "
+                        "shard(full_params(state), spec, optimizer)."
+                    )
+        for field in ("opt", "extras"):
+            leaves = pytree.tree_leaves(
+                getattr(state, field), is_leaf=lambda x: is_buffers(x) or isinstance(x, FlatBuffer)
+            )
+            for tree in leaves:
+                if isinstance(tree, FlatBuffer):
+                    raise TreeError(
+                        f"redistribute: State.{field} has the FlatBuffer {tree!r} that lies in no dict by bucket, as "
+                        "tree_map over main weights makes them. Leave it out: replace_extras(state, name=None)."
+                    )
+                if is_buffers(tree):
+                    self._whole(field, tree)
+
+    def _whole(self, field: str, tree: Buffers) -> None:
+        """Check that a tree has all leaves of each new bucket, or none; and that it lies as main weights do."""
+        have = {leaf.path for buffer in tree.values() for leaf in buffer.bucket.leaves}
+        for name, buffer in tree.items():
+            if not self._counts(buffer) and buffer.states != states_of(self.old.buckets[name], "main"):
+                raise TreeError(
+                    f"redistribute: State.{field} has {buffer!r}, which is not placed as the main weights are. Make it "
+                    "from main weights, or leave it out: replace_extras(state, name=None)."
+                )
+            for leaf in buffer.bucket.leaves:
+                lacks = [one.path for one in self.home[leaf.path][0].leaves if one.path not in have]
+                if lacks and not self._counts(buffer):
+                    raise TreeError(
+                        f"redistribute: by the spec {leaf.path!r} and {lacks[0]!r} are in one bucket, and a tree of "
+                        f"State.{field} has the first of them only. Give both leaves such values, or other units."
+                    )
+
+    def _counts(self, buffer: FlatBuffer) -> bool:
+        """Whether these are numbers that the optimizer keeps for leaves, zero where it has none."""
+        return bool(buffer.bucket == self.old.buckets[buffer.bucket.name].counts)
+
+    def node(self, node: Any) -> Any:
+        return self.move(node) if is_buffers(node) else node
+
+    def move(self, tree: Mapping[str, FlatBuffer]) -> Buffers:
+        """The same values in the new buckets. The old shards are let go."""
+        found: Buffers = {}
+        for name, buffer in tree.items():
+            counts, old = self._counts(buffer), self.old.buckets[name]
+            whole = buffer.gather(buffer.local.new_empty(buffer.bucket.numel))
+            for leaf in buffer.bucket.leaves:
+                bucket, _ = self.home[leaf.path]
+                if bucket.name not in found:
+                    same = buffer.local.dtype is old.main and not counts
+                    dtype = bucket.main if same else buffer.local.dtype
+                    found[bucket.name] = self.made(bucket.counts if counts else bucket, "main", dtype)
+                _copy(found[bucket.name], leaf.path, whole[leaf.offset : leaf.offset + leaf.numel])
+            self.often[id(buffer)] -= 1
+            if not self.often[id(buffer)]:
+                buffer.__dict__["local"] = buffer.local.new_empty(0)
+        return {name: found[name] for name in self.layout.buckets if name in found}
+
+    def made(self, bucket: Bucket, kind: str, dtype: torch.dtype) -> FlatBuffer:
+        """Zeros for this rank's shard of a bucket."""
+        local = torch.zeros(bucket.numel // bucket.slices(kind), dtype=dtype, device=self.run.device)
+        return FlatBuffer(local, bucket, states_of(bucket, kind), self.spec.mesh)
+
+
+def _copy(into: FlatBuffer, path: str, values: torch.Tensor) -> None:
+    """What of a leaf lies in this rank's part of a bucket."""
+    start, stop = into.span()
+    leaf = next(leaf for leaf in into.bucket.leaves if leaf.path == path)
+    a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
+    if a < b:
+        into.local[a - start : b - start].copy_(values[a - leaf.offset : b - leaf.offset])
+
+
+def _own(bucket: Bucket, run: Runtime) -> dict[str, tuple[int, int]]:
+    """The axes along which ranks have leaves of their own, their sizes, and where this rank is."""
+    return {
+        axis: (size, run.coordinate[axis])
+        for axis, size in run.sizes.items()
+        if size > 1 and axis not in bucket.placement.data
+    }
+
+
+def _said(own: dict[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{axis!r} ({size} ranks)" for axis, (size, _) in own.items()) or "no axis"

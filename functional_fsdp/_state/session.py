@@ -1,0 +1,153 @@
+"""Session: one call that drives the units of a state for its caller, and tells the schedule what verbs do not say.
+
+Session(state, verb, order)    the call may use this state; the plan goes by its order
+begin                          a forward that trains begins
+  unshard, release             the verbs, for each unit (`outside=True`: beside the plan)
+turn                           the forward is over; is a microbatch to follow?
+expect, skip                   which gradients will come, and which will not
+  unshard, reduce, release
+all_done, end                  the backward is over
+rest                           in the place of all from `begin` on: weights were only looked at
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from .._spec.schedule import Order
+from .._storage.weights import whole_of
+from .state import State
+
+__all__ = ["Session"]
+
+NOTHING: frozenset[str] = frozenset()
+
+
+class Session:
+    """A call that uses a state's units by itself: a transform that drives a module, in whatever framework it is.
+
+    Units are gathered, released and reduced by the verbs, which take the newest state and return the next one. A
+    session tells the schedule what they do not say: where a pass begins, turns and ends, and what will not come. Every
+    rank makes the same session; within it a rank may leave units out.
+
+    Args:
+        state: the newest state of a step, or one between steps.
+        verb: what users call it by, for errors.
+        order: units in order of use, forward and then backward, the same on every rank, for a schedule that leaves it
+            open: a guess at first, which the first step corrects. A tuple in it is used at once.
+
+    Attributes:
+        number: how many forwards of this step began before; see `seeds`.
+
+    Raises:
+        StaleStateError: a consumed state. RestartError: a rank abandoned the step.
+
+    Collective: none; the verbs are as they always are.
+
+    Example, of two layers whose backward somebody else calls, last one first:
+
+        session = extend.Session(state, "train", order=("a", "b", "b", "a"))
+        state = session.begin(state)
+        for unit in ("a", "b"):
+            state, w = fsdp.unshard(state, unit)
+            h = forward(unit, w, h)
+            state = fsdp.release(state, unit)
+        session.turn(state, last_microbatch=True)
+        session.expect(state, ("a", "b"), ("a", "b"))
+        for unit in ("b", "a"):
+            state, w = fsdp.unshard(state, unit)
+            dw, dh = backward(unit, w, dh)
+            state = fsdp.reduce(state, dw, unit)
+            state = fsdp.release(state, unit)
+        session.all_done(state)
+        session.end(state, ("a", "b"), ("b", "a"))
+    """
+
+    def __init__(self, state: State, verb: str, order: Order | None = None) -> None:
+        lineage = state.version.lineage
+        lineage.enter(state.version.serial, verb)
+        self._lineage, self._executor = lineage, state._executor
+        self._verb, self._before, self._resting = verb, state, state.between_steps
+        if order is not None:
+            with torch.no_grad(), lineage.call:
+                self._executor.follow(order)
+        self.number = self._executor.begins
+
+    # ---------------------------------------------------------------- a pass that trains
+
+    def begin(self, state: State) -> State:
+        """A forward begins whose gradients will come: nothing in it, up to `end`, is taken for the next pass. Consumes
+        the state."""
+        with torch.no_grad(), self._lineage.call:
+            self._executor.begin(state)
+            return self._lineage.advance(state, f"{self._verb}()")
+
+    def count(self) -> None:
+        """In the place of `begin`, for a forward that uses the whole tree: it counts as one of the step."""
+        self._executor.begins += 1
+
+    def turn(self, state: State, last_microbatch: bool) -> None:
+        """The forward is over, the backward begins. Its gradients come with `last_microbatch`, see `reduce`."""
+        self._executor.turned(state, last_microbatch)
+
+    def expect(self, state: State, forward: Order, units: Iterable[str]) -> None:
+        """The backward has begun: these were used in the forward, in order, and gradients of these units will come.
+        Ranks tell each other where the order is still a guess, and may differ. Else nothing happens."""
+        if self._executor.cursor.agreed:
+            with torch.no_grad(), self._lineage.call:
+                self._executor.differ(state, forward, tuple(units))
+
+    def skip(self, unit: str) -> bool:
+        """On this rank no gradient of this unit will come in this pass. False: the order is only being recorded, so say
+        it by `reduce`, with None for each leaf."""
+        return self._executor.skip(unit)
+
+    def all_done(self, state: State) -> None:
+        """This rank has come to all that it uses in the backward. Others may need it, while the order is a guess."""
+        with torch.no_grad(), self._lineage.call:
+            self._executor.all_done(state)
+
+    def end(self, state: State, forward: Order, backward: Order) -> None:
+        """The pass is over, everything is released, and these were the orders of use: a guessed order follows them from
+        the next step on. Starts what peers may still wait for."""
+        self._lineage.enter(state.version.serial, self._verb)
+        with torch.no_grad(), self._lineage.call:
+            self._executor.end(state, forward, backward)
+
+    # ---------------------------------------------------------------- a pass that only looks
+
+    def rest(self, state: State) -> State:
+        """Weights were only looked at, on every rank, and everything is released: the state that the session began
+        with, if that was between steps, as good as it was; else this one, in which the step goes on."""
+        if not self._resting:
+            return state
+        with self._lineage.call:
+            self._executor.rest(state)
+            self._lineage.rest(f"{self._verb}()")
+        return self._before
+
+    # ---------------------------------------------------------------- where weights lie
+
+    def beside(self, units: Iterable[str]) -> Iterable[str]:
+        """Of these units, those that are gathered beside the plan."""
+        unplanned = self._executor.unplanned
+        return [unit for unit in units if unplanned.held(unit)] if unplanned.units else NOTHING
+
+    def also(self, unit: str) -> None:
+        """A unit that is gathered by the plan is needed where it lay beside it, too: residuals point there. Until it is
+        released."""
+        self._executor.also(unit)
+
+    def put_in_place(self, unit: str, weights: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
+        """The other way round: a unit that is gathered beside the plan is needed where it lay by the plan, as
+        `weights`. Returns what ends that; None if something else lies there."""
+        return self._executor.put_in_place(unit, weights)
+
+    def spoil(self, state: State, units: Iterable[str], why: str) -> None:
+        """What was lent of these units was changed. Where it is the state's own (replicated weights), its lineage is of
+        no more use: from here on every use raises a StaleStateError that says why."""
+        layout = state.layout
+        if any(whole_of(state, bucket) is not None for unit in units for bucket in layout.by_name[unit].buckets):
+            self._lineage.broken = why

@@ -1,0 +1,306 @@
+"""Where a State comes from: `shard` takes a pytree of whole parameters and keeps this rank's slices of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .._common.calls import outside_inference
+from .._common.checksum import checksum
+from .._common.device import make_room
+from .._common.errors import SpecError, TreeError
+from .._common.torch_names import pytree
+from .._common.tree import flatten, match
+from .._optim.optim import as_optimizer, check_labels
+from .._plan.layout import Bucket, Layout, LeafInfo, plan_layout
+from .._plan.records import keeps_copy
+from .._plan.route import states_of
+from .._runtime.agree import Topic, agree
+from .._runtime.joint import Joint
+from .._runtime.runtime import runtime_of
+from .._spec.precision import FLOATS
+from .._spec.settings import describe_settings
+from .._spec.spec import Spec
+from .._storage.flat import FlatBuffer
+from .._storage.weights import refresh
+from .._transports.auto import resolve_transport
+from .state import Lineage, State, Version
+
+__all__ = ["build", "describe", "given", "make_layout", "needs_spec", "shard"]
+
+Fetch = Callable[[Any], Any]
+
+
+def describe(tree: Any) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpec]:
+    """What a layout needs to know of the leaves: tied ones once, with aliases; and the tree's paths and structure.
+
+    Raises:
+        TreeError: a leaf that is no tensor, or of a kind that cannot be sharded.
+    """
+    if isinstance(tree, nn.Module):
+        raise TreeError(
+            f"the tree of parameters is a module ({type(tree).__name__}). Split it: params, model = "
+            f"functionalize(module), then shard(params, spec); or build it as shards: init(make, spec)."
+        )
+    paths, leaves, treedef = flatten(tree)
+    if not paths:
+        raise TreeError("the tree of parameters has no leaves.")
+    if len(set(paths)) != len(paths):
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise TreeError(f"two leaves have the path {twice!r}: their keys read alike. Rename one of them.")
+    infos: dict[Any, LeafInfo] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            raise TreeError(
+                f"the leaf {path!r} is a {type(leaf).__name__}; expected a tensor. Keep what is not a parameter out of "
+                "the tree."
+            )
+        if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.is_sparse or leaf.is_quantized or leaf.is_complex():
+            raise TreeError(
+                f"the leaf {path!r} is a {type(leaf).__name__} of layout {leaf.layout} and dtype {leaf.dtype}; "
+                "expected a plain, dense, real "
+                f"tensor. Convert it first (a DTensor: .full_tensor())."
+            )
+        if leaf.dtype is torch.float16:
+            raise SpecError(
+                f"the leaf {path!r} is float16, which needs loss scaling. Convert it: leaf.bfloat16() or leaf.float()."
+            )
+        if leaf.dtype.is_floating_point and leaf.dtype not in FLOATS:
+            raise SpecError(
+                f"the leaf {path!r} is {leaf.dtype}; expected one of {', '.join(map(str, FLOATS))}, or integers."
+            )
+        key = _identity(leaf, path)
+        if key in infos:
+            first = infos[key]
+            infos[key] = LeafInfo(first.path, first.shape, first.dtype, first.trainable, (*first.aliases, path))
+        else:
+            trainable = leaf.requires_grad if isinstance(leaf, nn.Parameter) else True
+            infos[key] = LeafInfo(path, tuple(leaf.shape), leaf.dtype, trainable)
+    return list(infos.values()), paths, treedef
+
+
+def _identity(leaf: torch.Tensor, path: str) -> Any:
+    """Equal for two leaves that are the same tensor, or views of the same bytes in the same way."""
+    if leaf.device.type == "meta":
+        return id(leaf)
+    if not leaf.numel():
+        return path
+    return (leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
+
+
+def make_layout(params: Any, spec: Spec) -> Layout:
+    """The layout that `shard(params, spec)` would use; `params` may be on the meta device. Pure, needs no process
+    group.
+
+    >>> print(make_layout({"w": torch.empty(1000, 1000, device="meta")}, Spec({"data": 1024})).padding() < 0.05)
+    True
+    """
+    infos, paths, _ = describe(params)
+    return plan_layout(infos, spec, paths)
+
+
+@outside_inference
+def shard(
+    params: Any,
+    spec: Spec,
+    optimizer: Any = None,
+    *,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    local_buffers: Sequence[str] = (),
+    seed: int = 0,
+) -> State:
+    """Shard a pytree of whole parameters: leaves of global shape -> flat shards [n / ranks].
+
+    Args:
+        params: a pytree of tensors, the same on every rank (the parameters of `functionalize`, or any dicts, lists,
+            ...). They are copied, never changed. The same tensor at two paths is tied: stored once, handed out at both.
+        spec: placement, precision, units.
+        optimizer: an `(init, update)` pair, as `adamw(lr=3e-4)`; None for inference.
+        buffers: tensors by path that ride along (`State.buffers`): `buffers(module)` for what a module has. Copied.
+        local_buffers: patterns of buffers that may differ by rank, `["*"]` for all (see `buffers="local"` of
+            `forward_backward`).
+        seed: what `State.rng` starts from.
+
+    Returns:
+        a State between steps, on the mesh's device.
+
+    Ranks are compared by what they were given: the tree, the bits of every leaf and buffer, every setting of the spec
+    and the optimizer, and the seed. Leaves may differ along axes that their placement's data axes leave out (experts).
+    Functions are compared by name, code, defaults, what they close over and the plain globals they read; what cannot be
+    compared so (locks, generators, objects of C) is named when the spec or the state is printed. An object may say
+    itself what counts: by a method `__fsdp_settings__()`, whose result is compared in its place.
+
+    Raises:
+        TreeError: a leaf that is no plain tensor; ranks whose trees, values or buffers differ, naming the first that
+            does.
+        SpecError: whatever is wrong with units, patterns or dtypes; ranks whose settings differ, naming the first.
+        If one rank raises, all do: the others name it and what it met.
+
+    Collective: two exchanges of digests on the host (of lines, where they differ); an all-gather where a placement
+    keeps a compute copy.
+
+    Example:
+        >>> from functional_fsdp import adamw, local_mesh, shard
+        >>> state = shard({"w": torch.ones(4, 4)}, Spec(local_mesh()), adamw(lr=1e-3))
+        >>> state.units
+        ('w',)
+    """
+    run = runtime_of(needs_spec("shard", spec).mesh)
+
+    def look() -> tuple[Any, list[Topic]]:
+        infos, paths, treedef = describe(params)
+        values = dict(zip(paths, (leaf.detach() for leaf in flatten(params)[1]), strict=True))
+        for path, leaf in values.items():
+            if leaf.device.type == "meta":
+                raise TreeError(
+                    f"shard: the leaf {path!r} is on the meta device and has no values. Use init(lambda: Model(...), "
+                    "spec), which materialises one unit at a time."
+                )
+        return (infos, paths, treedef, values), given(infos, paths, spec, as_optimizer(optimizer), seed)
+
+    with Joint(run, "shard") as joint:
+        infos, paths, treedef, values = agree(joint, "what is given", look)
+        spec, plan = resolve_transport(spec, infos, paths)
+        return build(joint, plan, spec, optimizer, treedef, lambda unit: values, buffers or {}, local_buffers, seed)
+
+
+def needs_spec(where: str, spec: Any) -> Spec:
+    """Refuse what is no Spec."""
+    if not isinstance(spec, Spec):
+        raise SpecError(f"{where}: spec is a {type(spec).__name__}; expected a Spec, as Spec(mesh, zero3('data')).")
+    return spec
+
+
+def given(infos: list[LeafInfo], paths: Sequence[str], spec: Spec, optimizer: Any, seed: int) -> list[Topic]:
+    """What ranks are to have been given alike, but for values; a spec that cannot be honoured is refused here."""
+    plan = plan_layout(infos, spec, paths)
+    check_labels(optimizer, spec)
+    kinds = [
+        f"{i.dtype}{'' if i.trainable else ' frozen'}{f' tied to {list(i.aliases)}' if i.aliases else ''}"
+        for i in infos
+    ]
+    trees = [f"{info.path} {info.shape} {kind}" for info, kind in zip(infos, kinds, strict=True)]
+    settings = [*describe_settings(spec, "Spec"), *describe_settings(optimizer, "optimizer")]
+    build_alike = "Build the same parameters on every rank (seed them alike, or use init)."
+    give_alike = "Give every rank the same. An object of which not all counts says what does: by __fsdp_settings__()."
+    return [
+        Topic(trees, TreeError, "trees", "leaf", build_alike),
+        Topic([*settings, f"seed: {seed!r}"], SpecError, "settings", "one", give_alike),
+        Topic(
+            [f"the layout {plan.hash}"], SpecError, "layouts", "thing", "Print fsdp.make_layout(params, spec) on both."
+        ),
+    ]
+
+
+def build(
+    joint: Joint,
+    plan: Layout,
+    spec: Spec,
+    optimizer: Any,
+    treedef: pytree.TreeSpec,
+    fetch: Fetch | None,
+    buffers: Any,
+    local_buffers: Sequence[str],
+    seed: int,
+    then: Callable[[dict[str, FlatBuffer], Any], None] | None = None,
+) -> State:
+    """Assemble a State from a layout; `fetch(unit)` gives the unit's whole leaves by path, one unit at a time;
+    without it main weights are zero. `then(main, buffers)` fills what has its values from elsewhere. Without both
+    nothing that ranks share is made."""
+    run, where = joint.run, joint.what
+    optimizer = as_optimizer(optimizer)
+
+    def assemble() -> tuple[Any, list[Topic]]:
+        make_room([bucket.nbytes("main") for bucket in plan.buckets.values()], run.device)
+        main = {name: _empty(bucket, "main", spec, run.device) for name, bucket in plan.buckets.items()}
+        sums: dict[str, torch.Tensor] = {}
+        for unit in plan.units:
+            if fetch is None:
+                break
+            values = fetch(unit)
+            for bucket in unit.buckets:
+                _fill(main[bucket.name], values)
+                if run.size > 1:
+                    sums |= {leaf.path: checksum(values[leaf.path]) for leaf in bucket.leaves}
+            del values
+        copies = {name: _empty(b, "weights", spec, run.device) for name, b in plan.buckets.items() if keeps_copy(b)}
+        kept = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(run.device), buffers)
+        if then is not None:
+            then(main, kept)
+        opt = optimizer.init({name: main[name] for name in plan.trainable}) if optimizer is not None else {}
+        count = torch.zeros((), dtype=torch.int64, device=run.device)
+        rng = torch.tensor(seed, dtype=torch.int64)
+        held = _buffers(where, kept, local_buffers, run.size > 1)
+        return (main, copies, opt, kept, count, rng), [_values(where, sums, plan, spec), held]
+
+    with torch.no_grad():
+        main, weights, opt, kept, count, rng = agree(joint, "values", assemble)
+        for name, copy in weights.items() if fetch or then else ():
+            refresh(main[name], copy)
+    lineage = Lineage(run, plan, spec, 0, count)
+    lineage.enroll()
+    static = (spec, plan, optimizer, treedef, Version(lineage, 0))
+    made = State(main, weights, {}, opt, kept, count, rng, {}, *static)
+    return made._prepared() if fetch or then else made
+
+
+def _empty(bucket: Bucket, kind: str, spec: Spec, device: torch.device) -> FlatBuffer:
+    """A bucket's shard of main weights, of zeros (its padding stays so), or of compute copies, which are gathered."""
+    make = torch.zeros if kind == "main" else torch.empty
+    dtype = bucket.main if kind == "main" else bucket.compute
+    local = make(bucket.numel // bucket.slices(kind), dtype=dtype, device=device)
+    return FlatBuffer(local, bucket, states_of(bucket, kind), spec.mesh)
+
+
+def _fill(buffer: FlatBuffer, values: Any) -> None:
+    """Copy what of the leaves lies in this rank's part of a bucket. Never builds the whole bucket."""
+    start, stop = buffer.span()
+    for leaf in buffer.bucket.leaves:
+        a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
+        if a < b:
+            flat = values[leaf.path].detach().reshape(-1)
+            buffer.local[a - start : b - start].copy_(flat[a - leaf.offset : b - leaf.offset])
+
+
+def _values(where: str, sums: dict[str, torch.Tensor], plan: Layout, spec: Spec) -> Topic:
+    """The checksum of every leaf. Ranks may have leaves of their own along axes that its gradients do not average."""
+    numbers = _numbers(list(sums.values()))
+    data = {leaf.path: bucket.placement.data for bucket in plan.buckets.values() for leaf in bucket.leaves}
+    own = [tuple(axis for axis in spec.axes if axis not in data[path]) for path in sums]
+    alike = "Build the same parameters on every rank (seed them alike, or use init)."
+    alike = "Have make() do the same on every rank." if where == "init" else alike
+    lines = [f"{path} checksum {n:016x}" for path, n in zip(sums, numbers, strict=True)]
+    return Topic(lines, TreeError, "values", "leaf", alike, own)
+
+
+def _buffers(where: str, buffers: Any, local: Sequence[str], several: bool) -> Topic:
+    """Every buffer and its checksum; of those that may differ by rank, that they are there."""
+    paths, leaves, _ = flatten(buffers)
+    for pattern in local:
+        if all(match(pattern, path) is None for path in paths):
+            raise SpecError(
+                f"{where}(local_buffers): the pattern {pattern!r} matches nothing. There are {len(paths)} buffers"
+                f"{f', as {paths[0]!r}' if paths else ''}."
+            )
+    own = [any(match(pattern, path) is not None for pattern in local) for path in paths]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    sums = iter(_numbers([checksum(tensor) for tensor in tensors] if several else []))
+    lines = []
+    for path, leaf, mine in zip(paths, leaves, own, strict=True):
+        tensor = several and isinstance(leaf, torch.Tensor)
+        said = f"{tuple(leaf.shape)} {leaf.dtype} checksum {next(sums):016x}" if tensor else describe_settings(leaf)[0]
+        lines.append(f"{path} of this rank" if mine else f"{path} {said}")
+    remedy = "Give every rank the same, or say which ones may differ: local_buffers=[pattern, ...]."
+    return Topic(lines, TreeError, "buffers", "one", remedy)
+
+
+def _numbers(sums: list[torch.Tensor]) -> list[int]:
+    """Checksums on the host: one copy for all of a device."""
+    found: dict[int, int] = {}
+    for device in {number.device for number in sums}:
+        which = [i for i, number in enumerate(sums) if number.device == device]
+        found |= dict(zip(which, torch.stack([sums[i] for i in which]).tolist(), strict=True))
+    return [found[i] % (1 << 64) for i in range(len(sums))]

@@ -1,0 +1,254 @@
+"""What `step` asks of an optimizer, eagerly and traced: the update itself, when and where, and whether its result fits.
+
+    reduce lane   ── bucket 3 ──┬── bucket 2 ──┬── bucket 1 ──┐
+    update lane                 └── update 3 ──┴── update 2 ──┴── update 1 ──┐
+    compute       ── backward of 2 ── of 1 ── of 0 ──                        └── the step is over
+
+That is `Schedule(overlap_update=True)`; else compute updates everything after the backward.
+
+Leaves that got no gradient stay as they are: the optimizer leaves them out (`update_some`), or they are kept and put
+back.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .._common.errors import ScheduleError, TreeError
+from .._common.torch_names import foreach_copy_, pytree
+from .._distributed.lanes import Mark, Steps
+from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
+from .._storage.flat import FlatBuffer
+
+if TYPE_CHECKING:
+    from .state import State
+
+__all__ = [
+    "apply_optimizer",
+    "check",
+    "counted",
+    "counting",
+    "keep",
+    "may_step",
+    "portions",
+    "put",
+    "put_back",
+    "update",
+    "with_counts",
+]
+
+NOTHING = WHOLE.given
+FILL = 1 << 25  # bytes of main weights: what an update on the lane takes at least, so that small units share a call
+
+
+def may_step(state: State, skip: torch.Tensor | bool | None) -> torch.Tensor | None:
+    """Refuse a step that cannot be taken. Returns whether to skip it, on the state's device; None for False."""
+    if isinstance(skip, bool):
+        skip = torch.full((), True, device=state.count.device) if skip else None
+    elif skip is not None and (not isinstance(skip, torch.Tensor) or skip.dtype is not torch.bool or skip.dim()):
+        had = f"shape {tuple(skip.shape)} and dtype {skip.dtype}" if isinstance(skip, torch.Tensor) else repr(skip)
+        raise TreeError(f"step: skip has {had}; expected a bool, or a tensor of shape [] and torch.bool.")
+    elif skip is not None and skip.device != state.count.device:
+        raise TreeError(f"step: skip is on {skip.device}; expected the state's device, {state.count.device}.")
+    if state.optimizer is None:
+        raise ScheduleError(
+            "step: this state has no optimizer. Give one to shard(params, spec, optimizer), as fsdp.adamw(lr=3e-4)."
+        )
+    return skip
+
+
+def counting(state: State, lacking: Lacking, capturing: bool = False) -> Any:
+    """The optimizer's state, with counts for the buckets in which a leaf got no gradient, if it keeps some.
+
+    Raises:
+        NewCounts: while a step is captured, if there were none before.
+    """
+    optimizer, opt = state.optimizer, state.opt
+    if not (lacking.anywhere and hasattr(optimizer, "counting")):
+        return opt
+    names = counted(state)
+    if all(name in names for name in lacking.anywhere):
+        return opt
+    if capturing:
+        raise NewCounts(
+            "cuda_graph: leaves that got a gradient in every step so far got none in the step that is captured, and "
+            f"the optimizer counts their steps from now on (in {', '.join(map(repr, lacking.anywhere[:3]))})."
+        )
+    return with_counts(state, (*names, *lacking.anywhere)).opt
+
+
+def counted(state: State) -> tuple[str, ...]:
+    """The buckets of which the optimizer counts steps by leaf."""
+    return tuple(state.optimizer.counted(state.opt)) if hasattr(state.optimizer, "counted") else ()
+
+
+def with_counts(state: State, names: Iterable[str]) -> State:
+    """The state with counts for these buckets and no others: those that it has, zeros for new ones."""
+    if not hasattr(state.optimizer, "counting"):
+        return state
+    main = {name: state.main[name] for name in state.layout.trainable}
+    return state._evolve(opt=state.optimizer.counting(state.opt, main, names))
+
+
+Kept = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def keep(state: State, given: Leaves, warns: bool = False) -> Kept:
+    """Of an optimizer that does not leave out leaves by itself: where their weights and its FlatBuffers are, and copies
+    of them. `warns`: of what it keeps elsewhere."""
+    if not given or hasattr(state.optimizer, "update_some"):
+        return []
+    nodes = pytree.tree_leaves((state.main, state.opt), is_leaf=lambda x: isinstance(x, FlatBuffer))
+    views = []
+    for buffer in nodes:
+        if isinstance(buffer, FlatBuffer):
+            name = buffer.bucket.name
+            some = given.get(name)
+            if some is not None and buffer.bucket.numel == state.layout.buckets[name].numel:
+                views += [view for _, view in buffer.by_label([not one for one in some])]
+        elif isinstance(buffer, torch.Tensor) and buffer.numel() > 1 and warns:
+            warnings.warn(
+                f"step: {type(state.optimizer).__name__} keeps a tensor {tuple(buffer.shape)} that is no FlatBuffer, "
+                "so it is not known which leaf it belongs to. Leaves that got no gradient in this step keep their "
+                "weights, but there it sees zeros for them. Make such state by tree_map over main weights.",
+                stacklevel=5,
+            )
+    return [(view, view.clone()) for view in views if view.numel()]
+
+
+def put_back(kept: Kept) -> None:
+    """What `keep` has copied."""
+    if kept:
+        foreach_copy_([view for view, _ in kept], [copy for _, copy in kept])
+
+
+def apply_optimizer(
+    state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None, given: Leaves = NOTHING
+) -> tuple[Any, Any]:
+    """The update of all, eagerly: on GPUs in parts, as gradients come, if the optimizer is one for parts. A stream
+    waits, the host does not. Compute has waited for all of it at the end."""
+    executor, optimizer = state._executor, state.optimizer
+    in_parts = getattr(optimizer, "by_bucket", False) and (skip is None or hasattr(optimizer, "update_unless"))
+    if executor.run.lanes.waits_on_host or not in_parts:
+        executor.settle()
+        return update(state, executor.grads, main, skip, given)
+    left = main
+    if state.spec.schedule.overlap_update and skip is None:
+        left = _beside(state, main, given)
+    late = executor.staging.late()
+    early = {name: buffer for name, buffer in left.items() if late is not None and name not in late}
+    if early:  # while the others are on their way
+        executor.run.lanes.wait(executor.newest)  # a gather may be reading weights still
+        _in_place(state, early, skip, given)
+    executor.settle()
+    if rest := {name: buffer for name, buffer in left.items() if name not in early}:
+        _in_place(state, rest, skip, given)
+    return main, state.opt
+
+
+def _in_place(
+    state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None = None, given: Leaves = NOTHING
+) -> None:
+    new, _ = update(state, state._executor.grads, main, skip, given)
+    if new is not main and any(new[name].local is not buffer.local for name, buffer in main.items()):
+        raise TreeError(
+            f"step: {type(state.optimizer).__name__} says by_bucket = True, and its update returned other tensors than "
+            "it was given; expected them changed in place. Change them (p.copy_(...)), or leave by_bucket out."
+        )
+
+
+def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) -> dict[str, FlatBuffer]:
+    """Update on a lane what only lanes have touched since its gradients came. Returns what is left for compute: where
+    leaves have no gradient, compute has just made or copied something."""
+    lanes, staging = state._executor.run.lanes, state._executor.staging
+    alone = (name for name in staging.reduced if main[name].sharded() and name not in given)  # else compute reads it
+    sizes = {name: main[name].local.nbytes for name in alone}
+    try:
+        for some in portions(sizes, FILL):
+            job = _portion(state, {name: main[name] for name in some}, [staging.reduced[name] for name in some])
+            staging.marks["update"] = lanes.update(job)
+    except BaseException:  # what it has begun writes to the state, which may be let go now
+        lanes.join("update")
+        raise
+    return {name: buffer for name, buffer in main.items() if name not in sizes}
+
+
+def _portion(state: State, main: dict[str, FlatBuffer], after: Sequence[Mark]) -> Steps:
+    for mark in after:
+        state._executor.run.lanes.wait(mark)  # the lane does: it is the current one
+    _in_place(state, main)
+    yield from ()
+
+
+def portions(sizes: Mapping[str, int], fill: int) -> list[list[str]]:
+    """Names in a row, divided into runs of `fill` bytes at least, but for the last one.
+
+    >>> portions({"a": 3, "b": 1, "c": 2, "d": 1}, 3)
+    [['a'], ['b', 'c'], ['d']]
+    """
+    found: list[list[str]] = []
+    room = 0
+    for name, nbytes in sizes.items():
+        if room <= 0:
+            found.append([])
+            room = fill
+        found[-1].append(name)
+        room -= nbytes
+    return found
+
+
+def update(
+    state: State, reduced: Any, main: Any, skip: torch.Tensor | None, given: Leaves = NOTHING
+) -> tuple[Any, Any]:
+    """The optimizer's update of these main weights; with `skip`, of which only what the tensor says is there after.
+    Leaves without a gradient are left out if the optimizer can."""
+    optimizer, opt = state.optimizer, state.opt
+    grads = {name: _cast(reduced[name], buffer.local.dtype) for name, buffer in main.items()}
+    if given and hasattr(optimizer, "update_some"):
+        return optimizer.update_some(given, skip, grads, opt, main, state.count)
+    if skip is None:
+        return optimizer.update(grads, opt, main, state.count)
+    if hasattr(optimizer, "update_unless"):
+        return optimizer.update_unless(skip, grads, opt, main, state.count)
+    before = pytree.tree_map_only(torch.Tensor, torch.clone, (main, opt))
+    after = optimizer.update(grads, opt, main, state.count)
+
+    def choose(old: Any, new: Any) -> Any:
+        return torch.where(skip, old, new) if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) else new
+
+    return pytree.tree_map(choose, before, after)
+
+
+def _cast(buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
+    return buffer if buffer.local.dtype is dtype else buffer.but(buffer.local.to(dtype))
+
+
+def put(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], owned: Iterable[torch.Tensor]) -> None:
+    """Copy the second tensor of each pair into the first, which is one of `owned`, and so may the second be (a history
+    that moves along): then it is read before any is written."""
+    storages = {tensor.untyped_storage()._cdata for tensor in owned} if pairs else ()
+    read = [new.clone() if new.untyped_storage()._cdata in storages else new for _, new in pairs]
+    for (old, _), new in zip(pairs, read, strict=True):
+        old.copy_(new)
+
+
+def check(old: Any, new: Any, what: str) -> None:
+    """Refuse an optimizer's result that does not fit, before anything is written."""
+    old_leaves, old_def = pytree.tree_flatten(old)
+    new_leaves, new_def = pytree.tree_flatten(new)
+    if old_def != new_def:
+        raise TreeError(
+            f"step: the optimizer's update returned another structure for {what}: {new_def}; expected {old_def}."
+        )
+    for a, b in zip(old_leaves, new_leaves, strict=True):
+        if isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
+            raise TreeError(f"step: the optimizer's update returned a {type(b).__name__} in {what}; expected a tensor.")
+        if isinstance(a, torch.Tensor) and (a.shape != b.shape or a.dtype != b.dtype):
+            raise TreeError(
+                f"step: the optimizer's update returned {what} of shape {tuple(b.shape)} and dtype {b.dtype}; "
+                f"expected {tuple(a.shape)} and {a.dtype}."
+            )

@@ -1,0 +1,238 @@
+"""FlatBuffer: one rank's part of a bucket, and the one operation on it, `redistribute`.
+
+    FlatBuffer(local [n / ranks], bucket, (("data", Sharded),), mesh)
+        .redistribute({"data": Replicated})         all-gather: local [n]
+
+What a transition issues is a `Route` (see `route`), found once and kept; this file only follows it, on the side lane.
+Gathers and reductions that a plan names are jobs on lanes of their own: see `_engine.arena` and `_engine.staging`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .._common.device import make_room
+from .._common.errors import SpecError
+from .._common.torch_names import foreach_copy_, foreach_zero_, pytree, unflatten_dense_tensors
+from .._common.tracing import traced_as
+from .._common.tree import bytes_text, register, table
+from .._plan.layout import Bucket
+from .._plan.route import Axis, How, Replicated, Sharded, States, route
+from .._runtime.runtime import runtime_of
+from .gradients import refuse_meta
+
+__all__ = ["FlatBuffer", "leaves_of", "no_counts", "summary", "templates", "write_leaves", "zeros"]
+
+
+@dataclass(frozen=True, eq=False, init=False, repr=False)
+class FlatBuffer:
+    """A bucket, or the part of it that this rank holds.
+
+    Attributes:
+        local: 1-D tensor, [bucket.numel / product of the sharding axes' sizes] elements.
+        bucket: where the leaves lie in the whole.
+        states: (axis, Sharded | Replicated | Partial) for each data axis.
+        mesh: the device mesh that the axes belong to.
+
+    A FlatBuffer is a pytree node with one child, so `tree_map` over a dict of them reaches the tensors.
+    """
+
+    local: torch.Tensor
+    bucket: Bucket
+    states: States
+    mesh: Any
+
+    def __init__(self, local: torch.Tensor, bucket: Bucket, states: States, mesh: Any) -> None:
+        fields = self.__dict__  # the cheapest way, and one that compilers follow: a step makes one for each bucket
+        fields["local"], fields["bucket"], fields["states"], fields["mesh"] = local, bucket, states, mesh
+
+    def __repr__(self) -> str:
+        """One line: a notebook shows a tree of them as a table."""
+        n, whole = self.local.numel(), self.bucket.numel
+        part = f"{n:,}" if n == whole else f"{n:,} of {whole:,}"
+        placed = ", ".join(f"{axis}: {state}" for axis, state in self.states)
+        count, dtype = len(self.bucket.leaves), str(self.local.dtype).removeprefix("torch.")
+        leaves = f"{count} leaves" if count != 1 else "1 leaf"
+        return f"FlatBuffer({self.bucket.name!r}, {leaves}, {part} elements, {dtype}, {placed or 'on no axis'})"
+
+    def but(self, local: torch.Tensor, states: States | None = None) -> FlatBuffer:
+        """The same bucket with other numbers, and perhaps in other states."""
+        return FlatBuffer(local, self.bucket, states or self.states, self.mesh)
+
+    def sharded(self) -> tuple[str, ...]:
+        return tuple(axis for axis, state in self.states if state is Sharded)
+
+    def span(self) -> tuple[int, int]:
+        """The elements [start, stop) of the bucket that `local` holds."""
+        return self.bucket.span(self.sharded(), _coordinate(self.mesh))
+
+    def by_label(self, given: Sequence[bool] | None = None) -> list[tuple[str, torch.Tensor]]:
+        """(label, view) for each run of leaves of one label in `local`: what an optimizer updates with one setting.
+
+        Args:
+            given: for each leaf of the bucket, whether it got a gradient; runs are of those that did. None: all.
+        """
+        if given is None and len(self.bucket.labels) == 1:
+            return [(self.bucket.labels[0][0], self.local)]
+        start, stop = self.span()
+        runs = self.bucket.labels if given is None else self.bucket.runs(given)
+        cuts = ((label, max(a, start), min(b, stop)) for label, a, b in runs)
+        return [(label, self.local[a - start : b - start]) for label, a, b in cuts if a < b]
+
+    def by_leaf(self, given: Sequence[bool] | None = None) -> list[tuple[int, torch.Tensor]]:
+        """(which leaf of the bucket, view) for each leaf of which `local` has a part, of those that `given` names."""
+        start, stop = self.span()
+        leaves = enumerate(self.bucket.leaves)
+        cuts = (
+            (i, max(leaf.offset, start), min(leaf.offset + leaf.numel, stop))
+            for i, leaf in leaves
+            if given is None or given[i]
+        )
+        return [(i, self.local[a - start : b - start]) for i, a, b in cuts if a < b]
+
+    def gather(self, whole: torch.Tensor, lane: str = "side") -> torch.Tensor:
+        """Cast `local` into its own place in `whole` [n] (of any dtype) and gather in place: no copy-out."""
+        start, stop = self.span()
+        own = self.but(whole[start:stop].copy_(self.local))
+        own.redistribute(tuple((axis, Replicated) for axis, _ in self.states), whole, lane=lane)
+        return whole
+
+    def redistribute(
+        self,
+        target: Mapping[str, Axis] | States,
+        out: torch.Tensor | None = None,
+        *,
+        average: str = "mean",
+        lane: str = "side",
+    ) -> FlatBuffer:
+        """Move to other per-axis states, by the collectives in the table at the top of this file.
+
+        Args:
+            target: the state wanted for each axis; axes left out keep theirs.
+            out: 1-D destination of the result's size and this buffer's dtype. A gather is in place when `self.local` is
+                this rank's own slice of `out`.
+            average: "mean" or "sum" for what was Partial.
+            lane: whose communicator it goes by.
+
+        Returns:
+            the result; its `local` is `out` where that was given, a view of this one's where nothing had to move.
+
+        Raises:
+            SpecError: an unknown axis, a transition that is not in the table, or an `out` of the wrong size or dtype.
+
+        Example, [n / ranks] -> [n]: `FlatBuffer(shard, bucket, (("data", Sharded),), mesh).redistribute({"data":
+        Replicated})`
+        """
+        run = runtime_of(self.mesh)
+        wanted = target if isinstance(target, tuple) else tuple(target.items())
+        dtype = self.local.dtype
+        way = route(self.bucket, self.states, wanted, run.position, How(dtype, dtype, (lane, lane), average))
+        if out is not None and (out.shape != (way.numel,) or out.dtype != dtype):
+            raise SpecError(
+                f"redistribute({self.bucket.name!r}): out has shape {tuple(out.shape)} and dtype {out.dtype}; expected "
+                f"({way.numel},) and {dtype}."
+            )
+        moves = bool(way.steps) or way.states == self.states or out is not None
+        local = self.local.clone() if way.sums or not moves else self.local  # what is whole is nobody's shard
+        for i, (kind, collectives, start, size) in enumerate(way.steps):
+            if kind == "slice":
+                local = local[start : start + size]
+                continue
+            (one,) = collectives
+            part = local
+            if kind == "gather":
+                if i == 0:
+                    whole = out if out is not None else local.new_empty(way.numel)
+                part = whole[start : start + size]
+            elif kind == "scatter":
+                part = out if out is not None and size == way.numel else local.new_empty(size)
+            run.now(one, part, local)
+            local = part
+        if out is not None and local is not out:
+            local = out if local.data_ptr() == out.data_ptr() else out.copy_(local)
+        return self.but(local, way.states)
+
+
+register(
+    FlatBuffer,
+    lambda b: ((b.local,), (b.bucket, b.states, b.mesh)),
+    ("local",),
+    lambda context, children: FlatBuffer(children[0], *context),
+)
+
+
+def summary(trees: Mapping[str, Any]) -> str:
+    """A table with a row for each tree of tensors: how many, their bytes, their dtype, and how they lie."""
+    rows: list[tuple[Any, ...]] = []
+    for name, tree in trees.items():
+        tensors = [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+        dtypes = "/".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors))
+        nodes = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
+        buffer = next((node for node in nodes if isinstance(node, FlatBuffer)), None)
+        states = ", ".join(f"{axis}: {s}" for axis, s in buffer.states) if buffer else ""
+        size = bytes_text(sum(t.numel() * t.element_size() for t in tensors))
+        rows.append((name, len(tensors), size, dtypes or "-", states or "-"))
+    return table(("field", "tensors", "bytes a rank", "dtype", "placed"), rows)
+
+
+def _places(mesh: Any) -> dict[str, int]:
+    """As the mesh itself says it; of one that only plans, at the first place."""
+    if isinstance(mesh, tuple):
+        return {axis: 0 for axis, _ in mesh}
+    return {axis: mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names}
+
+
+@traced_as(_places)  # compilers cannot look a runtime up
+def _coordinate(mesh: Any) -> dict[str, int]:
+    """Where this rank stands on each axis."""
+    return runtime_of(mesh).coordinate
+
+
+def zeros(like: dict[str, FlatBuffer], trees: int = 1) -> list[dict[str, FlatBuffer]]:
+    """So many trees of zeros: what an optimizer keeps beside main weights."""
+    for device in {buffer.local.device for buffer in like.values()}:
+        make_room([buffer.local.nbytes for buffer in like.values()] * trees, device)
+    return [{name: b.but(torch.zeros_like(b.local)) for name, b in like.items()} for _ in range(trees)]
+
+
+def no_counts(like: FlatBuffer) -> FlatBuffer:
+    """Zeros, int64 [leaves of the bucket], the same on every rank that shares the leaves."""
+    bucket = like.bucket.counts
+    states = tuple((axis, Replicated) for axis, _ in like.states)
+    return FlatBuffer(torch.zeros(bucket.numel, dtype=bucket.main, device=like.local.device), bucket, states, like.mesh)
+
+
+@lru_cache(maxsize=65536)
+def templates(bucket: Bucket) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty(shape, device="meta") for shape in bucket.pieces)
+
+
+def leaves_of(bucket: Bucket, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The leaves by path, as views of the whole bucket [numel], each of its global shape; one call for all."""
+    pieces = unflatten_dense_tensors(whole, templates(bucket))
+    views = {leaf.path: pieces[i] for leaf, i in zip(bucket.leaves, bucket.leaf_pieces, strict=True)}
+    for leaf in bucket.empty:  # the one call forgets their shapes
+        views[leaf.path] = whole.new_empty(leaf.shape)
+    return views
+
+
+def write_leaves(bucket: Bucket, whole: torch.Tensor, values: Mapping[str, torch.Tensor | None]) -> None:
+    """Copy and cast `values` (by path; None means zeros) into the whole bucket, and zero its padding."""
+    pieces = unflatten_dense_tensors(whole, templates(bucket))
+    at = dict(zip(bucket.leaf_pieces, bucket.leaves, strict=True))
+    given = {i: values[leaf.path] for i, leaf in at.items()}
+    zero = [piece for i, piece in enumerate(pieces) if given.get(i) is None]
+    pairs = [(pieces[i], value) for i, value in given.items() if value is not None and value.numel()]
+    if zero:
+        foreach_zero_(zero)
+    if pairs:
+        try:
+            foreach_copy_([p for p, _ in pairs], [v for _, v in pairs])
+        except NotImplementedError:
+            refuse_meta(values.items())
+            raise

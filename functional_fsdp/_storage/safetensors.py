@@ -1,0 +1,123 @@
+"""safetensors: tensors by name in a file, so that a rank reads or writes just the bytes that it wants.
+
+    8 bytes     n, the length of the header, little-endian
+    n bytes     JSON: {name: {"dtype": "F32", "shape": [3, 4], "data_offsets": [start, stop]}}, of the rest
+    the rest    the tensors' bytes, without gaps
+
+The format is that of https://github.com/huggingface/safetensors; its library writes whole tensors of one process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from .._common.errors import CheckpointError
+
+__all__ = ["DTYPES", "Entry", "bytes_of", "create", "entries", "read_into", "write_at"]
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MOST = 100_000_000  # bytes of a header, as the format's own library has it
+
+
+class Entry(NamedTuple):
+    """A tensor in a file: `nbytes` bytes from `start` on, in C order."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+def entries(path: Path) -> dict[str, Entry]:
+    """What a file holds.
+
+    Raises:
+        CheckpointError: it is no such file, or damaged. OSError: as the disk has it.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        n = int.from_bytes(file.read(8), "little")
+        if size < 8 or n > min(size - 8, MOST):
+            raise CheckpointError(f"{path} is no safetensors file: its header would have {n} of its {size} bytes.")
+        text = file.read(n)
+    try:
+        header = json.loads(text)
+        found = {}
+        for name, about in header.items():
+            if name != "__metadata__":
+                found[name] = _entry(path, about, 8 + n, size)
+        return found
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no safetensors file: {type(error).__name__}: {error}") from None
+
+
+def _entry(path: Path, about: Mapping[str, Any], base: int, size: int) -> Entry:
+    start, stop = about["data_offsets"]
+    made = Entry(path, DTYPES[about["dtype"]], tuple(about["shape"]), base + start)
+    if not all(type(n) is int and n >= 0 for n in (*made.shape, start, stop)) or base + stop > size:
+        raise ValueError(f"{about} is beyond the file's {size} bytes")
+    if stop - start != made.numel * made.dtype.itemsize:
+        raise ValueError(f"{about} has {stop - start} bytes")
+    return made
+
+
+def create(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
+    """Write a file's header, and make room for its tensors."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        n = torch.Size(shape).numel() * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + n]}
+        at += n
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    return entries(path)
+
+
+def bytes_of(host: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, for as long as the tensor lives."""
+    if not host.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())).cast("B")
+
+
+def write_at(file: int, entry: Entry, first: int, values: torch.Tensor) -> None:
+    """Write elements [first, first + n) of a tensor; `values` [n] are on the host, and of its dtype."""
+    view, at = bytes_of(values), entry.start + first * entry.dtype.itemsize
+    while view:
+        n = os.pwrite(file, view, at)
+        view, at = view[n:], at + n
+
+
+def read_into(file: Any, entry: Entry, first: int, values: torch.Tensor) -> None:
+    """Read elements [first, first + n) of a tensor into `values` [n], on the host and of its dtype.
+
+    Raises:
+        CheckpointError: the file ends before.
+    """
+    view, done = bytes_of(values), 0
+    file.seek(entry.start + first * entry.dtype.itemsize)
+    while done < len(view):
+        n = file.readinto(view[done:])
+        if not n:
+            raise CheckpointError(f"{entry.path} ends after {done} of {len(view)} bytes that were wanted there.")
+        done += n

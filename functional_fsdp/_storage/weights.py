@@ -1,0 +1,143 @@
+"""Compute weights: where they come from, when a copy persists between steps, and where gathered units live.
+
+    main [n / ranks of main] ──cast──▶ own place in a whole bucket ──all-gather──▶ whole bucket [n], leaves are views
+
+Placements that replicate weights, or shard them less than main weights, keep a compute copy between steps
+(`State.weights`); it is what gathers read, and `refresh` brings it up to date after an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from .._common.device import keeps_released
+from .._plan.layout import Bucket, Unit
+from .flat import FlatBuffer, leaves_of
+from .stored import Stored
+
+__all__ = [
+    "Gathered",
+    "Loan",
+    "alias_of",
+    "gather",
+    "loan_of",
+    "owned",
+    "poison",
+    "read",
+    "refresh",
+    "whole_of",
+]
+
+_LOANS: WeakValueDictionary[int, Loan] = WeakValueDictionary()
+
+
+class Loan:
+    """The tensors of a unit, the same objects whenever it is gathered, and whether they may be used now.
+
+    Attributes:
+        unit: its name. weights: {key: tensor}. held: whether the unit is gathered, and not released.
+    """
+
+    def __init__(self, unit: str, weights: dict[str, torch.Tensor]) -> None:
+        self.unit = unit
+        self.weights = weights
+        self.held = False
+        for tensor in weights.values():  # they live as long as the loan, so an id means one tensor
+            _LOANS[id(tensor)] = self
+
+
+def owned(values: Sequence[torch.Tensor | None], loan: Loan | None) -> list[torch.Tensor | None]:
+    """The same values, to be read after the loan is released: of what was lent, and of views of it, copies."""
+    lent = {tensor.data_ptr() for tensor in loan.weights.values() if tensor.numel()} if loan else set()
+    return [v.clone() if v is not None and (v.data_ptr() in lent or loan_of(v) is not None) else v for v in values]
+
+
+def loan_of(tensor: Any) -> Loan | None:
+    """The loan of a tensor that `unshard(state, unit)` gave, None for every other tensor."""
+    return _LOANS.get(id(tensor))
+
+
+def whole_of(state: Stored, bucket: Bucket) -> torch.Tensor | None:
+    """The whole bucket in the compute dtype where the state has it (weights are replicated), else None."""
+    kept = read(state, bucket)
+    return kept.local if not kept.sharded() and kept.local.dtype is bucket.compute else None
+
+
+def gather(state: Stored, bucket: Bucket, whole: torch.Tensor | None = None, lane: str = "side") -> torch.Tensor:
+    """Cast the shard into its own place in `whole` (by default a new tensor) and gather in place. All-gather."""
+    kept = read(state, bucket)
+    if whole is None:
+        whole = kept.local.new_empty(bucket.numel, dtype=bucket.compute)
+    return kept.gather(whole, lane)
+
+
+def read(state: Stored, bucket: Bucket) -> FlatBuffer:
+    """What a gather of this bucket reads: the compute copy where there is one, else main weights."""
+    return state.weights[bucket.name] if bucket.name in state.weights else state.main[bucket.name]
+
+
+def refresh(main: FlatBuffer, kept: FlatBuffer) -> None:
+    """Bring a persistent compute copy up to date: cast the main shard into its place, gather over the axes between."""
+    start = main.span()[0] - kept.span()[0]
+    own = kept.local[start : start + main.local.numel()].copy_(main.local)
+    main.but(own).redistribute(kept.states, out=kept.local)
+
+
+def alias_of(whole: torch.Tensor) -> torch.Tensor:
+    """The same bytes with a version counter of their own: what is written to `whole` is no change to autograd."""
+    alias = torch.empty(0, dtype=whole.dtype, device=whole.device)
+    return alias.set_(whole.untyped_storage(), whole.storage_offset(), whole.shape, (1,))
+
+
+class Gathered:
+    """A unit's weights outside the arena. `release` gives their storage back, the next gather fills it again.
+
+    For uses that no plan names: slower, since compute waits for the gather, but always possible. Residuals stay good,
+    as they lie on the same storage. Buckets that need no gather are not in `whole`.
+    """
+
+    def __init__(self, state: Stored, unit: Unit) -> None:
+        self.whole: dict[str, torch.Tensor] = {}
+        views: dict[str, torch.Tensor] = {}
+        for bucket in unit.buckets:
+            resident = whole_of(state, bucket)
+            if resident is None:
+                local = state.main[bucket.name].local
+                resident = self.whole[bucket.name] = local.new_empty(bucket.numel, dtype=bucket.compute)
+            views |= leaves_of(bucket, alias_of(resident))
+        self.loan = Loan(unit.name, {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)})
+
+    def gather(self, state: Stored, lane: str = "side") -> None:
+        self._take()
+        for name, whole in self.whole.items():
+            gather(state, state.layout.buckets[name], whole, lane)
+
+    def fill(self, parts: Iterable[tuple[Bucket, torch.Tensor]]) -> None:
+        """The same from whole buckets that lie elsewhere."""
+        self._take()
+        for bucket, whole in parts:
+            self.whole[bucket.name].copy_(whole)
+
+    def _take(self) -> None:
+        for whole in self.whole.values():
+            storage = whole.untyped_storage()
+            if not storage.size():
+                storage.resize_(whole.numel() * whole.element_size())
+
+    def release(self, debug: bool) -> None:
+        """The bytes are given back; on the CPU they stay, so that a late reader does not crash."""
+        for whole in self.whole.values():
+            if debug:
+                poison(whole)
+            elif not keeps_released(whole.device):
+                whole.untyped_storage().resize_(0)
+
+
+def poison(whole: torch.Tensor) -> None:
+    """Fill released bytes with NaN (integers: the largest number), so that a use past the release shows."""
+    kind = whole.dtype
+    whole.fill_(float("nan") if kind.is_floating_point else 1 if kind is torch.bool else torch.iinfo(kind).max)

@@ -1,0 +1,82 @@
+"""The transport "auto": which one a state gets where the spec leaves it open.
+
+    collective    less than 1 GiB to gather: a step has many small transfers then, and NCCL launches each as one kernel
+    copy_engine   else GPUs that read each other's memory along every axis that shards
+    symmetric     else NCCL 2.27 or newer, with memory to be had that it can register
+    collective    else, and without GPUs
+
+It is tried with a few bytes on every rank, and the first one that all of them can have is taken. That happens in
+`shard` and `init`; a layout or a plan made without ranks is that of "collective".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from .._common.errors import SpecError
+from .._distributed.peer_memory import check_reach
+from .._plan.layout import Layout, LeafInfo, plan_layout
+from .._runtime.runtime import Runtime, runtime_of
+from .._spec.spec import Spec
+from .._spec.transport import Transport
+from .carrier import CollectiveTransport
+from .copy_engine import Copies, CopyEngine
+from .symmetric import Symmetric, registered
+
+__all__ = ["Auto", "resolve_transport"]
+
+log = logging.getLogger(__name__)
+TRIED = 1024  # bytes
+LARGE = 1 << 30  # bytes of gathered weights
+
+
+class Auto(Transport):
+    """See the top of this file."""
+
+    name = "auto"
+
+    def resolve_transport(self, run: Runtime, layout: Layout) -> Transport:
+        """What was taken, and why, is logged once for each such choice."""
+        large = sum(bucket.nbytes("weights") * bucket.slices("weights") for bucket in layout.buckets.values()) >= LARGE
+        axes = Copies(run, layout).axes() if large else []
+        key = large, tuple(axes)
+        if key not in run.chosen:
+            found, why = _choose(run, axes) if large else (CollectiveTransport(), "there is little to gather")
+            run.chosen[key] = found
+            log.info("Spec(transport='auto'): %s (%s)", found.name, why)
+        chosen: Transport = run.chosen[key]
+        return chosen
+
+
+def resolve_transport(
+    spec: Spec, leaves: Sequence[LeafInfo], order: Sequence[str] | None = None
+) -> tuple[Spec, Layout]:
+    """The spec with a transport that is on this machine, the same on every rank, and its layout. Collective where the
+    transport is "auto"."""
+    layout = plan_layout(leaves, spec, order)
+    transport = spec.transport.resolve_transport(runtime_of(spec.mesh), layout)
+    if transport is spec.transport:
+        return spec, layout
+    spec = spec.with_transport(transport)
+    return spec, plan_layout(leaves, spec, order)
+
+
+def _choose(run: Runtime, axes: list[str]) -> tuple[Transport, str]:
+    """The transport, and why."""
+    collective = CollectiveTransport()
+    gpus = run.device.type == "cuda"
+    if not gpus or run.size == 1:
+        return collective, "there is one rank" if gpus else "there are no GPUs"
+    try:
+        check_reach(run, axes)
+        for axis in axes:
+            run.lanes.signalling(axis)
+        return CopyEngine(), "the GPUs can read each other's memory"
+    except SpecError as error:
+        why = str(error)
+    try:
+        registered(run, TRIED, [group for (lane, _), group in run.groups.items() if lane == "gather"])
+        return Symmetric(), f"copy_engine cannot be had: {why}"
+    except SpecError as error:
+        return collective, f"copy_engine cannot be had: {why}; neither can symmetric: {error}"

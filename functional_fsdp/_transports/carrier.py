@@ -1,0 +1,152 @@
+"""Carrier: what one lineage of states has of a transport on this rank. This one calls collectives, as most would.
+
+    gather   Place ──fill──▶ a job: cast each shard into its own slice, gather in place        gather lane
+    reduce   staged gradients ──▶ the collectives of a route; `exchange` is an exact sum's      reduce lane
+
+Its memory comes and goes with a step, unless it keeps an arena, or `staging` gives bytes that stay.
+
+What a transport of one's own can change: every gather (`gathers`, and `gather` or `fill`), and the first collective of
+an exact sum (`reduces` and `exchange`). All other reductions are collectives of a route, issued by `_engine.staging`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from .._common.record import Collective
+from .._distributed.lanes import Steps, together
+from .._plan.layout import Bucket, Layout, Unit
+from .._plan.plan import Plan
+from .._plan.route import Route
+from .._runtime.runtime import Runtime
+from .._spec.transport import Traits, Transport
+from .._storage.place import BucketPlace, Filling, Place
+from .._storage.stored import Stored
+from .._storage.weights import read
+
+__all__ = ["Carrier", "CollectiveTransport"]
+
+Gathers = tuple[tuple[Collective, torch.Tensor], ...]  # collectives, and where each one lands
+PLAIN = Traits()
+
+
+class Carrier:
+    """Collectives, and memory that comes and goes.
+
+    Attributes:
+        inside: whether collectives read and write its own memory only: a shard is copied there first, whatever its
+            dtype, and what was reduced is copied from there.
+        keeps_arena: whether `arena` gives bytes, which stay. read: whether other ranks read them.
+        nbytes: of the memory that stays, on this rank.
+    """
+
+    inside = False
+    keeps_arena = False
+    read = False
+    nbytes = 0
+
+    def __init__(self, run: Runtime, layout: Layout, traits: Traits = PLAIN) -> None:
+        self.run, self.layout, self.traits = run, layout, traits
+
+    # ---- memory
+
+    def prepare(self, plan: Plan) -> bool:
+        """Make all memory that ranks share for this plan, and that not every rank has. Collective, if there is some.
+
+        Returns whether something is new.
+        """
+        return False
+
+    def arena(self, nbytes: int) -> torch.Tensor:
+        """At least so many bytes [uint8] for gathered units, where `keeps_arena`."""
+        raise NotImplementedError
+
+    def staging(self, unit: Unit, nbytes: int) -> torch.Tensor | None:
+        """At least so many bytes [uint8] in which all of a unit's gradients are staged, which stay; or None: then
+        staging comes and goes, and `reduces` is not asked."""
+        return None
+
+    # ---- gathers
+
+    def gathers(self, bucket: Bucket, whole: torch.Tensor, steps: Gathers) -> Gathers:
+        """The collectives that bring a bucket to its place `whole`, in the place of those that were planned.
+
+        Args:
+            steps: (record, where it lands), one for each axis, in this order. What is returned is `part.steps`
+                in `gather`, which has to issue just these records in this order; nothing checks that it does.
+        """
+        return steps
+
+    def fill(self, place: Place, state: Stored) -> Filling:
+        """The job that gathers a unit, from the shards of its buckets: parts travel together."""
+        if len(place.parts) == 1:
+            (part,) = place.parts
+            return place.issued, self.gather(place, part, read(state, part.bucket).local, True), place.single
+        parts = enumerate(place.parts)
+        jobs = [self.gather(place, part, read(state, part.bucket).local, i == 0) for i, part in parts]
+        return place.issued, together(jobs), place.single
+
+    def gather(self, place: Place, part: BucketPlace, source: torch.Tensor, first: bool = False) -> Steps:
+        """Bring one bucket to its place, as a part of a job: `yield from self.run.collective(record, out, given)`.
+
+        Args:
+            part: the bucket, its `whole` place, this rank's `own` slice of that, and the `steps` of `gathers`.
+            source: this rank's shard, in the dtype that is stored; it may have to be cast.
+            first: whether the bucket is the first of its unit.
+        """
+        given = part.own
+        if source.dtype is part.whole.dtype and not self.inside:
+            given = source  # no cast: the first gather reads the shard itself
+        else:
+            part.own.copy_(source)
+            if first:
+                place.cast = self.run.lanes.mark(place.cast)
+        for one, out in part.steps:
+            yield from self.run.collective(one, out, given)
+            given = out
+        if not part.steps and given is source:
+            part.own.copy_(source)
+
+    def spared(self, place: Place | None = None) -> list[range]:
+        """The bytes of the arena that other ranks may be reading: all such, or those of a unit that was just
+        released."""
+        return []
+
+    def step_begins(self) -> None:
+        """A step begins, or is begun anew, and others may still be in the one before."""
+
+    # ---- reductions
+
+    def reduces(self, way: Route) -> Route:
+        """What carries out a reduction of what is staged in this transport's bytes, those of `staging`.
+
+        Only the records of the first step of an exact sum (`way.exact`) are free: they go to `exchange`. Of other steps
+        the first record is issued, as it stands.
+        """
+        return way
+
+    def exchange(
+        self, collectives: tuple[Collective, ...], stage: torch.Tensor, came: torch.Tensor
+    ) -> Generator[Any, None, bool]:
+        """For an exact sum: `stage` [ranks · n] -> `came` [ranks · n], each rank's summand of this rank's part, by
+        rank. Returns whether the own one is left out, and only in `stage`.
+
+        Args:
+            collectives: of the first step, as `reduces` left them; as they were planned where gradients are staged in
+                other bytes than those of `staging` (beside the plan). The last one is not to be issued here where the
+                sum stays whole: it gathers that.
+        """
+        yield from self.run.collective(collectives[0], came, stage)
+        return False
+
+
+class CollectiveTransport(Transport):
+    """NCCL or gloo, on lanes beside compute."""
+
+    name = "collective"
+
+    def on(self, run: Runtime, layout: Layout) -> Carrier:
+        return Carrier(run, layout)

@@ -1,0 +1,13 @@
+"""The transports there are: a line makes one known by its name."""
+
+from __future__ import annotations
+
+from .._spec.transport import NAMES
+from .auto import Auto
+from .carrier import CollectiveTransport
+from .copy_engine import CopyEngine
+from .symmetric import Symmetric, symmetric
+
+__all__ = ["symmetric"]
+
+NAMES.update({one.name: one for one in (CollectiveTransport(), Symmetric(), CopyEngine(), Auto())})

@@ -1,0 +1,81 @@
+"""load_weights: weights from files or another framework's tree, each rank its own runs only."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from .._common.calls import verb
+from .._common.errors import ScheduleError
+from .._runtime.agree import agree
+from .._runtime.joint import Joint
+from .._runtime.runtime import runtime_of
+from .._state.state import State
+from .._storage.flat import zeros
+from .._storage.sources import Rename, fill, opened, same_source
+from .replace import copies, renewed
+
+__all__ = ["load_weights"]
+
+
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ScheduleError("load_weights reads files, which a compiled step cannot. Call it outside torch.compile.")
+
+
+@verb(_refuse)
+def load_weights(
+    state: State,
+    source: str | os.PathLike[str] | Mapping[str, torch.Tensor],
+    *,
+    rename: Rename | None = None,
+    partial: bool = False,
+    optimizer: bool = True,
+) -> State:
+    """A State with other weights, in a lineage of its own: leaves of global shapes in files -> shards [n / ranks].
+
+    Each rank reads the runs of the leaves that it holds and nothing else; numbers are converted to `Precision.main`.
+    Buffers of the state are read by their paths, too.
+
+    Args:
+        state: any state that no step has consumed. It stays as it is, and is as usable as before.
+        source: a folder as Hugging Face writes them (safetensors with an index, or pytorch_model.bin); a file of
+            safetensors or of torch.save, which is read with weights_only; or {name: tensor}.
+        rename: from a leaf's path to its name in the source: a function, or a mapping of those that differ.
+        partial: True where leaves may be missing there, which keep their values, and others may be there.
+        optimizer: False leaves out the optimizer and its state: for evaluation. `step` then refuses.
+
+    Returns:
+        a State between steps, without gradients. Optimizer state, count, rng and extras are copies of the old one's.
+
+    Memory: as another State; on the host 16 Mi elements.
+
+    Raises:
+        TreeError: leaves that are missing, unexpected or of another shape, by name, before anything is read.
+        FileNotFoundError, CheckpointError: no weights there, or damaged ones. If one rank raises, all do.
+
+    Collective: every rank calls it. Checks on the host; an all-gather a bucket where a placement keeps compute copies.
+
+    Example:
+        >>> state = fsdp.load_weights(state, "llama/", rename=lambda path: f"model.{path}")  # doctest: +SKIP
+    """
+    state._valid("load_weights")
+    lineage, run = state.version.lineage, runtime_of(state.spec.mesh)
+    lineage.look(state.version.serial)
+    lineage.touched()
+    trees: dict[str, Any] = {}
+    tied = {p: source for p, source in zip(state.layout.paths, state.layout.source, strict=True) if p != source}
+
+    def read() -> None:
+        trees.update(copies(state, optimizer), main=zeros(state.main)[0])
+        if partial:
+            for name, buffer in trees["main"].items():
+                buffer.local.copy_(state.main[name].local)
+        fill(trees["main"], trees["buffers"], there, rename, partial, tied)
+
+    with Joint(run, "load_weights") as joint:
+        there = agree(joint, "the source", lambda: same_source(opened(source)))
+        joint(read, "weights")
+    return renewed(state, trees, optimizer)

@@ -1,0 +1,160 @@
+"""Metrics across ranks: the mean and the sum of a pytree over the data ranks (JAX's `pmean` and `psum`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, overload
+
+import torch
+
+from .._common.calls import verb
+from .._common.errors import SpecError
+from .._common.record import Collective
+from .._common.torch_names import pytree
+from .._common.tracing import traced_as
+from .._graph import traced
+from .._runtime.runtime import runtime_of
+from .._state.state import State
+
+__all__ = ["Op", "all_reduce", "axes_of", "over_axes", "pmean", "psum"]
+
+Op = Literal["mean", "sum"]
+
+
+@overload
+def pmean(
+    state: State, tree: torch.Tensor | float, axis: str | Iterable[str] | None = None
+) -> tuple[State, torch.Tensor]: ...
+@overload
+def pmean(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]: ...
+@verb(lambda state, tree, axis=None: _metrics(state, tree, "pmean", "mean", axis))
+def pmean(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]:
+    """Average a pytree of metrics over the data ranks. Numbers become tensors, integers float32.
+
+    Args:
+        state: the newest state of a step, or one between steps; it is not consumed.
+        tree: tensors [...] and numbers, of the same structure and shapes on every rank.
+        axis: of the mesh, a name or several, in the place of the axes of the data.
+
+    Raises:
+        TreeError: on every rank, where ranks have other shapes, dtypes or another structure. SpecError: no such axis.
+
+    Collective: one all-reduce an axis and dtype, on a lane of its own; before it, on the host, ranks compare what they
+    give.
+
+    Example: `state, loss = fsdp.pmean(state, loss)`.
+    """
+    return _metrics(state, tree, "pmean", "mean", axis)
+
+
+@overload
+def psum(
+    state: State, tree: torch.Tensor | float, axis: str | Iterable[str] | None = None
+) -> tuple[State, torch.Tensor]: ...
+@overload
+def psum(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]: ...
+@verb(lambda state, tree, axis=None: _metrics(state, tree, "psum", "sum", axis))
+def psum(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]:
+    """Add up a pytree over the data ranks, as `pmean` averages one.
+
+    Example, of losses that are sums over tokens (`Spec(average="sum")`): `state, n = fsdp.psum(state, tokens)`;
+    `state = T.divide(state, n)`.
+    """
+    return _metrics(state, tree, "psum", "sum", axis)
+
+
+def _metrics(state: State, tree: Any, name: str, op: Op, axis: str | Iterable[str] | None) -> tuple[State, Any]:
+    device = state.count.device
+    leaves, treedef = pytree.tree_flatten(tree)
+    tensors = [
+        torch.as_tensor(leaf, device=device).detach()
+        if not isinstance(leaf, int | float)
+        else torch.full((), leaf, dtype=torch.float32, device=device)  # made there: nothing waits, and graphs can too
+        for leaf in leaves
+    ]
+    floats = [t if t.is_floating_point() else t.float() for t in tensors]
+    with _call(state, name):
+        done = all_reduce(state, floats, op, axis, structure=(name, treedef))
+    return state, pytree.tree_unflatten(done, treedef)
+
+
+@traced_as(lambda state, name: nullcontext())  # a graph has nothing in flight when it begins
+def _call(state: State, name: str) -> AbstractContextManager[None]:
+    state.version.lineage.enter(state.version.serial, name)
+    return state.version.lineage.call
+
+
+def all_reduce(
+    state: State,
+    tensors: Sequence[torch.Tensor],
+    op: Op = "sum",
+    axis: str | Iterable[str] | None = None,
+    what: str = "",
+    structure: Any = (),
+) -> list[torch.Tensor]:
+    """Tensors [...] averaged or added up over mesh axes: the same shapes and dtypes, the same on every rank along them.
+
+    Args:
+        state: the newest state of a step, or one between steps; it is not consumed.
+        op: "sum" or "mean".
+        axis: of the mesh, a name or several. None: those of the data.
+        what: what they are, in a word, for errors and for the vote of `step`.
+        structure: what they are, for comparison with the other ranks, by equality.
+
+    Raises:
+        TreeError: on every rank, where ranks have other shapes, dtypes or another structure. SpecError: no such axis.
+
+    Collective: one all-reduce an axis and dtype, on a lane of its own; before it, on the host, ranks compare what they
+    give. Every rank of the mesh calls it.
+
+    Example: `(total,) = extend.all_reduce(state, [count], "sum", "data")`.
+    """
+    data, every = axes_of(state)
+    over = data if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    if wrong := [name for i, name in enumerate(over) if name not in every or name in over[:i]]:
+        known = ", ".join(map(repr, every))
+        raise SpecError(
+            f"all_reduce: expected distinct axes of the mesh, got axis={axis!r}. {wrong[0]!r} is not one of {known}, "
+            "or is there twice."
+        )
+    done = list(tensors)
+    with _compared(state, tensors, what or op, structure, None if over == data else over):
+        for dtype in dict.fromkeys(t.dtype for t in tensors):
+            which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
+            flat = over_axes(state, torch.cat([tensors[i].reshape(-1) for i in which]), over, op, what)
+            for i, part in zip(which, flat.split([tensors[i].numel() for i in which]), strict=True):
+                done[i] = part.view(tensors[i].shape)
+    return done
+
+
+@traced_as(lambda state, tensors, what, structure, along: nullcontext())  # ranks run the same graph
+@contextmanager
+def _compared(
+    state: State, tensors: Sequence[torch.Tensor], what: str, structure: Any, along: tuple[str, ...] | None
+) -> Iterator[None]:
+    """What ranks communicate within is the same on each of them."""
+    run, lineage = runtime_of(state.spec.mesh), state.version.lineage
+    try:
+        with lineage.beside(state):
+            if run.size > 1:
+                run.forms.same(run, (what, structure, [(t.shape, t.dtype) for t in tensors], along), lineage)
+            yield
+    finally:
+        run.form = ()
+
+
+@traced_as(traced.axes_of)
+def axes_of(state: State) -> tuple[tuple[str, ...], dict[str, int]]:
+    """The axes of the data, and the ranks along each axis of the mesh."""
+    return state.spec.data, state.spec.axes
+
+
+@traced_as(traced.over_axes)
+def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, what: str = "") -> torch.Tensor:
+    """A flat tensor averaged or added up over mesh axes, perhaps in place."""
+    run, lineage = runtime_of(state.spec.mesh), state.version.lineage
+    with lineage.call:  # who is stopped here is out of step with the other ranks
+        for axis in axes:
+            run.now(Collective("all_reduce", axis, flat.numel(), flat.dtype, op, "side", what), flat, flat)
+    return flat

@@ -1,0 +1,134 @@
+"""Shards: this rank's elements of the gradients (or of other trees of FlatBuffers), and sums that count each once.
+
+mesh 2 × 2, hsdp       replica 0        replica 1          shards          {("shard",): [...]}: differ along that
+  shard 0              g[:n/2]          g[:n/2]            total           summed over "shard", and not over
+  shard 1              g[n/2:]          g[n/2:]                            "replica", where it is the same again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from .._plan.layout import Leaf
+from .._state.state import State
+from .._storage.flat import FlatBuffer, leaves_of
+from .._storage.gradients import of_tree, of_unit
+from .metrics import axes_of, over_axes
+from .verbs import no_unit
+
+__all__ = ["Axes", "LeafShard", "by_unit", "gather_leaves", "leaf_shards", "shards", "total"]
+
+Axes = tuple[str, ...]
+
+
+def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[Axes, list[FlatBuffer]]:
+    """`{mesh axes along which they differ: FlatBuffers}`: what this rank holds, each bucket once.
+
+    Args:
+        tree: `{bucket: FlatBuffer}`, as `state.main`. None: the gradients of the state, which are whole after
+            `finish_reductions`.
+
+    Returns:
+        buffers by the axes of more than one rank that shard them, or that they are not data of, where ranks have
+        leaves of their own (experts). Along all other axes ranks hold the same. The tensors are `.local`, flat
+        [n_b / ranks of the axes]; padding is zero. To change them in place, see `change`.
+
+    Collective: none.
+
+    Example: `for axes, buffers in extend.shards(state).items(): ...`.
+    """
+    found: dict[Axes, list[FlatBuffer]] = {}
+    _, sizes = axes_of(state)
+    for buffer in (state.grads if tree is None else tree).values():
+        own = [axis for axis in sizes if axis not in buffer.bucket.placement.data]
+        axes = tuple(axis for axis in (*buffer.sharded(), *own) if sizes[axis] > 1)
+        found.setdefault(axes, []).append(buffer)
+    return found
+
+
+def total(state: State, values: Mapping[Axes, torch.Tensor]) -> torch.Tensor:
+    """The sum, a tensor [], over all shards of a tensor [] from each group of `shards`: each element counts once.
+
+    Args:
+        values: `{axes: tensor []}`, with the keys of `shards`; on every rank.
+
+    Collective: one all-reduce of a few numbers for each axis that shards something. Nothing waits for the device.
+
+    Example, how many gradients are zero: `extend.total(state, {axes: sum((b.local == 0).sum() for b in buffers) for
+    axes, buffers in extend.shards(state).items()})`, less the padding.
+    """
+    left = dict(values)
+    for axis in axes_of(state)[1]:
+        mine = [axes for axes in left if axis in axes]
+        if mine:
+            flat = over_axes(state, torch.stack([left[axes] for axes in mine]), (axis,), "sum", "total")
+            left |= dict(zip(mine, flat.unbind(), strict=True))
+    return torch.stack([*left.values()]).sum()
+
+
+class LeafShard(NamedTuple):
+    """This rank's elements of one leaf: those from `start` on of the leaf, flattened. `local` is a view, 1-D."""
+
+    leaf: Leaf
+    start: int
+    local: torch.Tensor
+
+
+def leaf_shards(buffer: FlatBuffer) -> list[LeafShard]:
+    """The leaves of a buffer's bucket, in order, the same on every rank; each with the part that this rank holds.
+
+    Returns:
+        (leaf, start, local): a leaf has its global `shape`, its `path` and its `numel`; element i of `local` is element
+        `start + i` of the leaf, flattened. Where other ranks hold all of it, `local` is empty and `start` 0.
+
+    Collective: none.
+
+    Example: `for leaf, start, local in extend.leaf_shards(buffer): ...`.
+    """
+    start, stop = buffer.span()
+    found = []
+    for leaf in buffer.bucket.leaves:
+        a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
+        part = (a - leaf.offset, buffer.local[a - start : b - start]) if a < b else (0, buffer.local[:0])
+        found.append(LeafShard(leaf, *part))
+    return found
+
+
+def gather_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The leaves of a buffer by path, whole, of their global shapes: views of one new tensor.
+
+    Args:
+        dtype: of the result, and so of what travels; by default the buffer's own.
+
+    Collective: an all-gather for each axis that shards it, which compute waits for. Eager.
+
+    Example: `extend.gather_leaves(state.grads["head"])["head.weight"]`.
+    """
+    bucket = buffer.bucket
+    return leaves_of(bucket, buffer.gather(buffer.local.new_empty(bucket.numel, dtype=dtype or buffer.local.dtype)))
+
+
+def by_unit(state: State, what: str, grads: Any, unit: str | None = None) -> dict[str, list[torch.Tensor | None]]:
+    """Gradients as `reduce` takes them, checked as it does: `{unit: a gradient or None for each of Unit.paths}`.
+
+    Args:
+        what: the transform's name, for errors.
+        grads, unit: as for `reduce`. Those of tied leaves are added up; frozen leaves have None.
+
+    Raises:
+        TreeError: as `reduce`. ScheduleError: there is no such unit.
+
+    Collective: none.
+
+    Example: `extend.by_unit(state, "look", grads, "blocks.0")["blocks.0"]`.
+    """
+    if unit is None:
+        values = of_tree(state.layout, grads)
+        return {one.name: [values.get(path) for path in one.paths] for one in state.layout.units}
+    if unit not in state.layout.by_name:
+        raise no_unit(state, unit, what)
+    one = state.layout.by_name[unit]
+    return {unit: of_unit(one, grads)[0] or [None] * len(one.paths)}

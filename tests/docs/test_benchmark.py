@@ -1,0 +1,156 @@
+"""The benchmark as a user runs it, on gloo with small models, and what it makes of figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import EXAMPLES, command
+
+import _benchmark_report  # isort: skip
+from _benchmark_report import Row, Table, agree, merged  # isort: skip
+import benchmark as command_line  # isort: skip
+
+SHORT = ["--ranks", "2", "--rounds", "1", "--steps", "1", "--warmup", "1"]
+
+
+def benchmark(folder: Path, *flags: str) -> dict[str, Any]:
+    """What a short run wrote and printed, its rows by name."""
+    done = command(sys.executable, EXAMPLES / "benchmark.py", *SHORT, *flags, "--json", folder / "table.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads((folder / "table.json").read_text())
+    return found | {"printed": done.stdout, "rows": {row["name"]: row for row in found["rows"]}}
+
+
+def test_a_hugging_face_llama_beside_its_peers(tmp_path: Path) -> None:
+    rows = "driven,whole tree vjp,FSDP2,FSDP2 tuned,DDP,unit by unit,Megatron-FSDP"
+    found = benchmark(tmp_path, "--model", "tiny-llama", "--only", rows, "--chart", str(tmp_path / "chart.png"))
+    assert [*found["rows"]] == ["driven", "whole tree vjp", "FSDP2", "FSDP2 tuned", "DDP"]
+    assert "unit by unit is left out: tiny-llama is no chain of stages; driven takes any module." in found["printed"]
+    assert "Megatron-FSDP is left out: " in found["printed"]
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    ours, peer, ddp = (found["rows"][name] for name in ("driven", "FSDP2", "DDP"))
+    assert ours["ratio"] == pytest.approx(peer["step_ms"] / ours["step_ms"])  # one round
+    assert peer["ratio"] == 1
+    assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-5)
+    assert ours["peak_bytes"] < ddp["peak_bytes"]
+
+
+@pytest.mark.large
+def test_a_mixture_of_experts_and_units_that_stay_gathered(tmp_path: Path) -> None:
+    rows = "driven,budget,kept,FSDP2,FSDP2 kept,resident"
+    found = benchmark(tmp_path, "--model", "tiny-moe", "--only", rows)["rows"]
+    assert [*found] == rows.split(",")
+    assert found["driven"]["peak_bytes"] < found["kept"]["peak_bytes"]
+    for row in found.values():
+        assert row["to_bound"] == pytest.approx(row["step_ms"] / found["resident"]["step_ms"])
+        assert row["bound"] == "resident"
+        assert row["by_hand"] is None
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("row", "group"), [("copy engine", "copies"), ("traced", "traced")])
+def test_groups_apart_have_the_yardsticks_beside_them(row: str, group: str, tmp_path: Path) -> None:
+    flags = ["--ranks", "1", "--apart", "--only", f"{row},DDP", "--batch", "1", "--seq", "16"]
+    found = benchmark(tmp_path, *flags)
+    assert [*found["rows"]] == [row, "DDP", "FSDP2"]
+    assert f"processes 1 of 2 ({group}): {row},FSDP2" in found["printed"]
+    assert "FSDP2 in the sets of processes after: " in found["printed"]
+    assert [row["processes"] for row in found["rows"].values()] == [1, 2, 1]
+    beside = found["rows"][row]
+    assert beside["ratio"] == pytest.approx(found["rows"]["FSDP2"]["step_ms"] / beside["step_ms"])
+
+
+def test_a_set_of_processes_that_fails_leaves_the_others_tables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(line: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        if "traced,FSDP2" in line:
+            return subprocess.CompletedProcess(line, 1, "loading\nout of memory\n")
+        Table(ABOUT, [row("driven", 5, ratio=1.2), row("FSDP2", 6, ratio=1.0)]).write(Path(line[-1]))
+        return subprocess.CompletedProcess(line, 0, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--device", "cpu", "--only", "traced,driven", "--apart"])
+    with pytest.raises(SystemExit) as left:
+        command_line.main()
+    assert left.value.code
+    printed = capsys.readouterr().out
+    assert "| driven |     5.0 |" in printed
+    assert "traced,FSDP2 did not run through: out of memory" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--only", "driven,FSDP3"], "--only: 'FSDP3' is none of whole tree,"),
+        (["--only", "driven,none"], "--only: 'none' is none of whole tree,"),
+        (["--only", "Megatron-FSDP"], "--only: no row is left. Megatron-FSDP is left out: "),
+    ],
+)
+def test_rows_that_there_are_not(
+    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--device", "cpu", *flags])
+    with pytest.raises(SystemExit):
+        command_line.arguments()
+    assert said in capsys.readouterr().err
+
+
+def test_all_means_all_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", "--device", "cpu", "--only", "all", "--model", "moe", "--apart"])
+    args = command_line.arguments()
+    assert {"driven", "driven compiled", "FSDP2 tuned", "resident compiled"} < {*args.only}
+    assert not {"unit by unit", "traced", "Megatron-FSDP", "Megatron-FSDP compiled"} & {*args.only}
+    assert args.yardsticks == ["FSDP2", "resident compiled"]
+    assert len([note for note in args.notes if "needs GPUs" not in note]) == 6
+
+
+def row(name: str, step: float, loss: float = 2.0, **others: Any) -> Row:
+    figures: dict[str, Any] = {"host_ms": None, "peak_bytes": 3 << 20, "reserved_bytes": None, "device_bytes": None}
+    return Row(name, step, step - 1, step + 1, loss=loss, **{**figures, **others})
+
+
+ABOUT: dict[str, Any] = {
+    "machine": "here", "torch": "2", "functional_fsdp": "1", "ranks": 2, "parameters": 10**6, "dtype": "float32",
+    "config": {"batch": 4, "seq": 8},
+    "arguments": {"model": "tiny", "placement": "zero3", "rounds": 2, "steps": 3, "warmup": 1},
+}  # fmt: skip
+
+
+def test_columns_without_figures_are_left_out() -> None:
+    assert "host ms" not in str(Table(ABOUT, [row("driven", 5)]))
+    text = str(Table(ABOUT, [row("driven", 5, host_ms=1.25), row("FSDP2", 6, host_ms=None)])).splitlines()
+    assert text[-4:] == [
+        "|        | step ms | spread ms | host ms | peak MiB |   loss |",
+        "|--------|--------:|----------:|--------:|---------:|-------:|",
+        "| driven |     5.0 | 4.0 – 6.0 |     1.2 |        3 | 2.0000 |",
+        "| FSDP2  |     6.0 | 5.0 – 7.0 |       - |        3 | 2.0000 |",
+    ]
+
+
+def test_merged_tables_keep_what_each_row_was_compared_with() -> None:
+    first = Table(ABOUT, [row("driven", 5, ratio=1.2, best_peer="DDP"), row("FSDP2", 6), row("DDP", 4)])
+    second = Table(ABOUT, [row("traced", 8, ratio=1.5), row("FSDP2", 12)])
+    table = merged([first, second], ["traced", "driven", "DDP"])
+    assert [(one.name, one.step_ms, one.processes) for one in table.rows] == [
+        ("traced", 8, 2), ("driven", 5, 1), ("DDP", 4, 1), ("FSDP2", 6, 1),
+    ]  # fmt: skip
+    assert table.rows[0].ratio == 1.5
+    assert table.notes == ["best peer beside driven, FSDP2, DDP: DDP", "FSDP2 in the sets of processes after: 12.0 ms"]
+
+
+def test_a_chart_of_every_kind_of_row(tmp_path: Path) -> None:
+    rows = [row("driven", 5, ratio=1.2), row("FSDP2", 6, ratio=1.0), row("resident", 4), row("resident compiled", 3)]
+    _benchmark_report.chart(Table(ABOUT, rows), tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_losses_must_agree_to_3_digits() -> None:
+    agree([row("driven", 5, loss=2.001), row("FSDP2", 6), row("resident", 4, loss=3.0)])
+    with pytest.raises(AssertionError, match="the losses do not agree to 3 digits"):
+        agree([row("driven", 5, loss=2.01), row("FSDP2", 6)])

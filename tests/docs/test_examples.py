@@ -1,0 +1,284 @@
+"""The examples as a user runs them: as commands, in processes of their own, with warnings as errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from argparse import Namespace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import _corpus
+import convert
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from support.commands import EXAMPLES, command
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+
+PYTHON = [sys.executable, "-W", "error"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+def train(out: Path, *flags: str, by: list[str] = PYTHON) -> dict[str, Any]:
+    """Figures of a run of train_gpt with 2 ranks, 8 steps and a tiny model."""
+    done = command(*by, EXAMPLES / "train_gpt.py", "--tiny", "--steps", "8", "--out", out, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures: dict[str, Any] = json.loads((out / "result.json").read_text())
+    assert figures["weights"] in done.stdout.splitlines()[-1]
+    return figures | {"printed": done.stdout}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run without interruption; tests that change its folder work on a copy."""
+    out = tmp_path_factory.mktemp("straight")
+    return out, train(out, "--ranks", "2")
+
+
+def test_train_gpt_learns_and_leaves_its_figures(straight: tuple[Path, dict[str, Any]]) -> None:
+    out, figures = straight
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6", "step_8"]
+    assert len(figures["losses"]) == 8
+    assert figures["losses"][-1] < figures["losses"][0]
+    assert 1 < figures["bigram"] < figures["unigram"] < 5
+    assert f"held out   {figures['held_out']:.3f} nats" in figures["printed"]
+    assert f"bigram entropy {figures['bigram']:.3f}" in figures["printed"]
+    assert figures["sample"].startswith("def ")
+
+
+def test_train_gpt_resumes_with_the_same_bits(straight: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out = tmp_path / "interrupted"
+    shutil.copytree(straight[0], out)
+    for newer in ("step_6", "step_8"):  # as if it had been stopped after step 4
+        shutil.rmtree(out / "checkpoints" / newer)
+    (out / "result.json").unlink()
+    figures = train(out, "--ranks", "2", "--resume")
+    assert "resumed    after step 4" in figures["printed"]
+    for same in ("weights", "losses", "held_out", "sample"):
+        assert figures[same] == straight[1][same]
+
+
+def test_train_gpt_refuses_to_resume_another_run(straight: tuple[Path, dict[str, Any]]) -> None:
+    done = command(*PYTHON, EXAMPLES / "train_gpt.py", "--tiny", "--steps", "9", "--out", straight[0], "--resume")
+    assert done.returncode != 0
+    assert "has {'steps': 8, 'seed': 0}, this one {'steps': 9, 'seed': 0}" in done.stderr
+
+
+@pytest.mark.large
+def test_train_gpt_under_torchrun_with_ddp_gives_the_bits_of_zero3(
+    straight: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    figures = train(tmp_path, "--placement", "ddp", by=TORCHRUN)
+    assert figures["weights"] == straight[1]["weights"]
+    assert figures["losses"] == straight[1]["losses"]
+
+
+def test_train_gpt_equals_unsharded_training(tmp_path: Path) -> None:
+    figures = train(tmp_path, "--ranks", "2", "--placement", "hfsdp", "--check", "--dtype", "float64")
+    assert figures["check"]["losses"] < 1e-9
+    assert figures["check"]["weights"] < 1e-9
+    assert "check      largest differences from unsharded training" in figures["printed"]
+
+
+TINY: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+def finetune(out: Path, *flags: str | Path) -> dict[str, Any]:
+    """Figures of a run of finetune_hf with 2 ranks and 8 steps."""
+    sizes = ["--ranks", "2", "--steps", "8", "--batch", "4", "--context", "32", "--lr", "1e-2"]
+    done = command(*PYTHON, EXAMPLES / "finetune_hf.py", *sizes, "--out", out, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures: dict[str, Any] = json.loads((out / "result.json").read_text())
+    return figures | {"printed": done.stdout}
+
+
+@pytest.fixture(scope="module")
+def finetuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Full fine-tuning of a model that is no more than a configuration; its folder `saved` has what came of it."""
+    import transformers
+
+    out = tmp_path_factory.mktemp("finetuned")
+    transformers.LlamaConfig(**TINY).save_pretrained(out / "model")
+    full = ["--lora", "0", "--accumulate", "2", "--remat"]
+    return out, finetune(out, "--model", out / "model", *full, "--save", out / "saved")
+
+
+def saved_model(folder: Path) -> Any:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+
+
+@cache
+def held_out_windows() -> torch.Tensor:
+    return _corpus.windows(_corpus.load().held_out, 256, 32)
+
+
+@torch.no_grad()
+def held_out_loss(model: Any) -> float:
+    loss: torch.Tensor = model(input_ids=held_out_windows(), labels=held_out_windows()).loss
+    return loss.item()
+
+
+def in_checkpoint(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values of all weights that are trained, and of all that are frozen, without the zeros that pad them."""
+    metadata: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(about.size) for name, about in metadata.items() if name.startswith("main.")}
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)  # type: ignore[attr-defined]
+    parts: tuple[list[torch.Tensor], ...] = ([], [])
+    for name, tensor in tensors.items():
+        parts[name.replace("main.", "opt.mean.", 1) not in metadata].append(tensor[tensor != 0])
+    trained, frozen = (torch.cat(some) if some else torch.empty(0) for some in parts)
+    return trained, frozen
+
+
+def test_finetune_hf_learns_and_its_folder_loads_with_from_pretrained(finetuned: tuple[Path, dict[str, Any]]) -> None:
+    out, figures = finetuned
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6", "step_8"]
+    assert figures["losses"][-1] < figures["losses"][0] - 0.5
+    assert f"held out   {figures['held_out']:.3f} nats" in figures["printed"]
+    assert figures["sample"].startswith("def ")
+    model = saved_model(out / "saved")
+    assert held_out_loss(model) == pytest.approx(figures["held_out"], abs=1e-5)  # float32, in another order
+    ids = model.generate(torch.tensor([[*b"def "]]), max_new_tokens=100, do_sample=False)
+    assert bytes(ids[0].tolist()).decode(errors="replace") == figures["sample"]
+
+
+@pytest.mark.large
+def test_finetune_hf_resumes_with_the_same_bits(finetuned: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out = tmp_path / "interrupted"
+    shutil.copytree(finetuned[0], out)
+    for newer in ("step_6", "step_8"):  # as if it had been stopped after step 4
+        shutil.rmtree(out / "checkpoints" / newer)
+    full = ["--lora", "0", "--accumulate", "2", "--remat"]
+    figures = finetune(out, "--model", out / "model", *full, "--resume")
+    assert "resumed    after step 4" in figures["printed"]
+    for same in ("weights", "losses", "held_out", "sample"):
+        assert figures[same] == finetuned[1][same]
+
+
+@pytest.mark.large
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the checkpoint is read without ranks
+def test_finetune_hf_trains_adapters_and_nothing_else(finetuned: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    flags = ["--lora", "4", "--layers", "*", "--lr", "3e-2"]
+    figures = finetune(tmp_path, "--model", finetuned[0] / "saved", *flags, "--save", tmp_path / "saved")
+    assert figures["held_out"] < finetuned[1]["held_out"] - 0.1
+    base, merged = saved_model(finetuned[0] / "saved"), saved_model(tmp_path / "saved")
+    early, late = (in_checkpoint(tmp_path / "checkpoints" / step) for step in ("step_2", "step_8"))
+    assert not torch.equal(early[0], late[0])
+    for _, frozen in (early, late):  # bit for bit, though the checkpoint has them in an order of its own
+        values = torch.cat([p.detach().flatten() for p in base.parameters()])
+        assert torch.equal(frozen.sort().values, values.sort().values)
+    for (path, before), after in zip(base.named_parameters(), merged.parameters(), strict=True):
+        if "norm" in path or "embed" in path:
+            assert torch.equal(after, before)
+        else:
+            assert torch.linalg.matrix_rank(after - before, rtol=1e-3) == 4
+    assert held_out_loss(merged) == pytest.approx(figures["held_out"], abs=1e-5)
+
+
+def test_finetune_hf_merges_adapters_into_the_same_logits(tmp_path: Path) -> None:
+    import finetune_hf
+    import transformers
+
+    transformers.LlamaConfig(**TINY).save_pretrained(tmp_path)
+    args = Namespace(model=tmp_path, dtype="float64", seed=0, lora=4, layers="*_proj", save=tmp_path / "saved")
+    module = finetune_hf.build(args)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        start = module(ids).logits
+        assert torch.equal(start, finetune_hf.build(Namespace(**{**vars(args), "lora": 0}))(ids).logits)
+        for path, parameter in module.named_parameters():
+            if path.endswith(".B"):
+                parameter.normal_()
+        finetune_hf.export(args, module.state_dict())
+        logits, merged = module(ids).logits, saved_model(tmp_path / "saved")(ids).logits
+    assert (logits - start).abs().max() > 0.1
+    torch.testing.assert_close(merged, logits)
+
+
+def test_the_corpus_is_split_by_file_and_its_entropies_are_those_of_counted_tables() -> None:
+    corpus = _corpus.load()
+    assert _corpus.load().files == corpus.files
+    assert 0.03 < len(corpus.held_out) / len(corpus.train) < 0.3
+    opening = bytes(corpus.held_out[:200].tolist())
+    assert opening not in bytes(corpus.train.tolist())
+    text = torch.randint(4, (100_000,), generator=torch.Generator().manual_seed(0)) // 2 * 2  # bytes 0 and 2, fair
+    unigram, bigram = _corpus.entropies(text)
+    assert unigram == pytest.approx(0.6931, abs=1e-3)
+    assert bigram == pytest.approx(0.6931, abs=1e-3)
+
+
+def test_batches_depend_on_seed_step_and_rank_only() -> None:
+    text = torch.arange(250, dtype=torch.uint8)
+    first = _corpus.batch(text, 4, 16, seed=0, step=7, rank=1)
+    assert torch.equal(first, _corpus.batch(text, 4, 16, seed=0, step=7, rank=1))
+    assert torch.equal(first[:, 1:], first[:, :-1] + 1)
+    for other in ((1, 7, 1), (0, 8, 1), (0, 7, 0)):
+        assert not torch.equal(first, _corpus.batch(text, 4, 16, *other))
+    windows = _corpus.windows(text, 3, 16)
+    assert windows[0, 0] == 0
+    assert windows[-1, -1] == 249
+
+
+# ---------------------------------------------------------------- files into other files
+
+
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(5, 7), torch.nn.Linear(7, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+def fsdp2(folder: str) -> dict[str, torch.Tensor]:
+    """What torch's FSDP2 saves by torch.distributed.checkpoint, with its optimizer's state; and the whole weights."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    model = Two()
+    whole = {name: p.detach().clone() for name, p in model.named_parameters()}
+    fully_shard(model, mesh=fsdp.local_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)  # type: ignore[attr-defined]
+    return whole
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_convert_goes_from_fsdp2_to_a_checkpoint_to_safetensors_and_back(tmp_path: Path) -> None:
+    def converted(*line: Any) -> Path:
+        return convert.main([*map(str, line)])
+
+    whole = launch(fsdp2, (str(tmp_path / "fsdp2"),), nprocs=2)[0]
+    assert converted(tmp_path / "fsdp2", tmp_path / "ours", "--prefix", "model.") == tmp_path / "ours"
+    converted(tmp_path / "ours", tmp_path / "tensors")
+    converted(tmp_path / "tensors", tmp_path / "again")
+    converted(tmp_path / "again", tmp_path / "half", "--dtype", "bfloat16")
+    found = load_file(tmp_path / "tensors" / "model.safetensors")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+    half = load_file(tmp_path / "half" / "model.safetensors")
+    assert all(torch.equal(half[name], value.bfloat16()) for name, value in whole.items())
+    with pytest.raises(SystemExit, match=r"has no weights: no layout\.json, no \.metadata and no \*\.safetensors"):
+        converted(tmp_path, tmp_path / "nothing")
+    with pytest.raises(SystemExit, match=r"has no tensors below .module\.."):
+        converted(tmp_path / "fsdp2", tmp_path / "nothing", "--prefix", "module.")

@@ -1,0 +1,93 @@
+"""The notebooks of examples/, which are stored without outputs: on 2 ranks, beside plain torch.func.
+
+`make test-all` runs them as they are stored, `make test` with fewer steps where they draw what becomes of training.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+SHORTER = {
+    "per_sample_gradients": ("steps=80", "steps=10"),
+    "hessian_vector": ("steps=300", "steps=20"),
+    "gradient_penalty": ("steps=150", "steps=15"),
+}
+as_stored = pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.large)])
+
+
+def execute(name: str, stored: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """What a notebook printed, and how many pictures it drew."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    for key, value in {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(key, value)
+    book = nbformat.read(ROOT / "examples" / f"{name}.ipynb", 4)
+    if not stored:
+        (cell,) = (cell for cell in book.cells if SHORTER[name][0] in cell.source)
+        cell.source = cell.source.replace(*SHORTER[name])
+    where = {"metadata": {"path": str(ROOT / "examples")}}
+    nbclient.NotebookClient(book, timeout=250, kernel_name="python3", resources=where).execute()
+    outputs: list[Any] = [output for cell in book.cells for output in cell.get("outputs", ())]
+    assert not [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
+    text = "".join(output.text for output in outputs if output.output_type == "stream")
+    return text, sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_stored_without_outputs(path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    book = nbformat.read(path, 4)
+    nbformat.validate(book)
+    cells = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert cells
+    assert book.cells[0].source.startswith("# ")
+    assert not [cell.source for cell in cells if cell.outputs or cell.execution_count is not None]
+    assert len({cell.id for cell in book.cells}) == len(book.cells)
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of nbclient's event loop
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@as_stored
+def test_per_sample_gradients(stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, pictures = execute("per_sample_gradients", stored, monkeypatch)
+    assert (
+        len(re.findall(r"rank \d: the norms of 150 samples agree with torch.func to \de-0[6-9], relative", text)) == 2
+    )
+    found = re.search(r"(\d+) of the 30 largest norms are wrong labels, of which there are 30", text)
+    assert found is not None
+    assert int(found[1]) > 20
+    assert re.search(r"\d+ of 300 samples are clipped; the mean agrees with torch.func to \de-0[6-9]", text)
+    assert pictures == 2
+
+
+@pytest.mark.large
+@as_stored
+def test_hessian_vector(stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, pictures = execute("hessian_vector", stored, monkeypatch)
+    agree = r"rank \d: H·v agrees with torch.func to \de-0[5-9]; by hand and T.hvp the same bits: True"
+    assert len(re.findall(agree, text)) == 2
+    found = re.findall(r"lr ([\d.]+): ([\d.]+) by power iteration .*; of the whole Hessian ([\d.]+)", text)
+    assert len(found) == 2
+    for lr, power, whole in found if stored else ():
+        assert float(power) == pytest.approx(float(whole), rel=0.02)
+        assert float(whole) == pytest.approx(2 / float(lr), rel=0.1)  # the edge of stability
+    assert pictures == 1
+
+
+@as_stored
+def test_gradient_penalty(stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, pictures = execute("gradient_penalty", stored, monkeypatch)
+    agree = r"rank \d: loss [\d.]+, and the gradient agrees with the plain module's to \de-0[6-9]"
+    assert len(re.findall(agree, text)) == 2
+    assert "without second_order: a gradient of a gradient was asked for" in text
+    assert pictures == 2

@@ -1,0 +1,55 @@
+"""forward_backward drives every model of support/models.py: gradients, weights and buffers as the plain module's."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from support.modelled import RANKS, Seen, driven, plain
+from support.models import CASES
+from support.problems import largest
+from support.tables import marked
+
+from functional_fsdp import launch
+
+
+@cache
+def expected(name: str, steps: int, dtype: torch.dtype) -> Seen:
+    return plain(name, steps, dtype)
+
+
+def compare(name: str, preset: str, steps: int, dtype: torch.dtype, debug: bool, bounds: tuple[float, float]) -> None:
+    ranks = launch(driven, (name, preset, steps, dtype, debug), nprocs=RANKS)
+    for seen, untouched in ranks:
+        assert untouched
+        for (_, grads, weights), (_, ref_grads, ref_weights) in zip(seen, expected(name, steps, dtype), strict=True):
+            ref_grads = {key: ref_grads[key] for key in grads}
+            assert largest(grads, ref_grads) < bounds[0]
+            assert weights.keys() == ref_weights.keys()
+            assert largest(weights, ref_weights) < bounds[1]
+    for (loss, _, _), (ref_loss, _, _) in zip(ranks[0][0], expected(name, steps, dtype), strict=True):
+        assert abs(loss - ref_loss) < bounds[0]
+
+
+ROWS = list(product(CASES, ("zero3", "zero2")))
+HALF = [(name, ("zero3", "zero2")[i % 2]) for i, name in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("name", "preset"), marked(ROWS, HALF))
+def test_five_steps_in_float64(name: str, preset: str) -> None:
+    compare(name, preset, 5, torch.float64, False, (1e-9, 1e-9))
+
+
+@pytest.mark.parametrize(("name", "preset"), marked(ROWS, [row for row in ROWS if row not in HALF]))
+def test_gradients_in_float32_with_released_bytes_poisoned(name: str, preset: str) -> None:
+    compare(name, preset, 1, torch.float32, True, (1e-5, float("inf")))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.large) if i % 2 else name for i, name in enumerate(CASES)]
+)
+def test_no_released_byte_is_used(name: str) -> None:
+    """Two steps, so that the order that the first one showed is poisoned too; in float64, to compare weights."""
+    compare(name, "zero3", 2, torch.float64, True, (1e-9, 1e-9))

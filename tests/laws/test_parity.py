@@ -1,0 +1,69 @@
+"""Every placement against the plain module: losses, gradients and weights, different data on each rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.presets import PRESETS
+from support.problems import LOOPS, largest, net, reference, sharded
+from support.tables import product
+
+from functional_fsdp import launch
+
+ALL = PRESETS
+
+
+@pytest.mark.parametrize(("preset", "ranks", "loop", "micro"), product(ALL, (1, 2, 4), LOOPS, (1, 3)))
+def test_five_adamw_steps_equal_the_plain_module(preset: str, ranks: int, loop: str, micro: int) -> None:
+    # float64: AdamW amplifies rounding on gradients near zero, so weights are compared where there is hardly any
+    expected = list(reference(ranks, 5, micro))
+    for rank, seen in enumerate(launch(sharded, (preset, loop, 5, micro), nprocs=ranks)):
+        for (loss, grads, weights), (ref_loss, ref_grads, ref_weights) in zip(seen, expected, strict=True):
+            if rank == 0:
+                assert abs(loss - ref_loss) < 1e-12
+            assert grads.keys() == ref_grads.keys()
+            assert largest(grads, ref_grads) < 1e-12
+            assert largest(weights, ref_weights) < 1e-9
+
+
+@pytest.mark.parametrize(("preset", "loop", "micro"), product(ALL, LOOPS, (1, 3)))
+def test_gradients_and_losses_in_float32(preset: str, loop: str, micro: int) -> None:
+    (ref_loss, ref_grads, _) = next(iter(reference(2, 1, micro, torch.float32)))
+    loss, grads, _ = launch(sharded, (preset, loop, 1, micro, torch.float32), nprocs=2)[0][0]
+    assert abs(loss - ref_loss) < 1e-5
+    assert largest(grads, ref_grads) < 1e-5
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_zero3_and_ddp_are_equal_bit_for_bit(ranks: int, loop: str) -> None:
+    runs = [launch(sharded, (preset, loop, 3, 1, torch.float32), nprocs=ranks)[0] for preset in ("zero3", "ddp")]
+    for (loss_a, grads_a, weights_a), (loss_b, grads_b, weights_b) in zip(*runs, strict=True):
+        assert loss_a == loss_b
+        for a, b in ((grads_a, grads_b), (weights_a, weights_b)):
+            assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+FLAGS = ((True, True, True), (False, False, False), (False, True, False), (True, False, True))
+
+
+@pytest.mark.parametrize(("preset", "loop", "flags"), product(("ddp", "zero1", "hsdp", "hfsdp"), LOOPS, FLAGS))
+def test_a_wrong_last_flag_costs_time_only(preset: str, loop: str, flags: tuple[bool, ...]) -> None:
+    _, ref_grads, ref_weights = next(iter(reference(2, 1, 3)))
+    _, grads, weights = launch(sharded, (preset, loop, 1, 3), kwargs={"flags": flags}, nprocs=2)[1][0]
+    assert largest(grads, ref_grads) < 1e-12
+    assert largest(weights, ref_weights) < 1e-9
+
+
+def test_sum_over_ranks_instead_of_mean() -> None:
+    _, ref_grads, _ = next(iter(reference(2, 1, 1, average="sum")))
+    for preset in ("zero3", "zero1", "hsdp"):
+        _, grads, _ = launch(sharded, (preset, "whole", 1, 1), kwargs={"average": "sum"}, nprocs=2)[0][0]
+        assert largest(grads, ref_grads) < 1e-12
+
+
+def test_every_rank_ends_with_the_same_weights_and_the_frozen_leaf_unchanged() -> None:
+    for preset in ("ddp", "zero2", "zero3"):
+        first, second = launch(sharded, (preset, "whole", 2, 1), nprocs=2)
+        assert all(torch.equal(first[-1][2][key], second[-1][2][key]) for key in first[-1][2])
+        assert torch.equal(first[-1][2]["tail.shift"], net().tail.shift)

@@ -1,0 +1,130 @@
+"""The law of ways: a row a transform, an eager step and compiled ones; the same results, by the same collectives.
+
+`make laws` runs every transform with every placement and way; `make test` a few.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.presets import PRESETS, ranks_of
+from support.problems import LOOPS, batch, loss_fn, mesh_and_placement, net, on
+from support.tables import marked
+from support.traced import BLOCKS
+
+import functional_fsdp as fsdp
+from functional_fsdp import extend, launch
+from functional_fsdp import transforms as T
+from functional_fsdp._common.record import Collective
+
+STEPS = 5
+FORWARD = ("embed.weight", "blocks.0", "blocks.1")
+ORDER = (*FORWARD, ("embed.weight", "tail"), *reversed(FORWARD))  # of `problems.by_unit`
+
+
+def by_verbs(loop: str, model: Any) -> Callable[..., Any]:
+    """The first or the second way, as `T.accumulate` takes a function."""
+
+    def forward_backward(
+        state: fsdp.State, tokens: Any, targets: Any, last_microbatch: bool = True, scale: Any = 1.0
+    ) -> Any:
+        return LOOPS[loop](model, state, (tokens, targets), last_microbatch)
+
+    return forward_backward
+
+
+def driven(model: Any) -> Callable[..., Any]:
+    """The third way."""
+    return T.forward_backward(model, lambda model, tokens, targets: loss_fn(model, (tokens, targets)))
+
+
+def doubled(state: fsdp.State) -> fsdp.State:
+    """A transform of somebody's own: a factor that all ranks have, in the extras, and gradients times that."""
+    state = fsdp.finish_reductions(state)  # what `state.grads` has before may not be all
+    (factor,) = extend.all_reduce(state, [torch.ones((), device=state.count.device)], "sum", what="factor")
+
+    def work() -> None:
+        for buffer in state.grads.values():
+            buffer.local.mul_(factor)
+
+    return fsdp.replace_extras(extend.change(state, "doubled()", work), factor=factor)
+
+
+def skipped(state: fsdp.State) -> fsdp.State:
+    """Every second step has a gradient of infinity."""
+    infinite = torch.where(state.count % 2 == 1, torch.inf, 1.0)
+    return T.skip_nonfinite(fsdp.step)(T.divide(state, 1 / infinite))
+
+
+#: (what becomes of forward_backward, what takes the step)
+TRANSFORMS: dict[str, tuple[Callable[[Any], Any], Callable[[fsdp.State], fsdp.State]]] = {
+    "step": (lambda f: f, fsdp.step),
+    "accumulate": (lambda f: T.accumulate(f, 2), fsdp.step),
+    "clip_by_global_norm": (lambda f: f, lambda state: fsdp.step(T.clip_by_global_norm(state, 0.1)[0])),
+    "clip_by_value": (lambda f: f, lambda state: fsdp.step(T.clip_by_value(state, 1e-3))),
+    "divide": (lambda f: f, lambda state: fsdp.step(T.divide(state, 7.0))),
+    "skip_nonfinite": (lambda f: f, skipped),
+    "one of one's own": (lambda f: f, lambda state: fsdp.step(doubled(state))),
+}
+ONCE = [
+    ("step", "zero3", "by_unit"), ("clip_by_global_norm", "zero1", "whole"), ("accumulate", "zero2", "driven"),
+]  # fmt: skip
+ROWS = [(t, p, w) for t in TRANSFORMS for p in PRESETS for w in (*LOOPS, "driven")]
+
+
+def taken(transform: str, preset: str, how: str, way: str) -> Any:
+    """Losses and weights after each step, and what one step issues: of an eager step what the lanes have logged."""
+    mesh, placement = mesh_and_placement(preset)
+    params, model = fsdp.functionalize(net(torch.float64, 2 if how == "by_unit" else BLOCKS))
+    order = ORDER if how == "by_unit" else None  # a use that does not come is gathered eagerly, and in no graph
+    spec = fsdp.Spec(mesh, placement, schedule=fsdp.Schedule(order))
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1, momentum=0.9))  # AdamW makes much of gradients that are noise
+    before, after = TRANSFORMS[transform]
+    forward_backward = before(driven(model) if how == "driven" else by_verbs(how, model))
+
+    def train_step(state: fsdp.State, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        state, loss = forward_backward(state, tokens, targets)
+        state, loss = fsdp.pmean(state, loss)
+        return after(state), loss
+
+    torch._dynamo.reset()
+    ways: dict[str, Any] = {
+        "eager": lambda step: step,
+        "torch.compile": lambda step: torch.compile(step, fullgraph=True, backend="aot_eager"),
+        "T.compile": lambda step: T.compile(step, "aot_eager"),
+        "graph": lambda step: T.cuda_graph(step, pass_through=True),
+    }
+    if way == "lower":
+        return Counter(fsdp.lower(train_step, state, *on(state, batch(0, 0, 0))).collectives)
+    step, seen = ways[way](train_step), []
+    logs = {lane: log for lane, log in state.version.lineage.runtime.issued.items() if lane != "control"}
+    for i in range(STEPS):
+        if i == STEPS - 1:
+            counts = {lane: log.count for lane, log in logs.items()}
+        state, loss = step(state, *on(state, batch(i, dist.get_rank(), 0)))
+        seen.append(loss.item())
+    issued: Counter[Collective] = Counter()
+    for lane, log in logs.items():
+        jobs = list(log.tail)[len(log.tail) - (log.count - counts[lane]) :]
+        issued.update(one for job in jobs for one in job)
+    return seen, fsdp.full_params(state), int(state.count), issued, state.extras
+
+
+@pytest.mark.parametrize(("transform", "preset", "how"), marked(ROWS, ONCE))
+def test_a_step_is_the_same_every_way(transform: str, preset: str, how: str) -> None:
+    ranks = ranks_of(preset)
+    ways = ["T.compile", "graph"] + ["torch.compile"] * (how != "driven")
+    eager = launch(taken, (transform, preset, how, "eager"), nprocs=ranks)
+    for way in ways:
+        for mine, right in zip(launch(taken, (transform, preset, how, way), nprocs=ranks), eager, strict=True):
+            torch.testing.assert_close(mine[0], right[0], rtol=1e-10, atol=0)
+            torch.testing.assert_close(mine[1], right[1], rtol=1e-9, atol=1e-11)
+            assert mine[2] == right[2] == (STEPS if transform != "skip_nonfinite" else 1)
+            torch.testing.assert_close(mine[4], right[4])
+    for lowered, right in zip(launch(taken, (transform, preset, how, "lower"), nprocs=ranks), eager, strict=True):
+        assert lowered == right[3]

@@ -1,0 +1,120 @@
+"""Boards: every rank's number, compared in shared memory."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp._distributed import groups as _groups
+from functional_fsdp._distributed import host_vote as _board
+from functional_fsdp._distributed.host_vote import HostVote
+from functional_fsdp._distributed.watch import ProcessWatch
+from functional_fsdp._runtime.runtime import Runtime, runtime_of
+
+boards: Any = _board
+groups: Any = _groups
+
+
+def ballots(count: int, numbers: int) -> list[tuple[int, int]]:
+    """The largest and the smallest of each of many ballots, to which ranks come at different times."""
+    before, boards.NUMBERS = boards.NUMBERS, numbers
+    try:
+        host_vote = HostVote.of(runtime_of(fsdp.local_mesh()))
+        assert host_vote is not None
+        found = []
+        for i in range(count):
+            if i % 7 == dist.get_rank():
+                time.sleep(0.001)
+            value = (i + 3) * (dist.get_rank() + 1) << 20
+            ballot = torch.tensor([value, -value])
+            for works in host_vote.largest(ballot):
+                assert isinstance(works, list)
+                works[0]().wait()
+            found.append((int(ballot[0]) >> 20, -int(ballot[1]) >> 20))
+        return found
+    finally:
+        boards.NUMBERS = before
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_ballot_has_the_largest_and_the_smallest_also_where_numbers_begin_again(ranks: int) -> None:
+    assert launch(ballots, (200, 6), nprocs=ranks) == [[(ranks * (i + 3), i + 3) for i in range(200)]] * ranks
+
+
+def elsewhere() -> tuple[bool, int]:
+    real = groups.here
+    groups.here = lambda: (f"host{dist.get_rank()}", os.getpid())
+    try:
+        run = Runtime(fsdp.local_mesh())
+    finally:
+        groups.here = real
+    before = run.logs["control"].count
+    run.compare(run.vote(7))
+    return run.host_vote is None, run.logs["control"].count - before
+
+
+def test_ranks_on_several_hosts_vote_by_gloo() -> None:
+    assert launch(elsewhere, nprocs=2) == [(True, 1)] * 2
+
+
+def test_a_process_that_ended_is_told_from_one_that_is_late() -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    host_vote = HostVote(mmap.mmap(-1, 32), 0, 2, ProcessWatch({1: pid}), timedelta(seconds=0.2))
+    works = next(host_vote.largest(torch.tensor([1, -1])))
+    assert isinstance(works, list)
+    posted = works[0]()
+    with pytest.raises(RuntimeError, match="not all ranks came within"):
+        posted.wait(timedelta(seconds=0.05))
+    with pytest.raises(RuntimeError, match=r"not all ranks came within 0\.2"):
+        posted.wait()
+    assert not posted.is_completed()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="the process of a rank has ended"):
+        posted.wait(timedelta(seconds=5))
+    assert posted.is_completed()
+    os.waitpid(pid, 0)
+
+
+def described() -> list[int]:
+    """How many descriptors are open, as boards come and go, some of them refused."""
+    run, counts = runtime_of(fsdp.local_mesh()), []
+    for i in range(6):
+        real = boards._mapped
+        if i % 2 and dist.get_rank() == 0:
+            boards._mapped = lambda where, size: mmap.mmap(-1, 0)
+        try:
+            host_vote = HostVote.of(run)
+        finally:
+            boards._mapped = real
+        assert (host_vote is None) == bool(i % 2)
+        del host_vote
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts
+
+
+def test_boards_leave_no_descriptors_open() -> None:
+    for counts in launch(described, nprocs=2):
+        assert len(set(counts)) == 1
+
+
+def test_only_memory_of_boards_is_mapped(tmp_path: Any) -> None:
+    (tmp_path / "file").write_bytes(bytes(64))
+    with open(tmp_path / "file", "r+b") as file, pytest.raises(ValueError, match="fd"):
+        boards._mapped(f"/proc/{os.getpid()}/fd/{file.fileno()}", 64)

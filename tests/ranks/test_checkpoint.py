@@ -1,0 +1,582 @@
+"""Checkpoints: the same bits back, for every placement; another layout refused; written whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from support.driven import raised
+from support.presets import PRESETS
+from support.problems import LOOPS, batch, mesh_and_placement, net
+from support.processes import survivors
+from support.resumed import resumed, start, train
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp._checkpoint import reader as _reader
+from functional_fsdp._checkpoint.writer import write_tensors
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_resuming_gives_the_same_bits(preset: str, ranks: int, tmp_path: Path) -> None:
+    for same, count, latest in launch(resumed, (preset, str(tmp_path)), nprocs=ranks):
+        assert same
+        assert count == 3
+        assert latest == str(tmp_path / "step_3")
+    assert [p.name for p in tmp_path.iterdir()] == ["step_3"]
+
+
+def saved(preset: str, folder: str) -> None:
+    fsdp.save(start(preset)[0], folder)
+
+
+def other_model(preset: str, folder: str) -> list[str]:
+    """What is said of other leaves, shapes, and ties."""
+    mesh, placement = mesh_and_placement(preset)
+    params, _ = fsdp.functionalize(net(torch.float32))
+    head = params["embed.weight"].clone()
+    others = [
+        {**params, "more": torch.ones(3)},
+        {name: leaf for name, leaf in params.items() if "tail" not in name},
+        {**params, "tail.pair": torch.ones(3)},
+        {**params, "head.weight": head},
+    ]
+    states = [fsdp.shard(other, fsdp.Spec(mesh, placement), fsdp.adamw()) for other in others]
+    return [raised(partial(fsdp.load, folder, like=state)) for state in states]
+
+
+def test_other_leaves_are_refused_by_name(tmp_path: Path) -> None:
+    folder = str(tmp_path / "a")
+    launch(saved, ("zero3", folder), nprocs=2)
+    for more, fewer, shape, tie in launch(other_model, ("zero2", folder), nprocs=3):
+        assert "TreeError" in more
+        assert "'more' is missing there" in more
+        assert "'tail.scale' is there, and this state has it not" in fewer
+        assert "'tail.pair' is [2] there, [3] here" in shape
+        assert "'head.weight' is tied there only" in tie
+
+
+def interrupted(folder: str) -> tuple[bool, bool]:
+    """The save that dies halfway leaves no checkpoint; the next one succeeds in the same place."""
+    state, _ = start("zero3")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("functional_fsdp._checkpoint.checkpoint.write_tensors", _die)
+        with pytest.raises(OSError, match="disk full"):
+            fsdp.save(state, f"{folder}/one")
+    dist.barrier()
+    nothing = fsdp.latest_checkpoint(folder) is None and not list(Path(folder).iterdir())
+    dist.barrier()
+    fsdp.save(state, f"{folder}/one")
+    return nothing, fsdp.latest_checkpoint(folder) == Path(folder, "one")
+
+
+def _die(*args: Any, **kwargs: Any) -> None:
+    raise OSError("disk full")
+
+
+def test_a_checkpoint_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    assert launch(interrupted, (str(tmp_path),), nprocs=2) == [(True, True)] * 2
+
+
+def test_clear_errors_for_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+    state, model = start("zero3")
+    with pytest.raises(FileNotFoundError, match="not a complete checkpoint"):
+        fsdp.load(tmp_path, like=state)
+    fsdp.save(state, tmp_path / "x")
+    with pytest.raises(FileExistsError, match="exists"):
+        fsdp.save(state, tmp_path / "x")
+    middle, _ = LOOPS["whole"](model, state, batch(0, 0), True)
+    with pytest.raises(fsdp.StaleStateError, match="in the middle of a step"):
+        fsdp.save(middle, tmp_path / "y")
+
+
+def test_what_cannot_be_read_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = fsdp.shard({"w": torch.arange(5.0)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(0.1))
+    fsdp.save(state, tmp_path / "x")
+    reads, fails = [0], [-1]
+    into = _reader._into
+
+    def read(raw: Any, view: Any) -> int:
+        reads[0] += 1
+        if reads[0] == fails[0]:
+            raise OSError(5, "Input/output error")
+        return into(raw, view)
+
+    monkeypatch.setattr(_reader, "_into", read)
+    fsdp.load(tmp_path / "x", like=state)
+    count = reads[0]
+    assert count >= 3
+    for fails[0] in range(1, count + 1):
+        reads[0] = 0
+        with pytest.raises(OSError, match="Input/output error"):
+            fsdp.load(tmp_path / "x", like=state)
+
+
+def cannot_be_written(folder: str) -> tuple[str, int]:
+    state = fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw())
+    with pytest.raises(OSError, match=r"file/saved") as error:
+        fsdp.save(state, folder)
+    return type(error.value).__name__, int(fsdp.step(fsdp.reduce(*fsdp.unshard(state))).count)
+
+
+def test_what_the_first_rank_cannot_write_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert launch(cannot_be_written, (str(tmp_path / "file" / "saved"),), nprocs=2) == [("NotADirectoryError", 1)] * 2
+
+
+def test_a_number_in_the_optimizer_state_is_refused_not_dropped(tmp_path: Path) -> None:
+    optimizer = fsdp.Optimizer(lambda main: {"steps": 3}, lambda grads, opt, main, count: (main, opt))
+    state = fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh()), optimizer)
+    with pytest.raises(fsdp.TreeError, match=r"State\.opt holds a int at 'steps'"):
+        fsdp.save(state, tmp_path / "saved")
+
+
+# ---------------------------------------------------------------- what one rank meets, all raise
+
+
+def said(do: Callable[[], Any]) -> str:
+    """The error that `do` raises, in words."""
+    try:
+        do()
+    except BaseException as error:
+        number = getattr(error, "errno", None)
+        return f"{type(error).__name__}{f' {number}' if number else ''}: {error}"
+    return "nothing"
+
+
+def full(*args: Any) -> Any:
+    """As `write_tensors` on a full disk: the kernel writes no file of more bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    try:
+        return write_tensors(*args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class Abroad(Exception):
+    """Of a kind that other ranks may not know."""
+
+
+def trouble(folder: str) -> dict[str, str]:
+    state, model = start("zero3")
+    rank, found = dist.get_rank(), {}
+    mine = Path(folder, f"rank{rank}")
+    mine.mkdir(parents=True)
+
+    def on_rank(which: int, target: str, error: BaseException) -> str:
+        def meet(*args: Any, **kwargs: Any) -> None:
+            raise error
+
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == which:
+                patch.setattr(f"functional_fsdp._checkpoint.checkpoint.{target}", meet)
+            return said(lambda: (fsdp.save if "read" not in target else _load)(state, f"{folder}/a"))
+
+    def _load(state: fsdp.State, path: str) -> fsdp.State:
+        return fsdp.load(path, like=state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("functional_fsdp._checkpoint.checkpoint.write_tensors", full)
+        found["full"] = said(lambda: fsdp.save(state, f"{folder}/a"))
+    dist.barrier()
+    found["left"] = str(list(Path(folder).glob("a*")))
+    for error in (
+        KeyboardInterrupt(),
+        MemoryError("none left"),
+        ValueError("odd"),
+        UnicodeDecodeError("x", b"", 0, 1, "y"),
+        Abroad("far"),
+    ):
+        found[f"first {type(error).__name__}"] = on_rank(0, "Claim.make", error)
+    found["second"] = on_rank(1, "write_tensors", KeyboardInterrupt())
+    found["names"] = said(lambda: fsdp.save(state, f"{folder}/a{rank}"))
+    found["no name"] = said(lambda: fsdp.save(state, None if rank else f"{folder}/a"))  # type: ignore[arg-type]
+    middle, _ = LOOPS["whole"](model, state, batch(0, rank), True)
+    found["midway"] = said(lambda: fsdp.save(middle if rank else state, f"{folder}/a"))
+    os.chdir(mine)
+    found["not shared"] = said(lambda: fsdp.save(state, "/proc/self/cwd/a"))
+    found["written"] = str([p.name for p in Path(folder).iterdir() if not p.name.startswith("rank")])
+    path = fsdp.save(state, f"{folder}/a")
+    found["exists"] = said(lambda: fsdp.save(state, f"{folder}/a"))
+    found["load names"] = said(lambda: fsdp.load(path if rank else f"{path}/../b", like=state))
+    found["load met"] = on_rank(1, "read_tensors", OSError(5, "Input/output error", "x"))
+    shutil.copytree(path, mine / "b")
+    same = fsdp.load("/proc/self/cwd/b", like=state)  # not the same file system, but the same checkpoint
+    found["copies"] = str(
+        all(torch.equal(a.local, b.local) for a, b in zip(same.main.values(), state.main.values(), strict=True))
+    )
+    dist.barrier()
+    other = fsdp.save(train(state, model, 0, 1), f"{folder}/c")
+    if rank == 1:
+        shutil.rmtree(mine / "b")
+        shutil.copytree(other, mine / "b")
+    found["halves"] = said(lambda: fsdp.load("/proc/self/cwd/b", like=same))
+    dist.barrier()
+    if rank == 0:  # the shards of two ranks change places
+        files = [other / "__0_0.distcp", other / "__1_0.distcp", other / "x"]
+        for old, new in ((0, 2), (1, 0), (2, 1)):
+            files[old].rename(files[new])
+    dist.barrier()
+    found["swapped"] = said(lambda: fsdp.load(other, like=same))
+    dist.barrier()
+    if rank == 0:
+        (other / "__0_0.distcp").unlink()
+    dist.barrier()
+    found["missing"] = said(lambda: fsdp.load(other, like=same))
+    found["goes on"] = str(int(train(fsdp.load(path, like=same), model, 0, 1).count))
+    os.chdir("/")
+    return found
+
+
+@pytest.fixture(scope="module")
+def troubles(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    return launch(trouble, (str(tmp_path_factory.mktemp("trouble")),), nprocs=2)
+
+
+def test_a_full_disk_is_its_own_error_on_every_rank(troubles: list[dict[str, str]]) -> None:
+    assert [rank["full"] for rank in troubles] == [
+        "OSError 27: save: rank 1 met OSError: [Errno 27] File too large",
+        "OSError 27: [Errno 27] File too large",
+    ]
+    assert [rank["left"] for rank in troubles] == ["[]", "[]"]
+
+
+def test_whatever_one_rank_meets_the_others_name_it(troubles: list[dict[str, str]]) -> None:
+    first, second = troubles
+    stop = "RestartError: save: rank {} was stopped by KeyboardInterrupt. Nothing is lost: make the same call again"
+    assert first["first KeyboardInterrupt"] == "KeyboardInterrupt: "
+    assert second["first KeyboardInterrupt"].startswith(stop.format(0))
+    assert first["first MemoryError"] == "MemoryError: none left"
+    assert second["first MemoryError"] == "MemoryError: save: rank 0 met MemoryError: none left"
+    assert first["first ValueError"] == "ValueError: odd"
+    assert second["first ValueError"] == "ValueError: save: rank 0 met ValueError: odd"
+    assert second["first UnicodeDecodeError"].startswith("UnicodeError: save: rank 0 met UnicodeDecodeError: ")
+    assert first["first Abroad"] == "Abroad: far"
+    assert second["first Abroad"] == "FsdpError: save: rank 0 met Abroad: far"
+    assert first["second"].startswith(stop.format(1))
+    assert first["no name"].startswith("TypeError: save: rank 1 met TypeError: ")
+    assert second["no name"].startswith("TypeError: ")
+    assert first["midway"].startswith("StaleStateError: save: rank 1 met StaleStateError: this State is in the mid")
+    assert second["midway"].startswith("StaleStateError: save: this State is in the middle of a step")
+    assert first["load met"] == "OSError 5: load: rank 1 met OSError: [Errno 5] Input/output error: 'x'"
+    assert all("FileExistsError: save: " in rank["exists"] for rank in troubles)
+    assert [rank["written"] for rank in troubles] == ["[]", "[]"]
+    assert [rank["goes on"] for rank in troubles] == ["1", "1"]
+
+
+def test_ranks_that_name_or_see_different_folders(troubles: list[dict[str, str]]) -> None:
+    for rank in troubles:
+        assert rank["names"].startswith("CheckpointError: save: rank 0 names the folder ")
+        assert "/a0, rank 1 names " in rank["names"]
+        assert "/a1. Give every rank the same" in rank["names"]
+        assert "load: rank 0 names the folder " in rank["load names"]
+        assert "/b, rank 1 names " in rank["load names"]
+        assert "rank 1 does not see /proc/self/cwd/a.partial-" in rank["not shared"]
+        assert rank["copies"] == "True"
+        assert "load: /proc/self/cwd/b is not the same for all ranks: layout.json of rank 0 has" in rank["halves"]
+        assert "__0_0.distcp" in rank["swapped"]
+        assert "__0_0.distcp is missing" in rank["missing"]
+
+
+def dies(where: str, folder: str) -> None:
+    """The last rank dies in the middle of a save or load."""
+    state, _ = start("zero3")
+    path = fsdp.save(state, f"{folder}/a")
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            patch.setattr(
+                f"functional_fsdp._checkpoint.checkpoint.{where}", lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+            )
+        fsdp.load(path, like=state) if where == "read_tensors" else fsdp.save(state, f"{folder}/b")
+
+
+@pytest.mark.parametrize("where", ["write_tensors", "read_tensors"])
+def test_a_rank_that_dies_is_one_error_and_leaves_nothing(where: str, tmp_path: Path) -> None:
+    for text in survivors(dies, 2, where, str(tmp_path)):
+        assert text.startswith("CommError: ")
+        assert "Restart the job from its last checkpoint" in text
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def begins_again(folder: str) -> list[str]:
+    """One rank is stopped between the parts of a save, the other waits for it; both make the call again."""
+    state, _ = start("zero3")
+    texts = []
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    for i, where in enumerate(("plain_names", "Claim.drop", "Path")):
+        for rank in (0, 1):
+            path = f"{folder}/{i}{rank}"
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == rank:
+                    patch.setattr(f"functional_fsdp._checkpoint.checkpoint.{where}", stop)
+                texts.append(said(lambda: fsdp.save(state, path)).split(":")[0])  # noqa: B023
+            if not Path(path).exists():
+                fsdp.save(state, path)
+            dist.barrier()
+            fsdp.load(path, like=state)
+    return texts
+
+
+def test_whoever_is_stopped_between_the_parts_of_a_save_begins_again(tmp_path: Path) -> None:
+    first, second = launch(begins_again, (str(tmp_path),), nprocs=2)
+    assert first[:2] == ["KeyboardInterrupt", "RestartError"]
+    assert second[:2] == ["RestartError", "KeyboardInterrupt"]
+    assert not list(tmp_path.glob("*.partial-*"))
+
+
+# ---------------------------------------------------------------- several savers
+
+
+def by_group(folder: str) -> tuple[list[str], float]:
+    """Two groups of two ranks, each with a mesh of its own, save under one name, again and again."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("who", "data"))
+    who, texts = mesh.get_local_rank("who"), []
+    value = float(who + 1)
+    state = fsdp.shard({"w": torch.full((300,), value)}, fsdp.Spec(mesh["data"]), fsdp.adamw())
+    for i in range(8):
+        dist.barrier()
+        texts.append(said(lambda: fsdp.save(state, f"{folder}/{i}")).split(":")[0])  # noqa: B023
+        dist.barrier()
+        loaded = fsdp.full_params(fsdp.load(f"{folder}/{i}", like=state))["w"]
+        assert len(set(loaded.tolist())) == 1
+        assert (loaded[0] == value) == (texts[-1] == "nothing")
+    return texts, value
+
+
+def test_of_savers_of_one_name_exactly_one_wins(tmp_path: Path) -> None:
+    ranks = [texts for texts, _ in launch(by_group, (str(tmp_path),), nprocs=4)]
+    assert ranks[0] == ranks[1]
+    assert ranks[2] == ranks[3]
+    assert all({a, b} == {"nothing", "FileExistsError"} for a, b in zip(ranks[0], ranks[2], strict=True))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [str(i) for i in range(8)]
+
+
+# ---------------------------------------------------------------- steps under way on some ranks only
+
+
+def stopped(state: fsdp.State, unit: str) -> None:
+    """A rank begins a step alone, and is stopped while it waits for the others."""
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("functional_fsdp._runtime.host_lanes.HostLanes._finish", stop)
+        assert said(lambda: fsdp.unshard(state, unit)) == "KeyboardInterrupt: "
+
+
+def underway(folder: str) -> list[bool]:
+    state, model = start("zero3")
+    rank, same = dist.get_rank(), []
+    straight = fsdp.full_params(train(copy.deepcopy(state), model, 0, 2))
+    if rank == 1:
+        stopped(state, state.units[0])
+    path = fsdp.save(state, f"{folder}/a")
+    if rank == 0:
+        stopped(state, state.units[1])
+    for fresh in (fsdp.load(path, like=state), fsdp.load(path, like=state), state):
+        got = fsdp.full_params(train(fresh, model, 0, 2))
+        same.append(all(torch.equal(got[key], straight[key]) for key in got))
+    return same
+
+
+def test_a_step_under_way_on_one_rank_only(tmp_path: Path) -> None:
+    assert launch(underway, (str(tmp_path),), nprocs=2) == [[True] * 3] * 2
+
+
+def inference(folder: str) -> bool:
+    state, model = start("zero2")
+    straight = fsdp.full_params(train(copy.deepcopy(state), model, 0, 2))
+    with torch.inference_mode():
+        path = fsdp.save(state, f"{folder}/a")
+        fresh = fsdp.load(path, like=state)
+    assert not any(t.is_inference() for t in pytree.tree_leaves(fresh) if isinstance(t, torch.Tensor))
+    return all(torch.equal(got, straight[key]) for key, got in fsdp.full_params(train(fresh, model, 0, 2)).items())
+
+
+def test_under_inference_mode(tmp_path: Path) -> None:
+    assert launch(inference, (str(tmp_path),), nprocs=2) == [True] * 2
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+class Moments(NamedTuple):
+    mean: Any
+    square: Any
+
+
+class Adam:
+    """Optax-style. `lists`: moments are lists of plain tensors, as those of TorchOpt's ready-made optimizers."""
+
+    def __init__(self, lists: bool) -> None:
+        self.lists = lists
+
+    def init(self, params: Any) -> Moments:
+        def zeros() -> Any:
+            new = pytree.tree_map(torch.zeros_like, params)
+            return pytree.tree_leaves(new) if self.lists else new
+
+        return Moments(zeros(), zeros())
+
+    def update(self, grads: Any, opt: Moments, params: Any = None) -> tuple[Any, Moments]:
+        treedef = pytree.tree_structure(params)
+        g, m, v = (pytree.tree_leaves(tree) for tree in (grads, *opt))
+        m = [0.9 * m + 0.1 * g for m, g in zip(m, g, strict=True)]
+        v = [0.99 * v + 0.01 * g * g for v, g in zip(v, g, strict=True)]
+        updates = [-0.01 * m / (v.sqrt() + 1e-8) for m, v in zip(m, v, strict=True)]
+        new = Moments(m, v) if self.lists else Moments(treedef.unflatten(m), treedef.unflatten(v))
+        return treedef.unflatten(updates), new
+
+
+def optax(preset: str, lists: bool, folder: str) -> tuple[str, bool]:
+    """What `save` says, and whether training goes on to the same bits from a checkpoint, a copy and a pickle."""
+    mesh, placement = mesh_and_placement(preset)
+    params, model = fsdp.functionalize(net(torch.float32))
+
+    def begin() -> fsdp.State:
+        return fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.from_updates(Adam(lists)))
+
+    state = train(begin(), model, 0, 2)
+    again = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+    text = said(lambda: fsdp.save(state, f"{folder}/{preset}{lists}"))
+    if text == "nothing":
+        again.append(fsdp.load(f"{folder}/{preset}{lists}", like=begin()))
+    straight = fsdp.full_params(train(state, model, 2, 4))
+    back = [fsdp.full_params(train(fresh, model, 2, 4)) for fresh in again]
+    return text, all(torch.equal(got[key], straight[key]) for got in back for key in straight)
+
+
+def optimizers(folder: str) -> dict[str, tuple[str, bool]]:
+    return {f"{preset} {lists}": optax(preset, lists, folder) for preset in ("ddp", "zero3") for lists in (False, True)}
+
+
+def test_moments_that_are_no_flat_buffers_are_saved_if_all_ranks_have_the_same(tmp_path: Path) -> None:
+    for found in launch(optimizers, (str(tmp_path),), nprocs=2):
+        text, same = found.pop("zero3 True")
+        assert same
+        assert (
+            "TreeError: save: State.opt holds a plain tensor at 'mean.0' that differs between ranks: rank 0 has "
+            in text
+        )
+        assert "rank 1 has float32 [" in text
+        assert "it would be written once and given to all ranks" in text
+        assert found == dict.fromkeys(("ddp False", "ddp True", "zero3 False"), ("nothing", True))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ddpFalse", "ddpTrue", "zero3False"]
+
+
+def experts(folder: str) -> dict[str, Any]:
+    mesh = fsdp.local_mesh(expert=2, data=2)
+    at, rank = mesh.get_local_rank("expert"), dist.get_rank()
+    rules = {"experts": fsdp.zero3("data"), "*": fsdp.zero3("expert", "data")}
+    params = {"experts": torch.full((4,), float(at)), "rest": torch.ones(4)}
+    state = fsdp.shard(params, fsdp.Spec(mesh, rules), fsdp.adamw())
+    mine = {"routed": torch.tensor([10 + at]), "all": torch.tensor(7)}
+    good = state._evolve(extras=mine)
+    empty = state._evolve(extras={key: torch.zeros_like(value) for key, value in mine.items()})
+    loaded = fsdp.load(fsdp.save(good, f"{folder}/a"), like=empty)
+    extras = {key: int(value) for key, value in loaded.extras.items()}
+    bad = {"routed": said(lambda: fsdp.save(state._evolve(extras={"routed": torch.tensor([rank])}), f"{folder}/b"))}
+    only = {"x": torch.ones(1)} if rank != 2 else {}
+    bad["only"] = said(lambda: fsdp.save(state._evolve(extras=only), f"{folder}/b"))
+    return {"extras": extras, "same": torch.equal(fsdp.full_params(loaded)["experts"], params["experts"]), **bad}
+
+
+def test_plain_tensors_beside_experts(tmp_path: Path) -> None:
+    for rank, found in enumerate(launch(experts, (str(tmp_path),), nprocs=4)):
+        assert found["extras"] == {"routed": 10 + rank // 2, "all": 7}
+        assert found["same"]
+        assert (
+            "State.extras holds a plain tensor at 'routed' that differs between ranks: rank 0 has int64 [1] "
+            in found["routed"]
+        )
+        assert "rank 1 has int64 [1] " in found["routed"]
+        assert (
+            "plain tensor at 'x' that differs between ranks: rank 2 has none, rank 3 has float32 [1]" in found["only"]
+        )
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def one(optimizer: Any, **spec: Any) -> fsdp.State:
+    return fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh(), **spec), optimizer)
+
+
+def test_numbers_of_the_optimizer_may_change_its_kind_may_not(tmp_path: Path) -> None:
+    path = fsdp.save(one(fsdp.adamw(lr=1.0)), tmp_path / "a")
+    assert fsdp.load(path, like=one(fsdp.adamw(lr=0.5, betas=(0.8, 0.9)))).optimizer.lr == 0.5
+    with pytest.raises(fsdp.SpecError, match=r"another optimizer: AdamW there, Sgd here; 'opt.mean.w' is there only"):
+        fsdp.load(path, like=one(fsdp.sgd()))
+    with pytest.raises(fsdp.SpecError, match=r"AdamW there, Updates\(Adam\) here; .*its numbers may be others"):
+        fsdp.load(path, like=one(fsdp.from_updates(Adam(True))))
+    anew = fsdp.load(path, like=one(fsdp.sgd(momentum=0.5)), allow=["optimizer"])
+    assert anew.opt["w"].local[:5].tolist() == [0] * 5
+    assert anew.main["w"].local[:5].tolist() == [1] * 5
+    assert fsdp.load(path, anew.spec, allow=["optimizer"]).opt == {}
+    path = fsdp.save(one(fsdp.sgd(momentum=0.9)), tmp_path / "b")
+    alike = fsdp.Optimizer(lambda main: dict(main), lambda grads, opt, main, count: (main, opt))
+    with pytest.warns(UserWarning, match="written with the optimizer Sgd, and this state has .*lambda.* same names"):
+        fsdp.load(path, like=one(alike))
+
+
+def test_another_average_is_refused_another_schedule_is_not(tmp_path: Path) -> None:
+    path = fsdp.save(one(fsdp.adamw()), tmp_path / "a")
+    with pytest.raises(fsdp.SpecError, match="with average='mean', and this state has average='sum'"):
+        fsdp.load(path, like=one(fsdp.adamw(), average="sum"))
+    assert fsdp.load(path, like=one(fsdp.adamw(), schedule=fsdp.Schedule(prefetch=2))).steps == 0
+    assert fsdp.load(path, like=one(fsdp.adamw(), average="sum"), allow=["average"]).spec.average == "sum"
+    with pytest.raises(fsdp.TreeError, match=r"'extras\.x' is here only"):
+        fsdp.load(path, like=one(fsdp.adamw())._evolve(extras={"x": torch.ones(1)}))
+
+
+def test_leaves_that_cannot_be_written(tmp_path: Path) -> None:
+    for extra, kind in ((torch.ones(2).to_sparse(), "layout torch.sparse_coo"), ("text", "holds a str")):
+        with pytest.raises(fsdp.TreeError, match=f"State.extras holds a .*{kind.split()[-1]}.* at 'x'"):
+            fsdp.save(one(None)._evolve(extras={"x": extra}), tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------- the newest
+
+
+def test_damaged_siblings_are_left_out_by_name(tmp_path: Path) -> None:
+    state, good = one(fsdp.adamw()), []
+    for i in range(1, 6):
+        state = fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
+        good.append(fsdp.save(state, tmp_path / f"step_{i}"))
+    under_way = shutil.copytree(good[4], tmp_path / "step_6.partial-0123456789ab")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "file").touch()
+    assert fsdp.latest_checkpoint(tmp_path) == good[4]
+    (good[4] / "layout.json").write_text("{")
+    os.truncate(good[3] / "__0_0.distcp", 5)
+    note = json.loads((good[2] / "layout.json").read_text())
+    (good[2] / "layout.json").write_text(json.dumps({**note, "step": 9}))
+    (good[0] / "layout.json").unlink()
+    with pytest.warns(UserWarning, match="is left out") as seen:
+        assert fsdp.latest_checkpoint(tmp_path) == good[1]
+    texts = [str(warning.message) for warning in seen]
+    assert len(texts) == 4
+    for path, why in ((good[4], "no JSON"), (good[3], "has 5 bytes"), (good[2], "digest"), (good[0], "no layout.json")):
+        assert any(f"latest_checkpoint: {path} is left out" in text and why in text for text in texts)
+    assert under_way.exists()
+    assert fsdp.latest_checkpoint(tmp_path / "nowhere") is None
+    assert fsdp.latest_checkpoint(tmp_path / "logs") is None

@@ -1,0 +1,485 @@
+"""Compiled units: one compilation for all that are alike, the eager numbers, and no silence where it is eager."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from support.models import CASES, VOCABULARY, batch_of, hf, made, own_loss
+from support.problems import batch, full_grads, loss_fn, mesh_and_placement, net, on
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+
+Tree = dict[str, torch.Tensor]
+RANKS = 2
+
+
+def start(model: nn.Module, preset: str = "zero3", **settings: Any) -> tuple[fsdp.State, nn.Module]:
+    """Released bytes are NaN: a backward that does not read what was gathered again shows."""
+    mesh, placement = mesh_and_placement(preset)
+    params, skeleton = fsdp.functionalize(model)
+    spec = fsdp.Spec(mesh, placement, schedule=fsdp.Schedule(debug=True), **settings)
+    return fsdp.shard(params, spec, fsdp.adamw(lr=1e-2, weight_decay=0.1), buffers=fsdp.buffers(model)), skeleton
+
+
+def counting(backend: str = "aot_eager") -> Any:
+    """A backend that counts graphs in `frame_count`."""
+    return CompileCounterWithBackend(backend)
+
+
+def apart(a: Tree, b: Tree) -> float:
+    assert a.keys() == b.keys()
+    return max((a[key].double() - b[key].double()).abs().max().item() for key in a if a[key].numel())
+
+
+# ---------------------------------------------------------------- driven
+
+
+def driven(compile: Any, preset: str) -> tuple[list[float], Tree]:
+    """Losses and the last gradients of two steps of two microbatches, on this rank's own data."""
+    state, skeleton = start(net(torch.float32), preset)
+    forward_backward = T.forward_backward(skeleton, loss_fn, compile=compile)
+    losses, grads = [], {}
+    for step in range(2):
+        for k in range(2):
+            data = on(state, batch(step, dist.get_rank(), k))
+            state, loss = forward_backward(state, data, last_microbatch=k == 1)
+            losses.append(loss.item())
+        grads = full_grads(fsdp.finish_reductions(state))
+        state = fsdp.step(state)
+    return losses, grads
+
+
+def beside_eager(backend: str, preset: str) -> tuple[float, float, int]:
+    losses, grads = driven(False, preset)
+    counter = counting(backend)
+    found, theirs = driven({"backend": counter}, preset)
+    return max(abs(a - b) for a, b in zip(losses, found, strict=True)), apart(grads, theirs), counter.frame_count
+
+
+@pytest.mark.parametrize(("backend", "preset"), [("aot_eager", "zero2"), ("inductor", "zero3")])
+def test_as_eager(backend: str, preset: str) -> None:
+    for loss, grad, count in launch(beside_eager, (backend, preset), nprocs=RANKS):
+        assert loss < 1e-5
+        assert grad < 1e-5
+        assert count == 4  # embed, one for all blocks, head, tail
+
+
+def steps_of(name: str, compile: Any, preset: str = "zero3", steps: int = 2) -> tuple[list[float], Tree, Tree]:
+    """A case driven: losses, weights and buffers after a few steps."""
+    case = CASES[name]
+    state, model = start(made(case), preset, **case.spec)
+    forward_backward = T.forward_backward(model, case.loss_fn, compile=compile)
+    losses = []
+    for step in range(steps):
+        state, loss = forward_backward(state, batch_of(case, step, dist.get_rank()))
+        state = fsdp.step(state)
+        losses.append(loss.item())
+    return losses, fsdp.full_params(state), dict(state.buffers or {})
+
+
+CHOSEN = ["llama, checkpointed", "resnet", "checkpoint around two", "a unit called twice", "a unit called on one rank",
+          "adapters", "containers"]  # fmt: skip
+
+
+def chosen_cases(names: list[str]) -> dict[str, tuple[float, float, float]]:
+    found = {}
+    for name in names:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what cases warn of is tested elsewhere
+            losses, weights, buffers = steps_of(name, False)
+            theirs, their_weights, their_buffers = steps_of(name, {"backend": "aot_eager"})
+        loss = max(abs(a - b) for a, b in zip(losses, theirs, strict=True))
+        found[name] = loss, apart(weights, their_weights), apart(buffers, their_buffers) if buffers else 0.0
+    return found
+
+
+@pytest.mark.parametrize("names", [CHOSEN[1:6:2], pytest.param(CHOSEN, marks=pytest.mark.large)], ids=["some", "all"])
+def test_awkward_models(names: list[str]) -> None:
+    for found in launch(chosen_cases, (names,), nprocs=RANKS):
+        assert [*found] == names
+        for name, (loss, weights, buffers) in found.items():
+            assert loss < 1e-12, name
+            assert weights < 1e-9, name
+            assert buffers < 1e-12, name
+
+
+def llama(depth: int) -> nn.Module:
+    settings = {"num_hidden_layers": depth, "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 8}
+    settings |= {"intermediate_size": 12, "vocab_size": VOCABULARY, "max_position_embeddings": 16, "use_cache": False}
+    torch.manual_seed(0)
+    return hf("LlamaForCausalLM", "LlamaConfig", settings)()
+
+
+def one_graph_for_all() -> tuple[list[int], float]:
+    """Of a model of 8 layers: graphs after each step, then after an evaluation and another; at last all units."""
+    state, model = start(llama(8))
+    counter, counts = counting(), []
+    case = CASES["llama"]
+    model = T.compile_units(model, "model.layers.*", backend=counter)
+    forward_backward, predict = T.forward_backward(model, own_loss), T.apply(model, own_loss)
+    eager = T.apply(fsdp.functionalize(llama(8))[1], own_loss)
+    for step in range(3):
+        state, _ = forward_backward(state, batch_of(case, step, dist.get_rank()))
+        state = fsdp.step(state)
+        counts.append(counter.frame_count)
+    for step in range(2):
+        state, loss = predict(state, batch_of(case, step, dist.get_rank()))
+        state, same = eager(state, batch_of(case, step, dist.get_rank()))
+        counts.append(counter.frame_count)
+    counter = counting()
+    state, also = T.apply(fsdp.functionalize(llama(8))[1], own_loss, compile={"backend": counter})(
+        state, batch_of(case, 1, dist.get_rank())
+    )
+    return [*counts, counter.frame_count], max((loss - same).abs().item(), (also - same).abs().item())
+
+
+def test_equal_layers_are_one_graph() -> None:
+    for counts, difference in launch(one_graph_for_all, nprocs=RANKS):
+        assert counts == [1, 1, 1, 2, 2, 4]  # with gradients, and without; embedding, layers, norm, head
+        assert difference < 1e-6
+
+
+def compile_time(depth: int) -> tuple[int, float]:
+    state, model = start(llama(depth))
+    counter = counting()
+    forward_backward = T.forward_backward(model, own_loss, compile={"backend": counter})
+    since = time.perf_counter()
+    forward_backward(state, batch_of(CASES["llama"], 0, 0))
+    return counter.frame_count, time.perf_counter() - since
+
+
+def test_the_number_of_layers_costs_no_compilation() -> None:
+    """Counted: seconds vary with the machine, and are printed."""
+    (few, short), (many, long) = compile_time(2), compile_time(32)
+    print(f"the first step: 2 layers {short:.2f} s, 32 layers {long:.2f} s")
+    assert few == many == 4  # embedding, layers, norm, head
+
+
+class Drops(nn.Module):
+    """Layers that differ in what their code reads, in the class of a part, or in nothing but a name."""
+
+    def __init__(self, *rates: float) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)  # so that all layers take an input that has a gradient
+        self.layers = nn.ModuleList(Drop(rate, i) for i, rate in enumerate(rates))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Drop(nn.Module):
+    def __init__(self, rate: float, number: int) -> None:
+        super().__init__()
+        self.rate, self.number, self.linear = rate, number, nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(self.linear(x), self.rate, self.training)
+
+
+def drops(compile: Any, rates: tuple[float, ...], steps: int = 2) -> tuple[list[float], Tree]:
+    torch.manual_seed(0)
+    state, model = start(Drops(*rates))
+    forward_backward = T.forward_backward(model, lambda model, x: model(x), compile=compile)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        state, loss = forward_backward(state, x)
+        losses.append(loss.item())
+        state = fsdp.step(state)
+    return losses, fsdp.full_params(state)
+
+
+def layers_that_differ(rates: tuple[float, ...]) -> tuple[int, float, float]:
+    counter = counting()
+    (losses, weights), (theirs, others) = drops(False, rates), drops({"backend": counter}, rates)
+    loss = max(abs(a / b - 1) for a, b in zip(losses, theirs, strict=True))
+    return counter.frame_count - 1, loss, apart(weights, others)
+
+
+@pytest.mark.parametrize(
+    ("rates", "count"), [((0.5,) * 4, 1), ((0.0, 0.5, 0.0, 0.5), 2), (tuple(i / 20 for i in range(12)), 12)]
+)
+def test_layers_that_differ_are_compiled_apart(rates: tuple[float, ...], count: int) -> None:
+    """More of them than torch's recompile limit, too. Under aot_eager random numbers are eager's."""
+    for found, loss, weight in launch(layers_that_differ, (rates,), nprocs=RANKS):
+        assert found == count
+        assert loss < 1e-6
+        assert weight < 1e-5
+
+
+def random_numbers() -> tuple[bool, bool, bool]:
+    rates = (0.5, 0.5)
+    eager, found, again = (drops(compile, rates)[0] for compile in (False, True, True))
+    as_eager = drops({"options": {"fallback_random": True}}, rates)[0]
+    return found == again, found == eager, max(abs(a - b) for a, b in zip(as_eager, eager, strict=True)) < 1e-6
+
+
+def test_random_numbers_of_inductor() -> None:
+    """The same with the same seed; others than eager's, unless asked for."""
+    assert launch(random_numbers, nprocs=1) == [(True, False, True)]
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def by_hand() -> tuple[float, float, int]:
+    from support.problems import by_unit
+
+    counter, found = counting(), []
+    for compile in (False, True):
+        state, model = start(net(torch.float32))
+        if compile:
+            model = T.compile_units(model, "blocks.*", "tail", backend=counter)
+        losses = []
+        for step in range(2):
+            for k in range(2):
+                state, loss = by_unit(model, state, batch(step, dist.get_rank(), k), last=k == 1)
+                losses.append(loss.item())
+            grads = full_grads(fsdp.finish_reductions(state))
+            state = fsdp.step(state)
+        found.append((losses, grads))
+    (losses, grads), (theirs, others) = found
+    return max(abs(a - b) for a, b in zip(losses, theirs, strict=True)), apart(grads, others), counter.frame_count
+
+
+def test_stages_by_hand() -> None:
+    for loss, grad, count in launch(by_hand, nprocs=RANKS):
+        assert loss < 1e-5
+        assert grad < 1e-5
+        assert count == 2  # the blocks, and the tail
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, says: str = "", raises: bool = False) -> None:
+        super().__init__()
+        self.linear, self.says, self.raises = nn.Linear(width, width), says, raises
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.raises:
+            raise ValueError("no such block")
+        if self.says:
+            torch._dynamo.graph_break()
+        return x + torch.tanh(self.linear(x))
+
+
+def blocks(n: int = 1, **settings: Any) -> tuple[list[Tree], nn.ModuleList]:
+    torch.manual_seed(0)
+    made = nn.ModuleList(Block(**settings) for _ in range(n))
+    weights = [{key: p.detach().clone() for key, p in block.named_parameters()} for block in made]
+    return weights, fsdp.functionalize(made)[1]
+
+
+def gradients(stage: Callable[..., Any], w: Any, x: torch.Tensor) -> Tree:
+    out, pullback = T.vjp(stage, w, x)
+    dw, dx = pullback(w, torch.ones_like(out))
+    return {**dw, "x": dx, "out": out}
+
+
+def bound(part: nn.Module) -> Callable[..., Any]:
+    return lambda w, h: fsdp.bind(part, w)(h)
+
+
+REMAT: dict[str, Callable[[Any, Any], Callable[..., Any]]] = {
+    "a function": lambda parts, options: T.compile_units(bound(parts[0]), **options),
+    "remat of it": lambda parts, options: T.remat(T.compile_units(bound(parts[0]), **options)),
+    "it with remat inside": lambda parts, options: T.compile_units(T.remat(bound(parts[0])), **options),
+    "a part": lambda parts, options: bound(T.compile_units(parts[0], **options)),
+    "remat of a part": lambda parts, options: T.remat(bound(T.compile_units(parts, "*", **options)[0])),
+    "a part with remat inside": lambda parts, options: bound(T.compile_units(T.remat(parts, "*"), "*", **options)[0]),
+}
+
+
+@pytest.mark.parametrize("name", REMAT)
+def test_functions_and_remat(name: str) -> None:
+    (w,), parts = blocks()
+    x = torch.randn(3, 8)
+    counter = counting()
+    found = gradients(REMAT[name](parts, {"backend": counter}), w, x)
+    assert apart(found, gradients(bound(parts[0]), w, x)) < 1e-6
+    assert counter.frame_count == 1
+
+
+def driven_with_remat(inside: bool) -> tuple[float, float]:
+    found = []
+    for compile in (False, True):
+        state, model = start(net(torch.float32))
+        options = {"backend": "aot_eager"}
+        if compile and not inside:
+            model = T.compile_units(model, "blocks.*", **options)
+        model = T.remat(model, "blocks.*")
+        forward_backward = T.forward_backward(model, loss_fn, compile=options if compile and inside else False)
+        state, loss = forward_backward(state, on(state, batch(0, dist.get_rank())))
+        found.append((float(loss), full_grads(fsdp.finish_reductions(state))))
+    (one, grads), (other, others) = found
+    return abs(one - other), apart(grads, others)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+def test_driven_with_remat(inside: bool) -> None:
+    for loss, grad in launch(driven_with_remat, (inside,), nprocs=RANKS):
+        assert loss < 1e-5
+        assert grad < 1e-5
+
+
+def test_residuals_are_the_weights_and_no_copies_of_them() -> None:
+    """What is saved of weights lies where they are gathered, so gathered bytes are not held twice."""
+    (w,), parts = blocks(width=13)
+    part = T.compile_units(parts, "*", backend="aot_eager")[0]
+    saved: list[torch.Tensor] = []
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        T.vjp(lambda w, h: fsdp.bind(part, w)(h), w, torch.randn(3, 13))
+    where = {t.untyped_storage().data_ptr() for t in w.values()}
+    large = [t for t in saved if t.numel() == 13 * 13]
+    assert large
+    assert all(t.untyped_storage().data_ptr() in where for t in large)
+
+
+def test_the_users_module_is_not_touched() -> None:
+    module = nn.ModuleList([Block(), Block()])
+    before = [(type(part), [*vars(part)]) for part in module.modules()]
+    skeleton = fsdp.functionalize(module)[1]
+    made = T.compile_units(skeleton, "*")
+    for untouched in (module, skeleton):
+        assert [(type(part), [*vars(part)]) for part in untouched.modules()] == before
+    assert all(isinstance(part, Block) and type(part) is not Block for part in made)
+
+
+# ---------------------------------------------------------------- no silence
+
+
+X = torch.ones(3, 8)
+
+
+def test_code_that_is_not_one_graph() -> None:
+    (w,), parts = blocks(says="a break")
+    part = T.compile_units(parts, "*", backend="aot_eager")[0]
+    with pytest.raises(fsdp.SpecError, match=r"the module '0' \(Block\) does not compile as one graph: Call to `torch"):
+        fsdp.bind(part, w)(X)
+    (w,), parts = blocks(raises=True)
+    part = T.compile_units(parts, "*", backend="aot_eager")[0]
+    with pytest.raises(fsdp.SpecError, match=r"raised exception ValueError\('no such block'\)\. Change its code"):
+        fsdp.bind(part, w)(X)
+
+
+def test_graph_breaks_where_they_are_allowed() -> None:
+    (w,), parts = blocks(says="a break")
+    counter = counting()
+    part = T.compile_units(parts, "*", backend=counter, fullgraph=False)[0]
+    torch.testing.assert_close(fsdp.bind(part, w)(X), fsdp.bind(parts[0], w)(X))
+    assert counter.frame_count == 1
+
+
+def test_the_recompile_limit() -> None:
+    (w,), parts = blocks()
+    part = T.compile_units(parts, "*", backend="aot_eager")[0]
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for n in (1, 2):
+            fsdp.bind(part, w)(torch.ones(n, 8))
+        with pytest.raises(
+            fsdp.SpecError, match=r"'0' \(Block\) met inputs of another kind, and torch's limit of 2 com"
+        ):
+            fsdp.bind(part, w)(torch.ones(3, 8))
+        part = T.compile_units(parts, "*", backend="aot_eager", fullgraph=False)[0]
+        for n in (1, 2):
+            fsdp.bind(part, w)(torch.ones(n, 8))
+        with pytest.warns(
+            RuntimeWarning, match=r"'0' \(Block\) runs eagerly: torch.compile is turned off, or its limit"
+        ):
+            fsdp.bind(part, w)(torch.ones(3, 8))
+        counter = counting()
+        part = T.compile_units(parts, "*", backend=counter, dynamic=True)[0]
+        for n in range(2, 8):
+            fsdp.bind(part, w)(torch.ones(n, 8))
+        assert counter.frame_count <= 2
+
+
+def test_under_torch_func() -> None:
+    (w,), parts = blocks()
+    counter = counting()
+    part = T.compile_units(parts, "*", backend=counter)[0]
+    with pytest.warns(RuntimeWarning, match=r"'0' \(Block\) runs eagerly under a torch.func transform, in which"):
+        found = torch.func.grad(lambda w: fsdp.bind(part, w)(X).sum())(w)
+    assert apart(found, torch.func.grad(lambda w: fsdp.bind(parts[0], w)(X).sum())(w)) == 0
+    stage = T.compile_units(lambda w: w["linear.weight"].sum(), backend=counter)
+    with pytest.warns(RuntimeWarning, match=r"the function test_under_torch_func.<locals>.<lambda> runs eagerly under"):
+        torch.func.grad(stage)(w)
+    assert counter.frame_count == 0
+
+
+def test_within_a_compiled_function() -> None:
+    (w,), parts = blocks()
+    part = T.compile_units(parts, "*", backend="aot_eager")[0]
+    outer = counting()
+    compiled = torch.compile(lambda w, x: fsdp.bind(part, w)(x), backend=outer, fullgraph=True)
+    torch.testing.assert_close(compiled(w, X), fsdp.bind(parts[0], w)(X))
+    assert outer.frame_count == 1
+
+
+def test_arguments() -> None:
+    _, parts = blocks()
+    with pytest.raises(fsdp.SpecError, match=r"compile_units: the pattern 'layers.\*' matches no module of ModuleList"):
+        T.compile_units(parts, "layers.*")
+    with pytest.raises(
+        fsdp.SpecError, match=r"compile_units: 'layers' is a ModuleList, which nobody calls. Name .* 'layers.\*'"
+    ):
+        T.compile_units(Drops(0.0), "layers")
+    with pytest.raises(fsdp.SpecError, match=r"compile_units: 'a' are paths in a model, and this is a function"):
+        T.compile_units(torch.sin, "a")  # type: ignore[call-overload]
+    with pytest.raises(fsdp.SpecError, match=r"no option 'backends' here; there are backend, dynamic, fullgraph, mode"):
+        T.forward_backward(parts, own_loss, compile={"backends": "inductor"})
+    with pytest.raises(fsdp.SpecError, match=r"compile='inductor': expected True, or options of torch.compile"):
+        T.apply(parts, compile="inductor")  # type: ignore[call-overload]
+
+
+def around_units() -> str:
+    state, model = start(Drops(0.0, 0.0))
+    forward_backward = T.forward_backward(T.compile_units(model, backend="aot_eager"), lambda model, x: model(x))
+    try:
+        forward_backward(state, torch.ones(2, 5))
+    except fsdp.SpecError as error:
+        return str(error)
+    return ""
+
+
+def test_no_graph_over_several_units() -> None:
+    (said,) = launch(around_units, nprocs=1)
+    assert said.startswith(
+        "compile: the module Drops is compiled and holds 3 parts that are gathered on their own: 'first', 'layers.0', "
+        "'layers.1'. Compile those: T.compile_units(model, 'first'), or compile=True."
+    )
+
+
+def wrong_units() -> str:
+    state, model = start(Drops(0.0, 0.0))
+    forward_backward = T.forward_backward(model, lambda model, x: model(x), compile={"backend": "aot_eager"})
+    with torch._dynamo.config.patch(recompile_limit=1):
+        try:
+            for n in (2, 3):
+                state, _ = forward_backward(state, torch.ones(n, 5), last_microbatch=False)
+        except fsdp.SpecError as error:
+            return str(error)
+    return ""
+
+
+def test_the_error_names_the_unit() -> None:
+    (said,) = launch(wrong_units, nprocs=1)
+    assert "the module 'first' (Linear) met inputs of another kind" in said

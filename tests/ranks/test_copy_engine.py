@@ -1,0 +1,380 @@
+"""The copy_engine transport: gathers and reductions by reading other ranks' memory; here in shared memory.
+
+What other tests say of steps, schedules and restarts holds as well: this file has what is its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from hypothesis import given
+from hypothesis import strategies as st
+from support.copies import COPIES, abandoned, copied, gradients, on_two_axes, ones, other_weights
+from support.presets import PRESETS
+from support.problems import (
+    LOOPS,
+    Stack,
+    batch,
+    loss_fn,
+    mesh_and_placement,
+    net,
+    reference,
+    sharded,
+    through_the_stack,
+)
+from support.tables import product
+
+import functional_fsdp as fsdp
+from functional_fsdp import Precision, Schedule, Spec, SpecError, launch
+from functional_fsdp import transforms as T
+from functional_fsdp._common.record import Collective
+from functional_fsdp._distributed.peer_memory import PeerMemory
+from functional_fsdp._storage.place import without
+from functional_fsdp._transports.copy_engine import Reading, RemoteRead
+
+
+def of_copies(preset: str, loop: str, dtype: torch.dtype, **spec: Any) -> Any:
+    return sharded(preset, loop, 3, 2, dtype, **COPIES, **spec)
+
+
+@pytest.mark.parametrize(("preset", "loop", "dtype"), product(PRESETS, LOOPS, (torch.float64, torch.float32)))
+def test_steps_are_the_plain_modules(preset: str, loop: str, dtype: torch.dtype) -> None:
+    """float64 leaves are added up by the backend, float32 ones here."""
+    tolerance = 1e-12 if dtype is torch.float64 else 1e-5
+    expected = list(reference(4, 3, 2, dtype))
+    for seen in launch(of_copies, (preset, loop, dtype), nprocs=4):
+        for (_, mine, _), (_, grads, _) in zip(seen, expected, strict=True):
+            for path, grad in grads.items():
+                torch.testing.assert_close(mine[path], grad, rtol=tolerance, atol=tolerance)
+
+
+# ---------------------------------------------------------------- what travels
+
+
+def counted(
+    preset: str, precision: Precision | None = None, prefetch: int = 1
+) -> tuple[dict[str, int], dict[str, int], int, int]:
+    """Collectives of the second step, by kind: in the forward and backward, in `step`; how many units there are, and
+    how many gathers."""
+    counts: Counter[str] = Counter()
+    mesh, placement = mesh_and_placement(preset)
+    params, _ = fsdp.functionalize(Stack(32, 4))
+    spec = Spec(mesh, placement, precision=precision, schedule=Schedule(prefetch=prefetch), transport="copy_engine")
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+    lanes: Any = state._executor.run.lanes
+    real = lanes.collective
+
+    def counting(hop: Collective, out: torch.Tensor, *args: Any) -> Any:
+        if hop.kind == "barrier" or out.numel() > 64:
+            counts[hop.kind] += 1
+        return real(hop, out, *args)
+
+    lanes.collective = counting
+    try:
+        for _ in range(2):
+            counts.clear()
+            state, _ = through_the_stack(state, ones(state))
+            passes = dict(counts)
+            counts.clear()
+            state = fsdp.step(state)
+        return passes, dict(counts), len(state.units), len(state.cursor.plan.gathers)
+    finally:
+        del lanes.collective
+
+
+@pytest.mark.parametrize(
+    ("preset", "passes", "after"),
+    [
+        ("zero3", {"barrier": 2}, {}),  # for each unit: around its reduction
+        ("zero2", {"barrier": 2}, {"all_gather": 1}),
+        ("ddp", {"barrier": 2, "all_gather": 1}, {}),  # the sum stays whole
+        ("hsdp", {"barrier": 2, "all_reduce": 1}, {}),  # the outer axis by collectives
+    ],
+)
+def test_gathers_are_no_collectives(preset: str, passes: dict[str, int], after: dict[str, int]) -> None:
+    for found, later, units, gathers in launch(counted, (preset,), nprocs=4):
+        expected = Counter({kind: n * units for kind, n in (Counter(passes) + Counter(after)).items()})
+        if preset not in ("zero2", "ddp"):
+            assert gathers > units
+            expected["barrier"] += gathers + 1  # one in each, and one when a pass begins
+        assert Counter(found) + Counter(later) == expected
+        assert ("all_gather" in found) == ("all_gather" in passes)
+
+
+def test_sums_may_be_the_backends() -> None:
+    for found, _, units, gathers in launch(counted, ("zero3", Precision(sum="native")), nprocs=2):
+        assert found == {"barrier": gathers + 1, "reduce_scatter": units}
+
+
+def test_layers_may_be_read_along_different_axes() -> None:
+    both = zip(
+        launch(on_two_axes, ("collective",), nprocs=4), launch(on_two_axes, ("copy_engine",), nprocs=4), strict=True
+    )
+    for (expected, nothing), (found, read) in both:
+        assert (nothing, read) == ([], ["a", "b"])
+        torch.testing.assert_close(found, expected)
+
+
+def test_bytes_that_are_filled_again_at_once_take_a_barrier_more() -> None:
+    for found, _, units, gathers in launch(counted, ("zero3", None, 0), nprocs=2):
+        assert found.keys() == {"barrier"}
+        assert gathers + 1 < found["barrier"] - 2 * units <= 2 * gathers
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.sampled_from("ab")), max_size=12))
+def test_nothing_is_filled_that_others_may_be_reading(gathers: list[tuple[int, int, str]]) -> None:
+    """Two ranks: both come to the same barriers, and until one a slow peer reads the own slice of what was gathered."""
+    reading = [Reading("ab") for _ in range(2)]
+    slow: list[dict[str, set[int]]] = [{axis: set(range(60)) for axis in "ab"} for _ in range(2)]
+    for begin, half, axis in gathers:
+        span, taken = range(begin, begin + 2 * half), []
+        for rank in range(2):
+            own = span[rank * half : (rank + 1) * half]
+            before, between = reading[rank].filled([span], [RemoteRead(axis, span, own, [])])
+            taken.append(([one.axis for one in before], [one.axis for one in between]))
+            for barrier in before:
+                slow[rank][barrier.axis] = set()
+            assert not any(read.intersection(span) for read in slow[rank].values())
+            slow[rank][axis] = set(own)
+            assert reading[rank].last["ab".replace(axis, "")] is None or own in reading[rank].spans
+        assert taken[0] == taken[1]
+        assert taken[0][1] == [axis]
+
+
+class Uneven(nn.Module):
+    """Layers of these widths."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, 32, bias=False) for width in widths)
+
+
+def gone_through(widths: tuple[int, ...], prefetch: int, evaluations: int, microbatches: int, two: bool) -> list[str]:
+    """Weights that were not what they should be, in two steps with evaluations before them; peers read slowly."""
+    params, _ = fsdp.functionalize(Uneven(widths))
+    generator = torch.Generator().manual_seed(0)
+    params = {path: torch.randn(p.shape, generator=generator) for path, p in params.items()}
+    mesh = fsdp.local_mesh(a=2, b=2) if two else fsdp.local_mesh()
+    rules = {"layers.[02]*": fsdp.zero3("a"), "*": fsdp.zero3("b")} if two else None
+    spec = Spec(mesh, rules, schedule=Schedule(prefetch=prefetch, debug=True), transport="copy_engine")
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.0))
+    slow, wrong, real = random.Random(dist.get_rank()), [], RemoteRead.read
+
+    def read(self: RemoteRead) -> None:
+        time.sleep(0.01 * (slow.random() < 0.3))
+        real(self)
+
+    RemoteRead.read = read  # type: ignore[method-assign]
+    try:
+        for _ in range(2):
+            forward = [(unit, False) for unit in state.units]
+            backward = [(unit, True) for unit in reversed(state.units)]
+            for unit, trains in forward * evaluations + (forward + backward) * microbatches:
+                state, w = fsdp.unshard(state, unit)
+                wrong += [unit for key, weight in w.items() if not torch.equal(weight, params[f"{unit}.{key}"])]
+                if trains:
+                    state = fsdp.reduce(state, {key: torch.ones_like(weight) for key, weight in w.items()}, unit)
+                state = fsdp.release(state, unit)
+            state = fsdp.step(state)
+    finally:
+        RemoteRead.read = real  # type: ignore[method-assign]
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("widths", "prefetch", "evaluations", "microbatches", "two"),
+    [
+        ((16, 64, 256), 1, 1, 1, False), ((64, 16, 64, 8), 0, 0, 1, False), ((16, 64, 32, 32, 256), 1, 2, 1, False),
+        ((16, 64, 32, 256), 2, 2, 2, False), ((64, 16, 32, 48, 80), 1, 0, 1, True),
+    ],
+)  # fmt: skip
+def test_units_of_many_sizes(
+    widths: tuple[int, ...], prefetch: int, evaluations: int, microbatches: int, two: bool
+) -> None:
+    """Places overlap in part, differently for each rank's slice."""
+    assert launch(gone_through, (widths, prefetch, evaluations, microbatches, two), nprocs=4) == [[]] * 4
+
+
+@given(st.integers(0, 20), st.integers(1, 20), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)), max_size=5))
+def test_what_is_left_of_a_span(begin: int, size: int, holes: list[tuple[int, int]]) -> None:
+    spans = [range(a, a + n) for a, n in holes]
+    left = without(range(begin, begin + size), spans)
+    assert sorted(i for s in left for i in s) == sorted(set(range(begin, begin + size)).difference(*spans))
+
+
+def test_sums_are_exact_and_the_same_bits_every_time() -> None:
+    exact, copies = launch(gradients, ("collective", 1), nprocs=4), launch(gradients, ("copy_engine", 10), nprocs=4)
+    for (expected,), seen in zip(exact, copies, strict=True):
+        for found in seen:
+            for name, local in expected.items():
+                assert local.dtype == torch.float32
+                assert torch.equal(found[name], local)
+
+
+# ---------------------------------------------------------------- what is gathered is what the state has
+
+
+def test_a_gather_reads_the_weights_that_the_state_has() -> None:
+    for seen in launch(other_weights, nprocs=2):
+        assert seen == pytest.approx([seen[0]] * len(seen), rel=1e-5)
+
+
+def test_ranks_that_parted_meet_again() -> None:
+    for met, same, resting in launch(abandoned, nprocs=2):
+        assert met >= 4
+        assert same
+        assert resting
+
+
+def stopped_in_slabs(after: int) -> tuple[int, bool]:
+    """In a driven model's first step rank 1 is stopped after so many memories: the others may have them all."""
+    module = net(torch.float32)
+    params, model = fsdp.functionalize(module)
+    kinds: list[dict[str, Any]] = [COPIES, {}]
+    states = [fsdp.shard(params, Spec(fsdp.local_mesh(), **s), fsdp.sgd(0.1)) for s in kinds]
+    step = T.forward_backward(model, loss_fn)
+    data, met, left = batch(0, dist.get_rank()), 0, [after]
+    peer_memory: Any = PeerMemory.__init__
+
+    def stopped(self: Any, *args: Any) -> None:
+        peer_memory(self, *args)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+
+    copies: Any = states[0]._executor.carrier
+    copies.stages.clear()
+    copies.whole, states[0]._executor.shares = None, None  # all are to be made
+    if dist.get_rank() == 1:
+        PeerMemory.__init__ = stopped  # type: ignore[method-assign, assignment]
+    done = []
+    try:
+        for state in states:
+            while True:
+                try:
+                    done.append(fsdp.step(step(state, data)[0]))
+                    break
+                except (KeyboardInterrupt, fsdp.RestartError):
+                    met += 1
+    finally:
+        PeerMemory.__init__ = peer_memory  # type: ignore[method-assign]
+    mine, theirs = (fsdp.full_params(state) for state in done)
+    return met, all(torch.allclose(mine[path], theirs[path], atol=1e-6) for path in mine)
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_rank_that_was_stopped_where_slabs_are_made_has_them_made_with_all_others(after: int) -> None:
+    assert launch(stopped_in_slabs, (after,), nprocs=2, timeout=20) == [(1, True)] * 2
+
+
+def test_copies_and_checkpoints_go_on_alike(tmp_path: Path) -> None:
+    for seen in launch(copied, (str(tmp_path / "saved"),), nprocs=2):
+        assert seen[0] == seen[1] == seen[2]
+
+
+class Three(nn.Module):
+    """Layers of three parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = {"u": 64, "v": 2048, "w": 512}
+        self.layers = nn.ModuleList(
+            nn.ParameterDict({name: nn.Parameter(torch.randn(n)) for name, n in shapes.items()}) for _ in range(5)
+        )
+
+
+def began_anew(turned: bool) -> int:
+    """Rank 3 comes to one gather, and then begins anew, while the others wait in the second; buckets of a unit have one
+    hop by reading, and two by collectives, in the same order of axes or turned."""
+    params, _ = fsdp.functionalize(Three())
+    if not turned:  # of another dtype: a bucket of its own
+        params = {path: p.double() if path.endswith("v") else p for path, p in params.items()}
+    rules = {"*.w": fsdp.zero3("a"), "*.u": fsdp.zero3("a", "b"), "*.v": fsdp.zero3(*("ba" if turned else "ab"))}
+    schedule = Schedule(prefetch=0)
+    state = fsdp.shard(
+        params, Spec(fsdp.local_mesh(a=2, b=2), rules, schedule=schedule, transport="copy_engine"), fsdp.sgd(lr=0.1)
+    )
+
+    def forward(units: int) -> None:
+        middle = state
+        for unit in state.units[:units]:
+            middle, _ = fsdp.unshard(middle, unit)
+            middle = fsdp.release(middle, unit)
+
+    met = 0
+    if dist.get_rank() == 3:
+        forward(1)
+        time.sleep(1)
+        met += 1
+    while True:
+        try:
+            forward(5)
+            return met
+        except fsdp.RestartError:
+            met += 1
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_rank_that_begins_anew_takes_barriers_and_collectives_in_the_order_of_the_others(turned: bool) -> None:
+    assert launch(began_anew, (turned,), nprocs=4) == [1] * 4
+
+
+# ---------------------------------------------------------------- what a machine may lack
+
+
+def on_hosts(preset: str, hosts: str) -> str:
+    """What `shard` says where ranks believe that they are on these hosts."""
+    real = socket.gethostname
+    socket.gethostname = lambda: hosts.split()[dist.get_rank()]
+    try:
+        mesh, placement = mesh_and_placement(preset)
+        fsdp.shard({"w": torch.ones(4)}, Spec(mesh, placement, **COPIES), fsdp.sgd(lr=0.1))
+    except SpecError as error:
+        return str(error)
+    finally:
+        socket.gethostname = real
+    return ""
+
+
+def test_ranks_on_several_hosts_are_an_error_that_names_them() -> None:
+    for text in launch(on_hosts, ("zero3", "host0 host1"), nprocs=2):
+        assert "along 'data' they are on host0, host1" in text
+        assert "transport='collective'" in text
+
+
+def test_only_axes_that_are_read_must_be_on_one_host_and_all_ranks_hear_of_it() -> None:
+    assert launch(on_hosts, ("hsdp", "a a b b"), nprocs=4) == [""] * 4  # the outer axis goes by collectives
+    for text in launch(on_hosts, ("hsdp", "a a a b"), nprocs=4):
+        assert "along 'shard' they are on a, b" in text
+
+
+def looked_at_a_copy() -> str:
+    params, _ = fsdp.functionalize(Stack(32, 3))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), **COPIES), fsdp.sgd(lr=0.1))
+    twin = copy.deepcopy(state)
+    return repr(twin.cursor) if dist.get_rank() == 0 else ""
+
+
+def test_one_rank_may_look_at_a_copy() -> None:
+    assert "layers.0" in launch(looked_at_a_copy, nprocs=2)[0]
+
+
+def test_nothing_stays_in_shared_memory() -> None:
+    before = set(Path("/dev/shm").glob("functional_fsdp-*"))
+    launch(gradients, ("copy_engine", 1), nprocs=2)
+    assert set(Path("/dev/shm").glob("functional_fsdp-*")) == before
+
+
+def test_one_rank_needs_nobody() -> None:
+    (seen,) = launch(gradients, ("copy_engine", 1), nprocs=1)
+    assert all(buffer.isfinite().all() for buffer in seen[0].values())

@@ -1,0 +1,649 @@
+"""What of `T.cuda_graph` and of the transports needs no GPU."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from support.choices import choices
+from support.driven import raised
+from support.presets import PRESETS, ranks_of
+from support.problems import LOOPS, Stack, mesh_and_placement, reference, sharded, through_the_stack
+from support.traced import BLOCKS, trained
+from torch._inductor.exc import InductorError
+
+import functional_fsdp as fsdp
+from functional_fsdp import Schedule, ScheduleError, Spec, SpecError, StaleStateError, TreeError, launch
+from functional_fsdp import transforms as T
+from functional_fsdp._launch.launch import stop_workers
+from functional_fsdp._runtime.runtime import runtime_of
+from functional_fsdp._state.capture import Capture
+from functional_fsdp._transports import auto, symmetric
+from functional_fsdp.extend import Ranks
+from functional_fsdp.transforms._cuda_graph.capturing import GraphBuffers
+from functional_fsdp.transforms._cuda_graph.capturing import _explain as explain
+from functional_fsdp.transforms._cuda_graph.cuda_graph import signature
+from functional_fsdp.transforms._cuda_graph.memsets import Kernel, Memset, words
+
+
+def made(**spec: Any) -> fsdp.State:
+    torch.manual_seed(0)
+    params, _ = fsdp.functionalize(Stack(16, 3))
+    return fsdp.shard(params, Spec(fsdp.local_mesh(), **spec), fsdp.adamw(lr=1e-2))
+
+
+def data(step: int = 0) -> torch.Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+
+
+def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+    state, loss = through_the_stack(state, x)
+    return fsdp.step(state), loss
+
+
+# ---------------------------------------------------------------- without GPUs
+
+
+def test_what_fails_to_compile_while_it_is_captured_is_told_from_what_waits() -> None:
+    refused = "operation not permitted when stream is capturing"
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError(refused)
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    for error in (caught.value, InductorError(RuntimeError(refused), None)):
+        with pytest.raises(ScheduleError, match=rf"a part is compiled.*torch says: RuntimeError: {refused}"):
+            explain(error)
+    with pytest.raises(ScheduleError, match=rf"the host waits for the device.*torch says: {refused}"):
+        explain(RuntimeError(refused))
+    explain(RuntimeError("attention with backend='flash' takes no mask"))  # nothing to do with it: left as it is
+
+
+def test_without_a_gpu_it_says_so_or_passes_through() -> None:
+    state = made()
+    with pytest.raises(ScheduleError, match=r"on the cpu, and CUDA graphs need a GPU.*pass_through=True"):
+        T.cuda_graph(train_step)(state, data())
+    state, loss = T.cuda_graph(train_step, pass_through=True)(state, data())
+    assert state.steps == 1
+    assert loss > 0
+
+
+@pytest.mark.parametrize("loop", ["whole", pytest.param("by_unit", marks=pytest.mark.large)])
+def test_one_train_step_every_way(loop: str) -> None:
+    """On lanes, compiled, and through cuda_graph, which is `tests/gpu`'s to capture."""
+    ways = ["lanes", "graph", *["T.aot_eager"] * (loop == "by_unit")]  # the other is in `test_traced`
+    for way in ways:
+        for rank, (seen, _) in enumerate(launch(trained, ("zero3", loop, way), kwargs={"depth": BLOCKS}, nprocs=2)):
+            for (loss, weights), (expected, _, after) in zip(seen, reference(2, 3, 2, depth=BLOCKS), strict=True):
+                assert rank > 0 or loss == pytest.approx(expected, abs=1e-9)
+                for path, weight in after.items():
+                    torch.testing.assert_close(weights[path], weight, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("bad", [{"warmup": 0}, {"graphs": 0}, {"warmup": 1.5}, {"graphs": True}])
+def test_numbers_below_one_are_refused(bad: Any) -> None:
+    with pytest.raises(SpecError, match=r"cuda_graph\(.*\): expected a number of at least 1"):
+        T.cuda_graph(train_step, **bad)
+
+
+def test_a_call_without_a_state_is_refused() -> None:
+    graphed: Any = T.cuda_graph(train_step)
+    with pytest.raises(TypeError, match="the first argument is a State, not Tensor"):
+        graphed(data(), made())
+
+
+def test_a_signature_is_shapes_dtypes_and_what_is_no_tensor() -> None:
+    state = made()
+
+    def of(*args: Any) -> Any:
+        return signature(state, *pytree.tree_flatten(args, is_leaf=lambda x: isinstance(x, fsdp.State)))
+
+    x = data()
+    assert of(x, 1) == of(x + 1, 1)
+    assert len({of(x), of(x.double()), of(x[:2]), of(x, 1), of(x, 1.0), of(x, True), of([x]), of({"x": x})}) == 8
+    assert of(x, frozenset({1, 2})) == of(x, frozenset({2, 1}))
+    with pytest.raises(TreeError, match="one state, its first argument"):
+        of(state)
+    with pytest.raises(TreeError, match=r"the batch has a ndarray.*Pass it as a tensor"):
+        of(np.zeros(3))
+    assert len({of(0.1), of(0.1 + 1e-18), of(0.1 + 1e-16), of(0.0), of(-0.0), of(math.nan), of(math.nan)}) == 5
+
+
+def test_a_signature_is_of_one_optimizer_and_spec() -> None:
+    def of(spec: Spec, optimizer: Any) -> Any:
+        params, _ = fsdp.functionalize(Stack(16, 3))
+        return signature(fsdp.shard(params, spec, optimizer), [], None)
+
+    mesh = fsdp.local_mesh()
+    assert of(Spec(mesh), fsdp.adamw(lr=0.1)) == of(Spec(mesh), fsdp.adamw(lr=0.1))
+    assert of(Spec(mesh), fsdp.adamw(lr=0.1)) != of(Spec(mesh), fsdp.adamw(lr=0.2))
+    assert of(Spec(mesh), fsdp.adamw(lr=0.1)) != of(Spec(mesh, average="sum"), fsdp.adamw(lr=0.1))
+
+
+# ---------------------------------------------------------------- the lineage's side
+
+
+def replayed() -> dict[str, Any]:
+    """Capture a step (which runs here), and take it again without its verbs: whatever `launch` does."""
+    state = made()
+    found: dict[str, Any] = {}
+    state, _ = train_step(state, data())
+    run = state.version.lineage.runtime
+    before = {name: log.count for name, log in run.issued.items()}
+    capture = Capture(state)
+    with capture.recording():
+        new, loss = train_step(state, data(1))
+        new, _ = fsdp.pmean(new, loss)
+    found["logged"] = {name: log.count - before[name] for name, log in run.issued.items()}
+    found["jobs"] = {name: len(jobs) for name, jobs in capture.jobs.items() if name != "control"}
+    capture.first(lambda: None)
+    launched = []
+    newer = capture.again(new, lambda: launched.append(1))
+    found["steps"] = newer.steps, launched, newer.between_steps
+    try:
+        capture.again(new, lambda: launched.append(2))
+    except StaleStateError as error:
+        found["stale"] = str(error)
+    middle, _ = fsdp.unshard(newer, "layers.0")
+    try:
+        capture.again(middle, lambda: launched.append(3))
+    except StaleStateError as error:
+        found["middle"] = str(error)
+    return found
+
+
+def test_a_replay_is_a_transaction_and_is_logged() -> None:
+    for found in launch(replayed, nprocs=2):
+        assert {name: n for name, n in found["logged"].items() if name != "control"} == dict.fromkeys(
+            ("gather", "reduce", "side"), 0
+        )
+        assert found["jobs"] == {"gather": 5, "reduce": 3, "side": 1}
+        assert found["steps"] == (3, [1], True)
+        assert "consumed by step() number 3" in found["stale"]
+        assert "in the middle of a step" in found["middle"]
+
+
+def parted() -> tuple[str, list[int], bool]:
+    """Ranks replay different steps: one of them with a metric."""
+    state, twin = made(), made()
+    captures = []
+    for with_metric in (False, True):
+        capture = Capture(state)
+        with capture.recording():
+            if with_metric:
+                state, _ = fsdp.pmean(state, 1.0)
+            state, _ = train_step(state, data(1))
+        capture.first(lambda: None)
+        captures.append(capture)
+        twin, _ = train_step(twin, data(1))
+    said, launched = "", list[int]()
+    try:
+        captures[dist.get_rank()].again(state, lambda: launched.append(1))
+    except ScheduleError as error:
+        said = str(error)
+    state, _ = train_step(state, data(2))  # what was not launched is not taken
+    twin, _ = train_step(twin, data(2))
+    mine, theirs = fsdp.full_params(state), fsdp.full_params(twin)
+    return said, launched, all(torch.equal(mine[path], theirs[path]) for path in mine)
+
+
+def test_ranks_that_replay_different_steps_hear_of_it_before_anything_is_launched() -> None:
+    for said, launched, same in launch(parted, nprocs=2):
+        assert "ranks issued different collectives" in said
+        assert not launched
+        assert same
+
+
+def kept(state: fsdp.State, twin: fsdp.State) -> bool:
+    mine, theirs = fsdp.full_params(state), fsdp.full_params(twin)
+    return all(torch.equal(mine[path], theirs[path]) for path in mine)
+
+
+def captured_step(state: fsdp.State, step: int) -> tuple[fsdp.State, Capture]:
+    capture = Capture(state)
+    with capture.recording():
+        state, _ = train_step(state, data(step))
+    capture.first(lambda: None)
+    return state, capture
+
+
+def interrupted() -> tuple[str, int, int]:
+    """One rank is interrupted while it waits in the vote for a replay; both take it in the end."""
+    state, capture = captured_step(made(), 1)
+    launched: list[int] = []
+    said = ""
+    for _ in range(2):
+        try:
+            if dist.get_rank() == 0 and not said:
+                run, real = capture.run, capture.run.compare
+
+                def stopped(vote: Any) -> None:
+                    raise KeyboardInterrupt
+
+                run.compare = stopped  # type: ignore[method-assign, assignment]
+                try:
+                    capture.again(state, lambda: launched.append(1))
+                finally:
+                    run.compare = real  # type: ignore[method-assign]
+            state = capture.again(state, lambda: launched.append(1))
+            break
+        except (KeyboardInterrupt, fsdp.RestartError) as error:
+            said = type(error).__name__
+    return said, len(launched), state.steps
+
+
+def test_a_rank_that_is_interrupted_in_the_vote_takes_the_step_with_the_others() -> None:
+    assert launch(interrupted, nprocs=2) == [("KeyboardInterrupt", 1, 2), ("RestartError", 1, 2)]
+
+
+def votes() -> list[tuple[int, int]]:
+    """What a step that clips and averages votes with: eagerly, captured and replayed."""
+
+    def clipped(state: fsdp.State) -> fsdp.State:
+        state, weights = fsdp.unshard(state)
+        state = fsdp.reduce(state, {path: torch.ones_like(w) for path, w in weights.items()})
+        state, norm = T.clip_by_global_norm(state, 1.0)
+        return fsdp.pmean(fsdp.step(state), norm)[0]
+
+    state, seen = made(), []
+    run = state.version.lineage.runtime
+    real = run.vote
+
+    def vote(digest: int, *given: int) -> Any:
+        seen.append((digest, run.digest))
+        return real(digest, *given)
+
+    run.vote = vote  # type: ignore[method-assign, assignment]
+    try:
+        state = clipped(clipped(state))
+        capture = Capture(state)
+        with capture.recording():
+            state = clipped(state)
+        capture.first(lambda: None)
+        for _ in range(2):
+            state = capture.again(state, lambda: None)
+        assert state.steps == 5
+    finally:
+        run.vote = real  # type: ignore[method-assign]
+    return seen
+
+
+def test_a_replay_votes_as_the_eager_step_does() -> None:
+    for first, *others in launch(votes, nprocs=2):
+        assert others[0] != first  # metrics after a step are of the next vote
+        assert others == [others[0]] * 4
+
+
+def half_launched() -> str:
+    state, capture = captured_step(made(), 1)
+
+    def fails() -> None:
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        capture.again(state, fails)
+    return raised(lambda: train_step(state, data(2)))
+
+
+def test_a_launch_that_fails_after_the_vote_breaks_the_state() -> None:
+    for said in launch(half_launched, nprocs=2):
+        assert said.startswith("StaleStateError: ")
+        assert "step() number 2 was stopped on this rank after ranks had agreed" in said
+
+
+def late_failures(alike: bool) -> tuple[str, bool]:
+    """What fails after the vote, while it is captured, on every rank or on one."""
+    state, twin = made(), made()
+    state, _ = train_step(state, data())
+    twin, _ = train_step(twin, data())
+    capture = Capture(state)
+    fails = alike or dist.get_rank() == 0
+    said = ""
+    try:
+        with capture.recording():
+            new, _ = train_step(state, data(1))
+            if fails:
+                raise ValueError("a host sync, say")
+        capture.first(lambda: None)
+    except ValueError:
+        capture.abandon()
+        new = state
+    if not alike:  # the step was taken by the other one, which hears of it in its next vote
+        try:
+            if fails:
+                train_step(new, data(2))
+            capture.run.compare(capture.run.vote(0))
+        except (ScheduleError, StaleStateError) as error:
+            said = type(error).__name__
+        return said, True
+    for buffer, other in zip(state.main.values(), twin.main.values(), strict=True):
+        buffer.local.copy_(other.local)  # here the captured step did run
+    for mine, theirs in zip(pytree.tree_leaves(state.opt), pytree.tree_leaves(twin.opt), strict=True):
+        mine.copy_(theirs)
+    state.count.copy_(twin.count)
+    state, _ = train_step(state, data(3))
+    twin, _ = train_step(twin, data(3))
+    return said, kept(state, twin) and state.steps == 2
+
+
+def test_what_no_rank_could_capture_was_not_taken() -> None:
+    assert launch(late_failures, (True,), nprocs=2) == [("", True)] * 2
+
+
+def test_a_rank_that_alone_could_not_capture_what_all_had_voted_for_says_so() -> None:
+    assert launch(late_failures, (False,), nprocs=2) == [("StaleStateError", True), ("ScheduleError", True)]
+    stop_workers()  # these two have parted for good
+
+
+def one_captures() -> bool:
+    """One rank captures a step that the other takes eagerly."""
+    state, twin = made(), made()
+    for step in range(3):
+        if (dist.get_rank() + step) % 2:
+            state, _ = captured_step(state, step)
+        else:
+            state, _ = train_step(state, data(step))
+        twin, _ = train_step(twin, data(step))
+    counts = {name: log.count for name, log in state.version.lineage.runtime.issued.items()}
+    return kept(state, twin) and len(set(map(str, state.version.lineage.runtime.everyone(counts, "counts")))) == 1
+
+
+def test_one_rank_may_capture_what_another_does_eagerly() -> None:
+    assert launch(one_captures, nprocs=2) == [True, True]
+
+
+def restarted() -> tuple[str, bool]:
+    """One rank waits in the vote of a step that it captures; the other began the step and abandons it."""
+    state, twin = made(), made()
+    said = ""
+    for _ in range(2):
+        try:
+            if dist.get_rank() == 1 and not said:
+                time.sleep(0.3)
+                raise ValueError("bad data")
+            capture = Capture(state)
+            with capture.recording():
+                if dist.get_rank() == 0 and not said:
+                    state.version.lineage.advance(state, "a verb")
+                    capture.run.compare(capture.run.vote(0))
+                state, _ = train_step(state, data())
+            capture.first(lambda: None)
+            break
+        except (ValueError, fsdp.RestartError, ScheduleError) as error:
+            said = type(error).__name__
+            if dist.get_rank() == 1:
+                lineage = state.version.lineage
+                lineage.runtime.restart(lineage.number)
+    twin, _ = train_step(twin, data())
+    return said, kept(state, twin)
+
+
+def test_a_restart_that_is_heard_while_capturing_drains_what_was_issued() -> None:
+    (first, same), (second, equal) = launch(restarted, nprocs=2)
+    assert (first, second) == ("RestartError", "ValueError")
+    assert same
+    assert equal
+
+
+def test_a_use_outside_the_plan_cannot_be_captured() -> None:
+    state = made()
+    capture = Capture(state)
+    with (
+        pytest.raises(ScheduleError, match=r"unshard\('layers.1'\) is not what the schedule expects.*captured step"),
+        capture.recording(),
+    ):
+        fsdp.unshard(state, "layers.1", outside=True)
+    run = state.version.lineage.runtime
+    assert not run.capturing
+    assert run.logs is run.issued
+    state, _ = train_step(state, data())
+    assert state.steps == 1
+
+
+def test_more_microbatches_than_before_cannot_be_captured() -> None:
+    from functional_fsdp.transforms._seed import _standing_in
+
+    run = made().version.lineage.runtime
+    run.capturing = True
+    try:
+        with pytest.raises(ScheduleError, match=r"microbatch 7 .*had fewer"), _standing_in(Ranks(run), 7, 0):
+            pass
+    finally:
+        run.capturing = False
+
+
+# ---------------------------------------------------------------- where the state stays
+
+
+def test_a_home_takes_values_from_elsewhere_and_keeps_its_tensors() -> None:
+    state = made()
+    home = GraphBuffers(state)
+    home.enter(state)
+    assert home.state(state).main is state.main
+    other, _ = train_step(made(), data())
+    home.check(other)
+    home.enter(other)
+    entered = home.state(other)
+    name = next(iter(state.main))
+    assert entered.main[name].local is state.main[name].local
+    assert torch.equal(entered.main[name].local, other.main[name].local)
+    assert entered.version is other.version
+    with pytest.raises(StaleStateError, match="put another state in this one's memory"):
+        fsdp.unshard(state)
+
+
+def test_a_home_refuses_what_does_not_fit() -> None:
+    state = made()
+    home = GraphBuffers(state)
+    with pytest.raises(TreeError, match="the state that came in has another structure"):
+        home.check(state._evolve(extras={"ema": torch.ones(3)}))
+    state = state._evolve(extras={"ema": torch.ones(3), "n": 1})
+    home = GraphBuffers(state)
+    with pytest.raises(TreeError, match=r"'extras.ema' .*is torch.float32 \(4,\); expected torch.float32 \(3,\)"):
+        home.check(state._evolve(extras={"ema": torch.ones(4), "n": 1}))
+    with pytest.raises(TreeError, match=r"'extras.n' of the state at the end of the step is 2; expected 1"):
+        home.keep(state._evolve(extras={"ema": torch.ones(3), "n": 2}))
+    local = next(iter(state.main.values())).local
+    local.data = local.data.clone()
+    with pytest.raises(ScheduleError, match=r"'main\..*local' of the state was moved in memory"):
+        home.check(state)
+
+
+def test_a_history_that_moves_along_is_read_before_it_is_written() -> None:
+    old, older = torch.ones(3), torch.zeros(3)
+    state = made()._evolve(extras={"now": old, "before": older})
+    home = GraphBuffers(state)
+    home.keep(state._evolve(extras={"now": torch.full((3,), 2.0), "before": old}))
+    assert torch.equal(state.extras["now"], torch.full((3,), 2.0))
+    assert torch.equal(state.extras["before"], torch.ones(3))
+
+
+def test_what_is_a_tensor_stays_one() -> None:
+    state = made()._evolve(extras={"a": torch.ones(()), "b": 2.0, "c": np.ones(3)})
+    home = GraphBuffers(state)
+    for extras, text in (
+        ({"a": 1.0, "b": 2.0, "c": np.ones(3)}, r"'extras.a' .* is 1.0; expected torch.float32 \(\)"),
+        ({"a": torch.ones(()), "b": torch.ones(3), "c": np.ones(3)}, r"'extras.b' .*expected 2.0"),
+        ({"a": torch.ones(()), "b": 2.0, "c": np.ones(3)}, r"'extras.c' .* is array"),
+    ):
+        with pytest.raises(TreeError, match=text):
+            home.check(state._evolve(extras=extras))
+    kept = torch.ones((), requires_grad=True)
+    home.keep(state._evolve(extras={"a": kept * 2, "b": 2.0, "c": state.extras["c"]}))
+    assert state.extras["a"] == 2
+    assert not state.extras["a"].requires_grad
+
+
+def test_what_a_step_makes_anew_goes_home() -> None:
+    state = made()._evolve(extras={"ema": torch.ones(3)})
+    home = GraphBuffers(state)
+    home.keep(state._evolve(extras={"ema": torch.full((3,), 2.0)}))
+    assert torch.equal(state.extras["ema"], torch.full((3,), 2.0))
+
+
+# ---------------------------------------------------------------- transports
+
+
+@contextmanager
+def pretended() -> Iterator[list[int]]:
+    """Plain memory in the place of NCCL's."""
+    real, asked = symmetric.registered, list[int]()
+    forget_windows()
+
+    def registered(run: Any, nbytes: int, groups: Any) -> torch.Tensor:
+        asked.append(nbytes)
+        return torch.empty(max(nbytes, 1), dtype=torch.uint8)
+
+    symmetric.registered = registered
+    try:
+        yield asked
+    finally:
+        symmetric.registered = real
+        forget_windows()
+
+
+def forget_windows() -> None:
+    """Of lineages before: they are no memory of NCCL's."""
+    gc.collect()
+    runtime_of(fsdp.local_mesh()).spare.clear()
+
+
+def in_windows(preset: str, loop: str, average: str) -> tuple[list[Any], list[int]]:
+    runtime_of(mesh_and_placement(preset)[0]).spare.clear()
+    with pretended() as asked:
+        return sharded(preset, loop, 3, 2, transport="symmetric", average=average), asked
+
+
+@pytest.mark.parametrize("loop", list(LOOPS))
+@pytest.mark.parametrize("preset", PRESETS)
+def test_steps_in_windows_are_the_plain_modules(preset: str, loop: str) -> None:
+    ranks = ranks_of(preset)
+    for average in ("mean", "sum") if loop == "whole" else ("mean",):
+        for seen, asked in launch(in_windows, (preset, loop, average), nprocs=ranks):
+            assert len(asked) == 2  # one arena, one staging, for good
+            for (_, mine, _), (_, grads, _) in zip(seen, reference(ranks, 3, 2, average=average), strict=True):
+                for path, grad in grads.items():
+                    torch.testing.assert_close(mine[path], grad, rtol=1e-12, atol=1e-12)
+
+
+def windows_of(state: fsdp.State) -> symmetric.NcclWindows:
+    shared = state._executor.carrier
+    assert isinstance(shared, symmetric.NcclWindows)
+    return shared
+
+
+def handed_on() -> list[Any]:
+    """NcclWindows of lineages that are gone, which the next ones take; and of plans that grew."""
+    with pretended() as asked:
+        states = [made(transport="symmetric")]
+        run = runtime_of(fsdp.local_mesh())
+        asked_for = [len(asked)]
+        places = [window.data_ptr() for _, window in windows_of(states[0]).made.values()]
+        states.append(made(transport="symmetric"))
+        asked_for.append(len(asked))
+        states.pop(0)
+        gc.collect()
+        states.append(made(transport="symmetric"))
+        asked_for.append(len(asked))
+        again = [window.data_ptr() for _, window in windows_of(states[-1]).made.values()]
+        larger = windows_of(states[-1]).arena(1 << 20).numel()
+        asked_for.append(len(asked))
+        twin, _ = train_step(copy.deepcopy(states[-1]), data())  # it finds the small one
+        asked_for.append(len(asked))
+        return [asked_for, places == again, larger, twin.steps, sum(map(len, run.spare.values()))]
+
+
+def test_windows_are_handed_on_and_never_freed() -> None:
+    for found in launch(handed_on, nprocs=2):
+        assert found == [[2, 4, 4, 5, 6], True, 1 << 20, 1, 0]
+
+
+def lacking() -> str:
+    forget_windows()
+    return raised(lambda: made(transport="symmetric"))
+
+
+def test_symmetric_says_what_is_missing() -> None:
+    for said in launch(lacking, nprocs=2):
+        assert said.startswith("SpecError: ")
+        assert "it needs GPUs, and this mesh is on the cpu" in said
+        assert "transport='collective'" in said
+
+
+def open_choice() -> tuple[set[str], list[str], int]:
+    """What states of small and of large models get, and what is said."""
+    with choices() as said:
+        runtime_of(fsdp.local_mesh()).chosen.clear()
+        states = [made(transport="auto"), made(transport="auto")]
+        auto.LARGE = 1000
+        states += [made(transport="auto"), made(transport="auto")]
+    state, _ = train_step(states[0], data())
+    return {state.spec.transport.name for state in states}, said, state.steps
+
+
+def test_auto_takes_what_there_is_and_says_so_once() -> None:
+    for taken, said, steps in launch(open_choice, nprocs=2):
+        assert taken == {"collective"}
+        assert said == [
+            "Spec(transport='auto'): collective (there is little to gather)",
+            "Spec(transport='auto'): collective (there are no GPUs)",
+        ]
+        assert steps == 1
+
+
+def test_plans_without_ranks_take_auto_for_collective() -> None:
+    params, _ = fsdp.functionalize(Stack(16, 3))
+    layouts = [fsdp.make_layout(params, Spec({"data": 8}, transport=t)) for t in ("auto", "collective")]
+    assert layouts[0].hash == layouts[1].hash
+
+
+def test_small_memsets_of_whole_words_are_words() -> None:
+    found = [words(Memset(dst, 0, value, size, width, height)) for dst, value, size, width, height in (
+        (512, 0, 1, 4, 1), (512, 0xAB, 1, 8, 1), (512, 0x1234, 2, 2, 1), (512, 0x12345678, 4, 3, 1),
+        (512, 0xFFAB, 1, 4, 1), (514, 0, 1, 4, 1), (512, 0, 1, 3, 1), (512, 0, 4, 1, 2), (512, 0, 4, 1 << 20, 1),
+        (512, 0, 1, 0, 1))]  # fmt: skip
+    assert found == [
+        (0, 1), (0xABABABAB, 2), (0x12341234, 1), (0x12345678, 3), (0xABABABAB, 1), None, None, None, None, None
+    ]  # fmt: skip
+
+
+def test_parameters_are_laid_out_as_the_driver_reads_them() -> None:
+    """CUDA_MEMSET_NODE_PARAMS and CUDA_KERNEL_NODE_PARAMS_v2 of cuda.h."""
+    offsets = [Memset.dst, Memset.pitch, Memset.value, Memset.size, Memset.width, Memset.height]
+    assert [one.offset for one in offsets] == [0, 8, 16, 20, 24, 32]
+    offsets = [Kernel.function, Kernel.grid, Kernel.block, Kernel.shared, Kernel.parameters, Kernel.context]
+    assert [one.offset for one in offsets] == [0, 8, 20, 32, 40, 64]
+    assert [ctypes.sizeof(one) for one in (Memset, Kernel)] == [40, 72]
+
+
+def test_zero_cta_is_symmetrics() -> None:
+    one = Spec({"data": 2}, transport=fsdp.symmetric(zero_cta=True))
+    assert "symmetric(zero_cta=True)" in repr(one)
+    assert one.transport.traits == ("zero_cta", False)
+    assert one.with_schedule(Schedule(prefetch=2)).transport == fsdp.symmetric(zero_cta=True) != fsdp.symmetric()
+    assert hash(one.transport) == hash(fsdp.symmetric(zero_cta=True))
+    assert Spec({"data": 2}, transport="symmetric").transport == fsdp.symmetric()
+    with pytest.raises(SpecError, match=r"symmetric\(zero_cta='yes'\): expected True or False"):
+        fsdp.symmetric(zero_cta="yes")  # type: ignore[arg-type]
+
+
+def hybrid() -> str:
+    mesh, placement = mesh_and_placement("hsdp")
+    spec = Spec(mesh, placement, transport="auto")
+    return fsdp.shard({"w": torch.ones(64)}, spec, fsdp.sgd(lr=0.1)).spec.transport.name
+
+
+def test_auto_on_two_axes() -> None:
+    assert launch(hybrid, nprocs=4) == ["collective"] * 4

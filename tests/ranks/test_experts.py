@@ -1,0 +1,114 @@
+"""Experts sharded over one axis of the mesh, the rest over both: gradients, norms and checkpoints, on 2 × 2 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import moe
+import pytest
+import torch
+import torch.distributed as dist
+from support.driven import raised
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+
+Tree = dict[str, torch.Tensor]
+
+
+def windows(rank: int) -> torch.Tensor:
+    return torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(rank))
+
+
+def trained(steps: int, clip: bool, folder: str) -> tuple[Tree, list[float], Tree]:
+    """Weights on this rank after some steps, norms, and weights after reading a checkpoint of them."""
+    mesh = fsdp.local_mesh(expert=2, data=2)
+    state, model = moe.sharded(mesh, fsdp.sgd(lr=0.5))
+    forward_backward = T.forward_backward(model, moe.loss_fn)
+    norms = []
+    for step in range(steps):
+        state, _ = forward_backward(state, windows(10 * step + dist.get_rank()))
+        state, norm = T.clip_by_global_norm(state, 0.1 if clip else 1e9)
+        state = fsdp.step(state)
+        norms.append(norm.item())
+    fsdp.save(state, folder)
+    fresh, _ = moe.sharded(mesh, fsdp.sgd(lr=0.5))
+    return fsdp.full_params(state), norms, fsdp.full_params(fsdp.load(folder, like=fresh))
+
+
+def reference(steps: int, clip: bool) -> tuple[Tree, list[float]]:
+    """One process with all experts, the mean loss of four ranks."""
+    moe.GROUP = None
+    model = moe.Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.stack([moe.loss_fn(model, windows(10 * step + rank)) for rank in range(4)]).mean().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1 if clip else 1e9).item())
+        optimizer.step()
+    return dict(model.named_parameters()), norms
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_every_leaf_has_the_gradient_of_the_mean_over_all_ranks(clip: bool, tmp_path: Path) -> None:
+    weights, norms = reference(3, clip)
+    for rank, (got, found, loaded) in enumerate(launch(trained, (3, clip, str(tmp_path / "saved")), nprocs=4)):
+        assert found == pytest.approx(norms, abs=1e-5)
+        for key, weight in got.items():
+            want = weights[key][2 * (rank // 2) : 2 * (rank // 2) + 2] if "experts" in key else weights[key]
+            assert (weight - want).abs().max() < 1e-5
+            assert torch.equal(loaded[key], weight)
+
+
+def different() -> tuple[str, bool]:
+    mesh = fsdp.local_mesh(expert=2, data=2)
+    rules = {"experts": fsdp.zero3("data"), "*": fsdp.zero3("expert", "data")}
+    mine = torch.full((4,), float(mesh.get_local_rank("expert")))
+    good = fsdp.shard({"experts": mine, "rest": torch.ones(4)}, fsdp.Spec(mesh, rules))
+    same = torch.equal(fsdp.full_params(good)["experts"], mine)
+    return raised(lambda: fsdp.shard({"experts": torch.ones(4), "rest": mine}, fsdp.Spec(mesh, rules))), same
+
+
+def test_only_experts_may_differ() -> None:
+    for said, same in launch(different, nprocs=4):
+        assert same
+        assert "ranks have different values. The first leaf that differs: rank 0 has rest checksum" in said
+        assert "rank 2 has rest checksum" in said
+
+
+def test_the_example_learns() -> None:
+    for losses in launch(moe.main, (12,), nprocs=4):
+        assert losses[-1] < losses[0] - 0.5
+
+
+# ---------------------------------------------------------------- means over tokens
+
+
+def weighted(average: Any) -> tuple[Tree, float]:
+    """A mean over all tokens, of which ranks have different numbers."""
+    mesh = fsdp.local_mesh()
+    g = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(3 + 2 * dist.get_rank(), 5, generator=g, dtype=torch.float64)
+    params, model = fsdp.functionalize(torch.nn.Linear(5, 1, dtype=torch.float64))
+    params = {key: torch.ones_like(p) for key, p in params.items()}
+    state = fsdp.shard(params, fsdp.Spec(mesh, average=average), fsdp.sgd(lr=1.0))
+    state, _ = T.forward_backward(model, lambda model, x: model(x).square().sum())(state, x)
+    state, n = fsdp.psum(state, torch.tensor(len(x)))
+    state = fsdp.step(T.divide(state, n))
+    return fsdp.full_params(state), float(n)
+
+
+def test_a_mean_over_tokens() -> None:
+    model = torch.nn.Linear(5, 1, dtype=torch.float64)
+    for p in model.parameters():
+        p.data.fill_(1.0)
+    data = [torch.randn(3 + 2 * r, 5, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in (0, 1)]
+    model(torch.cat(data)).square().mean().backward()
+    for weights, n in launch(weighted, ("sum",), nprocs=2):
+        assert n == 8.0
+        for key, p in model.named_parameters():
+            assert p.grad is not None
+            assert (weights[key] - (p.detach() - p.grad)).abs().max() < 1e-12

@@ -1,0 +1,40 @@
+"""FlatBuffer.redistribute on 1-D and 2-D meshes: every transition of the table, in place, into `out`, mean and sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.redistributed import ONE, TWO, bucket_on, moves, value
+
+import functional_fsdp as fsdp
+from functional_fsdp import FlatBuffer, Partial, Replicated, Sharded, launch
+
+
+@pytest.mark.parametrize("average", ["mean", "sum"])
+@pytest.mark.parametrize(("axes", "ranks"), [(ONE, 1), (ONE, 2), (ONE, 4), (TWO, 2), (TWO, 4)])
+def test_every_transition(axes: tuple[str, ...], ranks: int, average: str) -> None:
+    assert launch(moves, (axes, average), nprocs=ranks) == [[]] * ranks
+
+
+def gathers_in_place() -> bool:
+    bucket, spec = bucket_on(ONE)
+    whole = torch.full((bucket.numel,), torch.nan, dtype=torch.float64)
+    start, stop = bucket.span(ONE, {"data": dist.get_rank()})
+    own = whole[start:stop].copy_(value(dist.get_rank(), stop - start))
+    got = FlatBuffer(own, bucket, (("data", Sharded),), spec.mesh).redistribute({"data": Replicated}, whole)
+    expected = torch.cat([value(r, stop - start) for r in range(dist.get_world_size())])
+    return got.local is whole and torch.equal(whole, expected)
+
+
+def test_a_gather_is_in_place() -> None:
+    assert all(launch(gathers_in_place, nprocs=2))
+
+
+def test_a_wrong_out_says_both_shapes() -> None:
+    bucket, spec = bucket_on(ONE)
+    buffer = FlatBuffer(torch.zeros(bucket.numel), bucket, (("data", Partial),), spec.mesh)
+    with pytest.raises(fsdp.SpecError, match=rf"out has shape \(3,\) .* expected \({bucket.numel},\)"):
+        buffer.redistribute({"data": Replicated}, torch.zeros(3))
+    with pytest.raises(fsdp.SpecError, match="unknown axis 'tensor'"):
+        buffer.redistribute({"tensor": Replicated})

@@ -1,0 +1,203 @@
+"""Interrupts: wherever a SIGINT strikes, no step is half taken, no state is lost, and no interrupt either."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from support.strikes import WAYS, bits, disturbed, interruptible, training
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp._common import interrupts as _interrupts
+from functional_fsdp._common.record import Collective
+from functional_fsdp._runtime.runtime import runtime_of
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("ranks", "who"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=["alone", "one of two", "both"])
+def test_an_interrupt_at_any_bytecode_costs_nothing(ranks: int, who: list[int], way: str) -> None:
+    preset = "zero3" if ranks == 1 else "zero2"
+    assert launch(disturbed, (way, preset, 12, 3, who), nprocs=ranks) == [[]] * ranks
+
+
+class Optimizer:
+    """Gradient descent, in the middle of which there are as many SIGINTs as `struck` says, once."""
+
+    def __init__(self) -> None:
+        self.struck = 0
+
+    def init(self, main: Any) -> Any:
+        return ()
+
+    def update(self, grads: Any, opt: Any, main: Any, count: torch.Tensor) -> Any:
+        tensors = [t for t in pytree.tree_leaves(main) if isinstance(t, torch.Tensor)]
+        for i, (p, g) in enumerate(zip(tensors, pytree.tree_leaves(grads), strict=True)):
+            p.sub_(0.1 * g)
+            while i == len(tensors) // 2 and self.struck:
+                self.struck -= 1
+                signal.raise_signal(signal.SIGINT)
+        return main, opt
+
+
+def ready() -> tuple[fsdp.State, Optimizer, list[torch.Tensor]]:
+    """A state with gradients, its optimizer, and the bits after the step."""
+    found = []
+    for _ in range(2):
+        optimizer = Optimizer()
+        params = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5), "c": torch.ones(2)}
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), optimizer)
+        found.append((fsdp.reduce(state, params), optimizer))
+    return *found[0], bits(fsdp.step(found[1][0]))
+
+
+def in_the_optimizer() -> tuple[bool, bool, bool]:
+    """The new state is there, with the right bits, before the interrupt; whose handler is Python's again."""
+    with interruptible():
+        state, optimizer, wanted = ready()
+        optimizer.struck = 1
+        new = None
+        try:
+            new = fsdp.step(state)
+            time.sleep(5)
+        except KeyboardInterrupt:
+            pass
+        assert new is not None
+        same = all(map(torch.equal, bits(new), wanted))
+        return same, new.between_steps, signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_in_an_optimizer_comes_once_the_state_is_in_the_callers_hands() -> None:
+    assert launch(in_the_optimizer, nprocs=1) == [(True, True, True)]
+
+
+def at_the_next_verb() -> tuple[bool, int]:
+    """An interrupt comes through before the first verb that is given the new state has done anything."""
+    with interruptible():
+        state, optimizer, wanted = ready()
+        optimizer.struck = 1
+        params = {"a": torch.ones(3, 4), "b": torch.ones(5), "c": torch.ones(2)}
+        with pytest.raises(KeyboardInterrupt):
+            fsdp.reduce(fsdp.step(state), params)
+        new = fsdp.newest(state)
+        same = all(map(torch.equal, bits(new), wanted))
+        return same and new.between_steps, fsdp.step(fsdp.reduce(new, params)).steps
+
+
+def test_an_interrupt_that_waits_comes_at_the_next_verb() -> None:
+    assert launch(at_the_next_verb, nprocs=1) == [(True, 2)]
+
+
+def own_handlers() -> tuple[list[int], bool, int]:
+    """A handler of the program's own is called, once for each signal, and is there afterwards."""
+    calls: list[int] = []
+
+    def mine(number: int, frame: Any) -> None:
+        calls.append(number)
+
+    before = signal.signal(signal.SIGINT, mine)
+    try:
+        state, optimizer, _ = ready()
+        optimizer.struck = 1
+        state = fsdp.step(state)
+        deadline = time.monotonic() + 5
+        while not calls and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return calls, signal.getsignal(signal.SIGINT) is mine, state.steps
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_handler_of_the_programs_own_is_called_and_stays() -> None:
+    assert launch(own_handlers, nprocs=1) == [([signal.SIGINT], True, 1)]
+
+
+def twice() -> str:
+    """Who interrupts again after a second means it: an update that takes for ever can be stopped."""
+    with interruptible():
+        state, optimizer, _ = ready()
+        optimizer.struck = 2
+        patience, _interrupts.PATIENCE = _interrupts.PATIENCE, 0.0
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                fsdp.step(state)
+        finally:
+            _interrupts.PATIENCE = patience
+        with pytest.raises(fsdp.StaleStateError) as caught:
+            fsdp.newest(state)
+        return str(caught.value)
+
+
+def test_a_second_interrupt_comes_through() -> None:
+    assert "was stopped by KeyboardInterrupt while it was updating" in launch(twice, nprocs=1)[0]
+
+
+def lost() -> tuple[str, bool, bool]:
+    """An error of the caller's own between `step` and the assignment."""
+    state, _, wanted = ready()
+    with pytest.raises(fsdp.StaleStateError) as caught:
+        fsdp.newest(state)
+    fsdp.step(state)
+    again = fsdp.newest(state)
+    return str(caught.value), all(map(torch.equal, bits(again), wanted)), again.between_steps
+
+
+def test_newest_gives_what_the_last_step_returned() -> None:
+    ((text, same, resting),) = launch(lost, nprocs=1)
+    assert "no step of this state's lineage has been taken" in text
+    assert same
+    assert resting
+
+
+def nothing_in_threads() -> list[Any]:
+    """Steps in another thread leave the handlers alone: signals are the main thread's."""
+    from threading import Thread
+
+    with interruptible():
+        found: list[Any] = []
+
+        def work() -> None:
+            try:
+                state, numbered = training("whole", "zero3")
+                numbered(0)(state)
+                found.append(signal.getsignal(signal.SIGINT))
+            except Exception as error:
+                found.append(error)
+
+        thread = Thread(target=work)
+        thread.start()
+        thread.join()
+        return [one if isinstance(one, Exception) else one is signal.default_int_handler for one in found]
+
+
+def test_steps_in_other_threads_leave_handlers_alone() -> None:
+    assert launch(nothing_in_threads, nprocs=1) == [[True]]
+
+
+def between_two_hops() -> list[str]:
+    """Rank 1 is interrupted while it waits for the first of two hops of a sum, and begins anew; rank 0, which waits for
+    the second, lets the sum end."""
+    run: Any = runtime_of(fsdp.local_mesh())
+    hop = Collective("all_reduce", "data", 8, torch.float32, "sum", "side", "a test")
+    tensor, met = torch.ones(8), []
+    try:
+        job = run.lanes.submit("side", (hop,), run.collective(hop, tensor, tensor))
+        if dist.get_rank():
+            raise KeyboardInterrupt
+        run.lanes.wait(job)
+        met.append(str(float(tensor.sum())))
+        run.everyone("after it", "a test")
+    except (KeyboardInterrupt, fsdp.RestartError) as error:
+        met.append(type(error).__name__)
+        if dist.get_rank():
+            run.restart()
+    return met
+
+
+def test_a_rank_that_begins_anew_goes_on_with_what_others_wait_for() -> None:
+    assert launch(between_two_hops, nprocs=2, timeout=20.0) == [["16.0", "RestartError"], ["KeyboardInterrupt"]]

@@ -1,0 +1,109 @@
+"""Ranks whose gradients come at other times and in another order, and that leave units out: all come to the same
+collectives. Random programs, compared with arithmetic."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.presets import PRESETS, TWO_AXES
+
+import functional_fsdp as fsdp
+from functional_fsdp import Schedule, Spec, launch
+
+PLACEMENTS = PRESETS
+Program = dict[str, Any]
+
+
+def program(seed: int, ranks: int) -> Program:
+    """What each rank does in a step: which units it uses, and how late, in which order, their gradients come."""
+    draw = random.Random(seed)
+    n = draw.randint(2, 7)
+    names = [f"u{i}" for i in range(n)]
+    sizes = {name: draw.choice((0, 7, 300, 300, 1000)) for name in names}
+    if not any(sizes.values()):
+        sizes[names[0]] = 3
+    left_out = [{name for name in names if draw.random() < draw.choice((0, 0, 0.3))} for _ in range(ranks)]
+    for some in left_out:
+        if len(some) == n:
+            some.remove(draw.choice(names))
+    return {
+        "sizes": sizes,
+        "left out": left_out,
+        "late": [draw.choice((0, 0, 1, 2, 3, n)) for _ in range(ranks)],
+        "shuffled": [draw.random() < 0.3 for _ in range(ranks)],
+        "prefetch": draw.randint(0, 3),
+        "placement": draw.choice(PLACEMENTS),
+        "transport": draw.choice(("collective", "copy_engine")),
+        "sum": draw.choice(("auto", "fp32")),
+        "lasts": draw.choice(((True,), (True,), (False, True), (True, True), (False, False))),
+        "early release": draw.random() < 0.5,
+        "seed": seed,
+        "ranks": ranks,
+    }
+
+
+def trained(case: Program) -> float:
+    """The largest difference between two steps of this program, on these ranks, and arithmetic."""
+    two = case["placement"] in TWO_AXES
+    rows = case["ranks"] if case["seed"] % 3 == 0 else 1
+    mesh = fsdp.local_mesh(replica=rows, shard=-1) if two else fsdp.local_mesh()
+    rank, world = dist.get_rank(), case["ranks"]
+    placement = getattr(fsdp, case["placement"])(*(("replica", "shard") if two else ("data",)))
+    schedule = Schedule(prefetch=case["prefetch"], debug=True)
+    spec = Spec(
+        mesh, placement, schedule=schedule, precision=fsdp.Precision(sum=case["sum"]), average="sum",
+        units=list(case["sizes"]), transport=case["transport"],
+    )  # fmt: skip
+    params = {name: torch.zeros(size) for name, size in case["sizes"].items()}
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=1.0))
+    mine = [unit for unit in state.units if unit not in case["left out"][rank]]
+    draw = random.Random(case["seed"] * 100 + rank)
+    value = {name: float(i + 1) for i, name in enumerate(case["sizes"])}
+    worst = 0.0
+    expected = dict.fromkeys(params, 0.0)
+    for _ in range(2):
+        for last in case["lasts"]:
+            held: list[Any] = []
+
+            def give(state: fsdp.State, last: bool = last, held: list[Any] = held) -> fsdp.State:
+                unit, grads = held.pop(draw.randrange(len(held)) if case["shuffled"][rank] else 0)
+                return fsdp.reduce(state, grads, unit, last_microbatch=last)
+
+            for unit in mine:
+                state, _ = fsdp.unshard(state, unit)
+                state = fsdp.release(state, unit)
+            for unit in reversed(mine):
+                state, w = fsdp.unshard(state, unit)
+                for key, weight in w.items():
+                    worst = max([worst, *(weight - expected[unit]).abs().nan_to_num(nan=1e9).tolist()])
+                    held.append((unit, {key: torch.full_like(weight, value[unit] * (rank + 1))}))
+                if case["early release"]:
+                    state = fsdp.release(state, unit)
+                while len(held) > case["late"][rank]:
+                    state = give(state)
+                if not case["early release"]:
+                    state = fsdp.release(state, unit)
+            while held:
+                state = give(state)
+        state = fsdp.step(state)
+        for name in expected:
+            users = sum(r + 1 for r in range(world) if name not in case["left out"][r])
+            expected[name] -= len(case["lasts"]) * value[name] * users
+        for path, leaf in fsdp.full_params(state).items():
+            worst = max([worst, *(leaf - expected[path]).abs().nan_to_num(nan=1e9).tolist()])
+    return worst
+
+
+def several(cases: list[Program]) -> list[float]:
+    return [trained(case) for case in cases]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_come_at_other_times_on_each_rank(ranks: int) -> None:
+    cases = [program(seed, ranks) for seed in range(24)]
+    for found in launch(several, (cases,), nprocs=ranks, timeout=60):
+        assert found == [0.0] * len(cases)

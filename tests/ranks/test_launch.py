@@ -1,0 +1,694 @@
+"""`local_mesh` and `launch`: order, persistence, code from anywhere, and what failures look like."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.commands import ROOT, run_script
+
+import functional_fsdp as fsdp
+from functional_fsdp import LaunchError, launch, local_mesh
+from functional_fsdp._launch import launch as _launch
+from functional_fsdp._launch import pool as _pool
+from functional_fsdp._launch import transfer as _transfer
+from functional_fsdp._launch import worker as _worker
+
+
+def rank_and_sum() -> tuple[int, float]:
+    rank = local_mesh().get_rank()
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    return rank, total.item()
+
+
+# ---------------------------------------------------------------------------------------------------- results, workers
+
+
+def test_results_come_in_rank_order() -> None:
+    assert launch(rank_and_sum, nprocs=3) == [(0, 6.0), (1, 6.0), (2, 6.0)]
+
+
+def test_arguments_and_environment() -> None:
+    def work(a: int, *, b: str) -> tuple[int, str, dict[str, str]]:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", _worker.TIMEOUT)
+        return a, b, {name: os.environ[name] for name in names}
+
+    for rank, (a, b, env) in enumerate(launch(work, (1,), kwargs={"b": "x"}, nprocs=2, timeout=77)):
+        assert (a, b) == (1, "x")
+        assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
+        assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2"
+        assert (env["MASTER_ADDR"], float(env[_worker.TIMEOUT])) == ("127.0.0.1", 77)
+
+
+kept = 0
+
+
+def keep() -> int:
+    global kept
+    kept = os.getpid()
+    local_mesh()
+    return kept
+
+
+def look() -> tuple[int, bool]:
+    return kept, dist.is_initialized()
+
+
+def test_workers_and_their_state_are_kept_and_sizes_live_side_by_side() -> None:
+    two = launch(keep, nprocs=2)
+    three = launch(os.getpid, nprocs=3)
+    assert launch(look, nprocs=2) == [(pid, True) for pid in two]
+    assert not set(two) & set(three)
+
+
+def test_a_mesh_is_made_once() -> None:
+    def work() -> bool:
+        return local_mesh(a=2, b=-1) is local_mesh(a=2, b=1)
+
+    assert launch(work, nprocs=2) == [True, True]
+
+
+def test_workers_follow_the_callers_folder_and_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(os.getcwd, nprocs=2)
+    (tmp_path / "module_written_later.py").write_text("def answer():\n    return 42\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert launch(os.getcwd, nprocs=2) == [str(tmp_path)] * 2
+    from module_written_later import answer  # type: ignore[import-not-found]
+
+    assert launch(answer, nprocs=2) == [42, 42]
+
+
+@pytest.mark.large
+def test_threads_after_a_parallel_caller() -> None:
+    """A fork of a process that computed in parallel hangs in OpenMP, and one that ran a backward cannot run another."""
+    run_script("""
+        import torch
+        from functional_fsdp import launch
+
+        def work(threads):
+            torch.set_num_threads(threads)
+            x = torch.randn(700, 700, requires_grad=True)
+            (grad,) = torch.autograd.grad((x @ x).exp().relu().sum(), x)
+            return grad.shape
+
+        torch.set_num_threads(4)
+        work(4)
+        assert launch(torch.get_num_threads, nprocs=2) == [2, 2]
+        for threads in (1, 4):
+            assert launch(work, (threads,), nprocs=2) == [(700, 700)] * 2
+    """)
+
+
+def test_a_caller_that_compiled_leaves_its_ranks_able_to() -> None:
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    with config.patch(compile_threads=2):
+        assert AsyncCompile.pool().submit(int, "3").result() == 3
+        _launch.stop_workers()
+        try:
+            assert launch(lambda: AsyncCompile.pool().submit(int, "4").result(timeout=10), nprocs=2) == [4, 4]
+        finally:
+            _launch.stop_workers()
+
+
+def test_groups_of_the_caller_stay_with_the_caller() -> None:
+    run_script("""
+        import torch.distributed as dist
+        from functional_fsdp import launch, local_mesh
+
+        mesh = local_mesh()
+        assert launch(lambda: local_mesh().size(), nprocs=2) == [2, 2]
+        assert mesh.size() == local_mesh().size() == 1 and dist.get_world_size() == 1
+    """)
+
+
+# ------------------------------------------------------------------------------------------------------ code by value
+
+DEFINITIONS_AFTER_THE_WORKERS = """
+    import os
+    from functional_fsdp import launch, LaunchError
+
+    pids = launch(os.getpid, nprocs=2)  # the workers start here: all that follows is unknown to them
+
+    from dataclasses import dataclass
+    import torch
+    from torch import nn
+
+    @dataclass(frozen=True)
+    class Config:
+        width: int = 4
+
+    class Block(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.linear = nn.Linear(config.width, config.width)
+
+        def forward(self, x):
+            return helper(self.linear(x))
+
+    class Net(Block):
+        def forward(self, x):
+            return super().forward(x) * SCALE
+
+    def helper(x):
+        return x.relu()
+
+    SCALE = 2.0
+
+    def work(config):
+        return os.getpid(), config, type(Net(config)(torch.ones(1, config.width))).__name__
+
+    assert launch(work, (Config(3),), nprocs=2) == [(pid, Config(3), "Tensor") for pid in pids]
+
+    SCALE = 3.0  # globals are sent as they are now
+    assert launch(lambda: SCALE, nprocs=2) == [3.0, 3.0]
+
+    def forget():
+        global SCALE
+        SCALE = 4.0
+
+    launch(forget, nprocs=2)  # what it assigns is its own: the next call begins with the caller's
+    assert launch(lambda: SCALE, nprocs=2) == [3.0, 3.0] and SCALE == 3.0
+
+    (net, _) = launch(lambda: Net(Config()), nprocs=2)
+    assert type(net) is Net
+"""
+
+
+def test_definitions_in_main_after_the_workers_started(tmp_path: Path) -> None:
+    run_script(DEFINITIONS_AFTER_THE_WORKERS)
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(DEFINITIONS_AFTER_THE_WORKERS))
+    run_script("", str(script))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    cells = [
+        "import os, torch\nfrom functional_fsdp import launch, local_mesh\npids = launch(os.getpid, nprocs=2)",
+        "class Model(torch.nn.Linear):\n    def forward(self, x):\n        return super().forward(x)",
+        "def work():\n    print('hello from', local_mesh().get_rank())\n    return os.getpid(), Model(2, 2)\n"
+        "assert [(pid, type(m)) for pid, m in launch(work, nprocs=2)] == [(pid, Model) for pid in pids]",
+        "def broken():\n    raise ValueError('in a cell')\n"
+        "try:\n    launch(broken, nprocs=2)\nexcept RuntimeError as error:\n    print(error)",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(book, timeout=250).execute()
+    said, failed = ("".join(output.text for output in book.cells[i].outputs) for i in (2, 3))
+    assert sorted(said.splitlines()) == ["[rank 1] hello from 1", "hello from 0"]
+    assert "raise ValueError('in a cell')" in failed  # the source line, from a cell
+
+
+def test_a_class_of_the_callers_comes_home_as_itself() -> None:
+    class Point:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+        def double(self) -> int:
+            return 2 * self.x
+
+    class Color(enum.Enum):
+        RED = "r"
+
+    double = Point.double
+    for point, color, cls in launch(lambda: (Point(3), Color.RED, Point), nprocs=2):
+        assert type(point) is cls is Point
+        assert color is Color.RED
+        assert point.double() == 6
+    assert Point.double is double  # and is the caller's still
+
+
+def test_autograd_functions_by_value() -> None:
+    class Triple(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 3
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return g * 3
+
+    def work() -> float:
+        x = torch.ones((), requires_grad=True)
+        return torch.autograd.grad(Triple.apply(x), x)[0].item()
+
+    assert launch(work, nprocs=2) == [3.0, 3.0]
+
+
+def test_what_can_be_imported_goes_by_name() -> None:
+    for obj in (rank_and_sum, torch.nn.Linear, launch, functools.reduce, type(None), Path):
+        assert _transfer.loads(_transfer.dumps(obj)) is obj
+
+
+def test_only_globals_that_the_code_names_travel() -> None:
+    scope = {"lock": threading.Lock(), "__name__": "__main__"}
+    exec("def f(x):\n    return x.lock", scope)
+    assert _transfer.loads(_transfer.dumps(scope["f"]))(types.SimpleNamespace(lock=1)) == 1
+
+
+def test_what_cannot_be_sent() -> None:
+    lock = threading.Lock()
+    with pytest.raises(
+        TypeError, match=r"<lambda>\) cannot be sent to the workers: cannot pickle .*lock.* inside the function"
+    ):
+        launch(lambda: lock, nprocs=2)
+    with pytest.raises(LaunchError, match=r"what it returned cannot be sent back: cannot pickle"):
+        launch(threading.Lock, nprocs=2)
+
+
+# ------------------------------------------------------------------------------------------------------------- output
+
+
+def test_output_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        print("one", 1)
+        print("two", end="")
+        print("err", file=sys.stderr)
+
+    launch(work, nprocs=2)
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == ["[rank 1] one 1", "[rank 1] two", "one 1", "two"]
+    assert sorted(err.splitlines()) == ["[rank 1] err", "err"]
+
+
+# ----------------------------------------------------------------------------------------------------------- failures
+
+
+def test_every_failing_rank_is_shown_and_the_workers_live_on() -> None:
+    def deep(rank: int) -> None:
+        raise ValueError(f"boom {rank}")
+
+    def work() -> None:
+        rank = int(os.environ["RANK"])
+        time.sleep(0.2 * (1 - rank))
+        deep(rank)
+
+    pids = launch(os.getpid, nprocs=2)
+    with pytest.raises(LaunchError, match=r"launch\(.*work\): rank 1 of 2 failed: ValueError: boom 1\n") as caught:
+        launch(work, nprocs=2)
+    assert caught.value.rank == 1
+    assert list(caught.value.reports) == [1, 0]
+    for rank, report in caught.value.reports.items():
+        assert report.startswith("Traceback")
+        assert "in deep" in report
+        assert report.endswith(f"ValueError: boom {rank}")
+        assert report in str(caught.value)
+    assert launch(os.getpid, nprocs=2) == pids
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
+def test_leaving_is_a_failure_too(stop: type[BaseException]) -> None:
+    def work() -> None:
+        raise stop
+
+    with pytest.raises(LaunchError, match=stop.__name__):
+        launch(work, nprocs=2)
+
+
+def test_a_rank_that_fails_while_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pool, "GRACE", 0.5)
+    monkeypatch.setattr(_pool, "STOPPED", 0.5)
+
+    def work() -> None:
+        if local_mesh().get_rank() == 1:
+            raise ValueError("boom")
+        dist.barrier()
+
+    pids = launch(os.getpid, nprocs=2)
+    with pytest.raises(LaunchError, match=r"(?s)rank 1 of 2 failed.*still running: rank 0.*starts new ones"):
+        launch(work, nprocs=2)
+    assert not set(launch(os.getpid, nprocs=2)) & set(pids)
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: os._exit(3), "exited with code 3"),
+    ],
+)
+def test_a_rank_that_dies(end: Any, text: str) -> None:
+    def work() -> None:
+        if local_mesh().get_rank() == 1:
+            end()
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match=rf"rank 1 of 2 failed: the process {text}"):
+        launch(work, nprocs=2)
+    assert time.monotonic() - start < 5
+    assert launch(rank_and_sum, nprocs=2) == [(0, 3.0), (1, 3.0)]
+
+
+def test_a_worker_that_dies_between_calls_is_replaced() -> None:
+    pids = launch(os.getpid, nprocs=2)
+    os.kill(pids[0], signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    pool = _launch._kept[os.getpid(), 2]._pool
+    while pool is not None and pool.alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not set(launch(os.getpid, nprocs=2)) & set(pids)
+
+
+def strike(folder: Path, ranks: int) -> threading.Thread:
+    """Ctrl-C in the caller, once all ranks have left a file in the folder."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + 60
+        while len(os.listdir(folder)) < ranks and time.monotonic() < deadline:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+def asleep(folder: str) -> None:
+    Path(folder, os.environ["RANK"]).touch()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("midway", [False, True], ids=["", "midway"])
+def test_interrupting_the_caller_stops_the_call_and_keeps_the_workers(tmp_path: Path, midway: bool) -> None:
+    """Also where the caller has a step of its own under way, during which the handler of SIGINT is another."""
+    pids = launch(os.getpid, nprocs=2)
+    state = fsdp.shard({"a": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    if midway:
+        state, _ = fsdp.unshard(state)
+    handler = signal.getsignal(signal.SIGINT)
+    assert not midway or handler is not signal.default_int_handler
+    thread = strike(tmp_path, 2)
+    with pytest.raises(KeyboardInterrupt, match=r"launch\(asleep\): all 2 ranks have stopped"):
+        launch(asleep, (str(tmp_path),), nprocs=2)
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is handler
+    if midway:
+        fsdp.step(fsdp.reduce(state, {"a": torch.ones(3)}))
+    assert launch(os.getpid, nprocs=2) == pids
+    assert launch(rank_and_sum, nprocs=2) == [(0, 3.0), (1, 3.0)]
+
+
+def blocked(folder: str) -> None:
+    """Waits where no interrupt comes through."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Path(folder, os.environ["RANK"]).touch()
+    time.sleep(600)
+
+
+def test_ranks_that_cannot_be_stopped_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pool, "GRACE", 0.5)
+    monkeypatch.setattr(_pool, "STOPPED", 0.5)
+    pids = launch(os.getpid, nprocs=2)
+    thread = strike(tmp_path, 2)
+    with pytest.raises(KeyboardInterrupt, match=r"rank 0, 1 did not stop in time, so the workers are gone"):
+        launch(blocked, (str(tmp_path),), nprocs=2)
+    thread.join()
+    monkeypatch.undo()
+    deadline = time.monotonic() + 20
+    while any(running(str(pid)) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(running(str(pid)) for pid in pids)
+
+
+ENDS = {
+    "normal": "",
+    "exception": "raise SystemExit(3)",
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "SIGKILL in a call": "threading.Timer(1, os.kill, [os.getpid(), 9]).start(); f.launch(stuck, nprocs=2)",
+    "SIGKILL of a worker": "os.kill(pids[0], signal.SIGKILL)",
+}
+PROGRAM = """
+import os, signal, threading, torch, torch.distributed as dist, functional_fsdp as f
+
+def stuck():
+    state = f.shard({"w": torch.ones(300)}, f.Spec(f.local_mesh(), transport="copy_engine"))
+    if dist.get_rank():
+        signal.pause()
+    f.full_params(f.unshard(state, "w")[0])
+
+pids = f.launch(os.getpid, nprocs=2)
+f.launch(lambda: f.shard({"w": torch.ones(300)}, f.Spec(f.local_mesh())).units, nprocs=2)
+print(*pids, *f.launch(os.getpid, nprocs=3), flush=True)
+"""
+
+
+def running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_nothing_stays_behind_however_the_caller_ends(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    programs = {}
+    shared = set(os.listdir("/dev/shm"))
+    for end, how in ENDS.items():
+        folder = tmp_path / end.replace(" ", "_")
+        folder.mkdir()
+        programs[end] = folder, subprocess.Popen(
+            [sys.executable, "-c", PROGRAM + how],
+            env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+    for end, (folder, program) in programs.items():
+        pids = program.communicate(timeout=250)[0].split()
+        assert len(pids) == 5, end
+        deadline = time.monotonic() + 5
+        while any(map(running, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not list(filter(running, pids)), end
+        assert not os.listdir(folder), end
+    assert not [name for name in set(os.listdir("/dev/shm")) - shared if "functional" in name]
+
+
+# ---------------------------------------------------------------------------------------------------- threads, forks
+
+
+def test_calls_from_several_threads_take_turns() -> None:
+    def work(i: int, nproc: int) -> tuple[int, int, str]:
+        time.sleep(0.05)
+        if i == 2:
+            raise ValueError("one of them")
+        return i, int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
+
+    found: dict[int, Any] = {}
+
+    def call(i: int) -> None:
+        try:
+            found[i] = launch(work, (i, 2 + i % 2), nprocs=2 + i % 2)
+        except LaunchError as error:
+            found[i] = str(error)
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert "failed: ValueError: one of them" in found.pop(2)
+    for i, results in found.items():
+        assert results == [(i, rank, str(2 + i % 2)) for rank in range(2 + i % 2)]
+    assert len(found) == 5
+
+
+def test_a_worker_killed_under_one_thread_does_not_concern_another() -> None:
+    found: dict[str, Any] = {}
+
+    def die() -> None:
+        try:
+            launch(lambda: os.kill(os.getpid(), signal.SIGKILL), nprocs=2)
+        except LaunchError as error:
+            found["die"] = str(error)
+
+    launch(os.getpid, nprocs=2)
+    threads = [
+        threading.Thread(target=die),
+        threading.Thread(target=lambda: found.update(sum=launch(rank_and_sum, nprocs=2))),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert "was killed by SIGKILL" in found["die"]
+    assert found["sum"] == [(0, 3.0), (1, 3.0)]
+
+
+def test_a_call_inside_a_call_is_refused() -> None:
+    met: list[str] = []
+
+    def again(*_: Any) -> None:
+        with pytest.raises(RuntimeError, match=r"launch\(getpid\): this thread is inside launch\(sleep\)") as error:
+            launch(os.getpid, nprocs=2)
+        met.append(str(error.value))
+
+    launch(os.getpid, nprocs=2)
+    before = signal.signal(signal.SIGALRM, again)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        launch(time.sleep, (0.8,), nprocs=2)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(met) == 1
+    assert len(launch(os.getpid, nprocs=2)) == 2
+
+
+@pytest.mark.large
+def test_a_child_of_the_caller_has_workers_of_its_own() -> None:
+    """Forked while another thread is inside launch, and so holds its lock; the child's end is not the workers' end."""
+    printed = run_script("""
+        import os, sys, threading, time, warnings
+        from functional_fsdp import launch
+
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads
+        mine = launch(os.getpid, nprocs=2)
+        slow = lambda: (time.sleep(2), os.getpid())[1]
+        thread = threading.Thread(target=lambda: print(launch(slow, nprocs=2) == mine))
+        thread.start()
+        time.sleep(0.5)
+        if child := os.fork():
+            assert os.waitpid(child, 0)[1] == 0
+            thread.join()
+            assert launch(os.getpid, nprocs=2) == mine
+        else:
+            print(len(set(launch(os.getpid, nprocs=2)) - set(mine)), flush=True)
+            sys.exit()
+    """)
+    assert sorted(printed.split()) == ["2", "True"]
+
+
+# ------------------------------------------------------------------------------------------------------------- numpy
+
+WITHOUT_NUMPY = """
+    import sys
+    import warnings
+
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    import torch
+    import functional_fsdp as fsdp
+    from functional_fsdp import transforms as T
+
+    def train(folder):
+        mesh = fsdp.local_mesh()
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 1))
+        params, model = fsdp.functionalize(module)
+        state = fsdp.shard(params, fsdp.Spec(mesh), fsdp.adamw(lr=1e-2), buffers=fsdp.buffers(module))
+        forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
+        for step in range(2):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(mesh.get_rank()))
+            state, loss = forward_backward(state, x)
+            state, norm = T.clip_by_global_norm(state, 1.0)
+            state = fsdp.step(state)
+            state, loss = fsdp.pmean(state, loss)
+        fsdp.save(state, folder)
+        again = fsdp.full_params(fsdp.load(folder, like=state))
+        state, _ = fsdp.init(lambda: torch.nn.Linear(3, 3), fsdp.Spec(mesh, fsdp.ddp("data")), seed=0)
+        return fsdp.full_params(state)["weight"].shape, again, loss
+
+    (_, one, loss), (_, two, other) = fsdp.launch(train, (sys.argv[1],), nprocs=2)
+    assert loss == other and all(torch.equal(one[key], two[key]) for key in one)
+    assert "numpy" not in sys.modules
+    print(len(one))
+"""
+
+
+@pytest.mark.large
+def test_without_numpy(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('not here')")
+    assert run_script(WITHOUT_NUMPY, "-", str(tmp_path / "saved"), path=tmp_path) == "6\n"
+
+
+def test_a_rank_does_not_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RuntimeError, match=r"launch: this process already is rank 1 of 4. Call the function itself"):
+        launch(rank_and_sum, nprocs=2)
+
+
+def test_nprocs_must_be_positive() -> None:
+    with pytest.raises(ValueError, match=r"launch: nprocs is 0; expected the number of ranks, at least 1"):
+        launch(rank_and_sum, nprocs=0)
+
+
+def test_the_number_of_ranks_is_no_argument() -> None:
+    with pytest.raises(TypeError, match=r"args is 2; expected a tuple, .* The number of ranks is nprocs="):
+        launch(rank_and_sum, args=2)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------------------- local_mesh
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        ({"a": 3}, r"local_mesh\(a=3\): the sizes multiply to 3, the world has 4 rank\(s\). Make it exactly that"),
+        ({"a": 3, "b": -1}, r"local_mesh\(a=3, b=-1\): the sizes multiply to 3, the world has 4 .* a divisor"),
+        ({"a": -1, "b": -1}, r"a and b are all -1"),
+        ({"a": 0}, r"a=0 is no size"),
+        ({"a": 2.0, "b": 2}, r"a=2.0 is no size"),
+    ],
+)
+def test_sizes_that_do_not_fit(axes: dict[str, int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        _launch._sizes(axes, 4)
+
+
+def test_axes_outermost_first() -> None:
+    def work() -> tuple[Any, list[int], int, int]:
+        mesh = local_mesh(replica=2, shard=-1)
+        return mesh.mesh_dim_names, mesh.mesh.flatten().tolist(), mesh["replica"].get_local_rank(), mesh["shard"].size()
+
+    names = ("replica", "shard")
+    assert launch(work, nprocs=4) == [(names, [0, 1, 2, 3], rank // 2, 2) for rank in range(4)]
+
+
+def test_a_world_of_one_needs_no_set_up() -> None:
+    printed = run_script("""
+        import os, torch, torch.distributed as dist
+        from functional_fsdp import local_mesh
+
+        before = dict(os.environ)
+        mesh, deep = local_mesh(), local_mesh(replica=1, shard=-1)
+        dist.all_reduce(torch.ones(1), group=deep["shard"].get_group())
+        assert before == dict(os.environ)
+        print(mesh.mesh_dim_names, mesh.size(), mesh.device_type)
+    """)
+    assert printed.split()[:2] == ["('data',)", "1"]
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "from functional_fsdp import local_mesh\n"
+        "mesh = local_mesh(replica=2, shard=-1)\n"
+        "total = torch.ones(1)\n"
+        "dist.all_reduce(total, group=mesh['replica'].get_group())\n"
+        "print(f'rank {mesh.get_rank()} total {total.item()}\\n', end='')\n"
+        "dist.destroy_process_group()\n"
+    )
+    printed = run_script("", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
+    assert sorted(printed.splitlines()) == ["rank 0 total 2.0", "rank 1 total 2.0"]

@@ -1,0 +1,495 @@
+"""Per-sample gradients, their norms, and clipped gradients with noise, against torch.func on the whole plain module."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from support.driven import Boom, raised
+from support.problems import Tree, batch, full_grads, largest, mesh_and_placement
+from support.staged import HEAD, loss_fn, plain, stages, start, weights
+from support.tables import marked
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+from functional_fsdp.transforms._per_sample import noise as _noise
+
+PRESETS = ("zero3", "zero2")
+BOUND = 11.0  # some samples are clipped, and some are not
+
+
+def samples(rank: int, step: int = 0) -> Any:
+    """Six of them."""
+    return tuple(torch.cat(parts) for parts in zip(*(batch(step, rank, micro) for micro in range(3)), strict=True))
+
+
+def per_sample(rank: int, step: int = 0, trained: Tree | None = None) -> tuple[Tree, torch.Tensor, torch.Tensor]:
+    """By torch.func, of the plain module: each sample's gradients, losses and norms."""
+    at = weights()[0] if trained is None else trained
+    grads, losses = torch.func.vmap(lambda *one: torch.func.grad_and_value(plain)(at, one))(*samples(rank, step))
+    norms = sum(g.reshape(len(g), -1).square().sum(1) for g in grads.values() if g.numel()).sqrt()
+    return grads, losses, norms
+
+
+def clipped_mean(ranks: int = 2, bound: float = BOUND, step: int = 0, trained: Tree | None = None) -> Tree:
+    found = []
+    for rank in range(ranks):
+        grads, _, norms = per_sample(rank, step, trained)
+        by = (bound / norms).clamp(max=1)
+        found.append({k: torch.einsum("b,b...->...", by, g) / len(by) for k, g in grads.items()})
+    return pytree.tree_map(lambda *g: sum(g) / ranks, *found)
+
+
+# ---------------------------------------------------------------- per_sample_vjp
+
+
+def test_per_sample_vjp_is_vjp_of_each_sample() -> None:
+    g = torch.Generator().manual_seed(0)
+    w: Any = {"a": torch.randn(3, 4, generator=g), "n": torch.tensor(2), "unused": torch.ones(2)}
+    h = {"x": torch.randn(5, 3, generator=g), "y": (torch.randn(5, generator=g),), "ids": torch.arange(5) % 3}
+    shared = torch.tensor(0.5)
+
+    def fn(w: Any, h: Any, scale: torch.Tensor, nothing: None) -> Any:
+        out = torch.tanh(h["x"] @ w["a"]) * h["y"][0] * scale
+        return {"out": out, "more": w["a"][h["ids"]].sin()}
+
+    out, pullback = T.per_sample_vjp(fn, w, h, shared, None)
+    dout = {name: torch.randn(t.shape, generator=g) for name, t in out.items()}
+    dw, dh, dshared, dnothing = pullback(w, dout)
+    assert dw["a"].shape == (5, 3, 4)
+    assert dw["n"] is None
+    assert dw["unused"].shape == (5, 2)
+    assert not dw["unused"].any()
+    assert dh["ids"] is dnothing is None
+    assert dshared.shape == (5,)
+    for i in range(5):
+        one, pull = T.vjp(fn, w, pytree.tree_map(lambda t: t[i], h), shared, None)  # noqa: B023
+        want, want_h, want_shared, _ = pull(w, {name: t[i] for name, t in dout.items()})
+        torch.testing.assert_close({name: t[i] for name, t in out.items()}, one)
+        torch.testing.assert_close(dw["a"][i], want["a"])
+        torch.testing.assert_close((dh["x"][i], dh["y"][0][i]), (want_h["x"], want_h["y"][0]))
+        torch.testing.assert_close(dshared[i], want_shared)
+
+
+def test_per_sample_vjp_takes_the_weights_that_its_pullback_is_given() -> None:
+    w, other, x = {"a": torch.tensor(3.0)}, {"a": torch.tensor(5.0)}, torch.tensor([1.0, 2.0])
+    _, pullback = T.per_sample_vjp(lambda w, x: w["a"] * w["a"] * x, w, x)
+    assert pullback(other, torch.ones(2))[0]["a"].tolist() == [10.0, 20.0]
+    assert pullback(w, torch.ones(2))[0]["a"].tolist() == [6.0, 12.0]  # as often as wanted
+
+
+def test_per_sample_vjp_under_a_transform() -> None:
+    x = torch.tensor([1.0, 2.0])
+
+    def norm(a: torch.Tensor) -> torch.Tensor:
+        _, pullback = T.per_sample_vjp(lambda w, x: (w["a"] * x).sin(), {"a": a}, x)
+        grad: torch.Tensor = pullback({"a": a}, torch.ones(2))[0]["a"]
+        return grad.square().sum()
+
+    a = torch.tensor(0.7)
+    want = torch.autograd.functional.jacobian(lambda a: (x * (a * x).cos()).square().sum(), a)
+    torch.testing.assert_close(torch.func.grad(norm)(a), want)
+
+
+def by_hand(preset: str) -> tuple[Tree, list[str]]:
+    """Unit by unit; and weights that were released."""
+    state, model = start(preset)
+    data = samples(dist.get_rank())
+    cut = stages(model)
+    h, pullbacks = None, {}
+    for key, fn in cut.items():
+        state, w = fsdp.unshard(state, key)
+        h, pullbacks[key] = T.per_sample_vjp(lambda w, h, data, fn=fn: fn(w, h, data), w, h, data)
+        state = fsdp.release(state, key)
+    assert h is not None
+    said = [raised(lambda: T.per_sample_vjp(cut["blocks.0"], w, h, data)), raised(lambda: pullbacks[HEAD](w, h))]
+    dh: Any = torch.ones_like(h)
+    found: dict[str, Any] = {}
+    for key in reversed(cut):
+        state, w = fsdp.unshard(state, key)
+        dw, dh, _ = pullbacks.pop(key)(w, dh)
+        for unit, grads in ({key: dw} if isinstance(key, str) else dw).items():
+            for name, g in grads.items():
+                path = unit if unit == "embed.weight" else f"{unit}.{name}"
+                found[path] = found.get(path, 0) + g
+        state = fsdp.release(state, key)
+    return found, said
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_per_sample_gradients_unit_by_unit(preset: str) -> None:
+    for rank, (found, said) in enumerate(launch(by_hand, (preset,), nprocs=2)):
+        grads, _, _ = per_sample(rank)
+        assert largest(found, grads) < 1e-12
+        if preset == "zero3":
+            assert all("were released. Gather them first: state, w = unshard(state, " in text for text in said)
+
+
+# ---------------------------------------------------------------- per_sample_norms
+
+
+def norms(preset: str, chunk: int | None) -> dict[str, Any]:
+    state, model = start(preset)
+    data, most = samples(dist.get_rank()), []
+
+    def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(w: Any, h: Any, sample: Any) -> Any:
+            most.append(len([u for u in state._executor.cursor.live if state._executor.plan.by_name[u].parts]))
+            return fn(w, h, sample)
+
+        return run
+
+    f = T.per_sample_norms({key: counted(fn) for key, fn in stages(model).items()}, chunk=chunk)
+    found: dict[str, Any] = {"most": most}
+    after, (found["losses"], found["norms"]) = f(state, data)
+    found["between steps"] = after is state and state.between_steps and state.cursor.idle
+    assert not found["losses"].requires_grad
+    # in the middle of a step: its gradients stay, and it goes on
+    forward_backward = T.forward_backward(model, loss_fn)
+    middle, _ = forward_backward(state, data, last_microbatch=False)
+    middle, again = f(middle, data)
+    found["again"] = torch.equal(again[0], found["losses"]) and torch.equal(again[1], found["norms"])
+    middle, _ = forward_backward(middle, data)
+    found["grads"] = full_grads(fsdp.finish_reductions(middle))
+    state = fsdp.step(middle)
+    state, (_, found["next"]) = f(state, data)
+    return found
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+@pytest.mark.parametrize("preset", [*PRESETS, "hsdp"])
+def test_norms_of_each_samples_gradient(preset: str, chunk: int | None) -> None:
+    both = [per_sample(rank)[0] for rank in range(2)]
+    grads = {k: both[0][k].mean(0) + both[1][k].mean(0) for k in both[0]}
+    trained = {k: p - 0.1 * grads[k] for k, p in weights()[0].items()}
+    for rank, found in enumerate(launch(norms, (preset, chunk), nprocs=2)):
+        _, losses, want = per_sample(rank)
+        torch.testing.assert_close(found["losses"], losses, rtol=1e-10, atol=0)
+        torch.testing.assert_close(found["norms"], want, rtol=1e-10, atol=0)
+        assert found["between steps"]
+        assert found["again"]
+        assert largest(found["grads"], grads) < 1e-12
+        torch.testing.assert_close(found["next"], per_sample(rank, 0, trained)[2], rtol=1e-10, atol=0)
+        assert max(found["most"]) == (0 if preset == "zero2" else 2)
+
+
+def frozen(preset: str) -> dict[str, Any]:
+    """A wholly frozen first unit, a frozen leaf in the second, a pytree between stages, and a number in the batch."""
+    g = torch.Generator().manual_seed(0)
+    params = {
+        "a": {"w": torch.nn.Parameter(torch.randn(3, 4, generator=g), requires_grad=False)},
+        "b": {"w": torch.nn.Parameter(torch.randn(4, 4, generator=g)),
+              "fixed": torch.nn.Parameter(torch.randn(4, generator=g), requires_grad=False)},
+        "c": {"w": torch.nn.Parameter(torch.randn(4, generator=g))},
+    }  # fmt: skip
+    mesh = fsdp.local_mesh()
+    state = fsdp.shard(params, fsdp.Spec(mesh, getattr(fsdp, preset)("data")), fsdp.sgd(lr=0.1))
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    ids = torch.arange(5) % 4
+    cut: dict[Any, Any] = {
+        "a": lambda w, h, s: (s["x"] @ w["w"], {"x": s["x"].sum()}),
+        "b": lambda w, h, s: (torch.tanh(h[0] @ w["w"] + w["fixed"]), h[1]),
+        "c": lambda w, h, s: (h[0] * w["w"] * h[1]["x"]).gather(0, s["id"][None])[0] + h[0].sum() * s["scale"],
+    }
+    data = {"x": x, "id": ids, "scale": 0.5}
+
+    def loss(p: Any, x: torch.Tensor, i: torch.Tensor) -> Any:
+        h = torch.tanh(x @ params["a"]["w"] @ p["b"] + params["b"]["fixed"])
+        return (h * p["c"] * x.sum()).gather(0, i[None])[0] + h.sum() * 0.5
+
+    p = {"b": params["b"]["w"].detach(), "c": params["c"]["w"].detach()}
+    grads, losses = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, 0, 0))(p, x, ids)
+    want = (grads["b"].flatten(1).square().sum(1) + grads["c"].square().sum(1)).sqrt()
+    state, (found_losses, found) = T.per_sample_norms(cut)(state, data)
+    middle, _ = T.clipped_gradients(cut, 0.5)(state, data)
+    by = (0.5 / want).clamp(max=1) / 5
+    local = {"b.w": torch.einsum("b,bij->ij", by, grads["b"]), "c.w": by @ grads["c"]}
+    return {"got": (found_losses, found), "want": (losses, want), "local": local,
+            "grads": full_grads(fsdp.finish_reductions(middle))}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_frozen_leaves_and_units_and_pytrees_between_stages(preset: str) -> None:
+    ranks = launch(frozen, (preset,), nprocs=2)
+    for found in ranks:
+        torch.testing.assert_close(found["got"], found["want"], rtol=1e-5, atol=1e-6)  # float32
+        assert (found["want"][1] > 0.5).any()
+        assert found["grads"].keys() == {"b.w", "c.w"}
+        for key, g in found["grads"].items():
+            want = (ranks[0]["local"][key] + ranks[1]["local"][key]) / 2
+            torch.testing.assert_close(g, want, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------- clipped_gradients
+
+
+def clipped(preset: str, average: Any, micro: int) -> tuple[torch.Tensor, list[Tree], int]:
+    state, model = start(preset, average=average)
+    most = [0]
+
+    def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            most[0] = max(
+                most[0], len([u for u in state._executor.cursor.live if state._executor.plan.by_name[u].parts])
+            )
+            return fn(*args)
+
+        return run
+
+    f: Any = T.clipped_gradients({key: counted(fn) for key, fn in stages(model).items()}, BOUND)
+    f = f if micro == 1 else T.accumulate(f, micro)
+    grads = []
+    for step in range(2):
+        middle, losses = f(state, samples(dist.get_rank(), step))
+        middle = fsdp.finish_reductions(middle)
+        grads.append(full_grads(middle))
+        state = fsdp.step(middle)
+    return losses, grads, most[0]
+
+
+@pytest.mark.parametrize(("average", "micro"), [("mean", 1), ("mean", 3), ("sum", 1)])
+@pytest.mark.parametrize("preset", [*PRESETS, "ddp", "hfsdp"])
+def test_each_samples_gradient_is_clipped(preset: str, average: str, micro: int) -> None:
+    _, _, found = per_sample(0)
+    assert (found > BOUND).any()
+    assert (found < BOUND).any()
+    ranks = 1 if average == "mean" else 2
+    first = {k: ranks * g for k, g in clipped_mean().items()}
+    trained = {k: p - 0.1 * first[k] for k, p in weights()[0].items()}
+    second = {k: ranks * g for k, g in clipped_mean(step=1, trained=trained).items()}
+    for rank, (losses, grads, most) in enumerate(launch(clipped, (preset, average, micro), nprocs=2)):
+        if micro == 1:
+            torch.testing.assert_close(losses, per_sample(rank, 1, trained)[1], rtol=1e-10, atol=0)
+        assert grads[0].keys() == first.keys()
+        assert largest(grads[0], first) < 1e-12
+        assert largest(grads[1], second) < 1e-12
+        assert most <= 2
+
+
+# ---------------------------------------------------------------- noise
+
+
+WIDE = 60_000
+
+
+def wide(preset: str, noise: float, seed: int, micro: int = 1) -> dict[str, Any]:
+    """Gradients of zero but for noise, and how they lie; the caller's random numbers go on as they were."""
+    mesh, placement = mesh_and_placement(preset)
+    params = {"a": {"w": torch.zeros(WIDE), "small": torch.zeros(3)}, "b": {"w": torch.zeros(7, 11)}}
+    state = fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.sgd(lr=0.1), seed=seed)
+    cut: dict[Any, Any] = {
+        "a": lambda w, h, s: s * 0 * (w["w"].sum() + w["small"].sum()),
+        "b": lambda w, h, s: h * w["w"].sum(),
+    }
+    f: Any = T.clipped_gradients(cut, 0.5, noise)
+    f = f if micro == 1 else T.accumulate(f, micro)
+    torch.manual_seed(dist.get_rank())
+    before = torch.random.get_rng_state()
+    middle, _ = f(state, torch.ones(4))
+    found: dict[str, Any] = {"first": full_grads(fsdp.finish_reductions(middle))}
+    found["own"] = torch.equal(before, torch.random.get_rng_state())
+    padding = []
+    for buffer in middle.grads.values():
+        start, _ = buffer.span()
+        there = torch.zeros(buffer.bucket.numel, dtype=torch.bool)
+        for leaf in buffer.bucket.leaves:
+            there[leaf.offset : leaf.offset + leaf.numel] = True
+        padding.append(buffer.local[~there[start : start + buffer.local.numel()]])
+    found["padding"] = torch.cat(padding)
+    middle, _ = f(state, torch.ones(4))  # the step is taken again
+    found["again"] = full_grads(fsdp.finish_reductions(middle))
+    state = fsdp.step(middle)
+    middle, _ = f(state, torch.ones(4))
+    found["second"] = full_grads(fsdp.finish_reductions(middle))
+    return found
+
+
+def test_noise_has_the_standard_deviation_of_a_mean() -> None:
+    for micro in (1, 2):
+        for found in launch(wide, ("zero3", 3.0, 0, micro), nprocs=2):
+            draws = torch.cat([g.flatten() for g in found["first"].values()])
+            want = 3.0 * 0.5 / (4 * 2)  # of the sum: noise · max_norm; of the mean over 4 samples on each of 2 ranks
+            n = len(draws)
+            assert abs(draws.mean()) < 5 * want / math.sqrt(n)
+            assert abs(draws.std() / want - 1) < 5 / math.sqrt(2 * n)
+            assert abs((draws.abs() > 2 * want).float().mean() - 0.0455) < 5 * math.sqrt(0.0455 / n)
+            halves = draws[: n // 2], draws[n // 2 : n // 2 * 2]  # other shards have other draws
+            assert abs(torch.corrcoef(torch.stack(halves))[0, 1]) < 5 / math.sqrt(n / 2)
+            assert draws.unique().numel() > 0.99 * n
+            assert found["own"]
+            assert not found["padding"].any()
+            second = torch.cat([g.flatten() for g in found["second"].values()])
+            assert abs(torch.corrcoef(torch.stack([draws, second]))[0, 1]) < 5 / math.sqrt(n)
+
+
+def test_noise_follows_from_seed_step_and_leaf_alone() -> None:
+    zero3, other = launch(wide, ("zero3", 1.0, 0), nprocs=2)
+    for preset in ("zero2", "ddp", "zero1"):
+        for found in launch(wide, (preset, 1.0, 0), nprocs=2):
+            for when in ("first", "again", "second"):
+                assert all(torch.equal(found[when][key], zero3[when][key]) for key in zero3[when])
+    assert all(torch.equal(zero3["first"][key], zero3["again"][key]) for key in zero3["first"])
+    assert all(torch.equal(zero3["first"][key], other["first"][key]) for key in zero3["first"])
+    assert not torch.equal(zero3["first"]["a.w"], zero3["second"]["a.w"])
+    (more, *_), (seeded, *_) = launch(wide, ("zero3", 1.0, 0), nprocs=4), launch(wide, ("zero3", 1.0, 1), nprocs=2)
+    assert all(torch.equal(2 * g, zero3["first"][key]) for key, g in more["first"].items())  # twice the batch
+    assert not torch.equal(seeded["first"]["a.w"], zero3["first"]["a.w"])
+    for preset in ("hsdp", "hfsdp"):  # 2 × 2
+        for found in launch(wide, (preset, 1.0, 0), nprocs=4):
+            assert all(torch.equal(g, more["first"][key]) for key, g in found["first"].items())
+    (without, *_) = launch(wide, ("zero3", 0.0, 0), nprocs=2)
+    assert not any(g.any() for g in without["first"].values())
+
+
+def test_noise_in_blocks() -> None:
+    def in_blocks(preset: str) -> dict[str, Any]:
+        before, _noise.BLOCK = _noise.BLOCK, 1000
+        try:
+            return wide(preset, 1.0, 0)
+        finally:
+            _noise.BLOCK = before
+
+    (zero3, _), (ddp, _) = launch(in_blocks, ("zero3",), nprocs=2), launch(in_blocks, ("ddp",), nprocs=2)
+    assert all(torch.equal(ddp["first"][key], zero3["first"][key]) for key in zero3["first"])
+    draws = zero3["first"]["a.w"]
+    assert draws.unique().numel() > 0.99 * WIDE
+    assert abs(draws.std() / (0.5 / 8) - 1) < 5 / math.sqrt(2 * WIDE)
+
+
+# ---------------------------------------------------------------- one rank, and bfloat16
+
+
+def narrow(preset: str) -> dict[str, Any]:
+    """Compute in bfloat16, from main weights in float32, beside the same in float64."""
+    state, model = start(preset, precision=fsdp.Precision(main=torch.float32, compute=torch.bfloat16))
+    data, cut = samples(dist.get_rank()), stages(model)
+    _, (_, norms) = T.per_sample_norms(cut)(state, data)
+    middle, losses = T.clipped_gradients(cut, BOUND, 0.1)(state, data)
+    _, (_, hv) = T.hvp(cut)(state, dict(state.main), data)
+    dtypes = {losses.dtype, *(buffer.local.dtype for buffer in (*middle.grads.values(), *hv.values()))}
+    return {"norms": norms, "dtypes": dtypes, "finite": all(b.local.isfinite().all() for b in hv.values())}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_bfloat16_and_on_one_rank(ranks: int) -> None:
+    for rank, found in enumerate(launch(narrow, ("zero3",), nprocs=ranks)):
+        assert found["norms"].dtype is torch.float32
+        torch.testing.assert_close(found["norms"].double(), per_sample(rank)[2], rtol=0.05, atol=0)  # 8 bits
+        assert found["dtypes"] == {torch.bfloat16, torch.float32}
+        assert found["finite"]
+
+
+# ---------------------------------------------------------------- errors
+
+
+def refused() -> list[str]:
+    state, model = start("zero3")
+    data, cut = samples(dist.get_rank()), stages(model)
+    calls: list[Callable[[], Any]] = [
+        lambda: T.clipped_gradients(cut, 0.0),
+        lambda: T.clipped_gradients(cut, 1.0, -1.0),
+        lambda: T.per_sample_norms(cut, chunk=0),
+        lambda: T.per_sample_norms(cut)(state, (data[0], data[1][:4])),
+        lambda: T.per_sample_norms(cut)(state, 3.0),
+        lambda: T.per_sample_norms({**cut, HEAD: lambda w, h, s: h.sum(-1)})(state, data),
+        lambda: T.clipped_gradients({k: fn for k, fn in cut.items() if k != "blocks.2"}, 1.0)(state, data),
+        lambda: T.per_sample_vjp(lambda w, x: x, {}, data[0])[1]({}, data[0][:4]),
+    ]
+    said = [raised(call) for call in calls]
+    state, _ = T.clipped_gradients(cut, BOUND)(state, data)
+    return [*said, str(largest(full_grads(fsdp.finish_reductions(state)), clipped_mean()))]
+
+
+def test_what_is_wrong_says_so() -> None:
+    for bound, noise, chunk, rows, none, scalar, missing, cotangents, fine in launch(refused, nprocs=2):
+        assert "SpecError: clipped_gradients(max_norm=0.0): expected a finite norm above 0." in bound
+        assert "SpecError: clipped_gradients(noise=-1.0): expected a finite multiplier of at least 0." in noise
+        assert "SpecError: per_sample_norms(chunk=0): expected a number of samples of at least 1" in chunk
+        assert "shapes (6, 5) and (4, 5); expected the same number of samples in dim 0, got 6 and 4." in rows
+        assert "nothing in the batch has a leading dim of samples" in none
+        assert "the last stage, ('embed.weight', 'tail'), returned a tensor of shape (5,)" in scalar
+        assert "clipped_gradients: no stage uses the unit 'blocks.2'" in missing
+        assert "pullback: cotangents of 4 samples; the forward had 6." in cotangents
+        assert float(fine) < 1e-12
+
+
+# ---------------------------------------------------------------- transactions
+
+
+def breaks(way: str, who: tuple[int, ...], where: int) -> tuple[list[Tree], list[str]]:
+    """Three steps; in the second, on some ranks, a stage raises when it is called for the `where`th time."""
+    state, model = start("zero3")
+    calls, bad = [0], [False]
+
+    def broken(w: Any, h: Any, data: Any) -> Any:
+        calls[0] += 1
+        if bad[0] and calls[0] == where:
+            raise Boom("on purpose")
+        return stages(model)["blocks.1"](w, h, data)
+
+    cut = {**stages(model), "blocks.1": broken}
+    clip, norms, product = T.clipped_gradients(cut, BOUND, 0.5), T.per_sample_norms(cut), T.hvp(cut)
+    said: list[str] = []
+    seen: list[Tree] = []
+    while len(seen) < 3:
+        data = samples(dist.get_rank(), len(seen))
+        calls[0], bad[0] = 0, len(seen) == 1 and not said and dist.get_rank() in who
+        try:
+            if way == "hvp":
+                middle, _ = T.forward_backward(model, loss_fn)(state, data)
+                middle, _ = product(middle, dict(state.main), data)
+            elif way == "norms":
+                state, _ = norms(state, data)
+                middle, _ = T.forward_backward(model, loss_fn)(state, data)
+            else:
+                middle, _ = clip(state, data)
+            middle = fsdp.finish_reductions(middle)
+            grads = full_grads(middle)
+            state = fsdp.step(middle)
+            seen.append(grads)
+        except (Boom, fsdp.RestartError) as stopped:
+            said.append(type(stopped).__name__)
+    return seen, said
+
+
+STOPPED = [("hvp", 1), ("hvp", 2), ("norms", 1), ("norms", 2), ("clip", 2), ("clip", 3)]
+
+
+@pytest.mark.parametrize(
+    ("way", "where", "who"),
+    marked(
+        [(*one, who) for one in STOPPED for who in ((0, 1), (1,))],
+        [(*one, who) for one, who in zip(STOPPED, itertools.cycle([(1,), (0, 1), (0, 1), (1,)]))],
+    ),
+)
+def test_an_error_in_a_stage_costs_nothing(way: str, where: int, who: tuple[int, ...]) -> None:
+    good, _ = launch(breaks, (way, (), where), nprocs=2)[0]
+    for rank, (seen, said) in enumerate(launch(breaks, (way, who, where), nprocs=2)):
+        assert said == ["Boom" if rank in who else "RestartError"]
+        assert all(torch.equal(a[key], b[key]) for a, b in zip(seen, good, strict=True) for key in b)
+
+
+def test_norms_and_keys_that_mean_nothing_are_refused() -> None:
+    stages = {"a": lambda w, h, sample: sample.sum()}
+    for value in (float("inf"), float("nan"), 0.0):
+        with pytest.raises(fsdp.SpecError, match=r"clipped_gradients\(max_norm=.*expected a finite norm above 0"):
+            T.clipped_gradients(stages, value)
+    with pytest.raises(fsdp.SpecError, match=r"clipped_gradients\(noise=inf\): expected a finite multiplier"):
+        T.clipped_gradients(stages, 1.0, float("inf"))
+    with pytest.raises(fsdp.SpecError, match=r"the key \('a', 'a'\) names a unit twice"):
+        T.per_sample_norms({("a", "a"): lambda w, h, sample: sample.sum()})
+
+
+def test_a_batch_without_samples_is_an_error_before_anything_is_gathered() -> None:
+    state = fsdp.shard({"a": {"w": torch.ones(3)}}, fsdp.Spec(fsdp.local_mesh(), units=["a"]), fsdp.sgd(lr=0.1))
+    norms = T.per_sample_norms({"a": lambda w, h, sample: (w["w"] * sample).sum()})
+    with pytest.raises(fsdp.TreeError, match=r"a batch without samples: a tensor of shape \(0, 3\)"):
+        norms(state, torch.ones(0, 3))
+    assert state.cursor.idle

@@ -1,0 +1,137 @@
+"""A state goes into another strategy, mesh, precision, units or transport on the same ranks, with the same bits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from support.driven import raised
+from support.moved import begun, spec_of, trained, whole, wrong_in
+from support.presets import PRESETS
+from support.problems import net
+from support.tables import FULL, covering
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+
+STEPS = 10 if FULL else 3
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def moved(preset: str, dtype: torch.dtype, other: str, compute: torch.dtype, settings: Any) -> tuple[list[str], float]:
+    """What is not the same, and the largest difference of a loss in further steps."""
+    state = begun(preset, dtype)
+    kept = whole(state)
+    straight = trained(fsdp.load(fsdp.save(state, settings.pop("folder")), like=state), 2, STEPS)[1]
+    there = fsdp.redistribute(state, spec_of(other, compute, **settings))
+    wrong = wrong_in(there, kept)
+    said = raised(lambda: fsdp.unshard(state))
+    wrong += [] if "redistribute() has taken what this state held" in said else [said]
+    wrong += ["memory"] * any(b.local.numel() for b in state.main.values())
+    losses = trained(there, 2, STEPS)[1]
+    return wrong, max(abs(a - b) for a, b in zip(straight, losses, strict=True))
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"units": []},
+    {"labels": {"*bias": "bias"}},
+    {"transport": "copy_engine"},
+    {"schedule": fsdp.Schedule(prefetch=0)},
+]
+ROWS = [*itertools.product(PRESETS, DTYPES, PRESETS, DTYPES, [1, 2, 3, 4], range(len(SETTINGS)))]
+
+
+@pytest.mark.parametrize("row", ROWS if FULL else covering(ROWS[::5]), ids=lambda r: "-".join(map(str, r)))
+def test_any_state_becomes_any_other(row: Any, tmp_path: Any) -> None:
+    preset, dtype, other, compute, ranks, i = row
+    settings = {**SETTINGS[i], "folder": str(tmp_path / "saved")}
+    for wrong, apart in launch(moved, (preset, dtype, other, compute, settings), nprocs=ranks):
+        assert not wrong
+        if dtype is compute is torch.float32:
+            assert apart < 1e-5
+
+
+def experts() -> dict[str, Any]:
+    """Leaves of ranks' own, on two meshes."""
+    mesh = fsdp.local_mesh(expert=2, data=2)
+    at = mesh.get_local_rank("expert")
+    params = {"experts": torch.full((5,), float(at)), "rest": torch.arange(7.0)}
+    rules = {"experts": fsdp.zero3("data"), "*": fsdp.zero3("expert", "data")}
+    state = fsdp.shard(params, fsdp.Spec(mesh, rules), fsdp.adamw())
+    found: dict[str, Any] = {}
+    whole_mesh = fsdp.local_mesh()
+    found["apart"] = raised(lambda: fsdp.redistribute(state, fsdp.Spec(whole_mesh)))
+    spec = fsdp.Spec(mesh, {"experts": fsdp.ddp("data"), "*": fsdp.hsdp("expert", "data")})
+    state = fsdp.redistribute(state, spec)
+    back = fsdp.full_params(state)
+    found["same"] = all(torch.equal(back[name], params[name]) for name in params)
+    found["steps"] = fsdp.step(fsdp.reduce(*fsdp.unshard(state))).steps
+    return found
+
+
+def test_experts_stay_where_they_are() -> None:
+    for found in launch(experts, nprocs=4):
+        assert (
+            "ranks have 'experts' of their own along 'expert' (2 ranks), and by the spec along no axis"
+            in found["apart"]
+        )
+        assert found["same"]
+        assert found["steps"] == 1
+
+
+def refusals() -> dict[str, str]:
+    state = begun("zero3", torch.float32)
+    kept = whole(state)
+    spec = state.spec
+    lists = fsdp.replace_extras(state, listed=[next(iter(state.main.values()))])
+    middle, _ = fsdp.unshard(state)
+    found = {
+        "middle": raised(lambda: fsdp.redistribute(middle, spec)),
+        "average": raised(lambda: fsdp.redistribute(state, spec_of("ddp", torch.float32, average="sum"))),
+        "frozen": raised(lambda: fsdp.redistribute(state, spec_of("ddp", torch.float32, trainable={"tail.*": False}))),
+        "units": raised(lambda: fsdp.redistribute(state, spec_of("ddp", torch.float32, units=["nothing.*"]))),
+        "lists": raised(lambda: fsdp.redistribute(lists, spec)),
+        "differ": raised(
+            lambda: fsdp.redistribute(state, spec_of(PRESETS[torch.distributed.get_rank()], torch.float32))
+        ),
+    }
+    return found | {"wrong": repr(wrong_in(state, kept))}
+
+
+def test_what_cannot_be_moved_is_refused_and_the_state_stays() -> None:
+    for found in launch(refusals, nprocs=2):
+        assert "in the middle of a step" in found["middle"]
+        assert "average='mean', the spec average='sum'" in found["average"]
+        assert "is trained in this state, and frozen by the spec" in found["frozen"]
+        assert "matches nothing" in found["units"]
+        assert "lies in no dict by bucket" in found["lists"]
+        assert "ranks have different settings" in found["differ"]
+        assert found["wrong"] == "[]"
+
+
+def counted() -> tuple[list[float], list[float]]:
+    """A leaf that missed steps, whose count goes along."""
+    params = {"a": torch.ones(5), "b": torch.ones(300)}
+    results = []
+    for moves in (False, True):
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), units=[]), fsdp.adamw(lr=0.1))
+        for step in range(4):
+            grads = {"a": torch.ones(5), "b": torch.ones(300) if step != 1 else None}
+            state = fsdp.step(fsdp.reduce(state, grads))
+            if moves and step == 2:
+                state = fsdp.redistribute(state, fsdp.Spec(fsdp.local_mesh(), fsdp.zero1("data")))
+        results.append([value[0].item() for value in fsdp.full_params(state).values()])
+    return results[0], results[1]
+
+
+def test_counts_of_leaves_go_along() -> None:
+    for straight, there in launch(counted, nprocs=2):
+        assert straight == there
+
+
+def test_the_model_of_these_tests_has_leaves_of_every_kind() -> None:
+    shapes = {name: tuple(leaf.shape) for name, leaf in net().named_parameters()}
+    assert {(), (0, 3), (2,)} <= set(shapes.values())

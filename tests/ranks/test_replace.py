@@ -1,0 +1,359 @@
+"""Other weights, gradients and extras in a State: whole or as shards, on every placement, beside the plain module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.utils._pytree as pytree
+from support.presets import PRESETS
+from support.problems import Tree, batch, loss_fn, mesh_and_placement, net
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+
+
+def begin(preset: str, optimizer: Any = None, **spec: Any) -> tuple[fsdp.State, Any]:
+    mesh, placement = mesh_and_placement(preset)
+    params, model = fsdp.functionalize(net())
+    return fsdp.shard(params, fsdp.Spec(mesh, placement, **spec), optimizer or fsdp.adamw(lr=1e-2)), model
+
+
+def bits(state: fsdp.State) -> list[Any]:
+    trees = (state.main, state.weights, state.opt, state.buffers, state.count, state.rng, state.extras)
+    return [t.flatten().tolist() for t in pytree.tree_leaves(trees) if isinstance(t, torch.Tensor)]
+
+
+def largest(got: Tree, want: Tree) -> float:
+    return max(((got[key] - want[key]).abs().max().item() for key in want if want[key].numel()), default=0.0)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def homes(state: fsdp.State) -> dict[str, str]:
+    """The path that holds the leaf of each path."""
+    return dict(zip(state.layout.paths, state.layout.source, strict=True))
+
+
+def forms(state: fsdp.State, whole: Tree) -> dict[str, Any]:
+    """The same weights in every form that is taken."""
+    trains = {path: p.requires_grad for path, p in net().named_parameters()}
+    made = {path: nn.Parameter(whole[path], requires_grad=trains[path]) for path in trains}
+    once = fsdp.shard({path: made[source] for path, source in homes(state).items()}, state.spec)
+    return {
+        "whole": whole,
+        "shards": fsdp.local_shards(once),
+        "buffers": once.main,
+        "tied once": {path: whole[path] for path in state.layout.source},
+        "on another dtype's way": {path: leaf.float().double() for path, leaf in whole.items()},
+    }
+
+
+def replaced(preset: str) -> dict[str, Any]:
+    """Weights are the new ones for every reader, and training from them is training from them."""
+    state, model = begin(preset)
+    data = batch(0, dist.get_rank())
+    forward_backward = T.forward_backward(model, loss_fn)
+    state = fsdp.step(forward_backward(state, data)[0])
+    before = bits(state)
+    new = {path: (leaf * 0.5 + 0.25).float().double() for path, leaf in fsdp.full_params(state).items()}
+    found: dict[str, Any] = {}
+    for name, params in forms(state, new).items():
+        for optimizer in (True, False):
+            there = fsdp.replace_params(state, params, optimizer=optimizer)
+            assert there.between_steps
+            assert there.steps == 1
+            assert fsdp.full_params(there).keys() == new.keys()
+            off = largest(fsdp.full_params(there), new)
+            off = max(off, largest(fsdp.unshard(copy.deepcopy(there))[1], new))
+            there, logits = T.apply(model)(there, data[0])
+            off = max(off, (logits - fsdp.bind(model, new)(data[0])).abs().max().item())
+            found[f"{name} {optimizer}"] = off
+    there = fsdp.replace_params(state, new)
+    assert bits(there)[len(state.main) + len(state.weights) :] == before[len(state.main) + len(state.weights) :]
+    moved = fsdp.step(forward_backward(there, data)[0])
+    assert bits(state) == before, "a step of the new lineage wrote to the old one"
+    assert fsdp.step(forward_backward(state, data)[0]).steps == moved.steps == 2
+    return found
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_reader_sees_the_new_weights(preset: str) -> None:
+    for found in launch(replaced, (preset,), nprocs=2):
+        assert all(off == 0 for off in found.values()), found
+
+
+def from_the_middle(preset: str) -> bool:
+    """A state with gradients: the new one has none, and the step of the old one goes on."""
+    state, model = begin(preset)
+    plain = fsdp.step(T.forward_backward(model, loss_fn)(copy.deepcopy(state), batch(0, dist.get_rank()))[0])
+    middle, _ = T.forward_backward(model, loss_fn)(state, batch(0, dist.get_rank()))
+    there = fsdp.replace_params(middle, fsdp.full_params(middle))
+    assert there.grads == {}
+    assert there.between_steps
+    assert bits(there) == bits(state)
+    return bits(fsdp.step(middle)) == bits(plain)
+
+
+def test_a_step_goes_on_where_weights_were_replaced_in_its_middle() -> None:
+    for preset in ("zero3", "hfsdp"):
+        assert launch(from_the_middle, (preset,), nprocs=2) == [True, True]
+
+
+def test_without_an_optimizer_it_is_for_evaluation() -> None:
+    state, _ = begin("zero1")
+    there = fsdp.replace_params(state, fsdp.full_params(state), optimizer=False)
+    assert there.opt == {}
+    there = fsdp.reduce(*fsdp.unshard(there))
+    with pytest.raises(fsdp.ScheduleError, match="this state has no optimizer"):
+        fsdp.step(there)
+
+
+WRONG: dict[str, tuple[Callable[[fsdp.State, Tree], Any], str]] = {
+    "lacks": (
+        lambda s, p: {k: v for k, v in p.items() if k != "tail.pair"},
+        r"lacks 'tail\.pair' \(\d+ leaves, expected \d+\)",
+    ),
+    "unknown": (lambda s, p: {**p, "more": torch.ones(2)}, r"has the unknown 'more'"),
+    "shape": (
+        lambda s, p: {**p, "tail.pair": torch.ones(3, dtype=torch.float64)},
+        r"'tail\.pair' has shape \(3,\); expected its global shape \(2,\)",
+    ),
+    "transposed": (
+        lambda s, p: {**p, "blocks.0.up.weight": p["blocks.0.up.weight"].T},
+        r"has shape \(7, 21\); expected its global shape \(21, 7\)",
+    ),
+    "dtype": (
+        lambda s, p: {k: v.float() for k, v in p.items()},
+        r"'embed\.weight' is torch\.float32; expected torch\.float64",
+    ),
+    "no tensor": (lambda s, p: {**p, "tail.pair": 3.0}, r"'tail\.pair' is a float; expected a tensor"),
+    "tied": (
+        lambda s, p: {**p, "head.weight": p["head.weight"] + 1},
+        r"'embed\.weight' and 'head\.weight' are one tied leaf, and were given different values",
+    ),
+    "buckets": (
+        lambda s, p: {"embed.weight": s.main["embed.weight"]},
+        r"expected \{bucket: FlatBuffer\} for 'embed\.weight'",
+    ),
+    "gradients": (
+        lambda s, p: {k: b.but(b.local.float()) for k, b in s.main.items()},
+        r"the bucket 'embed\.weight' is .* expected .* elements of torch\.float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused_before_anything_changes(name: str) -> None:
+    state, _ = begin("zero1")
+    before = bits(state)
+    make, said = WRONG[name]
+    with pytest.raises(fsdp.TreeError, match=said):
+        fsdp.replace_params(state, make(state, fsdp.full_params(state)))
+    assert bits(state) == before
+    assert state.between_steps
+
+
+def test_who_may_not_replace() -> None:
+    state, _ = begin("zero3")
+    params = fsdp.full_params(state)
+    with pytest.raises(fsdp.ScheduleError, match=r"replace_params was called inside a torch\.func transform"):
+        torch.func.grad(lambda x: fsdp.replace_params(state, params) and x)(torch.ones(()))
+    after = fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
+    with pytest.raises(fsdp.StaleStateError, match="replace_params: this State was consumed by step"):
+        fsdp.replace_params(state, params)
+    assert fsdp.replace_params(after, params).steps == 1
+
+
+def ranks_that_differ(preset: str) -> list[str]:
+    """What each rank is told when one rank's weights are other ones, and when one rank's do not fit."""
+    state, _ = begin(preset)
+    before, said = bits(state), []
+    params = fsdp.full_params(state)
+    second = dist.get_rank() == 1
+    cases: list[Any] = [
+        {**params, "blocks.0.up.weight": params["blocks.0.up.weight"] + second},
+        {**params, "tail.pair": torch.ones(3, dtype=torch.float64) if second else params["tail.pair"]},
+    ]
+    if preset == "ddp":  # parts that both ranks hold
+        mine = fsdp.local_shards(state)
+        cases.append({path: part + second if path == "tail.pair" else part for path, part in mine.items()})
+    for case in cases:
+        with pytest.raises(fsdp.TreeError) as error:
+            fsdp.replace_params(state, case)
+        said.append(str(error.value))
+    assert bits(state) == before
+    there = fsdp.replace_params(state, params)  # and ranks are together
+    assert largest(fsdp.full_params(there), params) == 0
+    return said
+
+
+def test_ranks_that_differ_are_told_so() -> None:
+    for preset in ("zero3", "ddp"):
+        first, second = launch(ranks_that_differ, (preset,), nprocs=2)
+        assert first[0] == second[0]
+        assert "replace_params: ranks have different values" in first[0]
+        assert "blocks.0.up.weight" in first[0]
+        assert "replace_params: rank 1 met TreeError: the leaf 'tail.pair' has shape (3,)" in first[1]
+        assert second[1].startswith("replace_params: the leaf 'tail.pair' has shape (3,)")
+        if preset == "ddp":
+            assert "ranks have different values" in first[2]
+            assert "tail.pair" in first[2]
+
+
+# ---------------------------------------------------------------- an average, and sharpness-aware minimisation
+
+
+def averaged(preset: str) -> tuple[Tree, float, Tree, Tree]:
+    import ema
+
+    state, model = begin(preset, fsdp.sgd(lr=0.1))
+    state = ema.with_ema(state)
+    forward_backward, seen = T.forward_backward(model, loss_fn), {}
+    for step in range(3):
+        state = fsdp.step(forward_backward(state, batch(step, dist.get_rank()))[0])
+        state = ema.update(state, 0.5)
+        average = ema.averaged(state)  # in every step, and training goes on from the raw one
+        _, loss = T.apply(model, loss_fn)(average, batch(9, 0))
+        seen = fsdp.full_params(average)
+    _, raw = T.apply(model, loss_fn)(state, batch(9, 0))
+    assert raw.item() != loss.item()
+    return seen, loss.item(), fsdp.full_params(state), fsdp.full_params(average)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_an_average_of_the_weights_beside_the_plain_module(preset: str) -> None:
+    model = net()
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        sum(loss_fn(model, batch(step, rank)) / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        average = {name: p.detach().lerp(average[name], 0.5) for name, p in model.named_parameters()}
+    plain = torch.func.functional_call(model, average, (batch(9, 0)[0],))
+    want = nn.functional.cross_entropy(plain.flatten(0, 1), batch(9, 0)[1].flatten()).item()
+    for got, loss, raw, again in launch(averaged, (preset,), nprocs=2):
+        assert largest(got, average) < 1e-12
+        assert largest(again, average) < 1e-12
+        assert largest(raw, {name: p.detach() for name, p in model.named_parameters()}) < 1e-12
+        assert abs(loss - want) < 1e-12
+
+
+RHO = 0.05
+
+
+def sharpness_aware(preset: str) -> Tree:
+    """SAM (Foret et al. 2021): the step from here, with the gradient from up the slope."""
+    state, model = begin(preset, fsdp.sgd(lr=0.1))
+    forward_backward = T.forward_backward(model, loss_fn)
+    for step in range(3):
+        data = batch(step, dist.get_rank())
+        state, _ = forward_backward(state, data)
+        state, norm = T.global_norm(state)
+        weights, grads = fsdp.local_shards(state), fsdp.local_shards(state, "grads")
+        up = {path: w + RHO * grads[path] / norm if path in grads else w for path, w in weights.items()}
+        there, _ = forward_backward(fsdp.replace_params(state, up), data)
+        state = fsdp.step(fsdp.replace_grads(state, fsdp.finish_reductions(there)))
+    return fsdp.full_params(state)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sharpness_aware_minimisation_beside_the_plain_module(preset: str) -> None:
+    model = net()
+    trained = [p for p in model.parameters() if p.requires_grad]
+
+    def gradients(step: int) -> list[torch.Tensor]:
+        loss = sum(loss_fn(model, batch(step, rank)) / 2 for rank in range(2))
+        return list(torch.autograd.grad(loss, trained))  # type: ignore[arg-type]
+
+    for step in range(3):
+        first = gradients(step)
+        norm = torch.stack([g.norm() for g in first]).norm()
+        with torch.no_grad():
+            old = [p.clone() for p in trained]
+            for p, g in zip(trained, first, strict=True):
+                p.add_(RHO * g / norm)
+        second = gradients(step)
+        with torch.no_grad():
+            for p, before, g in zip(trained, old, second, strict=True):
+                p.copy_(before - 0.1 * g)
+    want = {name: p.detach() for name, p in model.named_parameters()}
+    for got in launch(sharpness_aware, (preset,), nprocs=2):
+        assert largest(got, want) < 1e-12
+
+
+# ---------------------------------------------------------------- gradients
+
+
+def test_gradients_of_another_state() -> None:
+    state, model = begin("zero2", fsdp.sgd(lr=1.0))
+    forward_backward = T.forward_backward(model, loss_fn)
+    expected = fsdp.full_params(fsdp.step(forward_backward(copy.deepcopy(state), batch(0, 0))[0]))
+    other, _ = forward_backward(copy.deepcopy(state), batch(0, 0))
+    grads = fsdp.finish_reductions(other).grads
+    middle, _ = forward_backward(state, batch(1, 0), last_microbatch=False)  # is replaced
+    middle = fsdp.replace_grads(middle, grads)
+    for buffer in grads.values():
+        buffer.local.zero_()  # they were copied
+    with pytest.raises(fsdp.ScheduleError, match="has the gradients of a whole round"):
+        forward_backward(middle, batch(0, 0))
+    assert largest(fsdp.full_params(fsdp.step(middle)), expected) == 0
+
+
+def test_which_leaves_got_a_gradient_comes_along() -> None:
+    """A leaf that got none keeps its weights under weight decay; of buffers alone every leaf counts."""
+    params = {"a.w": torch.ones(3), "b.w": torch.ones(3)}
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0, weight_decay=0.1))
+    both = fsdp.reduce(state, {path: torch.ones(3) for path in params})
+    there = fsdp.finish_reductions(fsdp.reduce(fsdp.replace_params(state, params), {"w": torch.ones(3)}, "a"))
+    one = fsdp.full_params(fsdp.step(fsdp.replace_grads(copied := fsdp.replace_params(state, params), there)))
+    assert copied.version.lineage.steps == 1
+    assert one["a.w"].tolist() == pytest.approx([-0.1] * 3)
+    assert one["b.w"].tolist() == [1.0] * 3
+    after = fsdp.full_params(fsdp.step(fsdp.replace_grads(both, there.grads)))
+    assert after["b.w"].tolist() == pytest.approx([0.9] * 3)
+
+
+def test_gradients_that_do_not_fit() -> None:
+    state, _ = begin("zero3")
+    with pytest.raises(fsdp.TreeError, match=r"replace_grads: expected \{bucket: FlatBuffer\} for .*; got 'tail'"):
+        fsdp.replace_grads(state, {"tail": state.main["embed.weight"]})
+    with pytest.raises(fsdp.TreeError, match="got a list"):
+        fsdp.replace_grads(state, [])
+    trainable = {name: state.main[name] for name in state.layout.trainable}
+    wrong = {name: b.but(b.local[:-1]) for name, b in trainable.items()}
+    with pytest.raises(fsdp.TreeError, match=r"the bucket .* of the same .* leaves at the same places"):
+        fsdp.replace_grads(state, wrong)
+    assert state.between_steps
+    assert fsdp.step(fsdp.replace_grads(state, trainable)).steps == 1
+
+
+# ---------------------------------------------------------------- extras
+
+
+def test_extras_are_named_checked_and_kept(tmp_path: Path) -> None:
+    state, _ = begin("zero3")
+    more = fsdp.replace_extras(state, seen=torch.zeros(()), ema=state.main)
+    assert more.version is state.version
+    assert state.extras == {}
+    more = fsdp.replace_extras(more, seen=torch.ones(()))
+    assert set(more.extras) == {"seen", "ema"}
+    assert fsdp.replace_extras(more, seen=None, ema=None).extras == {}
+    with pytest.raises(fsdp.TreeError, match=r"replace_extras: 'n\.0' is a int; expected a tensor, as checkpoints"):
+        fsdp.replace_extras(more, n=[1])
+    with pytest.raises(fsdp.TreeError, match="'w' requires a gradient, and would keep its graph"):
+        fsdp.replace_extras(more, w=torch.ones(2, requires_grad=True))
+    with torch.inference_mode():
+        more = fsdp.replace_extras(more, seen=torch.full((), 2.0))
+    assert not more.extras["seen"].is_inference()
+    loaded = fsdp.load(fsdp.save(more, tmp_path / "saved"), like=more)
+    assert loaded.extras["seen"].item() == 2

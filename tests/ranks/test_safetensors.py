@@ -1,0 +1,235 @@
+"""Weights leave and come in as Hugging Face's files, each rank its runs: no rank holds the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from safetensors.torch import load_file, save_file
+from support.presets import PRESETS, ranks_of
+from support.problems import mesh_and_placement
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+
+
+def raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (fsdp.FsdpError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class Small(nn.Module):
+    """Odd sizes, a tied leaf, a buffer, one without elements, integers."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 7)
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.none = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("seen", torch.tensor([1.5, 2.5]))
+
+
+def small(seed: int) -> Small:
+    torch.manual_seed(seed)
+    made = Small()
+    made.seen *= seed
+    return made
+
+
+def sharded(preset: str, seed: int) -> tuple[fsdp.State, nn.Module]:
+    mesh, placement = mesh_and_placement(preset)
+    module = small(seed)
+    params, model = fsdp.functionalize(module)
+    state = fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.adamw(), buffers=fsdp.buffers(module))
+    return state, model
+
+
+def written(preset: str, folder: str, size: int) -> None:
+    state, _ = sharded(preset, 3)
+    fsdp.save_safetensors(state, f"{folder}/whole")
+    fsdp.save_safetensors(state, f"{folder}/parts", max_shard_size=size, dtype=torch.bfloat16)
+    said = raised(lambda: fsdp.save_safetensors(state, f"{folder}/whole"))
+    assert "FileExistsError" in said
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_library_reads_what_ranks_wrote(preset: str, tmp_path: Path) -> None:
+    launch(written, (preset, str(tmp_path), 250), nprocs=ranks_of(preset, 3))
+    expected = {name: value for name, value in small(3).state_dict().items() if name != "head.weight"}
+    found = load_file(tmp_path / "whole" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    index = json.loads((tmp_path / "parts" / "model.safetensors.index.json").read_text())
+    files = sorted({*index["weight_map"].values()})
+    assert files == sorted(p.name for p in (tmp_path / "parts").glob("*.safetensors"))
+    assert len(files) > 2
+    for file in files:
+        for name, value in load_file(tmp_path / "parts" / file).items():
+            assert index["weight_map"][name] == file
+            assert torch.equal(value, expected[name] if name == "seen" else expected[name].bfloat16())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["parts", "whole"]
+
+
+def read(preset: str, folder: str) -> dict[str, Any]:
+    """What of a model that was read from each kind of source is not the one that was written."""
+    expected = small(3).state_dict()
+    mesh, placement = mesh_and_placement(preset)
+    spec = fsdp.Spec(mesh, placement)
+    sources: dict[str, Any] = {
+        "folder": f"{folder}/whole",
+        "file": f"{folder}/whole/model.safetensors",
+        "index": f"{folder}/exact",
+        "torch": f"{folder}/state.pt",
+        "mapping": expected,
+    }
+    found: dict[str, Any] = {}
+    for name, source in sources.items():
+        made, _ = fsdp.init(Small, spec, fsdp.adamw(), weights=source, seed=9)
+        state, _ = sharded(preset, 4)
+        loaded = fsdp.load_weights(state, source)
+        for one in (made, loaded):
+            held = fsdp.state_dict(one)
+            found[f"{name} {len(found)}"] = [k for k, v in expected.items() if not torch.equal(held[k], v)]
+        found[f"{name} step"] = [] if fsdp.step(fsdp.reduce(*fsdp.unshard(loaded))).steps == 1 else ["steps"]
+    return found
+
+
+@pytest.mark.parametrize("preset", ["zero3", "hfsdp", "ddp"])
+def test_weights_come_in_from_any_source(preset: str, tmp_path: Path) -> None:
+    launch(written, ("zero3", str(tmp_path), 400), nprocs=2)
+    held = small(3).state_dict()
+    torch.save(held, tmp_path / "state.pt")
+    (tmp_path / "exact").mkdir()
+    names = [name for name in held if name != "head.weight"]
+    for i, some in enumerate((names[:3], names[3:])):
+        save_file({name: held[name].clone() for name in some}, tmp_path / "exact" / f"model-{i}.safetensors")
+    weights = {name: f"model-{i}.safetensors" for i, some in enumerate((names[:3], names[3:])) for name in some}
+    (tmp_path / "exact" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    for found in launch(read, (preset, str(tmp_path)), nprocs=ranks_of(preset, 3)):
+        assert all(wrong == [] for wrong in found.values())
+
+
+def renamed(folder: str) -> dict[str, Any]:
+    held = {f"model.{name}": value for name, value in small(3).state_dict().items()}
+    state, _ = sharded("zero3", 4)
+    found: dict[str, Any] = {}
+    by = fsdp.load_weights(state, held, rename=lambda path: f"model.{path}")
+    found["function"] = torch.equal(fsdp.full_params(by)["layers.0.weight"], held["model.layers.0.weight"])
+    plain = small(3).state_dict()
+    plain["other"] = plain.pop("scale") + 1
+    by = fsdp.load_weights(state, plain, rename={"scale": "other"})
+    found["mapping"] = fsdp.full_params(by)["scale"].item()
+    some = {"scale": torch.tensor(7.0), "more": torch.ones(2)}
+    by = fsdp.load_weights(state, some, partial=True)
+    kept = fsdp.full_params(by)
+    found["partial"] = kept["scale"].item(), torch.equal(kept["embed.weight"], small(4).embed.weight)
+    made, _ = fsdp.init(Small, state.spec, weights=some, partial=True, seed=2)
+    first, _ = fsdp.init(Small, state.spec, seed=2)
+    one, other = fsdp.full_params(made), fsdp.full_params(first)
+    found["init"] = one.pop("scale").item(), all(torch.equal(one[name], other[name]) for name in one)
+    found["evaluation"] = raised(
+        lambda: fsdp.step(fsdp.load_weights(state, held, rename="model.{}".format, optimizer=False))
+    )
+    return found
+
+
+def test_names_may_be_others_and_leaves_missing(tmp_path: Path) -> None:
+    for found in launch(renamed, (str(tmp_path),), nprocs=2):
+        assert found["function"]
+        assert found["mapping"] == 2.5
+        assert found["partial"] == (7.0, True)
+        assert found["init"] == (7.0, True)
+        assert "ScheduleError" in found["evaluation"]
+
+
+def refusals(folder: str) -> dict[str, str]:
+    state, _ = sharded("zero3", 4)
+    held = small(3).state_dict()
+    rank = dist.get_rank()
+    path = Path(folder)
+    sources: dict[str, Any] = {
+        "missing": {name: value for name, value in held.items() if "layers" not in name},
+        "more": {**held, "extra": torch.ones(1)},
+        "shape": {**held, "scale": torch.ones(2)},
+        "kind": {**held, "scale": torch.tensor(3)},
+        "nowhere": path / "nowhere",
+        "empty": path / "empty",
+        "cut": path / "cut.safetensors",
+        "text": path / "text.safetensors",
+        "pickle": path / "evil.pt",
+        "number": 7,
+        "differ": {**held, "scale": torch.ones(1 + rank)},
+        "one": path / "nowhere" if rank else held,
+    }
+    found = {name: raised(partial(fsdp.load_weights, state, source)) for name, source in sources.items()}
+    found["again"] = str(fsdp.step(fsdp.reduce(*fsdp.unshard(state))).steps)
+    return found
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return print, ("ran",)
+
+
+def test_what_is_wrong_is_named_and_the_state_stays(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    save_file({"scale": torch.ones(1000)}, tmp_path / "cut.safetensors")
+    data = (tmp_path / "cut.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(data[:500])
+    (tmp_path / "text.safetensors").write_bytes(b"\x05\0\0\0\0\0\0\0hello")
+    torch.save({"scale": Evil()}, tmp_path / "evil.pt")
+    for rank, found in enumerate(launch(refusals, (str(tmp_path),), nprocs=2)):
+        assert "lacks 'layers.0.weight' and 5 more" in found["missing"]
+        assert "has 'extra', which the model has not" in found["more"]
+        assert "has 'scale' as [2], the model []" in found["shape"]
+        assert "has 'scale' as torch.int64, the model torch.float32" in found["kind"]
+        assert "FileNotFoundError" in found["nowhere"]
+        assert "has no *.safetensors and no pytorch_model.bin" in found["empty"]
+        assert "cut.safetensors is no safetensors file" in found["cut"]
+        assert "text.safetensors is no safetensors file" in found["text"]
+        assert "evil.pt is no state dict that torch.load reads with weights_only" in found["pickle"]
+        assert "got a int; expected a folder, a file, or a mapping" in found["number"]
+        assert "ranks have different weights in their sources" in found["differ"]
+        assert "FileNotFoundError" in found["one"]
+        assert ("rank 1 met" in found["one"]) == (rank == 0)
+        assert found["again"] == "1"
+
+
+def llama(folder: str) -> None:
+    from transformers import LlamaForCausalLM
+
+    mesh, placement = mesh_and_placement("zero3")
+    model = LlamaForCausalLM.from_pretrained(f"{folder}/first")
+    params, _ = fsdp.functionalize(model)
+    fsdp.save_safetensors(fsdp.shard(params, fsdp.Spec(mesh, placement)), f"{folder}/second", max_shard_size=20_000)
+
+
+def test_from_pretrained_reads_it(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50}
+    config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "first")
+    launch(llama, (str(tmp_path),), nprocs=2)
+    config.save_pretrained(tmp_path / "second")
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "second")
+    tokens = torch.arange(20).view(2, 10)
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert len(list((tmp_path / "second").glob("*.safetensors"))) > 2

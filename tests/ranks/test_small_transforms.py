@@ -1,0 +1,558 @@
+"""The small functions around a train step: accumulate, apply, remat, clipping, skipped steps, an average of weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections import UserDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.utils._pytree as pytree
+from support.driven import raised, start
+from support.models import CASES, LENGTH, Batch, Stack, batch_of, entropy, made
+from support.problems import batch as small_batch
+from support.problems import full_grads, largest, mesh_and_placement, net, on, reference
+from support.problems import loss_fn as small_loss
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+
+Tree = dict[str, torch.Tensor]
+
+
+# ---------------------------------------------------------------- accumulate
+
+
+def accumulated(preset: str, n: int, has_aux: bool) -> tuple[float, Tree, Any]:
+    case = CASES["loose parameters"]
+    state, model = start(made(case), preset)
+    parts = [batch_of(case, 0, dist.get_rank(), k) for k in range(n)]
+    data = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def with_aux(model: Any, batch: Batch, flag: str) -> tuple[torch.Tensor, torch.Tensor]:
+        assert flag == "as it is"
+        return entropy(model, batch), batch["source"].sum()
+
+    if has_aux:
+        state, (loss, aux) = T.accumulate(T.forward_backward(model, with_aux, has_aux=True), n)(state, data, "as it is")
+        right = [int(a) for a in aux] == [int(part["source"].sum()) for part in parts]
+    else:
+        state, loss = T.accumulate(T.forward_backward(model, entropy), n)(state, data)
+        right = True
+    return loss.item(), full_grads(fsdp.finish_reductions(state)), right
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("preset", ["zero3", "zero1"])
+def test_accumulate_is_the_mean_over_microbatches(preset: str, has_aux: bool) -> None:
+    case, n = CASES["loose parameters"], 3
+    model = made(case)
+    losses = [[case.loss_fn(model, batch_of(case, 0, rank, k)) for k in range(n)] for rank in range(2)]
+    torch.stack([loss for row in losses for loss in row]).mean().backward()
+    for rank, (loss, grads, aux) in enumerate(launch(accumulated, (preset, n, has_aux), nprocs=2)):
+        assert aux
+        assert abs(loss - torch.stack(losses[rank]).mean().item()) < 1e-12
+        assert largest(grads, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}) < 1e-12
+
+
+def test_accumulate_refuses_before_anything_runs() -> None:
+    def never(state: Any, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("it ran")
+
+    state: Any = None
+    with pytest.raises(fsdp.TreeError, match=r"shape \(10, 2\), along dim 0, cannot be cut into 4 .* Give 8 rows"):
+        T.accumulate(never, 4)(state, {"b": torch.zeros(10, 2), "a": torch.zeros(10)})
+    for n in (0, True, 1.5):
+        with pytest.raises(fsdp.SpecError, match="expected a number of microbatches of at least 1"):
+            T.accumulate(never, n)  # type: ignore[arg-type]
+
+
+def parts(n: int, *args: Any, split: Any = None, **kwargs: Any) -> list[Any]:
+    """What each microbatch is called with."""
+    seen = []
+
+    def record(state: Any, *some: Any, last_microbatch: bool, scale: float, **more: Any) -> Any:
+        seen.append((some, more) if more else some)
+        return state, torch.zeros(())
+
+    state: Any = None
+    T.accumulate(record, n, split=split)(state, *args, **kwargs)
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, seen)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+IDS, MASK = torch.arange(4), torch.ones(1, 1)
+SAMPLES = [{"boxes": torch.full((i % 2 + 1, 1), float(i))} for i in range(4)]
+
+
+def test_accumulate_by_default_wants_one_length() -> None:
+    assert parts(2, IDS, 3, b={"x": IDS, "y": torch.tensor(5)})[1] == (([2, 3], 3), {"b": {"x": [2, 3], "y": 5}})
+    assert parts(1, IDS, SAMPLES)[0][0] == [0, 1, 2, 3]  # whole
+    with pytest.raises(fsdp.TreeError, match=r"different lengths along dim 0: argument 0\['ids'\] has shape \(4,\), "):
+        parts(2, {"ids": IDS, "mask": MASK})
+    with pytest.raises(fsdp.TreeError, match=r"0 has shape \(4,\), argument 1\[0\]\['boxes'\] has shape \(1, 1"):
+        parts(2, IDS, SAMPLES)
+    with pytest.raises(fsdp.TreeError, match=r"'mask' has shape \(1, 1\)\. Say what is batch, .* split=\(0, None"):
+        parts(2, IDS, mask=MASK)
+
+
+@pytest.mark.parametrize(
+    "batch", [[torch.zeros(4)] * 4, (torch.zeros(4),) * 4, [{"x": torch.zeros(4)}] * 4, {"a": [[torch.zeros(4)] * 4]}]
+)
+def test_accumulate_refuses_a_list_that_may_be_one_of_samples(batch: Any) -> None:
+    """Pictures of four channels, say, four of them."""
+    with pytest.raises(fsdp.TreeError, match=r"a (list|tuple) of 4, and tensors have 4 rows: it may be one of samples"):
+        parts(2, batch)
+    assert len(parts(2, (torch.zeros(4), torch.zeros(4), torch.zeros(4)))[0][0]) == 3
+    assert parts(2, Pair(torch.zeros(2), torch.zeros(2)))[0] == (Pair([0.0], [0.0]),)  # a tuple of names is no list
+
+
+def test_accumulate_splits_as_it_is_told() -> None:
+    halves = parts(2, IDS, SAMPLES, MASK, split=(0, list, None))
+    assert halves[0] == ([0, 1], [{"boxes": [[0.0]]}, {"boxes": [[1.0], [1.0]]}], [[1.0]])
+    assert [one["boxes"][0] for one in halves[1][1]] == [[2.0], [3.0]]
+    grid = torch.arange(8).view(2, 4)
+    assert parts(2, grid, split=(1,))[1] == ([[2, 3], [6, 7]],)
+    assert parts(2, {"x": grid, "y": grid}, split=({"x": -1},))[0] == ({"x": [[0, 1], [4, 5]], "y": [[0, 1, 2, 3]]},)
+    assert parts(2, [IDS, MASK], split=([0, None],))[1] == ([[2, 3], [[1.0]]],)
+    assert parts(2, IDS, mask=MASK, split={"mask": None})[1] == (([2, 3],), {"mask": [[1.0]]})
+    assert parts(2, Pair(IDS, MASK), split=((0, None),))[1] == (Pair([2, 3], [[1.0]]),)
+    assert parts(2, UserDict(a=IDS, b=MASK), split=({"b": None},))[1][0]["a"].tolist() == [2, 3]
+    assert parts(2, (IDS, IDS), 3, split=(0, None))[1] == (([2, 3], [2, 3]), 3)
+
+    def odd_and_even(args: Any, kwargs: Any, n: int) -> Any:
+        return [((args[0][i::n],), kwargs) for i in range(n)]
+
+    assert parts(2, IDS, split=odd_and_even) == [([0, 2],), ([1, 3],)]
+
+
+@pytest.mark.parametrize(
+    ("args", "split", "said"),
+    [
+        ((IDS,), 0, r"accumulate\(split=0\): expected a tuple"),
+        ((IDS,), (0, None), r"split has 2 entries for 1 positional arguments"),
+        ((IDS,), {"mask": None}, r"split names 'mask', which is no keyword argument"),
+        ((IDS,), (list,), r"split says list of argument 0, which is a Tensor"),
+        ((IDS,), (1,), r"split says dim 1 of argument 0, which has shape \(4,\)"),
+        (({"a": IDS},), ({"b": 0},), r"split names 'b', which argument 0 does not have"),
+        ((IDS,), ("rows",), r"split says 'rows' of argument 0, which is a Tensor"),
+        ((IDS,), (lambda args, kwargs, n: [(args, kwargs)]), r"gave 1 parts; expected 2, each \(args, kwargs\)"),
+        ((IDS,), (lambda args, kwargs, n: [args, args]), r"gave 2 parts of another kind; expected 2"),
+    ],
+)
+def test_accumulate_says_what_is_wrong_with_a_split(args: Any, split: Any, said: str) -> None:
+    with pytest.raises(fsdp.SpecError, match=said):
+        parts(2, *args, split=split)
+    with pytest.raises(fsdp.TreeError, match=r"argument 0, a list of 3 cannot be cut into 2 equal microbatches"):
+        parts(2, SAMPLES[:3], split=(list,))
+
+
+def test_accumulate_over_samples_is_the_plain_mean() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(1, 1)
+    x = torch.randn(4, 1)
+
+    def loss_fn(model: Any, x: torch.Tensor, targets: Any) -> torch.Tensor:
+        return torch.stack([(p - t["boxes"]).abs().mean() for p, t in zip(model(x), targets, strict=True)]).mean()
+
+    params, model = fsdp.functionalize(module)
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    accumulated = T.accumulate(T.forward_backward(model, loss_fn), 2, split=(0, list))
+    state, loss = accumulated(state, x, SAMPLES)
+    want = loss_fn(module, x, SAMPLES)
+    torch.testing.assert_close(loss, want.detach())
+    grads = torch.autograd.grad(want, [*module.parameters()])
+    found = full_grads(fsdp.finish_reductions(state))
+    assert largest(found, dict(zip(("weight", "bias"), grads, strict=True))) < 1e-6
+
+
+# ---------------------------------------------------------------- apply
+
+
+def applied(name: str, debug: bool) -> dict[str, bool]:
+    case = CASES[name]
+    module = made(case)
+    state, model = start(module, schedule=fsdp.Schedule(debug=debug), **case.spec)
+    module.eval()
+    same = {}
+    data = {k: t for k, t in batch_of(case, 0, 0).items() if k != "labels"}
+    with torch.no_grad():
+        plain = module(**data)
+    before = state
+    predict = T.apply(model)
+    for _ in range(2):
+        state, out = predict(state, **data)
+        pairs = zip(pytree.tree_leaves(plain), pytree.tree_leaves(out), strict=True)
+        same["equal"] = all((a - b).abs().max() < 1e-12 for a, b in pairs if isinstance(a, torch.Tensor))
+        same["state"] = state is before and state.between_steps and state.cursor.idle
+        same["no graph"] = not any(t.requires_grad for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+    forward_backward = T.forward_backward(model, case.loss_fn)
+    middle, first = forward_backward(state, batch_of(case, 0, 0), last_microbatch=False)
+    middle, _ = predict(middle, **data)  # in the middle of a step, too
+    middle, second = forward_backward(middle, batch_of(case, 0, 0))
+    same["in the middle"] = torch.equal(first, second) and not middle.between_steps
+    state = fsdp.step(middle)
+    state, out = predict(state, **data)
+    same["after a step"] = bool(pytree.tree_leaves(out)[0].isfinite().all())
+    return same
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("name", ["loose parameters", "resnet", "lstm", "nn.Transformer"])
+def test_apply_computes_what_the_module_computes(name: str, debug: bool) -> None:
+    for same in launch(applied, (name, debug), nprocs=2):
+        assert all(same.values()), same
+
+
+def generated(name: str) -> bool:
+    case = CASES[name]
+    module = made(case, torch.float32).eval()
+    state, model = start(module, schedule=fsdp.Schedule(debug=True))
+    ids = batch_of(case, 0, dist.get_rank())["input_ids"]
+    settings = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    generate = T.apply(model, lambda model, ids: model.generate(ids, **settings))
+    same = True
+    for _ in range(2):
+        state, out = generate(state, ids)
+        same &= torch.equal(out, module.generate(ids, **settings))  # type: ignore[operator]
+    return same and out.shape == (2, LENGTH + 5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mamba"])
+def test_generation_with_a_cache(name: str) -> None:
+    assert launch(generated, (name,), nprocs=2) == [True, True]
+
+
+# ---------------------------------------------------------------- remat
+
+
+def rematerialised(way: str) -> tuple[float, Tree, int, list[str]]:
+    """Loss, gradients, how often a layer ran, and the program that was followed."""
+    case = CASES["loose parameters"]
+    state, model = start(made(case))
+    runs = []
+
+    class Counted(type(model.layers[0].up)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
+            y: torch.Tensor = super().forward(x)
+            return y
+
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.up.__class__ = Counted
+    if way == "model":
+        model = T.remat(model, "layers.*")
+    forward_backward = T.forward_backward(model, entropy)
+    for _ in range(2):
+        runs.clear()
+        middle, loss = forward_backward(state, batch_of(case, 0, dist.get_rank()))
+        middle = fsdp.finish_reductions(middle)
+        grads = full_grads(middle)
+        uses = [use.unit for use in middle.cursor.plan.uses]
+        state = fsdp.step(middle)
+    return loss.item(), grads, len(runs), uses
+
+
+def test_remat_runs_layers_again_and_changes_nothing_else() -> None:
+    for plain, again in zip(
+        launch(rematerialised, ("",), nprocs=2), launch(rematerialised, ("model",), nprocs=2), strict=True
+    ):
+        assert again[0] == plain[0]
+        assert all(torch.equal(again[1][key], plain[1][key]) for key in plain[1])
+        assert (plain[2], again[2]) == (3, 6)
+        assert again[3] == plain[3]  # the second gather is shared
+
+
+def test_remat_of_a_function() -> None:
+    runs = []
+
+    def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return (h @ w["a"]).tanh() @ w["a"]
+
+    w, h = {"a": torch.randn(3, 3)}, torch.randn(2, 3)
+    out, pullback = T.vjp(stage, w, h)
+    again, recomputing = T.vjp(T.remat(stage), w, h)
+    assert torch.equal(out, again)
+    (dw, dh), (dw2, dh2) = pullback(w, out), recomputing(w, out)
+    assert torch.equal(dw["a"], dw2["a"])
+    assert torch.equal(dh, dh2)
+    assert len(runs) == 3
+
+
+class Stateful(nn.Module):
+    """Computes with a buffer, and changes it; BatchNorm counts, and a power iteration goes on."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.BatchNorm1d(4), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.register_buffer("calls", torch.ones(()))
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.up(self.norm(x)).tanh() * self.calls * self.table
+        self.calls = self.calls + 1
+        return y
+
+
+@pytest.mark.parametrize("units", [["0", "1", "2"], None, {"all": "*"}])
+def test_remat_makes_buffers_once(units: Any) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), Stateful(), Stateful())
+    x = torch.randn(5, 4)
+    params, model = fsdp.functionalize(module)
+    states = []
+    for one in (model, T.remat(model, "1", "2")):
+        spec = fsdp.Spec(fsdp.local_mesh(), units=units)
+        state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1, momentum=0.9), buffers=fsdp.buffers(module))
+        forward_backward = T.forward_backward(one, lambda model, x: model(x).square().sum())
+        for _ in range(3):
+            state, _ = forward_backward(state, x, last_microbatch=False)
+            state, _ = forward_backward(state, x)
+            state = fsdp.step(state)
+        states.append(state)
+    plain, again = states
+    assert plain.buffers["1.norm.num_batches_tracked"] == again.buffers["1.norm.num_batches_tracked"] == 6
+    for key, buffer in plain.buffers.items():
+        assert torch.equal(again.buffers[key], buffer), key
+    assert largest(fsdp.full_params(again), fsdp.full_params(plain)) < 1e-6
+
+
+def test_remat_of_a_function_that_binds_makes_buffers_once() -> None:
+    skeletons = []
+    for remat in (False, True):
+        torch.manual_seed(0)
+        params, model = fsdp.functionalize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        stage: Any = lambda w, h, model=model: fsdp.bind(model, w)(h)  # noqa: E731
+        out, pullback = T.vjp(T.remat(stage) if remat else stage, params, torch.ones(3, 4))
+        pullback(params, out)
+        skeletons.append(dict(model.named_buffers()))
+    assert skeletons[1]["1.num_batches_tracked"] == 1
+    assert all(torch.equal(skeletons[0][key], skeletons[1][key]) for key in skeletons[0])
+
+
+def test_a_model_that_recomputes_is_not_bound_by_hand() -> None:
+    params, model = fsdp.functionalize(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
+    x = torch.randn(2, 3)
+    out, pullback = T.vjp(lambda w, x: fsdp.bind(T.remat(model, "0"), w)(x), params, x)
+    with pytest.raises(fsdp.ScheduleError, match=r"bound by hand, .* T\.vjp\(T\.remat\(stage\), w, h\)"):
+        pullback(params, out)
+    with pytest.raises(fsdp.TreeError, match="bind weights first"):
+        T.remat(model, "0")(x)
+
+
+def test_remat_says_what_is_wrong() -> None:
+    _, model = fsdp.functionalize(Stack())
+    with pytest.raises(fsdp.SpecError, match=r"the pattern 'blocks\.\*' matches no module of Stack\. Its parts"):
+        T.remat(model, "blocks.*")
+    with pytest.raises(fsdp.SpecError, match="name the modules that recompute"):
+        T.remat(model)
+    with pytest.raises(fsdp.SpecError, match="are paths in a model, and this is a function"):
+        T.remat(len, "blocks.*")  # type: ignore[call-overload]
+    with pytest.raises(fsdp.ScheduleError, match=r"checkpoints do not run under torch\.func.*T\.vjp\(T\.remat"):
+        torch.func.grad(T.remat(torch.sum))(torch.ones(3))
+    assert type(T.remat(model, "layers.*").layers[0]) is not type(model.layers[0])
+    assert type(T.remat(model, "layers.*")) is Stack
+
+
+# ---------------------------------------------------------------- clipping
+
+
+PLACEMENTS = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp", "mixed")
+MIXED = {"blocks.1": fsdp.ddp("data"), "blocks.2": fsdp.zero1("data"), "*": fsdp.zero3("data")}
+
+
+def clipped(placement: str, how: str, bound: float) -> tuple[float, Tree, bool]:
+    mesh, placed = mesh_and_placement(placement) if placement != "mixed" else (fsdp.local_mesh(), MIXED)
+    params, model = fsdp.functionalize(net())
+    state = fsdp.shard(params, fsdp.Spec(mesh, placed), fsdp.sgd(lr=0.1))
+    data = on(state, small_batch(0, dist.get_rank()))
+    state, _ = T.forward_backward(model, small_loss)(state, data, last_microbatch=False)
+    norm = torch.zeros(())
+    old = state
+    if how == "value":
+        state = T.clip_by_value(state, bound)
+    else:
+        state, norm = T.clip_by_global_norm(state, bound)
+    consumed = "clip_by" in raised(lambda: fsdp.step(old)) or "finish_reductions()" in raised(lambda: fsdp.step(old))
+    grads = full_grads(state)
+    fsdp.step(state)
+    return norm.item(), grads, consumed
+
+
+@pytest.mark.parametrize("how", ["norm", "large norm", "value"])
+@pytest.mark.parametrize(("ranks", "placement"), [*itertools.product([2], PLACEMENTS), (4, "hsdp"), (4, "hfsdp")])
+def test_clipping_is_torchs(ranks: int, placement: str, how: str) -> None:
+    _, grads, _ = next(iter(reference(ranks, 1, 1)))
+    parameters = [nn.Parameter(g.clone()) for g in grads.values()]
+    for p, g in zip(parameters, grads.values(), strict=True):
+        p.grad = g.clone()
+    bound = 1e3 if how == "large norm" else 0.02
+    if how == "value":
+        nn.utils.clip_grad_value_(parameters, bound)
+    else:
+        norm = nn.utils.clip_grad_norm_(parameters, bound).item()
+    expected = {key: p.grad for key, p in zip(grads, parameters, strict=True) if p.grad is not None}
+    for got, found, consumed in launch(clipped, (placement, how, bound), nprocs=ranks):
+        assert how == "value" or abs(got - norm) < 1e-12
+        assert largest(found, {key: expected[key] for key in found}) < 1e-12
+        assert consumed
+
+
+def bad_bounds() -> list[str]:
+    state, model = start(net())
+    middle, _ = T.forward_backward(model, small_loss)(state, on(state, small_batch(0, 0)))
+    calls = (lambda: T.clip_by_global_norm(middle, -1.0), lambda: T.clip_by_value(middle, -1.0),
+             lambda: T.global_norm(state))  # fmt: skip
+    return [raised(call) for call in calls]
+
+
+def test_clipping_refuses() -> None:
+    for norm, value, none in launch(bad_bounds, nprocs=2):
+        assert "expected a norm of at least 0" in norm
+        assert "expected a value of at least 0" in value
+        assert "no gradients" in none or "StaleStateError" in none
+
+
+# ---------------------------------------------------------------- steps that are skipped
+
+
+def plain_sgd() -> fsdp.Optimizer:
+    """An optimizer that knows nothing of skipping."""
+
+    def update(grads: Any, opt: Any, main: Any, count: torch.Tensor) -> tuple[Any, Any]:
+        new = pytree.tree_map(lambda m, g: 0.9 * m + g, opt, grads)
+        return pytree.tree_map(lambda p, m: p - 0.1 * m, main, new), new
+
+    return fsdp.Optimizer(lambda main: pytree.tree_map(torch.zeros_like, main), update)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: fsdp.adamw(lr=1e-2, weight_decay=0.1),
+    "sgd": lambda: fsdp.sgd(lr=0.1, momentum=0.9),
+    "pure": plain_sgd,
+}
+
+
+def skipping(optimizer: str, bad: int, who: int, clip: bool) -> tuple[Tree, list[int], int, list[T.Nonfinite], int]:
+    mesh, placement = mesh_and_placement("zero3")
+    params, model = fsdp.functionalize(net())
+    state = fsdp.shard(params, fsdp.Spec(mesh, placement), OPTIMIZERS[optimizer]())
+
+    def loss_fn(model: Any, data: Any, factor: float) -> torch.Tensor:
+        return small_loss(model, data) * factor
+
+    forward_backward, step = T.forward_backward(model, loss_fn), T.skip_nonfinite(fsdp.step)
+    skipped: list[int] = []
+    found: list[T.Nonfinite] = []
+    for k in range(4):
+        wrong = k == bad and dist.get_rank() == who
+        data = on(state, small_batch(min(k, 2) if bad < 0 else k if k < bad else k - 1, dist.get_rank()))
+        if bad < 0 and k == 3:
+            break
+        state, _ = forward_backward(state, data, float("inf") if wrong else 1.0)
+        if k == bad:
+            state, found = T.find_nonfinite(state)
+        if clip:
+            state, _ = T.clip_by_global_norm(state, 0.05)
+        state = step(state)
+        skipped.append(int(state.extras["skipped"]))
+    return fsdp.full_params(state), skipped, int(state.count), found, len(pytree.tree_leaves(state.opt))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_with_a_gradient_that_is_not_finite_is_skipped_on_every_rank(optimizer: str, clip: bool) -> None:
+    expected = launch(skipping, (optimizer, -1, 0, clip), nprocs=2)[0]
+    for weights, skipped, count, found, _ in launch(skipping, (optimizer, 1, 1, clip), nprocs=2):
+        assert skipped == [0, 1, 1, 1]
+        assert count == expected[2] == 3
+        assert all(torch.equal(weights[key], expected[0][key]) for key in weights)
+        assert {one.rank for one in found} == {0, 1}
+        assert "blocks.1" in {one.unit for one in found}
+        one = next(one for one in found if one.leaf == "blocks.1.up.weight")
+        assert one.unit == "blocks.1"
+        assert sum(f.elements for f in found if f.leaf == one.leaf) == 3 * 7 * 7
+
+
+def alone() -> tuple[float, float]:
+    state, model = start(made(CASES["resnet"]))
+    state, loss = T.forward_backward(model, entropy)(state, batch_of(CASES["resnet"], 0, 0))
+    state, norm = T.clip_by_global_norm(state, 1.0)
+    state, found = T.find_nonfinite(state)
+    assert not found
+    state = T.skip_nonfinite(fsdp.step)(state)
+    state, _ = T.apply(model)(state, batch_of(CASES["resnet"], 0, 0)["x"])
+    return loss.item(), norm.item()
+
+
+def test_all_of_it_on_one_rank() -> None:
+    case = CASES["resnet"]
+    model = made(case)
+    loss = case.loss_fn(model, batch_of(case, 0, 0))
+    loss.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert launch(alone, nprocs=1)[0] == pytest.approx((loss.item(), norm.item()), abs=1e-12)
+
+
+def skips_are_saved(folder: str) -> tuple[int, str]:
+    state, model = start(net())
+    step = T.skip_nonfinite(fsdp.step)
+    forward_backward = T.forward_backward(model, small_loss)
+    state = step(forward_backward(state, on(state, small_batch(0, 0)))[0])
+    fsdp.save(state, folder)
+    middle, _ = forward_backward(state, on(state, small_batch(1, 0)))
+    wrong = raised(lambda: fsdp.step(middle, skip=torch.zeros(2)))
+    return int(fsdp.load(folder, like=state).extras["skipped"]), wrong
+
+
+def test_the_count_of_skipped_steps_is_saved(tmp_path: Any) -> None:
+    for skipped, wrong in launch(skips_are_saved, (str(tmp_path / "saved"),), nprocs=2):
+        assert skipped == 0
+        assert (
+            "skip has shape (2,) and dtype torch.float32; expected a bool, or a tensor of shape [] and torch.bool"
+            in wrong
+        )
+
+
+# ---------------------------------------------------------------- an average of the weights
+
+
+def averaged(folder: str) -> tuple[Tree, list[Tree]]:
+    import ema
+
+    state, model = start(net())
+    forward_backward = T.forward_backward(model, small_loss)
+    state = ema.with_ema(state)
+    seen = [fsdp.full_params(state)]
+    for k in range(3):
+        state = fsdp.step(forward_backward(state, on(state, small_batch(k, dist.get_rank())))[0])
+        state = ema.update(state, 0.5)
+        seen.append(fsdp.full_params(state))
+    fsdp.save(state, folder)
+    loaded = fsdp.load(folder, like=state)
+    average = fsdp.full_params(ema.averaged(state))
+    again = fsdp.full_params(ema.averaged(loaded))
+    assert all(torch.equal(again[key], average[key]) for key in average)
+    return average, seen
+
+
+def test_the_example_of_an_average(tmp_path: Path) -> None:
+    for average, seen in launch(averaged, (str(tmp_path / "saved"),), nprocs=2):
+        for key, got in average.items():
+            want = seen[0][key]
+            for later in seen[1:]:
+                want = want.lerp(later[key], 0.5)
+            assert (got - want).abs().max() < 1e-12 if got.numel() else True

@@ -1,0 +1,216 @@
+"""What is in the graph of a traced step, and what may be around it: clipping, skipping, saving, other optimizers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from support.problems import LOOPS, Stack, batch, net, through_the_stack
+from support.traced import compiled, in_order
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.utils import run_and_get_code
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+from functional_fsdp._common.tracing import keep_residuals
+from functional_fsdp._graph.graph import kind_of
+from functional_fsdp._graph.lower import _memory
+from functional_fsdp._graph.regather import point_at_second_gathers
+
+# ---------------------------------------------------------------- what is in the graph
+
+
+LAYERS = 5
+
+
+def captured(recompute: bool, keep: Any) -> tuple[dict[str, int], dict[str, int], list[int], int]:
+    """Of the graph that a backend gets: its collectives, the plan's, the most bytes of gathered weights before and
+    after the pass, and those of one layer."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def look(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    params, _ = fsdp.functionalize(Stack(depth=LAYERS))
+    spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(keep=keep))
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, loss = through_the_stack(state, x)
+        return fsdp.step(state), loss
+
+    with keep_residuals(not recompute):
+        step = torch.compile(train_step, fullgraph=True, backend=aot_autograd(fw_compiler=look))
+        step(state, torch.ones(4, 32))
+    (module,) = graphs
+    gathered = [_memory(module.graph).gathered]
+    point_at_second_gathers(module.graph)
+    module.graph.eliminate_dead_code()
+    gathered.append(_memory(module.graph).gathered)
+    kinds = Counter(str(kind_of(node)) for node in module.graph.nodes if kind_of(node))
+    plan = fsdp.make_plan(state.layout, spec.schedule)
+    planned = {"all_gather": len(plan.gathers), "reduce_scatter": len(plan.reductions)}
+    return dict(kinds), planned, gathered, plan.units[0].nbytes
+
+
+KEPT = [pytest.param(True, None, marks=pytest.mark.large), (False, None), (False, {"layers.2"})]
+
+
+@pytest.mark.parametrize(("recompute", "keep"), KEPT)
+def test_the_graph_has_the_plans_collectives_and_no_more_gathered_bytes(recompute: bool, keep: Any) -> None:
+    for kinds, planned, (before, after), layer in launch(captured, (recompute, keep), nprocs=2):
+        assert kinds == planned
+        assert after == (3 if keep else 2) * layer
+        assert (
+            before == after if recompute else before >= LAYERS * layer
+        )  # without the pass, residuals hold the first gathers
+
+
+# ---------------------------------------------------------------- around a step
+
+
+def carried_out() -> list[str]:
+    """What the code that Inductor makes of a step does, in order: collectives and waits by number, matrix products."""
+    params, _ = fsdp.functionalize(Stack(64, LAYERS))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, loss = through_the_stack(state, x)
+        return fsdp.step(state), loss
+
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        _, codes = run_and_get_code(T.compile(train_step), state, torch.ones(4, 64))
+    return in_order(codes[0])[0]
+
+
+@pytest.mark.large
+def test_inductor_keeps_the_order_of_the_plan() -> None:
+    """Between a collective and its wait lies compute, but for the first gather and the last reduction."""
+    for order in launch(carried_out, nprocs=2):
+        issued = [one for one in order if one[-1].isdigit() and not one.startswith("wait")]
+        assert Counter(one.split()[0] for one in issued) == {"all_gather": 2 * LAYERS - 1, "reduce_scatter": LAYERS}
+        bare = [one for one in issued if "product" not in order[order.index(one) : order.index(f"wait {one}")]]
+        assert bare == ["all_gather 0", f"reduce_scatter {LAYERS - 1}"]
+
+
+def around(way: str) -> list[Any]:
+    """Clipping, accumulation, a skipped step, and a mean over ranks."""
+    params, model = fsdp.functionalize(net(depth=1))
+    spec = fsdp.Spec(fsdp.local_mesh())
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=lambda count: 0.1 / (count + 1), momentum=0.9))
+    stepped = T.skip_nonfinite(fsdp.step)
+
+    def one(state: fsdp.State, data: Any, last_microbatch: bool = True, scale: Any = 1.0) -> Any:
+        state, params = fsdp.unshard(state)
+
+        def loss_fn(p: Any) -> torch.Tensor:
+            logits = fsdp.bind(model, p)(data[0])
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), data[1].flatten()) * data[2]
+
+        grads, loss = torch.func.grad_and_value(lambda p: loss_fn(p) * scale)(params)
+        return fsdp.reduce(state, grads, last_microbatch=last_microbatch), loss / scale
+
+    accumulated = T.accumulate(one, 2)
+
+    def train_step(state: fsdp.State, data: Any) -> Any:
+        state, loss = accumulated(state, data)
+        state, norm = T.clip_by_global_norm(state, 0.5)
+        state, loss = fsdp.pmean(state, loss)
+        return stepped(state), loss, norm
+
+    step = compiled(way, train_step)[0] if way != "lanes" else train_step
+    seen = []
+    for i in range(4):
+        bad = float("nan") if i == 2 and dist.get_rank() == 1 else 1.0
+        state, loss, norm = step(state, (*batch(i, dist.get_rank()), torch.tensor(bad, dtype=torch.float64)))
+        skipped = int(state.extras["skipped"])
+        seen.append((loss.item(), norm.item(), skipped, int(state.count), fsdp.full_params(state)))
+    return seen
+
+
+@pytest.mark.large
+def test_clipping_accumulating_skipping_and_averaging_trace_too() -> None:
+    eager, traced = launch(around, ("lanes",), nprocs=2), launch(around, ("eager",), nprocs=2)
+    for theirs, mine in zip(eager, traced, strict=True):
+        assert [s[2:4] for s in mine] == [(0, 1), (0, 2), (1, 2), (1, 3)]
+        for a, b in zip(theirs, mine, strict=True):
+            assert a[:4] == pytest.approx(b[:4], rel=1e-9, nan_ok=True)
+            torch.testing.assert_close(b[4], a[4], rtol=0, atol=1e-9)
+
+
+def saved(folder: str) -> tuple[int, float, float]:
+    """A state of compiled steps, saved and loaded, goes on as it would have."""
+    params, model = fsdp.functionalize(net(depth=1))
+    spec = fsdp.Spec(fsdp.local_mesh())
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
+
+    def train_step(state: fsdp.State, data: Any) -> Any:
+        state, loss = LOOPS["whole"](model, state, data, True)
+        return fsdp.step(state), loss
+
+    step, _ = compiled("eager", train_step)
+    for i in range(2):
+        state, _ = step(state, batch(i, dist.get_rank()))
+    addresses = [buffer.local.data_ptr() for buffer in state.main.values()]
+    fsdp.save(state, folder)
+    fresh = fsdp.load(folder, like=fsdp.shard(params, spec, fsdp.adamw(lr=1e-2)))
+    steps = fresh.steps
+    fresh, theirs = step(fresh, batch(2, dist.get_rank()))
+    state, mine = step(state, batch(2, dist.get_rank()))
+    assert addresses == [buffer.local.data_ptr() for buffer in state.main.values()]
+    return steps, theirs.item(), mine.item()
+
+
+def test_a_checkpoint_of_compiled_steps_goes_on(tmp_path: Any) -> None:
+    for steps, theirs, mine in launch(saved, (str(tmp_path / "there"),), nprocs=2):
+        assert steps == 2
+        assert theirs == mine
+
+
+# ---------------------------------------------------------------- as eager steps
+
+
+def descended(way: str, kind: str) -> tuple[list[float], bool]:
+    """Three steps of an optimizer of one's own: sums of the weights after each, and whether they have a history."""
+
+    def update(grads: Any, opt: Any, main: Any, count: Any) -> Any:
+        if kind == "the last weights are kept":
+            return pytree.tree_map(lambda g, p: p - 0.1 * g, grads, main), main
+        return pytree.tree_map(lambda g, p, m: p - 0.1 * (g + m), grads, main, opt), grads
+
+    initial: Any = lambda main: pytree.tree_map(torch.zeros_like, main)  # noqa: E731
+    spec = fsdp.Spec(fsdp.local_mesh())
+    params, model = fsdp.functionalize(net(depth=1))
+    teacher = net(depth=1)  # its weights require gradients, and nobody wants them
+    state = fsdp.shard(params, spec, fsdp.Optimizer(initial, update))
+
+    def train_step(state: fsdp.State, data: Any) -> Any:
+        state, params = fsdp.unshard(state)
+        with torch.no_grad() if way == "lanes" else nullcontext():
+            wanted = teacher(data[0])
+        grads = torch.func.grad(lambda p: (fsdp.bind(model, p)(data[0]) - wanted * 0.5).square().mean())(params)
+        return fsdp.step(fsdp.reduce(state, grads)), 0
+
+    step = compiled(way, train_step)[0] if way != "lanes" else train_step
+    sums = []
+    for i in range(3):
+        state, _ = step(state, batch(i, dist.get_rank()))
+        sums.append(sum(p.double().sum().item() for p in fsdp.full_params(state).values()))
+    return sums, any(buffer.local.requires_grad for buffer in state.main.values())
+
+
+@pytest.mark.parametrize("kind", [pytest.param("momentum", marks=pytest.mark.large), "the last weights are kept"])
+def test_an_optimizer_of_ones_own_does_the_same(kind: str) -> None:
+    for (eager, _), (traced, history) in zip(
+        launch(descended, ("lanes", kind), nprocs=2), launch(descended, ("eager", kind), nprocs=2), strict=True
+    ):
+        assert traced == pytest.approx(eager, rel=1e-12)
+        assert not history

@@ -1,0 +1,250 @@
+"""A step is a transaction: whatever stops it, on all ranks or one, the state before it trains on to the same bits."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.problems import LOOPS, batch, loss_fn, on
+from support.tables import product
+from support.transactions import (
+    STEPS,
+    Boom,
+    another_order,
+    check_that_different_collectives_do_not_commit,
+    disturbed,
+    start,
+    train_step,
+    undisturbed,
+)
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+
+PLACES = ("before", "unshard", "grad", "reduce")
+
+
+@pytest.mark.parametrize(("ranks", "preset", "place"), product((2, 4), ("zero3", "zero1", "hfsdp"), PLACES))
+def test_an_exception_on_every_rank_costs_nothing(ranks: int, preset: str, place: str) -> None:
+    expected = launch(undisturbed, (preset,), nprocs=ranks)[0]
+    for weights, raised, restarts in launch(disturbed, (preset, place, list(range(ranks)), Boom), nprocs=ranks):
+        assert raised == 1
+        assert restarts == 0
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize(("ranks", "preset", "place"), product((2, 4), ("zero3", "ddp", "hsdp"), PLACES[1:]))
+def test_an_exception_on_one_rank_restarts_the_others(ranks: int, preset: str, place: str) -> None:
+    expected = launch(undisturbed, (preset,), nprocs=ranks)[0]
+    for rank, (weights, raised, restarts) in enumerate(
+        launch(disturbed, (preset, place, [ranks - 1], Boom), nprocs=ranks)
+    ):
+        assert (raised, restarts) == ((1, 0) if rank == ranks - 1 else (0, 1))
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("who", [[0, 1], [0]])
+def test_an_interrupt_between_two_verbs(who: list[int]) -> None:
+    expected = launch(undisturbed, ("zero3",), nprocs=2)[0]
+    for weights, _, _ in launch(disturbed, ("zero3", "grad", who, KeyboardInterrupt), nprocs=2):
+        assert all(torch.equal(weights[key], expected[key]) for key in expected)
+
+
+def stops_at_different_units() -> tuple[str, bool]:
+    """Rank 0 stops after two units, rank 1 after four; both begin again, by another route, on clean lanes."""
+    state, _ = start()
+    before = fsdp.full_params(state)
+    middle = state
+    for unit in state.units[: 2 if dist.get_rank() == 0 else 4]:
+        try:
+            middle, _ = fsdp.unshard(middle, unit)
+            middle = fsdp.release(middle, unit)
+        except fsdp.RestartError:
+            break
+    state, params = fsdp.unshard(state)
+    same = all(torch.equal(params[key], before[key]) for key in params)
+    with pytest.raises(fsdp.StaleStateError) as error:
+        fsdp.unshard(middle, state.units[0])
+    return str(error.value), same
+
+
+def test_ranks_that_stopped_at_different_units_do_not_mix_them_up() -> None:
+    (first, same), (second, same_too) = launch(stops_at_different_units, nprocs=2)
+    assert same
+    assert same_too
+    assert "consumed by the restart of its step" in first
+    assert "consumed by the restart of its step" in second
+
+
+def test_ranks_that_reduce_units_in_another_order_are_not_mixed_up() -> None:
+    for grads in launch(another_order, nprocs=2):
+        for path, part in grads.items():
+            expected = 1.5 if path.startswith(("blocks.0.", "blocks.1.")) else 0.0
+            assert torch.equal(part, torch.full_like(part, expected)), path
+
+
+def test_ranks_that_issue_different_collectives_do_not_commit() -> None:
+    check_that_different_collectives_do_not_commit()
+
+
+def evaluates_between() -> bool:
+    state, model = start()
+    _, params = fsdp.unshard(state)  # a look that keeps the old state
+    loss = loss_fn(fsdp.bind(model, params), on(state, batch(0, 0)))
+    state = train_step(state, model, 0, lambda place: None)
+    return bool(torch.isfinite(loss)) and state.between_steps
+
+
+def test_an_evaluation_that_drops_its_state_costs_nothing() -> None:
+    assert launch(evaluates_between, nprocs=2) == [True, True]
+
+
+def dies() -> None:
+    state, _ = start()
+    if dist.get_rank() == 1:
+        import os
+
+        os._exit(3)
+    begun = time.monotonic()
+    try:
+        fsdp.unshard(state)
+    except fsdp.CommError as error:
+        raise RuntimeError(f"after {time.monotonic() - begun:.0f} s: {error}") from None
+
+
+def test_a_process_that_died_is_an_error_not_a_hang() -> None:
+    begun = time.monotonic()
+    with pytest.raises(fsdp.LaunchError) as error:
+        launch(dies, nprocs=2, timeout=8.0)
+    assert time.monotonic() - begun < 30
+    assert "rank 1" in str(error.value)
+
+
+def hangs() -> str:
+    state, _ = start()
+    if dist.get_rank() == 1:
+        time.sleep(6)
+        return ""
+    with pytest.raises(fsdp.CommError) as error:
+        fsdp.unshard(state)
+    return str(error.value)
+
+
+def test_a_rank_that_never_comes_is_a_timeout_that_says_so() -> None:
+    text = launch(hangs, nprocs=3, timeout=3.0)[0]  # the only test on three ranks: its process groups have this timeout
+    assert "all_gather over the axis 'data'" in text
+    assert "a rank died, hangs, or issued another collective" in text
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_state_is_consumed_by_name(loop: str) -> None:
+    def look() -> list[str]:
+        state, model = start()
+        base = state
+        middle, loss = LOOPS[loop](model, state, batch(0, dist.get_rank()), True)
+        done = fsdp.step(middle)
+        texts = []
+        for stale in (base, middle):
+            with pytest.raises(fsdp.StaleStateError) as error:
+                fsdp.unshard(stale)
+            texts.append(str(error.value))
+        assert done.between_steps
+        assert torch.isfinite(loss)
+        return texts
+
+    for base, middle in launch(look, nprocs=2):
+        assert "consumed by step() number 1" in base
+        assert "consumed by step() number 1" in middle or "consumed by finish_reductions()" in middle
+
+
+def looks_at_the_base(how: str, folder: str) -> tuple[str, bool]:
+    """Rank 1 abandons a step and, before it trains on, exports or saves the state before it; its peer is in reduce."""
+    state, _ = start()
+    before = fsdp.full_params(state)
+    met = ""
+    try:
+        middle, params = fsdp.unshard(state)
+        if dist.get_rank() == 1:
+            raise Boom
+        fsdp.reduce(middle, params)
+    except (Boom, fsdp.RestartError) as error:
+        met = type(error).__name__
+    if how == "save":
+        state = fsdp.load(fsdp.save(state, folder), like=state)
+    after = fsdp.full_params(state)
+    state = fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
+    return met, all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("how", ["full_params", "save"])
+def test_a_rank_that_abandoned_a_step_may_look_at_the_state_before_it(how: str, tmp_path: Path) -> None:
+    assert launch(looks_at_the_base, (how, str(tmp_path / "saved")), nprocs=2) == [
+        ("RestartError", True),
+        ("Boom", True),
+    ]
+
+
+def looks_in_the_middle() -> bool:
+    """All ranks look at the base in the middle of its step, and of another state's: both steps go on."""
+    state, _ = start()
+    other, _ = start("ddp")
+    middle, params = fsdp.unshard(state)
+    other_middle, _ = fsdp.unshard(other)
+    fsdp.full_params(state)
+    fsdp.unshard(other)  # begins the other's step anew
+    state = fsdp.step(fsdp.reduce(middle, params))
+    with pytest.raises(fsdp.StaleStateError):
+        fsdp.reduce(other_middle, params)
+    return state.between_steps
+
+
+def test_a_look_at_the_base_on_all_ranks_drops_nothing() -> None:
+    assert launch(looks_in_the_middle, nprocs=2) == [True, True]
+
+
+def interrupted_in_the_vote() -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Rank 1 waits for rank 0 in `step` when an alarm interrupts it."""
+    state, _ = start()
+    met: list[str] = []
+
+    def alarm(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, alarm)
+    while len(met) < STEPS:
+        try:
+            middle = fsdp.reduce(*fsdp.unshard(state))
+            if len(met) == 1 and dist.get_rank() == 0:
+                time.sleep(1.0)
+            if len(met) == 1 and dist.get_rank() == 1:
+                signal.setitimer(signal.ITIMER_REAL, 0.5)
+            state = fsdp.step(middle)
+            met.append("step")
+        except (KeyboardInterrupt, fsdp.RestartError) as error:
+            met.append(type(error).__name__)
+    return met, fsdp.full_params(state)
+
+
+def test_an_interrupt_while_waiting_for_a_slower_rank_in_step() -> None:
+    (first, a), (second, b) = launch(interrupted_in_the_vote, nprocs=2)
+    assert first == ["step", "RestartError", "step", "step"]
+    assert second == ["step", "KeyboardInterrupt", "step", "step"]
+    assert all(torch.equal(a[key], b[key]) for key in a)
+
+
+def never_comes() -> str:
+    state, _ = start()
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(fsdp.CommError) as error:
+        fsdp.unshard(state)
+    return str(error.value)
+
+
+def test_workers_whose_collective_failed_are_not_used_again() -> None:
+    assert "failed after" in launch(never_comes, nprocs=3, timeout=2.0)[0]
+    assert launch(looks_in_the_middle, nprocs=3) == [True] * 3

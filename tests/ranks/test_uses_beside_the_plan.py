@@ -1,0 +1,198 @@
+"""Something beside the plan, such as a whole tree or metrics, where ranks left units out before: none waits for ever,
+and every gradient counts once."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.tables import product
+
+import functional_fsdp as fsdp
+from functional_fsdp import Schedule, Spec, launch
+from functional_fsdp._common.record import Collective
+from functional_fsdp._runtime.host_lanes import HostLanes
+
+UNITS = 5
+BESIDE: dict[str, Callable[[fsdp.State], fsdp.State]] = {
+    "unshard": lambda state: fsdp.unshard(state)[0],
+    "pmean": lambda state: fsdp.pmean(state, torch.ones(()))[0],
+    "full_params": lambda state: (fsdp.full_params(state), state)[1],
+}
+SKIPPED = ((0,), (2,), (4,), (0, 1), (3, 4), (1, 3), (2, 3, 4))
+
+
+def ones(weights: Any, times: float = 1.0) -> Any:
+    return {key: torch.full_like(w, times) for key, w in weights.items()}
+
+
+def pass_of(state: fsdp.State, used: list[str], train: bool, last: bool = True) -> fsdp.State:
+    """Units forward, and backward if it is training: a gradient of ones for each."""
+    for unit in used:
+        state, _ = fsdp.unshard(state, unit)
+        state = fsdp.release(state, unit)
+    for unit in reversed(used) if train else ():
+        state, weights = fsdp.unshard(state, unit)
+        state = fsdp.reduce(state, ones(weights), unit, last_microbatch=last)
+        state = fsdp.release(state, unit)
+    return state
+
+
+def wrong(state: fsdp.State, want: dict[str, float]) -> dict[str, float]:
+    """Leaves that are other than wanted in all their elements."""
+    full = fsdp.full_params(state)
+    return {name: float(full[name].mean()) for name, value in want.items() if not bool((full[name] == value).all())}
+
+
+def one_pass_and_something(transport: Any, prefetch: int, beside: str) -> list[Any]:
+    found = []
+    mesh = fsdp.local_mesh()
+    for train, skipped in itertools.product((False, True), SKIPPED):
+        schedule = Schedule(prefetch=prefetch)
+        params = {f"l{i}": torch.zeros(300) for i in range(UNITS)}
+        state = fsdp.shard(
+            params, Spec(mesh, fsdp.zero3("data"), schedule=schedule, transport=transport), fsdp.sgd(lr=1.0)
+        )
+        used = [unit for i, unit in enumerate(state.units) if dist.get_rank() or i not in skipped]
+        state = BESIDE[beside](pass_of(state, used, train))
+        state = fsdp.step(pass_of(state, list(state.units), True))
+        want = {f"l{i}": -1.0 - train * (0.5 if i in skipped else 1.0) for i in range(UNITS)}
+        if off := wrong(state, want):
+            found.append((train, skipped, off))
+    return found
+
+
+@pytest.mark.parametrize(("transport", "beside", "prefetch"), product(("collective", "copy_engine"), BESIDE, (0, 1, 2)))
+def test_who_left_units_out_starts_them_before_something_beside_the_plan(
+    transport: Any, beside: str, prefetch: int
+) -> None:
+    assert launch(one_pass_and_something, (transport, prefetch, beside), nprocs=2, timeout=30) == [[], []]
+
+
+def a_tree_after_a_pass(second: int, order: Any) -> list[Any]:
+    """Two microbatches; in the first rank 0 leaves a unit out, the second is a whole tree."""
+    found = []
+    mesh = fsdp.local_mesh()
+    for name, skipped, last in itertools.product(("zero3", "zero2", "zero1", "ddp"), "ab", (False, True)):
+        spec = Spec(mesh, getattr(fsdp, name)("data"), schedule=Schedule(order=order))
+        state = fsdp.shard({"a": torch.zeros(300), "b": torch.zeros(second)}, spec, fsdp.sgd(lr=1.0))
+        used = [unit for unit in dict.fromkeys(order or state.units) if dist.get_rank() or unit != skipped]
+        state = pass_of(state, used, True, last)
+        state, weights = fsdp.unshard(state)
+        state = fsdp.step(fsdp.reduce(state, ones(weights, 4.0)))
+        if off := wrong(state, {key: -4.0 - (0.5 if key == skipped else 1.0) for key in "ab"}):
+            found.append((name, skipped, last, off))
+    return found
+
+
+@pytest.mark.parametrize("order", [None, ["a", "b", "b", "a"], ["b", "a", "a", "b"]])
+def test_a_whole_tree_is_reduced_in_the_order_of_the_plan(order: Any) -> None:
+    for second in (300, 5000):
+        assert launch(a_tree_after_a_pass, (second, order), nprocs=2, timeout=30) == [[], []]
+
+
+def two_models(steps: int) -> list[Any]:
+    """Rank 0 leaves units of one model out and goes on to the other, whose units rank 1 comes to later."""
+    mesh = fsdp.local_mesh()
+    states = []
+    for size in (300, 700):
+        params = {f"l{i}": torch.zeros(size) for i in range(UNITS)}
+        states.append(fsdp.shard(params, Spec(mesh, fsdp.zero3("data")), fsdp.sgd(lr=1.0)))
+    for _ in range(steps):
+        for k, state in enumerate(states):
+            used = [unit for i, unit in enumerate(state.units) if dist.get_rank() or i != 4 * k]
+            states[k] = pass_of(state, used, True)
+        states = [fsdp.pmean(state, torch.ones(()))[0] for state in states]
+        states = [fsdp.step(state) for state in states]
+    want = [{f"l{i}": -steps * (0.5 if i == 4 * k else 1.0) for i in range(UNITS)} for k in (0, 1)]
+    return [wrong(state, one) for state, one in zip(states, want, strict=True)]
+
+
+def test_two_models_of_one_mesh() -> None:
+    assert launch(two_models, (2,), nprocs=2, timeout=30) == [[{}, {}], [{}, {}]]
+
+
+def a_frozen_stem(late: int) -> list[Any]:
+    """Rank 0 gives gradients some units late, and all use a frozen unit after the last one that trains."""
+    mesh = fsdp.local_mesh()
+    params = {f"l{i}": torch.zeros(300) for i in range(UNITS)}
+    spec = Spec(mesh, fsdp.zero3("data"), trainable={"l0": False, "l3": False})
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=1.0))
+    held: list[Any] = []
+    for _ in range(2):
+        for unit in state.units:
+            state, _ = fsdp.unshard(state, unit)
+            state = fsdp.release(state, unit)
+        for unit in reversed(state.units):
+            state, weights = fsdp.unshard(state, unit)
+            held.append((unit, ones(weights)))
+            state = fsdp.release(state, unit)
+            while len(held) > (0 if dist.get_rank() else late):
+                whose, grads = held.pop(0)
+                state = fsdp.reduce(state, grads, whose)
+        for whose, grads in held:
+            state = fsdp.reduce(state, grads, whose)
+        held = []
+    return [wrong(fsdp.step(state), {f"l{i}": 0.0 if i in (0, 3) else -2.0 for i in range(UNITS)})]
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_frozen_unit_may_be_used_after_the_last_gradient(late: int) -> None:
+    assert launch(a_frozen_stem, (late,), nprocs=2, timeout=30) == [[{}], [{}]]
+
+
+def in_another_order(names: str) -> str:
+    params = {"a": torch.zeros(300), "b": torch.zeros(5000), "c": torch.zeros(7000)}
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), fsdp.zero3("data"), schedule=Schedule(order="recorded")))
+    run = state.version.lineage.runtime
+    try:
+        for name in names if dist.get_rank() else reversed(names):
+            hop = Collective("all_gather", "data", params[name].numel(), torch.float32, "", "gather", name)
+            out = torch.zeros(params[name].numel())
+            run.lanes.wait(run.lanes.submit("gather", (hop,), run.collective(hop, out, out[: len(out) // 2])))
+    except fsdp.FsdpError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+def test_collectives_that_would_not_fit_are_not_issued() -> None:
+    said = launch(in_another_order, ("ab",), nprocs=2, timeout=2)
+    assert any("ScheduleError: this rank is about to issue all_gather of" in one for one in said)
+    assert not [one for one in said if one.startswith("went on")]
+
+
+def slow_ranks(steps: int) -> list[Any]:
+    """Metrics over two axes between microbatches, at another speed on each rank: who is past them waits for who is not,
+    which leaves nothing out."""
+    mesh = fsdp.local_mesh(replica=2, shard=2)
+    params = {f"l{i}": torch.zeros(40 * 4**i) for i in range(UNITS)}
+    state = fsdp.shard(params, Spec(mesh, fsdp.hsdp("replica", "shard")), fsdp.sgd(lr=1.0))
+    draw = random.Random(dist.get_rank())
+    real = HostLanes.wait
+
+    def wait(self: Any, mark: Any, relents: bool = False) -> bool:
+        if draw.random() < 0.2:
+            time.sleep(0.02 * draw.random())
+        return real(self, mark, relents)
+
+    HostLanes.wait = wait  # type: ignore[method-assign]
+    try:
+        for _ in range(steps):
+            for _ in range(3):
+                state, weights = fsdp.unshard(state)
+                state = fsdp.reduce(state, ones(weights))
+                state, _ = fsdp.pmean(state, torch.ones(()))
+            state = fsdp.step(state)
+    finally:
+        HostLanes.wait = real  # type: ignore[method-assign]
+    return [wrong(state, dict.fromkeys(params, -3.0 * steps))]
+
+
+def test_who_is_slow_leaves_nothing_out() -> None:
+    assert launch(slow_ranks, (6,), nprocs=4, timeout=30) == [[{}]] * 4

@@ -1,0 +1,544 @@
+"""T.compile of steps in the third way: traced as they run, compiled whole, equal to the eager step."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from support.models import CASES, Batch, batch_of, made
+from support.problems import mesh_and_placement
+from support.tables import marked
+from support.traced import in_order
+from torch._inductor.utils import run_and_get_code
+from torch.utils.checkpoint import checkpoint
+
+import functional_fsdp as fsdp
+from functional_fsdp import ScheduleError, SpecError, launch
+from functional_fsdp import transforms as T
+from functional_fsdp.transforms._compile import whole_step as _whole_step
+
+Losses = list[float]
+
+
+def cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in batch.items()}
+
+
+class Counted:
+    """How many programs were made while it is entered."""
+
+    def __enter__(self) -> Counted:
+        self.count, self.real = 0, _whole_step.CompiledStep
+
+        def program(*args: Any) -> Any:
+            self.count += 1
+            return self.real(*args)
+
+        _whole_step.CompiledStep = program  # type: ignore[assignment, misc]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _whole_step.CompiledStep = self.real  # type: ignore[misc]
+
+
+def stepped(
+    name: str, backend: str, steps: int, dtype: torch.dtype, preset: str = "zero3", micro: int = 1
+) -> tuple[tuple[Losses, dict[str, torch.Tensor]], tuple[Losses, dict[str, torch.Tensor]], int]:
+    """Losses and weights of eager and of compiled steps of a model of `models`, and the number of compilations."""
+    warnings.filterwarnings("ignore", "TensorFloat32")
+    case = CASES[name]
+    seen: Any = []
+    most = 0
+    mesh, placement = mesh_and_placement(preset)
+    module = made(case, dtype)
+    params, model = fsdp.functionalize(module)
+    forward_backward = T.forward_backward(model, case.loss_fn)  # of both, in turn
+
+    def train_step(state: fsdp.State, batches: Any) -> Any:
+        for k, batch in enumerate(batches):
+            state, loss = forward_backward(state, batch, last_microbatch=k == micro - 1, scale=1 / micro)
+        return fsdp.step(state), loss
+
+    for compiled in (True, False):
+        spec = fsdp.Spec(mesh, placement, **case.spec)
+        state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2, weight_decay=0.1), buffers=fsdp.buffers(module))
+        step: Any = T.compile(train_step, backend) if compiled else train_step
+        losses = []
+        with Counted() as programs:
+            for i in range(steps):
+                batches = [cast(batch_of(case, i, mesh.get_rank(), k), dtype) for k in range(micro)]
+                state, loss = step(state, batches)
+                losses.append(loss.item())
+        most = max(most, programs.count)
+        seen.append((losses, {key: t.clone() for key, t in fsdp.state_dict(state).items()}))
+    return seen[1], seen[0], most
+
+
+LARGE_MODELS = [
+    pytest.param(name, torch.float32, 1e-5, marks=pytest.mark.large, id=name) for name in ("llama", "qwen2", "vit")
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "within"), [("loose parameters", torch.float64, 1e-9), *LARGE_MODELS])
+def test_twenty_compiled_steps_of_a_model_are_the_eager_ones(name: str, dtype: torch.dtype, within: float) -> None:
+    """The large models compute in float32 inside, whatever the dtype of their weights."""
+    for (eager, _), (compiled, _), programs in launch(stepped, (name, "inductor", 20, dtype), nprocs=2):
+        assert programs == 1
+        assert compiled == pytest.approx(eager, abs=within)
+
+
+ROWS = [
+    ("loose parameters", "zero3", 1, 1), ("a unit called twice", "zero3", 1, 2), ("a unit called never", "zero2", 2, 1),
+    ("checkpoint around a layer", "zero3", 1, 1), ("checkpoint around two", "ddp", 1, 1), ("adapters", "zero3", 1, 2),
+    ("other entry points", "zero1", 2, 1), ("resnet", "zero3", 1, 2), ("lstm", "hsdp", 1, 1), ("t5", "zero3", 1, 1),
+]  # fmt: skip
+
+
+LARGE = ("checkpoint around a layer", "adapters", "t5", "resnet", "other entry points", "lstm")
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "programs", "micro"), marked(ROWS, [row for row in ROWS if row[0] not in LARGE])
+)
+def test_a_graph_of_any_model_does_what_eager_steps_do(name: str, preset: str, programs: int, micro: int) -> None:
+    """In float64. Leaves without a gradient give the optimizer counts of their own, for which it is traced again."""
+    for eager, compiled, count in launch(stepped, (name, "aot_eager", 3, torch.float64, preset, micro), nprocs=2):
+        assert count == programs
+        assert compiled[0] == pytest.approx(eager[0], abs=1e-9)
+        for path, weight in eager[1].items():
+            torch.testing.assert_close(compiled[1][path], weight, rtol=0, atol=1e-9)
+
+
+# ---------------------------------------------------------------- the graph
+
+WIDTH, DEPTH = 64, 5
+LAYER = 4 * (WIDTH * WIDTH + WIDTH + 192)  # with padding
+
+
+class Layers(nn.Module):
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor] = torch.tanh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
+        self.between, self.rate = between, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.between(layer(x))
+        return x
+
+
+def state_of(module: nn.Module, buffers: Any = (), **spec: Any) -> tuple[fsdp.State, nn.Module]:
+    params, model = fsdp.functionalize(module)
+    placed = fsdp.Spec(fsdp.local_mesh(), **spec)
+    return fsdp.shard(params, placed, fsdp.sgd(lr=0.1), buffers=buffers), model
+
+
+def step_of(model: nn.Module, loss_fn: Any = lambda model, x: model(x).square().mean(), **options: Any) -> Any:
+    forward_backward = T.forward_backward(model, loss_fn, **options)
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, loss = forward_backward(state, x)
+        return fsdp.step(state), loss
+
+    return train_step
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_no_gather_of_the_forward_is_alive_in_the_backward(kept: int) -> None:
+    """ZeRO-3: two gathered layers at any time, and no second forward."""
+    with torch.device("meta"):
+        params, model = fsdp.functionalize(Layers())
+    schedule = fsdp.Schedule(keep={"layers.2"} if kept else None)
+    state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}, schedule=schedule), fsdp.sgd(lr=0.1))
+    lowered = fsdp.lower(step_of(model), state, torch.empty(4, WIDTH, device="meta"))
+    plan = fsdp.make_plan(state.layout, schedule)
+    kinds = [(one.kind, one.lane) for one in lowered.collectives]
+    assert (
+        kinds.count(("all_gather", "gather")) == len(plan.gathers) == 2 * DEPTH - 1
+    )  # kept, another is gathered twice
+    assert kinds.count(("reduce_scatter", "reduce")) == len(plan.reductions) == DEPTH
+    assert lowered.memory_analysis().gathered == (2 + kept) * LAYER
+    assert lowered.cost_analysis().flops == (3 * DEPTH - 1) * 2 * 4 * WIDTH * WIDTH
+
+
+@pytest.mark.parametrize("name", ["loose parameters", "a unit called twice", "t5", "llama, checkpointed"])
+def test_the_order_is_the_one_that_units_are_used_in(name: str) -> None:
+    """Tied weights, units of several calls, encoders beside decoders: two units at a time, the largest at most."""
+    case = CASES[name]
+    params, model = fsdp.functionalize(made(case, torch.float32))
+    state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1))
+    lowered = fsdp.lower(step_of(model, case.loss_fn), state, batch_of(case, 0, 0))
+    sizes = sorted(sum(4 * bucket.numel for bucket in unit.buckets) for unit in state.layout.units)
+    assert lowered.memory_analysis().gathered <= sum(sizes[-2:])
+
+
+def carried_out() -> tuple[list[str], list[str]]:
+    """What Inductor's code does, in order: collectives and waits by number, products; and the buffers of gathers that
+    a backward's products read."""
+    state, model = state_of(Layers())
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        _, codes = run_and_get_code(T.compile(step_of(model)), state, torch.ones(4, WIDTH))
+    return in_order(codes[0])
+
+
+def test_inductor_keeps_the_order_of_the_plan_and_both_gathers() -> None:
+    for order, read in launch(carried_out, nprocs=2):
+        issued = [one for one in order if one[-1].isdigit() and not one.startswith("wait")]
+        assert [one for one in issued if "gather" in one] == [f"all_gather {k}" for k in range(2 * DEPTH - 1)]
+        assert [one for one in issued if "scatter" in one] == [f"reduce_scatter {k}" for k in range(DEPTH)]
+        bare = [one for one in issued if "product" not in order[order.index(one) : order.index(f"wait {one}")]]
+        assert bare == ["all_gather 0", f"reduce_scatter {DEPTH - 1}"]
+        gathered = [one for one in read if one]  # one of each layer in the forward, one in the backward but the first's
+        assert gathered == [f"all_gather {k}" for k in (*range(DEPTH), DEPTH - 1, *range(DEPTH, 2 * DEPTH - 2))]
+
+
+# ---------------------------------------------------------------- guards
+
+
+def test_other_shapes_modes_and_numbers_are_traced_anew() -> None:
+    state, model = state_of(Layers(lambda x: F.dropout(x, 0.0).tanh()))
+    forward_backward = T.forward_backward(model, lambda model, x, scale: model(x).sum() * scale)
+
+    def train_step(state: fsdp.State, x: torch.Tensor, scale: float) -> Any:
+        state, loss = forward_backward(state, x, scale)
+        return fsdp.step(state), loss
+
+    step = T.compile(train_step, "aot_eager")
+    with Counted() as programs:
+        counts = []
+        for x, scale, training in [
+            (torch.ones(4, WIDTH), 1.0, True), (torch.zeros(4, WIDTH), 1.0, True), (torch.ones(2, WIDTH), 1.0, True),
+            (torch.ones(4, WIDTH), 1.0, False), (torch.ones(4, WIDTH), 1.0, True),
+        ]:  # fmt: skip
+            model.train(training)
+            state, _ = step(state, x, scale)
+            counts.append(programs.count)
+        assert counts == [1, 1, 2, 3, 3]
+        with torch.autocast("cpu", torch.bfloat16), pytest.warns(RuntimeWarning, match=r"4th time, since autograd's"):
+            state, _ = step(state, torch.ones(4, WIDTH), 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            state, _ = step(state, torch.zeros(4, WIDTH), 2.0)
+        assert programs.count == 5
+    assert state.steps == 7
+
+
+def test_what_changes_is_named_when_a_step_is_traced_again_and_again() -> None:
+    state, model = state_of(Layers())
+    step = T.compile(step_of(model), "aot_eager")
+    for n in (1, 2, 3):
+        state, _ = step(state, torch.ones(n, WIDTH))
+    with pytest.warns(RuntimeWarning, match=r"\[1\] of \(state, \*args\) was \(3, 64\) .* and is \(4, 64\)"):
+        step(state, torch.ones(4, WIDTH))
+
+
+def test_a_setting_of_the_model_that_changes_is_refused_as_in_eager_steps() -> None:
+    model = Layers()
+    state, _ = state_of(model)
+    step = T.compile(step_of(model), "aot_eager")
+    state, _ = step(state, torch.ones(2, WIDTH))
+    model.rate = 0.5
+    with pytest.raises(SpecError, match="the model was changed"):
+        step(state, torch.ones(2, WIDTH))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_a_value_that_decides_is_refused_with_the_users_line() -> None:
+    def between(x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() if x.sum() > 0 else x.sin()
+
+    state, model = state_of(Layers(between))
+    line = between.__code__.co_firstlineno + 1
+    with pytest.raises(ScheduleError, match=rf"asks for a tensor's value, at .*test_whole_step.py:{line}\."):
+        T.compile(step_of(model), "aot_eager")(state, torch.ones(4, WIDTH))
+
+
+@pytest.mark.parametrize("option", ["find_nonfinite", "second_order"])
+def test_options_that_a_graph_cannot_have_are_refused(option: str) -> None:
+    state, model = state_of(Layers())
+    step = T.compile(step_of(model, **{option: True}), "aot_eager")
+    with pytest.raises(ScheduleError, match=rf"forward_backward\({option}=True\) was called where a graph is made"):
+        step(state, torch.ones(4, WIDTH))
+
+
+def test_a_second_whole_round_is_refused() -> None:
+    state, model = state_of(Layers())
+    forward_backward = T.forward_backward(model, lambda model, x: model(x).sum())
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
+        return fsdp.step(forward_backward(forward_backward(state, x)[0], x)[0])
+
+    with pytest.raises(ScheduleError, match="they would count twice"):
+        T.compile(train_step, "aot_eager")(state, torch.ones(4, WIDTH))
+
+
+def test_a_state_in_the_middle_of_a_step_is_refused() -> None:
+    state, model = state_of(Layers())
+    forward_backward = T.forward_backward(model, lambda model, x: model(x).sum(), buffers="local")
+    with pytest.raises(ScheduleError, match="in the middle of a step"):
+        T.compile(lambda state, x: forward_backward(state, x, last_microbatch=False)[0], "aot_eager")(
+            state, torch.ones(4, WIDTH)
+        )
+
+
+def test_buffers_that_are_not_in_the_state_and_change_are_refused() -> None:
+    class Normed(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH, momentum=0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.norm(super().forward(x))
+            return found
+
+    state, model = state_of(Normed())
+    with pytest.raises(SpecError, match=r"changed the buffer 'norm.running_mean', which is not in the state"):
+        T.compile(step_of(model), "aot_eager")(state, torch.ones(4, WIDTH))
+
+
+def test_a_weight_that_the_forward_changes_is_refused() -> None:
+    class Clamped(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    state, model = state_of(nn.Sequential(Clamped(4, 4), nn.Linear(4, 4)))
+    with pytest.raises(ScheduleError, match="the forward changed"):
+        T.compile(step_of(model), "aot_eager")(state, torch.ones(4, 4))
+
+
+def ranks_apart() -> str:
+    """One rank uses its layers in another order."""
+    state, model = state_of(Layers())
+    turn = fsdp.local_mesh().get_rank()
+
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(model.layers) if turn else model.layers:
+            x = layer(x)
+        return x.sum()
+
+    step = T.compile(step_of(model, loss_fn), "aot_eager")
+    with pytest.raises(ScheduleError) as error:
+        step(state, torch.ones(4, WIDTH))
+    return str(error.value)
+
+
+def test_ranks_whose_graphs_have_other_collectives_are_told_so() -> None:
+    for said in launch(ranks_apart, nprocs=2):
+        assert said.startswith("compile: the step's collectives differ from those of rank ")
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+class Dropped(nn.Module):
+    """Its loss is a mean of what its masks leave; so are its gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.dropout(self.first(x), 0.5)
+        return F.dropout(self.second(x), 0.25)
+
+
+def dropped(backend: str) -> list[Any]:
+    """(loss, which elements were dropped, whether the gradient is that of these) of steps of two equal states."""
+    module = Dropped()
+    mean = lambda model, x: (lambda out: (out.mean(), out))(model(x))  # noqa: E731
+    params, model = fsdp.functionalize(module)
+    forward_backward = T.forward_backward(model, mean, has_aux=True)
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, (loss, out) = forward_backward(state, x)
+        return fsdp.step(state), loss, out
+
+    step = T.compile(train_step, backend)
+    spec = fsdp.Spec(fsdp.local_mesh(), fsdp.ddp("data"))
+    seen = []
+    for again in range(2):
+        state = fsdp.shard(params, spec, fsdp.sgd(lr=1.0))
+        torch.manual_seed(again)  # of no account
+        for _ in range(3):
+            bias = fsdp.full_params(state)["second.bias"].clone()
+            state, loss, out = step(state, torch.ones(4, 8))
+            moved = bias - fsdp.full_params(state)["second.bias"]
+            seen.append((loss.item(), (out == 0).flatten().tolist(), moved))
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_masks_differ_by_step_and_rank_and_come_again(backend: str) -> None:
+    first, second = launch(dropped, (backend,), nprocs=2)
+    for seen in (first, second):
+        assert [s[:2] for s in seen[:3]] == [s[:2] for s in seen[3:]]
+    masks = [tuple(s[1]) for s in (*first[:3], *second[:3])]
+    assert len(set(masks)) == 6
+    for mine, theirs in zip(
+        first, second, strict=True
+    ):  # the mean of both ranks' gradients, of the masks that they saw
+        left = (2 - torch.tensor([mine[1], theirs[1]]).float().sum(0)).view(4, 8).sum(0) / 0.75 / 32 / 2
+        torch.testing.assert_close(mine[2], left)
+
+
+def test_dropout_in_what_is_recomputed_is_refused() -> None:
+    class Recomputed(Dropped):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
+            return found
+
+    state, model = state_of(Recomputed())
+    with pytest.raises(ScheduleError, match=r"the backward draws random numbers \(aten.*at .*test_whole_step.py:"):
+        T.compile(step_of(model), "aot_eager")(state, torch.ones(4, 8))
+
+
+def test_pythons_random_numbers_are_refused() -> None:
+    class Layerdrop(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if random.random() < 2 else x
+
+    state, model = state_of(Layerdrop())
+    with pytest.raises(ScheduleError, match="draws from Python's or numpy's random numbers"):
+        T.compile(step_of(model), "aot_eager")(state, torch.ones(4, WIDTH))
+
+
+def test_what_draws_by_itself_is_refused() -> None:
+    class Shuffled(Layers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[torch.randperm(4)])
+
+    state, model = state_of(Shuffled())
+    with pytest.raises(ScheduleError, match=r"aten.randperm.*, at .*test_whole_step.py:\d+, draws by itself"):
+        T.compile(step_of(model), "aot_eager")(state, torch.ones(4, WIDTH))
+
+
+# ---------------------------------------------------------------- what else a step may have
+
+
+def cast_automatically(way: str) -> list[Any]:
+    """Three steps under autocast, and with weights that compute in bfloat16."""
+    seen: list[Any] = []
+    for precision in (None, fsdp.Precision(compute=torch.bfloat16, inputs=True)):
+        params, model = fsdp.functionalize(Layers())
+        spec = fsdp.Spec(fsdp.local_mesh(), precision=precision)
+        state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+        step: Any = step_of(model, lambda model, x: model(x).float().square().sum())
+        step = T.compile(step, way) if way else step
+        for i in range(3):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision is None):
+                state, loss = step(state, torch.full((4, WIDTH), 0.1 + i))
+            seen.append(loss.item())
+        seen.append(fsdp.full_params(state))
+    return seen
+
+
+def test_autocast_and_bfloat16_are_as_in_eager_steps() -> None:
+    for eager, compiled in zip(
+        launch(cast_automatically, ("",), nprocs=2), launch(cast_automatically, ("aot_eager",), nprocs=2), strict=True
+    ):
+        for a, b in zip(eager, compiled, strict=True):
+            torch.testing.assert_close(b, a, rtol=0, atol=1e-6)
+
+
+class Tripled(torch.autograd.Function):
+    """A gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: torch.Tensor) -> torch.Tensor:
+        return 3 * dx
+
+
+def tripled_tanh(x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = Tripled.apply(x.tanh())
+    return found
+
+
+def test_a_backward_of_ones_own_is_in_the_graph_and_compiled_units_are_as_any() -> None:
+    compiled: Any = torch.compile(torch.sum, backend="eager")
+    weights = []
+    for between, units in ((torch.tanh, False), (tripled_tanh, False), (torch.tanh, True)):
+        state, model = state_of(Layers(between))
+        if units:
+            model = T.compile_units(model, "layers.*", backend="eager")
+        step = step_of(model, lambda model, x, units=units: (compiled if units else torch.sum)(model(x)))
+        state, _ = T.compile(step, "aot_eager")(state, torch.ones(4, WIDTH))
+        weights.append(fsdp.full_params(state)["layers.4.bias"])
+    before = dict(Layers().named_parameters())["layers.4.bias"].detach()
+    torch.testing.assert_close(weights[1] - before, 3 * (weights[0] - before))
+    assert torch.equal(weights[2], weights[0])
+
+
+def around(way: str) -> list[Any]:
+    """Accumulation, clipping, a skipped step, an evaluation in the middle, means over ranks; losses and weights."""
+    params, model = fsdp.functionalize(Layers().double())
+    spec = fsdp.Spec(fsdp.local_mesh())
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
+    accumulated = T.accumulate(T.forward_backward(model, lambda model, x: model(x).square().mean()), 2)
+    evaluate, stepped = T.apply(model), T.skip_nonfinite(fsdp.step)
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, before = evaluate(state, x)
+        state, loss = accumulated(state, x)
+        state, norm = T.clip_by_global_norm(state, 0.01)
+        state, loss = fsdp.pmean(state, loss)
+        return stepped(state), (loss, norm, before.sum())
+
+    step: Any = T.compile(train_step, way) if way else train_step
+    seen = []
+    for i in range(3):
+        x = torch.full((4, WIDTH), float("nan") if i == 1 and fsdp.local_mesh().get_rank() else 0.1 * i + 0.1)
+        state, found = step(state, x.double())
+        seen.append(([t.item() for t in found], int(state.extras["skipped"]), int(state.count), state.steps))
+    return [seen, fsdp.full_params(state)]
+
+
+def test_everything_around_a_driven_round_is_in_the_graph() -> None:
+    for eager, compiled in zip(launch(around, ("",), nprocs=2), launch(around, ("aot_eager",), nprocs=2), strict=True):
+        for a, b in zip(eager[0], compiled[0], strict=True):
+            assert a[0] == pytest.approx(b[0], rel=1e-9, nan_ok=True)
+            assert a[1:] == b[1:]
+        assert [s[1:] for s in compiled[0]] == [(0, 1, 1), (1, 1, 2), (1, 2, 3)]
+        torch.testing.assert_close(compiled[1], eager[1], rtol=0, atol=1e-9)
+
+
+def taking_turns(compiled: tuple[bool, ...]) -> tuple[Losses, int]:
+    """One state, stepped eagerly and compiled; what it consumed on the way is of no more use."""
+    params, model = fsdp.functionalize(Layers().double())
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(lr=1e-2))
+    train_step = step_of(model)
+    fast = T.compile(train_step, "aot_eager")
+    losses = []
+    for i, on in enumerate(compiled):
+        before = state
+        state, loss = (fast if on else train_step)(state, torch.full((4, WIDTH), 0.1 * i, dtype=torch.float64))
+        losses.append(loss.item())
+        for step in (train_step, fast):
+            with pytest.raises(fsdp.StaleStateError):
+                step(before, torch.ones(4, WIDTH, dtype=torch.float64))
+    return losses, state.steps
+
+
+def test_eager_and_compiled_steps_take_turns_on_one_state() -> None:
+    alone, turns = (
+        launch(taking_turns, ((False,) * 6,), nprocs=2),
+        launch(taking_turns, ((True, True, False, False, True, False),), nprocs=2),
+    )
+    for a, b in zip(alone, turns, strict=True):
+        assert b[0] == pytest.approx(a[0], rel=1e-9)
+        assert a[1] == b[1] == 6

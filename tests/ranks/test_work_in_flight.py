@@ -1,0 +1,234 @@
+"""What is under way on lanes when something ends at once, when a job dies, and when ranks part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import functional_fsdp as fsdp
+from functional_fsdp import Precision, Spec, launch
+from functional_fsdp._engine import staging as _staging
+from functional_fsdp._plan.layout import LeafInfo, plan_layout
+
+BIG = 200_000
+
+
+staging: Any = _staging
+
+
+def stepped(case: str, transport: Any) -> int:
+    """How many of five steps have wrong weights: reductions without a collective end before those in flight."""
+    mesh = fsdp.local_mesh(data=1, expert=2) if case == "experts" else fsdp.local_mesh()
+    params = {"a": torch.zeros(64), "b": torch.zeros(BIG), "c": torch.zeros(0)}
+    if case == "experts":  # 'a' lies on an axis of one rank
+        rules: Any = {"a": fsdp.zero3("data"), "*": fsdp.zero2("data", "expert")}
+        lasts: tuple[bool, ...] = (True,)
+    else:
+        rules = {"a": fsdp.ddp("data"), "*": fsdp.zero2("data")}
+        lasts = (False, False, True)
+    state = fsdp.shard(params, Spec(mesh, rules, transport=transport), fsdp.sgd(lr=1.0))
+    rank, wrong = dist.get_rank(), 0
+    for step in range(5):
+        before = fsdp.full_params(state)["b"].clone()
+        for last in lasts:
+            state, w = fsdp.unshard(state)
+            grads = {key: torch.full_like(t, rank + 1.0 + step) for key, t in w.items()}
+            state = fsdp.reduce(state, grads, last_microbatch=last)
+        state = fsdp.step(state)
+        wrong += not torch.equal(before - fsdp.full_params(state)["b"], torch.full((BIG,), len(lasts) * (1.5 + step)))
+    return wrong
+
+
+def several(cases: list[tuple[str, str]]) -> list[int]:
+    return [stepped(*case) for case in cases]
+
+
+def test_staging_is_not_given_back_under_a_reduction() -> None:
+    cases = [(case, transport) for case in ("experts", "empty") for transport in ("collective", "copy_engine")]
+    assert launch(several, (cases,), nprocs=2) == [[0] * len(cases)] * 2
+
+
+# ---------------------------------------------------------------- what a job's own code raises
+
+
+def dies(place: str, who: int, kind: type[BaseException]) -> tuple[list[str], float]:
+    """Training in which rank `who`, once, has an error in a job; then from the state before the step."""
+    mesh = fsdp.local_mesh()
+    rank = dist.get_rank()
+    spec = Spec(mesh, precision=Precision(sum="fp32"))
+    state = fsdp.shard({f"u{i}": torch.zeros(512) for i in range(4)}, spec, fsdp.sgd(lr=1.0))
+    real, left = staging.ordered_sum, [1] if rank == who else []
+
+    def failing(*args: Any) -> None:
+        if left and place == "sum":
+            left.pop()
+            raise kind("can't allocate memory")
+        real(*args)
+
+    staging.ordered_sum = failing
+    met: list[str] = []
+    try:
+        for step in range(3):
+            while True:
+                try:
+                    middle = state
+                    for unit in state.units:
+                        middle, _ = fsdp.unshard(middle, unit)
+                        middle = fsdp.release(middle, unit)
+                    for unit in reversed(state.units):
+                        middle, w = fsdp.unshard(middle, unit)
+                        middle = fsdp.reduce(middle, {k: torch.full_like(t, rank + 1.0) for k, t in w.items()}, unit)
+                        middle = fsdp.release(middle, unit)
+                    state = fsdp.step(middle)
+                    break
+                except (RuntimeError, MemoryError) as error:
+                    met.append(f"{step} {type(error).__name__}")
+                    with pytest.raises(fsdp.StaleStateError):  # what is left of the step is of no use
+                        fsdp.step(middle)
+        values = torch.cat([leaf.flatten() for leaf in fsdp.full_params(state).values()]).unique().tolist()
+    finally:
+        staging.ordered_sum = real
+    assert len(values) == 1
+    return met, values[0]
+
+
+@pytest.mark.parametrize(("who", "kind"), [(0, RuntimeError), (1, MemoryError)])
+def test_an_error_in_a_job_is_itself_and_costs_the_step_only(who: int, kind: type[BaseException]) -> None:
+    for rank, (met, value) in enumerate(launch(dies, ("sum", who, kind), nprocs=2, timeout=60)):
+        assert met == [f"0 {kind.__name__}" if rank == who else "0 RestartError"]
+        assert value == -4.5
+
+
+# ---------------------------------------------------------------- exact sums
+
+
+def test_an_exact_sum_that_stays_whole_has_room_where_nothing_is_cut() -> None:
+    leaves = [LeafInfo("w", (300,), torch.float32)]
+    precision = Precision(sum="fp32")
+
+    def staged(replica: int, shard: int, placement: fsdp.Placement) -> int:
+        spec = Spec({"replica": replica, "shard": shard}, placement, precision=precision)
+        (bucket,) = plan_layout(leaves, spec).buckets.values()
+        return bucket.staged // (4 * bucket.numel)
+
+    hsdp, hfsdp = fsdp.hsdp("replica", "shard"), fsdp.hfsdp("replica", "shard")
+    assert staged(2, 1, hsdp) == 3  # what is sent, what comes in, the sum
+    assert staged(2, 2, hsdp) == staged(1, 2, hsdp) == 2
+    assert staged(2, 1, hfsdp) == staged(2, 2, hfsdp) == 2
+    assert staged(1, 1, hsdp) == 1
+
+
+def flagged(lasts: list[tuple[bool, ...]], transport: Any) -> list[list[float]]:
+    """Gradients of a few rounds with these flags, on an axis that cuts nothing."""
+    mesh = fsdp.local_mesh(replica=2, shard=1)
+    rank, found = dist.get_rank(), []
+    spec = Spec(mesh, fsdp.hsdp("replica", "shard"), transport=transport, precision=Precision(sum="fp32"))
+    for flags in lasts:
+        state = fsdp.shard({"a": torch.zeros(300), "b": torch.zeros(7)}, spec, fsdp.sgd(lr=1.0))
+        for k, last in enumerate(flags):
+            for unit in state.units:
+                state, w = fsdp.unshard(state, unit)
+                state = fsdp.release(state, unit)
+            for unit in reversed(state.units):
+                state, w = fsdp.unshard(state, unit)
+                grads = {key: torch.full_like(t, (rank + 1.0) * 10**k) for key, t in w.items()}
+                state = fsdp.reduce(state, grads, unit, last_microbatch=last)
+                state = fsdp.release(state, unit)
+        state = fsdp.step(state)
+        found.append(torch.cat([leaf.flatten() for leaf in fsdp.full_params(state).values()]).unique().tolist())
+    return found
+
+
+@pytest.mark.parametrize("transport", ["collective", "copy_engine"])
+def test_microbatches_after_the_last_one_count(transport: str) -> None:
+    lasts = [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)]
+    for found in launch(flagged, (lasts, transport), nprocs=2):
+        assert found == [[-166.5]] * len(lasts)
+
+
+# ---------------------------------------------------------------- ranks that part
+
+
+def parts() -> tuple[str, list[float]]:
+    """Rank 0 uses a unit once more; then both train on from the state before."""
+    mesh = fsdp.local_mesh()
+    rank = dist.get_rank()
+    state = fsdp.shard({f"u{i}": torch.zeros(512) for i in range(3)}, Spec(mesh), fsdp.sgd(lr=1.0))
+
+    def trained(state: fsdp.State, more: int) -> fsdp.State:
+        for unit in [*state.units, *state.units[:more]]:
+            state, _ = fsdp.unshard(state, unit)
+            state = fsdp.release(state, unit)
+        for unit in reversed(state.units):
+            state, w = fsdp.unshard(state, unit)
+            state = fsdp.reduce(state, {k: torch.full_like(t, rank + 1.0) for k, t in w.items()}, unit)
+            state = fsdp.release(state, unit)
+        return fsdp.step(state)
+
+    said = ""
+    try:
+        state = trained(state, 2 if rank == 0 else 0)
+    except (fsdp.ScheduleError, fsdp.RestartError) as error:
+        said = f"{type(error).__name__}: {error}"
+    while True:
+        try:
+            state = trained(state, 0)
+            break
+        except fsdp.RestartError:
+            continue
+    return said, torch.cat([leaf.flatten() for leaf in fsdp.full_params(state).values()]).unique().tolist()
+
+
+def test_ranks_that_wait_for_each_other_say_so_at_once() -> None:
+    """Rank 0 waits for a gather that rank 1 will never issue, and rank 1 for a reduction that rank 0 will not; or one
+    finds before that what the other has issued in the place of its own."""
+    found = launch(parts, nprocs=2, timeout=60)
+    assert any(said.startswith(("ScheduleError: this rank waits", "ScheduleError: this rank is")) for said, _ in found)
+    assert all(said.startswith(("ScheduleError", "RestartError")) for said, _ in found)
+    assert [values for _, values in found] == [[-1.5], [-1.5]]
+
+
+# ---------------------------------------------------------------- two states
+
+
+def interleaved(first: bool) -> tuple[list[float], bool]:
+    """One rank leaves reductions of a state for later; then another state's step begins, and ends."""
+    params = {f"u{i}.w": torch.zeros(300) for i in range(4)}
+    spec = Spec(fsdp.local_mesh(), units=["u*"])
+    one, two = (fsdp.shard(params, spec, fsdp.sgd(lr=1.0)) for _ in range(2))
+    for state in (one, two):  # from here on the order is known
+        one_step(state)
+    one, two = fsdp.newest(one), fsdp.newest(two)
+    lanes: Any = one.version.lineage.runtime.lanes
+    wait, left = type(lanes).wait, []
+
+    def relent(self: Any, mark: Any, relents: bool = False) -> bool:
+        if relents and mark is not None and mark.lane == "reduce" and dist.get_rank() == int(first):
+            left.append(mark)
+            return False
+        return bool(wait(self, mark, relents))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(lanes), "wait", relent)
+        for unit in reversed(one.units):
+            one = fsdp.reduce(one, {"w": torch.ones(300)}, unit)
+        two = one_step(two)
+        one = fsdp.step(one)
+    values = [float(w.sum()) for state in (one, two) for w in fsdp.full_params(state).values()]
+    return values, bool(left) == (dist.get_rank() == int(first))
+
+
+def one_step(state: fsdp.State) -> fsdp.State:
+    for unit in reversed(state.units):
+        state = fsdp.reduce(state, {"w": torch.ones(300)}, unit)
+    return fsdp.step(state)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_was_left_of_one_state_comes_before_another_states(first: bool) -> None:
+    for values, left in launch(interleaved, (first,), nprocs=2):
+        assert left
+        assert values == [-600.0] * 8

@@ -1,0 +1,513 @@
+"""`workers`: handles, what becomes of them when a rank dies or a call is stopped, and which code runs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import os
+import pickle
+import signal
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.commands import ROOT, run_script
+
+import functional_fsdp as fsdp
+from functional_fsdp import Handle, LaunchError, WorkerGroup
+from functional_fsdp._launch import pool as _pool
+from functional_fsdp._launch import worker as _worker
+
+SOON = 60  # seconds: far above what a busy machine takes, far below the timeout of a collective
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[WorkerGroup]:
+    with fsdp.workers(nprocs=2) as w:
+        yield w
+
+
+@pytest.fixture
+def w(shared: WorkerGroup) -> WorkerGroup:
+    """Two workers, new ones if a test has ended the last."""
+    return shared
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+# ------------------------------------------------------------------------------------------------------- handles
+
+
+def compilers() -> bool:
+    return "torch._inductor.compile_fx" in sys.modules
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_the_server_imports_compilers_only_where_it_may_fork_after_that(
+    gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With GPUs the import initializes CUDA, which no fork of that process could use."""
+    for name in ("torch._dynamo", "torch._inductor"):
+        importlib.import_module(name)
+    _pool.end_all()  # and what forks them
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert fsdp.launch(compilers, nprocs=1) == [not gpus]
+    _pool.end_all()
+
+
+def test_a_function_may_read_a_configuration_of_torch() -> None:
+    """A module of a class of its own, which goes by name as any other does."""
+    config = importlib.import_module("torch._dynamo.config")
+
+    def limit() -> int:
+        return int(config.recompile_limit)
+
+    assert fsdp.launch(limit, nprocs=2) == [limit()] * 2
+
+
+def test_a_call_returns_a_handle_that_prints_each_rank_and_is_given_to_the_next(w: WorkerGroup) -> None:
+    value = w(lambda a, *, b: torch.full((2,), float(rank() + a + b)), 1, b=1)
+    assert type(value) is Handle
+    assert repr(value) == "rank 0: tensor([2., 2.])\nrank 1: tensor([3., 3.])"
+    assert [t.tolist() for t in value.get()] == [[2.0, 2.0], [3.0, 3.0]]
+    assert [t.tolist() for t in w(torch.neg, value).get()] == [[-2.0, -2.0], [-3.0, -3.0]]
+    inside = w(lambda d: d["x"][0] + value, {"x": [value]})  # in an argument, and in a closure
+    assert [t.tolist() for t in inside.get()] == [[4.0, 4.0], [6.0, 6.0]]
+
+
+def test_a_handle_may_be_what_is_called(w: WorkerGroup) -> None:
+    add = w(lambda: lambda x: x + rank())
+    assert w(add, 1).get() == [1, 2]
+
+
+def test_a_long_value_is_one_line_a_rank(w: WorkerGroup) -> None:
+    lines = repr(w(torch.zeros, 40, 40)).splitlines()
+    assert [line[:20] for line in lines] == ["rank 0: tensor([[0.,", "rank 1: tensor([[0.,"]
+    assert all(len(line) == len("rank 0: ") + _worker.WIDTH and line.endswith("…") for line in lines)
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise ValueError("no picture")
+
+
+def test_a_value_that_cannot_be_printed_says_so(w: WorkerGroup) -> None:
+    assert "rank 1: cannot be printed: Traceback" in repr(w(Unprintable))
+
+
+def test_tuples_are_a_handle_for_each_item(w: WorkerGroup) -> None:
+    a, (b, c) = w(lambda: (rank(), "x")), ("b", "c")
+    assert isinstance(a, tuple)
+    first, second = a
+    assert (first.get(), second.get()) == ([0, 1], ["x", "x"])
+    assert w(lambda x, y: (x, y), first, [second])[1].get() == [["x"], ["x"]]
+    uneven = w(lambda: (1,) * (rank() + 1))
+    assert uneven.get() == [(1,), (1, 1)]
+    assert w(len, uneven).get() == [1, 2]
+    assert w(tuple).get() == [(), ()]
+    assert b + c == "bc"
+
+
+def test_values_without_a_handle_are_dropped(w: WorkerGroup) -> None:
+    kept = w(int)
+    count = w(lambda: len(sys.modules["functional_fsdp._launch.worker"]._values)).get()
+    value, (one, _) = w(bytes, 10), w(lambda: (1, 2))
+    del value, one, _
+    gc.collect()
+    assert w(lambda: len(sys.modules["functional_fsdp._launch.worker"]._values)).get() == count
+    assert kept.get() == [0, 0]
+
+
+def test_a_handle_stays_with_its_workers(w: WorkerGroup) -> None:
+    value = w(int)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"a handle is a value on workers: .* fetch the value with .get\(\)"):
+            copied(value)
+    with fsdp.workers(nprocs=1) as other, pytest.raises(ValueError, match=r"was given a handle of other workers"):
+        other(int, value)
+    with pytest.raises(ValueError, match=r"launch\(int\) was given a handle of other workers"):
+        fsdp.launch(int, (value,), nprocs=2)
+
+
+def setup() -> fsdp.State:
+    params = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5)}
+    return fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.sgd(lr=0.1))
+
+
+def train(state: fsdp.State, steps: int, fails: int = -1, says: str = "") -> tuple[fsdp.State, float]:
+    """Steps that multiply by 0.9. says: a file that it makes in the fourth."""
+    for step in range(steps):
+        if step == 3 and says:
+            Path(says).touch()
+        state, params = fsdp.unshard(state)
+        if step == fails and rank() == 1:
+            raise ValueError("bad data")
+        time.sleep(0.01 if says else 0)
+        state = fsdp.step(fsdp.reduce(state, params))
+    return state, float(state.steps)
+
+
+def whole(state: fsdp.State) -> dict[str, torch.Tensor]:
+    return fsdp.full_params(state)
+
+
+def expected(steps: int) -> torch.Tensor:
+    return torch.arange(12.0).view(3, 4) * 0.9**steps
+
+
+def same(w: WorkerGroup, state: Any, steps: int) -> bool:
+    return all(torch.allclose(found["a"], expected(steps)) for found in w(whole, state).get())
+
+
+def test_a_state_stays_and_is_consumed_like_any_other(w: WorkerGroup) -> None:
+    first = w(setup)
+    assert "between steps" in repr(first).splitlines()[1]
+    state, steps = w(train, first, 3)
+    assert steps.get() == [3.0, 3.0]
+    state, steps = w(train, state, 2)
+    assert same(w, state, 5)
+    assert "consumed by step() number 1" in repr(first)
+    with pytest.raises(LaunchError, match=r"StaleStateError: unshard: this State was consumed by step\(\) number 1"):
+        w(train, first, 1)
+    with pytest.raises(LaunchError, match=r"return tensors, not a State"):
+        state.get()
+
+
+def test_closing(w: WorkerGroup) -> None:
+    mine = fsdp.workers(nprocs=1)
+    value, pids = mine(int), mine(os.getpid).get()
+    assert repr(mine) == "workers(nprocs=1): idle"
+    mine.close()
+    mine.close()
+    assert repr(mine) == "workers(nprocs=1): closed"
+    assert repr(value) == "Handle of workers that are gone: they were closed"
+    for call in (lambda: mine(int), value.get):
+        with pytest.raises(RuntimeError, match=r"workers\(nprocs=1\) was closed, so .* Start new ones: fsdp.workers"):
+            call()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+def test_sets_of_workers_do_not_meet() -> None:
+    with fsdp.workers(nprocs=2) as one, fsdp.workers(nprocs=2) as two:
+        pids = one(os.getpid).get() + two(os.getpid).get() + fsdp.launch(os.getpid, nprocs=2)
+        assert len(set(pids)) == 6
+
+
+def test_what_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"workers\(nprocs=0\): nprocs is 0; expected the number of ranks, at least 1"):
+        fsdp.workers(nprocs=0)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(RuntimeError, match=r"this process already is rank 0 of 1"):
+        fsdp.workers()
+
+
+# ------------------------------------------------------------------------------------- deaths, errors, interrupts
+
+
+def test_a_worker_that_dies_takes_its_handles_along() -> None:
+    with fsdp.workers(nprocs=2) as w:
+        state = w(setup)
+        pids = w(os.getpid).get()
+        os.kill(pids[1], signal.SIGKILL)
+        deadline = time.monotonic() + SOON
+        while "gone" not in repr(state) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert repr(state) == "Handle of workers that are gone: rank 1 was killed by SIGKILL"
+        assert "gone (rank 1 was killed by SIGKILL); the next call starts new ones" in repr(w)
+        for call in (lambda: w(train, state, 1), state.get):
+            with pytest.raises(LaunchError, match=r"rank 1 was killed by SIGKILL. What they held is lost. Begin again"):
+                call()
+        assert not {*w(os.getpid).get()} & {*pids}
+        assert same(w, w(train, w(setup), 2)[0], 2)
+
+
+def test_a_worker_that_dies_in_a_call() -> None:
+    with fsdp.workers(nprocs=2) as w:
+        state = w(setup)
+        with pytest.raises(LaunchError, match=r"rank 1 of 2 failed: the process exited with code 3") as caught:
+            w(lambda state: (rank() and os._exit(3), whole(state)), state)
+        assert caught.value.rank == 1
+        assert "Handle of workers that are gone: rank 1 exited with code 3" in repr(state)
+
+
+def test_an_error_on_one_rank_ends_the_call_and_keeps_the_last_whole_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other waits for it in a collective; it is stopped, and both go on from the same state."""
+    monkeypatch.setattr(_pool, "GRACE", 2.0)
+    with fsdp.workers(nprocs=2) as w:
+        state, pids = w(setup), w(os.getpid).get()
+        begun = time.monotonic()
+        with pytest.raises(LaunchError, match=r"(?s)rank 1 of 2 failed: ValueError: bad data.*in train") as caught:
+            w(train, state, 100, fails=4)
+        assert time.monotonic() - begun < SOON
+        assert str(caught.value).endswith("Stopped while still running: rank 0.")
+        assert next(iter(caught.value.reports)) == 1
+        assert w(os.getpid).get() == pids
+        assert same(w, state, 4)
+        state, _ = w(train, state, 2)
+        assert same(w, state, 6)
+
+
+@contextmanager
+def interrupted(file: Path) -> Iterator[None]:
+    """KeyboardInterrupt is raised within, by a Ctrl-C once the file is there."""
+
+    def strike() -> None:
+        deadline = time.monotonic() + SOON
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    file.unlink(missing_ok=True)
+    thread = threading.Thread(target=strike)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt, match="all 2 ranks have stopped, and keep what they hold"):
+        yield
+    thread.join()
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_an_interrupt_keeps_the_state_of_the_last_whole_step(w: WorkerGroup, tmp_path: Path, again: int) -> None:
+    file = tmp_path / "said"
+    state, pids = w(setup), w(os.getpid).get()
+    for _ in range(again):
+        before = w(lambda state: state.steps, w(lambda x: x, state)).get()[0]
+        begun = time.monotonic()
+        with interrupted(file):
+            w(train, state, 10**6, says=str(file))
+        assert time.monotonic() - begun < SOON
+        steps = w(lambda state: state.steps, state).get()
+        assert steps[0] == steps[1] >= before + 3
+        assert same(w, state, steps[0])
+    state, count = w(train, state, 2)
+    assert count.get() == [steps[0] + 2] * 2
+    assert same(w, state, steps[0] + 2)
+    assert w(os.getpid).get() == pids
+
+
+def waits(state: fsdp.State, steps: int, says: str) -> None:
+    fsdp.unshard(train(state, steps)[0])
+    Path(says).touch()
+    time.sleep(600)
+
+
+def test_an_interrupt_before_the_first_step_leaves_the_state_as_it_was(w: WorkerGroup, tmp_path: Path) -> None:
+    state = w(setup)
+    with interrupted(tmp_path / "said"):
+        w(waits, state, 0, str(tmp_path / "said"))
+    assert same(w, w(train, state, 1)[0], 1)
+
+
+def test_an_interrupt_renews_states_inside_what_a_handle_holds(w: WorkerGroup, tmp_path: Path) -> None:
+    both = w(lambda: {"state": setup(), "name": "both"})
+    with interrupted(tmp_path / "said"):
+        w(lambda both, says: waits(both["state"], 3, says), both, str(tmp_path / "said"))
+    assert w(lambda both: both["state"].steps, both).get() == [3, 3]
+
+
+def apart(state: fsdp.State, says: str) -> None:
+    """One rank is in the next step when it is stopped, the other one is not."""
+    state, _ = train(state, 3)
+    Path(says).touch()
+    if dist.get_rank():
+        fsdp.unshard(state)
+    time.sleep(600)
+
+
+def test_ranks_that_are_stopped_apart_meet_before_the_next_call(w: WorkerGroup, tmp_path: Path) -> None:
+    state = w(setup)
+    for steps in (3, 6):
+        with interrupted(tmp_path / "said"):
+            w(apart, state, str(tmp_path / "said"))
+        assert same(w, state, steps)
+
+
+def test_an_interrupt_between_calls_concerns_no_worker(w: WorkerGroup) -> None:
+    state = w(setup)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert same(w, w(train, state, 1)[0], 1)
+
+
+def test_prints_are_shown(w: WorkerGroup, capsys: pytest.CaptureFixture[str]) -> None:
+    w(lambda: print("hello"))
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 1] hello", "hello"]
+
+
+# --------------------------------------------------------------------------------------------- how workers start
+
+
+def test_after_a_backward_in_the_caller() -> None:
+    """A build of torch with CUDA cannot run a backward in a fork of a process that ran one."""
+    run_script("""
+        import torch
+        import functional_fsdp as fsdp
+
+        def gradient():
+            x = torch.ones(2, requires_grad=True)
+            (x * x).sum().backward()
+            return x.grad.tolist()
+
+        gradient()
+        with fsdp.workers(nprocs=2) as w:
+            assert w(gradient).get() == [[2.0, 2.0]] * 2
+    """)
+
+
+def test_workers_begin_with_the_callers_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SOME_SETTING", "7")
+    monkeypatch.setattr(sys, "argv", ["name", "--flag"])
+    with fsdp.workers(nprocs=1) as w:
+        found = w(lambda: (os.environ["SOME_SETTING"], sys.argv, torch.get_num_threads()))
+        assert [one.get()[0] for one in found] == ["7", ["name", "--flag"], torch.get_num_threads()]
+
+
+def test_a_timeout_of_their_own() -> None:
+    with fsdp.workers(nprocs=2, timeout=33) as w:
+        assert w(lambda: float(os.environ[_worker.TIMEOUT])).get() == [33.0, 33.0]
+
+
+def test_without_cloudpickle(tmp_path: Path) -> None:
+    (tmp_path / "cloudpickle.py").write_text("raise ImportError('not here')")
+    (tmp_path / "mine.py").write_text("def double(x):\n    return 2 * x\n\nclass Box:\n    pass\n")
+    run_script(
+        """
+        import functional_fsdp as fsdp
+        import mine
+
+        def here():
+            return 1
+
+        with fsdp.workers(nprocs=2) as w:
+            assert w(mine.double, w(int, 3)).get() == [6, 6]
+            assert type(w(mine.Box).get()[0]) is mine.Box
+            for fn in (here, lambda: 1):
+                try:
+                    w(fn)
+                except TypeError as error:
+                    assert "cannot be imported by the workers" in str(error), error
+                    assert "cloudpickle, which is not installed. pip install 'functional-fsdp[launch]'" in str(error)
+                else:
+                    raise AssertionError
+        """,
+        path=tmp_path,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ edited code
+
+
+def test_a_module_that_was_reloaded_runs_as_it_is_now(
+    w: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "edited_between_calls.py"
+
+    def write(number: int) -> None:
+        file.write_text(f"def answer():\n    return {number}\n")
+        os.utime(file, ns=(number * 10**9, number * 10**9))
+
+    write(1)
+    module = importlib.import_module("edited_between_calls")
+    assert w(module.answer).get() == [1, 1]
+    write(2)
+    assert w(module.answer).get() == [1, 1] == [module.answer()] * 2  # nobody reloaded it
+    importlib.reload(module)
+    assert w(module.answer).get() == [2, 2] == [module.answer()] * 2
+    assert w(lambda: module.answer()).get() == [2, 2]
+
+
+AUTORELOAD = [
+    """
+    %load_ext autoreload
+    %autoreload 2
+    import os, time, pathlib
+    import functional_fsdp as fsdp
+
+    def write(number, time):
+        file = pathlib.Path("edited_in_a_notebook.py")
+        file.write_text(
+            f"class Net:\\n    def answer(self):\\n        return super().__class__.__name__, {number}\\n\\n"
+            f"def answer():\\n    return {number}\\n"
+        )
+        os.utime(file, (time, time))
+
+    write(1, 1000)
+    w = fsdp.workers(nprocs=2)
+    """,
+    """
+    import edited_in_a_notebook as mine
+    from edited_in_a_notebook import answer
+    net = w(mine.Net)
+    print(w(mine.answer).get(), w(answer).get(), w(mine.Net.answer, net)[1].get())
+    """,
+    "write(2, 2000)",
+    "print(w(mine.answer).get(), w(answer).get(), w(lambda net: net.answer(), net)[1].get())",
+    """
+    def local():
+        return "one"
+    print(w(local).get())
+    """,
+    """
+    def local():
+        return "two"
+    print(w(local).get())
+    w.close()
+    """,
+]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_edited_code_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    cells = [nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in AUTORELOAD]
+    book = nbformat.v4.new_notebook(cells=cells)
+    nbclient.NotebookClient(book, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    said = ["".join(output.text for output in cell.outputs) for cell in book.cells]
+    assert said[1].split("\n") == ["[1, 1] [1, 1] [1, 1]", ""]
+    assert said[3].split("\n") == ["[2, 2] [2, 2] [2, 2]", ""]
+    assert said[4:] == ["['one', 'one']\n", "['two', 'two']\n"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_stop_button_of_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's whole process group is sent a SIGINT."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).parent}")
+    cells = [
+        "import os, signal, threading, time\nimport functional_fsdp as fsdp\nfrom test_workers import setup, train\n"
+        "w = fsdp.workers(nprocs=2)\nstate = w(setup)",
+        "def stop():\n    while not os.path.exists('said'):\n        time.sleep(0.01)\n"
+        "    os.killpg(os.getpgrp(), signal.SIGINT)\n"
+        "threading.Thread(target=stop).start()\nstate, steps = w(train, state, 10**6, says='said')",
+        "before = w(lambda state: state.steps, state).get()[0]\nstate, steps = w(train, state, 1)\n"
+        "print(before >= 3, steps.get() == [before + 1] * 2)\nw.close()",
+    ]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    book.cells[1].metadata["tags"] = ["raises-exception"]
+    nbclient.NotebookClient(book, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert book.cells[1].outputs[-1].ename == "KeyboardInterrupt"
+    assert book.cells[2].outputs[0].text == "True True\n"
+
+
+def test_a_barrier_of_the_workers(w: WorkerGroup) -> None:
+    assert w(lambda: (fsdp.local_mesh("cpu"), dist.barrier())[1]).get() == [None, None]

@@ -1,0 +1,44 @@
+"""The examples as commands, and scripts, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def code_under(heading: str, of: str = "CONTRIBUTING.md") -> str:
+    """The first block of Python below a heading of a document."""
+    _, below = (ROOT / of).read_text().split(f"## {heading}\n", 1)
+    found = re.search(r"```python\n(.*?)```", below, re.DOTALL)
+    assert found, f"{of} has no code below {heading!r}"
+    return found[1]
+
+
+def command(*line: str | Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    # CPU on every machine, so that the figures are the same; a process of its own knows nothing of pytest's ranks
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*map(str, line)], env=env, capture_output=True, text=True, timeout=250)
+
+
+def run_script(text: str, *command: str, path: Path = ROOT) -> str:
+    """What a script prints, in a process of its own (from stdin unless a command is given)."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment["PYTHONPATH"] = f"{path}:{ROOT}"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", *(command or ("-",))],
+        input=textwrap.dedent(text),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

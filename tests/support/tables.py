@@ -1,0 +1,42 @@
+"""Tables of cases: `make test` runs rows that contain every pair of values of two columns, `make test-all` each row."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+__all__ = ["FULL", "covering", "marked", "product"]
+
+Row = tuple[Any, ...]
+FULL = os.environ.get("LAWS") == "full"  # `make test-all` and `make laws`: sizes and numbers of examples, too
+
+
+def product(*columns: Iterable[Any]) -> list[Any]:
+    """The product of these columns, for `parametrize`."""
+    rows = list(itertools.product(*columns))
+    return marked(rows, covering(rows))
+
+
+def marked(rows: Sequence[Row], chosen: Sequence[Row]) -> list[Any]:
+    """Rows for `parametrize`, of which those that are not chosen are large."""
+    kept = [repr(row) for row in chosen]
+    return [
+        pytest.param(*row, marks=() if repr(row) in kept else pytest.mark.large, id="-".join(map(str, row)))
+        for row in rows
+    ]
+
+
+def covering(rows: Sequence[Row]) -> list[Row]:
+    """Rows that contain every pair of values of two columns that there is in all of them, found greedily."""
+    pairs = {
+        row: {*itertools.combinations(enumerate(map(repr, row)), 2)} for row in sorted(rows, key=repr)
+    }  # in an order that is the same in every process
+    left, chosen = set().union(*pairs.values()), []
+    while left:
+        chosen.append(max(pairs, key=lambda row: len(pairs[row] & left)))
+        left -= pairs[chosen[-1]]
+    return chosen

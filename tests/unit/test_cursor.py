@@ -1,0 +1,1034 @@
+"""Cursor and advance, pure: their table row by row, and simulated ranks that skip what they like."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import FrozenInstanceError, replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tables import FULL
+
+import functional_fsdp as fsdp
+from functional_fsdp import Layout, Schedule, ScheduleError, Spec
+from functional_fsdp._plan.advance import advance
+from functional_fsdp._plan.cursor import Cursor, numbers
+from functional_fsdp._plan.layout import LeafInfo, plan_layout
+from functional_fsdp._plan.plan import ALIGN, Plan, make_plan
+from functional_fsdp._plan.positions import Positions, nominal
+from functional_fsdp._plan.walk import Action
+
+relaxed = settings(deadline=None, max_examples=150 if FULL else 40)
+LETTERS = "abcdefgh"
+
+
+def stack(kibs: Sequence[int], frozen: str = "", spec: Spec | None = None) -> Layout:
+    """A layout of one float32 leaf a unit: a, b, ... of so many KiB."""
+    leaves = [LeafInfo(f"{x}.w", (256 * kib,), torch.float32, x not in frozen) for x, kib in zip(LETTERS, kibs)]  # noqa: B905
+    return plan_layout(leaves, spec or Spec({"data": 2}))
+
+
+def made(n: int, *order: Any, frozen: str = "", **schedule: Any) -> Plan:
+    """`n` units of equal size; an order is given as letters, a group as a tuple or list of them."""
+    return make_plan(stack([1] * n, frozen), Schedule(order or None, **schedule))
+
+
+def gathers_of(actions: Sequence[Action]) -> list[int]:
+    return [what for kind, what in actions if kind == "gather"]
+
+
+def reductions_of(actions: Sequence[Action]) -> list[tuple[int, bool]]:
+    return [due for kind, what in actions if kind == "reduce" for due in what]
+
+
+def doing(actions: Sequence[Action]) -> list[Action]:
+    """Without the reductions that only say: try again what was put off."""
+    return [action for action in actions if action != ("reduce", ())]
+
+
+class Rank:
+    """A rank's cursor and the arena that it would fill: each gather stamps its bytes, each use looks at the stamps.
+
+    Whatever is asked for: gathers are issued in the plan's order, none over a unit that is held, what is handed out has
+    the bytes of its gather, and cursors never change.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.cursor = Cursor(plan)
+        self.arena = [""] * (plan.arena // ALIGN)
+        self.held: set[str] = set()  # in the arena
+        self.unplanned: set[str] = set()  # held, outside the plan
+        self.gathers: list[int] = []
+        self.reductions: list[int] = []
+        self.given: list[bool] = []
+        self.passes = 0
+
+    @property
+    def early(self) -> set[int]:
+        return set(numbers(self.cursor.early_bits))
+
+    def place(self, name: str) -> slice:
+        unit = self.plan.by_name[name]
+        return slice(unit.address // ALIGN, (unit.address + unit.nbytes) // ALIGN)
+
+    def good(self, name: str) -> bool:
+        return set(self.arena[self.place(name)]) <= {name}
+
+    def happens(self, kind: str, *units: str) -> list[Action]:
+        """What follows, done. On a ScheduleError nothing has changed."""
+        before, printed = replace(self.cursor), repr(self.cursor)
+        cursor, actions = advance(self.plan, self.cursor, (kind, units))
+        assert self.cursor == before
+        assert repr(self.cursor) == printed
+        assert (cursor, actions) == advance(self.plan, before, (kind, units)), "a function of values"
+        self.passes += cursor.at < self.cursor.at
+        self.cursor = cursor
+        for what, which in actions:
+            if what == "gather":
+                self.gather(which)
+            elif what == "reduce":
+                self.note(which)
+            elif what == "unplanned" and kind == "unshard":
+                self.unplanned.add(which)
+            elif what == "free":
+                place = self.place(which)
+                self.arena[place] = ["NaN"] * (place.stop - place.start)
+        return [*actions]
+
+    def gather(self, i: int) -> None:
+        assert i == 0 or self.gathers[-1] == i - 1, "out of the plan's order"
+        name = self.plan.gathers[i].unit
+        place = self.place(name)
+        self.arena[place] = [name] * (place.stop - place.start)
+        for other in self.held:
+            assert self.good(other), f"gathering {name} wrote over {other}, which is held"
+        self.gathers.append(i)
+
+    def note(self, due: Sequence[tuple[int, bool]]) -> None:
+        for i, came in due:
+            assert i == (self.reductions[-1] + 1 if self.reductions else 0) % len(self.plan.reductions)
+            self.reductions.append(i)
+            self.given.append(came)
+
+    def use(self, *names: str) -> list[int]:
+        """The gathers that it starts."""
+        actions = self.happens("unshard", *names)
+        outside = {what for kind, what in actions if kind == "unplanned"}
+        assert outside <= set(names)
+        for name in names:
+            if name not in outside:
+                assert self.good(name), f"{name} is handed out, but these are not its bytes"
+                self.held.add(name)
+        return gathers_of(actions)
+
+    def release(self, *names: str) -> list[int]:
+        """The gathers that waited for these bytes."""
+        self.unplanned -= set(names)
+        mine = [name for name in names if name in self.held]
+        self.held -= set(mine)
+        actions = self.happens("release", *mine)
+        assert {what for kind, what in actions if kind == "free"} <= set(mine)
+        return gathers_of(actions)
+
+    def once(self, *names: str) -> list[int]:
+        """A use and its release."""
+        indices = self.use(*names)
+        return indices + self.release(*names)
+
+    def reduce(self, name: str) -> list[tuple[int, bool]]:
+        """What is reduced now."""
+        return reductions_of(self.happens("reduce", name))
+
+    def end(self) -> None:
+        """As `step`: catch up with the gathers, close the round, begin anew."""
+        self.held.clear()
+        self.happens("step")
+        assert doing(self.happens("step")) == []
+        self.cursor = Cursor(self.plan)
+
+    def evaluate(self, units: str) -> None:
+        for name in units:
+            self.once(name)
+
+    def train(self, units: str, fused: bool = False) -> None:
+        """`fused`: forward and backward of the last unit in one use."""
+        for name in units[: len(units) - fused]:
+            self.once(name)
+        for i, name in enumerate(reversed(units)):
+            assert fused or i or name == units[-1]
+            self.use(name)
+            self.reduce(name)
+            self.release(name)
+
+
+# -------------------------------------------------------------------------------- the table, row by row
+
+
+def test_the_one_expected() -> None:
+    """Three units at depth 1: the drawing in `_plan.plan`. What a use starts is the gather of the next."""
+    rank = Rank(made(3))
+    assert [g.unit for g in rank.plan.gathers] == list("abcba")
+    issued = []
+    for k, name in enumerate("abccba"):
+        assert rank.cursor.at == k
+        issued.append(rank.use(name))
+        assert rank.release(name) == []
+    assert issued == [[0, 1], [2], [], [3], [4], []]
+    assert rank.cursor.at == 6
+    assert rank.passes == 0
+
+
+@pytest.mark.parametrize("keep", [None, (), ("b",), "all"])
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_every_depth_issues_what_the_plan_says(depth: int, keep: Any) -> None:
+    p = make_plan(stack([3, 1, 4, 1, 5]), Schedule(prefetch=depth, keep=keep))
+    rank = Rank(p)
+    for k, name in enumerate("abcdeedcba"):
+        rank.use(name)
+        assert len(rank.gathers) == p.due[k]
+        assert rank.cursor.held == {name}
+        assert set(p.live(k)) >= set(rank.cursor.live), "live is what the plan says"
+        rank.release(name)
+        assert (name in rank.cursor.live) == (p.uses[k].end > k), "free is what the plan says"
+    assert rank.cursor.live == {}
+    rank.end()
+
+
+def test_one_that_is_held_is_handed_out_again() -> None:
+    rank = Rank(made(4))
+    rank.use("a")
+    assert rank.use("a") == []
+    assert rank.cursor.at == 1
+    assert rank.use("a", "a") == []
+    rank.release("a")
+    assert rank.use("b") == [2]
+    assert rank.use("b") == []
+    assert rank.cursor.at == 2
+
+
+def test_one_that_is_kept_is_handed_out_again_without_a_gather() -> None:
+    rank = Rank(made(3, keep="all"))
+    for name in "abccba":
+        rank.once(name)
+    assert rank.gathers == [0, 1, 2]
+    rank = Rank(made(3, keep="all"))
+    rank.once("a")
+    rank.once("b")
+    rank.use("b")  # released and asked for again
+    assert rank.gathers == [0, 1, 2]
+
+
+def test_one_that_comes_later_is_that_use_and_what_lies_between_is_issued_all_the_same() -> None:
+    p = made(5)
+    rank = Rank(p)
+    for name, use in (("a", 0), ("d", 3), ("d", 6), ("a", 9)):  # the backward of e was skipped too
+        rank.once(name)
+        assert rank.cursor.at == use + 1
+        assert rank.gathers == list(range(p.due[use]))
+    assert rank.gathers == list(range(len(p.gathers)))
+
+
+def test_one_that_begins_the_program_is_the_next_pass() -> None:
+    rank = Rank(made(3))
+    for evaluation in range(3):
+        for name, cursor in zip("abc", (1, 2, 3), strict=True):
+            rank.once(name)
+            assert rank.cursor.at == cursor
+            assert rank.passes == evaluation
+    assert rank.gathers == [0, 1, 2] * 3
+    for microbatch in range(3):
+        rank.train("abc")
+        assert rank.passes == 3 + microbatch
+    assert rank.gathers == [0, 1, 2] * 3 + [0, 1, 2, 3, 4] * 3
+    assert rank.reductions == [0, 1, 2] * 3
+    rank.evaluate("abc")
+    assert rank.passes == 6
+    rank.end()
+    assert rank.gathers == [0, 1, 2] * 3 + [0, 1, 2, 3, 4] * 3 + [0, 1, 2]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_a_pass_that_ends_early_is_issued_to_its_end(depth: int) -> None:
+    """An evaluation to the end of the forward, with what is prefetched there; a microbatch to the end of all."""
+    p = make_plan(stack([3, 1, 4, 1, 5]), Schedule(prefetch=depth))
+    rank = Rank(p)
+    rank.evaluate("abcd")
+    rank.evaluate("abc")
+    assert rank.gathers[: p.due[4]] == list(range(p.due[4]))
+    assert rank.gathers[p.due[4]] == 0
+    rank.train("abc")
+    rank.evaluate("ac")
+    rank.end()
+    forward = list(range(p.due[4]))
+    assert rank.gathers == [*forward, *forward, *range(len(p.gathers)), *forward]
+
+
+def test_everything_else_is_outside_the_plan() -> None:
+    rank = Rank(made(3, *"abba"))
+    rank.once("a")
+    assert rank.use("c") == []
+    assert rank.unplanned == {"c"}
+    assert rank.cursor.at == 1
+    assert rank.cursor.held == set()
+    assert doing(advance(rank.plan, rank.cursor, ("reduce", ("c",)))[1]) == [("unplanned", "c")]
+    rank.use("b", "c")
+    assert rank.cursor.at == 2
+    assert rank.cursor.held == {"b"}
+    assert rank.happens("unshard", "nobody") == [("unplanned", "nobody")]
+
+
+# -------------------------------------------------------------------------------- several units at once
+
+
+@pytest.mark.parametrize("names", ["ad", "da"])
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_a_group_of_the_order_is_asked_for_in_any_order(depth: int, names: str) -> None:
+    p = made(4, "a", "b", "c", ("a", "d"), "c", "b", "a", prefetch=depth)
+    rank = Rank(p)
+    for name in "abc":
+        rank.once(name)
+    rank.use(*names)
+    assert rank.cursor.at == 5
+    assert rank.cursor.held == {"a", "d"}
+    assert len(rank.gathers) == p.due[4]
+    rank.reduce("d")
+    rank.release(*names)
+    for name in "cba":
+        rank.use(name)
+        rank.reduce(name)
+        rank.release(name)
+    assert rank.gathers == list(range(len(p.gathers)))
+    assert rank.unplanned == set()
+    for _ in range(2):
+        rank.evaluate("abc")
+        rank.once(*names)
+    assert rank.unplanned == set()
+    rank.end()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_of_groups_that_are_alike_the_next_one_is_meant(depth: int) -> None:
+    rank = Rank(made(3, ("a", "b"), "c", ("a", "b"), "c", ("a", "b"), prefetch=depth, keep=()))
+    for names, at in (("ab", 2), ("c", 3), ("ba", 5), ("c", 6), ("ab", 8)):
+        rank.use(*names)
+        assert rank.cursor.at == at
+        rank.release(*names)
+    assert rank.unplanned == set()
+
+
+def test_a_group_may_be_asked_for_one_after_the_other() -> None:
+    rank = Rank(made(3, "a", ("b", "c"), "a"))
+    rank.once("a")
+    rank.use("b")
+    rank.use("c")
+    assert rank.cursor.held == {"b", "c"}
+    assert rank.cursor.at == 3
+    assert rank.unplanned == set()
+
+
+@pytest.mark.parametrize("keep", [None, (), "all"])
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+@pytest.mark.parametrize("kibs", [[1] * 5, [2, 1, 3, 1, 2], [5, 4, 3, 2, 1]])
+def test_units_named_at_once_that_the_plan_has_one_after_the_other(kibs: list[int], depth: int, keep: Any) -> None:
+    """They are all good while they are held: the gather of the next one must not take the bytes of the first."""
+    p = make_plan(stack(kibs), Schedule(prefetch=depth, keep=keep))
+    for names in ("ab", "ba", "bc", "cde", "ac", "ad", "be", "abcde", "eca"):
+        rank = Rank(p)
+        rank.use(*names)
+        for name in names:
+            assert name in rank.unplanned or rank.good(name)
+        rank.release(*names)
+        rank.train("abcde")
+        rank.end()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+@pytest.mark.parametrize("names", ["ab", "ae", "be", "de", "ce", "abe"])
+def test_units_named_at_once_after_an_evaluation(depth: int, names: str) -> None:
+    """Some of them may be expected next, others begin a pass: what is handed out is gathered all the same."""
+    for keep in (None, (), "all", ("a",)):
+        rank = Rank(make_plan(stack([2, 1, 3, 1, 2]), Schedule(prefetch=depth, keep=keep)))
+        rank.evaluate("abcde")
+        rank.once(*names)
+        rank.once(*names)
+        rank.end()
+
+
+def test_units_at_once_that_share_bytes_are_outside_the_plan_and_the_others_are_not() -> None:
+    p = made(3, prefetch=0, keep=())
+    assert p.sharing == {"a": {"b", "c"}, "b": {"a", "c"}, "c": {"a", "b"}}  # one place for all
+    rank = Rank(p)
+    rank.use("a", "b")
+    assert len(rank.unplanned) == 1
+    assert len(rank.cursor.held) == 1
+    rank.release("a", "b")
+    rank.use("a", "b", "c")
+    assert len(rank.unplanned) == 2
+    other = Rank(p)
+    other.use("b", "a")
+    assert other.unplanned == {"a"} or other.unplanned == {"b"}
+    other.release("b", "a")
+    other.use("c", "b", "a")
+    assert other.unplanned == rank.unplanned, "whatever the order of the names"
+
+
+def test_units_that_are_held_and_named_again_together_with_others() -> None:
+    rank = Rank(made(4))
+    rank.use("a")
+    rank.use("a", "b")
+    assert rank.cursor.held == {"a", "b"}
+    rank.use("b", "a")
+    assert rank.cursor.at == 2
+    rank.release("a", "b")
+    rank.train("abcd")
+
+
+# -------------------------------------------------------------------------------- late releases
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_prefetch_waits_for_a_late_release_and_starts_in_it(depth: int) -> None:
+    """c comes to where a lies (and so on): a is released only when b has been asked for."""
+    p = make_plan(stack([1] * 12, spec=None) if depth == 4 else stack([1] * 6), Schedule(prefetch=depth, keep=()))
+    order = [use.unit for use in p.uses]
+    rank = Rank(p)
+    held: list[str] = []
+    deferred = 0
+    for k, name in enumerate(order):
+        rank.use(name)
+        held.append(name)
+        deferred += len(rank.gathers) < p.due[k]
+        if len(held) > 1:
+            rank.release(held.pop(0))
+            assert len(rank.gathers) == p.due[k], "the release starts what waited"
+    assert deferred
+    rank.release(*held)
+    rank.end()
+
+
+def test_a_prefetch_that_waits_is_issued_with_the_next_use_if_nothing_is_in_its_way() -> None:
+    rank = Rank(made(5))
+    rank.use("a")
+    assert rank.use("b") == []  # c would come to where a lies
+    assert rank.release("b") == []
+    assert "b" not in rank.cursor.live
+    with pytest.raises(ScheduleError, match="gathering 'c' would write over 'a'"):
+        rank.use("c")
+    assert rank.release("a") == [2]
+    assert rank.use("c") == [3]
+
+
+def test_a_gather_over_a_unit_that_is_held_raises_says_what_to_do_and_changes_nothing() -> None:
+    rank = Rank(made(5))
+    rank.use("a")
+    rank.use("b")
+    for names in ("c", "d", "e", "cd"):
+        with pytest.raises(ScheduleError) as error:
+            rank.use(*names)
+        text = str(error.value)
+        assert "'a', which was not released" in text or "'b', which was not released" in text
+        assert "state = release(state, " in text
+        assert "Schedule(keep={" in text
+    assert rank.cursor.held == {"a", "b"}
+    rank.release("a")
+    rank.release("b")
+    rank.once("c")
+    rank.evaluate("de")
+    rank.use("e")
+    with pytest.raises(ScheduleError, match="would write over"):
+        rank.use("c")  # past d
+    rank.release("e")
+    rank.evaluate("dcba")
+    rank.end()
+
+
+def test_the_next_pass_raises_too_if_it_would_write_over_a_unit_that_is_held() -> None:
+    rank = Rank(made(3))
+    rank.evaluate("ab")
+    rank.use("c")
+    with pytest.raises(ScheduleError, match="gathering 'a' would write over 'c'"):
+        rank.use("a")
+    rank.release("c")
+    assert rank.once("a") == [0, 1]
+
+
+def test_units_that_share_nothing_may_be_held_as_long_as_one_likes() -> None:
+    rank = Rank(made(3, keep="all"))
+    for name in "abccba":
+        rank.use(name)
+    assert rank.cursor.held == set("abc")
+    rank.release(*"abc")
+    rank.end()
+
+
+# -------------------------------------------------------------------------------- gradients
+
+
+def test_gradients_are_reduced_in_the_plans_order_and_early_ones_wait() -> None:
+    rank = Rank(made(4))
+    rank.evaluate("abcddcba")
+    assert [r.unit for r in rank.plan.reductions] == list("dcba")
+    assert rank.reduce("b") == []
+    assert rank.reduce("c") == []
+    assert rank.early == {1, 2}
+    assert rank.reduce("d") == [(0, True), (1, True), (2, True)]
+    assert rank.reduce("a") == [(3, True)]
+    assert rank.early == set()
+    assert rank.cursor.reduced == 0
+
+
+def test_a_gradient_may_come_long_before_and_long_after_its_turn() -> None:
+    """a needs no weights in its backward."""
+    rank = Rank(made(3))
+    rank.evaluate("abc")
+    assert rank.reduce("a") == []
+    rank.once("c")
+    assert rank.reduce("c") == [(0, True)]
+    rank.once("b")
+    assert rank.reduce("b") == [(1, True), (2, True)]
+    rank.evaluate("abc")
+    rank.evaluate("cba")
+    assert [rank.reduce(name) for name in "abc"] == [[], [], [(0, True), (1, True), (2, True)]]
+    rank.end()
+    assert rank.gathers == list(range(5)) * 2
+
+
+def test_zeros_are_reduced_for_a_unit_that_was_passed_without_a_use() -> None:
+    rank = Rank(made(4))
+    rank.evaluate("abd")
+    rank.use("d")
+    assert rank.reduce("d") == [(0, True)]
+    rank.release("d")
+    assert reductions_of(rank.happens("unshard", "b")) == [(1, False)]
+    assert rank.reduce("b") == [(2, True)]
+    rank.release("b")
+    rank.use("a")
+    assert rank.reduce("a") == [(3, True)]
+    rank.release("a")
+    rank.end()
+    assert rank.reductions == [0, 1, 2, 3]
+
+
+def test_no_zeros_for_a_unit_whose_gradient_may_still_come() -> None:
+    rank = Rank(made(3))
+    rank.evaluate("abccb")
+    rank.use("a")
+    assert rank.reduce("a") == []  # those of c and b are late
+    assert rank.reduce("b") == []
+    assert rank.reduce("c") == [(0, True), (1, True), (2, True)]
+
+
+def test_trailing_units_that_are_skipped_get_zeros_at_the_end() -> None:
+    rank = Rank(made(4))
+    rank.train("cd")
+    assert rank.reductions == [0, 1, 2, 3], "nothing more can come: peers wait for it before they come to what follows"
+    rank.end()
+    assert rank.reductions == [0, 1, 2, 3]
+    assert rank.given == [True, True, False, False]
+    rank.train("ab")
+    rank.end()
+    assert rank.reductions == [0, 1, 2, 3] * 2
+    assert rank.given[4:] == [False, False, True, True]
+
+
+def test_a_unit_given_twice_begins_the_next_round() -> None:
+    rank = Rank(made(3))
+    rank.evaluate("abccba")
+    assert rank.reduce("c") == [(0, True)]
+    assert rank.reduce("c") == [(1, False), (2, False), (0, True)]
+    assert rank.reduce("b") == [(1, True)]
+    rank.end()
+    assert rank.reductions == [0, 1, 2] * 2
+    assert rank.given == [True, False, False, True, True, False]
+
+
+def test_a_gradient_that_waits_is_not_lost_when_its_unit_is_given_again() -> None:
+    rank = Rank(made(3))
+    rank.evaluate("abc")
+    assert rank.reduce("b") == []
+    assert rank.reduce("b") == [(0, False), (1, True), (2, False)]
+    assert rank.early == {1}
+    assert reductions_of(rank.happens("round")) == [(0, False), (1, True), (2, False)]
+
+
+def test_a_program_of_two_microbatches_reduces_each_in_turn() -> None:
+    rank = Rank(made(2, *"abbaabba"))
+    rank.train("ab")
+    rank.train("ab")
+    assert rank.reductions == [0, 1, 2, 3]
+    assert rank.passes == 0
+    rank.end()
+    rank.train("ab")
+    rank.end()  # a step of one microbatch
+    assert rank.reductions[4:] == [0, 1, 2, 3]
+    assert rank.given[4:] == [True, True, False, False]
+    assert rank.gathers == [*range(len(rank.plan.gathers))] * 2
+
+
+def test_frozen_units_are_gathered_and_never_reduced() -> None:
+    rank = Rank(made(4, frozen="bd"))
+    assert doing(rank.happens("reduce", "b")) == [("unplanned", "b")]
+    rank.evaluate("abcdd")
+    rank.use("c")
+    assert rank.reduce("c") == [(0, True)]
+    rank.release("c")
+    rank.once("b")
+    rank.use("a")
+    assert rank.reduce("a") == [(1, True)]
+    rank.end()
+    nothing = Rank(made(2, frozen="ab"))
+    assert doing(nothing.happens("reduce", "a")) == [("unplanned", "a")]
+    assert doing(nothing.happens("round")) == []
+
+
+def test_resident_units_are_used_and_reduced_and_never_gathered() -> None:
+    spec = Spec({"data": 2}, {"b": fsdp.ddp("data"), "*": fsdp.zero3("data")})
+    p = make_plan(stack([1] * 4, spec=spec))
+    assert not p.by_name["b"].parts
+    rank = Rank(p)
+    rank.use("a")
+    rank.once("b")
+    rank.once("b")
+    rank.release("a")
+    rank.train("acd")
+    for units in ("abcd", "acd", "bcd", "b"):
+        rank = Rank(p)
+        rank.train(units)
+        rank.end()
+        assert rank.gathers == list(range(len(p.gathers)))
+        assert rank.reductions == [0, 1, 2, 3]
+
+
+# -------------------------------------------------------------------------------- the end
+
+
+def test_closing_and_finishing_when_there_is_nothing_to_do() -> None:
+    rank = Rank(made(3))
+    for kind in ("finish", "round", "close", "release", "unshard"):
+        assert doing(rank.happens(kind)) == []
+        assert rank.cursor == Cursor(rank.plan)
+    rank.evaluate("ab")
+    rank.train("abc")
+    assert doing(rank.happens("round")) == []
+    idle = [rank.cursor.idle]
+    rank.end()
+    assert [*idle, rank.cursor.idle] == [False, True]
+
+
+def test_gradients_of_a_whole_tree_come_without_a_use() -> None:
+    rank = Rank(made(4))
+    for name in "dcba":
+        rank.reduce(name)
+    assert rank.reductions == [0, 1, 2, 3]
+    assert rank.gathers == []
+    rank.end()
+    assert rank.gathers == []
+
+
+@pytest.mark.parametrize("keep", [None, (), "all"])
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_a_step_may_go_on_after_its_gradients_were_finished(depth: int, keep: Any) -> None:
+    """`finish_reductions` for whoever reads gradients in the middle of a pass: the units that come next are good."""
+    p = make_plan(stack([2, 1, 3, 1, 2]), Schedule(prefetch=depth, keep=keep))
+    for done in range(1, 10):
+        rank = Rank(p)
+        for k, name in enumerate("abcdeedcba"):
+            rank.use(name)
+            if k > 4:
+                rank.reduce(name)
+            rank.release(name)
+            if k + 1 == done:
+                rank.happens("finish")
+        rank.train("abcde")
+        rank.end()
+
+
+# -------------------------------------------------------------------------------- whatever is asked for
+
+
+class Example(NamedTuple):
+    plan: Plan
+    names: str
+
+
+@st.composite
+def examples(draw: Callable[..., Any], least: int = 1, orders: bool = False) -> Example:
+    n = draw(st.integers(least, 6))
+    names = LETTERS[:n]
+    keep = draw(st.one_of(st.sampled_from([None, (), "all"]), st.sets(st.sampled_from(names)).map(tuple)))
+    order = None
+    if orders and draw(st.booleans()):
+        one = st.sampled_from(names)
+        order = draw(st.lists(st.one_of(one, st.lists(one, min_size=1, max_size=3, unique=True)), min_size=1))
+    kibs = draw(st.lists(st.integers(1, 20), min_size=n, max_size=n))
+    return Example(make_plan(stack(kibs), Schedule(order, draw(st.integers(0, 4)), keep)), names)
+
+
+@relaxed
+@given(examples(orders=True), st.data())
+def test_whatever_is_asked_for_is_handed_out_with_its_own_bytes(example: Example, data: Any) -> None:
+    """Any calls in any order: nothing is gathered over what is held, and an error changes nothing."""
+    p, names = example
+    rank = Rank(p)
+    some = st.lists(st.sampled_from(names), min_size=1, max_size=3, unique=True)
+    for call in data.draw(st.lists(st.sampled_from(["use", "use", "use", "release", "reduce"]), max_size=25)):
+        if call == "use":
+            asked = data.draw(some)
+            try:
+                rank.use(*asked)
+            except ScheduleError:
+                rank.release(*sorted(rank.held | rank.unplanned))
+                rank.use(*asked)
+            if data.draw(st.booleans()):
+                rank.release(*asked)
+        elif call == "release" and rank.held:
+            rank.release(data.draw(st.sampled_from(sorted(rank.held))))
+        elif call == "reduce":
+            name = data.draw(st.sampled_from(names))
+            if name in {reduction.unit for reduction in p.reductions}:
+                rank.reduce(name)
+    for name in rank.held:
+        assert rank.good(name)
+    rank.release(*sorted(rank.held))
+    rank.end()
+
+
+@relaxed
+@given(examples(orders=True), st.integers(1, 3))
+def test_a_program_that_is_followed_needs_nothing_outside_the_plan(example: Example, times: int) -> None:
+    p, _ = example
+    rank = Rank(p)
+    groups = dict.fromkeys(use.group for use in p.uses)
+    for _ in range(times):
+        for first, last in groups:
+            rank.once(*(use.unit for use in p.uses[first : last + 1]))
+            assert rank.cursor.at == last + 1
+            assert len(rank.gathers) % len(p.gathers) == p.due[last] % len(p.gathers)
+        for reduction in p.reductions:
+            rank.reduce(reduction.unit)
+    assert rank.unplanned == set()
+    rank.end()
+    assert rank.gathers == list(range(len(p.gathers))) * times
+    assert rank.reductions == list(range(len(p.reductions))) * times
+    assert all(rank.given)
+
+
+# -------------------------------------------------------------------------------- ranks that skip units
+
+
+@relaxed
+@given(examples(), st.data())
+def test_ranks_that_skip_units_in_one_pass_issue_the_same(example: Example, data: Any) -> None:
+    """Each rank skips its own units, in forward and backward, and gets its gradients in its own order."""
+    p, names = example
+    for _ in range(3):
+        rank = Rank(p)
+        units = "".join(sorted(data.draw(st.sets(st.sampled_from(names), min_size=1))))
+        rank.evaluate(units)
+        late: list[str] = []
+        for name in reversed(units):
+            rank.use(name)
+            late.append(name)
+            while late and data.draw(st.booleans()):
+                rank.reduce(late.pop(data.draw(st.integers(0, len(late) - 1))))
+            rank.release(name)
+        for name in data.draw(st.permutations(late)):
+            rank.reduce(name)
+        rank.end()
+        assert rank.unplanned == set()
+        assert rank.gathers == list(range(len(p.gathers)))
+        assert rank.reductions == list(range(len(p.reductions)))
+        assert sum(rank.given) == len(units)
+
+
+Passes = list[tuple[str, str]]
+
+
+def skips(draw: Callable[..., Any], names: str, kinds: list[str], fused: bool) -> Passes:
+    """What one rank uses in each pass.
+
+    Whatever it skips, with one exception: an evaluation must be told from the pass after it, so that one begins before
+    where this one ended ("a b" and then "c" looks like one pass, "a b c" and then "c" like a backward). A loop whose
+    last unit does forward and backward in one use has that unit's loss, and does not skip it.
+    """
+    passes: Passes = []
+    for kind in kinds:
+        units = set(draw(st.sets(st.sampled_from(names), min_size=1)))
+        if fused and kind == "train":
+            units.add(names[-1])
+        if passes and passes[-1][0] == "evaluate":
+            ended = names.index(passes[-1][1][-1])
+            if names.index(min(units)) >= ended:
+                units.add(draw(st.sampled_from(names[:ended])))
+        if kind == "evaluate" and units == {names[0]}:
+            units.add(draw(st.sampled_from(names[1:])))
+        passes.append((kind, "".join(sorted(units))))
+    return passes
+
+
+def follow(p: Plan, passes: Passes, fused: bool) -> Rank:
+    rank = Rank(p)
+    for kind, units in passes:
+        if kind == "train":
+            rank.train(units, fused)
+        else:
+            rank.evaluate(units)
+    rank.end()
+    return rank
+
+
+def check_that_ranks_agree(p: Plan, names: str, ranks: Sequence[Passes], fused: bool) -> None:
+    everyone = follow(p, [(kind, names) for kind, _ in ranks[0]], fused)
+    for passes in ranks:
+        rank = follow(p, passes, fused)
+        assert rank.unplanned == set(), "this rank would wait for the others to come with the same unit"
+        assert rank.gathers == everyone.gathers, f"other gathers than a rank that skips nothing: {passes}"
+        assert rank.reductions == everyone.reductions, f"other reductions than a rank that skips nothing: {passes}"
+        assert sum(rank.given) == sum(len(units) for kind, units in passes if kind == "train")
+
+
+@relaxed
+@given(examples(least=2), st.lists(st.just("train"), min_size=2, max_size=3), st.booleans(), st.data())
+def test_ranks_that_skip_units_in_some_microbatches_issue_the_same(
+    example: Example, kinds: list[str], fused: bool, data: Any
+) -> None:
+    p, names = example
+    check_that_ranks_agree(p, names, [skips(data.draw, names, kinds, fused) for _ in range(3)], fused)
+
+
+@relaxed
+@given(
+    examples(least=2),
+    st.lists(st.sampled_from(["train", "evaluate"]), min_size=1, max_size=4),
+    st.booleans(),
+    st.data(),
+)
+def test_ranks_that_skip_units_in_evaluations_too_issue_the_same(
+    example: Example, kinds: list[str], fused: bool, data: Any
+) -> None:
+    p, names = example
+    check_that_ranks_agree(p, names, [skips(data.draw, names, kinds, fused) for _ in range(3)], fused)
+
+
+@pytest.mark.parametrize(
+    ("keep", "passes"),
+    [
+        (None, ("abc", "ab", "abc")),
+        (None, ("ab", "abc", "bc")),
+        (None, ("bc", "abc", "abc")),
+        (None, ("bc", "a", "abc")),  # what comes first is what was skipped last
+        ((), ("c", "a", "b")),
+        ("all", ("ab", "abc", "abc")),  # what is skipped is last, and all else lies in the arena
+        ("all", ("a", "abc", "a")),
+        ("all", ("b", "b", "b")),
+        (("a",), ("ab", "ac", "abc")),
+    ],
+)
+def test_examples_of_ranks_that_skip_units_in_some_microbatches(keep: Any, passes: tuple[str, ...]) -> None:
+    check_that_ranks_agree(made(3, keep=keep), "abc", [[("train", units) for units in passes]], False)
+
+
+@pytest.mark.parametrize("keep", [None, (), "all"])
+@pytest.mark.parametrize(
+    "passes",
+    [
+        ("abcd", "acd", "TRAIN"),
+        ("acd", "abcd", "TRAIN"),
+        ("abd", "abc", "TRAIN"),
+        ("abcd", "bcd", "TRAIN"),  # b is no backward: that of d comes first
+        ("ad", "ad", "ad", "TRAIN"),
+        ("bc", "bd", "TRAIN"),
+        ("TRAIN", "acd", "bcd"),
+    ],
+)
+def test_examples_of_ranks_that_skip_units_in_evaluations(keep: Any, passes: tuple[str, ...]) -> None:
+    mine = [("train", "abcd") if units == "TRAIN" else ("evaluate", units) for units in passes]
+    check_that_ranks_agree(made(4, keep=keep), "abcd", [mine], False)
+
+
+# -------------------------------------------------------------------------------- pictures
+
+
+def test_printing_shows_what_a_person_needs() -> None:
+    spec = Spec({"data": 2}, {"d": fsdp.ddp("data"), "*": fsdp.zero3("data")})
+    rank = Rank(make_plan(stack([1] * 4, spec=spec)))
+    text = repr(rank.cursor)
+    assert text.splitlines()[0].split() == ["unit", "bytes", "address", "gathered", "in", "uses", "gathers", "now"]
+    assert "nothing is begun" in text
+    assert text.count("released") == 3
+    rank.use("a")
+    rank.use("d")
+    rows = {line.split()[0]: line for line in repr(rank.cursor).splitlines()[2:6]}
+    assert rows["a"].endswith("live, held") or rows["a"].endswith("overwritten")
+    assert rows["d"].endswith("resident, held")
+    rank = Rank(made(3))
+    rank.use("a")
+    rank.reduce("b")
+    text = repr(rank.cursor)
+    rows = {line.split()[0]: line for line in text.splitlines()[2:5]}
+    assert rows["a"].endswith("live, held")
+    assert rows["b"].endswith("live")
+    assert rows["c"].endswith("released")
+    assert "1.0 KiB" in rows["a"]
+    assert "0, 4–5" in rows["a"]
+    assert "use 1 of 6 comes next (b)" in text
+    assert "2 of 5 gathers and 0 of 3 reductions of this pass issued" in text
+    assert "1 gradients wait for their turn" in text
+    rank.end()
+    rank.evaluate("abccba")
+    assert "the program is through" in repr(rank.cursor)
+    rank.end()
+    assert "nothing is begun" in repr(rank.cursor)
+
+
+def test_a_tied_unit_whose_gradient_is_late_is_not_waited_for_at_each_of_its_uses() -> None:
+    rank = Rank(made(3, *"abcb", *"bcba"))
+    for name in "abb":  # without c
+        rank.use(name)
+        rank.release(name)
+    rank.use("b")  # in the backward, at the first of its two uses there
+    rank.release("b")
+    rank.use("a")
+    assert (rank.passes, rank.cursor.at) == (0, 8)
+
+
+def test_units_at_once_are_the_plans_call_of_these_units() -> None:
+    """`a` is tied, and used alone before: that a rank leaves out, and does not take for half of the call."""
+    rank = Rank(made(4, "b", "a", "c", ("a", "d"), ("a", "d"), "c", "a", "b", prefetch=0, keep=()))
+    rank.once("b")
+    rank.use("a", "d")
+    assert rank.unplanned == set()
+    assert rank.cursor.at == 5
+
+
+def test_what_a_forward_leaves_out_is_no_place_that_a_rank_must_come_to() -> None:
+    """`b` is used twice in the forward, and never in the backward: a rank may leave out the second use."""
+    p = make_plan(stack([1] * 3), Schedule([*"abcb", *"ca"]), forward=4)
+    assert [(r.unit, r.use) for r in p.reductions] == [("c", 4), ("b", 4), ("a", 5)], "b is complete when c is"
+    rank = Rank(p)
+    rank.happens("begin")
+    for name in "abc":
+        rank.once(name)
+    rank.happens("turn")
+    rank.use("c")
+    assert rank.unplanned == set()
+    assert rank.reduce("c") == [(0, True)], "no zeros for a gradient that is awaited"
+    rank.release("c")
+    assert rank.reduce("b") == [(1, True)]
+    rank.use("a")
+    assert rank.reduce("a") == [(2, True)]
+
+
+# -------------------------------------------------------------------------------- ranks that agree on each use
+
+
+def test_where_ranks_agree_on_each_use_gradients_are_reduced_in_the_plans_order_all_the_same() -> None:
+    rank = Rank(made(3))
+    rank.happens("begin agreed")
+    for name in "ca":
+        assert rank.happens("unshard", name) == [("agreed", name)]
+        rank.happens("release", name)
+    rank.happens("turn")
+    assert rank.reduce("a") == []  # that of c may come, b was not used
+    assert rank.reduce("c") == [(0, True), (1, False), (2, True)]
+    assert rank.gathers == []
+    rank.happens("end")
+    assert not rank.cursor.agreed
+    rank.train("abc")
+    rank.end()
+    assert rank.gathers == list(range(len(rank.plan.gathers)))
+
+
+def test_a_peer_is_given_no_zeros_while_this_ranks_forward_goes_on() -> None:
+    rank = Rank(made(3))
+    rank.happens("begin agreed")
+    rank.happens("unshard", "a")
+    assert rank.happens("peer reduces") == []
+    assert rank.happens("peer gathers") == [], "nor is a gather of the plan issued, which nobody follows"
+    rank.happens("turn")
+    assert [reductions_of(rank.happens("peer reduces")) for _ in range(3)] == [[(0, False)], [(1, False)], []], (
+        "that of `a` may come"
+    )
+
+
+def test_a_peer_is_given_nothing_of_a_round_that_has_not_begun() -> None:
+    """A peer that is slower waits for a reduction that this rank has due, and has not found staging for."""
+    rank = Rank(made(3))
+    rank.happens("begin agreed")
+    rank.happens("turn")
+    assert [reductions_of(rank.happens("peer reduces")) for _ in range(4)] == [[(i, False)] for i in range(3)] + [[]]
+
+
+# -------------------------------------------------------------------------------- positions
+
+
+@relaxed
+@given(examples(orders=True), st.data())
+def test_positions_are_what_advance_says(example: Example, data: Any) -> None:
+    p, names = example
+    positions = Positions(p)
+    position, cursor = positions.start, Cursor(p)
+    for _ in range(data.draw(st.integers(0, 12))):
+        event = (data.draw(st.sampled_from(["unshard", "reduce", "skip"])), (data.draw(st.sampled_from(names)),))
+        found: list[Any] = []
+        for step in (lambda: advance(p, cursor, event), lambda: positions.move(position, event)):  # noqa: B023
+            try:
+                found.append(step())
+            except ScheduleError as error:
+                found.append(str(error))
+        expected, got = found
+        if isinstance(expected, str):
+            assert got == expected
+            continue
+        cursor, position = expected[0], got[0]
+        assert (position.cursor, got[1]) == expected
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_the_nominal_path_is_made_with_the_plan(bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = make_plan(stack([3, 1, 4, 1, 5]), Schedule())
+    positions = Positions(p)
+    monkeypatch.setattr("functional_fsdp._plan.positions.advance", None)  # from here on nothing is worked out
+    position, gathers, reductions = positions.start, [], []
+    for event in nominal(p, bounded):
+        position, actions = positions.move(position, event)
+        gathers += gathers_of(actions)
+        reductions += reductions_of(actions)
+    assert gathers == list(range(len(p.gathers)))
+    assert reductions == [(i, True) for i in range(len(p.reductions))]
+
+
+def test_positions_beside_the_nominal_path_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("functional_fsdp._plan.positions.OTHERS", 20)
+    p = made(6)
+    positions = Positions(p)
+    nominal_ones = len(positions.known)
+    most = 0
+    for number in range(200):
+        position = positions.start
+        for i in range(6):
+            if number >> i & 1:
+                position, _ = positions.move(position, ("unshard", (LETTERS[i],)))
+                position, _ = positions.move(position, ("release", (LETTERS[i],)))
+        most = max(most, len(positions.known))
+    assert nominal_ones < most <= nominal_ones + 21
+    assert (
+        advance(p, positions.start.cursor, ("unshard", ("a",)))[0]
+        == positions.move(positions.start, ("unshard", ("a",)))[0].cursor
+    )
+
+
+def test_a_cursor_is_names_and_integers() -> None:
+    rank = Rank(made(3))
+    rank.use("a")
+    rank.reduce("b")
+    for name, value in vars(rank.cursor).items():
+        assert name == "plan" or isinstance(value, int | str | tuple), name
+    assert pickle.loads(pickle.dumps(rank.cursor)) == rank.cursor
+    with pytest.raises(FrozenInstanceError):
+        rank.cursor.at = 3  # type: ignore[misc]

@@ -1,0 +1,718 @@
+"""Driven models against the plain module: what would be other than it, without a word, is right or refused."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import functional_fsdp as fsdp
+from functional_fsdp import transforms as T
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Net(nn.Module):
+    """Two units, and a parameter of its own."""
+
+    def __init__(self, last: Callable[[], nn.Module] = lambda: nn.Linear(4, 4)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), last()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.b(self.a(x).tanh()) * self.w
+        return y
+
+
+def total(model: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = model(x)
+    return out.sum()
+
+
+def made(module: nn.Module, preset: str = "zero3", **spec: Any) -> tuple[fsdp.State, nn.Module]:
+    params, model = fsdp.functionalize(module)
+    placed = fsdp.Spec(fsdp.local_mesh(), getattr(fsdp, preset)("data"), **spec)
+    return fsdp.shard(params, placed, fsdp.sgd(lr=0.1), buffers=fsdp.buffers(module)), model
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+# ---------------------------------------------------------------- weights that a forward changes
+
+
+class Changes(nn.Linear):
+    """Does something to its weight, when told to."""
+
+    what: Any = None
+    late = False  # not in the first call
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls > 1 or not self.late:
+            type(self).what(self)
+        return super().forward(x)
+
+
+class Loose(Net):
+    """Does something to a parameter of its own, which is in no module that is gathered on its own."""
+
+    what: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        type(self).what(self)
+        return super().forward(x)
+
+
+@torch.no_grad()
+def clamp(m: Any) -> None:
+    m.weight.clamp_(-0.1, 0.1)
+
+
+@torch.no_grad()
+def view(m: Any) -> None:
+    m.weight.view(-1)[:2].zero_()
+
+
+@torch.no_grad()
+def item(m: Any) -> None:
+    m.weight[0] = 3.0
+
+
+@torch.no_grad()
+def out(m: Any) -> None:
+    torch.mul(m.weight, 2, out=m.weight)
+
+
+@torch.no_grad()
+def foreach(m: Any) -> None:
+    torch._foreach_mul_([m.weight], 0.5)
+
+
+def data(m: Any) -> None:
+    m.weight.data.mul_(0.5)
+
+
+def set_data(m: Any) -> None:
+    m.weight.data = m.weight.detach() * 0.5
+
+
+def assign(m: Any) -> None:
+    m.weight = nn.Parameter(m.weight.detach() * 0.5)
+
+
+def attribute(m: Any) -> None:
+    weight = m.weight.detach() * 0.5
+    del m.weight
+    m.weight = weight
+
+
+WRITES = (clamp, view, item, out, foreach, data)
+HOW = {set_data: r"by \.data =", assign: "by assignment", attribute: "by assignment"}
+
+
+def drives(how: str, model: nn.Module) -> Callable[..., Any]:
+    if how == "apply":
+        return T.apply(model)
+    return T.forward_backward(model, total, second_order=how == "second order")
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+@pytest.mark.parametrize("how", ["forward_backward", "apply", "second order"])
+@pytest.mark.parametrize("what", [*WRITES, *HOW], ids=lambda f: f.__name__)
+def test_a_weight_that_a_forward_changes_is_refused_at_the_operation(what: Any, how: str, preset: str) -> None:
+    """And nothing has changed: not the state, not what it lends."""
+    Changes.what, Changes.late = staticmethod(what), False
+    state, model = made(Net(Changes), preset)
+    before = fsdp.full_params(state)
+    run = drives(how, model)
+    for _ in range(2):
+        if how == "second order" and what is set_data:
+            continue  # these are leaves of their own: see below
+        with pytest.raises(
+            fsdp.ScheduleError, match=rf"changed the weight 'b\.weight' {HOW.get(what, 'in place, by aten')}"
+        ):
+            run(state, X)
+        assert same(fsdp.full_params(state), before)
+    Changes.what = staticmethod(lambda m: None)
+    want = torch.func.functional_call(Net(Changes), before, (X,))
+    _, found = T.apply(model)(state, X)
+    assert torch.equal(found, want)
+    if how == "apply":
+        assert torch.equal(run(state, X)[1], want)
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+@pytest.mark.parametrize("how", ["forward_backward", "apply", "second order"])
+@pytest.mark.parametrize("what", [clamp, assign, attribute], ids=lambda f: f.__name__)
+def test_in_a_later_call_too(what: Any, how: str, preset: str) -> None:
+    """Operations are not looked at any more: replicated weights, which are the state's own, have been changed."""
+    Changes.what, Changes.late = staticmethod(what), True
+    state, model = made(Net(Changes), preset)
+    run = drives(how, model)
+    run(state, X)
+    with pytest.raises(
+        fsdp.ScheduleError, match=r"changed (the weight 'b\.weight'|a weight \(one of .*'b\.weight'.*\)) "
+    ):
+        run(state, X)
+    if preset == "ddp" and what is clamp:
+        with pytest.raises(fsdp.StaleStateError, match=r"changed weights in place.* they were this State's own"):
+            run(state, X)
+    else:
+        Changes.what = staticmethod(lambda m: None)
+        assert torch.equal(
+            T.apply(model)(state, X)[1], torch.func.functional_call(Net(Changes), fsdp.full_params(state), (X,))
+        )
+
+
+def test_later_calls_name_the_weight_where_autograd_knows_it() -> None:
+    def double(m: Any) -> None:
+        m.weight.mul_(2)
+
+    Changes.what, Changes.late = staticmethod(double), True
+    state, model = made(Net(Changes))
+    run = T.forward_backward(model, total)
+    run(state, X)
+    with pytest.raises(fsdp.ScheduleError, match=r"changed the weight 'b\.weight' in place, in the module 'b'\."):
+        run(state, X)
+
+
+@pytest.mark.parametrize("what", [data, set_data], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("how", ["forward_backward", "apply"])
+def test_debug_looks_at_every_call(how: str, what: Any) -> None:
+    Changes.what, Changes.late = staticmethod(what), True
+    state, model = made(Net(Changes), schedule=fsdp.Schedule(debug=True))
+    run = drives(how, model)
+    run(state, X)
+    with pytest.raises(fsdp.ScheduleError, match=r"changed the weight 'b\.weight'"):
+        run(state, X)
+
+
+@pytest.mark.parametrize("how", ["forward_backward", "apply"])
+@pytest.mark.parametrize("what", [*WRITES, *HOW], ids=lambda f: f.__name__)
+def test_a_weight_outside_its_entry_is_refused_too(what: Any, how: str) -> None:
+    class Named(Loose):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+    Named.what = staticmethod(what)
+    state, model = made(Named())
+    run = drives(how, model)
+    for _ in range(2):
+        with pytest.raises(fsdp.ScheduleError, match=r"changed the weight 'weight' (in place|by)"):
+            run(state, X)
+    Named.what = staticmethod(lambda m: None)
+    assert torch.equal(T.apply(model)(state, X)[1], Named()(X))
+
+
+def test_a_weight_assigned_from_outside_its_module() -> None:
+    class Outside(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.b.weight = nn.Parameter(torch.zeros(4, 4))
+            return super().forward(x)
+
+    state, model = made(Outside())
+    with pytest.raises(fsdp.ScheduleError, match=r"changed the weight 'b\.weight' by assignment, outside the module"):
+        T.forward_backward(model, total)(state, X)
+
+
+class Rebinds(nn.LSTM):
+    """As on GPUs, where the weights of recurrent modules are made to point into one chunk of memory."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    @torch.no_grad()
+    def flatten_parameters(self) -> None:
+        for w in self._flat_weights:
+            if isinstance(w, torch.Tensor) and w.device.type == "cpu":
+                w.set_(w.clone().untyped_storage(), 0, w.shape, w.stride())
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x)[0]
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+def test_recurrent_modules_may_rebind_their_weights(preset: str) -> None:
+    module = Net(Rebinds)
+    plain = Net(Rebinds)
+    state, model = made(module, preset)
+    run, look = T.forward_backward(model, total), T.apply(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        torch.testing.assert_close(look(state, X)[1], plain(X))
+        state = fsdp.step(run(state, X)[0])
+        optimizer.zero_grad()
+        total(plain, X).backward()
+        optimizer.step()
+    torch.testing.assert_close(fsdp.full_params(state), dict(plain.named_parameters()), check_layout=False)
+
+
+# ---------------------------------------------------------------- weights that are given back
+
+
+class Gives(Net):
+    """Returns weights of its own, and of a part."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"out": super().forward(x), "own": [self.w], "part": self.b.weight}
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_a_weight_that_is_given_back_is_a_tensor(second_order: bool) -> None:
+    state, model = made(Gives())
+    plain = Gives()
+    _, found = T.apply(model)(state, X)
+    assert type(found["own"][0]) is torch.Tensor
+    assert torch.equal(found["own"][0], plain.w)
+    assert torch.equal(found["part"], plain.b.weight)  # type: ignore[arg-type]
+    state, (loss, aux) = T.forward_backward(
+        model, lambda m, x: ((y := m(x))["own"][0].sum() + y["part"].square().sum(), y), True, second_order=second_order
+    )(state, X)
+    assert torch.equal(aux["own"][0], plain.w)
+    assert loss == 4 + plain.b.weight.square().sum()  # type: ignore[operator]
+    grads = fsdp.local_shards(fsdp.finish_reductions(state), "grads")
+    assert torch.equal(grads["w"], torch.ones(4))
+    torch.testing.assert_close(grads["b.weight"].view(4, 4), 2 * plain.b.weight.detach())  # type: ignore[operator]
+
+
+def test_a_weight_may_be_the_loss() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    module.scale = nn.Parameter(torch.tensor(3.0))
+    state, model = made(module)
+    state, loss = T.forward_backward(model, lambda m, x: m.scale)(state, X)
+    assert loss == 3
+    assert fsdp.local_shards(fsdp.finish_reductions(state), "grads")["scale"] == 1
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum(0)
+
+
+def test_a_function_of_a_weight_outside_its_entry_says_what_to_do() -> None:
+    state, model = made(Net())
+    with pytest.raises(
+        fsdp.ScheduleError, match=r"an autograd\.Function was given a weight outside .* weight\.clone\(\)"
+    ):
+        T.forward_backward(model, lambda m, x: Times.apply(m.a(x), m.w).sum())(state, X)
+    state, loss = T.forward_backward(model, lambda m, x: Times.apply(m.a(x), m.w.clone()).sum())(state, X)
+    assert torch.equal(loss, Net().a(X).sum())
+
+
+def test_an_empty_leaf_first_in_its_bucket() -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.none, self.weight = nn.Parameter(torch.ones(0, 4)), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight
+
+    state, model = made(nn.Sequential(Empty(), nn.Linear(4, 4)), schedule=fsdp.Schedule(debug=True))
+    _, found = T.apply(model, lambda m, x: m[0](x))(state, X)
+    assert torch.equal(found, torch.ones(4))  # a copy: what was borrowed has been released
+
+
+def test_jit_modules_are_refused() -> None:
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        scripted = torch.jit.script(nn.ReLU())
+    state, model = made(nn.Sequential(nn.Linear(4, 4), scripted))
+    with pytest.raises(fsdp.TreeError, match=r"the module '1' is a torch\.jit module"):
+        T.forward_backward(model, total)
+    assert state.units
+
+
+def test_freezing_a_skeleton_says_what_to_do() -> None:
+    _, model = fsdp.functionalize(Net())
+    with pytest.raises(fsdp.TreeError, match=r"Spec\(trainable=\{pattern: False\}\)"):
+        model.w.requires_grad = False
+    model.w.requires_grad = True
+
+
+# ---------------------------------------------------------------- dtypes of inputs
+
+
+BF16 = fsdp.Precision(compute=torch.bfloat16)
+CAST = fsdp.Precision(compute=torch.bfloat16, inputs=True)
+
+
+@pytest.mark.parametrize("how", ["forward_backward", "apply"])
+def test_a_batch_of_another_dtype_says_what_to_do(how: str) -> None:
+    state, model = made(Net(), precision=BF16)
+    want = r"the module 'a' computes in bfloat16 and was given float32\. .* Precision\(compute=torch\.bfloat16, inputs"
+    with pytest.raises(fsdp.SpecError, match=want) as caught:
+        drives(how, model)(state, X)
+    assert "must have the same dtype" in str(caught.value.__cause__)
+    with pytest.raises(fsdp.SpecError, match=r"the weight 'a\.weight' computes in bfloat16 and was given float32"):
+        T.apply(model, lambda m, x: F.linear(x, m.a.weight))(state, X)
+
+
+def test_inputs_are_cast() -> None:
+    class Takes(Net):
+        def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+            seen.append(self.a(x).dtype)
+            return super().forward(x) * scale["by"][0]
+
+    seen: list[torch.dtype] = []
+    state, model = made(Takes(), precision=CAST)
+    scale: Any = {"by": [torch.ones(4)], "at": torch.arange(4)}
+    state, loss = T.forward_backward(model, lambda m, x, s: m(x, scale=s).sum())(state, X, scale)
+    plain = Takes().bfloat16()
+    assert seen == [torch.bfloat16]
+    assert loss == (plain.b(plain.a(X.bfloat16()).tanh()) * plain.w * scale["by"][0]).sum()
+    grads = fsdp.local_shards(fsdp.finish_reductions(state), "grads")
+    assert all(bool(g.isfinite().all()) for g in grads.values())
+
+
+def test_inputs_are_cast_by_rule() -> None:
+    """A norm that computes in float32 beside weights in bfloat16: one dtype is asked for."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up = nn.LayerNorm(4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.dtype)
+            y: torch.Tensor = self.up(self.norm(x.float()).to(x.dtype))
+            return y
+
+    seen: list[torch.dtype] = []
+    module = nn.Sequential(Part(), Part())
+    state, model = made(module, precision={"*norm*": fsdp.Precision(), "*": CAST}, units=["0", "1"])
+    _, out = T.apply(model)(state, X)
+    assert seen == [torch.bfloat16] * 2
+    assert out.dtype is torch.bfloat16
+    state, model = made(module, precision={"*norm*": fsdp.Precision(inputs=True), "*": CAST}, units=["0", "1"])
+    with pytest.raises(fsdp.SpecError, match=r"the module '0' has weights that compute in torch\.float32 and in "):
+        T.apply(model)(state, X)
+
+
+def test_inputs_in_words() -> None:
+    assert "compute bfloat16 (inputs too)" in str(CAST)
+    with pytest.raises(fsdp.SpecError, match=r"Precision\(inputs=1\): expected True or False"):
+        fsdp.Precision(inputs=1)  # type: ignore[arg-type]
+    state, model = made(Net(), precision=CAST)
+    with pytest.raises(fsdp.SpecError, match=r"Precision\(inputs=True\) with forward_backward\(second_order=True\)"):
+        T.forward_backward(model, total, second_order=True)(state, X)
+
+
+# ---------------------------------------------------------------- what hooks see
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gain = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.up(x).tanh()
+        return y
+
+
+class Tower(nn.Module):
+    """Hooks keep what parts return, as output_hidden_states does in Hugging Face models, or change it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(Scaled() for _ in range(4))
+        self.kept: dict[str, Any] = {}
+        kept = self.kept
+        if how != "changed":
+            self.parts[1].register_forward_hook(lambda part, args, out: kept.__setitem__("out", out))
+        if how != "kept":
+            self.parts[1].register_forward_hook(lambda part, args, out: (out * part.gain).exp() * part.up.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def of_kept(model: Any, x: torch.Tensor, both: bool) -> torch.Tensor:
+    out = model(x)
+    kept = model.kept.get("out", out)
+    loss: torch.Tensor = (kept - 1).square().sum()
+    return loss + out.sum() if both else loss
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("how", ["kept", "changed", "kept and changed"])
+def test_what_a_hook_keeps_may_be_all_that_the_loss_uses(how: str, both: bool) -> None:
+    plain = Tower(how)
+    state, model = made(Tower(how), schedule=fsdp.Schedule(debug=True))
+    run = T.forward_backward(model, of_kept)
+    want = of_kept(plain, X, both)
+    grads = torch.autograd.grad(want, [*plain.parameters()], allow_unused=True, materialize_grads=True)
+    for _ in range(2):
+        middle, loss = run(state, X, both)
+        assert torch.equal(loss, want.detach())
+        found = fsdp.local_shards(fsdp.finish_reductions(middle), "grads")
+        for (path, _), grad in zip(plain.named_parameters(), grads, strict=True):
+            torch.testing.assert_close(found[path].view_as(grad), grad, msg=path)
+
+
+def test_what_a_hook_inside_keeps_says_what_to_do() -> None:
+    class Inside(Tower):
+        def __init__(self) -> None:
+            super().__init__("")
+            kept = self.kept
+            part: Any = self.parts[2]
+            part.up.register_forward_hook(lambda part, args, out: kept.__setitem__("out", out))
+
+    state, model = made(Inside())
+    with pytest.raises(fsdp.ScheduleError, match=r"no output of the module 'parts\.2' .* a unit of its own: Spec"):
+        T.forward_backward(model, of_kept)(state, X, False)
+    units = ["parts.0", "parts.1", "parts.2.up", "parts.2.gain", "parts.3"]
+    state, model = made(Inside(), units=units)
+    _, loss = T.forward_backward(model, of_kept)(state, X, False)
+    assert torch.equal(loss, of_kept(Inside(), X, False).detach())
+
+
+# ---------------------------------------------------------------- settings of the model, changed later
+
+
+class Config:
+    def __init__(self) -> None:
+        self.scale, self.rope = 2.0, {"factor": 1.0}
+
+
+class Configured(Net):
+    flag = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.widths, self.drop = Config(), [4, 4], nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(super().forward(x)) * self.config.scale
+
+
+def put(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
+
+
+CHANGED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "an attribute": (lambda m: put(m.drop, "p", 0.1), r"'drop\.p' was 0\.5 and is 0\.1"),
+    "a class's default": (lambda m: put(m, "flag", True), "'flag' is new"),
+    "a configuration": (lambda m: put(m.config, "scale", 3.0), r"'config\.scale' was 2\.0 and is 3\.0"),
+    "inside it": (lambda m: m.config.rope.update(factor=2.0), r"'config\.rope\.factor' was 1\.0 and is 2\.0"),
+    "a list": (lambda m: m.widths.append(4), r"'widths' was \[4, 4\] and is \[4, 4, 4\]"),
+    "a module": (lambda m: put(m, "b", nn.Linear(4, 4)), "its modules or hooks"),
+    "a hook": (lambda m: m.b.register_forward_hook(lambda *args: None), "the modules or hooks of 'b'"),
+    "deleted": (lambda m: delattr(m, "widths"), r"'widths' was \[4, 4\] and is None"),
+}
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("how", ["forward_backward", "apply", "second order"])
+@pytest.mark.parametrize("what", CHANGED)
+def test_a_setting_that_is_changed_later_is_refused(what: str, how: str, real: bool) -> None:
+    module = Configured()
+    state, model = made(module)
+    model = module if real else model
+    run = drives(how, model)
+    run(state, X)
+    change, said = CHANGED[what]
+    change(model)
+    for _ in range(2):
+        with pytest.raises(fsdp.SpecError, match=rf"the model was changed after the transform was made of it.*{said}"):
+            run(state, X)
+    if what not in ("a module", "deleted"):
+        drives(how, model)(state, X)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_modes_are_followed(real: bool) -> None:
+    module = Configured()
+    state, model = made(module)
+    model = module if real else model
+    run, look = T.forward_backward(model, total), T.apply(model)
+    follows = T.apply(model, training=True)
+    want = Configured().eval()(X)
+
+    def evaluates(f: Any) -> bool:
+        out = f(state, X)[1]
+        return torch.equal(out, want if out.dim() else want.sum())
+
+    assert [evaluates(f) for f in (run, look, follows)] == [False, True, False]
+    model.eval()
+    assert [evaluates(f) for f in (run, look, follows)] == [True, True, True]
+    model.train()
+    assert [evaluates(f) for f in (run, look, follows)] == [False, True, False]
+    run.driver.model.eval()  # as a loss function may do
+    assert evaluates(run)
+
+
+def test_modes_decide_about_running_statistics() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    state, model = made(module.eval())
+    run = T.forward_backward(model, total)
+    frozen, _ = run(state, X)
+    assert torch.equal(frozen.buffers["1.running_mean"], state.buffers["1.running_mean"])
+    module.train()
+    module(X)
+    model.train()
+    trained, _ = run(state, X)
+    assert torch.equal(trained.buffers["1.running_mean"], module[1].running_mean)  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_gone_is_not_kept_alive() -> None:
+
+    module = Configured()
+    state, _ = made(module)
+    run = T.forward_backward(module, total)
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None
+    run(state, X)
+
+
+# ---------------------------------------------------------------- buffers
+
+
+class Counting(Net):
+    """Counts in a buffer."""
+
+    count: torch.Tensor
+
+    def __init__(self, how: str, persistent: bool) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("count", torch.zeros(4), persistent=persistent)
+        self.extra = {"attribute": [self.count], "view": self.count[:2]}.get(how, 0)
+        if how == "name":
+            self.register_buffer("other", self.count)
+        if how == "none":
+            self.register_buffer("late", None, persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "replaced":
+            self.count = self.count + 1
+        elif self.how == "removed":
+            self.count = None  # type: ignore[assignment]
+            return super().forward(x)
+        elif self.how == "none":
+            self.late = torch.ones(4)
+        elif self.how == "kernel":
+            F.batch_norm(x, self.count, torch.ones(4), training=True)
+        else:
+            self.count += 1
+        return super().forward(x) * self.count.mean()
+
+
+@pytest.mark.parametrize("how", ["in place", "kernel"])
+def test_a_buffer_that_is_not_persistent_and_changes_is_refused(how: str) -> None:
+    state, model = made(Counting(how, False))
+    run = T.forward_backward(model, total)
+    for _ in range(2):
+        with pytest.raises(fsdp.SpecError, match=r"changed the buffer 'count' in place, which is not persistent"):
+            run(state, X)
+
+
+@pytest.mark.parametrize("how", ["in place", "kernel", "replaced"])
+def test_or_rides_in_the_state_if_it_is_given(how: str, tmp_path: Any) -> None:
+    module = plain = Counting(how, False)
+    params, model = fsdp.functionalize(module)
+    spec = fsdp.Spec(fsdp.local_mesh())
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.0), buffers=fsdp.buffers(module, every=True))
+    run, look = T.forward_backward(model, total), T.apply(model, training=True)
+    for _ in range(3):
+        abandoned, _ = run(state, X)
+        middle, loss = run(state, X)
+        torch.testing.assert_close(loss, total(plain, X).detach())
+        assert torch.equal(middle.buffers["count"], plain.count)
+        assert torch.equal(abandoned.buffers["count"], plain.count)
+        state = fsdp.step(middle)
+    fsdp.save(state, tmp_path / "saved")
+    loaded = fsdp.load(tmp_path / "saved", like=state)
+    torch.testing.assert_close(look(loaded, X)[1], plain(X))
+
+
+def test_init_gives_them_too() -> None:
+    spec = fsdp.Spec(fsdp.local_mesh())
+    assert fsdp.init(lambda: Counting("in place", False), spec, every_buffer=True)[0].buffers.keys() == {"count"}
+    assert not fsdp.init(lambda: Counting("in place", False), spec)[0].buffers
+
+
+def test_a_cache_that_is_replaced_warns_once() -> None:
+    state, model = made(Counting("replaced", False))
+    run = T.forward_backward(model, total)
+    with pytest.warns(UserWarning, match="replaced the buffer 'count', which is not persistent") as caught:
+        run(state, X)
+    assert len(caught) == 1
+    run(state, X)  # where warnings are errors
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("removed", "the forward removed the buffer 'count'"),
+        ("none", "the forward registered the buffer 'late', which the state cannot know of"),
+        ("attribute", "whose memory the attribute 'extra' has too"),
+        ("view", "whose memory the attribute 'extra' has too"),
+        ("name", "whose memory the buffer '(other|count)' has too"),
+    ],
+)
+def test_buffers_that_cannot_be_followed(how: str, said: str) -> None:
+    state, model = made(Counting(how, True))
+    run = T.forward_backward(model, total)
+    for _ in range(2):
+        with pytest.raises(fsdp.SpecError, match=said):
+            run(state, X)
+
+
+class Rotary(Net):
+    """Computes a buffer when it is built, as Hugging Face models do."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 1.0 / torch.arange(1, 5), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.inv_freq
+
+
+@pytest.mark.parametrize("how", ["forward_backward", "apply", "second order", "bind"])
+def test_buffers_without_values_are_refused(how: str) -> None:
+    with torch.device("meta"):
+        meta = Rotary()
+    shapes, model = fsdp.functionalize(meta)
+    assert fsdp.make_layout(shapes, fsdp.Spec({"data": 8}))  # to plan needs no values
+    params = dict(Rotary().named_parameters())
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    with pytest.raises(
+        fsdp.SpecError, match=r"buffer 'inv_freq' is on the meta device .* init\(lambda: Model\(config\)"
+    ):
+        fsdp.bind(model, params)(X) if how == "bind" else drives(how, model)(state, X)
+    assert fsdp.bind(model, shapes)(X.to("meta")).is_meta
+    state, model = fsdp.init(Rotary, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    torch.testing.assert_close(
+        T.apply(model)(state, X)[1], torch.func.functional_call(Rotary(), fsdp.full_params(state), (X,))
+    )

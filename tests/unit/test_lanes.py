@@ -1,0 +1,269 @@
+"""Lanes: the order of streams around graphs that are replayed, with streams that only remember what came before; jobs
+on the CPU, with works that end when the test says so."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from functional_fsdp._distributed.lanes import Steps, together
+from functional_fsdp._distributed.queue import Job, Queue
+from functional_fsdp._runtime.stream_lanes import StreamLanes
+from functional_fsdp._storage.place import Place
+from functional_fsdp._storage.weights import Loan
+
+LANES = ("gather", "reduce", "update")
+
+
+class Stream:
+    """What was given to it, and what that comes after."""
+
+    def __init__(self) -> None:
+        self.before: set[int] = set()
+
+    def wait_event(self, event: Event) -> None:
+        self.before |= event.before
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.before |= stream.before
+
+
+class Event:
+    def __init__(self) -> None:
+        self.before: set[int] = set()
+
+    def record(self, stream: Stream) -> None:
+        self.before = set(stream.before)
+
+
+class Remembered(StreamLanes):
+    def __init__(self) -> None:
+        self.lanes: Any = {name: Stream() for name in LANES}
+        self.homes: Any = [Stream(), Stream()]
+        self.home = 0
+        self.used, self.unjoined = set(), set()
+        self.graph: Any = Event()
+
+    def current(self) -> Any:
+        return self.homes[self.home]
+
+
+events = st.one_of(
+    st.sampled_from(LANES), st.tuples(st.integers(0, 1), st.sampled_from(["replayed", "launched", "refused"]))
+)
+
+
+@given(st.lists(events, max_size=30))
+def test_graphs_come_after_what_lanes_have_and_before_what_they_are_given_next(program: list[Any]) -> None:
+    streams = Remembered()
+    graphs: set[int] = set()
+    every: set[int] = set()
+    for number, event in enumerate(program):
+        if isinstance(event, str):
+            lane: Any = streams.lane(event)
+            assert graphs <= lane.before
+            lane.before.add(number)
+            every.add(number)
+        else:
+            streams.home, how = event
+            with suppress(InterruptedError), streams.joined():  # it is refused, or interrupted once it was launched
+                home = streams.current()
+                assert every <= home.before
+                if how == "refused":
+                    raise InterruptedError
+                home.before.add(number)
+                graphs.add(number)
+                every.add(number)
+                if how == "launched":
+                    raise InterruptedError
+
+
+# ---------------------------------------------------------------- jobs on the CPU
+
+
+class Work:
+    """An asynchronous work that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.error: RuntimeError | None = None
+
+    def is_completed(self) -> bool:
+        return self.over
+
+    def wait(self, patience: Any = None) -> None:
+        if not self.over:
+            raise RuntimeError("not yet")
+        if self.error:
+            raise self.error
+
+
+class Lane:
+    """A queue whose jobs issue works that the test ends. What is forsaken is issued by a twin."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.queue = Queue(self.forsake, Job.issue)
+
+    def call(self) -> Work:
+        self.works.append(Work())
+        return self.works[-1]
+
+    def forsake(self, job: Job) -> None:
+        job.forsake(iter([[self.call] * n for n in job.hops]))
+
+    def job(self, *sizes: int, single: bool = False, ordered: bool = False, dies: int = -1) -> Job:
+        """One that issues so many works in each of its parts; before the part `dies` its own code raises."""
+
+        def steps() -> Steps:
+            for i, n in enumerate(sizes):
+                if i == dies:
+                    raise RuntimeError("can't allocate memory")
+                yield [self.call] * n
+            if dies == len(sizes):
+                raise RuntimeError("can't allocate memory")
+
+        return Job(steps(), "lane", sizes, single, ordered)
+
+
+def test_a_mark_has_passed_when_all_before_it_are_done() -> None:
+    """A job without a collective is done at once, while those before it are in flight."""
+    lane = Lane()
+    first, empty = lane.job(1, single=True), lane.job(single=True)
+    for job in (first, empty):
+        lane.queue.add(job)
+    assert empty.done
+    assert not lane.queue.over(empty)
+    lane.works[0].over = True
+    lane.queue.progress()
+    assert first.done
+    assert lane.queue.over(empty)
+    assert not lane.queue.jobs
+
+
+def test_a_job_starts_when_the_one_before_has_issued_all() -> None:
+    lane = Lane()
+    jobs = [lane.job(1, single=True), lane.job(1, 1), lane.job(1, single=True), lane.job(1, single=True, ordered=True)]
+    for job in jobs:
+        lane.queue.add(job)
+    assert [job.started for job in jobs] == [True, True, False, False]
+    for n in (2, 3, 4, 5):  # of works; one more each time that those there are have ended
+        assert len(lane.works) == n
+        for work in lane.works:
+            work.over = True
+        lane.queue.progress()
+    assert all(job.done for job in jobs)
+
+
+def test_what_a_jobs_own_code_raises_is_no_not_yet() -> None:
+    lane = Lane()
+    job = lane.job(2, 3, 1, dies=2)
+    lane.queue.add(job)
+    error = job.pause(timedelta(seconds=0.01))
+    assert str(error) == "not yet"
+    assert error is not None
+    assert error.__traceback__ is None  # which would keep what the callers of `pause` have, as they keep the error
+    for work in lane.works:
+        work.over = True
+    lane.queue.progress()
+    assert len(lane.works) == 5
+    for work in lane.works:
+        work.over = True
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        lane.queue.progress()
+    assert lane.queue.jobs[0] is job
+    lane.queue.progress()
+    assert len(lane.works) == 6  # peers wait for what it would have issued
+    lane.works[-1].over = True
+    assert lane.queue.drain(timedelta(seconds=0.01)) is None
+    assert not lane.queue.jobs
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
+def test_a_job_that_dies_issues_as_many_as_its_peers(sizes: list[int], data: Any) -> None:
+    """Wherever its own code raises, also while the lane is drained, and where it had nothing left to issue."""
+    lane = Lane()
+    job = lane.job(*sizes, dies=data.draw(st.integers(0, len(sizes))))
+    with suppress(RuntimeError):
+        lane.queue.add(job)
+    for _ in range(2 * len(sizes) + 2):
+        for work in lane.works:
+            work.over = True
+        if data.draw(st.booleans()):
+            lane.queue.drain(timedelta(seconds=0.01))
+        else:
+            with suppress(RuntimeError):
+                lane.queue.progress()
+    assert job.done
+    assert job.issued == len(lane.works) == sum(sizes)
+
+
+def test_a_work_that_failed_is_told_from_one_that_is_late() -> None:
+    lane = Lane()
+    job = lane.job(2)
+    lane.queue.add(job)
+    assert not job.failed()
+    lane.works[1].over, lane.works[1].error = True, RuntimeError("connection closed")
+    assert job.failed()
+    lane.queue.progress()  # whoever waits for it hears of it, nobody else
+    assert not job.done
+    lane.works[0].over = True
+    assert str(lane.queue.drain(timedelta(seconds=0.01))) == "connection closed"
+
+
+def test_interrupted_issuing_goes_on_where_it_was() -> None:
+    lane = Lane()
+    stops = [True]
+
+    def call() -> Work:
+        if len(lane.works) == 1 and stops:
+            stops.clear()
+            raise KeyboardInterrupt
+        return lane.call()
+
+    job = Job(iter([[call, call, call]]), "lane", (3,))
+    with pytest.raises(KeyboardInterrupt):
+        lane.queue.add(job)
+    lane.queue.advance(job)
+    assert len(lane.works) == job.issued == 3
+
+
+def test_together_dies_with_each_of_its_jobs() -> None:
+    def dying() -> Steps:
+        yield [Work]
+        raise ValueError("on purpose")
+
+    def other() -> Steps:
+        yield [Work]
+        yield [Work]
+
+    both = together([other(), dying()])
+    assert len(next(both)) == 2
+    with pytest.raises(ValueError, match="on purpose"):
+        next(both)
+
+
+# ---------------------------------------------------------------- what compute waits for
+
+
+def gathering(cast: str | None, gathered: str) -> Place:
+    """A unit's place whose last gather has these marks."""
+    place = Place(Loan("a unit", {}), (), (), [])
+    place.cast, place.gathered = cast, gathered
+    return place
+
+
+def test_compute_begins_after_the_cast_of_the_next_gather_if_that_is_all_there_is_between() -> None:
+    mine, following = gathering("cast 0", "end 0"), gathering("cast 1", "end 1")
+    assert mine.ready({"1": following}, "end 1") == "cast 1"
+    assert mine.ready({}, "end 0") == "end 0"
+    assert following.ready({"0": mine}, "end 1") == "end 1", "the other one was started before it"
+    assert mine.ready({"1": following, "2": gathering("cast 2", "end 2")}, "end 2") == "end 0", "gather 1 is between"
+    assert mine.ready({"1": gathering(None, "end 1")}, "end 1") == "end 0", "nothing is cast"
+    mine.single = False  # it ends on another lane
+    assert mine.ready({"1": following}, "end 1") == "end 0"

@@ -1,0 +1,971 @@
+"""functionalize and bind: a module as a function of its weights, that behaves as the module and leaves it alone."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import pickle
+import weakref
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import functional_fsdp as fsdp
+from functional_fsdp import TreeError
+from functional_fsdp._nn.module import Slots
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h + self.down(torch.tanh(self.up(h)))
+
+    def half(self, h: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:  # type: ignore[override]
+        return self.up(h) * scale
+
+    def first_layer(self, h: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return self.up(h) * scale
+
+
+class Model(nn.Module):
+    """Tied, nested, with buffers and methods: what real models have."""
+
+    table: torch.Tensor
+    wte: Any
+    blocks: Any
+    head: Any
+
+    def __init__(self, vocabulary: int = 7, width: int = 4, tied: bool = True) -> None:
+        super().__init__()
+        self.width = width
+        self.wte = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        if tied:
+            self.head.weight = self.wte.weight
+        self.register_buffer("table", torch.arange(float(width)))
+
+    def encode(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.wte(ids) * self.gain + self.table
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.encode(ids)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.norm(h))
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    @staticmethod
+    def count(ids: torch.Tensor) -> int:
+        return ids.numel()
+
+
+IDS = torch.tensor([[1, 2, 3, 4], [0, 6, 5, 1]])
+
+
+def model(**kwargs: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**kwargs)
+
+
+# -------------------------------------------------------------------------------- functionalize
+
+
+class Tap:
+    """A hook that is an object, or a method of one."""
+
+    def __init__(self, feats: dict[str, Any]) -> None:
+        self.feats = feats
+
+    def __call__(self, part: Any, args: Any, out: torch.Tensor) -> None:
+        self.feats["a"] = out
+
+    def method(self, *args: Any) -> None:
+        self(*args)
+
+
+class Featured(nn.Module):
+    """Reads what a hook, or a function in an attribute, wrote into a container that it holds."""
+
+    feats: Any
+    scale: Any
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        feats: dict[str, Any] = {} if how != "nested" else {"deep": [{}]}
+        self.feats = feats
+        self.scale = lambda out: out
+        first, forward, calls = self.a, self.a.forward, 0
+
+        def write(into: Any, part: Any, args: Any, out: Any) -> None:
+            into["a"] = out
+
+        def counting(part: Any, args: Any, out: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                feats["a"] = out
+            else:
+                counting(part, args, out)
+
+        hooks: dict[str, Any] = {
+            "closure": lambda part, args, out: feats.__setitem__("a", out),
+            "default": lambda part, args, out, into=feats: into.__setitem__("a", out),
+            "keyword": lambda part, args, out, *, into=feats: into.__setitem__("a", out),
+            "partial": functools.partial(write, feats),
+            "method": Tap(feats).method,
+            "object": Tap(feats),
+            "recursive": counting,
+            "nested": lambda part, args, out: feats["deep"][0].__setitem__("a", out),
+        }
+        if how in hooks:
+            self.a.register_forward_hook(hooks[how])
+        elif how == "backward":
+            feats["a"] = torch.ones(2)
+            self.a.register_full_backward_hook(lambda part, into, out: feats.__setitem__("a", into))
+        elif how == "attribute":
+            self.scale = lambda out: feats.setdefault("a", first(out)) * 2
+        elif how == "in a list":
+            self.scale = {"all": [lambda out: feats.setdefault("a", first(out)) * 2]}
+        else:
+            part: Any = self.a
+            part.forward = lambda x: feats.setdefault("a", forward(x) * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scale["all"][0] if isinstance(self.scale, dict) else self.scale
+        y = scale(self.b(self.a(x)))
+        feats = self.feats["deep"][0] if "deep" in self.feats else self.feats
+        return y + feats["a"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["closure", "default", "keyword", "partial", "method", "object", "recursive", "nested", "backward", "attribute",
+     "in a list", "forward"],
+)  # fmt: skip
+def test_functions_go_on_with_the_copy(how: str) -> None:
+    """What a hook of the copy closes over is the copy's, and the module's own is left alone."""
+    module, other = Featured(how), Featured(how)
+    params = {name: p.detach() for name, p in other.named_parameters()}
+    x = torch.randn(3, 2)
+    want = other(x)
+    before = repr(module.feats)
+    _, skeleton = fsdp.functionalize(module)
+    again = fsdp.functionalize(skeleton)[1]  # as a driver does
+    for one in (skeleton, again):
+        assert torch.equal(fsdp.bind(one, params)(x), want)
+        assert repr(module.feats) == before
+
+
+def test_what_a_hook_writes_for_its_user_stays_his() -> None:
+    seen: list[torch.Tensor] = []
+    tap = Tap({})
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[0].register_forward_hook(lambda part, args, out: seen.append(out))
+    module[1].register_forward_hook(tap)
+    params, skeleton = fsdp.functionalize(module)
+    out = fsdp.bind(skeleton, params)(torch.ones(1, 2))
+    assert len(seen) == 1
+    assert tap.feats["a"] is out
+
+
+FEATS: dict[str, Any] = {}
+
+
+class Local(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+
+
+def test_functions_that_cannot_go_on_with_the_copy_are_refused() -> None:
+    module = Local()
+    module.table = nn.Buffer(torch.ones(2))
+    table = module.table
+    module.a.register_forward_hook(lambda part, args, out: out * table)
+    with pytest.raises(fsdp.TreeError, match=r"the module 'a' has .* 'Tensor' closes over the buffer 'table', whose"):
+        fsdp.functionalize(module)
+
+    module = Local()
+    weight = module.a.weight
+    module.late = lambda: weight.sum()  # type: ignore[assignment]
+    with pytest.raises(fsdp.TreeError, match=r"closes over the parameter 'a\.weight', whose values come from a state"):
+        fsdp.functionalize(module)
+
+    module = Local()
+    module.feats = FEATS  # type: ignore[assignment]
+    module.a.register_forward_hook(lambda part, args, out: FEATS.__setitem__("a", out))
+    with pytest.raises(fsdp.TreeError, match=r"reads the global variable 'FEATS', which is a part of the model"):
+        fsdp.functionalize(module)
+
+    kept: dict[str, Any] = {}
+
+    class Closes(Local):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept["a"] = self.a(x)
+            out: torch.Tensor = kept["a"]
+            return out
+
+    assert fsdp.functionalize(Closes())  # it is nobody's but the class's
+    module = Closes()
+    module.kept = kept  # type: ignore[assignment]
+    with pytest.raises(fsdp.TreeError, match=r"'.*Closes\.forward' closes over a part of the model, and classes are"):
+        fsdp.functionalize(module)
+
+    module = Local()
+    module.pair = (lambda: module.a, 3)  # type: ignore[assignment]
+    with pytest.raises(fsdp.TreeError, match=r"is a tuple or set of functions .* Put them into a list"):
+        fsdp.functionalize(module)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_refused(kind: str) -> None:
+    module = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2))
+    handle = getattr(module[0].weight, kind)(lambda grad: None)
+    with pytest.raises(
+        fsdp.TreeError, match=r"'0\.weight' has a hook of its own .* Spec\(trainable=\{pattern: False\}\)"
+    ):
+        fsdp.functionalize(module)
+    handle.remove()
+    fsdp.functionalize(module)
+
+
+def test_modules_that_cannot_be_copied_say_why() -> None:
+    with pytest.raises(fsdp.TreeError, match=r"the parameter '0\.weight' has no shape yet: its module is lazy"):
+        fsdp.functionalize(nn.Sequential(nn.LazyLinear(2)))
+    module = nn.Sequential(nn.Linear(2, 2))
+    part: Any = module[0]
+    part.double = part.weight * 2
+    with pytest.raises(fsdp.TreeError, match=r"the attribute '0\.double' is a tensor computed from others"):
+        fsdp.functionalize(module)
+
+
+def test_the_module_is_not_touched_and_its_tensors_are_shared() -> None:
+    module = model()
+    before = {name: (id(p), p.data_ptr(), p._version) for name, p in module.named_parameters(remove_duplicate=False)}
+    out = module(IDS)
+    params, _ = fsdp.functionalize(module)
+    assert list(params) == list(before)
+    assert {name: (id(p), p.data_ptr(), p._version) for name, p in params.items()} == before
+    after = {name: (id(p), p.data_ptr(), p._version) for name, p in module.named_parameters(remove_duplicate=False)}
+    assert after == before
+    assert torch.equal(module(IDS), out)
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_the_skeleton_has_the_structure_and_no_weights() -> None:
+    module = model()
+    params, skeleton = fsdp.functionalize(module)
+    assert type(skeleton) is Model
+    assert [name for name, _ in skeleton.named_modules()] == [name for name, _ in module.named_modules()]
+    for name, placeholder in skeleton.named_parameters(remove_duplicate=False):
+        assert placeholder.device.type == "meta"
+        assert (placeholder.shape, placeholder.dtype) == (params[name].shape, params[name].dtype)
+        assert isinstance(placeholder, nn.Parameter)
+    assert sum(p.numel() for p in skeleton.parameters()) == sum(p.numel() for p in params.values())
+    assert skeleton.width == module.width
+    assert repr(skeleton) == repr(module)
+
+
+def test_tied_weights_appear_at_both_paths() -> None:
+    params, skeleton = fsdp.functionalize(model())
+    assert isinstance(skeleton, Model)
+    assert params["wte.weight"] is params["head.weight"]
+    assert skeleton.wte.weight is not skeleton.head.weight
+    zeros = {**params, "wte.weight": torch.zeros_like(params["wte.weight"])}
+    assert torch.equal(fsdp.bind(skeleton, zeros)(IDS), torch.zeros(2, 4, 7))  # the first path is that of both
+    assert fsdp.bind(skeleton, zeros).wte(IDS).abs().sum() == 0
+
+
+def test_buffers_are_copied() -> None:
+    module = model()
+    _, skeleton = fsdp.functionalize(module)
+    assert isinstance(skeleton, Model)
+    assert torch.equal(skeleton.table, module.table)
+    skeleton.table.add_(1)
+    assert module.table.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_requires_grad_and_training_mode_are_kept() -> None:
+    module = model().eval()
+    module.gain.requires_grad_(False)
+    params, skeleton = fsdp.functionalize(module)
+    assert isinstance(skeleton, Model)
+    assert not params["gain"].requires_grad
+    assert not skeleton.gain.requires_grad
+    assert skeleton.wte.weight.requires_grad
+    assert not skeleton.training
+
+
+def test_a_module_without_parameters() -> None:
+    params, skeleton = fsdp.functionalize(nn.ReLU())
+    assert params == {}
+    assert fsdp.bind(skeleton, params)(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
+
+
+# -------------------------------------------------------------------------------- bind weights first
+
+
+@pytest.mark.parametrize("call", ["forward", "part", "method", "arithmetic", "state_dict"])
+def test_a_skeleton_says_bind_weights_first(call: str) -> None:
+    _, skeleton = fsdp.functionalize(model())
+    assert isinstance(skeleton, Model)
+    calls: dict[str, Any] = {
+        "forward": lambda: skeleton(IDS),
+        "part": lambda: skeleton.blocks[0](torch.ones(1, 4)),
+        "method": lambda: skeleton.encode(IDS),
+        "arithmetic": lambda: skeleton.gain * 2,
+        "state_dict": lambda: skeleton.state_dict(),
+    }
+    with pytest.raises(
+        TreeError, match=r"bind weights first: this is a skeleton.*fsdp\.bind\(model, weights\)\(\.\.\.\)"
+    ):
+        calls[call]()
+
+
+def test_the_error_names_the_operation_and_the_shape() -> None:
+    _, skeleton = fsdp.functionalize(nn.Linear(3, 5))
+    with pytest.raises(TreeError, match=r"linear was called on one of shape \(5, 3\)"):
+        skeleton(torch.ones(1, 3))
+
+
+def test_placeholders_print_and_measure() -> None:
+    _, skeleton = fsdp.functionalize(nn.Linear(3, 5))
+    weight: Any = skeleton.weight
+    assert repr(weight) == "Placeholder(shape=(5, 3), dtype=torch.float32)"
+    assert f"{weight}" == repr(weight)
+    assert (weight.numel(), weight.dim(), weight.size(0), len(weight), weight.element_size()) == (15, 2, 5, 5, 4)
+    assert len({weight, skeleton.bias}) == 2
+
+
+# -------------------------------------------------------------------------------- bind
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_bound_equals_the_module(tied: bool) -> None:
+    module = model(tied=tied)
+    params, skeleton = fsdp.functionalize(module)
+    assert torch.equal(fsdp.bind(skeleton, params)(IDS), module(IDS))
+    assert torch.equal(fsdp.bind(skeleton, params)(ids=IDS), module(IDS))
+
+
+def test_bind_uses_the_weights_that_it_is_given() -> None:
+    module = model()
+    params, skeleton = fsdp.functionalize(module)
+    other = model()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.25)
+    weights = {name: (p * 1.25).detach() for name, p in params.items()}
+    assert torch.equal(fsdp.bind(skeleton, weights)(IDS), other(IDS))
+    assert torch.equal(fsdp.bind(module, weights)(IDS), other(IDS))  # of a real module: its own weights are not used
+    assert torch.equal(fsdp.bind(skeleton, params)(IDS), module(IDS))
+
+
+def test_any_mapping_and_any_order_will_do() -> None:
+    module = model()
+    params, skeleton = fsdp.functionalize(module)
+    weights = MappingProxyType(dict(reversed(list(params.items()))))
+    assert torch.equal(fsdp.bind(skeleton, weights)(IDS), module(IDS))
+
+
+def test_a_weight_that_is_missing() -> None:
+    params, skeleton = fsdp.functionalize(model())
+    del params["norm.weight"]
+    with pytest.raises(TreeError) as caught:
+        fsdp.bind(skeleton, params)
+    assert "bind: Model has 13 parameters and was given 12 weights: it lacks 'norm.weight'." in str(caught.value)
+
+
+def test_a_weight_that_is_unknown() -> None:
+    params, skeleton = fsdp.functionalize(model())
+    with pytest.raises(TreeError, match=r"has 13 parameters and was given 14 weights: it has the unknown 'extra'\."):
+        fsdp.bind(skeleton, {**params, "extra": torch.ones(1)})
+
+
+def test_missing_and_unknown_weights_are_listed_three_at_most() -> None:
+    _, skeleton = fsdp.functionalize(model())
+    with pytest.raises(
+        TreeError, match=r"lacks 'gain', 'wte\.weight', 'blocks\.0\.up\.weight'\.\.\. and has the unknown 'x'\."
+    ):
+        fsdp.bind(skeleton, {"x": torch.ones(1)})
+
+
+def test_a_tied_weight_left_out_is_pointed_out() -> None:
+    params, skeleton = fsdp.functionalize(model())
+    del params["head.weight"]
+    with pytest.raises(TreeError, match=r"lacks 'head\.weight'.*a tied weight is a unit of its own"):
+        fsdp.bind(skeleton, params)
+
+
+def test_a_weight_of_another_shape() -> None:
+    params, skeleton = fsdp.functionalize(model())
+    with pytest.raises(TreeError, match=r"bind: the weight 'norm\.bias' has shape \(5,\); expected \(4,\)\."):
+        fsdp.bind(skeleton, {**params, "norm.bias": torch.ones(5)})
+
+
+@pytest.mark.parametrize("weights", [[torch.ones(1)], torch.ones(1), None])
+def test_weights_must_be_a_mapping(weights: Any) -> None:
+    _, skeleton = fsdp.functionalize(nn.Linear(2, 2))
+    with pytest.raises(TreeError, match=r"bind: weights is a (list|Tensor|NoneType); expected \{path: tensor\}"):
+        fsdp.bind(skeleton, weights)
+
+
+@pytest.mark.parametrize("weight", [None, 1.0, [[1.0, 2.0], [3.0, 4.0]]])
+def test_a_weight_that_is_no_tensor(weight: Any) -> None:
+    params, skeleton = fsdp.functionalize(nn.Linear(2, 2))
+    with pytest.raises(TreeError, match=r"bind: the weight 'weight' is a (NoneType|float|list); expected a tensor\."):
+        fsdp.bind(skeleton, {**params, "weight": weight})
+
+
+def test_weights_of_another_dtype_are_fine() -> None:
+    params, skeleton = fsdp.functionalize(nn.Linear(2, 2))
+    weights = {name: p.double() for name, p in params.items()}
+    assert fsdp.bind(skeleton, weights)(torch.ones(1, 2, dtype=torch.float64)).dtype is torch.float64
+
+
+# -------------------------------------------------------------------------------- behaves as the module
+
+
+def bound_and_module() -> tuple[Any, Model]:
+    """Bound to other weights than the skeleton was made from, so that reading the wrong ones shows."""
+    module = model()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(0.5)
+    params, _ = fsdp.functionalize(module)
+    _, skeleton = fsdp.functionalize(model())
+    return fsdp.bind(skeleton, params), module
+
+
+def test_methods_see_the_weights() -> None:
+    bound, module = bound_and_module()
+    assert torch.equal(bound.encode(IDS), module.encode(IDS))
+    assert torch.equal(bound.loss(IDS), module.loss(IDS))
+    assert torch.equal(bound.loss(ids=IDS), module.loss(IDS))
+    assert bound.count(IDS) == 8
+    assert torch.equal(
+        bound.blocks[1].first_layer(torch.ones(1, 4), scale=2.0), module.blocks[1].first_layer(torch.ones(1, 4), 2.0)
+    )
+
+
+def test_methods_that_overload_those_of_modules_see_the_weights() -> None:
+    bound, module = bound_and_module()
+    assert torch.equal(bound.forward(IDS), module(IDS))
+    h = torch.ones(1, 4)
+    assert torch.equal(bound.blocks[0].half(h, scale=3.0), module.blocks[0].half(h, scale=3.0))
+
+
+def test_attributes() -> None:
+    bound, module = bound_and_module()
+    assert bound.width == 4
+    assert bound.training
+    assert bound.gain is module.gain
+    assert bound.head.weight is module.wte.weight
+    assert bound.table.tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = bound.nothing
+
+
+class Scaled(nn.Linear):
+    @property
+    def total(self) -> torch.Tensor:
+        return self.weight.sum() + self.bias.sum()
+
+
+def test_properties_see_the_weights() -> None:
+    module = Scaled(2, 3)
+    params, skeleton = fsdp.functionalize(module)
+    assert torch.equal(fsdp.bind(skeleton, params).total, module.total)
+
+
+def test_submodules_and_indexing() -> None:
+    bound, module = bound_and_module()
+    h = torch.randn(3, 4)
+    assert torch.equal(bound.norm(h), module.norm(h))
+    for i in (0, 1, -1):
+        assert torch.equal(bound.blocks[i](h), module.blocks[i](h))
+        assert torch.equal(bound.blocks[i].down(torch.ones(1, 8)), module.blocks[i].down(torch.ones(1, 8)))
+    assert len(bound.blocks) == 2
+    for ours, theirs in zip(bound.blocks, module.blocks, strict=True):
+        assert torch.equal(ours(h), theirs(h))
+    with pytest.raises(IndexError):
+        bound.blocks[2]
+
+
+def test_slices_of_a_sequence() -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.ones(1, 2)
+    assert torch.equal(fsdp.bind(skeleton, params)[:2](h), module[:2](h))
+    assert torch.equal(fsdp.bind(skeleton, params)[1:](torch.ones(1, 3)), module[1:](torch.ones(1, 3)))
+
+
+def test_iteration_visits_a_shared_module_each_time() -> None:
+    act = nn.Tanh()
+    module = nn.Sequential(nn.Linear(2, 3), act, nn.Linear(3, 2), act)
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.ones(1, 2)
+    out = h
+    for layer in fsdp.bind(skeleton, params):
+        out = layer(out)
+    assert torch.equal(out, module(h))
+
+
+def test_dicts_of_modules() -> None:
+    module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    params, skeleton = fsdp.functionalize(module)
+    bound, h = fsdp.bind(skeleton, params), torch.ones(1, 2)
+    assert torch.equal(bound["b"](h), module["b"](h))
+    assert list(bound) == list(module)
+    assert "a" in bound
+    assert "c" not in bound
+    for name, part in bound.items():
+        assert torch.equal(part(h), module[name](h))
+
+
+def test_bind_a_part_with_its_own_weights() -> None:
+    module = model()
+    params, skeleton = fsdp.functionalize(module)
+    assert isinstance(skeleton, Model)
+    weights = {name.removeprefix("blocks.1."): p for name, p in params.items() if name.startswith("blocks.1.")}
+    h = torch.randn(3, 4)
+    assert torch.equal(fsdp.bind(skeleton.blocks[1], weights)(h), module.blocks[1](h))
+
+
+def test_bind_again() -> None:
+    module = model()
+    params, skeleton = fsdp.functionalize(module)
+    zeros = {name: torch.zeros_like(p) for name, p in params.items()}
+    assert torch.equal(fsdp.bind(fsdp.bind(skeleton, zeros), params)(IDS), module(IDS))  # type: ignore[arg-type]
+
+
+def test_parameters_are_the_weights() -> None:
+    params, skeleton = fsdp.functionalize(model())
+    bound = fsdp.bind(skeleton, params)
+    assert dict(bound.named_parameters()) == params
+    assert [id(p) for p in bound.parameters()] == [id(p) for p in params.values()]
+
+
+def test_setting_is_refused() -> None:
+    bound, _ = bound_and_module()
+    with pytest.raises(AttributeError, match="cannot set 'width' on a bound module"):
+        bound.width = 3
+    assert bound.width == 4
+
+
+def test_binding_leaves_the_skeleton_as_it_was() -> None:
+    params, skeleton = fsdp.functionalize(model())
+    before = {name: id(p) for name, p in skeleton.named_parameters(remove_duplicate=False)}
+    fsdp.bind(skeleton, params)(IDS)
+    with pytest.raises(IndexError):
+        fsdp.bind(skeleton, params)(torch.tensor([[99]]))
+    assert {name: id(p) for name, p in skeleton.named_parameters(remove_duplicate=False)} == before
+    with pytest.raises(TreeError, match="bind weights first"):
+        skeleton(IDS)
+
+
+class SharedParts(nn.Module):
+    """One buffer under two names and one module at two places, as rotary caches and shared norms are."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        cache = torch.arange(3.0)
+        self.register_buffer("x", cache)
+        self.register_buffer("y", cache)
+        self.first = nn.BatchNorm1d(3)
+        self.second = self.first
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(h + self.x) * self.y)
+
+
+def test_shared_buffers_and_shared_modules() -> None:
+    module = SharedParts().eval()
+    with torch.no_grad():
+        module.first.weight.fill_(2.0)
+    params, skeleton = fsdp.functionalize(module)
+    assert set(params) == {"first.weight", "first.bias", "second.weight", "second.bias"}
+    h = torch.randn(4, 3)
+    assert torch.equal(fsdp.bind(skeleton, params)(h), module(h))
+
+    assert untouched(skeleton)
+
+
+# -------------------------------------------------------------------------------- nothing is left behind
+
+
+def untouched(skeleton: nn.Module) -> bool:
+    return all(type(p).__name__ == "Placeholder" for p in skeleton.parameters())
+
+
+class Recursive(nn.Module):
+    """Calls itself with other weights, as weight-shared recurrences and fixed-point solvers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, h: torch.Tensor, others: Any = ()) -> torch.Tensor:
+        before = self.inner(h)
+        if others:
+            before = fsdp.bind(self, others[0])(before, others[1:])
+        return before + self.inner(h)
+
+
+def test_weights_that_an_interrupt_left_in_a_module_go_with_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, model = fsdp.functionalize(nn.Linear(2, 2))
+    before, x = model.weight, torch.ones(1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Slots, "restore", lambda slots, module: None)  # it was on its way there
+        fsdp.bind(model, params)(x)
+    assert model.weight is params["weight"]
+    fsdp.bind(model, params)(x)
+    assert model.weight is before
+
+
+def test_a_module_may_call_itself_with_other_weights() -> None:
+    modules = [Recursive() for _ in range(3)]
+    weights = [dict(m.named_parameters()) for m in modules]
+    _, skeleton = fsdp.functionalize(modules[0])
+    h = torch.randn(4, 2)
+
+    def want(h: torch.Tensor, i: int) -> torch.Tensor:
+        out = modules[i].inner(h)
+        return (want(out, i + 1) if i < 2 else out) + modules[i].inner(h)
+
+    for _ in range(2):
+        assert torch.equal(fsdp.bind(skeleton, weights[0])(h, weights[1:]), want(h, 0))
+        assert untouched(skeleton)
+
+
+def test_other_weights_while_weights_are_in_and_a_wrong_one() -> None:
+    """Also a part of the module; and an error inside leaves the outer weights where they were."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Linear(2, 2)
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            before = self.part.weight
+            with pytest.raises(TreeError, match="lacks 'bias'"):
+                fsdp.bind(self.part, {"weight": torch.ones(2, 2)})
+            with pytest.raises(RuntimeError):
+                fsdp.bind(self.part, {"weight": torch.ones(2, 2), "bias": torch.ones(2)})(h[:, :1])
+            twos = fsdp.bind(self.part, {"weight": 2 * torch.ones(2, 2), "bias": torch.zeros(2)})(h)
+            assert self.part.weight is before
+            return twos + self.part(h)
+
+    module = Outer()
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.randn(4, 2)
+    want = h @ (2 * torch.ones(2, 2)) + module.part(h)
+    for _ in range(2):
+        torch.testing.assert_close(fsdp.bind(skeleton, params)(h), want)
+        assert untouched(skeleton)
+
+
+def test_checkpoints_that_bind_in_backward() -> None:
+    module = Block(3)
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.randn(4, 3)
+
+    def loss(p: dict[str, torch.Tensor]) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(lambda p, h: fsdp.bind(skeleton, p)(h), p, h, use_reentrant=False)
+        return out.square().sum()
+
+    weights = {name: p.detach().requires_grad_() for name, p in params.items()}
+    grads = torch.autograd.grad(loss(weights), list(weights.values()))
+    wanted = torch.autograd.grad(module(h).square().sum(), list(module.parameters()))
+    for grad, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, want)
+    assert untouched(skeleton)
+
+
+class Stateful(nn.Module):
+    """Does to its own parameters and buffers what modules do."""
+
+    count: torch.Tensor
+    mean: torch.Tensor
+    seen: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False)
+        self.gain = nn.Parameter(torch.ones(2))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("seen", None)
+
+    def forward(self, h: torch.Tensor, what: str) -> torch.Tensor:
+        out = self.layer(h) * self.gain
+        if what == "in place":
+            self.count.add_(1)
+        elif what == "replace a buffer":
+            self.mean = out.detach().mean(0)
+            assert self.mean.abs().sum() > 0
+        elif what == "fill a buffer":
+            self.seen = h
+        elif what == "delete a buffer":
+            del self.mean
+        elif what == "replace a parameter":
+            self.gain = nn.Parameter(2 * torch.ones(2))
+        elif what == "delete a parameter":
+            del self.gain
+        elif what == "an attribute in its place":
+            gain = self.gain
+            del self.gain
+            self.gain = 2 * gain  # type: ignore[assignment]
+        return out
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "in place",
+        "replace a buffer",
+        "fill a buffer",
+        "delete a buffer",
+        "replace a parameter",
+        "delete a parameter",
+        "an attribute in its place",
+    ],
+)
+def test_what_a_module_does_to_itself(what: str, known: bool) -> None:
+    """Parameters and buffers are as before the call; in-place changes of buffers and new buffers stay."""
+    module = Stateful()
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.randn(4, 2)
+    if known:
+        fsdp.bind(skeleton, params)(h, "nothing")
+    want = module.layer(h) * module.gain
+    for calls in (1, 2):
+        assert torch.equal(fsdp.bind(skeleton, params)(h, what), want)
+        assert untouched(skeleton)
+        assert set(dict(skeleton.named_parameters())) == {"layer.weight", "gain"}
+        assert "gain" not in vars(skeleton)
+        assert skeleton.mean.tolist() == [0.0, 0.0]
+        assert skeleton.count == (calls if what == "in place" else 0)
+        assert (skeleton.seen is h) == (what == "fill a buffer")
+
+
+# -------------------------------------------------------------------------------- a structure that changes
+
+
+class Chain(nn.Module):
+    """Whatever parts it has, one after the other."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        for i, part in enumerate(parts):
+            self.add_module(f"part{i}", part)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        for part in self.children():
+            h = part(h)
+        return h
+
+
+@pytest.mark.parametrize("change", ["added", "replaced", "removed", "parameter", "shape", "none", "name", "real"])
+def test_a_skeleton_that_changes_is_looked_at_again(change: str) -> None:
+    module = Chain(nn.Linear(2, 2), nn.Tanh(), Chain(nn.Linear(2, 2)))
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.randn(4, 2)
+    old = fsdp.bind(skeleton, params)
+    old(h)
+    for m in (module, skeleton):
+        inner: Any = m.part2
+        if change == "added":
+            inner.part1 = nn.Linear(2, 3)
+        elif change == "replaced":
+            inner.part0 = nn.LayerNorm(2)
+        elif change == "removed":
+            del inner.part0
+        elif change == "parameter":
+            inner.part0.extra = nn.Parameter(torch.ones(1))
+        elif change == "shape":
+            inner.part0.weight, inner.part0.bias = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
+        elif change == "none":
+            inner.part0.bias = None
+        elif change == "name":
+            inner.other = inner.part0
+            del inner.part0
+        else:
+            inner.part0 = nn.Linear(2, 2)
+    new = {name: (p + 1).detach() for name, p in module.named_parameters()}
+    if change != "real":
+        with pytest.raises(TreeError):
+            fsdp.bind(skeleton, params)
+    if change not in ("real", "shape", "replaced"):
+        with pytest.raises(RuntimeError, match="reparametrizing"):
+            old(h)
+    for _ in range(2):
+        assert torch.equal(fsdp.bind(skeleton, new)(h), torch.func.functional_call(module, new, (h,)))
+    params, skeleton = fsdp.functionalize(skeleton)
+    assert torch.equal(fsdp.bind(skeleton, new)(h), torch.func.functional_call(module, new, (h,)))
+
+
+def test_parts_that_change_places() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.randn(4, 2)
+    fsdp.bind(skeleton, params)(h)
+    skeleton[0], skeleton[1] = skeleton[1], skeleton[0]
+    assert torch.equal(fsdp.bind(skeleton, params)(h), module(h))
+
+
+def test_a_skeleton_that_was_bound_can_go() -> None:
+    params, skeleton = fsdp.functionalize(model())
+    fsdp.bind(skeleton, params)(IDS)
+    bound: Any = fsdp.bind(skeleton, params)
+    bound.blocks[0](torch.ones(1, 4))
+    gone: list[weakref.ref[Any]] = [weakref.ref(skeleton), *map(weakref.ref, params.values())]
+    del skeleton, bound, params
+    gc.collect()
+    assert [r() for r in gone] == [None] * len(gone)
+
+
+def test_a_module_with_weights_is_as_it_was() -> None:
+    module = model()
+    before = [id(p) for p in module.parameters()]
+    zeros = {name: torch.zeros_like(p) for name, p in module.named_parameters(remove_duplicate=False)}
+    for _ in range(2):
+        assert fsdp.bind(module, zeros)(IDS).abs().sum() == 0
+        assert [id(p) for p in module.parameters()] == before
+
+
+# -------------------------------------------------------------------------------- transforms
+
+
+def reference(module: Model) -> dict[str, torch.Tensor]:
+    module.loss(IDS).backward()
+    found = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+def test_torch_func_grad_through_bind() -> None:
+    module = model()
+    params, skeleton = fsdp.functionalize(module)
+    grads, loss = torch.func.grad_and_value(lambda p: fsdp.bind(skeleton, p).loss(IDS))(params)
+    wanted = reference(module)
+    assert torch.equal(loss, module.loss(IDS))
+    assert grads.keys() == params.keys()
+    total = {**grads, "wte.weight": grads["wte.weight"] + grads["head.weight"]}
+    for name, grad in wanted.items():
+        torch.testing.assert_close(total[name], grad, rtol=1e-6, atol=1e-7)
+    assert all(p.grad is None for p in params.values())
+
+
+def test_vmap_over_weights() -> None:
+    module = nn.Linear(3, 2)
+    params, skeleton = fsdp.functionalize(module)
+    stacked = {name: torch.stack([p, 2 * p, -p]).detach() for name, p in params.items()}
+    h = torch.randn(5, 3)
+    out = torch.vmap(lambda p: fsdp.bind(skeleton, p)(h))(stacked)
+    for i, factor in enumerate((1, 2, -1)):
+        torch.testing.assert_close(out[i], F.linear(h, factor * module.weight, factor * module.bias))
+
+
+def test_plain_functional_call_works_on_a_skeleton() -> None:
+    module = model()
+    params, skeleton = fsdp.functionalize(module)
+    out = torch.func.functional_call(skeleton, dict[str, torch.Tensor](params), (IDS,))
+    assert torch.equal(out, module(IDS))
+
+
+def test_functional_call_with_a_part_of_the_weights_does_not_pass_silently() -> None:
+    params, skeleton = fsdp.functionalize(model(tied=False))
+    del params["gain"]
+    with pytest.raises(TreeError, match="bind weights first"):
+        torch.func.functional_call(skeleton, dict[str, torch.Tensor](params), (IDS,))
+
+
+@pytest.mark.parametrize("what", ["forward", "method", "part"])
+def test_compiled_functions_may_bind(what: str) -> None:
+    torch._dynamo.reset()
+    module = model()
+    params, skeleton = fsdp.functionalize(module)
+    functions: dict[str, Any] = {
+        "forward": lambda p, ids: fsdp.bind(skeleton, p)(ids),
+        "method": lambda p, ids: fsdp.bind(skeleton, p).loss(ids),
+        "part": lambda p, ids: fsdp.bind(skeleton, p).norm(fsdp.bind(skeleton, p).encode(ids)),
+    }
+    compiled = torch.compile(functions[what], backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(params, IDS), functions[what](params, IDS))
+
+
+# -------------------------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_skeleton_can_be_copied(how: str) -> None:
+    module = model()
+    params, skeleton = fsdp.functionalize(module)
+    if how == "deepcopy":
+        again = copy.deepcopy(skeleton)
+    elif how == "pickle":
+        again = pickle.loads(pickle.dumps(skeleton))
+    else:
+        file = io.BytesIO()
+        torch.save(skeleton, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+    assert isinstance(skeleton, Model)
+    assert isinstance(again, Model)
+    assert again is not skeleton
+    assert again.table.data_ptr() != skeleton.table.data_ptr()
+    assert torch.equal(fsdp.bind(again, params)(IDS), module(IDS))
+    with pytest.raises(TreeError, match="bind weights first"):
+        again(IDS)
+
+
+def test_a_skeleton_pickles_without_weights() -> None:
+    _, skeleton = fsdp.functionalize(nn.Linear(1000, 1000))
+    assert len(pickle.dumps(skeleton)) < 10_000
+
+
+def test_frozen_and_integer_parameters_survive_a_copy() -> None:
+    module = nn.Module()
+    module.steps = nn.Parameter(torch.arange(3), requires_grad=False)
+    module.w = nn.Parameter(torch.ones(2))
+    _, skeleton = fsdp.functionalize(module)
+    for again in (copy.deepcopy(skeleton), pickle.loads(pickle.dumps(skeleton))):
+        assert (again.steps.dtype, again.steps.requires_grad) == (torch.int64, False)
+        assert (again.w.dtype, again.w.requires_grad) == (torch.float32, True)
+
+
+# -------------------------------------------------------------------------------- with a state
+
+
+def test_weights_from_unshard_bind() -> None:
+    module = model()
+    params, skeleton = fsdp.functionalize(module)
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), units=["blocks.*", "norm", "gain"]))
+    state, weights = fsdp.unshard(state)
+    assert torch.equal(fsdp.bind(skeleton, weights)(IDS), module(IDS))
+    assert weights["wte.weight"] is weights["head.weight"]
+    module.load_state_dict({**fsdp.full_params(state), "table": module.table})
+    assert torch.equal(fsdp.bind(skeleton, weights)(IDS), module(IDS))

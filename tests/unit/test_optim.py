@@ -1,0 +1,630 @@
+"""adamw, sgd and hand-written pairs, against torch.optim in float64: the same numbers to 1e-12."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+import functional_fsdp as fsdp
+from functional_fsdp import Optimizer, Spec, SpecError, TreeError
+
+Tree = dict[str, Any]
+SHAPES = {
+    "blocks.0.w": (7, 3),
+    "blocks.0.bias": (5,),
+    "blocks.1.w": (4, 4),
+    "blocks.1.bias": (1,),
+    "norm": (9,),
+    "scale": (),
+}
+LABELS = {"*.bias": "bias", "norm": "norm"}
+STEPS = 8
+
+
+def tree(seed: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g, dtype=torch.float64).to(dtype) for name, shape in SHAPES.items()}
+
+
+def spec(**kwargs: Any) -> Spec:
+    return Spec(fsdp.local_mesh(), units=["blocks.*", "norm", "scale"], **kwargs)
+
+
+def label(name: str) -> str:
+    return "bias" if name.endswith("bias") else "norm" if name == "norm" else "default"
+
+
+def ours(optimizer: Any, steps: int = STEPS, **kwargs: Any) -> fsdp.State:
+    state = fsdp.shard(tree(0), spec(labels=LABELS, **kwargs), optimizer)
+    for i in range(steps):
+        state = fsdp.step(fsdp.reduce(state, tree(i + 1)))
+    return state
+
+
+def theirs(
+    make: Callable[..., torch.optim.Optimizer],
+    settings: dict[str, dict[str, Any]] | None = None,
+    rate: Callable[[int], float] | None = None,
+) -> dict[str, torch.Tensor]:
+    params = {name: torch.nn.Parameter(p) for name, p in tree(0).items()}
+    groups: dict[str, list[torch.nn.Parameter]] = {}
+    for name, p in params.items():
+        groups.setdefault(label(name), []).append(p)
+    optimizer = make([{"params": ps, **(settings or {}).get(which, {})} for which, ps in groups.items()])
+    for i in range(STEPS):
+        for name, grad in tree(i + 1).items():
+            params[name].grad = grad
+        for group in optimizer.param_groups if rate else ():
+            assert rate is not None
+            group["lr"] = rate(i)
+        optimizer.step()
+    return {name: p.detach() for name, p in params.items()}
+
+
+def equal(state: fsdp.State, wanted: dict[str, torch.Tensor], tolerance: float = 1e-12) -> None:
+    found = fsdp.full_params(state)
+    assert found.keys() == wanted.keys()
+    for name, p in wanted.items():
+        assert found[name].dtype == p.dtype
+        torch.testing.assert_close(found[name], p, rtol=tolerance, atol=tolerance)
+
+
+# -------------------------------------------------------------------------------- adamw
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"lr": 3e-2, "weight_decay": 0.0},
+        {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.3},
+    ],
+)
+def test_adamw_equals_torch(kwargs: dict[str, Any]) -> None:
+    equal(ours(fsdp.adamw(**kwargs)), theirs(lambda groups: torch.optim.AdamW(groups, **kwargs)))
+
+
+def test_adamw_has_the_defaults_of_torch() -> None:
+    ours_, torchs = fsdp.adamw(), torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).defaults
+    assert {k: torchs[k] for k in ("lr", "betas", "eps", "weight_decay")} == {
+        "lr": ours_.lr,
+        "betas": ours_.betas,
+        "eps": ours_.eps,
+        "weight_decay": ours_.weight_decay,
+    }
+
+
+def test_adamw_by_label() -> None:
+    decay = {"bias": 0.0, "default": 0.2}
+    rates = {"norm": 1e-3, "default": 2e-2, "bias": 5e-3}
+    settings = {
+        "bias": {"weight_decay": 0.0, "lr": 5e-3},
+        "norm": {"weight_decay": 0.2, "lr": 1e-3},
+        "default": {"weight_decay": 0.2, "lr": 2e-2},
+    }
+    equal(ours(fsdp.adamw(lr=rates, weight_decay=decay)), theirs(lambda groups: torch.optim.AdamW(groups), settings))
+
+
+def test_labels_change_nothing_when_settings_do_not_differ() -> None:
+    one = fsdp.full_params(ours(fsdp.adamw(lr=1e-2)))
+    state = fsdp.shard(tree(0), spec(), fsdp.adamw(lr=1e-2))
+    for i in range(STEPS):
+        state = fsdp.step(fsdp.reduce(state, tree(i + 1)))
+    assert all(torch.equal(one[name], p) for name, p in fsdp.full_params(state).items())
+
+
+def schedule(i: int) -> float:
+    return 1e-2 * min(1.0, (i + 1) / 3) * 0.9**i
+
+
+def test_a_rate_that_is_a_function_of_the_count() -> None:
+    seen: list[torch.Tensor] = []
+
+    def rate(count: torch.Tensor) -> torch.Tensor:
+        seen.append(count.clone())
+        c = count.double()
+        return 1e-2 * ((c + 1) / 3).clamp(max=1) * 0.9**c
+
+    equal(ours(fsdp.adamw(lr=rate)), theirs(torch.optim.AdamW, rate=schedule))
+    assert {int(c) for c in seen} == set(range(STEPS))
+    assert all(c.dtype is torch.int64 and c.shape == () for c in seen)
+
+
+def test_a_rate_that_returns_a_number() -> None:
+    rate: Any = lambda count: schedule(int(count))  # noqa: E731
+    equal(ours(fsdp.adamw(lr=rate)), theirs(torch.optim.AdamW, rate=schedule))
+
+
+def test_functions_by_label() -> None:
+    rates: dict[str, Any] = {
+        "default": lambda count: 1e-2 / (1 + count.double()),
+        "bias": 5e-3,
+        "norm": lambda count: 0.0 * count.double(),
+    }
+    state = ours(fsdp.adamw(lr=rates, weight_decay=0.1))
+    assert torch.equal(fsdp.full_params(state)["norm"], tree(0)["norm"])
+
+    def optimizer(groups: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, weight_decay=0.1)
+
+    constant = theirs(optimizer, {"bias": {"lr": 5e-3}})
+    falling = theirs(optimizer, rate=lambda i: 1e-2 / (1 + i))
+    norm = {"norm": tree(0)["norm"]}
+    equal(state, {name: {"bias": constant, "norm": norm, "default": falling}[label(name)][name] for name in SHAPES})
+
+
+def test_a_label_without_a_setting() -> None:
+    """Found at `shard`, on every rank: in `step` some labels would have been updated, and only on some ranks."""
+    optimizer = fsdp.adamw(weight_decay={"bias": 0.0, "default": 0.1}, lr={"norm": 1.0})
+    with pytest.raises(SpecError, match=r"lr=\{'norm': 1\.0\}: nothing for the label '(default|bias)'\. Add"):
+        fsdp.shard(tree(0), spec(labels=LABELS), optimizer)
+    with pytest.raises(
+        SpecError, match=r"weight_decay=\{'bias': 0\.0\}: nothing for the label 'default'\. Add a number"
+    ):
+        fsdp.shard(tree(0), spec(labels=LABELS), fsdp.sgd(weight_decay={"bias": 0.0}))
+
+
+def test_betas_by_label() -> None:
+    betas = {"norm": (0.7, 0.9), "default": [0.8, 0.95]}
+    settings = {"norm": {"betas": (0.7, 0.9)}}
+    wanted = theirs(lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.95)), settings)
+    for rate in (1e-2, {"norm": 1e-2, "default": 1e-2}):
+        equal(ours(fsdp.adamw(lr=rate, betas=betas)), wanted)
+    with pytest.raises(SpecError, match=r"betas=\{'norm': \(0\.7, 0\.9\)\}: nothing for the label '(default|bias)'"):
+        fsdp.shard(tree(0), spec(labels=LABELS), fsdp.adamw(betas={"norm": (0.7, 0.9)}))
+    assert hash(fsdp.adamw(betas=betas)) == hash(fsdp.adamw(betas=betas))
+    assert fsdp.adamw(betas=betas) == fsdp.adamw(betas=betas)
+
+
+DESCENT = Optimizer(
+    lambda main: (), lambda grads, opt, main, count: (pytree.tree_map(lambda p, g: p - 0.1 * g, main, grads), opt)
+)
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "text"),
+    [
+        (make, {name: number}, rf"{made}: {name} is {number!r}; expected a finite number of at least 0")
+        for make, made, names in (
+            (fsdp.adamw, "adamw", ("lr", "eps", "weight_decay")),
+            (fsdp.sgd, "sgd", ("lr", "momentum", "weight_decay")),
+        )
+        for name in names
+        for number in (-1e-3, NAN, float("inf"), -float("inf"), True, "fast", None)
+    ]
+    + [
+        (
+            fsdp.adamw,
+            {"lr": {"norm": -1.0, "default": 1}},
+            r"adamw: lr for the label 'norm' is -1\.0; expected a finite",
+        ),
+        (fsdp.sgd, {"lr": -1}, "sgd: lr is -1; expected"),
+        (fsdp.adamw, {"eps": {"norm": 1e-8}}, "adamw: eps is {'norm': 1e-08}; expected a finite number"),
+        (fsdp.sgd, {"weight_decay": {"default": NAN}}, "sgd: weight_decay for the label 'default' is nan; expected"),
+        (fsdp.adamw, {"betas": (0.9, 1.0)}, r"adamw: betas\[1\] is 1\.0; expected a number in \[0, 1\)"),
+        (fsdp.adamw, {"betas": (-0.1, 0.9)}, r"adamw: betas\[0\] is -0\.1; expected a number in \[0, 1\)"),
+        (fsdp.adamw, {"betas": (NAN, 0.9)}, r"adamw: betas\[0\] is nan"),
+        (fsdp.adamw, {"betas": 0.9}, r"adamw: betas is 0\.9; expected a pair of numbers, as \(0\.9, 0\.999\)"),
+        (fsdp.adamw, {"betas": (0.9,)}, r"adamw: betas is \(0\.9,\); expected a pair"),
+        (
+            fsdp.adamw,
+            {"betas": {"norm": (0.9, 2)}},
+            r"adamw: betas for the label 'norm'\[1\] is 2; expected a number in",
+        ),
+    ],
+)
+def test_numbers_that_no_optimizer_can_have(make: Any, kwargs: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        make(**kwargs)
+
+
+def test_numbers_at_the_edge_are_fine() -> None:
+    fsdp.adamw(lr=0, betas=(0, 0.0), eps=0.0, weight_decay={"a": 0})
+    fsdp.sgd(lr=torch.tensor(0.1), momentum=1.0, weight_decay=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name"),
+    [
+        (fsdp.adamw(lr={"nrom": 1.0, "default": 1.0}), "adamw(lr)"),
+        (fsdp.adamw(betas={"nrom": (0.9, 0.9), "default": (0.9, 0.9)}), "adamw(betas)"),
+        (fsdp.adamw(weight_decay={"nrom": 0.0, "default": 1.0}), "adamw(weight_decay)"),
+        (fsdp.sgd(lr={"nrom": lambda count: count, "default": 1.0}), "sgd(lr)"),
+        (fsdp.sgd(weight_decay={"nrom": 0.0, "default": 1.0}), "sgd(weight_decay)"),
+    ],
+)
+def test_a_misspelt_label(optimizer: Any, name: str) -> None:
+    text = f"{name}: no leaf has the label 'nrom'. The labels are 'bias', 'default', 'norm'; Spec(labels="
+    with pytest.raises(SpecError, match=re.escape(text)):
+        fsdp.shard(tree(0), spec(labels=LABELS), optimizer)
+    with pytest.raises(SpecError, match=re.escape(text)):
+        fsdp.init(Labelled, Spec(fsdp.local_mesh(), labels=LABELS), optimizer)
+    with pytest.raises(SpecError, match=re.escape(text)):
+        fsdp.abstract_state(tree(0), Spec({"data": 2}, labels=LABELS), optimizer)
+
+
+class Labelled(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.norm, self.sub = torch.nn.LayerNorm(2), torch.nn.Linear(2, 2)
+
+
+def test_labels_that_only_one_side_names() -> None:
+    """No setting names a label of the spec; a setting names one whose leaves are all frozen."""
+    fsdp.shard(tree(0), spec(labels=LABELS), fsdp.adamw(lr=1e-3))
+    rates = {"norm": 1.0, "default": 1.0}
+    fsdp.shard(tree(0), spec(labels=LABELS, trainable={"norm": False}), fsdp.adamw(lr=rates))
+
+
+# -------------------------------------------------------------------------------- sgd
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"lr": 1e-2},
+        {"lr": 1e-2, "weight_decay": 0.1},
+        {"lr": 1e-2, "momentum": 0.9},
+        {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
+        {"lr": 1e-2, "momentum": 0.7, "nesterov": True, "weight_decay": 0.1},
+    ],
+)
+def test_sgd_equals_torch(kwargs: dict[str, Any]) -> None:
+    equal(ours(fsdp.sgd(**kwargs)), theirs(lambda groups: torch.optim.SGD(groups, **kwargs)))
+
+
+def test_sgd_by_label_and_by_count() -> None:
+    def rate(count: torch.Tensor) -> torch.Tensor:
+        return 1e-2 * 0.9 ** count.double()
+
+    state = ours(fsdp.sgd(lr=rate, momentum=0.9, weight_decay={"bias": 0.0, "default": 0.2}))
+    wanted = theirs(
+        lambda groups: torch.optim.SGD(groups, lr=1.0, momentum=0.9, weight_decay=0.2),
+        {"bias": {"weight_decay": 0.0}},
+        rate=lambda i: 1e-2 * 0.9**i,
+    )
+    equal(state, wanted)
+
+
+def test_sgd_without_momentum_keeps_no_state() -> None:
+    assert ours(fsdp.sgd(lr=1e-2)).opt == {}
+    assert len(pytree.tree_leaves(ours(fsdp.sgd(lr=1e-2, momentum=0.9)).opt)) == 4
+
+
+# -------------------------------------------------------------------------------- what it touches
+
+
+def test_frozen_leaves_have_no_state_and_do_not_move() -> None:
+    state = ours(fsdp.adamw(lr=1.0, weight_decay=1.0), trainable={"norm": False, "blocks.0": False})
+    after, before = fsdp.full_params(state), tree(0)
+    for name in SHAPES:
+        assert torch.equal(after[name], before[name]) == (name == "norm" or name.startswith("blocks.0"))
+    assert set(state.opt.mean) == {"blocks.1", "scale"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_integer_leaves_ride_along(dtype: torch.dtype) -> None:
+    params = {"block": {"w": torch.ones(3, dtype=torch.float64), "n": torch.tensor([1, 0, 1]).to(dtype)}}
+    state = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.adamw(lr=0.1))
+    state, weights = fsdp.unshard(state)
+    assert torch.equal(weights["block"]["n"], params["block"]["n"])
+    state = fsdp.step(fsdp.reduce(state, {"block": {"w": torch.ones(3), "n": None}}))
+    after = fsdp.full_params(state)["block"]
+    assert torch.equal(after["n"], params["block"]["n"])
+    assert after["n"].dtype == dtype
+    assert (after["w"] < 1).all()
+
+
+def test_empty_and_scalar_leaves() -> None:
+    params = {"u": {"e": torch.empty(0, 3), "s": torch.tensor(2.0), "w": torch.ones(2)}}
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), labels={"*.e": "empty"}), fsdp.sgd(lr=0.5, momentum=0.9))
+    state = fsdp.step(fsdp.reduce(state, pytree.tree_map(torch.ones_like, params)))
+    after = fsdp.full_params(state)["u"]
+    assert (after["e"].shape, after["s"].item(), after["w"].tolist()) == ((0, 3), 1.5, [0.5, 0.5])
+
+
+def test_mixed_dtypes_in_one_step() -> None:
+    params = {
+        "u": {"d": torch.ones(3, dtype=torch.float64), "f": torch.ones(3), "h": torch.ones(3, dtype=torch.bfloat16)}
+    }
+    state = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.adamw(lr=0.1, weight_decay=0.0))
+    state = fsdp.step(fsdp.reduce(state, pytree.tree_map(torch.ones_like, params)))
+    after = fsdp.full_params(state)["u"]
+    assert [p.dtype for p in after.values()] == [torch.float64, torch.float32, torch.float32]
+    for p in after.values():
+        torch.testing.assert_close(p.double(), torch.full((3,), 0.9).double(), rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_in_another_dtype_than_main_weights() -> None:
+    precision = fsdp.Precision(main=torch.float32, compute=torch.bfloat16, grads=torch.bfloat16)
+    state = fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh(), precision=precision), fsdp.sgd(lr=0.25))
+    state = fsdp.reduce(state, {"w": torch.ones(4)})
+    assert fsdp.local_shards(state, "grads")["w"].dtype is torch.bfloat16
+    state = fsdp.step(state)
+    assert fsdp.full_params(state)["w"].tolist() == [0.75] * 4
+    assert fsdp.unshard(state)[1]["w"].dtype is torch.bfloat16
+
+
+def test_bfloat16_throughout() -> None:
+    precision = fsdp.Precision(main=torch.bfloat16)
+    state = fsdp.shard(
+        {"w": torch.ones(4)}, Spec(fsdp.local_mesh(), precision=precision), fsdp.adamw(lr=0.25, weight_decay=0.0)
+    )
+    state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(4)}))
+    assert pytree.tree_leaves(state.opt)[0].dtype is torch.bfloat16
+    assert fsdp.full_params(state)["w"].tolist() == [0.75] * 4
+
+
+def test_padding_stays_zero() -> None:
+    state = ours(fsdp.adamw(lr=0.1))
+    for name, bucket in state.layout.buckets.items():
+        local = state.main[name].local
+        assert local.numel() == bucket.numel
+        held = sum(local[leaf.offset : leaf.offset + leaf.numel].abs().sum() for leaf in bucket.leaves)
+        torch.testing.assert_close(local.abs().sum(), torch.as_tensor(held), rtol=1e-12, atol=0)
+
+
+def test_addresses_never_change() -> None:
+    state = fsdp.shard(tree(0), spec(), fsdp.adamw())
+    places = [t.data_ptr() for t in pytree.tree_leaves((state.main, state.opt, state.count))]
+    for i in range(3):
+        state = fsdp.step(fsdp.reduce(state, tree(i + 1)))
+    assert [t.data_ptr() for t in pytree.tree_leaves((state.main, state.opt, state.count))] == places
+    assert state.count.item() == 3
+
+
+# -------------------------------------------------------------------------------- custom pairs
+
+
+def lion(lr: float = 1e-2, b1: float = 0.9, b2: float = 0.99) -> Optimizer:
+    """A pure pair: new trees, nothing in place."""
+
+    def update(grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        new = pytree.tree_map(lambda p, g, m: p - lr * torch.sign(b1 * m + (1 - b1) * g), main, grads, opt)
+        return new, pytree.tree_map(lambda g, m: b2 * m + (1 - b2) * g, grads, opt)
+
+    return Optimizer(lambda main: pytree.tree_map(torch.zeros_like, main), update)
+
+
+def lion_by_hand() -> dict[str, torch.Tensor]:
+    params, momentum = tree(0), {name: torch.zeros_like(p) for name, p in tree(0).items()}
+    for i in range(STEPS):
+        for name, g in tree(i + 1).items():
+            params[name] = params[name] - 1e-2 * torch.sign(0.9 * momentum[name] + (1 - 0.9) * g)
+            momentum[name] = 0.99 * momentum[name] + (1 - 0.99) * g
+    return params
+
+
+@pytest.mark.parametrize("form", ["Optimizer", "tuple", "object"])
+def test_a_pair_in_any_form(form: str) -> None:
+    class Object:
+        init, update = (staticmethod(f) for f in lion())
+
+    pair: Any = {"Optimizer": lion(), "tuple": tuple(lion()), "object": Object()}[form]
+    equal(ours(pair), lion_by_hand())
+
+
+def test_a_pair_in_place_is_as_good() -> None:
+    def update(grads: Tree, opt: Any, main: Tree, count: torch.Tensor) -> tuple[Tree, Any]:
+        return pytree.tree_map(lambda p, g: p.sub_(0.01 * g), main, grads), opt
+
+    in_place = ours(Optimizer(lambda main: (), update))
+    equal(in_place, theirs(lambda groups: torch.optim.SGD(groups, lr=0.01)))
+
+
+def test_a_pair_that_moves_its_history_along() -> None:
+    """A pure update may return old tensors in other places: delayed gradients, a ring of past ones."""
+
+    def init(main: Tree) -> tuple[Tree, Tree, Tree]:
+        zeros = [pytree.tree_map(torch.zeros_like, main) for _ in range(3)]
+        return zeros[0], zeros[1], zeros[2]
+
+    def update(grads: Tree, opt: Any, main: Tree, count: torch.Tensor) -> tuple[Tree, Any]:
+        return pytree.tree_map(lambda p, g: p - g, main, opt[2]), (grads, opt[0], opt[1])
+
+    state = fsdp.shard({"w": torch.zeros(2)}, Spec(fsdp.local_mesh()), Optimizer(init, update))
+    for i in range(1, 6):
+        state = fsdp.step(fsdp.reduce(state, {"w": torch.full((2,), float(10**i))}))
+    history = [fsdp.full_params(state)["w"][0].item(), *(past["w"].local[0].item() for past in state.opt)]
+    assert history == [-110.0, 100000.0, 10000.0, 1000.0]
+
+
+def test_a_pair_that_swaps_weights_and_state() -> None:
+    """As lookahead and schedule-free methods do."""
+
+    def update(grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        return opt, main
+
+    state = fsdp.shard(
+        {"w": torch.ones(2)}, Spec(fsdp.local_mesh()), Optimizer(lambda m: pytree.tree_map(torch.zeros_like, m), update)
+    )
+    state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(2)}))
+    assert fsdp.full_params(state)["w"].tolist() == [0.0, 0.0]
+    assert state.opt["w"].local[:2].tolist() == [1.0, 1.0]
+
+
+class MomentumState(NamedTuple):
+    trace: Any
+
+
+class Optaxish:
+    """In the style of optax: `update(grads, opt, params=)` returns what is to be added."""
+
+    def init(self, params: Tree) -> MomentumState:
+        return MomentumState(pytree.tree_map(torch.zeros_like, params))
+
+    def update(self, grads: Tree, opt: MomentumState, *, params: Tree) -> tuple[Tree, MomentumState]:
+        trace = pytree.tree_map(lambda g, t: g + 0.9 * t, grads, opt.trace)
+        return pytree.tree_map(lambda t, p: -0.01 * (t + 0 * p), trace, params), MomentumState(trace)
+
+
+def test_from_updates() -> None:
+    state = ours(fsdp.from_updates(Optaxish()))
+    assert type(state.opt) is MomentumState
+    equal(state, theirs(lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9)))
+
+
+def test_a_pair_sees_trees_over_trainable_buckets() -> None:
+    seen: list[Any] = []
+
+    def update(grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        seen.append((set(grads), set(main), pytree.tree_structure(grads) == pytree.tree_structure(main), count.item()))
+        return main, opt
+
+    ours(Optimizer(lambda main: main, update), steps=2, trainable={"norm": False})
+    names = {"blocks.0", "blocks.1", "scale"}
+    assert [entry[:2] for entry in seen] == [(names, names)] * 2
+    assert [entry[3] for entry in seen] == [0, 1]
+
+
+def test_labels_of_a_buffer_for_hand_written_pairs() -> None:
+    state = fsdp.shard(tree(0), spec(labels=LABELS))
+    found = {name: [(which, view.numel()) for which, view in buffer.by_label()] for name, buffer in state.main.items()}
+    assert found["blocks.0"] == [("default", 128), ("bias", 128)]
+    assert found["norm"] == [("norm", 128)]
+    view = state.main["blocks.0"].by_label()[1][1]
+    assert torch.equal(view[:5], tree(0)["blocks.0.bias"])
+    assert view.untyped_storage().data_ptr() == state.main["blocks.0"].local.untyped_storage().data_ptr()
+
+
+# -------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("wrong", [3, "adamw", (1, 2), (lambda m: m,), torch.optim.AdamW, {"init": 1}])
+def test_something_else_than_a_pair(wrong: Any) -> None:
+    with pytest.raises(SpecError, match=r"optimizer: expected a pair \(init, update\), as fsdp\.adamw"):
+        fsdp.shard({"w": torch.ones(2)}, Spec(fsdp.local_mesh()), wrong)
+
+
+def identity(grads: Tree, opt: Any, main: Tree, count: torch.Tensor) -> tuple[Any, Any]:
+    return main, opt
+
+
+def bad_updates() -> dict[str, tuple[Any, str]]:
+    def of(change: Callable[[Tree, Any], tuple[Any, Any]]) -> Any:
+        def update(grads: Tree, opt: Any, main: Tree, count: torch.Tensor) -> tuple[Any, Any]:
+            new = pytree.tree_map(lambda p, g: p - g, main, grads)
+            return change(new, opt)
+
+        return update
+
+    return {
+        "main structure": (of(lambda main, opt: (list(main.values()), opt)), "another structure for main"),
+        "main shape": (of(lambda main, opt: (pytree.tree_map(lambda p: p[:3], main), opt)), r"main of shape \(3,\)"),
+        "main dtype": (
+            of(lambda main, opt: (pytree.tree_map(torch.Tensor.double, main), opt)),
+            "dtype torch.float64; expected",
+        ),
+        "opt structure": (of(lambda main, opt: (main, {"more": opt})), "another structure for opt"),
+        "opt shape": (of(lambda main, opt: (main, pytree.tree_map(lambda m: m[:3], opt))), r"opt of shape \(3,\)"),
+        "opt dtype": (
+            of(lambda main, opt: (main, pytree.tree_map(torch.Tensor.double, opt))),
+            "dtype torch.float64; expected",
+        ),
+        "opt type": (of(lambda main, opt: (main, pytree.tree_map(lambda m: 3, opt))), "opt"),
+    }
+
+
+@pytest.mark.parametrize("case", list(bad_updates()))
+def test_an_update_that_returns_something_else_changes_nothing(case: str) -> None:
+    """Everything is validated before anything is written: the state before the step stays good."""
+    update, text = bad_updates()[case]
+    broken = [True]
+
+    def sometimes(grads: Tree, opt: Any, main: Tree, count: torch.Tensor) -> tuple[Any, Any]:
+        return (update if broken else identity)(grads, opt, main, count)
+
+    pair = Optimizer(lambda main: pytree.tree_map(torch.zeros_like, main), sometimes)
+    base = fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh()), pair)
+    with pytest.raises(TreeError, match=text):
+        fsdp.step(fsdp.reduce(base, {"w": torch.ones(4)}))
+    broken.clear()
+    assert fsdp.full_params(base)["w"].tolist() == [1.0] * 4
+    after = fsdp.step(fsdp.reduce(base, {"w": torch.ones(4)}))
+    assert after.count.item() == 1
+
+
+# -------------------------------------------------------------------------------- values
+
+
+def test_optimizers_are_values() -> None:
+    rate = lambda count: 1e-3 * count  # noqa: E731
+    for make in (
+        lambda: fsdp.adamw(lr=rate, weight_decay={"a": 0.1, "default": 0.0}),
+        lambda: fsdp.sgd(lr=0.1, momentum=0.9),
+    ):
+        assert make() == make()
+        assert hash(make()) == hash(make())
+    assert fsdp.adamw(lr=0.1) != fsdp.adamw(lr=0.2)
+    assert fsdp.sgd(lr=0.1) != fsdp.sgd(lr=0.1, nesterov=True, momentum=0.1)
+
+
+@pytest.mark.parametrize("optimizer", [fsdp.adamw(lr=1e-2), fsdp.sgd(lr=1e-2, momentum=0.9)], ids=["adamw", "sgd"])
+def test_an_update_by_bucket_is_the_update_of_all(optimizer: Any) -> None:
+    assert optimizer.by_bucket
+    state = fsdp.shard(tree(0), spec(), optimizer)
+    apart = fsdp.shard(tree(0), spec(), optimizer)
+    grads = pytree.tree_map(torch.ones_like, state.main)
+    optimizer.update(grads, state.opt, state.main, state.count)
+    names = list(apart.main)
+    for some in (names[:1], names[1:]):
+        chosen = {name: apart.main[name] for name in some}
+        optimizer.update({name: grads[name] for name in some}, apart.opt, chosen, apart.count)
+    for a, b in zip(
+        pytree.tree_leaves((state.main, state.opt)), pytree.tree_leaves((apart.main, apart.opt)), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+# -------------------------------------------------------------------------------- skipped steps
+
+
+@pytest.mark.parametrize("optimizer", [fsdp.adamw(lr=1e-2), fsdp.sgd(lr=1e-2, momentum=0.9), DESCENT])
+def test_a_bool_may_say_whether_to_skip(optimizer: Any) -> None:
+    found = []
+    for skips in ([False, True, False], [torch.tensor(k == 1) for k in range(3)], [None, torch.tensor(True), None]):
+        state = fsdp.shard(tree(0), spec(), optimizer)
+        for i, skip in enumerate(skips):
+            state = fsdp.step(fsdp.reduce(state, tree(i + 1)), skip=skip)
+        assert int(state.count) == 2
+        found.append(fsdp.full_params(state))
+    for other in found[1:]:
+        assert all(torch.equal(other[name], p) for name, p in found[0].items())
+
+
+def test_a_bool_may_say_so_in_a_traced_step() -> None:
+    torch._dynamo.reset()
+    state = fsdp.shard({"w": torch.ones(3)}, Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0))
+
+    def one(state: fsdp.State, grads: Tree, skip: bool) -> fsdp.State:
+        return fsdp.step(fsdp.reduce(state, grads), skip=skip)
+
+    step: Any = torch.compile(one, backend="eager", fullgraph=True)
+    for skip, weight, count in ((True, 1.0, 0), (False, 0.0, 1)):
+        state = step(state, {"w": torch.ones(3)}, skip)
+        assert fsdp.full_params(state)["w"].tolist() == [weight] * 3
+        assert int(state.count) == count
+
+
+@pytest.mark.parametrize(
+    ("skip", "text"),
+    [
+        (1, "step: skip has 1; expected a bool, or a tensor of shape"),
+        ("yes", "step: skip has 'yes'; expected a bool"),
+        (torch.ones(()), r"step: skip has shape \(\) and dtype torch\.float32"),
+        (torch.tensor([True]), r"step: skip has shape \(1,\) and dtype torch\.bool"),
+        (torch.empty((), dtype=torch.bool, device="meta"), "step: skip is on meta; expected the state's device, cpu"),
+    ],
+)
+def test_what_cannot_say_whether_to_skip(skip: Any, text: str) -> None:
+    state = fsdp.shard(tree(0), spec(), fsdp.sgd())
+    ready = fsdp.reduce(state, tree(1))
+    with pytest.raises(TreeError, match=text):
+        fsdp.step(ready, skip=skip)
+    assert int(fsdp.step(ready, skip=False).count) == 1

@@ -1,0 +1,310 @@
+"""Rules for the source itself: no hooks, no `.grad`, arrows that point one way, and documented public names."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import functional_fsdp as fsdp
+from functional_fsdp import extend, transforms
+from functional_fsdp._state.state import FIELDS
+
+ROOT = Path(__file__).parents[2]
+CORE = sorted(f for f in (ROOT / "functional_fsdp").rglob("*.py") if "transforms" not in f.parts)
+TRANSFORMS = sorted((ROOT / "transforms").rglob("*.py"))
+
+
+def place(file: Path) -> str:
+    """Where a file of the packages lies, as `_plan/layout.py`."""
+    return file.relative_to(ROOT / ("transforms" if file in TRANSFORMS else "functional_fsdp")).as_posix()
+
+
+def nodes(file: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(file.read_text(), str(file)))
+
+
+def attributes(file: Path) -> Iterator[tuple[str, ast.Attribute]]:
+    return ((node.attr, node) for node in nodes(file) if isinstance(node, ast.Attribute))
+
+
+@pytest.mark.parametrize("file", CORE + TRANSFORMS, ids=place)
+class TestEveryFile:
+    def test_registers_no_hooks(self, file: Path) -> None:
+        assert not [name for name, _ in attributes(file) if name.startswith("register_") and name.endswith("hook")]
+
+    def test_calls_no_backward(self, file: Path) -> None:
+        """`def backward` of an autograd Function is fine, `loss.backward()` is not."""
+        calls = (node.func for node in nodes(file) if isinstance(node, ast.Call))
+        assert not [f.lineno for f in calls if isinstance(f, ast.Attribute) and f.attr == "backward"]
+
+    def test_assigns_no_grad(self, file: Path) -> None:
+        assert not [n.lineno for name, n in attributes(file) if name == "grad" and not isinstance(n.ctx, ast.Load)]
+
+    def test_says_what_it_is_for_and_lists_its_names(self, file: Path) -> None:
+        tree = ast.parse(file.read_text())
+        assert ast.get_docstring(tree), f"{file.name} has no docstring"
+        assigned = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
+        assert "__all__" in assigned or len(tree.body) == 1, f"{file.name} has no __all__"
+
+    def test_is_one_noun(self, file: Path) -> None:
+        lines = len(file.read_text().splitlines())
+        assert lines <= 400, f"{file.name} has {lines} lines; past 400 there is a second noun in it"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """One word for one idea."""
+    classes = Counter(node.name for file in CORE + TRANSFORMS for node in nodes(file) if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in classes.items() if count > 1 and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("file", CORE + TRANSFORMS, ids=place)
+def test_states_are_given_fields_that_they_have(file: Path) -> None:
+    """`_evolve` is on the way of every verb, and does not look."""
+    for node in nodes(file):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "_evolve":
+            assert {word.arg for word in node.keywords if word.arg} <= {*FIELDS}, f"line {node.lineno}"
+
+
+def test_a_field_that_a_state_has_not_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"evolve: a State has no field 'token'. Its fields are main, weights, "):
+        extend.evolve(None, token=None)  # type: ignore[arg-type]
+
+
+def private(dotted: str) -> bool:
+    """Whether a name of torch's is one that is not public."""
+    first, *rest = dotted.split(".")
+    return first in ("torch", "dist") and any(part.startswith("_") and not part.startswith("__") for part in rest)
+
+
+def dotted(node: ast.expr) -> str:
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+@pytest.mark.parametrize("file", [f for f in CORE + TRANSFORMS if place(f) != "_common/torch_names.py"], ids=place)
+def test_names_of_torch_that_are_not_public_are_in_one_file(file: Path) -> None:
+    found = []
+    for node in nodes(file):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            found.append(dotted(node))
+    assert not [name for name in found if private(name)], "take them from functional_fsdp._common.torch_names"
+
+
+def test_a_private_name_is_seen() -> None:
+    assert all(map(private, ["torch._C", "torch.utils._pytree", "dist._world", "torch.nn.utils.stateless._x"]))
+    assert not any(map(private, ["torch.nn", "torch.__version__", "self._C", "functional_fsdp._common.torch_names"]))
+
+
+@pytest.mark.parametrize("file", CORE, ids=place)
+def test_the_core_imports_no_transform(file: Path) -> None:
+    for node in nodes(file):
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        assert not [name for name in names if "transforms" in name.split(".")], f"line {node.lineno}"
+        assert place(file) == "__init__.py" or "extend" not in names, f"line {node.lineno}: what is above the core"
+
+
+def module_of(file: Path) -> tuple[str, ...]:
+    """A file's module, from its package on: ("_plan", "layout")."""
+    parts = Path(place(file)).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imports_of(file: Path, there: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """The modules of its package that a file imports, those for types included."""
+    package = Path(place(file)).parts[:-1]
+    found = set()
+    for node in nodes(file):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = (*package[: len(package) - node.level + 1], *(node.module or "").split("."))
+            base = tuple(part for part in base if part)
+            found |= {(*base, alias.name) if (*base, alias.name) in there else base for alias in node.names}
+    return found & there - {module_of(file)}
+
+
+def in_a_circle(imports: dict[str, set[str]]) -> set[str]:
+    """Those that import each other, or what does."""
+    left = {name: found & imports.keys() for name, found in imports.items()}
+    while free := [name for name, found in left.items() if not found]:
+        left = {name: found.difference(free) for name, found in left.items() if name not in free}
+    return {*left}
+
+
+@pytest.mark.parametrize("files", [CORE, TRANSFORMS], ids=["core", "transforms"])
+def test_imports_go_in_no_circle(files: list[Path]) -> None:
+    """Neither those of files nor those of folders."""
+    there = {module_of(file) for file in files} - {()}
+    found = {module_of(file): imports_of(file, there) for file in files if module_of(file)}
+    assert not in_a_circle({".".join(name): {*map(".".join, others)} for name, others in found.items()})
+    rooms: dict[str, set[str]] = {}
+    for (room, *_), others in found.items():
+        rooms.setdefault(room, set()).update(other[0] for other in others if other[0] != room)
+    assert not (circle := in_a_circle(rooms)), {name: rooms[name] & circle for name in circle}
+    assert len(rooms) <= 20, "a newcomer looks at no more than twenty rooms"
+
+
+@pytest.mark.parametrize("folder", [f for f in CORE + TRANSFORMS if f.name == "__init__.py"], ids=place)
+def test_a_folder_says_its_purpose_in_a_line(folder: Path) -> None:
+    text = ast.get_docstring(ast.parse(folder.read_text())) or ""
+    assert text.split("\n")[0].endswith((".", "out.", ","))
+
+
+#: each of these is known to a transport's own files, and to the list of them
+TRANSPORTS = {"_distributed/signals.py", "_distributed/peer_memory.py"}
+
+
+def of_a_transport(file: Path) -> bool:
+    return place(file) in TRANSPORTS or (file in CORE and place(file).startswith("_transports/"))
+
+
+@pytest.mark.parametrize("file", [f for f in CORE + TRANSFORMS if not of_a_transport(f)], ids=place)
+def test_nobody_asks_which_transport_it_is(file: Path) -> None:
+    names = ("symmetric", "copy_engine")
+    for node in nodes(file):
+        if isinstance(node, ast.Compare):
+            said = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+            assert not [name for name in said if name in names], f"line {node.lineno} compares a transport's name"
+        if isinstance(node, ast.ImportFrom) and node.level and place(file) != "_runtime/stream_lanes.py":
+            whose = {"copy_engine", "peer_memory", "signals", "symmetric"} & {*(node.module or "").split(".")}
+            assert not whose, f"line {node.lineno}: {whose} belongs to a transport"
+
+
+#: each of these is about CUDA: lanes that are streams, the device, memory that GPUs share, processes that are given a
+#: GPU, and graphs
+CUDA = {
+    "_runtime/stream_lanes.py", "_common/device.py", "_transports/auto.py", "_distributed/signals.py",
+    "_distributed/peer_memory.py", "_transports/symmetric.py", "_launch/launch.py", "_launch/workers.py",
+    "_cuda_graph/cuda_graph.py", "_cuda_graph/capturing.py", "_cuda_graph/memsets.py",
+}  # fmt: skip
+
+
+def questions_about_cuda(tree: ast.AST) -> list[int]:
+    """The lines that ask whether there is CUDA, or do something with it: `.is_cuda`, `.cuda`, `torch.cuda`, "cuda"
+    and "cpu" compared or looked up, and "cuda" passed on."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            asks = node.attr in ("cuda", "is_cuda", "is_cpu")
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            asks = any("cuda" in name.split(".") for name in names)
+        elif isinstance(node, ast.Compare | ast.Dict | ast.Subscript | ast.MatchValue):
+            asks = any(isinstance(n, ast.Constant) and n.value in ("cuda", "cpu") for n in ast.walk(node))
+        else:
+            said = node.args if isinstance(node, ast.Call) else []
+            asks = any(isinstance(one, ast.Constant) and one.value == "cuda" for one in said)
+        if asks:
+            found.append(node.lineno)  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("file", [f for f in CORE + TRANSFORMS if place(f) not in CUDA], ids=place)
+def test_nobody_asks_whether_there_is_cuda(file: Path) -> None:
+    found = questions_about_cuda(ast.parse(file.read_text()))
+    assert not found, f"lines {found}: ask run.lanes or _common.device what you want to know"
+
+
+def test_a_question_about_cuda_is_seen() -> None:
+    asked = ["x.is_cuda", "run.cuda", "torch.cuda.synchronize()", "device.type == 'cuda'", "device.type != 'cpu'",
+             "x in ('cuda', 'meta')", "import torch.cuda", "from torch import cuda", "x.is_cpu", "x.cuda()",
+             "{'cuda': 1}.get(kind)", "torch.device('cuda')"]  # fmt: skip
+    assert all(questions_about_cuda(ast.parse(line)) for line in asked)
+    others = ["x = 'cuda_graph'", "from .cuda_graph import cuda_graph", "local_mesh('cpu')", "device.type == 'meta'"]
+    assert not [line for line in others if questions_about_cuda(ast.parse(line))]
+
+
+def test_who_may_ask_about_cuda_does() -> None:
+    """Else it comes off the list."""
+    files = [file for file in CORE + TRANSFORMS if place(file) in CUDA]
+    assert {place(file) for file in files if questions_about_cuda(ast.parse(file.read_text()))} == CUDA
+
+
+#: who may ask whether a graph is being made: the places that choose, and two that ask it of code without a State
+ASK = {
+    "_common/tracing.py",  # says so, and chooses: `traced_as`
+    "_common/calls.py",  # chooses: `verb` and `alone`
+    "_nn/module.py",  # a call of a bound module, which Dynamo follows by torch.func's way only
+    "_compile/compile_units.py",  # compiled code, which asks whether it is compiled, or runs as Python
+}
+QUESTIONS = {"tracing", "LOWERING", "is_compiling", "is_dynamo_compiling"}
+
+
+@pytest.mark.parametrize("file", [f for f in CORE + TRANSFORMS if place(f) not in ASK], ids=place)
+def test_nobody_asks_whether_a_graph_is_made(file: Path) -> None:
+    """What is done in another way in a graph is a function of its own, which `verb`, `alone` or `traced_as` chooses."""
+    for node in nodes(file):
+        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        assert name not in QUESTIONS, f"line {node.lineno} asks for {name}; see _common.tracing.traced_as"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("file", TRANSFORMS, ids=place)
+def test_transforms_are_made_of_public_names(file: Path) -> None:
+    """As anybody's are: from the package and from `extend`; and of a State what is public."""
+    known = {"functional_fsdp": fsdp.__all__, "functional_fsdp.extend": extend.__all__}
+    for node in nodes(file):
+        if isinstance(node, ast.Import):
+            assert not [alias.name for alias in node.names if alias.name.startswith("functional_fsdp")]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            assert node.level <= len(Path(place(file)).parts), f"line {node.lineno}: from outside of the folder"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("functional_fsdp"):
+            assert {alias.name for alias in node.names} <= {*known.get(node.module or "", ())}, f"line {node.lineno}"
+    assert not [(name, n.lineno) for name, n in attributes(file) if name in ("lineage", "executor", "_evolve")]
+
+
+@pytest.mark.parametrize("module", [fsdp, transforms, extend], ids=lambda m: m.__name__)
+def test_public_names_are_explicit_sorted_and_documented(module: object) -> None:
+    names: list[str] = module.__all__  # type: ignore[attr-defined]
+    assert list(names) == sorted(set(names))
+    for name in names:
+        value = getattr(module, name)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            # A dataclass without a docstring of its own gets its signature, an Exception gets its base's.
+            own = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+            assert own, f"{name} is public and has no docstring"
+            assert not own.startswith(f"{name}("), f"{name} is public and has no docstring"
+
+
+def test_no_two_public_names_differ_in_case_only() -> None:
+    names = [name for module in (fsdp, transforms, extend) for name in module.__all__]
+    cases: dict[str, set[str]] = {}
+    for name in names:
+        cases.setdefault(name.lower(), set()).add(name)
+    alike = {key: found for key, found in cases.items() if len(found) > 1}
+    assert not alike
+
+
+def test_every_public_import_is_listed() -> None:
+    tree = ast.parse((ROOT / "functional_fsdp" / "__init__.py").read_text())
+    imported = [alias.asname or alias.name for n in tree.body if isinstance(n, ast.ImportFrom) for alias in n.names]
+    assert {name for name in imported if not name.startswith("_")} <= set(fsdp.__all__)
+
+
+def test_the_transforms_have_one_import_name() -> None:
+    link = ROOT / "functional_fsdp" / "transforms"
+    assert link.is_symlink()
+    assert link.readlink() == Path("../transforms")
+    assert transforms.__name__ == "functional_fsdp.transforms"
+    for file in CORE + TRANSFORMS:
+        names = [n.module for n in nodes(file) if isinstance(n, ast.ImportFrom) and not n.level]
+        assert "transforms" not in names
+
+
+def test_importing_loads_no_compiler() -> None:
+    """torch._dynamo takes half a second, and only those who compile need it."""
+    code = "import sys, functional_fsdp.transforms; print({'torch._dynamo', 'torch._inductor'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "set()"

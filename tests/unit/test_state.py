@@ -1,0 +1,871 @@
+"""State in a world of one: what it prints, how it copies, who may use it when, and what an error leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+import torch.utils._pytree as pytree
+
+import functional_fsdp as fsdp
+from functional_fsdp import Optimizer, Precision, ScheduleError, Spec, StaleStateError, State, TreeError
+
+Tree = Any
+# both libraries, as functions of anything
+TORCH: Any = pytree
+OPTREE: Any = optree
+PRESETS = [fsdp.ddp("data"), fsdp.zero1("data"), fsdp.zero2("data"), fsdp.zero3("data")]
+
+
+def tree(value: float | None = None) -> dict[str, Any]:
+    """A dict, a list and a tie: w0 and w1 in blocks, an embedding that is also the head."""
+    g = torch.Generator().manual_seed(0)
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g) if value is None else torch.full(shape, value)
+
+    shared = make(5, 3)
+    return {"wte": shared, "blocks": [{"w": make(3, 3), "b": make(3)}, {"w": make(3, 3), "b": make(3)}], "head": shared}
+
+
+def begin(optimizer: Any = None, placement: Any = None, **kwargs: Any) -> State:
+    spec = Spec(fsdp.local_mesh(), placement, units=["blocks.*", "wte"], **kwargs)
+    return fsdp.shard(tree(), spec, fsdp.adamw(lr=0.1) if optimizer is None else optimizer)
+
+
+def one_step(state: State, value: float = 1.0) -> State:
+    state, params = fsdp.unshard(state)
+    return fsdp.step(fsdp.reduce(state, pytree.tree_map(lambda p: torch.full_like(p, value), params)))
+
+
+def bits(state: State) -> list[list[float]]:
+    trees = (state.main, state.weights, state.opt, state.count, state.rng, state.buffers, state.extras)
+    return [t.flatten().tolist() for t in pytree.tree_leaves(trees) if isinstance(t, torch.Tensor)]
+
+
+# -------------------------------------------------------------------------------- fields and pictures
+
+
+def test_fields_between_steps() -> None:
+    state = begin()
+    assert state.units == ("wte", "blocks.0", "blocks.1")
+    assert list(state.main) == ["wte", "blocks.0", "blocks.1"]
+    assert state.weights == {}
+    assert state.grads == {}
+    assert state.buffers == {}
+    assert state.extras == {}
+    assert (state.count.dtype, state.count.shape, state.count.item()) == (torch.int64, (), 0)
+    assert (state.rng.dtype, state.rng.item()) == (torch.int64, 0)
+    assert state.between_steps
+    assert fsdp.shard(tree(), state.spec, seed=7).rng.item() == 7
+
+
+def test_buffers_ride_along() -> None:
+    state = fsdp.shard(
+        tree(), Spec(fsdp.local_mesh(), units=["blocks.*", "wte"]), fsdp.sgd(), buffers={"mask": torch.ones(3)}
+    )
+    after = one_step(state)
+    assert after.buffers["mask"].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("placement", "precision", "kept"),
+    [
+        (fsdp.ddp("data"), Precision(), set()),
+        (fsdp.ddp("data"), Precision(compute=torch.bfloat16), {"wte", "blocks.0", "blocks.1"}),
+        (fsdp.zero1("data"), Precision(), {"wte", "blocks.0", "blocks.1"}),
+        (fsdp.zero2("data"), Precision(), {"wte", "blocks.0", "blocks.1"}),
+        (fsdp.zero3("data"), Precision(compute=torch.bfloat16), set()),
+    ],
+    ids=lambda x: str(sorted(x) if isinstance(x, set) else x),
+)
+def test_a_compute_copy_only_where_it_is_needed(placement: Any, precision: Precision, kept: set[str]) -> None:
+    assert set(begin(placement=placement, precision=precision).weights) == kept
+
+
+def test_a_state_prints_as_a_table() -> None:
+    lines = repr(begin(placement=fsdp.zero1("data"))).splitlines()
+    assert lines[0] == "State of 3 units, 6 leaves, mesh data 1, step 0, between steps"
+    assert lines[1].split() == ["field", "tensors", "bytes", "a", "rank", "dtype", "placed"]
+    rows = [" ".join(line.split()) for line in lines[3:]]
+    size = "2.5 KiB"  # 128 + 256 + 256 elements of float32
+    assert rows == [
+        f"main 3 {size} float32 data: Sharded",
+        f"weights 3 {size} float32 data: Replicated",
+        "grads 0 0 B - -",
+        "opt 6 5.0 KiB float32 data: Sharded",
+        "buffers 0 0 B - -",
+        "extras 0 0 B - -",
+    ]
+
+
+def test_the_head_line_follows_the_state() -> None:
+    base = begin()
+    middle, _ = fsdp.unshard(base)
+    reduced = fsdp.reduce(middle, tree(1.0))
+    assert repr(middle).splitlines()[0].endswith("step 0, consumed by reduce()")
+    assert repr(reduced).splitlines()[0].endswith("step 0, in the middle of a step")
+    assert "grads" in repr(reduced)
+    assert " ".join(repr(reduced).splitlines()[5].split()).startswith("grads 3 2.5 KiB float32 data: Sharded")
+    after = fsdp.step(reduced)
+    assert repr(after).splitlines()[0].endswith("step 1, between steps")
+    for old in (base, middle, reduced):
+        assert "consumed by" in repr(old).splitlines()[0]
+    assert repr(base).splitlines()[0].endswith("consumed by step() number 1")
+
+
+def test_printing_never_consumes() -> None:
+    base = begin()
+    for _ in range(2):
+        repr(base), str(base.spec), str(base.layout)
+    one_step(base)
+    assert "consumed by step() number 1" in repr(base)  # not even a consumed one raises
+
+
+def test_a_layout_prints_as_a_table() -> None:
+    lines = [" ".join(line.split()) for line in repr(begin().layout).splitlines()]
+    assert lines[0] == "bucket leaves elements pad placement dtypes main/rank weights/rank grads/rank"
+    assert lines[2:] == [
+        "wte 1 15 113 zero3(data) float32 512 B 512 B 512 B",
+        "blocks.0 2 12 244 zero3(data) float32 1.0 KiB 1.0 KiB 1.0 KiB",
+        "blocks.1 2 12 244 zero3(data) float32 1.0 KiB 1.0 KiB 1.0 KiB",
+    ]
+
+
+def test_a_state_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        begin().count = torch.tensor(3)  # type: ignore[misc]
+
+
+# -------------------------------------------------------------------------------- weights in and out
+
+
+class Layer(NamedTuple):
+    w: Any
+    extra: Any
+
+
+@pytest.mark.parametrize("placement", PRESETS, ids=str)
+def test_any_pytree_comes_back_as_it_went_in(placement: Any) -> None:
+    params = {
+        "layers": [Layer(torch.randn(3, 2), (torch.tensor(1.0), torch.empty(0, 2))), Layer(torch.randn(2), ())],
+        "a.dotted": torch.arange(4),
+        3: torch.tensor([True, False]),
+        "double": torch.randn(3, dtype=torch.float64),
+        "half": torch.randn(3).bfloat16(),
+    }
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), placement, units=["layers", "a", "3", "double", "half"]))
+    for found in (fsdp.unshard(state)[1], fsdp.full_params(state)):
+        assert pytree.tree_structure(found) == pytree.tree_structure(params)
+        for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(params), strict=True):
+            assert a.shape == b.shape
+            assert torch.equal(a.to(b.dtype), b)
+    assert fsdp.unshard(state)[1]["half"].dtype is torch.bfloat16
+    assert fsdp.full_params(state)["half"].dtype is torch.float32
+
+
+def test_a_single_tensor_is_a_tree() -> None:
+    state = fsdp.shard(torch.ones(3), Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.5))
+    state, w = fsdp.unshard(state)
+    assert w.tolist() == [1.0, 1.0, 1.0]
+    state = fsdp.step(fsdp.reduce(state, torch.ones(3)))
+    assert fsdp.full_params(state).tolist() == [0.5, 0.5, 0.5]
+
+
+def test_parameters_are_copied() -> None:
+    params = {"w": torch.ones(3)}
+    state = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.sgd(lr=1.0))
+    params["w"].zero_()
+    assert fsdp.full_params(state)["w"].tolist() == [1.0, 1.0, 1.0]
+    full = fsdp.full_params(state)
+    full["w"].fill_(9)
+    state = one_step(state)
+    assert fsdp.full_params(state)["w"].tolist() == [0.0, 0.0, 0.0]
+    assert full["w"].tolist() == [9.0, 9.0, 9.0]
+
+
+def test_tied_leaves_are_one_tensor_at_both_paths() -> None:
+    state = begin()
+    _, params = fsdp.unshard(state)
+    assert params["wte"] is params["head"]
+    full = fsdp.full_params(state)
+    assert full["wte"] is full["head"]
+    assert "head" not in fsdp.local_shards(state)
+
+
+def test_gradients_of_tied_leaves_add_up() -> None:
+    state = begin(fsdp.sgd(lr=1.0))
+    grads = tree(0.0)
+    grads["wte"], grads["head"] = torch.full((5, 3), 2.0), torch.full((5, 3), 3.0)
+    state = fsdp.step(fsdp.reduce(state, grads))
+    torch.testing.assert_close(fsdp.full_params(state)["head"], tree()["wte"] - 5.0)
+
+
+def test_local_shards_are_views_by_path() -> None:
+    state = begin()
+    shards = fsdp.local_shards(state)
+    assert set(shards) == {"wte", "blocks.0.w", "blocks.0.b", "blocks.1.w", "blocks.1.b"}
+    assert torch.equal(shards["blocks.1.w"].view(3, 3), tree()["blocks"][1]["w"])
+    storage = state.main["blocks.1"].local.untyped_storage().data_ptr()
+    assert shards["blocks.1.w"].untyped_storage().data_ptr() == storage
+    assert fsdp.local_shards(state, "grads") == {}
+    assert fsdp.local_shards(state, "weights") == {}
+
+
+def test_units_are_dicts_by_relative_key() -> None:
+    state, w = fsdp.unshard(begin(), "blocks.0")
+    assert list(w) == ["w", "b"]
+    assert torch.equal(w["w"], tree()["blocks"][0]["w"])
+    state, both = fsdp.unshard(state, ["wte", "blocks.1"])
+    assert list(both) == ["wte", "blocks.1"]
+    assert torch.equal(both["wte"]["wte"], tree()["wte"])
+
+
+def test_by_unit_equals_the_whole_tree() -> None:
+    whole = one_step(begin(), 0.5)
+    state = begin()
+    for unit in state.units:
+        state, w = fsdp.unshard(state, unit)
+        scale = 1.0 if unit == "wte" else 0.5  # the tied leaf gets the sum of both paths
+        state = fsdp.reduce(state, {key: torch.full_like(p, scale) for key, p in w.items()}, unit)
+        state = fsdp.release(state, unit)
+    assert bits(fsdp.step(state)) == bits(whole)
+
+
+@pytest.mark.parametrize("placement", PRESETS, ids=str)
+def test_reductions_add_up(placement: Any) -> None:
+    wanted = bits(one_step(begin(placement=placement), 3.0))
+    for flags in ((True, True), (False, True), (False, False), (True, False)):
+        state = begin(placement=placement)
+        for value, last in zip((1.0, 2.0), flags, strict=True):
+            state = fsdp.reduce(state, tree(value), last_microbatch=last)
+        assert bits(fsdp.step(state)) == wanted
+
+
+# -------------------------------------------------------------------------------- pytrees
+
+
+def test_torchs_tree_map_reaches_every_tensor() -> None:
+    state = one_step(begin(placement=fsdp.zero1("data")))
+    twice = pytree.tree_map(lambda t: t * 2, state)
+    assert type(twice) is State
+    for a, b in zip(bits(twice), bits(state), strict=True):
+        assert a == [2 * x for x in b]
+    assert twice.layout is state.layout
+
+
+def test_optrees_tree_map_reaches_every_tensor() -> None:
+    state = one_step(begin(placement=fsdp.zero1("data")))
+    twice = OPTREE.tree_map(lambda t: t * 2, state)
+    assert type(twice) is State
+    assert bits(twice) == [[2 * x for x in tensor] for tensor in bits(state)]
+
+
+def test_both_libraries_see_the_same_tensors() -> None:
+    state = begin()
+    ours = {id(t) for t in pytree.tree_leaves(state)}
+    assert ours == {id(t) for t in OPTREE.tree_leaves(state)}
+    assert len(ours) == 3 + 6 + 2  # main, opt, count and rng
+
+
+def test_a_state_that_went_through_a_tree_map_trains_on() -> None:
+    for library in (TORCH, OPTREE):
+        mapped = library.tree_map(lambda t: t.clone(), begin())
+        assert bits(one_step(mapped)) == bits(one_step(begin()))
+
+
+def test_the_structure_is_the_same_from_step_to_step() -> None:
+    states = [begin()]
+    for _ in range(2):
+        states.append(one_step(states[-1]))
+    for library in (TORCH, OPTREE):
+        specs = [library.tree_structure(state) for state in states]
+        assert specs[0] == specs[1] == specs[2]
+        assert len(set(map(hash, specs))) == 1
+    assert pytree.tree_structure(begin()) == pytree.tree_structure(states[-1])
+
+
+def test_the_structure_differs_with_the_layout_and_the_optimizer() -> None:
+    base = pytree.tree_structure(begin())
+    assert base != pytree.tree_structure(begin(placement=fsdp.zero2("data")))
+    assert base != pytree.tree_structure(begin(fsdp.adamw(lr=0.2)))
+    assert base != pytree.tree_structure(begin(average="sum"))
+
+
+def test_two_states_can_be_mapped_together() -> None:
+    one, two = begin(), one_step(begin())
+    moved = pytree.tree_map(lambda a, b: (a - b).abs().sum().item(), one.main, two.main)
+    assert all(buffer.local > 0 for buffer in moved.values())
+    ema = pytree.tree_map(lambda a, b: 0.5 * a + 0.5 * b, one, two)
+    assert ema.count.item() == 0.5
+
+
+def test_children_are_named() -> None:
+    paths = [
+        ".".join(str(getattr(k, "name", getattr(k, "key", k))) for k in keys)
+        for keys, _ in pytree.tree_flatten_with_path(begin())[0]
+    ]
+    assert paths[:3] == ["main.wte.local", "main.blocks.0.local", "main.blocks.1.local"]
+    assert paths[-2:] == ["count", "rng"]
+
+
+# -------------------------------------------------------------------------------- copies
+
+
+def through_pickle(state: State) -> State:
+    again: State = pickle.loads(pickle.dumps(state))
+    return again
+
+
+def through_torch(state: State) -> State:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    again: State = torch.load(file, weights_only=False)
+    return again
+
+
+COPIES: list[Callable[[State], State]] = [copy.deepcopy, copy.copy, through_pickle, through_torch]
+
+
+@pytest.mark.parametrize("again", COPIES)
+@pytest.mark.parametrize("placement", [fsdp.zero1("data"), fsdp.zero3("data")], ids=str)
+def test_a_copy_trains_to_the_same_bits_and_shares_nothing(again: Callable[[State], State], placement: Any) -> None:
+    state = one_step(begin(placement=placement))
+    other = again(state)
+    assert type(other) is State
+    assert other.layout == state.layout
+    assert other.spec == state.spec
+    assert pytree.tree_structure(other) == pytree.tree_structure(state)
+    before = bits(state)
+    ahead = one_step(one_step(other))
+    assert bits(state) == before
+    assert bits(one_step(one_step(state))) == bits(ahead)
+    assert repr(ahead).splitlines()[0].endswith("step 3, between steps")
+
+
+@pytest.mark.parametrize("again", COPIES)
+def test_no_copies_in_the_middle_of_a_step(again: Callable[[State], State]) -> None:
+    base = begin()
+    middle, _ = fsdp.unshard(base)
+    with pytest.raises(StaleStateError, match="this State is in the middle of a step"):
+        again(middle)
+    reduced = fsdp.reduce(middle, tree(1.0))
+    with pytest.raises(StaleStateError, match="or after step"):
+        again(reduced)
+    after = fsdp.step(reduced)
+    assert bits(again(after)) == bits(after)
+
+
+@pytest.mark.parametrize("again", COPIES)
+def test_no_copies_of_a_consumed_state(again: Callable[[State], State]) -> None:
+    base = begin()
+    one_step(base)
+    with pytest.raises(StaleStateError, match=r"consumed by step\(\) number 1"):
+        again(base)
+
+
+def test_the_base_may_be_copied_while_a_step_is_under_way() -> None:
+    base = begin()
+    fsdp.unshard(base)
+    assert bits(one_step(copy.deepcopy(base))) == bits(one_step(base))
+
+
+def test_a_copy_keeps_an_old_state_usable() -> None:
+    base = begin()
+    kept = copy.deepcopy(base)
+    after = one_step(base)
+    with pytest.raises(StaleStateError):
+        fsdp.unshard(base)
+    assert bits(one_step(kept)) == bits(after)
+
+
+def test_extras_and_named_tuples_of_parameters_survive_a_pickle() -> None:
+    state = fsdp.shard({"l": [Layer(torch.ones(2), torch.ones(1))]}, Spec(fsdp.local_mesh()), fsdp.sgd())
+    state = replace(state, extras={"ema": {"w": torch.ones(2)}, "skipped": 3})
+    for again in (through_pickle(state), copy.deepcopy(state)):
+        assert again.extras["skipped"] == 3
+        assert again.extras["ema"]["w"].tolist() == [1.0, 1.0]
+        assert type(fsdp.full_params(again)["l"][0]) is Layer
+
+
+# -------------------------------------------------------------------------------- who may use it when
+
+
+def uses() -> dict[str, Callable[[State], Any]]:
+    return {
+        "unshard": fsdp.unshard,
+        "unshard(unit)": lambda s: fsdp.unshard(s, "wte"),
+        "reduce": lambda s: fsdp.reduce(s, tree(1.0)),
+        "step": lambda s: fsdp.step(replace(s, grads=s.main)),
+        "full_params": fsdp.full_params,
+        "local_shards": fsdp.local_shards,
+        "pmean": lambda s: fsdp.pmean(s, 1.0),
+        "release": lambda s: fsdp.release(s, "wte"),
+    }
+
+
+@pytest.mark.parametrize("use", list(uses()))
+def test_a_state_that_step_consumed(use: str) -> None:
+    base = one_step(begin())
+    one_step(base)
+    with pytest.raises(StaleStateError) as caught:
+        uses()[use](base)
+    text = str(caught.value)
+    assert text.startswith(use.split("(")[0])
+    assert "this State was consumed by step() number 2. Use the State that that call returned" in text
+    assert "copy.deepcopy it between steps" in text
+
+
+@pytest.mark.parametrize(
+    ("consume", "named"),
+    [
+        (lambda s: fsdp.unshard(s), "unshard()"),
+        (lambda s: fsdp.unshard(s, "blocks.0"), "unshard('blocks.0')"),
+        (lambda s: fsdp.unshard(s, ["wte", "blocks.1"]), "unshard('wte', 'blocks.1')"),
+        (lambda s: fsdp.reduce(s, tree(1.0)), "reduce()"),
+        (lambda s: fsdp.reduce(s, {"w": None, "b": None}, "blocks.1"), "reduce('blocks.1')"),
+        (lambda s: fsdp.release(s, "blocks.1"), "release('blocks.1')"),
+    ],
+)
+def test_a_state_in_the_middle_names_the_call_that_consumed_it(consume: Callable[[State], Any], named: str) -> None:
+    middle, _ = fsdp.unshard(begin(), "blocks.1")
+    consume(middle)
+    for use in (lambda s: fsdp.unshard(s), lambda s: fsdp.reduce(s, tree(1.0)), lambda s: fsdp.release(s, "blocks.1")):
+        with pytest.raises(StaleStateError) as caught:
+            use(middle)
+        text = str(caught.value)
+        assert f"this State was consumed by {named}. Use the State that that call returned" in text
+        assert "or begin again from the state before the step" in text
+
+
+def test_the_base_may_be_used_again_and_drops_what_was_begun() -> None:
+    base = begin()
+    wanted = bits(one_step(begin()))
+    middle, _ = fsdp.unshard(base)
+    reduced = fsdp.reduce(middle, tree(100.0))
+    again, _ = fsdp.unshard(base)
+    with pytest.raises(
+        StaleStateError, match=r"consumed by the restart of its step \(the state before the step was used again\)"
+    ):
+        fsdp.step(reduced)
+    assert bits(fsdp.step(fsdp.reduce(again, tree(1.0)))) == wanted
+
+
+def test_looking_at_the_base_in_the_middle_of_a_step_costs_nothing() -> None:
+    base = begin()
+    middle, _ = fsdp.unshard(base)
+    repr(base), fsdp.full_params(base), fsdp.local_shards(base)
+    assert bits(fsdp.step(fsdp.reduce(middle, tree(1.0)))) == bits(one_step(begin()))
+
+
+def test_an_exception_between_two_verbs() -> None:
+    base, wanted = begin(), bits(one_step(one_step(begin())))
+
+    def train(state: State, fail: bool) -> State:
+        state, params = fsdp.unshard(state)
+        state = fsdp.reduce(state, pytree.tree_map(torch.ones_like, params))
+        if fail:
+            raise KeyboardInterrupt
+        return fsdp.step(state)
+
+    state = train(base, fail=False)
+    with pytest.raises(KeyboardInterrupt):
+        train(state, fail=True)
+    assert bits(train(state, fail=False)) == wanted
+
+
+def test_weights_stay_valid_after_an_abandoned_step() -> None:
+    base = begin(precision=Precision(compute=torch.float64))
+    _, w = fsdp.unshard(base, "blocks.0")
+    fsdp.unshard(base, "blocks.0")
+    assert torch.equal(w["w"].float(), tree()["blocks"][0]["w"])
+
+
+# -------------------------------------------------------------------------------- release
+
+
+def test_released_bytes_are_poisoned_and_come_back_to_the_same_tensors() -> None:
+    state = begin(precision=Precision(compute=torch.float64), schedule=fsdp.Schedule(debug=True))
+    state, w = fsdp.unshard(state, "blocks.0")
+    state = fsdp.release(state, "blocks.0")
+    assert w["w"].isnan().all()
+    state, again = fsdp.unshard(state, "blocks.0")
+    assert again["w"] is w["w"]
+    assert torch.equal(w["w"], tree()["blocks"][0]["w"].double())
+
+
+def test_gathering_what_is_gathered_changes_nothing() -> None:
+    state, w = fsdp.unshard(begin(precision=Precision(compute=torch.float64)), "blocks.0")
+    state, again = fsdp.unshard(state, "blocks.0")
+    assert again["w"] is w["w"]
+    state = fsdp.release(state, "blocks.0")
+    with pytest.raises(
+        ScheduleError, match=r"release: the unit 'blocks\.0' is not gathered\. Call state, w = unshard\(state, "
+    ):
+        fsdp.release(state, "blocks.0")
+
+
+def test_a_release_that_was_refused_consumes_nothing() -> None:
+    state, _ = fsdp.unshard(begin(), "blocks.0")
+    with pytest.raises(ScheduleError, match="is not gathered"):
+        fsdp.release(state, ["blocks.0", "blocks.1"])
+    state = fsdp.release(state, "blocks.0")
+
+
+@pytest.mark.parametrize("verb", ["unshard", "release", "reduce"])
+@pytest.mark.parametrize("name", ["blocks.2", "nope", 3])
+def test_a_unit_that_does_not_exist(verb: str, name: Any) -> None:
+    base = begin()
+    call = {
+        "unshard": lambda: fsdp.unshard(base, [name]),
+        "release": lambda: fsdp.release(base, [name]),
+        "reduce": lambda: fsdp.reduce(base, {}, name),
+    }[verb]
+    with pytest.raises(ScheduleError) as caught:
+        call()
+    assert f"{verb}: there is no unit {name!r}. The units are 'wte', 'blocks.0', 'blocks.1'." in str(caught.value)
+    one_step(base)
+
+
+# -------------------------------------------------------------------------------- gradients
+
+
+def test_none_means_zero() -> None:
+    state = begin(fsdp.sgd(lr=1.0))
+    grads = pytree.tree_map(lambda p: None, tree())
+    grads["blocks"][0]["b"] = torch.ones(3)
+    after = fsdp.full_params(fsdp.step(fsdp.reduce(state, grads)))
+    assert torch.equal(after["blocks"][0]["b"], tree()["blocks"][0]["b"] - 1)
+    assert torch.equal(after["blocks"][0]["w"], tree()["blocks"][0]["w"])
+    assert torch.equal(after["wte"], tree()["wte"])
+
+
+def test_none_for_one_of_two_tied_paths() -> None:
+    state = begin(fsdp.sgd(lr=1.0))
+    after = fsdp.full_params(fsdp.step(fsdp.reduce(state, {**tree(0.0), "wte": None, "head": torch.ones(5, 3)})))
+    torch.testing.assert_close(after["wte"], tree()["wte"] - 1)
+
+
+def test_units_without_gradients_count_as_zero() -> None:
+    state = fsdp.reduce(begin(fsdp.sgd(lr=1.0)), {"w": torch.ones(3, 3), "b": None}, "blocks.1")
+    after = fsdp.full_params(fsdp.step(state))
+    torch.testing.assert_close(after["blocks"][1]["w"], tree()["blocks"][1]["w"] - 1)
+    assert torch.equal(after["blocks"][0]["w"], tree()["blocks"][0]["w"])
+
+
+def test_gradients_in_another_container_match_by_path() -> None:
+    grads = tree(1.0)
+    flat = {"head": grads["head"], "blocks.1.w": torch.ones(3, 3), "blocks.0.b": torch.ones(3)}
+    flat |= {"blocks.0.w": torch.ones(3, 3), "blocks.1.b": torch.ones(3), "wte": grads["wte"]}
+    assert bits(fsdp.step(fsdp.reduce(begin(), flat))) == bits(one_step(begin()))
+
+
+def test_gradients_are_not_changed() -> None:
+    grads = tree(1.0)
+    state = fsdp.reduce(begin(), grads)
+    state = fsdp.reduce(state, grads)
+    fsdp.step(state)
+    assert all((g == 1).all() for g in pytree.tree_leaves(grads))
+
+
+def test_gradients_of_frozen_leaves_are_ignored() -> None:
+    state = begin(fsdp.sgd(lr=1.0), trainable={"blocks.0": False})
+    grads = tree(1.0)
+    grads["blocks"][0]["w"] = torch.ones(99)
+    state = fsdp.reduce(state, grads)
+    assert set(state.grads) == {"wte", "blocks.1"}
+    assert torch.equal(fsdp.full_params(fsdp.step(state))["blocks"][0]["w"], tree()["blocks"][0]["w"])
+
+
+def test_a_wholly_frozen_unit_by_unit() -> None:
+    state = begin(fsdp.sgd(lr=1.0), trainable={"blocks.0": False})
+    for unit in state.units:
+        state, w = fsdp.unshard(state, unit)
+        state = fsdp.reduce(state, {key: torch.ones_like(p) for key, p in w.items()}, unit)
+        state = fsdp.release(state, unit)
+    after = fsdp.full_params(fsdp.step(state))
+    assert torch.equal(after["blocks"][0]["w"], tree()["blocks"][0]["w"])
+    torch.testing.assert_close(after["blocks"][1]["w"], tree()["blocks"][1]["w"] - 1)
+
+
+@pytest.mark.parametrize(
+    ("grads", "text"),
+    [
+        ({k: v for k, v in tree(1.0).items() if k != "head"}, r"it lacks 'head' \(5 leaves, expected 6\)"),
+        (
+            {**tree(1.0), "blocks": tree(1.0)["blocks"][:1]},
+            r"it lacks 'blocks\.1\.w' and 1 more \(4 leaves, expected 6\)",
+        ),
+        ({**tree(1.0), "extra": torch.ones(1)}, r"it has the unknown 'extra' \(7 leaves, expected 6\)"),
+        ([torch.ones(1)], r"it lacks 'wte' and 5 more and has the unknown '0' \(1 leaves, expected 6\)"),
+        (None, r"has the unknown ''"),
+    ],
+)
+def test_gradients_of_another_structure(grads: Any, text: str) -> None:
+    base = begin()
+    with pytest.raises(TreeError, match=r"reduce\(state, grads\): the gradient tree has another structure.*" + text):
+        fsdp.reduce(base, grads)
+    assert base.between_steps  # checked before anything happened
+    one_step(base)
+
+
+@pytest.mark.parametrize(
+    ("grad", "text"),
+    [
+        (torch.ones(3, 4), r"shape \(3, 4\); expected .* global shape \(3, 3\)"),
+        (torch.ones(9), r"shape \(9,\); expected"),
+        (torch.ones(()), r"shape \(\); expected"),
+        (3.0, r"a float; expected a tensor"),
+    ],
+)
+def test_a_gradient_of_another_shape(grad: Any, text: str) -> None:
+    base = begin()
+    middle, _ = fsdp.unshard(base)
+    grads = tree(1.0)
+    grads["blocks"][1]["w"] = grad
+    with pytest.raises(TreeError, match=r"reduce: the gradient of 'blocks\.1\.w' has " + text):
+        fsdp.reduce(middle, grads)
+    fsdp.step(fsdp.reduce(middle, tree(1.0)))  # the state that reduce refused is still the newest
+
+
+@pytest.mark.parametrize(
+    ("grads", "text"),
+    [
+        ({"w": torch.ones(3, 3)}, r"reduce\(state, grads, 'blocks\.0'\): .* it lacks 'b'"),
+        ({"w": None, "b": None, "c": None}, r"has the unknown 'c'"),
+        ([torch.ones(3, 3), torch.ones(3)], r"grads is a list; expected \{key: tensor\}"),
+        ({"w": torch.ones(3), "b": None}, r"the gradient of 'blocks\.0\.w' has shape \(3,\)"),
+    ],
+)
+def test_gradients_of_a_unit_that_do_not_fit(grads: Any, text: str) -> None:
+    base = begin()
+    with pytest.raises(TreeError, match=text):
+        fsdp.reduce(base, grads, "blocks.0")
+    one_step(base)
+
+
+def test_a_step_with_no_gradients() -> None:
+    base = begin()
+    with pytest.raises(
+        ScheduleError, match=r"step: this state has no gradients\. Call state = reduce\(state, grads\) first\."
+    ):
+        fsdp.step(base)
+    with pytest.raises(ScheduleError, match=r"finish_reductions: this state has no gradients"):
+        fsdp.finish_reductions(base)
+    middle, _ = fsdp.unshard(base)
+    with pytest.raises(ScheduleError, match="no gradients"):
+        fsdp.step(middle)
+    assert bits(fsdp.step(fsdp.reduce(middle, tree(1.0)))) == bits(one_step(begin()))
+
+
+def test_a_step_without_an_optimizer() -> None:
+    spec = Spec(fsdp.local_mesh(), units=["blocks.*", "wte"])
+    base = fsdp.shard(tree(), spec)
+    assert base.opt == {}
+    state = fsdp.reduce(base, tree(1.0))
+    assert fsdp.local_shards(state, "grads")["wte"].tolist() == [2.0] * 15
+    with pytest.raises(
+        ScheduleError, match=r"step: this state has no optimizer\. Give one to shard\(params, spec, optimizer\)"
+    ):
+        fsdp.step(state)
+    assert fsdp.local_shards(state, "grads")["wte"].tolist() == [2.0] * 15
+
+
+def test_a_tree_with_nothing_to_train() -> None:
+    state = begin(trainable={"*": False})
+    state, params = fsdp.unshard(state)
+    torch.testing.assert_close(params["wte"], tree()["wte"])
+    with pytest.raises(ScheduleError, match="nothing is trainable"):
+        fsdp.step(fsdp.reduce(state, tree(1.0)))
+
+
+# -------------------------------------------------------------------------------- steps that fail
+
+
+def failing(when: str, error: BaseException) -> tuple[Optimizer, list[bool]]:
+    """sgd with lr 1 that fails as long as the list is not empty: before, or in the middle of its in-place update."""
+    fail = [True]
+    sgd = fsdp.sgd(lr=1.0)
+
+    def update(grads: Any, opt: Any, main: Any, count: torch.Tensor) -> tuple[Any, Any]:
+        if fail and when == "before":
+            raise error
+        if fail and when in ("torch op", "fused"):
+            first = next(iter(main))
+            part = ({first: grads[first]}, opt, {first: main[first]}, count)
+            if when == "fused":
+                sgd.update(*part)
+            else:
+                main[first].local.sub_(grads[first].local)
+            raise error
+        return sgd.update(grads, opt, main, count)
+
+    return Optimizer(lambda main: (), update), fail
+
+
+def test_an_optimizer_that_raises_leaves_the_state_valid() -> None:
+    pair, fail = failing("before", ValueError("mine"))
+    base = begin(pair)
+    reduced = fsdp.reduce(base, tree(1.0))
+    with pytest.raises(ValueError, match="mine"):
+        fsdp.step(reduced)
+    torch.testing.assert_close(fsdp.full_params(base), tree())
+    fail.clear()
+    after = one_step(base)
+    assert bits(after) == bits(one_step(begin(fsdp.sgd(lr=1.0))))
+    assert after.count.item() == 1
+
+
+def test_a_step_that_raised_may_be_tried_again() -> None:
+    pair, fail = failing("before", ValueError("mine"))
+    reduced = fsdp.reduce(begin(pair), tree(1.0))
+    with pytest.raises(ValueError, match="mine"):
+        fsdp.step(reduced)
+    fail.clear()
+    assert bits(fsdp.step(reduced)) == bits(one_step(begin(fsdp.sgd(lr=1.0))))
+
+
+@pytest.mark.parametrize("how", ["torch op", "fused"])
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_an_update_that_was_stopped_half_way_is_never_mistaken_for_a_good_state(how: str, error: BaseException) -> None:
+    pair, _ = failing(how, error)
+    base = begin(pair)
+    reduced = fsdp.reduce(base, tree(1.0))
+    with pytest.raises(type(error)):
+        fsdp.step(reduced)
+    for use in (fsdp.unshard, fsdp.full_params, copy.deepcopy, lambda s: fsdp.reduce(s, tree(1.0))):
+        with pytest.raises(StaleStateError) as caught:
+            use(base)
+        text = str(caught.value)
+        assert f"step() number 1 was stopped by {type(error).__name__} while it was updating the weights" in text
+        assert "half updated. Load the last checkpoint." in text
+
+
+# -------------------------------------------------------------------------------- transforms and types
+
+
+@pytest.mark.parametrize("verb", ["unshard", "release", "reduce", "step", "pmean"])
+@pytest.mark.parametrize("transform", ["grad", "vmap", "vjp"])
+def test_verbs_refuse_to_run_inside_a_transform(verb: str, transform: str) -> None:
+    base = begin()
+    calls: dict[str, Callable[[], Any]] = {
+        "unshard": lambda: fsdp.unshard(base),
+        "release": lambda: fsdp.release(base, "wte"),
+        "reduce": lambda: fsdp.reduce(base, tree(1.0)),
+        "step": lambda: fsdp.step(base),
+        "pmean": lambda: fsdp.pmean(base, 1.0),
+    }
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        calls[verb]()
+        return x.sum()
+
+    run: dict[str, Callable[[], Any]] = {
+        "grad": lambda: torch.func.grad(loss)(torch.ones(2)),
+        "vmap": lambda: torch.vmap(loss)(torch.ones(2, 2)),
+        "vjp": lambda: torch.func.vjp(loss, torch.ones(2)),
+    }
+    with pytest.raises(
+        ScheduleError, match=rf"{verb} was called inside a torch\.func transform .* Call unshard before the tr"
+    ):
+        run[transform]()
+    one_step(base)
+
+
+@pytest.mark.parametrize("verb", [fsdp.unshard, fsdp.step, fsdp.pmean, fsdp.reduce, fsdp.release])
+def test_the_first_argument_is_a_state(verb: Any) -> None:
+    with pytest.raises(
+        TypeError, match=rf"{verb.__name__}\(state, \.\.\.\): the first argument is a State, not dict\."
+    ):
+        verb({}, tree(1.0))
+
+
+def test_verbs_run_without_autograd() -> None:
+    params = pytree.tree_map(lambda p: p.requires_grad_(), tree())
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), units=["blocks.*", "wte"]), fsdp.sgd())
+    state, weights = fsdp.unshard(state)
+    assert not any(w.requires_grad for w in pytree.tree_leaves(weights))
+    state = fsdp.step(fsdp.reduce(state, pytree.tree_map(lambda p: p * 1.0, params)))
+    assert not any(t.requires_grad for t in pytree.tree_leaves(state))
+
+
+# -------------------------------------------------------------------------------- pmean
+
+
+def test_pmean_keeps_structure_shapes_and_dtypes() -> None:
+    base = begin()
+    metrics = {
+        "loss": torch.tensor(2.5),
+        "many": [torch.ones(2, 3, dtype=torch.float64), 3, 0.5, True],
+        "empty": torch.ones(0),
+    }
+    state, found = fsdp.pmean(base, metrics)
+    assert state is base
+    assert found["loss"].item() == 2.5
+    assert (found["many"][0].dtype, found["many"][0].shape) == (torch.float64, (2, 3))
+    assert [m.item() for m in found["many"][1:]] == [3.0, 0.5, 1.0]
+    assert all(m.dtype is torch.float32 for m in found["many"][1:])
+    assert found["empty"].shape == (0,)
+
+
+def test_pmean_in_the_middle_of_a_step_and_of_nothing() -> None:
+    state, _ = fsdp.unshard(begin())
+    state, found = fsdp.pmean(state, {})
+    assert found == {}
+    fsdp.step(fsdp.reduce(state, tree(1.0)))
+
+
+def test_pmean_does_not_change_what_it_was_given() -> None:
+    loss = torch.tensor(2.0, requires_grad=True)
+    _, found = fsdp.pmean(begin(), loss)
+    assert found.item() == 2.0
+    assert found is not loss
+    assert not found.requires_grad
+
+
+# -------------------------------------------------------------------------------- what a notebook shows
+
+
+def test_trees_of_buffers_print_a_short_line_a_bucket() -> None:
+    state = fsdp.shard(
+        {f"layers.{i}.w": torch.zeros(1000, 100) for i in range(20)}, Spec(fsdp.local_mesh()), fsdp.adamw()
+    )
+    assert repr(state.main["layers.0"]) == (
+        "FlatBuffer('layers.0', 1 leaf, 100,096 elements, float32, data: Sharded)"
+    )  # 782 × 128
+    reduced = fsdp.reduce(*fsdp.unshard(state))
+    for tree in (state.main, reduced.grads):
+        assert len(repr(tree)) < 20 * 120
+        assert "tensor(" not in repr(tree)
+        assert "Leaf(" not in repr(tree)
+    lines = [" ".join(line.split()) for line in repr(state.opt).splitlines()]
+    assert lines[0] == "AdamState"
+    assert lines[3:5] == ["mean 20 7.6 MiB float32 data: Sharded", "square 20 7.6 MiB float32 data: Sharded"]
+    assert len(lines) < 10
+
+
+def test_gradients_are_in_the_order_of_main_weights() -> None:
+    names = [f"layers.{i}" for i in (0, 1, 10, 2)]
+    params = {f"{name}.w": torch.ones(3) for name in names} | {"frozen.w": torch.ones(2)}
+    base = fsdp.shard(params, Spec(fsdp.local_mesh(), trainable={"frozen.*": False}), fsdp.sgd())
+    want = [name for name in base.main if name in base.layout.trainable]
+    assert [*fsdp.reduce(*fsdp.unshard(base)).grads] == want
+    for order in (want[::-1], want, [want[2], want[0], want[3], want[1]]):
+        state = base
+        for unit in order:
+            state = fsdp.reduce(state, {"w": torch.ones(3)}, unit, last_microbatch=False)
+        assert [*state.grads] == want
+        state = fsdp.reduce(state, {"w": torch.ones(3)}, order[0])  # once more
+        assert [*fsdp.finish_reductions(state).grads] == want
+    state = fsdp.finish_reductions(fsdp.reduce(base, {"w": torch.ones(3)}, want[-1]))
+    assert [*state.grads] == want
+    assert fsdp.local_shards(state, "grads")[want[-1] + ".w"].sum() == 3
+    assert fsdp.step(state).steps == 1

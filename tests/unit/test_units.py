@@ -1,0 +1,423 @@
+"""Units: which leaves are gathered together, found from paths, from patterns or from module types."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import functional_fsdp as fsdp
+from functional_fsdp import Spec, SpecError
+
+Tree = dict[str, torch.Tensor]
+
+
+def leaves(*paths: str, **sizes: int) -> Tree:
+    """A flat tree with these paths; 8 elements each, unless a size is given (with _ for the dots)."""
+    tree = {path: torch.empty(8, device="meta") for path in paths}
+    return tree | {path.replace("_", "."): torch.empty(n, device="meta") for path, n in sizes.items()}
+
+
+def grouped(tree: Any, **spec: Any) -> dict[str, tuple[str, ...]]:
+    """{unit: paths} of the layout of `tree`; toy trees have small blocks, which is not what is looked at here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="What no block covers")
+        return {unit.name: unit.paths for unit in fsdp.make_layout(tree, Spec({"data": 2}, **spec)).units}
+
+
+GPT = (
+    "wte.weight",
+    "wpe.weight",
+    *(f"blocks.{i}.{leaf}" for i in range(3) for leaf in ("ln.weight", "attn.qkv", "mlp.up.weight", "mlp.up.bias")),
+    "ln_f.weight",
+)
+
+
+# -------------------------------------------------------------------------------- found from paths
+
+
+def test_repeated_blocks_and_top_level_names() -> None:
+    found = grouped(leaves(*GPT, **{"head_weight": 4}))
+    assert list(found) == ["wte", "wpe", "blocks.0", "blocks.1", "blocks.2", "ln_f", "head"]
+    assert found["blocks.1"] == tuple(path for path in GPT if path.startswith("blocks.1."))
+    assert found["head"] == ("head.weight",)
+
+
+def test_the_outermost_repetition_counts() -> None:
+    tree = leaves("stages.0.layers.0.w", "stages.0.layers.1.w", "stages.1.layers.0.w")
+    assert list(grouped(tree)) == ["stages.0", "stages.1"]
+
+
+def test_blocks_deep_in_the_tree() -> None:
+    tree = leaves("model.embed", "model.layers.0.w", "model.layers.1.w", "model.layers.2.w", "lm.w")
+    assert list(grouped(tree)) == ["model.embed", "model.layers.0", "model.layers.1", "model.layers.2", "lm"]
+
+
+def test_units_keep_the_order_of_the_tree() -> None:
+    tree = leaves("z.0.w", "a.w", "z.0.b", "m.0.w")
+    assert grouped(tree) == {"z.0": ("z.0.w", "z.0.b"), "a": ("a.w",), "m.0": ("m.0.w",)}
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["h.0.w", "h.1.w", "h.10.w", "h.2.w"], ["h.0", "h.1", "h.2", "h.10"]),
+        (["wte", "h.0.w", "h.1.w", "h.10.w", "h.2.w", "head"], ["wte", "h.0", "h.1", "h.2", "h.10", "head"]),
+        (["b_0.w", "b_10.w", "b_9.w", "head.w", "wte.w"], ["b_0", "b_9", "b_10", "head", "wte"]),
+        (["a.0.w", "a.10.w", "a.2.w", "b.1.w", "b.11.w", "b.3.w"], ["a.0", "a.2", "a.10", "b.1", "b.3", "b.11"]),
+        (["h.10.w", "h.9.w"], ["h.9", "h.10"]),  # all of the tree is sorted
+        (["wte", "h.10.w", "h.9.w"], ["wte", "h.10", "h.9"]),  # it is not
+        (["h.2.w", "h.1.w", "h.0.w"], ["h.2", "h.1", "h.0"]),  # nor as texts
+        (["h.3.w", "h.20.w", "h.1.w"], ["h.3", "h.20", "h.1"]),
+        (["a.0.w", "b.0.w", "a.10.w", "b.10.w", "a.2.w", "b.2.w"], ["a.0", "b.0", "a.10", "b.10", "a.2", "b.2"]),
+    ],
+)
+def test_numbered_units_come_in_the_order_of_their_numbers_where_a_library_sorted_them_as_texts(
+    paths: list[str], expected: list[str]
+) -> None:
+    found = fsdp.make_layout(leaves(*paths), Spec({"data": 2}))
+    assert [unit.name for unit in found.units] == expected
+    assert found.paths == tuple(paths)
+    assert [use.unit for use in fsdp.make_plan(found).uses][: len(expected)] == expected
+
+
+def test_numbers_at_several_levels() -> None:
+    paths = sorted(f"stages.{i}.layers.{j}.w" for i in (0, 2, 10) for j in (0, 2, 10))
+    found = list(grouped(leaves(*paths), units=["stages.*.layers.*"]))
+    assert found == [f"stages.{i}.layers.{j}" for i in (0, 2, 10) for j in (0, 2, 10)]
+
+
+def test_a_tied_leaf_is_used_again_where_its_block_comes() -> None:
+    shared = torch.empty(8, device="meta")
+    tree = {key: torch.empty(8, device="meta") for key in ("h.0.w", "h.1.w", "h.10.w", "h.2.w", "wte")}
+    tree = dict(sorted({**tree, "h.0.s": shared, "h.10.s": shared}.items()))
+    found = fsdp.make_layout(tree, Spec({"data": 2}))
+    uses = [use.unit for use in fsdp.make_plan(found).uses]
+    forward = ["h.0.s", "h.0", "h.1", "h.2", "h.0.s", "h.10", "wte"]
+    assert uses == [*forward, *reversed(forward)]
+    numbered = {key: tree[key] for key in ("h.0.s", "h.0.w", "h.1.w", "h.2.w", "h.10.s", "h.10.w", "wte")}
+    assert [use.unit for use in fsdp.make_plan(fsdp.make_layout(numbered, Spec({"data": 2}))).uses] == uses
+
+
+def test_a_list_of_tensors_is_no_block() -> None:
+    parameters = nn.ParameterList([torch.empty(3), torch.empty(4)])
+    assert grouped({"scales": [torch.empty(3), torch.empty(4)]}) == {"scales": ("scales.0", "scales.1")}
+    assert grouped({f"scales.{k}": p for k, p in parameters.named_parameters()}) == {"scales": ("scales.0", "scales.1")}
+
+
+def test_lists_of_dicts() -> None:
+    tree = [{"w": torch.empty(2)}, {"w": torch.empty(2)}]
+    assert grouped(tree) == {"0": ("0.w",), "1": ("1.w",)}
+    assert list(grouped({"layers": tree, "out": torch.empty(1)})) == ["layers.0", "layers.1", "out"]
+
+
+def test_flat_keys_with_dots_read_as_nested_ones() -> None:
+    nested = {"blocks": [{"w": torch.empty(8)}, {"w": torch.empty(8)}], "out": {"w": torch.empty(8)}}
+    assert grouped(leaves("blocks.0.w", "blocks.1.w", "out.w")) == grouped(nested)
+
+
+def test_no_blocks_at_all() -> None:
+    assert list(grouped(leaves("fc1.weight", "fc1.bias", "fc2.weight"))) == ["fc1", "fc2"]
+
+
+def test_every_leaf_is_in_exactly_one_unit() -> None:
+    tree = leaves(*GPT)
+    for units in (None, ["blocks.*"], [("wte", "wpe"), "blocks.0"], {"a": "blocks.*", "b": ["wte", "ln_f"]}):
+        found = grouped(tree, units=units)
+        assert sorted(path for paths in found.values() for path in paths) == sorted(GPT)
+
+
+# -------------------------------------------------------------------------------- patterns
+
+
+def test_a_pattern_makes_a_unit_of_each_prefix_that_it_matches() -> None:
+    found = grouped(leaves(*GPT), units=["blocks.*.attn", "blocks.*.mlp"])
+    assert list(found)[:2] == ["wte", "wpe"]
+    assert found["blocks.1.attn"] == ("blocks.1.attn.qkv",)
+    assert found["blocks.1.mlp"] == ("blocks.1.mlp.up.weight", "blocks.1.mlp.up.bias")
+    assert found["blocks.1.ln"] == ("blocks.1.ln.weight",)
+
+
+def test_patterns_replace_what_would_be_found() -> None:
+    found = grouped(leaves(*GPT), units=["blocks.0"])
+    assert list(found) == ["wte", "wpe", "blocks.0", "blocks.1", "blocks.2", "ln_f"]
+
+
+def test_what_no_block_covers_is_split_where_blocks_are_below() -> None:
+    found = grouped(leaves("net.embed.w", "net.embed.norm.w", "net.h.0.w", "net.norm.w", "net.scale", "head.a.w"))
+    assert list(found) == ["net.embed", "net.h.0", "net.norm", "net.scale", "head"]
+    assert found["net.embed"] == ("net.embed.w", "net.embed.norm.w")
+
+
+def test_a_tuple_of_patterns_is_one_unit() -> None:
+    found = grouped(leaves(*GPT), units=[("wte", "wpe"), "blocks.*"])
+    assert found["wte+wpe"] == ("wte.weight", "wpe.weight")
+    assert list(found)[1:] == ["blocks.0", "blocks.1", "blocks.2", "ln_f"]
+
+
+def test_a_tuple_of_one() -> None:
+    assert grouped(leaves(*GPT), units=[("blocks.*",)])["blocks.*"] == GPT[2:-1]
+
+
+def test_a_mapping_names_units() -> None:
+    found = grouped(leaves(*GPT), units={"embeddings": ["wte", "wpe"], "trunk": "blocks.*"})
+    assert list(found) == ["embeddings", "trunk", "ln_f"]
+    assert found["embeddings"] == ("wte.weight", "wpe.weight")
+    assert len(found["trunk"]) == 12
+
+
+def test_the_same_pattern_twice_is_harmless() -> None:
+    assert grouped(leaves(*GPT), units=["blocks.*", "blocks.*"]) == grouped(leaves(*GPT), units=["blocks.*"])
+
+
+@pytest.mark.parametrize(
+    "units", [["block.*"], ["blocks.*", "hed"], [("wte", "wpx")], {"a": "blocks.9"}, {"a": ["wte", "nope"]}]
+)
+def test_a_pattern_that_matches_nothing(units: Any) -> None:
+    with pytest.raises(
+        SpecError, match=r"Spec\(units\): the pattern '.*' matches nothing\. Paths look like wte\.weight, wp"
+    ):
+        grouped(leaves(*GPT), units=units)
+
+
+@pytest.mark.parametrize("rule", ["labels", "trainable", "placement"])
+def test_other_rules_that_match_nothing(rule: str) -> None:
+    value: Any = fsdp.ddp("data") if rule == "placement" else False if rule == "trainable" else "x"
+    with pytest.raises(SpecError, match=rf"Spec\({rule}\): the pattern 'nope\.\*' matches nothing"):
+        grouped(leaves("a.w"), **{rule: {"nope.*": value, "*": value}})
+
+
+@pytest.mark.parametrize(
+    ("units", "one", "two"),
+    [
+        (["blocks.*", "blocks.0.mlp"], "blocks.0", "blocks.0.mlp"),
+        ({"a": "blocks.0", "b": "blocks.*"}, "a", "b"),
+        ([("wte", "blocks.0"), "blocks.*"], "wte+blocks.0", "blocks.0"),
+    ],
+)
+def test_a_leaf_in_two_units(units: Any, one: str, two: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        grouped(leaves(*GPT), units=units)
+    text = str(caught.value)
+    assert text.startswith("Spec(units): the leaf 'blocks.0.")
+    assert f"is in two units, '{one}' and '{two}'. A leaf belongs to one unit: make the patterns disjoint." in text
+
+
+# -------------------------------------------------------------------------------- functions
+
+
+def halves(path: str) -> str | None:
+    number = path.split(".")[1]
+    return f"half {int(number) // 2}" if number.isdigit() else None
+
+
+def by(names: dict[str, str]) -> Any:
+    return lambda path: names.get(path)
+
+
+def test_a_function_names_units() -> None:
+    tree = leaves("h.0.w", "h.1.w", "h.2.w", "h.2.b", "x.w", "x.b")
+    found = grouped(tree, units=halves)
+    assert found == {"half 0": ("h.0.w", "h.1.w"), "half 1": ("h.2.w", "h.2.b"), "x": ("x.w", "x.b")}
+    assert grouped(tree, units=lambda path: "all") == {"all": tuple(tree)}
+    assert grouped(tree, units=lambda path: None) == {"h": tuple(tree)[:4], "x": tuple(tree)[4:]}
+    assert list(grouped(tied("blocks.0.w"), units=lambda path: "all")) == ["wte.weight", "all"]
+
+
+def test_a_function_that_gives_no_name() -> None:
+    with pytest.raises(
+        SpecError, match=r"Spec\(units\): the function gave 3 for the leaf 'a\.w'; expected the name of"
+    ):
+        grouped(leaves("a.w"), units=lambda path: 3)
+
+
+def test_specs_with_equal_functions_are_equal() -> None:
+    mesh = {"data": 2}
+    one, two = Spec(mesh, units=by({"a": "b"})), Spec(mesh, units=by({"a": "b"}))
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one != Spec(mesh, units=by({"a": "c"}))
+    assert one != Spec(mesh, units=halves)
+    assert one != Spec(mesh)
+    assert pickle.loads(pickle.dumps(Spec(mesh, units=halves))) == Spec(mesh, units=halves)
+    assert copy.deepcopy(one) == one
+    assert "by the function test_units.halves" in str(Spec(mesh, units=halves))
+
+
+def test_what_of_a_function_cannot_be_compared_is_said() -> None:
+    lock: Any = threading.Lock()
+    spec = Spec({"data": 2}, units=by(lock))
+    assert "(ranks cannot compare function.names: _thread.lock)" in str(spec)
+    assert spec != Spec({"data": 2}, units=by(lock))  # another function, and who knows
+    assert spec == copy.copy(spec)
+
+
+# -------------------------------------------------------------------------------- keys
+
+
+@pytest.mark.parametrize(
+    ("tree", "spec", "unit", "keys"),
+    [
+        (leaves(*GPT), {}, "blocks.2", ("ln.weight", "attn.qkv", "mlp.up.weight", "mlp.up.bias")),
+        (leaves(*GPT), {}, "wte", ("weight",)),
+        (leaves("wpe", "a.w"), {}, "wpe", ("wpe",)),
+        (leaves("wte.weight", "wpe.weight", "x"), {"units": [("wte", "wpe")]}, "wte+wpe", ("wte.weight", "wpe.weight")),
+        (leaves("a.b.c", "x"), {"units": ["a.b.c"]}, "a.b.c", ("c",)),
+    ],
+)
+def test_keys_are_relative_to_the_unit(tree: Tree, spec: dict[str, Any], unit: str, keys: tuple[str, ...]) -> None:
+    assert fsdp.make_layout(tree, Spec({"data": 2}, **spec)).by_name[unit].keys == keys
+
+
+def test_the_weights_of_a_block_bind_to_its_module() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    params, skeleton = fsdp.functionalize(model)
+    for unit in fsdp.make_layout(params, Spec({"data": 2})).units:
+        weights = {key: params[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
+        part = skeleton.get_submodule(unit.name)
+        x = torch.ones(1, int(part.in_features))  # type: ignore[arg-type]
+        assert torch.equal(fsdp.bind(part, weights)(x), model.get_submodule(unit.name)(x))
+
+
+# -------------------------------------------------------------------------------- units(model, ...)
+
+
+class Block(nn.Module):
+    def __init__(self, inner: bool = False) -> None:
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        if inner:
+            self.inner = Block()
+
+
+def test_units_of_types_are_the_outermost_submodules() -> None:
+    model = nn.ModuleDict({"emb": nn.Embedding(3, 2), "stack": nn.ModuleList([Block(inner=True), Block()])})
+    assert fsdp.units(model, Block) == ["stack.0", "stack.1"]
+    assert fsdp.units(model, Block, nn.Embedding) == ["emb", "stack.0", "stack.1"]
+    assert fsdp.units(model, nn.Linear) == ["stack.0.fc", "stack.0.inner.fc", "stack.1.fc"]
+
+
+def test_units_of_types_do_not_confuse_names_that_begin_alike() -> None:
+    model = nn.ModuleDict({"block": Block(), "block2": Block(), "block_3": Block()})
+    assert fsdp.units(model, Block) == ["block", "block2", "block_3"]
+
+
+def test_the_model_itself_is_no_unit() -> None:
+    assert fsdp.units(Block(inner=True), Block) == ["inner"]
+
+
+def test_units_of_types_go_into_a_spec() -> None:
+    model = nn.ModuleDict({"emb": nn.Embedding(3, 2), "stack": nn.ModuleList([Block(), Block()])})
+    params, skeleton = fsdp.functionalize(model)
+    assert fsdp.units(skeleton, Block) == fsdp.units(model, Block)
+    assert list(grouped(params, units=fsdp.units(model, Block))) == ["emb", "stack.0", "stack.1"]
+
+
+def test_a_type_that_the_model_does_not_have() -> None:
+    with pytest.raises(
+        SpecError, match=r"units\(model, Conv2d\): the model has no such submodule\. It has Linear, Sequential\."
+    ):
+        fsdp.units(nn.Sequential(nn.Linear(2, 2)), nn.Conv2d)
+
+
+# -------------------------------------------------------------------------------- what is left over
+
+
+def test_a_leftover_that_outweighs_the_largest_unit_warns() -> None:
+    tree = leaves(**{"blocks_0_w": 100, "blocks_1_w": 1000, "experts_a": 600, "experts_b": 600, "head_w": 100})
+    with pytest.warns(UserWarning, match="outweighs") as caught:
+        fsdp.make_layout(tree, Spec({"data": 2}))
+    text = str(caught[0].message)
+    assert len(caught) == 1
+    assert "What no block covers ('experts', 4.7 KiB)" in text
+    assert "outweighs the largest unit, 'blocks.1' (3.9 KiB)" in text
+    assert "Spec(units=" in text
+
+
+@pytest.mark.parametrize(
+    ("tree", "spec"),
+    [
+        (leaves(**{"blocks_0_w": 100, "head_w": 100}), {}),  # no heavier than the largest
+        (leaves(**{"blocks_0_w": 100, "embed_w": 80, "head_w": 80}), {}),  # only together, as in many a language model
+        (leaves(**{"fc1_w": 100, "fc2_w": 1000}), {}),  # no blocks at all
+        (leaves(**{"blocks_0_w": 10, "head_w": 100}), {"units": ["blocks.*", "head"]}),  # all of it named
+    ],
+)
+def test_no_warning_without_need(tree: Tree, spec: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fsdp.make_layout(tree, Spec({"data": 2}, **spec)).units
+
+
+def test_a_forgotten_pattern_warns_too() -> None:
+    tree = leaves(**{"blocks_0_w": 100, "others_0_w": 100, "others_1_w": 100})
+    with pytest.warns(UserWarning, match=r"What no block covers \('others', 800 B\)"):
+        fsdp.make_layout(tree, Spec({"data": 2}, units=["blocks.*"]))
+
+
+# -------------------------------------------------------------------------------- tied leaves
+
+
+def tied(*more: str) -> Tree:
+    shared = torch.empty(4, 8, device="meta")
+    return {"wte.weight": shared, "wte.bias": torch.empty(2, device="meta"), **leaves(*more), "head.weight": shared}
+
+
+def test_a_tied_leaf_is_a_unit_of_its_own() -> None:
+    tree = tied("blocks.0.w")
+    found = fsdp.make_layout(tree, Spec({"data": 2}))
+    assert {unit.name: unit.paths for unit in found.units} == {
+        "wte.weight": ("wte.weight",),
+        "wte": ("wte.bias",),
+        "blocks.0": ("blocks.0.w",),
+    }
+    assert found.paths == tuple(tree)
+    assert found.source == ("wte.weight", "wte.bias", "blocks.0.w", "wte.weight")
+    assert found.by_name["wte.weight"].keys == ("weight",)
+
+
+def test_a_tied_leaf_stays_its_own_unit_whatever_the_patterns() -> None:
+    assert list(grouped(tied("blocks.0.w"), units=["blocks.*", "wte"])) == ["wte.weight", "wte", "blocks.0"]
+
+
+def test_leaves_tied_between_blocks() -> None:
+    shared = torch.empty(3, device="meta")
+    tree = {
+        "b.0.w": torch.empty(4, device="meta"),
+        "b.0.s": shared,
+        "b.1.w": torch.empty(4, device="meta"),
+        "b.1.s": shared,
+    }
+    assert grouped(tree) == {"b.0": ("b.0.w",), "b.0.s": ("b.0.s",), "b.1": ("b.1.w",)}
+
+
+def test_a_heavy_tied_leaf_is_no_leftover() -> None:
+    shared = torch.empty(1000, device="meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = fsdp.make_layout({"wte": shared, **leaves("blocks.0.w"), "head": shared}, Spec({"data": 2}))
+    assert [unit.name for unit in found.units] == ["wte", "blocks.0"]
+
+
+def test_a_pattern_may_name_a_tied_leaf_by_any_of_its_paths() -> None:
+    assert list(grouped(tied("blocks.0.w"), units=["blocks.*", "head"])) == ["wte.weight", "wte", "blocks.0"]
+
+
+@pytest.mark.parametrize("name", ["wte.weight", "head.weight"])
+def test_rules_reach_a_tied_leaf_by_any_of_its_paths(name: str) -> None:
+    rules = {"placement": {name: fsdp.ddp("data"), "*": fsdp.zero3("data")}, "labels": {name: "tied"}}
+    bucket = fsdp.make_layout(tied(), Spec({"data": 2}, trainable={name: False}, **rules)).buckets["wte.weight"]  # type: ignore[arg-type]
+    assert (bucket.placement, bucket.leaves[0].label, bucket.trainable) == (fsdp.ddp("data"), "tied", False)
+
+
+def test_views_of_the_same_bytes_are_tied_and_others_are_not() -> None:
+    base = torch.zeros(4, 4)
+    assert list(grouped({"a": base, "b": base.view(4, 4)})) == ["a"]
+    assert list(grouped({"a": base, "b": base.t(), "c": base[:2], "d": base.clone()})) == ["a", "b", "c", "d"]
+    assert list(grouped({"a": torch.empty(0), "b": torch.empty(0)})) == ["a", "b"]

@@ -1,0 +1,766 @@
+"""T.vjp: the pullback as a function of the weights, against torch.func.vjp, in eager, compiled and under transforms."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.utils._pytree as pytree
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import functional_fsdp as fsdp
+from functional_fsdp import ScheduleError, TreeError
+from functional_fsdp import transforms as T
+from functional_fsdp._storage.weights import Loan
+
+Tree = Any
+reference: Any = torch.func.vjp
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+def mlp(w: Tree, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ w["up"] + w["bias"]) @ w["down"]
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    shapes = {"up": (3, 5), "bias": (5,), "down": (5, 2)}
+    return {name: torch.randn(shape, generator=g, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def randn(*shape: int, seed: int = 7) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def close(a: Tree, b: Tree) -> None:
+    assert pytree.tree_structure(a) == pytree.tree_structure(b)
+    for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
+        if isinstance(y, torch.Tensor):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+        else:
+            assert x == y
+
+
+class Counted:
+    """A function that counts its calls."""
+
+    def __init__(self, fn: Callable[..., Any] = mlp) -> None:
+        self.fn, self.calls = fn, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        return self.fn(*args)
+
+
+# -------------------------------------------------------------------------------- values
+
+
+def test_equals_torch_func_vjp() -> None:
+    w, x, dout = weights(), randn(4, 3), randn(4, 2, seed=8)
+    out, pullback = T.vjp(mlp, w, x)
+    want, pull = reference(mlp, w, x)
+    close(out, want)
+    close(pullback(w, dout), pull(dout))
+
+
+def test_several_primals_as_pytrees() -> None:
+    def fn(w: Tree, h: Tree, extra: Tree) -> Tree:
+        first = torch.sin(h["x"][0]) * w["bias"] + extra.a
+        return {"out": [first, h["x"][1] * extra.b], "sum": Pair(first.sum(), h["x"][0].sum())}
+
+    w, h = weights(), {"x": (randn(4, 5), randn(4, seed=1))}
+    extra = Pair(randn(5, seed=2), randn(4, seed=3))
+    out, pullback = T.vjp(fn, w, h, extra)
+    want, pull = reference(fn, w, h, extra)
+    close(out, want)
+    dout = pytree.tree_map(lambda t: torch.ones_like(t) * 0.5, want)
+    dw, dh, dextra = pullback(w, dout)
+    want_dw, want_dh, want_dextra = pull(dout)
+    close((dh, dextra, dw["bias"]), (want_dh, want_dextra, want_dw["bias"]))
+    assert type(dextra) is Pair
+    assert dw["up"] is None  # fn did not use it
+    assert dw["down"] is None
+
+
+def test_none_integers_booleans_and_numbers_get_none() -> None:
+    def fn(w: Tree, h: torch.Tensor, batch: Tree) -> torch.Tensor:
+        picked = h[batch["ids"]] * w["scale"]
+        return picked[batch["mask"]] * batch["factor"]
+
+    w = {"scale": randn(3), "none": None, "steps": torch.arange(3)}
+    batch = {"ids": torch.tensor([0, 2, 2]), "mask": torch.tensor([True, False, True]), "factor": 3.0, "none": None}
+    h = randn(4, 3, seed=1)
+    out, pullback = T.vjp(fn, w, h, batch)
+    dw, dh, dbatch = pullback(w, torch.ones_like(out))
+    want_scale, want_h = reference(lambda s, h: fn({"scale": s}, h, batch), w["scale"], h)[1](torch.ones_like(out))
+    close((dw["scale"], dh), (want_scale, want_h))
+    assert dw["none"] is dw["steps"] is None
+    assert dbatch == {"ids": None, "mask": None, "factor": None, "none": None}
+
+
+def test_a_primal_that_is_none_as_in_the_first_unit() -> None:
+    ids = torch.tensor([1, 0, 1])
+    w = {"weight": randn(2, 3)}
+    out, pullback = T.vjp(lambda w, h: w["weight"][ids], w, None)
+    dw, dh = pullback(w, torch.ones_like(out))
+    assert dh is None
+    assert dw["weight"].tolist() == [[1.0] * 3, [2.0] * 3]
+
+
+def test_no_primals() -> None:
+    out, pullback = T.vjp(lambda w: w["a"] ** 2, {"a": torch.tensor(3.0)})
+    assert out == 9
+    assert pullback({"a": torch.tensor(3.0)}, torch.tensor(1.0)) == ({"a": torch.tensor(6.0)},)
+
+
+def test_the_output_carries_no_graph() -> None:
+    w = {name: p.requires_grad_() for name, p in weights().items()}
+    out, pullback = T.vjp(mlp, w, randn(4, 3))
+    assert not out.requires_grad
+    dw, dx = pullback(w, torch.ones_like(out))
+    assert not any(t.requires_grad for t in (*dw.values(), dx))
+    assert all(p.grad is None for p in w.values())
+
+
+def test_it_works_without_grad_mode() -> None:
+    w, x = weights(), randn(4, 3)
+    with torch.no_grad():
+        out, pullback = T.vjp(mlp, w, x)
+        found = pullback(w, torch.ones_like(out))
+    close(found, reference(mlp, w, x)[1](torch.ones_like(out)))
+
+
+def test_an_output_that_depends_on_nothing() -> None:
+    w, x = weights(), randn(4, 3)
+    _, pullback = T.vjp(lambda w, x: torch.ones(2), w, x)
+    assert pullback(w, torch.ones(2)) == ({"up": None, "bias": None, "down": None}, None)
+
+
+def test_an_output_that_is_an_input() -> None:
+    out, pullback = T.vjp(lambda w, x: (x, x), weights(), x := randn(3))
+    assert torch.equal(out[0], x)
+    assert pullback(weights(), (torch.ones(3).double(), torch.ones(3).double()))[1].tolist() == [2.0, 2.0, 2.0]
+
+
+def test_outputs_that_are_no_floats_pass_through() -> None:
+    w, x = weights(), randn(4, 3)
+    out, pullback = T.vjp(lambda w, x: (mlp(w, x), x.argmax(), "text", None), w, x)
+    assert torch.equal(out[1], x.argmax())
+    assert out[2:] == ("text", None)
+    dout = torch.ones_like(out[0])
+    close(pullback(w, (dout, None, None, None)), reference(mlp, w, x)[1](dout))
+
+
+def test_none_as_a_cotangent_means_zero() -> None:
+    w, x = weights(), randn(4, 3)
+    _, pullback = T.vjp(lambda w, x: (mlp(w, x), x * 2), w, x)
+    dw, dx = pullback(w, (None, torch.ones(4, 3).double()))
+    assert dw == {"up": None, "bias": None, "down": None}
+    assert torch.equal(dx, torch.full((4, 3), 2.0).double())
+
+
+def test_the_same_tensor_twice_gets_two_gradients() -> None:
+    t = torch.tensor([2.0, 3.0])
+    _, pullback = T.vjp(lambda w, x: w["a"] * w["b"] ** 2 * x, {"a": t, "b": t}, t)
+    dw, dx = pullback({"a": t, "b": t}, torch.ones(2))
+    assert (dw["a"].tolist(), dw["b"].tolist(), dx.tolist()) == ([8.0, 27.0], [16.0, 54.0], [8.0, 27.0])
+
+
+def test_an_in_place_change_of_a_primal_is_an_error() -> None:
+    """fn is pure: a recomputation must see the primals that the forward saw."""
+    x = torch.tensor([1.0, -1.0])
+    with pytest.raises(RuntimeError, match="in-place operation"):
+        T.vjp(lambda w, x: torch.relu_(x) * w, torch.tensor([2.0, 3.0]), x)
+    assert x.tolist() == [1.0, -1.0]
+    out, _ = T.vjp(lambda w, x: torch.relu_(x * 1) * w, torch.tensor([2.0, 3.0]), x)  # of its own tensors it may
+    assert out.tolist() == [2.0, 0.0]
+
+
+# -------------------------------------------------------------------------------- residuals
+
+
+def test_the_same_tensors_use_the_residuals_once() -> None:
+    fn, w, x = Counted(), weights(), randn(4, 3)
+    out, pullback = T.vjp(fn, w, x)
+    pullback(dict(w), torch.ones_like(out))
+    assert fn.calls == 1
+    pullback(w, torch.ones_like(out))  # used up: now it recomputes
+    assert fn.calls == 2
+
+
+def test_the_order_of_a_dict_does_not_matter() -> None:
+    fn, w, x = Counted(), weights(), randn(4, 3)
+    out, pullback = T.vjp(fn, w, x)
+    found = pullback(dict(reversed(w.items())), torch.ones_like(out))
+    assert fn.calls == 1
+    close(found, reference(mlp, w, x)[1](torch.ones_like(out)))
+
+
+def test_another_object_at_the_same_address_recomputes() -> None:
+    fn, w, x = Counted(), weights(), randn(4, 3)
+    out, pullback = T.vjp(fn, w, x)
+    views = {name: p.view(p.shape) for name, p in w.items()}
+    close(pullback(views, torch.ones_like(out)), reference(mlp, w, x)[1](torch.ones_like(out)))
+    assert fn.calls == 2
+
+
+def test_units_that_take_turns_at_one_address() -> None:
+    """In an arena another unit's weights may lie where the forward's lay, and autograd is not told."""
+    place = torch.empty(100, dtype=torch.float64)
+
+    def views() -> dict[str, torch.Tensor]:
+        alias = torch.empty(0, dtype=torch.float64).set_(place.untyped_storage(), 0, place.shape, (1,))
+        return {"up": alias[:15].view(3, 5), "bias": alias[15:20], "down": alias[20:30].view(5, 2)}
+
+    def fill(of: dict[str, torch.Tensor]) -> None:
+        place[:30] = torch.cat([of[name].flatten() for name in ("up", "bias", "down")])
+
+    one, two, x = views(), views(), randn(4, 3)
+    fill(weights(1))
+    fn = Counted()
+    out, pullback = T.vjp(fn, one, x)
+    fill(weights(2))
+    assert all(one[name].data_ptr() == two[name].data_ptr() for name in one)
+    close(pullback(two, torch.ones_like(out)), reference(mlp, weights(2), x)[1](torch.ones_like(out)))
+    assert fn.calls == 2
+    fill(weights(1))
+    close(pullback(one, torch.ones_like(out)), reference(mlp, weights(1), x)[1](torch.ones_like(out)))
+    assert fn.calls == 2  # the residuals were still there
+
+
+def test_a_new_tensor_is_never_taken_for_one_that_is_gone() -> None:
+    """An id may be given out again: so the pullback keeps the tensors that it compares with."""
+    w = weights()
+    gone = [weakref.ref(p) for p in w.values()]
+    _, pullback = T.vjp(mlp, w, randn(4, 3))
+    del w
+    assert all(p() is not None for p in gone)
+    del pullback
+    assert all(p() is None for p in gone)
+
+
+def test_weights_elsewhere_recompute() -> None:
+    fn, w, x = Counted(), weights(), randn(4, 3)
+    out, pullback = T.vjp(fn, w, x)
+    copy = {name: p.clone() for name, p in w.items()}
+    close(pullback(copy, torch.ones_like(out)), reference(mlp, w, x)[1](torch.ones_like(out)))
+    assert fn.calls == 2
+
+
+def test_one_other_leaf_is_enough() -> None:
+    fn, w, x = Counted(), weights(), randn(4, 3)
+    out, pullback = T.vjp(fn, w, x)
+    pullback({**w, "bias": w["bias"].clone()}, torch.ones_like(out))
+    assert fn.calls == 2
+
+
+def test_a_storage_that_is_gone_is_an_error() -> None:
+    w = weights()
+    out, pullback = T.vjp(mlp, w, randn(4, 3))
+    w["down"].untyped_storage().resize_(0)
+    with pytest.raises(ScheduleError, match=r"pullback: these weights were released\. Gather them first"):
+        pullback(w, torch.ones_like(out))
+    with pytest.raises(ScheduleError, match=r"vjp: these weights were released"):
+        T.vjp(mlp, w, randn(4, 3))
+
+
+def test_other_values_elsewhere_give_their_own_gradient() -> None:
+    """The pullback is a function of the weights that it is given, as in mathematics."""
+    w, other, x = weights(), weights(1), randn(4, 3)
+    out, pullback = T.vjp(mlp, w, x)
+    close(pullback(other, torch.ones_like(out)), reference(mlp, other, x)[1](torch.ones_like(out)))
+
+
+def test_a_pullback_may_be_called_twice() -> None:
+    w, x = weights(), randn(4, 3)
+    out, pullback = T.vjp(mlp, w, x)
+    one, two = torch.ones_like(out), randn(*out.shape, seed=3)
+    pull = reference(mlp, w, x)[1]
+    close(pullback(w, one), pull(one))
+    close(pullback(w, two), pull(two))
+    close(pullback(w, one), pull(one))
+
+
+def test_weights_changed_in_place_are_an_error_not_a_wrong_gradient() -> None:
+    w, x = weights(), randn(4, 3)
+    out, pullback = T.vjp(mlp, w, x)
+    w["down"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pullback(w, torch.ones_like(out))
+
+
+# -------------------------------------------------------------------------------- weights on loan
+
+
+def lend(w: dict[str, torch.Tensor], unit: str = "blocks.0") -> Loan:
+    """What stands behind a unit's weights while they are gathered."""
+    loan = Loan(unit, w)
+    loan.held = True
+    return loan
+
+
+def several(w: Tree, x: torch.Tensor, y: Any, scale: torch.Tensor) -> Tree:
+    out = mlp(w, x) * scale
+    return {"out": out, "more": (out.sum(), x.argmax(), None), "y": y}
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_lent_weights_give_the_same(grad_mode: bool) -> None:
+    w, x, dout = weights(), randn(4, 3), randn(4, 2, seed=8)
+    loan, fn = lend(w), Counted()
+    with torch.set_grad_enabled(grad_mode):
+        for _ in range(3):
+            out, pullback = T.vjp(fn, dict(loan.weights), x)
+            found = pullback(dict(loan.weights), dout)
+            want, pull = reference(mlp, w, x)
+            close(out, want)
+            close(found, pull(dout))
+            assert list(found[0]) == list(w)
+            assert not any(t.requires_grad for t in (out, found[1], *found[0].values(), *w.values()))
+    assert fn.calls == 3
+    assert all(p.grad is None for p in w.values())
+
+
+def test_lent_weights_with_any_output_and_any_primal() -> None:
+    w, x, scale = weights(), randn(4, 3), torch.tensor(2.0).double()
+    loan = lend(w)
+    for y in (None, torch.arange(3), 5, {"z": randn(2)}):
+        out, pullback = T.vjp(several, loan.weights, x, y, scale)
+        close(out, several(w, x, y, scale))
+        dout = pytree.tree_map(lambda t: torch.ones_like(t) if isinstance(t, torch.Tensor) else None, out)
+        dw, dx, dy, dscale = pullback(loan.weights, dout)
+
+        def loss(w: Tree, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            out = mlp(w, x) * scale
+            return out.sum() * 2
+
+        close((dw, dx, dscale), torch.func.grad(loss, argnums=(0, 1, 2))(w, x, scale))
+        close(dy, {"z": torch.ones(2).double()} if isinstance(y, dict) else None)
+
+
+def test_lent_weights_of_which_some_are_not_used_or_have_no_gradient() -> None:
+    w = {"a": randn(3), "unused": randn(2), "ids": torch.tensor([2, 0])}
+    loan = lend(w)
+    out, pullback = T.vjp(lambda w, x: w["a"][w["ids"]] * x, loan.weights, randn(2, seed=1))
+    dw, _ = pullback(w, torch.ones_like(out))
+    assert dw["unused"] is dw["ids"] is None
+    assert dw["a"][1] == 0
+    del w["ids"]
+    loan = lend(w, "blocks.1")
+    out, pullback = T.vjp(lambda w: w["a"] * 2, loan.weights)
+    assert pullback(w, torch.ones(3))[0]["unused"] is None
+    out, pullback = T.vjp(lambda w: torch.ones(2), loan.weights)
+    assert pullback(w, torch.ones(2)) == ({"a": None, "unused": None},)
+
+
+def test_lent_weights_and_cotangents_that_do_not_fit() -> None:
+    w = weights()
+    loan = lend(w)
+    out, pullback = T.vjp(mlp, loan.weights, randn(4, 3))
+    for wrong in ([torch.ones_like(out)], {"out": torch.ones_like(out)}, 1.0):
+        with pytest.raises((TreeError, AttributeError, TypeError)):
+            pullback(w, wrong)
+    assert pullback(w, None) == ({"up": None, "bias": None, "down": None}, None)  # zero
+    with pytest.raises(TreeError, match=r"(?s)pullback: weights of structure .*; the forward had"):
+        pullback({"up": w["up"]}, torch.ones_like(out))
+    out, pullback = T.vjp(mlp, loan.weights, x := randn(4, 3))
+    found = pullback(dict(reversed(w.items())), torch.ones_like(out))
+    close(found, reference(mlp, w, x)[1](torch.ones_like(out)))
+
+
+def test_graphs_of_several_microbatches_at_once() -> None:
+    w, fn = weights(), Counted()
+    loan = lend(w)
+    xs = [randn(4, 3, seed=i) for i in range(3)]
+    pullbacks = [T.vjp(fn, loan.weights, x)[1] for x in xs]
+    for x, pullback in zip(reversed(xs), reversed(pullbacks), strict=True):
+        close(pullback(w, torch.ones(4, 2).double()), reference(mlp, w, x)[1](torch.ones(4, 2).double()))
+    assert fn.calls == 3
+
+
+def test_another_units_weights_recompute() -> None:
+    w, other, fn, x = weights(), weights(1), Counted(), randn(4, 3)
+    loans = lend(w), lend(other, "blocks.1")
+    _, pullback = T.vjp(fn, loans[0].weights, x)
+    dout = torch.ones(4, 2).double()
+    close(pullback(loans[1].weights, dout), reference(mlp, other, x)[1](dout))
+    close(pullback(loans[0].weights, dout), reference(mlp, w, x)[1](dout))
+    assert fn.calls == 2
+
+
+def test_lent_weights_changed_in_place_are_an_error() -> None:
+    w = weights()
+    loan = lend(w)
+    out, pullback = T.vjp(mlp, loan.weights, randn(4, 3))
+    w["down"].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pullback(w, torch.ones_like(out))
+
+
+def test_an_error_in_fn_does_no_harm() -> None:
+    w, x = weights(), randn(4, 3)
+    loan = lend(w)
+
+    def boom(w: Tree, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        T.vjp(boom, loan.weights, x)
+    dout = torch.ones(4, 2).double()
+    close(T.vjp(mlp, loan.weights, x)[1](w, dout), reference(mlp, w, x)[1](dout))
+
+
+SAID = r"the weights of the unit 'tied' were released\. Gather them first: state, w = unshard\(state, 'tied'\)\."
+
+
+def test_a_tied_weight_is_of_another_unit() -> None:
+    w, tied, x = weights(), {"weight": randn(5, 2, seed=4)}, randn(4, 3)
+    loan, other = lend(w), lend(tied, "tied")
+    both = {**w, "down": tied["weight"]}
+    fn = Counted()
+    out, pullback = T.vjp(fn, both, x)
+    other.held = False
+    with pytest.raises(ScheduleError, match="pullback: " + SAID):
+        pullback(both, torch.ones_like(out))
+    with pytest.raises(ScheduleError, match="vjp: " + SAID):
+        T.vjp(fn, both, x)
+    other.held, loan.held = True, False
+    with pytest.raises(ScheduleError, match=r"pullback: the weights of the unit 'blocks\.0' were released"):
+        pullback(both, torch.ones_like(out))
+    loan.held = True
+    close(pullback(dict(both), torch.ones_like(out)), reference(mlp, both, x)[1](torch.ones_like(out)))
+    assert fn.calls == 1
+
+
+def test_a_weight_among_the_primals() -> None:
+    w, tied, x = weights(), {"weight": randn(2, 2, seed=4)}, randn(4, 3)
+    loan, other = lend(w), lend(tied, "tied")
+    out, pullback = T.vjp(lambda w, x, t: mlp(w, x) @ t, loan.weights, x, tied["weight"])
+    other.held = False
+    with pytest.raises(ScheduleError, match="pullback: " + SAID):
+        pullback(loan.weights, torch.ones_like(out))
+    with pytest.raises(ScheduleError, match="vjp: " + SAID):
+        T.vjp(lambda w, x, t: mlp(w, x) @ t, loan.weights, x, tied["weight"])
+    other.held = True
+    assert pullback(loan.weights, torch.ones_like(out))[2].shape == (2, 2)
+
+
+def test_the_weights_of_several_units() -> None:
+    loans = {"blocks.0": lend(weights()), "tied": lend({"bias": randn(2)}, "tied")}
+    fn, x = Counted(lambda w, x: mlp(w["blocks.0"], x) + w["tied"]["bias"]), randn(4, 3)
+
+    def gathered() -> Tree:
+        return {unit: dict(loan.weights) for unit, loan in loans.items()}
+
+    out, pullback = T.vjp(fn, gathered(), x)
+    loans["tied"].held = False
+    with pytest.raises(ScheduleError, match="pullback: " + SAID):
+        pullback(gathered(), torch.ones_like(out))
+    loans["tied"].held = True
+    found = pullback(gathered(), torch.ones_like(out))
+    assert fn.calls == 1
+    close(found, reference(fn.fn, gathered(), x)[1](torch.ones_like(out)))
+
+
+def test_released_weights_under_a_transform() -> None:
+    tied = {"weight": randn(3)}
+    loan = lend(tied, "tied")
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return T.vjp(lambda w, x: w["weight"] * x, tied, x)[1](tied, torch.ones(3).double())[1].sum() * x.sum()
+
+    x = randn(3, seed=2)
+    close(torch.func.grad(loss)(x), torch.ones(3).double() * tied["weight"].sum())
+    loan.held = False
+    with pytest.raises(ScheduleError, match="vjp: " + SAID):
+        torch.func.grad(loss)(x)
+
+
+def test_lent_weights_under_a_dispatch_mode() -> None:
+    w, x = weights(), randn(4, 3)
+    loan = lend(w)
+    with FlopCounterMode(display=False) as counter:
+        found = T.vjp(mlp, loan.weights, x)[1](w, torch.ones(4, 2).double())
+    assert counter.get_total_flops() > 0
+    close(found, reference(mlp, w, x)[1](torch.ones(4, 2).double()))
+
+
+def test_nothing_is_kept_of_a_lease_that_is_gone() -> None:
+    w = weights()
+    loan = lend(w)
+    out, pullback = T.vjp(mlp, loan.weights, randn(4, 3))
+    pullback(w, torch.ones_like(out))
+    gone = [weakref.ref(t) for t in (loan, *w.values())]
+    del w, loan, pullback
+    gc.collect()
+    assert [r() for r in gone] == [None] * len(gone)
+
+
+# -------------------------------------------------------------------------------- with a state
+
+
+def unit_state(dtype: torch.dtype | None = None) -> tuple[fsdp.State, dict[str, torch.Tensor]]:
+    params = {f"blocks.0.{name}": p for name, p in weights().items()}
+    spec = fsdp.Spec(fsdp.local_mesh(), precision=fsdp.Precision(compute=dtype))
+    return fsdp.shard(params, spec), weights()
+
+
+def cast_mlp(w: Tree, x: torch.Tensor) -> torch.Tensor:
+    return mlp(w, x.to(w["up"].dtype))
+
+
+def test_gathered_again_are_the_same_tensors() -> None:
+    """In another dtype weights are gathered even in a world of one: released, and gathered into the same tensors."""
+    state, plain = unit_state(torch.float32)
+    fn, x = Counted(cast_mlp), randn(4, 3)
+    state, w = fsdp.unshard(state, "blocks.0")
+    assert w["up"].dtype is torch.float32
+    out, pullback = T.vjp(fn, w, x)
+    state = fsdp.release(state, "blocks.0")
+    state, again = fsdp.unshard(state, "blocks.0")
+    dw, dx = pullback(again, torch.ones_like(out))
+    assert fn.calls == 1
+    single = {name: p.float() for name, p in plain.items()}
+    want_dw, want_dx = reference(cast_mlp, single, x)[1](torch.ones_like(out))
+    torch.testing.assert_close((dw, dx), (want_dw, want_dx), rtol=1e-6, atol=1e-6)
+
+
+def test_released_weights_are_an_error() -> None:
+    state, _ = unit_state(torch.float32)
+    state, w = fsdp.unshard(state, "blocks.0")
+    out, pullback = T.vjp(cast_mlp, w, randn(4, 3))
+    state = fsdp.release(state, "blocks.0")
+    said = SAID.replace("tied", r"blocks\.0")
+    with pytest.raises(ScheduleError, match="pullback: " + said):
+        pullback(w, torch.ones_like(out))
+    with pytest.raises(ScheduleError, match="vjp: " + said):
+        T.vjp(cast_mlp, w, randn(4, 3))
+    state, w = fsdp.unshard(state, "blocks.0")
+    assert pullback(w, torch.ones_like(out))[0].keys() == w.keys()  # and nothing is lost
+
+
+def test_resident_weights_need_no_gather() -> None:
+    state, _ = unit_state()
+    fn = Counted()
+    state, w = fsdp.unshard(state, "blocks.0")
+    out, pullback = T.vjp(fn, w, randn(4, 3))
+    state = fsdp.release(state, "blocks.0")
+    state, w = fsdp.unshard(state, "blocks.0")
+    pullback(w, torch.ones_like(out))
+    assert fn.calls == 1
+
+
+def test_weights_of_the_next_attempt() -> None:
+    """An abandoned step's pullback, called with weights of the new one."""
+    base, plain = unit_state(torch.float32)
+    x = randn(4, 3)
+    _, w = fsdp.unshard(base, "blocks.0")
+    out, pullback = T.vjp(cast_mlp, w, x)
+    _, again = fsdp.unshard(base, "blocks.0")
+    dw, _ = pullback(again, torch.ones_like(out))
+    single = {name: p.float() for name, p in plain.items()}
+    want, _ = reference(cast_mlp, single, x)[1](torch.ones_like(out))
+    torch.testing.assert_close(dw, want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [fsdp.adamw(lr=0.1), fsdp.sgd(lr=0.1, momentum=0.9)], ids=["adamw", "sgd"])
+def test_a_pullback_kept_across_a_step_is_an_error_not_a_wrong_gradient(optimizer: Any) -> None:
+    """Where weights are replicated, unshard lends the state's own copy, and step overwrites it."""
+    state = fsdp.shard(weights(), fsdp.Spec(fsdp.local_mesh(), fsdp.ddp("data")), optimizer)
+    state, w = fsdp.unshard(state)
+    out, pullback = T.vjp(mlp, w, randn(4, 3))
+    fsdp.step(fsdp.reduce(state, weights(1)))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pullback(w, torch.ones_like(out))
+
+
+# -------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("dout", [[0.0], {"out": 0.0}, (0.0, 0.0)])
+def test_cotangents_of_another_structure(dout: Tree) -> None:
+    w = weights()
+    out, pullback = T.vjp(mlp, w, randn(4, 3))
+    wrong = pytree.tree_map(lambda _: torch.ones_like(out), dout)
+    with pytest.raises(TreeError, match=r"(?s)pullback: cotangents of structure .*; the output has"):
+        pullback(w, wrong)
+    assert pullback(w, torch.ones_like(out))[1].shape == (4, 3)  # the next call is none the worse
+
+
+def test_cotangents_of_another_shape() -> None:
+    w = weights()
+    _, pullback = T.vjp(mlp, w, randn(4, 3))
+    with pytest.raises((TreeError, RuntimeError), match=r"[Ss]hape"):
+        pullback(w, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("change", ["missing", "more", "list"])
+def test_weights_of_another_structure(change: str) -> None:
+    w = weights()
+    out, pullback = T.vjp(mlp, w, randn(4, 3))
+    others: dict[str, Any] = {
+        "missing": {"up": w["up"]},
+        "more": {**w, "x": torch.ones(1)},
+        "list": list(w.values()),
+    }
+    with pytest.raises(TreeError, match=r"(?s)pullback: weights of structure .*; the forward had"):
+        pullback(others[change], torch.ones_like(out))
+
+
+def test_an_error_in_fn_is_the_users() -> None:
+    def boom(w: Tree, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        T.vjp(boom, weights(), randn(4, 3))
+
+
+# -------------------------------------------------------------------------------- transforms
+
+
+def through(w: Tree, x: torch.Tensor) -> torch.Tensor:
+    """A scalar of a first derivative, so that differentiating it is a second one."""
+    out, pullback = T.vjp(mlp, w, x)
+    dw, dx = pullback(w, torch.ones_like(out))
+    return (dx**2).sum() + sum((d**2).sum() for d in dw.values()) + (out**2).sum()
+
+
+def through_torch(w: Tree, x: torch.Tensor) -> torch.Tensor:
+    out, pull = reference(mlp, w, x)
+    dw, dx = pull(torch.ones_like(out))
+    return (dx**2).sum() + sum((d**2).sum() for d in dw.values()) + (out**2).sum()
+
+
+def test_under_grad() -> None:
+    w, x = weights(), randn(4, 3)
+    close(torch.func.grad(through, argnums=(0, 1))(w, x), torch.func.grad(through_torch, argnums=(0, 1))(w, x))
+
+
+def test_under_vmap() -> None:
+    w, xs = weights(), randn(6, 4, 3)
+    close(torch.vmap(lambda x: through(w, x))(xs), torch.stack([through_torch(w, x) for x in xs]))
+
+
+def test_under_vmap_of_grad() -> None:
+    w, xs = weights(), randn(6, 4, 3)
+    found = torch.vmap(torch.func.grad(lambda x: through(w, x)))(xs)
+    close(found, torch.stack([torch.func.grad(lambda x: through_torch(w, x))(x) for x in xs]))
+
+
+def test_integers_and_none_under_grad() -> None:
+    ids = torch.tensor([1, 0, 1])
+    seen: list[Any] = []
+
+    def loss(w: Tree) -> torch.Tensor:
+        out, pullback = T.vjp(lambda w, h, i: w["weight"][i] ** 3, w, None, ids)
+        dw, dh, di = pullback(w, torch.ones_like(out))
+        seen.extend([dh, di, dw["steps"]])
+        return dw["weight"].sum()
+
+    weight = randn(2, 3)
+    found = torch.func.grad(lambda p: loss({"weight": p, "steps": torch.arange(2)}))(weight)
+    close(found, 6 * weight * torch.tensor([[1.0], [2.0]]).double())
+    assert seen == [None, None, None]
+
+
+def test_weights_elsewhere_under_grad() -> None:
+    w, other, x = weights(), weights(1), randn(4, 3)
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        out, pullback = T.vjp(mlp, w, x)
+        return pullback(other, torch.ones_like(out))[1].pow(2).sum()
+
+    def theirs(x: torch.Tensor) -> torch.Tensor:
+        return reference(mlp, other, x)[1](torch.ones(4, 2).double())[1].pow(2).sum()
+
+    close(torch.func.grad(ours)(x), torch.func.grad(theirs)(x))
+
+
+# -------------------------------------------------------------------------------- units as they are
+
+
+def test_compiled_functions() -> None:
+    torch._dynamo.reset()
+    fn = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    w, x, dout = weights(), randn(4, 3), randn(4, 2, seed=8)
+    out, pullback = T.vjp(fn, w, x)
+    want, pull = reference(mlp, w, x)
+    close(out, want)
+    close(pullback(w, dout), pull(dout))
+    close(pullback({name: p.clone() for name, p in w.items()}, dout), pull(dout))
+
+
+def test_compiled_as_a_whole() -> None:
+    torch._dynamo.reset()
+    w, x = weights(), randn(4, 3)
+    compiled = torch.compile(through, backend="eager", fullgraph=True)
+    close(compiled(w, x), through_torch(w, x))
+
+
+def test_activation_checkpointing_inside() -> None:
+    inner = Counted()
+
+    def fn(w: Tree, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(inner, w, x, use_reentrant=False)
+        return out * 2
+
+    w, x = weights(), randn(4, 3)
+    out, pullback = T.vjp(fn, w, x)
+    want, pull = reference(lambda w, x: mlp(w, x) * 2, w, x)
+    close(out, want)
+    close(pullback(w, torch.ones_like(out)), pull(torch.ones_like(out)))
+    assert inner.calls == 2
+
+
+def test_modules_with_autograd_functions() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, dout: torch.Tensor) -> torch.Tensor:
+            return dout * 3  # not the derivative, so that it shows
+
+    module = nn.Linear(3, 2)
+    params, skeleton = fsdp.functionalize(module)
+    x = torch.ones(1, 3)
+    _, pullback = T.vjp(lambda w, x: Double.apply(fsdp.bind(skeleton, w)(x)), params, x)
+    dw, dx = pullback(params, torch.ones(1, 2))
+    assert dw["bias"].tolist() == [3.0, 3.0]
+    torch.testing.assert_close(dx, 3 * module.weight.sum(0, keepdim=True).detach())
+
+
+def test_a_chain_of_units_is_the_gradient_of_the_whole() -> None:
+    units = [{"w": randn(3, 3, seed=i)} for i in range(4)]
+
+    def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(h @ w["w"])
+
+    h, pullbacks = randn(2, 3), []
+    for w in units:
+        h, pullback = T.vjp(stage, w, h)
+        pullbacks.append(pullback)
+    grads: list[Any] = []
+    dh = torch.ones_like(h)
+    for w, pullback in zip(reversed(units), reversed(pullbacks), strict=True):
+        dw, dh = pullback(w, dh)
+        grads.insert(0, dw)
+
+    def whole(units: Tree) -> torch.Tensor:
+        h = randn(2, 3)
+        for w in units:
+            h = stage(w, h)
+        return h.sum()
+
+    close(grads, torch.func.grad(whole)(units))

@@ -1,0 +1,269 @@
+"""compile_units: units by torch.compile, each distinct one once, for all the layers that are like it.
+
+    blocks.0 ┐                                    ┌ one code object a class; Dynamo's guards say which
+    blocks.1 ├─ weights in their slots, called as ┤ layers are alike: those that differ in something that
+    blocks.2 ┘                                    └ the code reads (a dropout rate) get a graph of their own
+
+Weights and buffers are inputs of the graph, so gathers, releases and reductions stay outside.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any, TypeVar, overload
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn as nn
+
+from functional_fsdp import SpecError
+from functional_fsdp.extend import skeleton_of, torch_private, tracing_now
+
+from .._modules.patterns import outermost
+from .._modules.unit_modules import NEVER_CALLED, UnitModule
+
+__all__ = ["Compiled", "Compiler", "Options", "compile_units", "refuse_around"]
+
+M = TypeVar("M", bound=nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])
+
+Options = Mapping[str, Any]
+KNOWN = ("backend", "dynamic", "fullgraph", "mode", "options")
+NO_LIMIT = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+
+
+@overload
+def compile_units(what: M, *patterns: str, **options: Any) -> M: ...
+@overload
+def compile_units(what: F, **options: Any) -> F: ...
+def compile_units(what: Any, *patterns: str, **options: Any) -> Any:
+    """Compile some of a model's modules, or a function, and use one compilation for all layers that are alike.
+
+    Args:
+        what: a model, as `init` or `functionalize` gave it; or a function, as a stage that goes to `T.vjp`.
+        patterns: of a model, the paths of the modules to compile (`"blocks.*"`; the outermost that match). Without any
+            it is compiled as a whole.
+        options: of torch.compile: `backend`, `mode`, `options`, `fullgraph` (here True), `dynamic` (here False).
+
+    Returns:
+        a copy of the model (a skeleton) whose modules are compiled where they are called, by `bind`, by `T.apply` or
+        by `T.forward_backward`; or the function, compiled.
+
+    Layers of one class share a graph unless something that the code reads differs: a dropout rate, a flag, training
+    mode, whether the input has a gradient. Then each gets its own, however many there are. Every later compilation, for
+    inputs of other shapes, counts towards torch's recompile limit, and past it is an error. Of functions, what differs
+    between layers should be an argument: what one closes over is part of the graph.
+
+    Random numbers: Inductor draws others than eager code does, with the same seeds the same again; for eager's give
+    `options={"fallback_random": True}`. `T.remat` works inside and around it.
+
+    Under torch.func transforms torch compiles nothing: there the module runs eagerly, with a RuntimeWarning. In
+    `T.vjp` and `T.forward_backward` it is compiled.
+
+    Raises:
+        SpecError: a pattern that matches no module; an option that torch.compile does not have; when it is called, code
+            that is not one graph, or the recompile limit.
+
+    Example:
+        >>> model = T.compile_units(model, "blocks.*")  # doctest: +SKIP
+        >>> h, pullback = T.vjp(lambda w, h: fsdp.bind(model.blocks[0], w)(h), w, h)  # doctest: +SKIP
+    """
+    compiler = Compiler(options)
+    if not isinstance(what, nn.Module):
+        if patterns:
+            raise SpecError(
+                f"compile_units: {', '.join(map(repr, patterns))} are paths in a model, and this is a function."
+            )
+        unit = Compiled(compiler, getattr(what, "__qualname__", repr(what)))
+        return partial(unit.function, what)
+    model = skeleton_of(what)
+    for path, module in outermost("compile_units", model, patterns) if patterns else [("", model)]:
+        if isinstance(module, NEVER_CALLED):
+            where, inner = (repr(path), f"{path}.*") if path else ("this", "*")
+            raise SpecError(
+                f"compile_units: {where} is a {type(module).__name__}, which nobody calls. Name what is in it: "
+                f"{inner!r}."
+            )
+        module.__dict__["_compiled"] = Compiled(compiler, path, type(module))
+        module.__class__ = _compiled(type(module))
+    return model
+
+
+class Compiler:
+    """The compiled code of one model: a code object for each class, so that each has a cache and a limit of its own."""
+
+    def __init__(self, options: Options) -> None:
+        unknown = [name for name in options if name not in KNOWN]
+        if unknown:
+            raise SpecError(f"compile: torch.compile has no option {unknown[0]!r} here; there are {', '.join(KNOWN)}.")
+        self.dynamo: Any = torch_private.dynamo()
+        self.options = {"fullgraph": True, "dynamic": False, **options}
+        self.codes: dict[Any, Callable[..., Any]] = {}
+        self.twins: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, compile: bool | Options) -> Compiler | None:
+        """From the argument `compile=`: True, or options."""
+        if compile is False:
+            return None
+        if compile is not True and not isinstance(compile, Mapping):
+            raise SpecError(
+                f"compile={compile!r}: expected True, or options of torch.compile, as {{'backend': 'inductor'}}."
+            )
+        return cls({} if compile is True else compile)
+
+    def code(self, what: Any, template: Callable[..., Any]) -> Callable[..., Any]:
+        """The template, compiled, with a code object of its own for this class (or function)."""
+        key = (what, template)
+        if key not in self.codes:
+            assert isinstance(template, FunctionType)
+            own = FunctionType(
+                template.__code__.replace(co_name=getattr(what, "__name__", "stage")), template.__globals__
+            )
+            self.codes[key] = torch.compile(own, **self.options)
+        return self.codes[key]
+
+    def twin(self, module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+        """The same module as an instance of its own class, without a unit call, not compiled; kept: guards know it."""
+        twin = self.twins.get(module)
+        if twin is None:
+            twin = object.__new__(cls)
+            object.__setattr__(twin, "__dict__", module.__dict__)
+            self.twins[module] = twin
+        return twin
+
+
+class Compiled:
+    """One module that is compiled, where it is in the model, and in which modes it has been called."""
+
+    def __init__(self, compiler: Compiler, path: str, cls: type | None = None) -> None:
+        self.compiler, self.path, self.cls = compiler, path, cls
+        self.seen: set[tuple[bool, bool]] = set()
+
+    def __deepcopy__(self, memo: Any) -> Compiled:
+        return self
+
+    def __repr__(self) -> str:
+        if self.cls is None:
+            return f"the function {self.path}"
+        return f"the module {self.path!r} ({self.cls.__name__})" if self.path else f"the module {self.cls.__name__}"
+
+    def module(
+        self, cls: type[nn.Module], function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
+        """`function(module, *args, **kwargs)`, compiled: `cls.__call__` or `cls.forward`. Its weights are in it."""
+        if tracing_now() or _transformed(self):  # a graph is made of all there is
+            return function(module, *args, **kwargs)
+        code = self.compiler.code(cls, _forward if function is cls.forward else _call)
+        return self._run(code, module.training, self.compiler.twin(module, cls), args, kwargs)
+
+    def function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`function(*args, **kwargs)`, compiled."""
+        if torch.compiler.is_compiling() or tracing_now() or _transformed(self):
+            return function(*args, **kwargs)
+        return self._run(self.compiler.code(function, _call), False, function, args, kwargs)
+
+    def _run(self, code: Callable[..., Any], training: bool, what: Any, args: Any, kwargs: Any) -> Any:
+        dynamo = self.compiler.dynamo
+        mode = (training, torch.is_grad_enabled())
+        try:
+            if mode in self.seen:
+                return code(self, what, *args, **kwargs)
+            with dynamo.config.patch(NO_LIMIT):  # layers may differ, as many as there are
+                out = code(self, what, *args, **kwargs)
+            self.seen.add(mode)
+            return out
+        except dynamo.exc.FailOnRecompileLimitHit as error:
+            raise SpecError(
+                f"compile: {self!r} met inputs of another kind, and torch's limit of {dynamo.config.recompile_limit} "
+                "compilations is reached. Give it inputs of equal shapes, or dynamic=True, or raise the limit, "
+                "torch._dynamo.config.recompile_limit."
+            ) from error
+        except (dynamo.exc.Unsupported, dynamo.exc.UserError) as error:
+            raise SpecError(
+                f"compile: {self!r} does not compile as one graph: {_why(error)}. Change its "
+                "code, allow graph breaks with fullgraph=False, or compile other modules only: "
+                "T.compile_units(model, 'blocks.*')."
+            ) from error
+
+
+def _why(error: Exception) -> str:
+    """What Dynamo says in its first line, and the exception that the code itself raised, if it did."""
+    lines = [line.strip().rstrip(".") for line in str(error).strip().splitlines()]
+    found = [line.removeprefix("Developer debug context: ") for line in lines if "context: raised exception" in line]
+    return ", ".join([lines[0], *found])
+
+
+def _call(unit: Compiled, what: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        _eager(unit)
+    return what(*args, **kwargs)
+
+
+def _forward(unit: Compiled, what: Any, /, *args: Any, **kwargs: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        _eager(unit)
+    return what.forward(*args, **kwargs)
+
+
+def _eager(unit: Compiled) -> None:
+    """Python runs what was to be compiled."""
+    warnings.warn(
+        f"compile: {unit!r} runs eagerly: torch.compile is turned off, or its limit of "
+        f"{unit.compiler.dynamo.config.recompile_limit} compilations was met with fullgraph=False. Give it inputs of "
+        "equal shapes, or dynamic=True, or raise the limit, torch._dynamo.config.recompile_limit.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _transformed(unit: Compiled) -> bool:
+    """Whether a torch.func transform is under way, in which torch compiles nothing. Says so."""
+    if torch_private.func_interpreter() is None:
+        return False
+    warnings.warn(
+        f"compile: {unit!r} runs eagerly under a torch.func transform, in which torch compiles nothing. Take gradients "
+        "by T.vjp or T.forward_backward, or leave T.compile_units out.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return True
+
+
+def refuse_around(model: nn.Module, unit_modules: Iterable[UnitModule]) -> None:
+    """No graph goes over the border of a unit: units are gathered and released between.
+
+    Raises:
+        SpecError: a module that is compiled and holds modules of several units.
+    """
+    for path, module in model.named_modules():
+        inside = [e.path for e in unit_modules if e.path != path and (not path or e.path.startswith(f"{path}."))]
+        if inside and "_compiled" in vars(module):
+            raise SpecError(
+                f"compile: {vars(module)['_compiled']!r} is compiled and holds {len(inside)} parts that are gathered "
+                f"on their own: {', '.join(map(repr, inside[:3]))}{', ...' if len(inside) > 3 else ''}. Compile those: "
+                f"T.compile_units(model, {inside[0]!r}), or compile=True."
+            )
+
+
+# ---------------------------------------------------------------- classes
+
+
+_COMPILED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _compiled(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module that is compiled."""
+    if cls not in _COMPILED:
+
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return cls.__call__(self, *args, **kwargs)
+            return self._compiled.module(cls, cls.__call__, self, args, kwargs)
+
+        body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _COMPILED[cls] = type(cls.__name__, (cls,), body)
+    return _COMPILED[cls]

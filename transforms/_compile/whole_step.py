@@ -1,0 +1,282 @@
+"""Whole steps: a train step that drives a module, traced as it runs, compiled, and run again while its guards hold.
+
+    train_step(state, ...)   run once, from fake tensors (`graph`)   graph of ATen operations, collectives, the update
+    graph                    residuals read from the second gather    (`_graph.regather`)
+                             compiled by Inductor                     CompiledStep
+
+Python runs when a program is made, and not again. A program is for calls that look as that one did: structures, shapes,
+dtypes, numbers and other constants among the arguments, modes of the models, autograd's and autocast's state.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from functional_fsdp import FsdpError, ScheduleError, State
+from functional_fsdp.extend import (
+    Graph,
+    GraphBuild,
+    Ranks,
+    evolve,
+    graph_of,
+    lineage_of,
+    point_at_second_gathers,
+    ranks_of,
+    refuse_values,
+    torch_private,
+)
+
+from .._seed import seeded
+from .draws import Draws, Seeded
+from .inductors import through_inductor
+
+__all__ = ["Programs"]
+
+DEVICES = ("cpu", "cuda")
+MOST = 16  # programs that are kept
+MANY = 4  # programs after which to say that they are many
+
+
+class CompiledStep:
+    """A compiled step.
+
+    Args:
+        graph: of the step. drawn: what it draws.
+        state, leaves, kind: of the call that it was traced from.
+    """
+
+    def __init__(
+        self, graph: Graph, drawn: Draws, state: State, leaves: list[Any], kind: Any, backend: str,
+        config: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.kind = kind
+        self.guards = [(guard, guard()) for guard in graph.session.guards]
+        self.inputs, self.given = graph.inputs, graph.given
+        self.out, self.structure = torch_private.pytree.tree_flatten(graph.out, is_leaf=_is_state)
+        self.states = {}
+        for i, leaf in enumerate(self.out):
+            if isinstance(leaf, State):
+                self.states[i] = (*torch_private.pytree.tree_flatten(leaf), graph.took(leaf))
+        self.steps = graph.steps
+        module = graph.module
+        point_at_second_gathers(module.graph)
+        self.constants = _lifted(module)
+        own = graph.offset
+        self.offset = next((i for i, t in enumerate(self.constants) if t is own), None)
+        output = module.graph.output_node()  # what it was given need not come out again
+        (results,) = output.args
+        output.args = ([node for node, i in zip(results, self.given, strict=True) if i < 0],)  # type: ignore[arg-type]
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        self.seeded = bool(drawn.ops) and backend != "inductor"
+        with self._plain():
+            self.run = self._compiled(module, drawn, state, leaves, config) if backend == "inductor" else module.forward
+
+    def _compiled(
+        self, module: fx.GraphModule, drawn: Draws, state: State, leaves: list[Any], config: dict[str, Any]
+    ) -> Callable[..., Any]:
+        """By Inductor."""
+        examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+        rng, count = (next(k for k, i in enumerate(self.inputs) if leaves[i] is t) for t in (state.rng, state.count))
+        change = Seeded(rng, count, len(examples), ranks_of(state).index)
+        run = through_inductor(module, examples, config, change, *change.key)
+        change.refuse(drawn.ops)
+        return run
+
+    @contextmanager
+    def _plain(self) -> Iterator[None]:
+        """Where the graph's operations are what they say: what autograd and autocast do is in it already."""
+        with ExitStack() as off:
+            off.enter_context(torch.no_grad())
+            for device in DEVICES:
+                if torch.is_autocast_enabled(device):
+                    off.enter_context(torch.autocast(device, enabled=False))
+            yield
+
+    def serves(self, kind: Any) -> bool:
+        """Whether it is for such a call."""
+        return bool(kind == self.kind) and all(guard() == value for guard, value in self.guards)
+
+    def __call__(self, state: State, leaves: list[Any]) -> Any:
+        inputs = [leaves[i] for i in self.inputs]
+        if self.offset is not None:
+            self.constants[self.offset] = lineage_of(state).offset  # type: ignore[assignment]  # one that runs has it
+        with self._plain():
+            if self.seeded:
+                with seeded(state, 0, int(state.count)):
+                    new = iter(self.run(*inputs, *self.constants))
+            else:
+                new = iter(self.run(*inputs, *self.constants))
+        tensors = iter([next(new) if i < 0 else inputs[i] for i in self.given])
+
+        def filled(found: list[Any]) -> list[Any]:
+            return [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+
+        after = lineage_of(state).stepped(state.version) if self.steps else None
+        out = []
+        for i, leaf in enumerate(self.out):
+            if i in self.states:
+                parts, structure, taken = self.states[i]
+                made = torch_private.pytree.tree_unflatten(filled(parts), structure)
+                out.append(made if taken is None else evolve(made, version=after if taken else state.version))
+            else:
+                out += filled([leaf])
+        return torch_private.pytree.tree_unflatten(out, self.structure)
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, State)
+
+
+def _lifted(module: fx.GraphModule) -> list[torch.Tensor]:
+    """The graph's constants, which are arguments of it from now on."""
+    graph = module.graph
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    found: dict[str, fx.Node] = {}
+    values = []
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        name = str(node.target)
+        if name not in found:
+            values.append(getattr(module, name))
+            with graph.inserting_after(last):
+                found[name] = last = graph.placeholder(f"constant_{len(values)}")
+            last.meta = dict(node.meta)
+        node.replace_all_uses_with(found[name])
+        graph.erase_node(node)
+    return values
+
+
+class Programs:
+    """The programs of one train step, the newest last, and which calls drive no module."""
+
+    def __init__(self, fn: Callable[..., Any], backend: str, config: dict[str, Any]) -> None:
+        self.fn, self.backend, self.config = fn, backend, config
+        self.found: list[CompiledStep] = []
+        self.plain: set[Any] = set()
+        self.made = 0
+        self.agreed: set[tuple[str, ...]] = set()  # collectives that every rank has
+
+    def find(self, state: State, args: Any, kwargs: Any) -> tuple[CompiledStep | None, list[Any]]:
+        """The program for a call, made if there is none, and the call's leaves; no program if the step drives no
+        module: then Dynamo, which follows Python, compiles it.
+
+        Collective, if it is made, see `graph_of`.
+        """
+        if self.plain and _signature(args, kwargs) in self.plain:
+            return None, []
+        leaves, structure = torch_private.pytree.tree_flatten((state, args, kwargs))
+        kind = (structure, _around(), [*map(_kind, leaves)])
+        for program in reversed(self.found):
+            if program.serves(kind):
+                return program, leaves
+        made = self._make(state, args, kwargs, leaves, kind)
+        if made is None:
+            self.plain.add(_signature(args, kwargs))
+            return None, []
+        self.made += 1
+        if self.made == MANY:
+            warnings.warn(
+                f"compile: the step is traced and compiled for the {MANY}th time, since "
+                f"{self._other(state, args, kind)}. Give numbers that change as tensors, and batches of few shapes.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        self.found = [*self.found[1 - MOST :], made]
+        return made, leaves
+
+    def _make(self, state: State, args: Any, kwargs: Any, leaves: list[Any], kind: Any) -> CompiledStep | None:
+        begun: list[GraphBuild] = []
+        drawn = Draws()
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with drawn:
+                return self.fn(*args, **kwargs)
+
+        try:
+            graph = graph_of(step, state, args, kwargs, True, "compile", begun)
+        except FsdpError:  # as the step itself would raise
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            if begun and begun[-1].driven:
+                refuse_values(error, "compile")
+                raise
+            warnings.warn(  # it reads a tensor's value, say: the compiler may know it
+                "compile: the step could not be searched for torch.autograd.Functions, whose backward torch.compile "
+                f"drops under torch.func: {str(error)[:200]}",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+            return None
+        if graph.session.driven:
+            drawn.refuse()
+            self._agree(graph, ranks_of(state))
+            return CompiledStep(graph, drawn, state, leaves, kind, self.backend, self.config)
+        if graph.session.functions:
+            raise ScheduleError(
+                f"compile: the step uses the torch.autograd.Function {', '.join(graph.session.functions)}. Under "
+                "torch.func, torch.compile ignores its backward and gives other gradients without an error. Write it "
+                "with plain operations, or run this step eagerly."
+            )
+        return None
+
+    def _agree(self, graph: Graph, ranks: Ranks) -> None:
+        """Ranks that run graphs with other collectives would wait for each other, or take one for another. So they
+        compare them, on the host, when one has such as it never had."""
+        mine = tuple(map(str, graph.session.issued))
+        if mine in self.agreed:
+            return
+        for rank, theirs in enumerate(ranks.everyone(mine, "collectives of a compiled step")):
+            if theirs != mine:
+                pairs = zip((*mine, "nothing"), (*theirs, "nothing"), strict=False)
+                said = " here and ".join(next(pair for pair in pairs if pair[0] != pair[1]))
+                raise ScheduleError(
+                    f"compile: the step's collectives differ from those of rank {rank} (the first: {said} there). Have "
+                    "every rank use the same units in the same order: a graph cannot ask the others."
+                )
+        self.agreed.add(mine)
+
+    def _other(self, state: State, args: Any, kind: Any) -> str:
+        """What the newest program's call had otherwise, in words."""
+        before = self.found[-1].kind
+        if before[0] != kind[0]:
+            return "the structure of its arguments changes"
+        if before[1] != kind[1]:
+            return "autograd's or autocast's modes change"
+        paths = torch_private.pytree.tree_flatten_with_path((state, *args))[0]
+        for (path, _), old, new in zip(paths, before[2], kind[2], strict=False):
+            if old != new:
+                return f"{torch_private.pytree.keystr(path)} of (state, *args) was {_said(old)} and is {_said(new)}"
+        return "the model's modes change"
+
+
+def _said(kind: Any) -> str:
+    return f"{tuple(kind[0])} of {kind[2]}" if isinstance(kind[0], torch.Size) else repr(kind[1])
+
+
+def _kind(leaf: Any) -> Any:
+    """What has to be equal of a leaf."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), leaf
+
+
+def _around() -> Any:
+    """What torch has been told beside the arguments."""
+    return (
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        [torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in DEVICES],
+    )
+
+
+def _signature(args: Any, kwargs: Any) -> Any:
+    """Equal for calls that are searched alike: shapes and dtypes of tensors, and everything else as it prints."""
+    leaves, treedef = torch_private.pytree.tree_flatten((args, kwargs))
+    return treedef, tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)

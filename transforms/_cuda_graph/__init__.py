@@ -1,0 +1,1 @@
+"""Whole steps captured once and replayed."""

@@ -1,0 +1,233 @@
+"""Capturing: a stream's work into a CUDA graph, what went wrong when it cannot be, and where the state stays meanwhile.
+
+torch leaves its allocator and its generators in the middle of a capture that fails; `captured` ends it for them.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from functional_fsdp import FsdpError, ScheduleError, State, TreeError
+from functional_fsdp.extend import Ranks, evolve, flatten, lineage_of, put, torch_private
+
+from .memsets import as_kernels
+
+__all__ = ["GraphBuffers", "captured", "stale_streams_followed"]
+
+KEPT = ("main", "weights", "opt", "buffers", "count", "extras")
+
+WAITS = (
+    "the host waits for the device (.item(), .tolist(), .cpu(), print, `if tensor:`, nonzero, a mask as an index). "
+    "Keep it on the device, or return it and look at it outside"
+)
+RANDOM = (
+    "random state is read or set on the host, or a generator of its own is drawn from. Of activation checkpointing "
+    "take preserve_rng_state=False; draw with torch's default generator"
+)
+COMPILED = (
+    "a part is compiled while it is captured, and that failed. Often it is called with something else than in the "
+    "steps before (TORCH_LOGS=recompiles says what): libraries ask whether a stream is captured, and transformers then "
+    "makes an attention mask, unless its attention needs none (AttentionInterface.register)"
+)
+# what torch and CUDA say, and what it means
+CAUSES = (
+    ("unless the CPU tensor is pinned", "a tensor is copied between host and device. Make it on the GPU "
+     "(torch.full, torch.arange with device=), or pass it with the batch"),
+    ("CUDAGeneratorImpl", RANDOM),
+    ("generator not in capture mode", RANDOM),
+    ("uncaptured work", "a stream waits for work that began before the step. Begin and end it within the step"),
+    ("stream is capturing", WAITS),
+    ("error during capture", WAITS),
+)  # fmt: skip
+
+
+@contextmanager
+def stale_streams_followed() -> Iterator[None]:
+    """Let a backward run on the stream that captures, where torch has a switch for that. Put back afterwards."""
+    if torch_private.set_override_stale_capture_stream is None:
+        yield
+        return
+    before = torch_private.override_stale_capture_stream()
+    torch_private.set_override_stale_capture_stream(True)
+    try:
+        yield
+    finally:
+        torch_private.set_override_stale_capture_stream(before)
+
+
+@contextmanager
+def captured(ranks: Ranks, pool: Any) -> Iterator[Any]:
+    """What the current stream is given inside, and lanes that join it, becomes a graph. Gives it, good at the end.
+
+    Raises:
+        ScheduleError: it cannot be captured, with the cause. Everything is as it was before.
+    """
+    ranks.lanes.catch_up()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    for generator in ranks.generators.values():
+        graph.register_generator_state(generator)
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+    try:
+        yield graph
+    except BaseException as error:
+        _abandon(ranks, graph, pool)
+        _explain(error)
+        raise
+    try:
+        graph.capture_end()
+    except RuntimeError as error:
+        _abandon(ranks, None, pool)
+        _explain(error)
+        raise
+    try:
+        as_kernels(graph, ranks.device.index)
+        graph.instantiate()
+    except RuntimeError as error:
+        raise ScheduleError(
+            f"cuda_graph: the step was captured, but is refused as a graph that can be launched: {error}"
+        ) from error
+
+
+def _abandon(ranks: Ranks, graph: Any, pool: Any) -> None:
+    """End a capture that failed, and leave torch fit for another."""
+    index = ranks.device.index
+    with suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is nothing in it
+        if graph is not None:
+            graph.capture_end()
+            return
+    with suppress(RuntimeError):
+        torch_private.end_allocate_to_pool(index, pool)
+    again = torch.cuda.CUDAGraph()  # torch believes that its generators are still captured, until they have been
+    for generator in ranks.generators.values():
+        again.register_generator_state(generator)
+    byte = torch.zeros(1, dtype=torch.uint8, device=ranks.device)
+    again.capture_begin(capture_error_mode="thread_local")
+    byte.add_(1)
+    again.capture_end()
+
+
+def _explain(error: BaseException) -> None:
+    """If capturing is what is wrong, raise what it means and where."""
+    if not isinstance(error, RuntimeError) or isinstance(error, FsdpError):
+        return
+    dynamo = sys.modules.get("torch._dynamo.exc")
+    if dynamo is not None and isinstance(error, dynamo.BackendCompilerFailed):
+        said, cause = f"{type(error.inner_exception).__name__}: {error.inner_exception}", COMPILED
+    else:
+        said = str(error)
+        cause = next((cause for words, cause in CAUSES if words in said), "")
+    if not cause:
+        return
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/torch/" not in f.filename and "functional_fsdp" not in f.filename]
+    own = [f for f in own if "/transforms/" not in f.filename]
+    where = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
+    raise ScheduleError(
+        f"cuda_graph: the step cannot be captured{where}: {cause}. The state before the step is valid. torch says: "
+        f"{said.splitlines()[0][:200]}"
+    ) from error
+
+
+class GraphBuffers:
+    """The tensors in which captured steps find and leave the state: those of the first state that was captured.
+
+    Attributes:
+        owner: the lineage of the state whose values are there now.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.fields = self._fields(state)
+        leaves, self.treedef = torch_private.pytree.tree_flatten(self.fields)
+        self.leaves = leaves
+        self.paths = flatten(dict(zip(KEPT, self.fields, strict=True)))[0]
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.places = [t.data_ptr() for t in self.tensors]
+        self.owner = lineage_of(state)
+
+    @staticmethod
+    def _fields(state: State) -> tuple[Any, ...]:
+        return tuple(getattr(state, name) for name in KEPT)
+
+    def state(self, state: State) -> State:
+        """This state, with these tensors as its own."""
+        return evolve(state, **dict(zip(KEPT, self.fields, strict=True)))
+
+    def check(self, state: State) -> None:
+        """Whether a state's values can come here.
+
+        Raises:
+            ScheduleError: a tensor here was moved. TreeError: the state is of another structure.
+        """
+        if [t.data_ptr() for t in self.tensors] != self.places:
+            paths = [path for path, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+            moved = next(p for p, t, at in zip(paths, self.tensors, self.places, strict=True) if t.data_ptr() != at)
+            raise ScheduleError(
+                f"cuda_graph: the tensor {moved!r} of the state was moved in memory since the step was captured "
+                "(`.data =`, set_, resize_), and a replay would write where it was. Change values in place, with copy_."
+            )
+        self._others(self._fields(state), "the state that came in")
+
+    def enter(self, state: State) -> None:
+        """Have a state's values here, which was checked."""
+        self._write(self._fields(state), "the state that came in")
+        if lineage_of(state) is not self.owner:
+            self.owner.broken = (
+                "T.cuda_graph has put another state in this one's memory. Keep a copy.deepcopy of a state that you "
+                "want to go back to."
+            )
+            self.owner = lineage_of(state)
+
+    def keep(self, new: State) -> None:
+        """At the end of a captured step: what it made anew goes where it was."""
+        self._write(self._fields(new), "the state at the end of the step")
+
+    @torch.no_grad()
+    def _write(self, fields: tuple[Any, ...], what: str) -> None:
+        put(self._others(fields, what), self.tensors)
+
+    def _others(self, fields: tuple[Any, ...], what: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The tensors here, and those in these fields that lie elsewhere."""
+        if all(a is b for a, b in zip(fields, self.fields, strict=True)):  # nearly always
+            return []
+        leaves, treedef = torch_private.pytree.tree_flatten(fields)
+        if treedef != self.treedef:
+            raise TreeError(
+                f"cuda_graph: {what} has another structure than the one that was captured ({treedef}; expected "
+                f"{self.treedef}). What a step adds to the state must be there before: have it warm up more."
+            )
+        found = []
+        for path, mine, theirs in zip(self.paths, self.leaves, leaves, strict=True):
+            tensors = isinstance(mine, torch.Tensor) + isinstance(theirs, torch.Tensor)
+            if tensors == 2 and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
+                if mine.data_ptr() != theirs.data_ptr():
+                    found.append((mine, theirs))
+            elif tensors or not (mine is theirs or _equal(mine, theirs)):
+                raise TreeError(
+                    f"cuda_graph: {path!r} of {what} is {_text(theirs)}; expected {_text(mine)}, as when it was "
+                    "captured. What changes from step to step must be a tensor of one shape and dtype."
+                )
+        return found
+
+    def changed(self) -> None:
+        """A replay has written everything."""
+        torch.autograd.graph.increment_version(self.tensors)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two values that are no tensors are known to be equal."""
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except (TypeError, ValueError):  # arrays
+        return False
+
+
+def _text(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

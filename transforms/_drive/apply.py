@@ -1,0 +1,100 @@
+"""apply: any module's forward without gradients, gathered and released unit by unit, for evaluation and generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.nn as nn
+
+from functional_fsdp import State
+from functional_fsdp.extend import alone, traced_as
+
+from .._compile.compile_units import Options
+from .._seed import seeded
+from .buffers import Buffers
+from .driver import Driver
+from .placeholders import values
+from .settings import Settings
+from .traced_driver import graph_for, traced
+
+__all__ = ["apply"]
+
+Out = TypeVar("Out")  # what a function of a model returns
+
+
+@overload
+def apply(
+    model: nn.Module, fn: Callable[..., Out], *, training: bool = False, compile: bool | Options = False
+) -> Callable[..., tuple[State, Out]]: ...
+@overload
+def apply(
+    model: nn.Module, fn: None = None, *, training: bool = False, compile: bool | Options = False
+) -> Callable[..., tuple[State, Any]]: ...
+def apply(
+    model: nn.Module, fn: Callable[..., Any] | None = None, *, training: bool = False, compile: bool | Options = False
+) -> Callable[..., tuple[State, Any]]:
+    """A function that computes with the model: `f(state, *args, **kwargs) -> state, fn(model, *args, **kwargs)`.
+
+    Args:
+        model: as for `forward_backward`: copied, never touched.
+        fn: what to do with it; by default it is called. It may call the model, or its methods, as often as it likes.
+        training: False puts the copy into evaluation mode, True follows the modes that the model has.
+        compile: as for `forward_backward`. In generation lengths change: leave it out.
+
+    Between steps the state is as good afterwards as before: it is returned as it was, with nothing gathered.
+
+    Every rank must use the same units in the same order: in generation, let all ranks make the same number of tokens
+    (in Hugging Face models `generate(..., synced_gpus=True)`, or equal lengths).
+
+    Collective: as `unshard` for each unit that is used.
+
+    Example:
+        >>> predict = T.apply(model)  # doctest: +SKIP
+        >>> state, logits = predict(state, tokens)  # doctest: +SKIP
+        >>> generate = T.apply(model, lambda model, ids: model.generate(ids, max_new_tokens=20))  # doctest: +SKIP
+        >>> state, ids = generate(state, ids)  # doctest: +SKIP
+    """
+    driver = Driver(model, compile)
+    if not training:
+        driver.model.eval()
+    buffers = Buffers(driver.model, "local")
+    settings = Settings("apply", model, driver.model, modes=training)
+
+    def compute(model: nn.Module, args: Any, kwargs: Any) -> Any:
+        return values(model(*args, **kwargs) if fn is None else fn(model, *args, **kwargs))
+
+    def in_graph(state: State, *args: Any, **kwargs: Any) -> Any:
+        """Where a graph is made of the step: on a copy of the model for this graph."""
+        twin = traced(graph_for("apply"), applied, driver, "local", settings)
+        with twin.driver.running(state, "apply"), torch.no_grad():
+            twin.buffers.lend(state, twin.driver.device)
+            try:
+                out = compute(twin.driver.model, args, kwargs)
+            finally:
+                twin.buffers.restore()
+            twin.driver.release()
+            return twin.driver.state, out
+
+    @traced_as(in_graph)
+    def applied(state: State, *args: Any, **kwargs: Any) -> tuple[State, Any]:
+        return run(state, torch.inference_mode if torch.is_inference_mode_enabled() else torch.no_grad, args, kwargs)
+
+    def forward(state: State, mode: Callable[[], AbstractContextManager[Any]], args: Any, kwargs: Any) -> Any:
+        """`mode`: in which the model computes; what is kept is made outside it."""
+        settings.follow()
+        with driver.running(state, "apply") as number, seeded(state, number), torch.no_grad():
+            buffers.lend(state, driver.device, collects=False)
+            try:
+                with mode():
+                    out = compute(driver.model, args, kwargs)
+            finally:
+                buffers.restore()
+            driver.release()
+            session, state = driver.session, driver.state
+        return session.rest(state), out
+
+    run = alone(forward, "apply")
+    return applied

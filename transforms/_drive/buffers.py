@@ -1,0 +1,265 @@
+"""Buffers of a driven module: they come from the state, and what the forward made of them goes into the next one.
+
+    persistent               ride in the state; a forward works on copies, so the state that it began from keeps its own
+    not persistent           masks, rotary tables: stay with the transform's copy of the module
+      given to the state     ride in it too, each rank's own (`fsdp.buffers(module, every=True)`)
+      changed in place       refused: evaluation, a retried step and other transforms would not see it
+      replaced               a cache, most likely: a warning
+
+A buffer that something else in the module holds too (an attribute, another name) is refused when it changes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+
+from functional_fsdp import SpecError, State
+from functional_fsdp.extend import all_reduce, every_buffer, ranks_of, refuse_meta, torch_private
+
+from .watch import version
+
+__all__ = ["Buffers", "Rule"]
+
+Rule = Literal["mean", "first", "local"]
+
+
+class Buffers:
+    """The buffers of one module: `lend` puts a state's into it, `collect` takes them out again."""
+
+    def __init__(self, module: nn.Module, rule: Rule) -> None:
+        if rule not in ("mean", "first", "local"):
+            raise SpecError(
+                f"buffers={rule!r}: expected 'mean' (averaged over the data ranks), 'first' (the first rank's) or "
+                "'local' (each rank's own)."
+            )
+        self.rule = rule
+        self.module = module
+        self.parts = [*module.modules()]
+        self.persistent = {path: (held, name) for path, held, name in every_buffer(module, persistent=True)}
+        every = {path: (held, name) for path, held, name in every_buffer(module)}
+        self.rest = {path: place for path, place in every.items() if path not in self.persistent}
+        self.absent = [(path, part, name) for path, part, name in _absent(module)]
+        self.aliases = _aliases(module, every)
+        self.dicts = [part._buffers for part in self.parts]
+        self.sizes = [*map(len, self.dicts)]
+        self.device: torch.device | None = None
+        self.places = dict(self.persistent)  # of what is lent
+        self.given: Any = None  # the paths in the state, when `places` was found
+        self.lent: dict[str, torch.Tensor] = {}
+        self.before: dict[str, tuple[torch.Tensor, int, torch.Tensor | None]] = {}  # of what stays: version, a copy
+        self.checked = False  # that what is not in the state does not change
+        self.warned: set[str] = set()
+        self.own = {path: held[name] for path, (held, name) in every.items()}
+
+    def lend(self, state: State, device: torch.device, collects: bool = True) -> None:
+        """Copies of the state's buffers into the module, of all others the module's own; all on the device.
+
+        Args:
+            collects: `collect` follows, which asks what the forward changed.
+        """
+        given = state.buffers if isinstance(state.buffers, dict) else {}
+        if given.keys() != self.given or device != self.device:
+            self.given = given.keys()
+            self.places = self.persistent | {path: place for path, place in self.rest.items() if path in given}
+            self.move(device)
+        if collects:
+            self.note()
+        if not self.places:
+            return
+        self.lent = {}
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        source = {path: given.get(path, self.own[path]) for path in self.places}
+        for path, buffer in source.items():
+            by_dtype.setdefault(buffer.dtype, []).append(path)
+        for paths in by_dtype.values():
+            tensors = [source[path].to(device) for path in paths]
+            copies = _copies(tensors)
+            self.lent |= dict(zip(paths, copies, strict=True))
+        self.versions = {path: tensor._version for path, tensor in self.lent.items()}
+        for path, tensor in self.lent.items():
+            held, name = self.places[path]
+            held[name] = tensor
+
+    def move(self, device: torch.device) -> None:
+        """The module's own buffers, once.
+
+        Raises:
+            SpecError: one has no values, and the state has none for it.
+        """
+        self.device = device
+        every = self.persistent | self.rest
+        for path, (held, name) in every.items():
+            if held[name].device.type != "meta":
+                held[name] = self.own[path] = held[name].to(device)
+            elif path not in self.given:
+                refuse_meta(path)
+
+    def _live(self) -> set[int]:
+        """The dicts of modules in training mode, whose kernels may write running statistics."""
+        return {id(part._buffers) for part in self.parts if part._buffers and part.training}
+
+    def note(self) -> None:
+        """How the buffers that stay with the module are before a forward."""
+        self.live = self._live()
+        for path, (held, name) in self.rest.items():
+            if path not in self.places:
+                t = held[name]
+                copied = t.clone() if not self.checked and id(held) in self.live and t.is_floating_point() else None
+                self.before[path] = (t, version(t), copied)
+
+    def collect(self, state: State) -> Any:
+        """The buffers of the new state: the old ones if the forward can have changed nothing.
+
+        Kernels write running statistics without telling (their versions do not change), so floating buffers of modules
+        in training mode count as changed.
+
+        Raises:
+            SpecError: it changed one that the state does not have, or removed one, or made one.
+        """
+        filled = any(part._buffers.get(name) is not None for _, part, name in self.absent)
+        if filled or [*map(len, self.dicts)] != self.sizes:
+            self._refuse_new()
+        now = {path: held.get(name) for path, (held, name) in self.places.items()}
+        changed = self.changed(now)
+        given = state.buffers if isinstance(state.buffers, dict) else {}
+        mine = {}
+        for path, t in changed.items():
+            if t is None:
+                raise SpecError(f"the forward removed the buffer {path!r}, which is in the state. Fill it with zeros.")
+            if path in self.aliases and self.other(t, path):
+                raise SpecError(
+                    f"the forward changed the buffer {path!r}, whose memory {self.aliases[path]} has too: that would "
+                    "not follow, since buffers come from the state. Keep it in one place, or read it by a property."
+                )
+            if path in given:
+                mine[path] = t.detach()
+            elif not self.checked and self.other(t, path):  # once: it waits for the device
+                raise SpecError(
+                    f"the forward changed the buffer {path!r}, which is not in the state. Give the state its buffers: "
+                    "shard(params, spec, optimizer, buffers=fsdp.buffers(model)), or build it with init."
+                )
+        self._look_at_rest()
+        self.checked = True
+        return {**given, **self._agreed(state, mine)} if mine else state.buffers
+
+    def changed(self, now: dict[str, Any]) -> dict[str, Any]:
+        """Those of the lent buffers that may have been changed."""
+        live = self.live | self._live()
+        return {
+            path: t for path, t in now.items()
+            if t is not self.lent[path] or t._version != self.versions[path]
+            or (id(self.places[path][0]) in live and t.is_floating_point())
+        }  # fmt: skip
+
+    def spoilt(self, t: torch.Tensor, counted: int, copied: torch.Tensor | None) -> bool:
+        """Whether a buffer was changed in place, since its version was this and it was copied, if it was."""
+        return version(t) != counted or (copied is not None and not torch.equal(t, copied))
+
+    def other(self, t: torch.Tensor, path: str) -> bool:
+        """Whether a buffer has other values than the module's own."""
+        return not torch.equal(t, self.own[path].to(t.device))
+
+    def _look_at_rest(self) -> None:
+        """Buffers that stay with the module, after a forward."""
+        for path, (t, counted, copied) in self.before.items():
+            held, name = self.rest[path]
+            new = held.get(name)
+            if new is t and self.spoilt(t, counted, copied):
+                self.checked = False
+                raise SpecError(
+                    f"the forward changed the buffer {path!r} in place, which is not persistent, and not in the state: "
+                    "evaluation, a retried step and other transforms would not see it. Make it persistent, or give the "
+                    "state all buffers: buffers=fsdp.buffers(model, every=True), init(..., every_buffer=True)."
+                )
+            if new is not t and path not in self.warned:
+                self.warned.add(path)
+                warnings.warn(
+                    f"the forward replaced the buffer {path!r}, which is not persistent: it stays with this "
+                    "transform's copy of the model, which is right for a cache. If it is more, make it persistent, or "
+                    "give the state all buffers: buffers=fsdp.buffers(model, every=True).",
+                    stacklevel=4,
+                )
+
+    def _refuse_new(self) -> None:
+        """Caches may come in a forward; what a state dict would have may not."""
+        every = every_buffer(self.module, persistent=True)
+        new = [(path, held, name) for path, held, name in every if path not in self.persistent]
+        absent = {path for path, _, _ in self.absent}
+        for path, held, name in new:
+            if path in absent:
+                held[name] = None
+            else:
+                del held[name]
+        self.sizes = [*map(len, self.dicts)]
+        if new:
+            raise SpecError(
+                f"the forward registered the buffer {new[0][0]!r}, which the state cannot know of. Register it when "
+                "the module is built, or with persistent=False."
+            )
+
+    def restore(self) -> None:
+        """The module's own buffers back into it, of those that were lent."""
+        for path, (held, name) in self.places.items():
+            held[name] = self.own[path]
+
+    def _agreed(self, state: State, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """By the rule, across the data ranks. One all-reduce an axis and dtype of floats; integers are the same."""
+        if self.rule == "local" or all(n == 1 for n in state.spec.axes.values()):
+            return mine
+        shared = {path: t for path, t in mine.items() if path in self.persistent}
+        first = self.rule == "first"
+        kinds = {p: t for p, t in shared.items() if t.dtype is not torch.bool and (first or t.is_floating_point())}
+        zeros = first and any(self.coordinate(state)[axis] for axis in state.spec.data)
+        tensors = [torch.zeros_like(t) if zeros else t for t in kinds.values()]
+        summed = all_reduce(state, tensors, "sum" if first else "mean", what="buffers")
+        return mine | dict(zip(kinds, summed, strict=True))
+
+    def coordinate(self, state: State) -> Mapping[str, int]:
+        """This rank's place on the mesh."""
+        return ranks_of(state).coordinate
+
+
+def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One call for tensors of one dtype; each with a version counter of its own, since autograd saves some of them."""
+    if tensors[0].dtype in NUMBERS:
+        return [*torch_private.foreach_mul(tensors, 1)]
+    return [t.clone() for t in tensors]
+
+
+NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32)
+
+
+def _absent(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Persistent buffers that are registered as None: (path, module, name)."""
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is None and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, part, name
+
+
+def _aliases(module: nn.Module, every: dict[str, tuple[dict[str, Any], str]]) -> dict[str, str]:
+    """Buffers whose memory something else in the module has too: another buffer, or an attribute (in words)."""
+    holders: dict[int, list[str]] = {}
+    for path, (held, name) in every.items():
+        holders.setdefault(_storage(held[name]), []).append(path)
+    found = {path: f"the buffer {other!r}" for paths in holders.values() for path in paths for other in paths
+             if other != path}  # fmt: skip
+    for where, part in module.named_modules():
+        for name, value in vars(part).items():
+            many = [*value.values()] if type(value) is dict else value
+            for t in many if isinstance(many, list | tuple) else [many]:
+                if name == "_buffers":
+                    break
+                if isinstance(t, torch.Tensor) and t.layout is torch.strided and t.numel() and not t.is_meta:
+                    for path in holders.get(_storage(t), ()):
+                        found[path] = f"the attribute {f'{where}.{name}'.lstrip('.')!r}"
+    return found
+
+
+def _storage(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)

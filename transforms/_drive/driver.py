@@ -1,0 +1,370 @@
+"""Driver: a private copy of a module, whose unit modules gather their weights when called. No hooks, no globals.
+
+    unit modules    which modules use which units, and in what order, found from the module's structure (pure)
+    unit calls      a unit module's class: weights in, the module's own code, outputs out
+    calls      one call of a unit module, and what the backward does there
+    placeholders     what stands in a parameter's place while its weight is not there
+    Driver     which units are gathered now, and the state as it goes on; each of them knows it as a `Driven`
+
+A unit is released when the next one is gathered, so parts of one unit that are called in a row are one use.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from operator import is_
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+import torch.nn as nn
+
+from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, release, unshard
+from functional_fsdp.extend import Collision, Session, refuse, skeleton_of, torch_private
+
+from .._compile.compile_units import Compiler, Options, refuse_around
+from .._modules.unit_modules import Leaf, find_unit_modules, leaves_of, order_of, slots_of
+from .inputs import precisions
+from .placeholders import WeightPlaceholder
+from .unit_calls import Slot, UnitCall
+from .unit_uses import Gradients, Start, UnitUse, Weights
+from .watch import changed, clear, spoilt
+
+__all__ = ["Driver", "caller", "eager_only", "refuse_nesting"]
+
+Units = Set[str]
+NONE: Units = frozenset()
+
+
+def eager_only(verb: str) -> Callable[..., NoReturn]:
+    """What a transform that decides in Python, as it runs, which verb is next does in a graph: it raises."""
+    said = (
+        f"{verb} drives the schedule from Python, as it runs, and cannot be traced. Inside a compiled step write "
+        "the step in the first or second way (unshard, T.vjp, reduce), or use T.forward_backward and T.compile."
+    )
+    return lambda *args, **kwargs: refuse("ScheduleError", said)
+
+
+def caller() -> FrameType:
+    """The frame whose `with` a generator is the context manager of, as that one calls it."""
+    return sys._getframe(3)  # of this function, the generator, contextlib's __enter__
+
+
+def refuse_nesting(running: FrameType | None) -> None:
+    """A model's copy computes with one state's weights at a time. Whether its last user still runs, the stack says: one
+    that an interrupt has stopped may not have come to say so."""
+    frame = sys._getframe() if running is not None else None
+    while frame is not None and frame is not running:
+        frame = frame.f_back
+    if frame is not None:
+        raise ScheduleError(
+            "this transformed model is running: it was called again from within its own loss function. "
+            "UnitUse the model that the loss function is given."
+        )
+
+
+class Driver:
+    """A module's copy, and what it is doing: one forward, or one forward and its backward, at a time.
+
+    Attributes:
+        model: the copy, of the user's own class; weights are in it only while a unit module runs.
+        state: the state as it is now; None when nothing runs.
+    """
+
+    def __init__(self, model: nn.Module, compile: bool | Options = False) -> None:
+        self.compiler = Compiler.of(compile)
+        self.watch: Callable[[str, Gradients], None] | None = None  # what sees gradients before they are reduced
+        for path, part in model.named_modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                raise TreeError(
+                    f"the module {path!r} is a torch.jit module, which keeps its weights to itself. Give the module "
+                    "that it was made from."
+                )
+        self.model = skeleton_of(model)
+        self.layout: Layout | None = None
+        self.unit_calls: list[UnitCall] = []
+        self.state: Any = None
+        self.session: Any = None  # of the call that runs
+        self.caller: FrameType | None = None  # whose `with` it is that runs
+        self.order: Any = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self.weights: dict[str, dict[str, torch.Tensor]] = {}  # of the units that are gathered
+        self.outside: set[str] = set()  # of these, what the schedule does not know of
+        self.besides: set[str] = set()  # units that a call had from there
+        self.again: set[str] = set()  # and that a recomputation had from there
+        self.stack: list[UnitCall] = []  # unit modules that are being called, outermost first
+        self.calls: list[UnitUse] = []  # of this forward
+        self.active: list[UnitUse] = []  # whose backward is under way
+        self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
+        self.sums: dict[str, Gradients] = {}
+        self.trace: tuple[list[Any], list[Any]] = ([], [])  # the order of use, forward and backward
+        self.differentiating = False  # whether the forward is over
+        self.backward = False  # whether the backward has begun
+        self.token: torch.Tensor | None = None
+        self.copies: list[tuple[str, torch.Tensor, int]] = []  # of weights used outside their unit modules
+
+    # ---------------------------------------------------------------- a state's layout
+
+    def attach(self, state: State) -> None:
+        """Fit the copy to a layout: unit calls where its unit modules are, placeholders in the place of parameters."""
+        if state.layout is self.layout:
+            return
+        self.device = state.count.device
+        unit_modules = find_unit_modules(self.model, state.layout)
+        refuse_around(self.model, unit_modules)
+        for unit_call in self.unit_calls:
+            unit_call.remove()
+        self.precisions = precisions(state)
+        homes = leaves_of(state.layout)
+        slots: dict[str, Slot] = {}
+        for path, held, name in slots_of(self.model):
+            old = held[name]
+            shape = torch.empty(tuple(old.size()), dtype=self.precisions[path][0], device="meta")
+            held[name] = WeightPlaceholder(shape, requires_grad=old.requires_grad)
+            held[name].home, held[name].path = (self, homes[path]), path
+            slots[path] = (held, name)
+        every = state.layout.buckets.items()
+        buckets = {(b.unit, leaf.key): name for name, b in every for leaf in b.leaves if leaf.numel}
+        self.trainable = {
+            (unit.name, key) for unit in state.layout.units
+            for key, shape in zip(unit.keys, unit.trains, strict=True) if shape is not None
+        }  # fmt: skip
+        self.unit_calls = [
+            UnitCall(self, self.model.get_submodule(unit_module.path), unit_module, slots, buckets)
+            for unit_module in unit_modules
+        ]
+        inside = {path for unit_module in unit_modules for path, _ in unit_module.leaves}
+        self.loose = [(held, name, held[name]) for path, (held, name) in slots.items() if path not in inside]
+        self.order = order_of(unit_modules, state.layout)
+        self.keys = {unit.name: unit.keys for unit in state.layout.units}
+        self.layout = state.layout
+
+    @contextmanager
+    def running(self, state: State, verb: str, trains: bool = False) -> Iterator[int]:
+        """Within, the model computes with this state's weights; `self.state` goes on from it.
+
+        Gives the number of this forward in its step.
+        """
+        refuse_nesting(self.caller)
+        self._stop()  # it may have been stopped before it had cleared up
+        self.attach(state)
+        session = Session(state, verb, self.order)
+        if trains:
+            state = session.begin(state)  # gradients may have waited for this
+        self.debug = state.spec.schedule.debug
+        try:
+            self.caller, self.state, self.session = caller(), state, session
+            yield session.number
+            self.look_back()
+            self.release()
+            if trains:
+                session.end(self.state, tuple(self.trace[0]), tuple(self.trace[1]))
+        finally:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Nothing runs any more: everything that was lent is given back."""
+        for unit_call in self.unit_calls:
+            unit_call.empty()
+        for call in self.calls:
+            call.node, call.outs = None, []  # they hold each other
+            call.tensors, call.shared = [], []
+        self._clear()
+        self.state = self.session = self.caller = None
+
+    def bare(self) -> nn.Module:
+        """A copy of the copy, as it was before it was fitted to a layout."""
+        for unit_call in self.unit_calls:
+            unit_call.remove()
+        self.unit_calls, self.layout = [], None
+        return skeleton_of(self.model)
+
+    # ---------------------------------------------------------------- weights
+
+    def gather(self, units: tuple[str, ...], keep: Sequence[UnitCall], outside: Units | None = None) -> Units:
+        """Have these units gathered, and give back all others but those of the unit calls in `keep`.
+
+        Args:
+            outside: these come from outside the schedule, the others by it, as the backward of a use wants them from
+                where that had them. None: from wherever they can be had.
+
+        Returns: those that are gathered outside the schedule.
+        """
+        weights = self.weights
+        if outside is not None:
+            moved = tuple(unit for unit in units if unit in weights and (unit in self.outside) is not (unit in outside))
+            if moved:
+                self.release(moved)
+        if not all(unit in weights for unit in units):
+            kept = {unit for unit_call in keep for unit in unit_call.units}
+            stale = tuple(unit for unit in weights if unit not in kept and unit not in units)
+            if stale:
+                self.release(stale)
+            self.trace[self.differentiating].append(units if len(units) > 1 else units[0])
+            by_plan = units if not outside else tuple(unit for unit in units if unit not in outside)
+            others = tuple(unit for unit in units if unit not in by_plan)
+            self.fetch(units, by_plan, others)
+        return self.outside.intersection(units) if self.outside else NONE
+
+    def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
+        """Gather these units: some by the schedule, the others beside it."""
+        try:
+            self._unshard(by_plan, False)
+        except Collision:  # of what is recomputed, or done and not known to be: what is held stays where it is
+            others = units
+        self._unshard(others, True)
+        if beside := self.session.beside(units):
+            self.outside.update(beside)
+
+    def regathered(self, call: UnitUse, grads: Gradients) -> Gradients:
+        """The backward has come to a call, and its units are gathered again. Returns the gradients of its outputs."""
+        assert call.unit_call is not None
+        if not all(map(is_, self.tensors(call.unit_call.leaves), call.lent)):
+            call.put_in_place()
+        for unit in self.again.intersection(call.unit_call.units):
+            if unit not in self.outside:
+                self.session.also(unit)
+        return grads
+
+    def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
+        if len(units) == 1:
+            self.state, self.weights[units[0]] = unshard(self.state, units[0], outside=outside)
+        elif units:
+            self.state, found = unshard(self.state, units, outside=outside)
+            self.weights.update(found)
+
+    @property
+    def busy(self) -> list[Any]:
+        """Unit calls whose weights are in use: of the unit modules that are being called, or differentiated."""
+        return [*self.stack, *(call.unit_call for call in self.active if call.unit_call)]
+
+    def tensors(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+        """Gathered weights."""
+        return [self.weights[unit][key] for unit, key in leaves]
+
+    def release(self, units: tuple[str, ...] | None = None) -> None:
+        """Give back units, by default all."""
+        names = tuple(self.weights) if units is None else units
+        if names:
+            for name in names:
+                del self.weights[name]
+            self.outside.difference_update(names)
+            self.state = release(self.state, names if len(names) > 1 else names[0])
+
+    def leaf(self, leaf: Leaf) -> torch.Tensor:
+        """A copy of one weight, for a use outside its unit module."""
+        if self.state is None:
+            raise ScheduleError(f"the weight {leaf[1]!r} of the unit {leaf[0]!r} was used after the model had run.")
+        unit, key = leaf
+        self.gather((unit,), self.busy)
+        weight = self.weights[unit][key]
+        if self.backward or not torch.is_grad_enabled() or not self.trains(leaf):
+            copy = weight.detach().clone()
+            return copy.requires_grad_() if self.backward and self.trains(leaf) else copy
+        call = UnitUse(self, None, [leaf])
+        (through,) = Weights.apply(self.token, call, weight)
+        call.node = through.grad_fn
+        self.calls.append(call)
+        copied: torch.Tensor = through.clone()
+        return copied
+
+    def note(self, path: str, copied: torch.Tensor) -> None:
+        """Look back at this copy in the end: views of it may be changed."""
+        if not copied.is_inference():
+            probe = copied.detach()  # has the same version counter, and below no memory
+            probe.data = probe.new_empty(0)
+            self.copies.append((path, probe, probe._version))
+
+    def look_back(self) -> None:
+        """Weights that were used, or are held, outside unit modules are what they were."""
+        for path, probe, before in self.copies:
+            if probe._version != before:
+                raise changed([path], "in place, by a view of it")
+        for held, name, placeholder in self.loose:
+            if held.get(name) is not placeholder:
+                clear(self.model, held, name)
+                held[name] = placeholder
+                raise changed([placeholder.path], "by assignment")
+
+    def spoilt(self, units: Sequence[str], where: str) -> None:
+        """Weights that were lent to a module were changed. Where they are the state's own it is of no more use."""
+        self.session.spoil(self.state, units, spoilt(where))
+
+    def trains(self, leaf: Leaf) -> bool:
+        """Whether a weight is trained."""
+        return leaf in self.trainable
+
+    # ---------------------------------------------------------------- backward
+
+    def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool) -> None:
+        """Backward from the loss: gathers, reduces and releases unit by unit."""
+        self.last = last
+        self.release()
+        self.differentiating = True
+        self.session.turn(self.state, last)
+        self.back(loss, scale)
+        self.session.all_done(self.state)
+
+    def back(self, loss: torch.Tensor, scale: torch.Tensor) -> None:
+        """Through autograd's graph."""
+        assert self.token is not None
+        with torch.enable_grad():  # the caller may have turned it off
+            start = Start.apply(self, loss)
+        with torch.autograd.set_multithreading_enabled(False):  # on this thread, as everything that this drives
+            torch.autograd.grad(start, self.token, scale, allow_unused=True)
+
+    def begin(self) -> None:
+        """The backward begins: which gradients are to come is known now."""
+        self.backward = True
+        used: dict[str, int] = {}
+        for call in self.calls:
+            if call.node is None:
+                continue  # frozen
+            comes = torch_private.will_execute(call.node)
+            out = any(map(torch_private.will_execute, call.outs))
+            call.idle = not comes and out
+            if comes and call.unit_call is not None and not out:
+                raise ScheduleError(
+                    f"the loss hangs on the units {', '.join(map(repr, call.unit_call.units))} only by a tensor "
+                    f"that is no output of the module {call.unit_call.unit_module.path!r} (one kept in an attribute, "
+                    "or by a hook inside it). Return it, or make the module that computes it a unit of its own: "
+                    "Spec(units=[...])."
+                )
+            for unit in call.trained:
+                used[unit] = used.get(unit, 0) + (comes or call.idle)
+        self.expect(used)
+
+    def expect(self, used: dict[str, int]) -> None:
+        """How many gradients are to come for each unit that the forward used and that trains."""
+        self.session.expect(self.state, tuple(self.trace[0]), [unit for unit in used if used[unit]])
+        for unit in reversed(used):
+            if used[unit]:
+                self.pending[unit] = used[unit]
+            elif not self.session.skip(unit):
+                self._reduce(unit, [None] * len(self.keys[unit]))
+        trains = {unit for unit, _ in self.trainable}
+        called = {unit for call in self.calls for unit in (call.unit_call.units if call.unit_call else call.trained)}
+        for use in self.trace[0]:
+            for unit in (use,) if isinstance(use, str) else use:
+                if unit in trains and unit not in called:  # used without a graph only
+                    self.session.skip(unit)
+
+    def collect(self, unit: str, grads: Gradients) -> None:
+        """Gradients of one call; a unit's are reduced when those of all of its calls are there."""
+        before = self.sums.pop(unit, None)
+        if before is not None:
+            grads = [b if a is None else a if b is None else a + b for a, b in zip(before, grads, strict=True)]
+        self.pending[unit] -= 1
+        if self.pending[unit]:
+            self.sums[unit] = grads
+        else:
+            self._reduce(unit, grads)
+
+    def _reduce(self, unit: str, grads: Gradients) -> None:
+        if self.watch is not None:
+            self.watch(unit, grads)
+        self.state = reduce(self.state, dict(zip(self.keys[unit], grads, strict=True)), unit, last_microbatch=self.last)

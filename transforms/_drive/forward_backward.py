@@ -1,0 +1,217 @@
+"""forward_backward: any module's loss and gradients, gathered, reduced and released unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.nn as nn
+
+from functional_fsdp import ScheduleError, SpecError, State, TreeError
+from functional_fsdp.extend import alone, begin_round, end_round, evolve
+
+from .._compile.compile_units import Options
+from .._modules.outputs import map_tensors
+from .._seed import seeded
+from ..nonfinite import NonfiniteError, NonfiniteWatch
+from .buffers import Buffers, Rule
+from .driver import Driver
+from .placeholders import values
+from .second_order import Whole
+from .settings import Settings
+from .traced_driver import graph_for, traced
+
+__all__ = ["ForwardBackward", "forward_backward"]
+
+Out = TypeVar("Out")  # what a loss function returns
+
+
+def forward_backward(
+    model: nn.Module,
+    loss_fn: Callable[..., Out],
+    has_aux: bool = False,
+    *,
+    buffers: Rule = "mean",
+    compile: bool | Options = False,
+    second_order: bool = False,
+    find_nonfinite: bool = False,
+) -> ForwardBackward[Out]:
+    """A function that computes the loss and adds the averaged gradients to the state, unit by unit.
+
+    Args:
+        model: the skeleton that `init` or `functionalize` gave, or any module (its weights are not used). It is copied
+            and never touched. Its training and evaluation modes are followed; other settings (a dropout rate, a flag)
+            are those that it has now, and to change one later is an error.
+        loss_fn: `loss_fn(model, *args, **kwargs)` returns a scalar tensor; the model that it gets is of the same class,
+            with all methods and attributes.
+        has_aux: `loss_fn` returns `(loss, aux)`.
+        buffers: what is kept of buffers that the forward changes (BatchNorm statistics): "mean" over the data ranks,
+            the "first" rank's, or "local", each rank's own (exports and checkpoints then have the first rank's).
+        compile: True, or options of torch.compile: what each unit computes is compiled, once for all units that are
+            alike; see `T.compile_units`, which chooses modules.
+        second_order: `loss_fn` may take gradients itself, with `torch.autograd.grad(..., create_graph=True)`, of inputs
+            or of `model.parameters()` (a gradient penalty). Then all units are gathered before the forward, which waits
+            for them, and stay until the loss is differentiated: a rank holds the whole model, and for a moment its
+            whole gradient.
+        find_nonfinite: look at every gradient before it is reduced, and raise `NonfiniteError` on all ranks, naming
+            rank, unit and leaf, if one is inf or NaN. For debugging: it waits for the device at the end of each call.
+
+    Returns:
+        `f(state, *args, **kwargs) -> state, loss`, or `state, (loss, aux)`; loss and aux are this rank's and detached.
+        Two keywords are its own: `last_microbatch=False` says that more microbatches follow, `scale` multiplies the
+        gradients.
+
+    The order of use is found from the module's structure, and corrected after the first step by what all ranks did. A
+    unit that is used more often (a second pass through the model) is gathered beside the schedule, with a warning once
+    the order is known; then every rank must do so.
+
+    Random numbers are those of (state.rng, step, microbatch, rank): dropout differs by rank and comes again.
+    Activation checkpointing works if it is not reentrant. Inside `T.compile` and `fsdp.lower` all of it is part of the
+    graph, and `compile` is of no account.
+
+    Raises (from f):
+        TreeError: the state is of another model, or the loss is no scalar.
+        ScheduleError: the gradients of a whole round (`last_microbatch=True`) are there and no step has taken them, see
+            `fsdp.drop_gradients`; nothing to differentiate; a gradient inside `loss_fn` without `second_order`;
+            reentrant checkpointing; a loss that hangs on a unit other than by what its module returns; outputs of a
+            unit that share memory and of which one is changed in place.
+        SpecError: a buffer that changes, or comes, in the forward and is not in the state; units that do not compile; a
+            setting of the model that was changed; inputs of another dtype than the weights.
+        NonfiniteError: see `find_nonfinite`.
+
+    A weight that the forward changes in place (a clamp, `max_norm`) is a ScheduleError, in whatever call. Writes
+    through `weight.data` are seen in the first call of each module, and with `Schedule(debug=True)` in every call.
+
+    Collective: as `unshard` and `reduce` for each unit that is used; one small all-reduce if buffers changed; with
+    `find_nonfinite` a gather of the findings on the host.
+
+    Example:
+        >>> forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())  # doctest: +SKIP
+        >>> state, loss = forward_backward(state, x)  # doctest: +SKIP
+    """
+    return ForwardBackward(model, loss_fn, has_aux, buffers, compile, second_order, find_nonfinite)
+
+
+class ForwardBackward(Generic[Out]):
+    """What `forward_backward` returns."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Out], has_aux: bool, buffers: Rule,
+        compile: bool | Options = False, second_order: bool = False, find_nonfinite: bool = False,
+    ) -> None:  # fmt: skip
+        if second_order and compile is not False:
+            raise SpecError(
+                "forward_backward(compile=..., second_order=True): torch does not differentiate compiled code twice. "
+                "Leave one of them out."
+            )
+        self.driver: Driver | Whole = Whole(model) if second_order else Driver(model, compile)
+        self.buffers = Buffers(self.driver.model, buffers)
+        self.settings = Settings("forward_backward", model, self.driver.model)
+        self.loss_fn = loss_fn
+        self.has_aux = has_aux
+        self.find_nonfinite = find_nonfinite
+
+    def __call__(
+        self, state: State, *args: Any, last_microbatch: bool = True, scale: float | torch.Tensor = 1.0, **kwargs: Any
+    ) -> tuple[State, Out]:
+        return run(self, state, args, kwargs, last_microbatch, scale)
+
+    def _run(self, state: State, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor) -> tuple[State, Any]:
+        driver = self.driver
+        begin_round(state, "forward_backward")
+        if state.between_steps:
+            self.settings.follow()
+        with driver.running(state, "forward_backward", trains=True) as number, seeded(state, number):
+            watch = NonfiniteWatch(state) if self.find_nonfinite else None
+            driver.watch = watch.look if watch else None
+            loss, aux, kept = self._round(driver, self.buffers, args, kwargs, last, scale)
+            if watch and (bad := watch.found()):
+                raise NonfiniteError(bad)
+            end_round(driver.state, last)
+            state = driver.state
+        return self._result(state, loss, aux, kept)
+
+    def _traced(
+        self, state: State, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor
+    ) -> tuple[State, Any]:
+        """Where a graph is made of the step: the same, on a copy of the model for this graph."""
+        graph = graph_for("forward_backward")
+        if self.find_nonfinite or isinstance(self.driver, Whole):
+            which, why = ("find_nonfinite", "it waits for the device to say what it found")
+            if not self.find_nonfinite:
+                which, why = ("second_order", "it takes gradients of gradients, of the whole model at once")
+            raise ScheduleError(
+                f"forward_backward({which}=True) was called where a graph is made of the step, and {why}. Leave it "
+                "out, or run this step eagerly."
+            )
+        twin = traced(graph, self, self.driver, self.buffers.rule, self.settings)
+        twin.begin_round(state)
+        with twin.driver.running(state, "forward_backward", trains=True):
+            loss, aux, kept = self._round(twin.driver, twin.buffers, args, kwargs, last, scale)
+            state = twin.driver.state
+        twin.end_round(last)
+        return self._result(state, loss, aux, kept)
+
+    def _round(
+        self, driver: Driver | Whole, buffers: Buffers, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor
+    ) -> tuple[torch.Tensor, Any, Any]:
+        """The forward and its backward: the loss, what else came of it, and the buffers."""
+        state = driver.state
+        driver.token = torch.zeros((), device=driver.device, requires_grad=True)
+        buffers.lend(state, driver.device)
+        try:
+            with torch.enable_grad():
+                out = values(self.loss_fn(driver.model, *args, **kwargs))
+            loss, aux = self._parts(out)
+            factor = scale.to(loss) if isinstance(scale, torch.Tensor) else torch.full_like(loss, scale)
+            self._differentiate(driver, loss, factor.expand(loss.shape), last)
+            kept = buffers.collect(driver.state)
+        finally:
+            buffers.restore()
+        driver.release()
+        return loss.detach(), aux, kept
+
+    def _result(self, state: State, loss: torch.Tensor, aux: Any, kept: Any) -> tuple[State, Any]:
+        if kept is not state.buffers:
+            state = evolve(state, buffers=kept)
+        return state, (loss, map_tensors(torch.Tensor.detach, aux)) if self.has_aux else loss
+
+    def _parts(self, out: Any) -> tuple[torch.Tensor, Any]:
+        if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise TreeError(
+                f"forward_backward: loss_fn returned a {type(out).__name__}; with has_aux=True expected (loss, aux)."
+            )
+        loss, aux = out if self.has_aux else (out, None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TreeError(
+                f"forward_backward: loss_fn returned {got}; expected a tensor with 1 element. Reduce it, as with "
+                ".mean(), and return what else there is with has_aux=True."
+            )
+        if not loss.requires_grad:
+            raise ScheduleError(
+                "forward_backward: the loss does not depend on any weight that trains. Is everything frozen, or was "
+                "the model called under torch.no_grad()? For a forward only, use T.apply(model)."
+            )
+        return loss, aux
+
+    def _differentiate(self, driver: Driver | Whole, loss: torch.Tensor, factor: torch.Tensor, last: bool) -> None:
+        try:
+            driver.differentiate(loss, factor, last)
+        except RuntimeError as error:
+            if "use_reentrant" in str(error):
+                raise ScheduleError(
+                    "forward_backward: the model uses reentrant activation checkpointing, which needs .backward(). Use "
+                    "checkpoint(..., use_reentrant=False); in Hugging Face models "
+                    "gradient_checkpointing_enable({'use_reentrant': False})."
+                ) from error
+            if "expected device meta" in str(error):
+                raise ScheduleError(
+                    "forward_backward: an autograd.Function was given a weight outside the module that holds it, where "
+                    "a stand-in is in its place. Give it a copy: weight.clone()."
+                ) from error
+            raise
+
+
+run = alone(ForwardBackward._run, "forward_backward", at=1, traced=ForwardBackward._traced)

@@ -1,0 +1,125 @@
+"""Whole: a private copy of a module that has all of its weights at once, so that gradients of gradients are right.
+
+    Driver    one unit at a time   its unit calls gather again in a backward, once: a backward of that one would find
+                                   other units' bytes
+    Whole     every unit           gathered before the forward, plain leaves of autograd's graph, until the outer
+                                   gradient is there
+
+For `forward_backward` it is what a `Driver` is: the same names, the same transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from functional_fsdp import Layout, SpecError, State, reduce, unshard
+from functional_fsdp.extend import Session, ranks_of, skeleton_of, torch_private
+
+from .._modules.unit_modules import find_unit_modules, slots_of
+from .driver import caller, refuse_nesting
+from .inputs import precisions
+from .watch import WriteWatch, changed, clear, spoilt, version
+
+__all__ = ["Whole"]
+
+
+class Whole:
+    """A module's copy, and what it is doing: one forward and its gradient at a time.
+
+    Attributes:
+        model: the copy, of the user's own class; weights are in it only while something runs.
+        state: the state as it is now; None when nothing runs.
+        leaves: {path that holds the leaf: weight}, while something runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = skeleton_of(model)
+        self.slots = [(path, held, name, held[name]) for path, held, name in slots_of(self.model)]
+        self.layout: Layout | None = None
+        self.watched = False  # whether it ran, and what it does to weights was looked at
+        self.state: Any = None
+        self.caller: FrameType | None = None  # whose `with` it is that runs
+        self.token: torch.Tensor | None = None  # a driver's; nothing hangs on it here
+        self.leaves: dict[str, torch.Tensor] = {}
+        self.watch: Callable[[str, Any], None] | None = None  # what sees gradients before they are reduced
+
+    @contextmanager
+    def running(self, state: State, verb: str, trains: bool = True) -> Iterator[int]:
+        """Within, the model has this state's weights, all of them; `self.state` goes on from it.
+
+        Gives the number of this forward in its step.
+        """
+        refuse_nesting(self.caller)
+        if state.layout is not self.layout:
+            find_unit_modules(self.model, state.layout)  # raises if the state is of another model
+            if any(inputs for _, inputs in precisions(state).values()):
+                raise SpecError(
+                    "Precision(inputs=True) with forward_backward(second_order=True): inputs are cast where a module "
+                    "is gathered, and here all are gathered at once. Cast the batch in the loss function."
+                )
+            self.device = ranks_of(state).device
+            self.trained = {
+                path for unit in state.layout.units
+                for path, shape in zip(unit.paths, unit.trains, strict=True) if shape is not None
+            }  # fmt: skip
+            self.layout = state.layout
+        session = Session(state, verb)
+        state, params = unshard(state)
+        if trains:
+            session.count()
+        weights = dict(zip(state.layout.source, torch_private.pytree.tree_leaves(params), strict=True))
+        del params
+        try:
+            self.caller, self.state = caller(), state
+            self.leaves = {path: t.detach().requires_grad_(path in self.trained) for path, t in weights.items()}
+            home = dict(zip(state.layout.paths, state.layout.source, strict=True))
+            for path, held, name, _ in self.slots:
+                held[name] = self.leaves[home[path]]
+            before = [(version(t), t.data_ptr()) for t in self.leaves.values()]
+            watch = not self.watched or state.spec.schedule.debug
+            with WriteWatch(self.leaves) if watch else nullcontext():
+                yield session.number
+            self.watched = True
+            self._check(session, before, home)
+        finally:
+            for _, held, name, placeholder in self.slots:
+                held[name] = placeholder
+            self.leaves = {}
+            self.state = self.caller = None
+
+    def _check(self, session: Session, before: list[tuple[int, int]], home: dict[str, str]) -> None:
+        """The weights are what they were; see `_distributed.watch`."""
+        now = [(version(t), t.data_ptr()) for t in self.leaves.values()]
+        paths = [path for path, new, old in zip(self.leaves, now, before, strict=True) if new[1] != old[1]]
+        if paths:
+            raise changed(paths, "by .data =")
+        paths = [path for path, new, old in zip(self.leaves, now, before, strict=True) if new != old]
+        if paths:
+            session.spoil(self.state, self.state.units, spoilt("the model"))
+            raise changed(paths, "in place")
+        for path, held, name, _ in self.slots:
+            if held.get(name) is not self.leaves[home[path]]:
+                clear(self.model, held, name)
+                raise changed([path], "by assignment")
+
+    def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool) -> None:
+        """The gradient of the loss, with respect to every weight at once; reduced unit by unit."""
+        state: State = self.state
+        wanted = {path: leaf for path, leaf in self.leaves.items() if path in self.trained}
+        with torch.autograd.set_multithreading_enabled(False):  # on this thread, as a driver
+            found = torch.autograd.grad(loss, [*wanted.values()], scale, allow_unused=True)
+        grads = dict(zip(wanted, found, strict=True))
+        if self.watch is not None:
+            for unit in state.layout.units:
+                self.watch(unit.name, [grads.get(path) for path in unit.paths])
+        tree = state.treedef.unflatten([grads.pop(path, None) for path in state.layout.source])  # tied ones once
+        self.state = reduce(state, tree, last_microbatch=last)
+
+    def release(self) -> None:
+        """Nothing is borrowed: the weights go when the last of them is let go."""

@@ -1,0 +1,258 @@
+"""Unit calls: how a unit module of a driven module is called.
+
+    call of a unit module   unshard(state, units), weights into its slots, the module's own code, slots emptied
+
+What the backward does when it comes to such a call is in `_drive.unit_uses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.modules.module as GLOBAL
+
+from functional_fsdp import ScheduleError
+
+from .._compile.compile_units import Compiled
+from .._modules.outputs import map_tensors
+from .._modules.unit_modules import Leaf, UnitModule
+from .driven import Driven
+from .inputs import cast_inputs, dtypes_of, refuse_dtypes
+from .placeholders import WeightPlaceholder
+from .unit_uses import Outputs, UnitUse, Weights
+from .watch import WriteWatch, changed, clear, place
+
+__all__ = ["Slot", "UnitCall"]
+
+Slot = tuple[dict[str, Any], str]  # a dict of parameters, and a name in it
+
+
+class UnitCall:
+    """Where a unit module is called. Its class is a subclass of its own one, made here, on the copy only."""
+
+    def __init__(
+        self,
+        driver: Driven,
+        module: nn.Module,
+        unit_module: UnitModule,
+        slots: dict[str, Slot],
+        buckets: dict[Leaf, str],
+    ) -> None:
+        self.driver, self.module, self.unit_module = driver, module, unit_module
+        self.units = unit_module.units
+        self.leaves = list(dict.fromkeys(leaf for _, leaf in unit_module.leaves))
+        number = {leaf: i for i, leaf in enumerate(self.leaves)}
+        self.slots = [(*slots[path], number[leaf]) for path, leaf in unit_module.leaves]
+        self.placeholders = [held[name] for held, name, _ in self.slots]
+        self.trained = [i for i, leaf in enumerate(self.leaves) if driver.trains(leaf)]
+        firsts = {buckets[leaf]: i for i, leaf in reversed([*enumerate(self.leaves)]) if leaf in buckets}
+        self.firsts = list(firsts.values())  # a leaf of each bucket: they share its storage and its version counter
+        self.paths = {number[leaf]: path for path, leaf in reversed(unit_module.leaves)}
+        self.rebound = [number[leaf] for path, leaf in unit_module.leaves if _rebinds(module, unit_module.path, path)]
+        self.dtypes, self.inputs = dtypes_of(unit_module, driver.precisions)
+        self.watched = False  # whether it was called, and what it does to its weights was looked at
+        self.inside = 0
+        self.call: UnitUse | None = None  # of the forward that is under way
+        self.storages: list[int] = []
+        self.own_class = type(module)
+        self.compiled = Compiled(driver.compiler, unit_module.path, self.own_class) if driver.compiler else None
+        module.__class__ = _entered(self.own_class)
+        module.__dict__["_unit_call"] = self
+
+    def remove(self) -> None:
+        """The module as it was."""
+        self.module.__class__ = self.own_class
+        del self.module.__dict__["_unit_call"]
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Weights into the slots."""
+        self.inside += 1
+        if self.inside > 1:
+            for held, name, i in self.slots:
+                held[name] = tensors[i]
+            return
+        i = 0
+        try:
+            for (held, name, i), placeholder in zip(self.slots, self.placeholders, strict=True):
+                if held[name] is not placeholder:
+                    raise KeyError
+                held[name] = tensors[i]
+        except KeyError:
+            raise self.refuse([i], "by assignment, outside the module that holds it") from None
+
+    def take(self) -> None:
+        """Weights out of the slots, once for each `put`."""
+        if self.inside == 1:
+            for (held, name, _), placeholder in zip(self.slots, self.placeholders, strict=True):
+                held[name] = placeholder
+        self.inside -= 1  # last: if this is interrupted, `empty` begins again
+
+    def empty(self) -> None:
+        """Weights out of the slots, whatever happened."""
+        if self.inside:
+            self.inside = 1
+            self.take()
+
+    def refuse(self, which: Sequence[int], how: str) -> ScheduleError:
+        """The error for weights that were changed, with the slots as they were."""
+        for held, name, _ in self.slots:
+            clear(self.module, held, name)
+        self.inside = max(self.inside, 1)
+        self.empty()
+        return changed([self.paths[i] for i in which], how)
+
+    def check(
+        self, lent: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], versions: list[int], node: Any
+    ) -> None:
+        """After a call: the weights are what they were.
+
+        Raises:
+            ScheduleError: they were changed. If they are the state's own, it is of no more use.
+        """
+        now = [lent[i]._version for i in self.firsts]
+        if now != versions:
+            moved = [i for i, a, b in zip(self.firsts, versions, now, strict=True) if a != b]
+            storages = {lent[i].untyped_storage()._cdata for i in moved}
+            which = [i for i, t in enumerate(lent) if t.numel() and t.untyped_storage()._cdata in storages]
+            sure = [i for i in which if node is not None and i in self.trained and tensors[i].grad_fn is not node]
+            where = f"the module {self.unit_module.path!r}" if self.unit_module.path else "the model"
+            self.driver.spoilt(self.units, where)
+            raise self.refuse(sure or which, f"in place, in {where}")
+        i = 0
+        try:
+            for held, name, i in self.slots:
+                if held[name] is not tensors[i]:
+                    raise KeyError
+        except KeyError:
+            raise self.refuse([i], "by assignment") from None
+
+    def watch(self, function: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """`run`, looking at each operation."""
+        before = [(t, t.detach()) for t in tensors]
+        with WriteWatch({path: tensors[i] for i, path in self.paths.items()}):
+            out = self.run(function, args, kwargs)
+        for i, (t, same) in enumerate(before):
+            if i not in self.rebound and place(t) != place(same):
+                t.data = same
+                raise self.refuse([i], "by .data =")
+        self.watched = not self.driver.debug
+        return out
+
+    def enter(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """UnitUse the module's own code with its weights."""
+        driver = self.driver
+        if self.inside:
+            out = self.run(function, args, kwargs)
+            seen = self.call is not None and function is self.own_class.forward
+            hooked = seen and (self.module._forward_hooks or GLOBAL._global_forward_hooks)
+            return _out(out, self.storages, self.call) if hooked else out  # what hooks keep may be what the loss uses
+        if driver.state is None:
+            return function(self.module, *args, **kwargs)
+        if self.inputs is not None:
+            args, kwargs = cast_inputs(args, kwargs, self.inputs)
+        besides = driver.besides and driver.besides.intersection(self.units)
+        outside = driver.gather(self.units, driver.busy, besides or None)
+        tensors = driver.tensors(self.leaves)
+        lent = tuple(tensors)
+        versions = [lent[i]._version for i in self.firsts]
+        for i in self.rebound:
+            tensors[i] = torch.empty(0, dtype=lent[i].dtype, device=lent[i].device)
+            tensors[i].data = lent[i]  # the same bytes, with a version counter of its own
+        storages = [tensors[i].untyped_storage()._cdata for i in self.firsts]
+        call = None
+        if driver.backward:  # activation checkpointing runs it again: the same, with nothing to come of it
+            driver.again.update(outside)
+            for i in self.trained:
+                tensors[i] = tensors[i].detach().requires_grad_()
+        elif torch.is_grad_enabled():
+            call = UnitUse(driver, self, [self.leaves[i] for i in self.trained])
+            driver.calls.append(call)
+            if self.trained:
+                through = Weights.apply(driver.token, call, *[tensors[i] for i in self.trained])
+                call.node = through[0].grad_fn
+                for i, tensor in zip(self.trained, through, strict=True):
+                    tensors[i] = tensor
+            call.lent, call.tensors, call.outside = lent, tensors, outside
+            if outside:
+                driver.besides.update(outside)
+        driver.stack.append(self)
+        self.put(tensors)
+        self.call, self.storages = call, storages
+        try:
+            watch = not self.watched and self.compiled is None and not driver.backward
+            out = self.watch(function, args, kwargs, tensors) if watch else self.run(function, args, kwargs)
+            self.check(lent, tensors, versions, call and call.node)
+        except RuntimeError as error:
+            refuse_dtypes(error, (args, kwargs), self.dtypes, f"the module {self.unit_module.path!r}")
+            raise
+        finally:
+            self.call = None
+            driver.stack.pop()
+            self.take()
+        return _out(out, storages, call)
+
+    def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The module's own code, compiled if so wished; its weights are in it."""
+        if self.compiled is None:
+            return function(self.module, *args, **kwargs)
+        return self.compiled.module(self.own_class, function, self.module, args, kwargs)
+
+
+def _rebinds(module: nn.Module, path: str, leaf: str) -> bool:
+    """Whether a leaf is of a recurrent module, which on GPUs has its weights point to a copy of its own."""
+    inner = leaf[len(path) + 1 if path else 0 :].rpartition(".")[0]
+    return isinstance(module.get_submodule(inner), nn.RNNBase)
+
+
+def _out(out: Any, storages: list[int], call: UnitUse | None) -> Any:
+    """A unit module's output: copied where it is a weight itself, and through `Outputs` where it is differentiated."""
+    found: list[torch.Tensor] = []
+
+    def look(t: torch.Tensor) -> torch.Tensor:
+        if type(t) is WeightPlaceholder:
+            t = t.value()
+        if t.layout is torch.strided and t.untyped_storage()._cdata in storages:
+            t = t.clone()
+        if call is not None and t.requires_grad:
+            found.append(t)
+        return t
+
+    out = map_tensors(look, out)
+    if not found:
+        return out
+    assert call is not None
+    through = Outputs.apply(call, *found)
+    call.outs.append(through[0].grad_fn)
+    if len(found) > 1 and len({t.untyped_storage()._cdata for t in found}) < len(found):
+        call.shared += [(t, t._version) for t in through]
+    if found[0] is out:
+        return through[0]
+    passed = {id(t): new for t, new in zip(found, through, strict=True)}
+    return map_tensors(lambda t: passed.get(id(t), t), out)
+
+
+# ---------------------------------------------------------------- classes
+
+
+_ENTERED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _entered(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module with a unit_call."""
+    if cls in _ENTERED:
+        return _ENTERED[cls]
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._unit_call.enter(cls.__call__, args, kwargs)
+
+    @wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._unit_call.enter(cls.forward, args, kwargs)
+
+    body = {"__call__": __call__, "forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    _ENTERED[cls] = type(cls.__name__, (cls,), body)
+    return _ENTERED[cls]

@@ -1,0 +1,165 @@
+"""Unit uses: one use of a unit module in a forward, and what the backward does when it comes to it.
+
+    its weights    went in through `Weights`, whose backward has all of their gradients:    reduce(state, grads, unit)
+    its outputs    went out through `Outputs`, whose backward comes before anything in it:  unshard(state, units)
+
+autograd runs what was made last first, so between a unit module's `Outputs` and its `Weights` there is nothing but the
+unit module, and what its residuals point at is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import torch
+
+from functional_fsdp import ScheduleError
+
+from .._modules.unit_modules import Leaf
+from .driven import Driven, Gradients, Opened
+
+__all__ = ["Gradients", "Outputs", "Start", "UnitUse", "Weights"]
+
+
+class UnitUse:
+    """One call of a unit module in the forward; without a unit call, one use of a single weight outside of it."""
+
+    def __init__(self, driver: Driven, unit_call: Opened | None, leaves: list[Leaf]) -> None:
+        self.driver, self.unit_call, self.leaves = driver, unit_call, leaves
+        self.parents = list(driver.stack)
+        self.lent: tuple[torch.Tensor, ...] = ()  # the unit call's weights, as they were gathered
+        self.tensors: list[torch.Tensor] = []  # and as they went in
+        self.shared: list[tuple[torch.Tensor, int]] = []  # outputs that share memory, and their versions
+        self.outside: Set[str] = frozenset()  # units that it had from outside the schedule
+        self.undo: list[Callable[[], None]] = []  # what puts back what lay where its weights are needed
+        self.idle = False  # whether its backward runs, and not that of its weights
+        self.node: Any = None  # of Weights, in the graph
+        self.outs: list[Any] = []  # of Outputs: one, or two where hooks see the first
+        self.trained: dict[str, list[tuple[int, int]]] = {}  # for each unit: (which of `leaves`, which of its keys)
+        for i, (unit, key) in enumerate(leaves):
+            self.trained.setdefault(unit, []).append((i, driver.keys[unit].index(key)))
+
+    def begin(self, grads: Gradients) -> Gradients:
+        """The backward comes to this call, with gradients of its outputs: its weights are needed again."""
+        driver, unit_call = self.driver, self.unit_call
+        if not driver.backward:
+            raise ScheduleError(
+                "a backward was run inside the loss function, through a sharded model. Keep all of it gathered for "
+                "that: T.forward_backward(model, loss_fn, second_order=True)."
+            )
+        assert unit_call is not None
+        if self in driver.active:
+            return grads
+        if any(t._version != version for t, version in self.shared):
+            raise ScheduleError(
+                f"outputs of the module {unit_call.unit_module.path!r} share memory, and one was changed in place "
+                "outside of it, which gradients cannot follow. Return a copy: .clone()."
+            )
+        self.shared = []
+        for other in driver.active:
+            if other.unit_call not in self.parents:
+                other.end()
+        driver.active = [other for other in driver.active if other.unit_call in self.parents]
+        driver.gather(unit_call.units, self.parents, self.outside)
+        grads = driver.regathered(self, grads)
+        driver.active.append(self)
+        unit_call.put(self.tensors)
+        if self.idle:  # its weights are needed, and get no gradient
+            self.idle = False
+            for unit in self.trained:
+                driver.collect(unit, [None] * len(driver.keys[unit]))
+        return grads
+
+    def put_in_place(self) -> None:
+        """Its units are used more often than the schedule says, and lie elsewhere than in the forward."""
+        assert self.unit_call is not None
+        moved: dict[str, dict[str, torch.Tensor]] = {}
+        for (unit, key), then in zip(self.unit_call.leaves, self.lent, strict=True):
+            if self.driver.weights[unit][key] is not then:
+                moved.setdefault(unit, {})[key] = then
+        for unit, weights in moved.items():
+            undo = self.driver.session.put_in_place(unit, weights)
+            if undo is None:
+                raise ScheduleError(
+                    f"the unit {unit!r} is used more often than the schedule says, and was gathered to another place "
+                    "for the backward. Give the order: Schedule(order=[...])."
+                )
+            self.undo.append(undo)
+
+    def end(self) -> None:
+        if self.unit_call is not None and self.tensors:
+            self.tensors = []
+            self.unit_call.take()
+            while self.undo:
+                self.undo.pop()()
+
+    def gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """All gradients of this call's weights are there."""
+        driver = self.driver
+        if not driver.backward:
+            raise ScheduleError("a backward was run through a sharded model outside forward_backward.")
+        if self.unit_call is not None:
+            self.end()
+            driver.active.remove(self)
+        for unit, which in self.trained.items():
+            full: Gradients = [None] * len(driver.keys[unit])
+            for i, k in which:
+                full[k] = grads[i]
+            driver.collect(unit, full)
+
+
+# ---------------------------------------------------------------- autograd
+
+
+def _first_order() -> None:
+    if torch.is_grad_enabled():
+        raise ScheduleError(
+            "a gradient of a gradient was asked for (create_graph=True), through units that are gathered one at a "
+            "time. Keep all of them gathered for that: T.forward_backward(model, loss_fn, second_order=True)."
+        )
+
+
+class Start(torch.autograd.Function):
+    """The loss. Its backward is the first thing that runs."""
+
+    @staticmethod
+    def forward(ctx: Any, driver: Driven, loss: torch.Tensor) -> torch.Tensor:
+        ctx.driver = driver
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dloss: torch.Tensor) -> Any:
+        ctx.driver.begin()
+        return None, dloss
+
+
+class Weights(torch.autograd.Function):
+    """Weights as they go into an unit_module. Its backward runs when all of their gradients are there."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, call: UnitUse, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple([weight.detach() for weight in weights])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        _first_order()
+        ctx.call.gradients(grads)
+        return (None,) * (2 + len(grads))
+
+
+class Outputs(torch.autograd.Function):
+    """What a unit module returns. Its backward runs before anything in the unit module."""
+
+    @staticmethod
+    def forward(ctx: Any, call: UnitUse, *outs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple([out.detach() for out in outs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        _first_order()
+        return None, *ctx.call.begin([*grads])

@@ -1,0 +1,1 @@
+"""What a module is made of: which of its modules use a unit, patterns of paths, tensors in what it returns."""

@@ -1,0 +1,106 @@
+"""Unit modules: the modules whose calls use a unit, found from a module's structure and a layout. Pure.
+
+    model                      holds leaves of many units          no unit module: its parts are
+    ├─ embed   (tied)          {embed.weight}                      unit module
+    ├─ blocks                  a list, which nobody calls
+    │  ├─ 0                    {blocks.0}                          unit module
+    │  └─ 1                    {blocks.1}                          unit module
+    ├─ scale   (a parameter)   {scale}                             no module of its own: taken where it is used
+    └─ head    (tied, a bias)  {head, embed.weight}                unit module, of a group of units
+
+A unit module is a largest module all of whose own leaves are of one unit; leaves tied to other modules join it as units
+of the same group. In the order in which they are found unit modules are a guess at the order of use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn as nn
+
+from functional_fsdp import Layout, TreeError
+
+__all__ = ["Leaf", "UnitModule", "find_unit_modules", "leaves_of", "order_of", "slots_of"]
+
+Leaf = tuple[str, str]  # a unit and the key of one of its weights
+NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@dataclass(frozen=True)
+class UnitModule:
+    """A module that uses units: where it is, which units, and which of their leaves it holds under which path."""
+
+    path: str
+    units: tuple[str, ...]
+    leaves: tuple[tuple[str, Leaf], ...]
+
+
+def slots_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """(path, dict of parameters, name in it) for each parameter of each module, shared ones at each of their paths."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{name}" if path else name, part._parameters, name
+
+
+def leaves_of(layout: Layout) -> dict[str, Leaf]:
+    """For each path, tied ones included, the unit and the key that hold it."""
+    held = {path: (unit.name, key) for unit in layout.units for path, key in zip(unit.paths, unit.keys, strict=True)}
+    return {path: held[source] for path, source in zip(layout.paths, layout.source, strict=True)}
+
+
+def find_unit_modules(module: nn.Module, layout: Layout) -> list[UnitModule]:
+    """The unit modules of a module, in the order of its modules.
+
+    Raises:
+        TreeError: the module's parameters are not the leaves of the layout.
+    """
+    paths = [path for path, _, _ in slots_of(module)]
+    if set(paths) != set(layout.paths):
+        lacks, extra = sorted(set(layout.paths) - set(paths)), sorted(set(paths) - set(layout.paths))
+        said = [f"{what} {names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+                for what, names in (("lacks", lacks), ("has besides", extra)) if names]  # fmt: skip
+        raise TreeError(
+            f"this state is of another model: {type(module).__name__} has {len(paths)} parameters, the state "
+            f"{len(layout.paths)} leaves; the model {' and '.join(said)}. Give the model that the state was made from."
+        )
+    leaf = leaves_of(layout)
+    users = Counter(layout.source)
+    tied = {path for path, source in zip(layout.paths, layout.source, strict=True) if users[source] > 1}
+    return list(_visit(module, "", {path: leaf[path] for path in paths}, tied))
+
+
+def _visit(module: nn.Module, path: str, below: dict[str, Leaf], tied: set[str]) -> Iterator[UnitModule]:
+    if not below:
+        return
+    own = dict.fromkeys(unit for leaf, (unit, _) in below.items() if leaf not in tied)
+    if len(own) <= 1 and not isinstance(module, NEVER_CALLED):
+        yield UnitModule(path, tuple(dict.fromkeys(unit for unit, _ in below.values())), tuple(below.items()))
+        return
+    for name, part in module._modules.items():
+        if part is not None:
+            inner = f"{path}.{name}" if path else name
+            kept = {leaf: where for leaf, where in below.items() if leaf.startswith(f"{inner}.")}
+            yield from _visit(part, inner, kept, tied)
+
+
+def order_of(unit_modules: list[UnitModule], layout: Layout) -> tuple[str | tuple[str, ...], ...]:
+    """A schedule's order, if the model uses its unit modules one after another, forward and then backward.
+
+    Leaves that are in no unit module come where their units come in the layout.
+    """
+    covered = {unit for unit_module in unit_modules for unit in unit_module.units}
+    place = {unit.name: i for i, unit in enumerate(layout.units)}
+    forward: list[tuple[str, ...]] = []
+    loose = [unit.name for unit in layout.units if unit.name not in covered]
+    for unit_module in unit_modules:
+        while loose and place[loose[0]] < min(place[unit] for unit in unit_module.units):
+            forward.append((loose.pop(0),))
+        if forward[-1:] != [unit_module.units]:
+            forward.append(unit_module.units)
+    forward += [(name,) for name in loose]
+    order = [*forward, *reversed(forward)]
+    return tuple(units[0] if len(units) == 1 else units for units in order)

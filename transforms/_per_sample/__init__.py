@@ -1,0 +1,1 @@
+"""A gradient for each sample, and what is made of them."""

@@ -1,0 +1,121 @@
+"""clipped_gradients: each sample's gradient cut down to a norm, and noise on their sum (DP-SGD).
+
+    pass 1    forward, backward     the norm of each sample's gradient over all units; the gradients are dropped
+    pass 2    forward, backward     of the samples' losses, each times min(1, max_norm / norm): one gradient, reduced
+
+No rank ever holds the gradients of a batch's samples for more than a unit. What that costs is a second pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import inf, prod
+from typing import Any
+
+import torch
+
+from functional_fsdp import SpecError, State, finish_reductions, reduce
+from functional_fsdp.extend import alone, begin_round, change, end_round
+
+from .._drive.driver import eager_only
+from .._drive.stages import Stages, Weights
+from ..vjp import vjp
+from .noise import add_noise
+from .per_sample import batched, norms_of
+
+__all__ = ["clipped_gradients"]
+
+
+def clipped_gradients(
+    stages: Mapping[Any, Callable[..., Any]], max_norm: float, noise: float = 0.0, *, chunk: int | None = None
+) -> Callable[..., tuple[State, torch.Tensor]]:
+    """A function that adds the mean of the samples' clipped gradients to the state, unit by unit, and noise if asked.
+
+    Args:
+        stages, chunk: as for `per_sample_norms`.
+        max_norm: each sample's gradient g, over all units, becomes g · min(1, max_norm / |g|).
+        noise: the noise multiplier: normal draws of standard deviation noise · max_norm are added to the sum of all
+            clipped gradients, of the batch of all ranks. They follow from (state.rng, step) and the leaf, so they are
+            the same whatever the placement and the number of ranks. With noise every leaf has a gradient.
+
+    Returns:
+        `f(state, batch) -> state, losses [B]`, this rank's. The gradients are the mean over B and over the data ranks
+        (with `Spec(average="sum")` their sum), so B is to be the same on every rank. Two keywords are its own, as of
+        `forward_backward`: `last_microbatch=False` says that more microbatches follow, `scale` multiplies the
+        gradients. Noise comes with the last one: once a step. (`T.accumulate` around it averages losses over
+        microbatches, by position.)
+
+    The norms are float32, or the compute dtype's where that is wider; with bfloat16 compute a sample's gradient is
+    clipped to its rounding. A sample whose gradient is not finite makes the whole one so: see `T.skip_nonfinite`.
+
+    This is the mechanism of DP-SGD. How much privacy it spends is for an accountant to say; that takes batches drawn at
+    random, and a secret `seed`.
+
+    Raises:
+        SpecError: max_norm not above 0, noise below 0. TreeError and ScheduleError as `per_sample_norms`; ScheduleError
+            as `forward_backward`, where the gradients of a whole round are there.
+
+    Collective: as `unshard` for each stage twice, forward and backward; as `reduce` for each unit; with noise, what
+    `finish_reductions` issues.
+
+    Source: Abadi et al. 2016 (arXiv:1607.00133); norms first, then one weighted backward: Lee and Kifer 2020
+    (arXiv:2009.03106), Li et al. 2021 (arXiv:2110.05679).
+
+    Example:
+        >>> clipped = T.clipped_gradients(stages, max_norm=1.0, noise=1.1)  # doctest: +SKIP
+        >>> state, losses = clipped(state, batch)  # doctest: +SKIP
+        >>> state = fsdp.step(state)  # doctest: +SKIP
+    """
+    walk = Stages("clipped_gradients", stages)
+    if not 0 < max_norm < inf:
+        raise SpecError(f"clipped_gradients(max_norm={max_norm!r}): expected a finite norm above 0.")
+    if not 0 <= noise < inf:
+        raise SpecError(f"clipped_gradients(noise={noise!r}): expected a finite multiplier of at least 0.")
+
+    def f(
+        state: State, batch: Any, *, last_microbatch: bool = True, scale: float | torch.Tensor = 1.0
+    ) -> tuple[State, torch.Tensor]:
+        begin_round(state, "clipped_gradients")
+        walk.enter(state)
+        state, losses, norms = norms_of(walk, state, batch, chunk)
+        weights = max_norm / norms.clamp(min=max_norm)
+        mean = scale / len(losses)
+        state = _weighted(walk, state, batch, (weights * mean).to(losses.dtype), last_microbatch)
+        if noise and last_microbatch:
+            state = finish_reductions(state)
+            ranks = prod(state.spec.axes[axis] for axis in state.spec.data) if state.spec.average == "mean" else 1
+            blur = partial(add_noise, state, noise * max_norm * mean / ranks)
+            state = change(state, "clipped_gradients()", blur, every_leaf=True)
+        end_round(state, last_microbatch)
+        return state, losses
+
+    return alone(f, "clipped_gradients", traced=eager_only("clipped_gradients"))
+
+
+def _weighted(walk: Stages, state: State, batch: Any, dlosses: torch.Tensor, last: bool) -> State:
+    """Gradients of the losses [B] by these cotangents [B], reduced."""
+    h: Any = None
+    pullbacks = []
+    for stage in walk.forward:
+        state, w = stage.gather(state)
+        h, pullback = vjp(partial(batched(stage), batch=batch), stage.given(w), h)
+        pullbacks.append(pullback)
+        state = stage.release(state)
+    dh: Any = dlosses
+    tied: Weights = {}
+    for stage in walk.backward:
+        state, w = stage.gather(state)
+        dw, dh = pullbacks.pop()(stage.given(w), dh)
+        for unit, grads in ({stage.key: dw} if isinstance(stage.key, str) else dw).items():
+            total = _added(tied.pop(unit, {}), grads)
+            if unit in stage.opens:
+                state = reduce(state, total, unit, last_microbatch=last)
+            else:
+                tied[unit] = total
+        state = stage.release(state)
+    return state
+
+
+def _added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    return {key: grad if a.get(key) is None else a[key] if grad is None else a[key] + grad for key, grad in b.items()}
