@@ -47,6 +47,7 @@ __all__ = ["STORE", "TIMEOUT", "Call", "Key", "Setup", "held", "live", "renew", 
 STORE = "FUNCTIONAL_FSDP_STORE"  # the file over which ranks of this machine meet; `local_mesh` reads this and the next
 TIMEOUT = "FUNCTIONAL_FSDP_TIMEOUT"  # seconds a collective may wait for the other ranks
 PR_SET_PDEATHSIG = 1  # of prctl
+AGAIN = 0.01  # seconds until an interrupt that was lost comes again
 WIDTH = 100  # characters of a value, where a handle is printed
 
 Key = tuple[int, int | None]  # the number of a call, and a place in the tuple that it returned; None: all of it
@@ -223,6 +224,7 @@ class _Worker:
 
     def work(self) -> NoReturn:
         signal.signal(signal.SIGINT, self._interrupted)
+        sys.unraisablehook = self._swallowed
         threading.Thread(target=self._read, name="caller", daemon=True).start()
         while True:
             message = self._serve(self.calls.get())
@@ -240,13 +242,24 @@ class _Worker:
                     self.calls.put(content)
                 else:
                     self.stopping = content
-                    main = threading.main_thread().ident
-                    assert main is not None
-                    signal.pthread_kill(main, signal.SIGINT)
+                    self._strike()
         except (EOFError, OSError):
             if self.folder:
                 shutil.rmtree(self.folder, ignore_errors=True)
             os._exit(0)
+
+    def _strike(self) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def _swallowed(self, what: Any) -> None:
+        """An error in a finalizer, which Python reports and forgets. An interrupt that struck there comes again."""
+        if what.exc_type is KeyboardInterrupt and self.serving:
+            self.stopping = self.serving
+            threading.Timer(AGAIN, self._strike).start()
+        else:
+            sys.__unraisablehook__(what)
 
     def _interrupted(self, *_: Any) -> None:
         """The handler of SIGINT: it counts once, and only in the call that it is meant for."""
@@ -272,6 +285,8 @@ class _Worker:
         try:
             try:
                 self.serving = call.number
+                if self.stopping:  # before this thread took the call up
+                    self._interrupted()
                 return "done", self._run(call)
             finally:
                 self.serving = 0

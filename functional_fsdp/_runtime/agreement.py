@@ -20,31 +20,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from .._common.errors import CommError, RestartError, ScheduleError, TreeError
+from .._common.errors import CommError, RestartError, ScheduleError
+from .._common.interrupts import whole
 from .._common.record import Collective
 from .._distributed.exchange import exchanged
 from .._distributed.lanes import Log, Mark
 from .._distributed.peers import Peers
-from .forms import Forms, described
+from .ballots import ALIKE, APART, EXCHANGES, GIVEN, NAMES, OUTSIDE, TURNS, elsewhere
+from .forms import Forms, differ
 from .given import FULL
-from .restart import Meeting, restart
+from .restart import Meeting, announce, restart
 
 if TYPE_CHECKING:
     from .._distributed.host_vote import HostVote
     from .._distributed.watch import ProcessWatch
 
-__all__ = ["APART", "METRICS", "Agreement", "Vote"]
+__all__ = ["Agreement", "Vote"]
 
 T = TypeVar("T")
 
-GIVEN = 2  # bits of a vote's number; the other 32 are its digest
-ALIKE = 1 << 38  # no vote's number, which has 34 bits
-OUTSIDE = 1 << 40  # ballots from here on name a unit that is used outside the plan
-EXCHANGES = 1 << 41  # are of what an exchange is for
-METRICS = 1 << 42  # ballots from here on are of the structure of metrics
-TURNS = 1 << 44  # are of what a rank wants next, where ranks agree on each use
-APART = 1 << 46  # of a rank that cannot come, see `_runtime.host_lanes`
-NAMES = 1 << 16  # units that have numbers of their own
 GRACE = 1.0  # seconds that what a rank sent before it ended may still be on its way
 
 
@@ -65,6 +59,7 @@ class Agreement(Peers):
         restarted: how many there were after the last restart.
         failed: why the communicators are of no more use; "" as long as they are.
         parted: whether this rank left an exchange before its end.
+        stage: "voted" from a vote for a step to `confirm`, "confirming" in that, else "".
         form: the structure of the metrics that are being reduced, the `formed`th since the last meeting; asking:
             whether this rank waits for its peers to compare it; presumed: whether it goes ahead without that.
         heard: at the last meeting, every rank's `form`, in words.
@@ -87,7 +82,7 @@ class Agreement(Peers):
         self.digest = 0  # of remarks, since the last vote
         self.host_vote: HostVote | None = None  # for votes, where all ranks are on one host
         self.watch: ProcessWatch | None = None  # the processes of the other ranks
-        self.failed, self.parted = "", False
+        self.failed, self.parted, self.stage = "", False, ""
         self.form: Any = ()
         self.forms = Forms()
         self.formed = 0
@@ -115,7 +110,7 @@ class Agreement(Peers):
         """
         if self.size == 1:
             return None
-        self.voted = digest, len(self.remarks)
+        self.voted, self.stage = (digest, len(self.remarks)), "voted"
         mine, self.digest = zlib.crc32(f"{digest} {self.digest}".encode()), 0
         return self.ballot(mine << GIVEN | given, "vote")
 
@@ -124,7 +119,7 @@ class Agreement(Peers):
         most of what was `given`.
 
         In this round ranks wait for the slowest; whoever is interrupted there, or before `confirm`, abandons the step,
-        which its peers hear in `confirm`.
+        and tells its peers by `withdraw`.
 
         Raises:
             ScheduleError: ranks issued different collectives since the last step.
@@ -132,7 +127,7 @@ class Agreement(Peers):
         """
         if vote is None:
             return FULL, FULL
-        most, least = self._count(vote)
+        most, least = self.tally(vote)
         mine, lowest, highest = (number >> GIVEN for number in (vote.mine, least, most))
         if highest != lowest:
             raise ScheduleError(
@@ -143,7 +138,7 @@ class Agreement(Peers):
             )
         return least & (1 << GIVEN) - 1, most & (1 << GIVEN) - 1
 
-    def _count(self, vote: Vote) -> tuple[int, int]:
+    def tally(self, vote: Vote) -> tuple[int, int]:
         """The largest and the smallest of every rank's value, once all have come."""
         self.lanes.wait(vote.job)
         most, least = int(vote.ballot[0]), -int(vote.ballot[1])
@@ -154,21 +149,39 @@ class Agreement(Peers):
         return most, least
 
     def confirm(self) -> None:
-        """The second round: nobody waits here for longer than a message takes, and then all commit."""
+        """The second round: nobody waits here for longer than a message takes, and then all commit.
+
+        Raises:
+            RestartError: a peer has withdrawn, so nobody takes the step.
+        """
         if self.size > 1:
-            self._count(self.ballot(0, "confirm"))
+            self.stage = "confirming"
+            try:
+                self.tally(self.ballot(0, "confirm"))
+            finally:
+                self.stage = ""
         self.votes += 1
+
+    @whole
+    def withdraw(self, error: BaseException) -> None:
+        """A step ends by an error. If this rank has voted for it, its peers wait in `confirm`, where no interrupt comes
+        through: they hear of it now, and not only when this rank uses the state again."""
+        voted, self.stage = self.stage == "voted", ""
+        if voted and not isinstance(error, ScheduleError):  # which is raised on every rank
+            self.void()
+            with suppress(RuntimeError):  # whoever keeps the store may be gone
+                announce(self)
 
     def alike(self, what: str, number: int = 0) -> bool:
         """Whether every rank comes here, and not to a vote, with the same number. For what is rare. Host."""
         if self.size == 1:
             return True
-        most, least = self._count(self.ballot(ALIKE + number, what))
+        most, least = self.tally(self.ballot(ALIKE + number, what))
         return most == least
 
     def most(self, what: str, number: int) -> int:
         """The largest of every rank's number. Host."""
-        return number if self.size == 1 else self._count(self.ballot(ALIKE + number, what))[0] - ALIKE
+        return number if self.size == 1 else self.tally(self.ballot(ALIKE + number, what))[0] - ALIKE
 
     def agree(self, number: int, names: tuple[str, ...], verb: str) -> None:
         """Before a use outside the plan: every rank is about to `verb` the unit `names[number]`. Host, 16 bytes.
@@ -179,9 +192,9 @@ class Agreement(Peers):
         if self.size == 1:
             return
         before = 1 + self.logs["reduce"].count % NAMES if verb == "reduce" else 0  # which must be the same ones
-        most, least = self._count(self.ballot(OUTSIDE + before * NAMES + number, f"{verb} {names[number]!r}"))
+        most, least = self.tally(self.ballot(OUTSIDE + before * NAMES + number, f"{verb} {names[number]!r}"))
         if most != least:
-            both = [_elsewhere(n, names) for n in (least, most)]
+            both = [elsewhere(n, names) for n in (least, most)]
             raise ScheduleError(
                 f"{verb}({names[number]!r}) is not what the schedule expects here, so every rank must do the same, but "
                 f"ranks came with {both[0]} and {both[1]}. Use the same units in the same order on every rank, or "
@@ -199,10 +212,10 @@ class Agreement(Peers):
         """
         if self.size == 1:
             return wanted
-        most, least = self._count(self.ballot(TURNS + wanted, f"{what}, and a peer's next use"))
+        most, least = self.tally(self.ballot(TURNS + wanted, f"{what}, and a peer's next use"))
         if least < TURNS or most >= APART:
             raise ScheduleError(
-                f"ranks came to {what}, and to {_elsewhere(least if least < TURNS else most, names)}. Make the same "
+                f"ranks came to {what}, and to {elsewhere(least if least < TURNS else most, names)}. Make the same "
                 "calls in the same order on every rank. The state before the step is valid."
             )
         return least - TURNS
@@ -225,7 +238,7 @@ class Agreement(Peers):
         data = pickle.dumps(value)
         self.parted = True
         try:
-            most, least = self._count(self.ballot(EXCHANGES + zlib.crc32(what.encode()), what))
+            most, least = self.tally(self.ballot(EXCHANGES + zlib.crc32(what.encode()), what))
             if most != least:
                 self.parted = False  # all know
                 raise ScheduleError(
@@ -336,59 +349,18 @@ class Agreement(Peers):
         return bool(self.form) and self.presumed and self.store.check([key])
 
     def _join(self, noticed: bool) -> None:
-        if not self.capturing:  # else the next verb meets them: what is captured now must not be drained
+        if self.stage == "confirming":  # where nobody may wait for long: the next verb meets them
+            self.void()
+        elif not self.capturing:  # else the next verb meets them: what is captured now must not be drained
             self.restart(noticed=noticed)
             if self.form:
-                self._differ(self.heard)
+                differ(self, self.heard)
         raise RestartError(
             "another rank abandoned this step and restarted. Nothing is lost: go on from the state that "
             "the step started from (it is still valid), on every rank."
         ) from None
 
-    def compare_forms(self, number: int, lineage: Any) -> None:
-        """Every rank is about to reduce metrics, of the form with this number. Host, 16 bytes; more where they differ.
-
-        Raises:
-            TreeError: forms differ. ScheduleError: a rank is elsewhere.
-        """
-        self.asking = True
-        try:
-            most, least = self._count(self.ballot(METRICS + number, "metrics"))
-        finally:
-            self.asking = False
-        if most == least:
-            return
-        if least < METRICS or most >= APART:
-            raise ScheduleError(
-                f"ranks came to {described(self.form)}, and to something else (a step, a use outside the plan). Make "
-                "the same calls in the same order on every rank. The state before the step is valid."
-            )
-        forms = self.everyone(described(self.form), "metrics")
-        lineage.call.unchanged()  # all know
-        self._differ(forms)
-
-    def _differ(self, forms: list[str]) -> None:
-        """Raise TreeError if ranks have metrics of different forms; "": none."""
-        said = [(rank, form) for rank, form in zip(self.ranks, forms, strict=True) if form]
-        self.form = ()
-        for rank, form in said:
-            if form != said[0][1]:
-                raise TreeError(
-                    f"ranks have different metrics: rank {said[0][0]} has {said[0][1]}, rank {rank} has {form}. Give "
-                    "pmean and psum the same tree, with the same shapes and dtypes, on every rank."
-                )
-
     def restart(self, lineage: int = 0, noticed: bool = False) -> None:
         """Meet every rank of the mesh; see `_runtime.restart`."""
         if self.size > 1:
             restart(self, lineage, noticed)
-
-
-def _elsewhere(number: int, names: tuple[str, ...]) -> str:
-    """Where a rank is that came to a ballot with this number."""
-    if number >= TURNS:
-        return "something planned" if number >= APART else "a use in the first step"
-    if number >= EXCHANGES:
-        return "pmean or psum" if number >= METRICS else "an exchange"
-    before, unit = divmod(number - OUTSIDE, NAMES)
-    return "step" if number < OUTSIDE else f"{names[unit]!r}{f' after {before - 1} reductions' if before else ''}"

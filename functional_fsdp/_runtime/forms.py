@@ -15,9 +15,11 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
+from .ballots import APART, METRICS
 
-__all__ = ["Forms"]
+__all__ = ["Forms", "described", "differ"]
 
 MOST = 256  # transitions that are remembered
 
@@ -48,7 +50,7 @@ class Forms:
         run.form, run.presumed = form, expected
         if not expected:
             text = described(form)
-            run.compare_forms(zlib.crc32(text.encode()), lineage)
+            _compare(run, zlib.crc32(text.encode()), lineage)
             if len(self.known) > MOST:
                 self.clear()
             found = self.known.index(form) if form in self.known else len(self.known)
@@ -69,3 +71,38 @@ def described(form: Any) -> str:
         return f"{len(kinds)} tensors: {', '.join(kinds)}{where}"
     name, treedef = structure
     return f"{name}({pytree.tree_unflatten(kinds, treedef)}){where}"
+
+
+def _compare(run: Any, number: int, lineage: Any) -> None:
+    """Every rank is about to reduce metrics, of the form with this number. Host, 16 bytes; more where they differ.
+
+    Raises:
+        TreeError: forms differ. ScheduleError: a rank is elsewhere.
+    """
+    run.asking = True
+    try:
+        most, least = run.tally(run.ballot(METRICS + number, "metrics"))
+    finally:
+        run.asking = False
+    if most == least:
+        return
+    if least < METRICS or most >= APART:
+        raise ScheduleError(
+            f"ranks came to {described(run.form)}, and to something else (a step, a use outside the plan). Make "
+            "the same calls in the same order on every rank. The state before the step is valid."
+        )
+    forms = run.everyone(described(run.form), "metrics")
+    lineage.call.unchanged()  # all know
+    differ(run, forms)
+
+
+def differ(run: Any, forms: list[str]) -> None:
+    """Raise TreeError if ranks have metrics of different forms; "": none."""
+    said = [(rank, form) for rank, form in zip(run.ranks, forms, strict=True) if form]
+    run.form = ()
+    for rank, form in said:
+        if form != said[0][1]:
+            raise TreeError(
+                f"ranks have different metrics: rank {said[0][0]} has {said[0][1]}, rank {rank} has {form}. Give "
+                "pmean and psum the same tree, with the same shapes and dtypes, on every rank."
+            )

@@ -28,7 +28,8 @@ from .._common.record import Collective
 from .._distributed.collectives import gloo
 from .._distributed.lanes import QUEUES, Lanes, Log, Mark, Steps, Waiting
 from .._distributed.queue import Job, Queue
-from .agreement import APART, Agreement
+from .agreement import Agreement
+from .ballots import APART
 from .restart import POLL, twin
 
 __all__ = ["HostLanes"]

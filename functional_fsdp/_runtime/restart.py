@@ -25,7 +25,7 @@ from .._common.record import Collective
 from .._distributed.lanes import ARENA, QUEUES, Steps, together
 from .forms import described
 
-__all__ = ["POLL", "Meeting", "restart", "twin"]
+__all__ = ["POLL", "Meeting", "announce", "restart", "twin"]
 
 POLL = timedelta(seconds=0.1)
 LOOK = 0.05  # seconds
@@ -58,16 +58,7 @@ def restart(run: Any, lineage: int, noticed: bool) -> None:
     """
     run.usable("restart")
     number = run.meetings
-    if run.meeting is None or run.meeting.number != number:
-        counts = {name: log.count for name, log in run.issued.items()}
-        steps = {key: lineage.steps for key, lineage in run.lineages.items() if lineage.counted}
-        abandons = 0 if noticed or run.parted else lineage
-        run.meeting = Meeting(number, Status(counts, abandons, steps, described(run.form)))
-    here = run.meeting.status
-    if run.host_vote is not None:
-        run.host_vote.forget()  # before others may go on
-    run.store.set(f"restart/{number}", "1")
-    run.store.set(f"status/{number}/{run.rank}", pickle.dumps(here))
+    here = announce(run, 0 if noticed else lineage)
     run.meeting.arrive(run)
     statuses: list[Status] = [pickle.loads(data) for data in _read(run, f"status/{number}/", range(run.size))]
     for rank, status in enumerate(statuses):
@@ -90,10 +81,24 @@ def restart(run: Any, lineage: int, noticed: bool) -> None:
     if not (here.lineage and all(status[:2] == here[:2] for status in statuses)):
         run.epoch += 1
         run.restarted = number + 1
-    run.parted = False
+    run.parted, run.stage = False, ""
     run.meetings += 1  # last: whoever is interrupted before that comes again
     run.store.delete_key(f"status/{number - 1}/{run.rank}")
     run.store.delete_key(f"restart/{number - 1}")
+
+
+def announce(run: Any, lineage: int = 0) -> Status:
+    """Say that this rank comes to the next meeting, and where it is. It issues nothing until it has been there."""
+    number = run.meetings
+    if run.meeting is None or run.meeting.number != number:
+        counts = {name: log.count for name, log in run.issued.items()}
+        steps = {key: lineage.steps for key, lineage in run.lineages.items() if lineage.counted}
+        run.meeting = Meeting(number, Status(counts, 0 if run.parted else lineage, steps, described(run.form)))
+    if run.host_vote is not None:
+        run.host_vote.forget()  # before others may go on
+    run.store.set(f"status/{number}/{run.rank}", pickle.dumps(run.meeting.status))
+    run.store.set(f"restart/{number}", "1")
+    return run.meeting.status
 
 
 class Meeting:

@@ -130,8 +130,12 @@ class Capture:
         for said in before:
             run.remark(said)
         assert self.fixed is not None
-        self.fixed.again(run, run.compare(run.vote(self.digest, self.fixed.vote)))
-        return self._take(middle, launch, home, after)
+        try:
+            self.fixed.again(run, run.compare(run.vote(self.digest, self.fixed.vote)))
+            return self._take(middle, launch, home, after)
+        except BaseException as error:
+            run.withdraw(error)
+            raise
 
     @whole
     def _take(

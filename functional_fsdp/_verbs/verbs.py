@@ -257,21 +257,31 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     with lineage.call:
         executor.adopt(state.grads)
         executor.finish(state)
-        vote = lineage.runtime.vote(executor.digest, executor.given.vote())
-        trainable = state.layout.trainable
-        main = {name: state.main[name] for name in trainable}
-        touched = [buffer.local for buffer in main.values()] + _tensors(state.opt)
-        versions = [leaf._version for leaf in touched]
         try:
-            lacking = executor.given.agree(lineage.runtime, lineage.runtime.compare(vote))
-        except ScheduleError:
-            lineage.call.unchanged()
+            return _vote_and_take(state, skip)
+        except BaseException as error:
+            lineage.runtime.withdraw(error)
             raise
-        if executor.run.lanes.waits_on_host:  # that may fail: before all commit
-            executor.settle()
-        opt = counting(state, lacking, executor.run.capturing)
-        before = keep(state, lacking.given, warns=True)
-        return _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
+
+
+def _vote_and_take(state: State, skip: Any) -> State:
+    """The step, once what `reduce` left is finished: ranks vote, and take it if all have done the same."""
+    lineage, executor = state.version.lineage, state._executor
+    vote = lineage.runtime.vote(executor.digest, executor.given.vote())
+    trainable = state.layout.trainable
+    main = {name: state.main[name] for name in trainable}
+    touched = [buffer.local for buffer in main.values()] + _tensors(state.opt)
+    versions = [leaf._version for leaf in touched]
+    try:
+        lacking = executor.given.agree(lineage.runtime, lineage.runtime.compare(vote))
+    except ScheduleError:
+        lineage.call.unchanged()
+        raise
+    if executor.run.lanes.waits_on_host:  # that may fail: before all commit
+        executor.settle()
+    opt = counting(state, lacking, executor.run.capturing)
+    before = keep(state, lacking.given, warns=True)
+    return _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

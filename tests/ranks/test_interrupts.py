@@ -16,7 +16,9 @@ import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp._common import interrupts as _interrupts
 from functional_fsdp._common.record import Collective
+from functional_fsdp._runtime.agreement import Agreement
 from functional_fsdp._runtime.runtime import runtime_of
+from functional_fsdp._verbs import verbs as _verbs
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -201,3 +203,34 @@ def between_two_hops() -> list[str]:
 
 def test_a_rank_that_begins_anew_goes_on_with_what_others_wait_for() -> None:
     assert launch(between_two_hops, nprocs=2, timeout=20.0) == [["16.0", "RestartError"], ["KeyboardInterrupt"]]
+
+
+def withdrawn(way: str) -> tuple[str, bool, int]:
+    """Rank 1 is stopped once ranks have voted, and does nothing until rank 0 has left its step, too."""
+    state, optimizer, wanted = ready()
+    verb, name = (_verbs, "counting") if way == "after" else (Agreement, "compare")
+    before = getattr(verb, name)
+
+    def stopped(*args: Any, **kwargs: Any) -> Any:
+        setattr(verb, name, before)
+        raise KeyboardInterrupt
+
+    if dist.get_rank():
+        setattr(verb, name, stopped)
+    params = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5), "c": torch.ones(2)}
+    try:
+        fsdp.step(state)
+        raised = ""
+    except (KeyboardInterrupt, fsdp.RestartError) as error:
+        raised = type(error).__name__
+    dist.barrier()
+    base = state.version.origin
+    assert base is not None
+    new = fsdp.step(fsdp.reduce(base, params))
+    return raised, all(map(torch.equal, bits(new), wanted)), new.steps
+
+
+@pytest.mark.parametrize("way", ["within", "after"])
+def test_who_waits_for_a_rank_that_was_stopped_after_the_vote_hears_of_it(way: str) -> None:
+    """No interrupt comes through where ranks confirm a step: one that waited there for ever could not be stopped."""
+    assert launch(withdrawn, (way,), nprocs=2, timeout=30) == [("RestartError", True, 1), ("KeyboardInterrupt", True, 1)]

@@ -317,6 +317,37 @@ def test_an_interrupt_renews_states_inside_what_a_handle_holds(w: WorkerGroup, t
     assert w(lambda both: both["state"].steps, both).get() == [3, 3]
 
 
+class Slow:
+    """Its finalizer is where the interrupt strikes, which Python drops there."""
+
+    def __init__(self, says: str) -> None:
+        self.says = says
+
+    def __del__(self) -> None:
+        Path(self.says).touch()
+        time.sleep(600)
+
+
+def finalized(says: str) -> None:
+    Slow(says)
+    time.sleep(600)
+
+
+def test_an_interrupt_in_a_finalizer_comes_again(w: WorkerGroup, tmp_path: Path) -> None:
+    pids = w(os.getpid).get()
+    with interrupted(tmp_path / "said"):
+        w(finalized, str(tmp_path / "said"))
+    assert w(os.getpid).get() == pids
+
+
+def test_an_interrupt_that_comes_before_a_rank_has_taken_the_call_up_stops_it() -> None:
+    worker = object.__new__(_worker._Worker)
+    worker.stopping, worker.serving, worker.sending = 7, 0, False
+    kind, (what, _) = worker._serve(_worker.Call(7, b"not read", False, "", [], 1.0, [], ({}, False)))
+    assert (kind, what) == ("failed", "KeyboardInterrupt")
+    assert (worker.stopping, worker.serving) == (0, 0)
+
+
 def apart(state: fsdp.State, says: str) -> None:
     """One rank is in the next step when it is stopped, the other one is not."""
     state, _ = train(state, 3)
