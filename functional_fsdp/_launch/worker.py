@@ -26,6 +26,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
@@ -219,6 +220,7 @@ class _Worker:
         self.serving = 0  # the number of the call that runs
         self.stopping = 0  # the number of the call that is to be stopped
         self.sending = False  # whether the main thread is in the middle of a message
+        self.reporting = False  # or in `_swallowed`
         self.out, self.err = _Stream(self.send, "stdout", setup.rank), _Stream(self.send, "stderr", setup.rank)
         sys.stdout, sys.stderr = self.out, self.err
 
@@ -255,15 +257,23 @@ class _Worker:
 
     def _swallowed(self, what: Any) -> None:
         """An error in a finalizer, which Python reports and forgets. An interrupt that struck there comes again."""
-        if what.exc_type is KeyboardInterrupt and self.serving:
-            self.stopping = self.serving
-            threading.Timer(AGAIN, self._strike).start()
-        else:
+        if what.exc_type is not KeyboardInterrupt or not self.serving:
             sys.__unraisablehook__(what)
+            return
+        self.reporting = True  # none may strike here, where it would be dropped, too
+        self.stopping = self.serving
+        threading.Thread(target=self._strike_again, daemon=True).start()
+        self.reporting = False
+
+    def _strike_again(self) -> None:
+        time.sleep(AGAIN)
+        while self.reporting:
+            time.sleep(AGAIN)
+        self._strike()
 
     def _interrupted(self, *_: Any) -> None:
         """The handler of SIGINT: it counts once, and only in the call that it is meant for."""
-        if self.stopping and self.stopping == self.serving and not self.sending:
+        if self.stopping and self.stopping == self.serving and not (self.sending or self.reporting):
             self.stopping = 0
             raise KeyboardInterrupt
 
