@@ -12,6 +12,7 @@ if not (_Path(__file__).parent / "transforms").is_dir():  # unpacked without lin
     __path__.append(str(_Path(__file__).parents[1]))
 
 from . import extend
+from ._checkpoint.background import async_save
 from ._checkpoint.checkpoint import latest_checkpoint, load, save
 from ._checkpoint.safetensors import save_safetensors
 from ._common.errors import (
@@ -85,6 +86,7 @@ __all__ = [
     "WorkerGroup",
     "abstract_state",
     "adamw",
+    "async_save",
     "bind",
     "buffers",
     "ddp",

@@ -30,9 +30,10 @@ from .._state.shard import needs_spec
 from .._state.state import Lineage, State, Version
 from .._storage.weights import refresh
 from .about import ALLOWED, about_of, as_there, check_same, fits
-from .folder import LOCK, Claim, partial, unfinished
+from .folder import LOCK, Claim, may_keep, partial, prune, reading, unfinished
 from .note import METADATA, NOTE, Tensor, merged, read_note, sizes, tensors_of, unchanged, write_note
 from .parts import SAVED, SavedTensor, content, named, own_place, parts_of, plain_names
+from .pending import finish
 from .reader import read_tensors
 from .template import made_for, zeroed
 from .writer import write_metadata, write_tensors
@@ -41,7 +42,7 @@ __all__ = ["check_shared", "latest_checkpoint", "load", "same_folder", "save"]
 
 
 @alone
-def save(state: State, folder: str | os.PathLike[str]) -> Path:
+def save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int | None = None) -> Path:
     """Write a state between steps to `folder`, for any strategy and world to read. Never consumes it.
 
     The folder appears only when it is complete and on disk; an interrupted save leaves a folder `NAME.partial-...`,
@@ -52,11 +53,17 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
     given to all ranks, so all ranks must hold the same (where each rank has experts of its own: all ranks with the
     same experts).
 
+    Args:
+        folder: on a file system that all ranks share.
+        max_to_keep: how many checkpoints stay: those beside it whose names differ from its by a number (step_10,
+            step_20), the newest ones by their steps. One that is being read stays, too. None: all stay.
+
     Raises:
-        StaleStateError: a state in the middle of a step. FileExistsError: the folder exists, or another save has taken
-            the name meanwhile. TreeError: an optimizer state or extra that is no tensor, or a plain tensor that differs
-            between ranks. CheckpointError: ranks name different folders, or do not see the same. OSError: what a rank
-            met, as a full disk. If one rank raises, all do.
+        ValueError: max_to_keep below 1, or a name without a number. StaleStateError: a state in the middle of a step.
+        FileExistsError: the folder exists, or another save has taken the name meanwhile. TreeError: an optimizer state
+        or extra that is no tensor, or a plain tensor that differs between ranks. CheckpointError: ranks name different
+        folders, or do not see the same; or an `async_save` before this has failed. OSError: what a rank met, as a full
+        disk. If one rank raises, all do.
 
     Collective: every rank of the mesh calls it.
 
@@ -65,11 +72,11 @@ def save(state: State, folder: str | os.PathLike[str]) -> Path:
     run = runtime_of(state.spec.mesh)
     with Joint(run, "save") as joint:
         state.version.lineage.look(state.version.serial)
-        _write(joint, state, folder)
+        _write(joint, state, folder, max_to_keep)
     return Path(folder)
 
 
-def _write(joint: Joint, state: State, folder: str | os.PathLike[str]) -> None:
+def _write(joint: Joint, state: State, folder: str | os.PathLike[str], keep: int | None) -> None:
     run = joint.run
     final, token = same_folder(joint, folder)
     path, file = partial(final, token), f"__{run.rank}_0.distcp"
@@ -78,6 +85,8 @@ def _write(joint: Joint, state: State, folder: str | os.PathLike[str]) -> None:
     claim = Claim(final, token) if run.rank == 0 else None
 
     def prepare() -> tuple[str, dict[str, str]]:
+        finish(run)
+        may_keep(final, keep)
         state._resting("save")
         about.update(about_of(state), step=state.steps, save=token)
         return own_place(state), {p.name: content(p) for p in parts_of(state) if p.plain}
@@ -97,9 +106,11 @@ def _write(joint: Joint, state: State, folder: str | os.PathLike[str]) -> None:
             nbytes, digest = write_metadata(path, tensors)
             write_note(path, {**about, "files": {**files, METADATA: nbytes}, "metadata": digest}, tensors)
             claim.appear()
+            if keep is not None:
+                prune(final, keep)
 
     try:
-        plain = plain_names(run, joint(prepare, "contents"))
+        plain = plain_names(joint.what, run.ranks, run.rank, joint(prepare, "contents"))
         for part in parts_of(state):
             name, writes = plain[part.name] if part.plain else (part.name, part.writes)
             if writes:
@@ -159,16 +170,18 @@ def load(
     spec = needs_spec("load", spec)
     with Joint(runtime_of(spec.mesh), "load") as joint, torch.no_grad():
         path, _ = same_folder(joint, folder)
-        note, there = _looked(joint, path)
-        state = made_for(joint, path, note, there, spec, optimizer)
-        return _filled(joint, path, note, there, state, True, allow)
+        with reading(path):
+            note, there = _looked(joint, path)
+            state = made_for(joint, path, note, there, spec, optimizer)
+            return _filled(joint, path, note, there, state, True, allow)
 
 
 def _load_like(state: State, folder: str | os.PathLike[str], allow: Collection[str]) -> State:
     with Joint(runtime_of(state.spec.mesh), "load") as joint, torch.no_grad():
         path, _ = same_folder(joint, folder)
-        note, there = _looked(joint, path)
-        return _filled(joint, path, note, there, state, False, allow)
+        with reading(path):
+            note, there = _looked(joint, path)
+            return _filled(joint, path, note, there, state, False, allow)
 
 
 _like = alone(_load_like, "load")

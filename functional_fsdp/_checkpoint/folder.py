@@ -8,16 +8,18 @@
     name/
 
 So two savers of one name never mix, exactly one wins, and the next save removes what dead ones left: a folder whose
-lock nobody holds.
+lock nobody holds. Who reads a checkpoint locks its `layout.json` (shared), so that `prune` leaves it alone.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,9 +33,23 @@ locks: Any = None
 with suppress(ImportError):  # no Unix: leftovers go by their age
     import fcntl as locks
 
-__all__ = ["LOCK", "Claim", "inside", "partial", "sync", "unfinished"]
+__all__ = [
+    "LOCK",
+    "Claim",
+    "hold",
+    "inside",
+    "is_free",
+    "let_go",
+    "may_keep",
+    "partial",
+    "prune",
+    "reading",
+    "sync",
+    "unfinished",
+]
 
 LOCK = "lock"
+NOTE = "layout.json"  # as in `note`, which imports this file
 YOUNG = 60.0  # seconds: without a lock, what is younger may be about to get one, or to be renamed
 FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 DEAD = 86400.0  # seconds without a write: where locks do not work
@@ -73,20 +89,11 @@ class Claim:
             sync(path.parent)
         _sweep(final)
         self.path.mkdir()
-        self._hold()
+        self.lock = hold(self.path / LOCK)
 
     def refuse(self) -> None:
         if os.path.lexists(self.final):
             raise FileExistsError(f"save: {self.final} exists. Choose another folder, or remove it first.")
-
-    def _hold(self) -> None:
-        """Locked under another name first, so that nobody ever sees the lock free."""
-        early = self.path / f"{LOCK}.new"
-        self.lock = open(early, "xb")  # noqa: SIM115 # until `drop`
-        if locks is not None:
-            with suppress(OSError):  # the file system has no locks
-                locks.flock(self.lock, locks.LOCK_EX | locks.LOCK_NB)
-        os.rename(early, self.path / LOCK)
 
     def appear(self) -> None:
         """Give the folder its name, once everything in it is on disk.
@@ -109,10 +116,36 @@ class Claim:
         """Remove what has not appeared, and let go of the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self.lock is not None:
-            if locks is not None:
-                with suppress(OSError):
-                    locks.flock(self.lock, locks.LOCK_UN)  # a forked child may have the descriptor, too
-            self.lock.close()
+            let_go(self.lock)
+
+
+def hold(path: Path) -> IO[bytes]:
+    """A new file that this process has locked, for as long as it lives or until `let_go`. It is locked under another
+    name first, so that nobody ever sees it free."""
+    early = path.with_name(f"{path.name}.new")
+    lock = open(early, "xb")  # noqa: SIM115
+    if locks is not None:
+        with suppress(OSError):  # the file system has no locks
+            locks.flock(lock, locks.LOCK_EX | locks.LOCK_NB)
+    os.rename(early, path)
+    return lock
+
+
+def let_go(lock: IO[bytes]) -> None:
+    if locks is not None:
+        with suppress(OSError):
+            locks.flock(lock, locks.LOCK_UN)  # a forked child may have the descriptor, too
+    lock.close()
+
+
+def is_free(path: Path) -> bool:
+    """Whether nobody holds a file that `hold` has made. False where that cannot be told."""
+    if locks is None:
+        return False
+    with suppress(OSError), open(path, "r+b") as lock:
+        locks.flock(lock, locks.LOCK_EX | locks.LOCK_NB)
+        return True
+    return False
 
 
 def _sweep(final: Path) -> None:
@@ -149,6 +182,77 @@ def _quiet(path: Path, seconds: float) -> bool:
     except OSError:
         return False
     return time.time() - newest > seconds
+
+
+def _family(name: str) -> str:
+    """What names of checkpoints have in common that differ by a number, as step_10 and step_20."""
+    return re.sub(r"\d+", "#", name)
+
+
+def may_keep(final: Path, keep: int | None) -> None:
+    """Check `max_to_keep`.
+
+    Raises:
+        ValueError: it is below 1, or the name has no number by which it differs from others.
+    """
+    if keep is None:
+        return
+    if type(keep) is not int or keep < 1:
+        raise ValueError(f"max_to_keep is {keep!r}; expected a whole number, at least 1, or None to keep all.")
+    if not re.search(r"\d", final.name):
+        raise ValueError(
+            f"max_to_keep={keep} with the folder {final.name!r}: it counts checkpoints whose names differ by a "
+            "number. Give the folder one, as in 'step_10'."
+        )
+
+
+def prune(final: Path, keep: int) -> None:
+    """Remove the oldest checkpoints beside `final` whose names differ from its by a number, all but `keep` of them. One
+    that is being read stays, and so does what cannot be removed: the next save tries again."""
+    found = []
+    with suppress(OSError):
+        for path in list(final.parent.iterdir()):
+            if unfinished(path):
+                if _family(path.name.rpartition(".partial-")[0]) == _family(final.name) and _dead(path):
+                    shutil.rmtree(path, ignore_errors=True)  # of a prune that was stopped
+            elif _family(path.name) == _family(final.name) and (path / NOTE).is_file():
+                with suppress(ValueError, KeyError, TypeError, OSError):
+                    found.append((int(json.loads((path / NOTE).read_bytes())["step"]), path.name, path))
+    found.sort(key=lambda one: (one[2] == final, *one[:2]))  # what was written just now is the newest
+    for _, name, path in found[: max(0, len(found) - keep)]:
+        with suppress(OSError), open(path / NOTE, "r+b") as note:
+            if locks is not None:
+                locks.flock(note, locks.LOCK_EX | locks.LOCK_NB)
+            gone = partial(path.with_name(name), uuid.uuid4().hex[:12])
+            os.rename(path, gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Within, `prune` leaves a checkpoint alone.
+
+    Raises:
+        CheckpointError: it has just been removed.
+    """
+    try:
+        file = os.open(folder / NOTE, os.O_RDONLY | FLAGS)
+    except OSError:  # there is none: what reads it says so
+        yield
+        return
+    try:
+        if locks is not None:
+            with suppress(OSError):  # the file system has no locks
+                locks.flock(file, locks.LOCK_SH)
+        try:
+            same = os.path.samestat(os.stat(folder / NOTE), os.fstat(file))
+        except OSError:
+            same = False
+        if not same:
+            raise CheckpointError(f"{folder} has just been removed, by a save with max_to_keep. Load another one.")
+        yield
+    finally:
+        os.close(file)
 
 
 def sync(folder: Path) -> None:

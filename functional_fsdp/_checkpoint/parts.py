@@ -155,33 +155,36 @@ def own_place(state: State) -> str:
     return _at(runtime_of(state.spec.mesh), axes)
 
 
-def plain_names(run: Runtime, told: list[tuple[str, dict[str, str]]]) -> dict[str, tuple[str, bool]]:
+def plain_names(
+    what: str, ranks: list[int], rank: int, told: list[tuple[str, dict[str, str]]]
+) -> dict[str, tuple[str, bool]]:
     """For each plain tensor the name under which it is saved, and whether by this rank.
 
     Args:
+        what: the call, for errors. ranks: the global numbers of all that save; rank: this one's place among them.
         told: by rank, where on axes of experts it is, and what it holds.
 
     Raises:
         TreeError: ranks that have the same experts hold different tensors.
     """
     first: dict[str, int] = {}
-    for rank, (own, _) in enumerate(told):
-        first.setdefault(own, rank)
+    for other, (own, _) in enumerate(told):
+        first.setdefault(own, other)
     found = {}
     for name in dict.fromkeys(name for _, held in told for name in held):
         field, _, path = name.partition(".")
-        for rank, (own, held) in enumerate(told):
+        for other, (own, held) in enumerate(told):
             there = told[first[own]][1]
             if (name in held) != (name in there) or (held.get(name) != there.get(name) and field not in MAY_DIFFER):
                 raise TreeError(
-                    f"save: State.{field} holds a plain tensor at {path!r} that differs between ranks: rank "
-                    f"{run.ranks[first[own]]} has {there.get(name, 'none')}, rank {run.ranks[rank]} has "
+                    f"{what}: State.{field} holds a plain tensor at {path!r} that differs between ranks: rank "
+                    f"{ranks[first[own]]} has {there.get(name, 'none')}, rank {ranks[other]} has "
                     f"{held.get(name, 'none')}. It is no FlatBuffer, so it would be written once and given to all "
                     "ranks. Keep what is sharded in FlatBuffers, as tree_map over the main weights in the optimizer's "
                     "init does; what is not must be the same on all ranks."
                 )
-        own, alike = told[run.rank][0], len({told[rank][1].get(name) for rank in first.values()}) == 1
-        found[name] = (name, run.rank == 0) if alike else (name + own, run.rank == first[own])
+        own, alike = told[rank][0], len({told[other][1].get(name) for other in first.values()}) == 1
+        found[name] = (name, rank == 0) if alike else (name + own, rank == first[own])
     return found
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 __all__ = [
-    "current_device", "default_generator", "device_of", "forked_random", "fused_sgd_takes", "keeps_released",
+    "arrival", "current_device", "default_generator", "device_of", "forked_random", "fused_sgd_takes", "keeps_released",
     "lies_on_host",
-    "make_room", "on_host", "rows_at_once", "runs_triton", "table_may_stay",
+    "make_room", "on_host", "pin", "rows_at_once", "runs_triton", "table_may_stay", "unpin",
 ]  # fmt: skip
 
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
@@ -62,6 +62,27 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 def lies_on_host(tensor: torch.Tensor) -> bool:
     """Whether the host may read and write its bytes."""
     return tensor.device.type == "cpu"
+
+
+def pin(host: torch.Tensor) -> bool:
+    """Pin host memory that torch has not allocated, where there is CUDA, so that copies to it wait for nobody. Returns
+    whether it is pinned: `unpin` it before it goes."""
+    return (
+        torch.cuda.is_initialized() and int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)) == 0
+    )
+
+
+def unpin(host: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+
+
+def arrival(sources: Iterable[torch.Tensor]) -> Callable[[], None]:
+    """A function that waits until copies of these to the host, begun on the current stream, are there."""
+    if all(lies_on_host(source) for source in sources):
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
 
 
 def table_may_stay(device: torch.device) -> bool:

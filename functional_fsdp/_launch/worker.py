@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from .._checkpoint.pending import settled
 from .._common.errors import FsdpError, StaleStateError
 from .._common.torch_names import pytree
 from .._runtime.runtime import any_failed
@@ -314,7 +315,10 @@ class _Worker:
         os.environ[TIMEOUT] = str(call.timeout)
         self.reloads.follow(*call.reloads)
         fn, args, kwargs = loads(call.payload)
-        result = fn(*args, **kwargs)
+        try:
+            result = fn(*args, **kwargs)
+        finally:
+            settled()  # as Python does at the end of a program
         if call.keep:
             return _keep(call.number, result)
         try:

@@ -174,12 +174,12 @@ def stopped_in_an_exchange() -> list[str]:
     met = []
 
     def stopped(vote: Any) -> Any:
-        del run._count
+        del run.tally
         raise KeyboardInterrupt
 
     for attempt in range(2):
         if dist.get_rank() and not attempt:
-            run._count = stopped
+            run.tally = stopped
         try:
             met.append(str(run.everyone((dist.get_rank(), "x" * 1000), f"attempt {attempt}")[1][0]))
         except (KeyboardInterrupt, fsdp.RestartError) as error:

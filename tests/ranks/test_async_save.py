@@ -1,0 +1,241 @@
+"""async_save: the same checkpoint as `save` writes, beside the training; what it meets, and who keeps what."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.problems import LOOPS, batch, mesh_and_placement, net
+from support.strikes import bits
+
+import functional_fsdp as fsdp
+from functional_fsdp import CheckpointError, launch
+from functional_fsdp._checkpoint import background as _background
+from functional_fsdp._checkpoint import scribe as _scribe
+from functional_fsdp._checkpoint.folder import reading
+from functional_fsdp._runtime.runtime import runtime_of
+
+
+def begun(preset: str = "zero3") -> tuple[fsdp.State, Any]:
+    mesh, placement = mesh_and_placement(preset)
+    params, model = fsdp.functionalize(net(torch.float32))
+    extras = {"seen": torch.zeros((), dtype=torch.int64), "none": torch.zeros(0)}
+    return fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.adamw(lr=1e-2))._evolve(extras=extras), model
+
+
+def trained(state: fsdp.State, model: Any, steps: int) -> fsdp.State:
+    for _ in range(steps):
+        state = fsdp.step(LOOPS["whole"](model, state, batch(state.steps, dist.get_rank()), True)[0])
+    return state
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself, but for which save it is of and where bytes lie."""
+    note = json.loads((folder / "layout.json").read_text())
+    tensors = {name: (kind, shape, [[*c[:2], c[-1][1:]] for c in chunks]) for name, (kind, shape, chunks) in
+               note["tensors"].items()}  # fmt: skip
+    return {**{k: note[k] for k in ("step", "leaves", "paths", "tree", "extras", "optimizer")}, "tensors": tensors}
+
+
+def both(folder: str, preset: str) -> tuple[bool, bool, list[str]]:
+    """Saved in both ways, and trained on meanwhile."""
+    path = Path(folder)
+    state, model = begun(preset)
+    state = trained(state, model, 2)
+    wanted = bits(state)
+    fsdp.save(state, path / "plain")
+    future = fsdp.async_save(state, path / "beside")
+    assert isinstance(future, Future)
+    state = trained(state, model, 2)
+    assert future.result(60) == path / "beside"
+    assert future.done()
+    dist.barrier()
+    same = told(path / "plain") == told(path / "beside")
+    there = fsdp.load(path / "beside", like=state)
+    return same, all(map(torch.equal, bits(there), wanted)), sorted(os.listdir(path / "beside"))
+
+
+@pytest.mark.parametrize(("preset", "ranks"), [("zero3", 1), ("zero3", 2), ("hsdp", 4)])
+def test_it_writes_what_save_writes_while_the_state_is_trained_on(preset: str, ranks: int, tmp_path: Path) -> None:
+    for same, equal, files in launch(both, (str(tmp_path), preset), nprocs=ranks):
+        assert same
+        assert equal
+        assert files[0] == ".metadata"
+        assert files[-1] == "layout.json"
+        assert not [name for name in files if "done" in name or "lock" in name]
+
+
+def failures(folder: str) -> list[str]:
+    """What is raised, where, on this rank."""
+    path, said = Path(folder), []
+    state, _ = begun()
+    rank = dist.get_rank()
+
+    def tried(do: Any) -> None:
+        try:
+            do()
+            said.append("nothing")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}".replace(folder, "."))
+
+    (path / "taken").mkdir(exist_ok=True)
+    dist.barrier()
+    tried(lambda: fsdp.async_save(state, path / "taken"))  # in the call
+    tried(lambda: fsdp.async_save(state, path / f"mine_{rank}"))
+    tried(lambda: fsdp.async_save(state, path / "step_1", max_to_keep=0))
+    tried(lambda: fsdp.async_save(state, path / "best", max_to_keep=2))
+    tried(lambda: fsdp.async_save(fsdp.unshard(state)[0], path / "middle"))
+    dist.barrier()
+    state, _ = begun()
+
+    future = fsdp.async_save(state._evolve(extras={"seen": torch.full((), rank)}), path / "differs")
+    tried(lambda: future.result(60))
+    tried(lambda: fsdp.async_save(state, path / "after").result(60))  # asked for already
+
+    fsdp.async_save(state._evolve(extras={"seen": torch.full((), rank)}), path / "differs")
+    tried(lambda: fsdp.save(state, path / "next"))  # nobody has asked
+    tried(lambda: fsdp.save(state, path / "next"))
+
+    future = fsdp.async_save(state, path / "killed")  # the process of this rank's own, while it writes
+    process = _background._made[runtime_of(state.spec.mesh)].process
+    assert process is not None
+    if rank == 1:
+        process.kill()
+    tried(lambda: future.result(60))
+    tried(lambda: fsdp.async_save(state, path / "again").result(60))
+    return said
+
+
+def test_what_goes_wrong_is_raised_on_every_rank_in_the_call_or_by_the_future(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = launch(failures, (str(tmp_path),), nprocs=2)
+    assert first[0] == "FileExistsError: save: ./taken exists. Choose another folder, or remove it first."
+    assert second[0].startswith("FileExistsError: async_save: rank 0 met")
+    for said in (first, second):
+        assert said[1].startswith("CheckpointError: async_save: rank 0 names the folder ./mine_0, rank 1 names")
+        assert said[2].endswith("max_to_keep is 0; expected a whole number, at least 1, or None to keep all.")
+        assert "max_to_keep=2 with the folder 'best'" in said[3]
+        assert said[4].startswith("StaleStateError: async_save: this State is in the middle of a step.")
+        assert said[6] == "nothing"
+        assert said[7].startswith("CheckpointError: the save before this one has failed: ") or "rank 0 met" in said[7]
+        assert said[8] == "nothing"
+        assert said[10] == "nothing"
+    assert first[5].startswith("TreeError: async_save: State.extras holds a plain tensor at 'seen' that differs")
+    assert second[5].startswith("CheckpointError: async_save: rank 0 has not completed ./differs, and says why.")
+    assert first[9] == "CheckpointError: async_save: the process that writes for rank 1 has ended."
+    assert second[9] == "CheckpointError: async_save: the process that writes has ended, with exit code -9."
+    assert sorted(os.listdir(tmp_path)) == ["after", "again", "next", "taken"]
+
+
+def kept(folder: str) -> tuple[list[str], list[str], list[str]]:
+    path = Path(folder)
+    state, model = begun()
+    (path / "best").mkdir(exist_ok=True)
+    (path / "step_note").mkdir(exist_ok=True)
+    found = []
+    for number in (9, 10, 11):
+        state = trained(state, model, 1)
+        (fsdp.save(state, path / f"step_{number}", max_to_keep=2) if number < 11 else
+         fsdp.async_save(state, path / f"step_{number}", max_to_keep=2).result(60))  # fmt: skip
+    dist.barrier()
+    found.append(sorted(os.listdir(path)))
+    with reading(path / "step_10"):
+        state = trained(state, model, 1)
+        fsdp.save(state, path / "step_12", max_to_keep=1)
+        dist.barrier()
+        found.append(sorted(os.listdir(path)))
+        dist.barrier()
+    state = trained(state, model, 1)
+    fsdp.save(state, path / "step_13", max_to_keep=1)
+    dist.barrier()
+    found.append(sorted(os.listdir(path)))
+    return found[0], found[1], found[2]
+
+
+def test_the_newest_are_kept_and_those_that_are_being_read(tmp_path: Path) -> None:
+    for first, second, third in launch(kept, (str(tmp_path),), nprocs=2):
+        assert first == ["best", "step_10", "step_11", "step_note"]
+        assert second == ["best", "step_10", "step_12", "step_note"]
+        assert third == ["best", "step_13", "step_note"]
+
+
+def never_asked(folder: str) -> int:
+    state, model = begun()
+    fsdp.async_save(trained(state, model, 1), Path(folder, "step_1"))
+    return 1
+
+
+def test_a_call_ends_when_its_saves_have(tmp_path: Path) -> None:
+    assert launch(never_asked, (str(tmp_path),), nprocs=2) == [1, 1]
+    assert os.listdir(tmp_path) == ["step_1"]
+
+
+def by_group(folder: str) -> list[str]:
+    """Two meshes of one rank each, which save at once: to folders of their own, and to one."""
+    rank = dist.get_rank()
+    groups = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "data"))
+    params = {"a": torch.arange(12.0)}
+    state = fsdp.shard(params, fsdp.Spec(groups["data"]), fsdp.sgd(lr=0.1))
+    said = []
+    for name in (f"own_{rank}", "one"):
+        try:
+            fsdp.async_save(state, Path(folder, name)).result(60)
+            said.append("there")
+        except FileExistsError as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def test_of_two_groups_that_save_to_one_folder_one_wins(tmp_path: Path) -> None:
+    first, second = launch(by_group, (str(tmp_path),), nprocs=2)
+    assert first[0] == second[0] == "there"
+    assert sorted([first[1], second[1]]) == ["FileExistsError", "there"]
+    assert sorted(os.listdir(tmp_path)) == ["one", "own_0", "own_1"]
+
+
+def dies(folder: str) -> None:
+    """Rank 1 is killed while both write."""
+    state, _ = begun()
+    fsdp.save(state, Path(folder, "step_0"))
+    slow = _background.background_of(runtime_of(state.spec.mesh))
+    before = slow._ask
+
+    def ask(*request: Any) -> None:
+        if request[0] == "write" and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        before(*request)
+
+    slow._ask = ask  # type: ignore[method-assign]
+    fsdp.async_save(state, Path(folder, "step_1"))
+    time.sleep(60)
+
+
+def test_a_rank_that_is_killed_leaves_no_checkpoint_and_takes_none_along(tmp_path: Path) -> None:
+    with pytest.raises(fsdp.LaunchError, match="SIGKILL"):
+        launch(dies, (str(tmp_path),), nprocs=2)
+    latest = fsdp.latest_checkpoint(tmp_path)
+    assert latest is not None
+    assert latest.name == "step_0"
+    deadline = time.monotonic() + 20  # the other's process ends with it
+    while time.monotonic() < deadline and [p for p in tmp_path.iterdir() if p.name == "step_1"]:
+        time.sleep(0.1)
+    assert not (tmp_path / "step_1").exists()
+
+
+def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
+    class Local(Exception):
+        pass
+
+    error = pickle.loads(_scribe._pickled(Local("of its own")))
+    assert (type(error), str(error)) == (CheckpointError, "Local: of its own")
+    assert pickle.loads(_scribe._pickled(None)) is None
