@@ -20,13 +20,14 @@ from .._plan.records import keeps_copy
 from .._plan.route import states_of
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
-from .._runtime.runtime import runtime_of
+from .._runtime.runtime import Runtime, runtime_of
 from .._spec.precision import FLOATS
 from .._spec.settings import describe_settings
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer
 from .._storage.weights import refresh
 from .._transports.auto import resolve_transport
+from .spread import check_source, spread
 from .state import Lineage, State, Version
 
 __all__ = ["build", "describe", "given", "make_layout", "needs_spec", "shard"]
@@ -111,6 +112,7 @@ def shard(
     buffers: Mapping[str, torch.Tensor] | None = None,
     local_buffers: Sequence[str] = (),
     seed: int = 0,
+    src: int | None = None,
 ) -> State:
     """Shard a pytree of whole parameters: leaves of global shape -> flat shards [n / ranks].
 
@@ -123,6 +125,8 @@ def shard(
         local_buffers: patterns of buffers that may differ by rank, `["*"]` for all (see `buffers="local"` of
             `forward_backward`).
         seed: what `State.rng` starts from.
+        src: the rank whose `params` and `buffers` count, where only one has read them. Others give the same trees, with
+            leaves of the same shapes and dtypes that are not read: on the meta device, say.
 
     Returns:
         a State between steps, on the mesh's device.
@@ -140,7 +144,7 @@ def shard(
         If one rank raises, all do: the others name it and what it met.
 
     Collective: two exchanges of digests on the host (of lines, where they differ); an all-gather where a placement
-    keeps a compute copy.
+    keeps a compute copy; with `src` an all-reduce of each unit's bytes along each axis of the mesh.
 
     Example:
         >>> from functional_fsdp import adamw, local_mesh, shard
@@ -149,22 +153,52 @@ def shard(
         ('w',)
     """
     run = runtime_of(needs_spec("shard", spec).mesh)
+    read = src is None or run.ranks[run.rank] == src
 
     def look() -> tuple[Any, list[Topic]]:
         infos, paths, treedef = describe(params)
         values = dict(zip(paths, (leaf.detach() for leaf in flatten(params)[1]), strict=True))
         for path, leaf in values.items():
-            if leaf.device.type == "meta":
+            if leaf.device.type == "meta" and read:
                 raise TreeError(
                     f"shard: the leaf {path!r} is on the meta device and has no values. Use init(lambda: Model(...), "
                     "spec), which materialises one unit at a time."
                 )
-        return (infos, paths, treedef, values), given(infos, paths, spec, as_optimizer(optimizer), seed)
+        topics = given(infos, paths, spec, as_optimizer(optimizer), seed)
+        if src is not None:
+            check_source("shard", src, run, plan_layout(infos, spec, paths))
+            alike = "Give every rank the same src, and buffers of the same names, shapes and dtypes."
+            topics.append(Topic(_sources(src, buffers or {}), SpecError, "sources", "one", alike))
+        return (infos, paths, treedef, values), topics
 
     with Joint(run, "shard") as joint:
         infos, paths, treedef, values = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths)
-        return build(joint, plan, spec, optimizer, treedef, lambda unit: values, buffers or {}, local_buffers, seed)
+        held: Any = buffers or {}
+
+        def fetch(unit: Any) -> Any:
+            if src is None:
+                return values
+            return spread(run, src, {leaf.path: values[leaf.path] for b in unit.buckets for leaf in b.leaves})
+
+        if src is not None and held:
+            held = _spread_buffers(run, src, held)
+        return build(joint, plan, spec, optimizer, treedef, fetch, held, local_buffers, seed)
+
+
+def _sources(src: int, buffers: Any) -> list[str]:
+    """What ranks compare where one of them has the values."""
+    paths, leaves, _ = flatten(buffers)
+    shapes = [f"{tuple(leaf.shape)} {leaf.dtype}" if isinstance(leaf, torch.Tensor) else "" for leaf in leaves]
+    return [f"src: {src}", *(f"buffer {path} {said}" for path, said in zip(paths, shapes, strict=True))]
+
+
+def _spread_buffers(run: Runtime, src: int, buffers: Any) -> Any:
+    """The buffers of rank `src`, on every rank."""
+    paths, leaves, treedef = flatten(buffers)
+    tensors = {path: leaf for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)}
+    found = spread(run, src, tensors)
+    return pytree.tree_unflatten([found.get(path, leaf) for path, leaf in zip(paths, leaves, strict=True)], treedef)
 
 
 def needs_spec(where: str, spec: Any) -> Spec:
