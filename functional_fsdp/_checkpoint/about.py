@@ -2,7 +2,7 @@
 
 leaves: paths, shapes, ties, experts     must be the same
 placement, world, units, dtypes          are converted
-average, another optimizer               must be said, by `allow=`
+average, another optimizer, replicas     must be said, by `allow=`
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .._storage.flat import FlatBuffer
 from .note import Tensor
 from .parts import SAVED, SavedTensor, nodes_of
 
-__all__ = ["ALLOWED", "about_of", "as_there", "check_same", "fits"]
+__all__ = ["ALLOWED", "about_of", "as_there", "check_same", "fits", "names_of"]
 
-ALLOWED = ("average", "optimizer")
+ALLOWED = ("average", "optimizer", "replicas")
 
 
 def about_of(state: State) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def fits(
         SpecError: another optimizer. TreeError: experts along other axes, extras or buffers of other names.
         CheckpointError: a tensor of another shape or kind.
     """
-    expected = _names(state, there)
+    expected = names_of(state, there)
     other = [name for name, optional in expected.items() if name not in there and not optional]
     more = there.keys() - expected.keys()
     opt = sorted(name for name in (*other, *more) if name.startswith("opt."))
@@ -189,7 +189,7 @@ def fits(
     return chosen, bool(opt)
 
 
-def _names(state: State, there: Mapping[str, Tensor]) -> dict[str, bool]:
+def names_of(state: State, there: Mapping[str, Tensor]) -> dict[str, bool]:
     """Under which names any rank of this state has something to read, and whether it may be missing: numbers that the
     optimizer keeps by leaf are zero, then."""
     found: dict[str, bool] = {}

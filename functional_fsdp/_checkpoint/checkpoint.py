@@ -35,6 +35,7 @@ from .note import METADATA, NOTE, Tensor, merged, read_note, sizes, tensors_of, 
 from .parts import SAVED, SavedTensor, content, named, own_place, parts_of, plain_names
 from .pending import finish
 from .reader import read_tensors
+from .replicas import with_replicas
 from .template import made_for, zeroed
 from .writer import write_metadata, write_tensors
 
@@ -143,7 +144,8 @@ def load(
         like: in the place of these a state with the same leaves, as `init` or `shard` gives; it may be one that `step`
             consumed, or that an error left half updated, and is not changed. Numbers of its optimizer (lr, betas) may
             be others than those of the checkpoint. Needed where the parameters are no tree of dicts, lists and tuples.
-        allow: what may be another than when it was saved: "average", "optimizer" (its state then begins anew).
+        allow: what may be another than when it was saved: "average"; "optimizer", whose state then begins
+            anew; "replicas", which ranks have leaves of their own: those there must hold the same.
 
     Returns:
         a State of its own lineage, between steps. Main weights and the optimizer's state have the same bits as those
@@ -213,7 +215,7 @@ def _filled(
     joint: Joint,
     path: Path,
     note: dict[str, Any],
-    there: dict[str, Tensor],
+    all_there: dict[str, Tensor],
     state: State,
     own: bool,
     allow: Collection[str],
@@ -223,6 +225,7 @@ def _filled(
 
     def read() -> None:
         check_same(path, note, state, allow)
+        there = with_replicas(path, state, all_there, allow)
         fresh = as_there(state, there)
         if not own:
             fresh = fresh._evolve(**{name: pytree.tree_map(zeroed, getattr(fresh, name)) for name in SAVED})

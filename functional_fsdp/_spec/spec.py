@@ -183,6 +183,11 @@ class Spec:
             return ", ".join(f"{k}: {v}" for k, v in pairs)
 
         whole = len(self.placements) == 1 and self.placements[0][0] == "*"
+        apart = [
+            f"; {'' if whole else f'{pattern}: '}none over {', '.join(own)}, where ranks have weights of their own"
+            for pattern, rule in self.placements
+            if (own := [axis for axis, size in self.axes.items() if size > 1 and axis not in rule.data])
+        ]
         rows = [
             ("mesh", " × ".join(f"{axis} {size}" for axis, size in self.axes.items())),
             ("placement", str(self.placements[0][1]) if whole else rules(self.placements)),
@@ -190,7 +195,7 @@ class Spec:
             ("units", "found from the paths" if self.units is None else str(self.units)),
             ("labels", rules(self.labels) or "default"),
             ("trainable", rules(self.trainable) or "as given"),
-            ("gradients", f"{self.average} over data ranks"),
+            ("gradients", f"{self.average} over data ranks{''.join(apart)}"),
             ("schedule", str(self.schedule)),
             ("transport", repr(self.transport)),
         ]

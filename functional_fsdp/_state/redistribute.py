@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .._common.calls import alone
+from .._common.checksum import checksum
 from .._common.errors import SpecError, TreeError
 from .._common.torch_names import pytree
 from .._plan.layout import Bucket, Layout, LeafInfo
@@ -48,7 +49,8 @@ def redistribute(state: State, spec: Spec, *, allow: Collection[str] = ()) -> St
     Args:
         state: a state between steps. If this is stopped after ranks have agreed, it is lost.
         spec: another strategy, shape of the mesh, precision, units, labels, transport or schedule.
-        allow: ["average"], where `average` may be another, and so the size of gradients.
+        allow: "average", where that may be another, and so the size of gradients; "replicas", where ranks that had
+            leaves of their own, and hold the same, no longer have, or the other way round.
 
     Returns:
         a State between steps, of its own lineage, with the same number of steps.
@@ -88,8 +90,8 @@ def redistribute(state: State, spec: Spec, *, allow: Collection[str] = ()) -> St
     with Joint(run, "redistribute") as joint:
         infos = agree(joint, "what is given", look)
         spec, layout = resolve_transport(spec, infos, state.layout.paths)
-        mover = Mover(state, layout, spec)
-        joint(mover.check, "what is kept")
+        mover = Mover(state, layout, spec, "replicas" in allow)
+        mover.compare(joint(mover.check, "what is kept"))
     state = free_arena(state)
     lineage = state.version.lineage
     with lineage.looking(state):
@@ -135,24 +137,26 @@ def is_buffers(tree: Any) -> bool:
 class Mover:
     """From the buckets of one layout to those of another."""
 
-    def __init__(self, state: State, layout: Layout, spec: Spec) -> None:
+    def __init__(self, state: State, layout: Layout, spec: Spec, replicas: bool) -> None:
+        self.replicas = replicas  # whether ranks may have leaves of their own along other axes
         self.state, self.old, self.layout, self.spec = state, state.layout, layout, spec
         nodes = pytree.tree_leaves((state.main, state.opt, state.extras), is_leaf=lambda x: isinstance(x, FlatBuffer))
         self.often = Counter(id(node) for node in nodes)  # of one that is in two trees
         self.run: Runtime = runtime_of(spec.mesh)
         self.home = {leaf.path: (bucket, leaf) for bucket in layout.buckets.values() for leaf in bucket.leaves}
 
-    def check(self) -> None:
-        """Refuse what cannot be moved, before anything is."""
+    def check(self) -> dict[str, int]:
+        """Refuse what cannot be moved, before anything is. Returns what `compare` goes by."""
         state, before = self.state, runtime_of(self.state.spec.mesh)
         for bucket in self.old.buckets.values():
             for leaf in bucket.leaves:
                 new = self.home[leaf.path][0]
                 own = [_own(bucket, before), _own(new, self.run)]
-                if own[0] != own[1]:
+                if own[0] != own[1] and not self.replicas:
                     raise SpecError(
                         f"redistribute: ranks have {leaf.path!r} of their own along {_said(own[0])}, and by the spec "
-                        f"along {_said(own[1])}. Give its placement the data axes that leave the same ranks out."
+                        f"along {_said(own[1])}. Give its placement the data axes that leave the same ranks out; or, "
+                        "where they are replicas that hold the same, say allow=['replicas']."
                     )
                 if new.trainable != bucket.trainable:
                     raise SpecError(
@@ -172,6 +176,38 @@ class Mover:
                     )
                 if is_buffers(tree):
                     self._whole(field, tree)
+        return self._sums()
+
+    def _sums(self) -> dict[str, int]:
+        """What this rank holds of each bucket, as a checksum, by the place of it: ranks of one place share it then."""
+        if not self.replicas:
+            return {}
+        found = {}
+        for field in ("main", "opt", "extras"):
+            nodes = pytree.tree_leaves(getattr(self.state, field), is_leaf=lambda x: isinstance(x, FlatBuffer))
+            for i, node in enumerate(nodes):
+                if isinstance(node, FlatBuffer):
+                    apart = sorted({str(_own(self.home[leaf.path][0], self.run)) for leaf in node.bucket.leaves})
+                    place = f"State.{field}, elements {list(node.span())} of {node.bucket.name!r}, tensor {i}"
+                    found[f"{place} {apart}"] = int(checksum(node.local)) % (1 << 64)
+        return found
+
+    def compare(self, told: list[dict[str, int]]) -> None:
+        """Refuse ranks that hold different values in one place, where by the spec they would share them.
+
+        Args:
+            told: by rank, what `check` has returned.
+        """
+        seen: dict[str, tuple[int, int]] = {}
+        for rank, sums in zip(runtime_of(self.state.spec.mesh).ranks, told, strict=True):
+            for place, number in sums.items():
+                first, other = seen.setdefault(place, (rank, number))
+                if other != number:
+                    raise SpecError(
+                        f"redistribute: ranks {first} and {rank} hold different values, which they would share by the "
+                        f"spec: {place.rpartition(' [')[0]}. Average the replicas first, or give the placement data "
+                        "axes that leave them apart."
+                    )
 
     def _whole(self, field: str, tree: Buffers) -> None:
         """Check that a tree has all leaves of each new bucket, or none; and that it lies as main weights do."""
