@@ -57,7 +57,7 @@ def apart(folder: str) -> dict[str, Any]:
     fsdp.save(state, f"{folder}/apart")
     found["same mesh"] = values(fsdp.load(f"{folder}/apart", like=state))
     for key, allow in (("differ", ["replicas"]), ("differ still", ["replicas", "optimizer"])):
-        found[key] = said(lambda allow=allow: fsdp.load(f"{folder}/apart", one, optimizer(), allow=allow))  # type: ignore[misc]
+        found[key] = said(lambda allow=allow: fsdp.load(f"{folder}/apart", one, optimizer(), allow=allow))
     found["not moved"] = said(lambda: fsdp.redistribute(state, one))
     found["differ here"] = said(lambda: fsdp.redistribute(state, one, allow=["replicas"]))
     found["not exported"] = said(lambda: fsdp.save_safetensors(state, f"{folder}/out"))
