@@ -51,6 +51,7 @@ from ._storage.flat import FlatBuffer
 from ._transports.registry import symmetric
 from ._verbs.load_weights import load_weights
 from ._verbs.metrics import pmean, psum
+from ._verbs.optimizer_state import load_optimizer_state, optimizer_state
 from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
 
@@ -103,6 +104,7 @@ __all__ = [
     "latest_checkpoint",
     "launch",
     "load",
+    "load_optimizer_state",
     "load_weights",
     "local_mesh",
     "local_shards",
@@ -110,6 +112,7 @@ __all__ = [
     "make_layout",
     "make_plan",
     "newest",
+    "optimizer_state",
     "pmean",
     "psum",
     "redistribute",

@@ -1,0 +1,147 @@
+"""The optimizer's state by leaf path, out and in: for other frameworks' checkpoints, plots, and other optimizers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from .._checkpoint.parts import Node, nodes_of
+from .._common.calls import alone, verb
+from .._common.errors import ScheduleError, SpecError, TreeError
+from .._runtime.agree import agree
+from .._runtime.joint import Joint
+from .._runtime.runtime import runtime_of
+from .._state.state import State
+from .._storage.flat import FlatBuffer, leaves_of, zeros
+from .._storage.sources import Source, fill, opened, same_source
+from .replace import copies, renewed
+
+__all__ = ["load_optimizer_state", "optimizer_state"]
+
+Nested = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+@alone
+@torch.no_grad()
+def optimizer_state(state: State) -> dict[str, dict[str, torch.Tensor]]:
+    """What the optimizer keeps for each leaf, whole on every rank: shards [n / ranks] -> leaves of global shapes.
+
+    Returns:
+        `{path: {name: tensor}}`, as `{"layers.0.w": {"mean": ..., "square": ...}}`, of the shapes of the leaves; what
+        belongs to no leaf is under the path "". Names are those in `State.opt`, joined by dots.
+
+    Raises:
+        StaleStateError: a state that `step` has consumed.
+
+    Collective: an all-gather a bucket, sharded axis and name: every rank must call it.
+
+    Example: `fsdp.optimizer_state(state)["layers.0.w"]["mean"].norm()`.
+    """
+    state._valid("optimizer_state")
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    with state.version.lineage.looking(state):
+        state.version.lineage.touched()
+        for node in nodes_of(state.opt):
+            if isinstance(node.value, FlatBuffer):
+                buffer = node.value
+                whole = buffer.gather(buffer.local.new_empty(buffer.bucket.numel))
+                for path, leaf in leaves_of(buffer.bucket, whole).items():
+                    found.setdefault(path, {})[node.path] = leaf.clone()
+            elif isinstance(node.value, torch.Tensor):
+                found.setdefault("", {})[node.path] = node.value.clone()
+    return found
+
+
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise ScheduleError("load_optimizer_state is nothing for a compiled step. Call it outside torch.compile.")
+
+
+@verb(_refuse)
+def load_optimizer_state(
+    state: State, source: str | os.PathLike[str] | Nested, *, steps: int | None = None, partial: bool = False
+) -> State:
+    """A State whose optimizer goes on from what another one kept: leaves of global shapes -> shards [n / ranks].
+
+    Args:
+        state: any state that no step has consumed. It stays as it is, and is as usable as before.
+        source: `{path: {name: tensor}}` as `optimizer_state` gives it; or a file or folder, as `load_weights` reads
+            them, with names as "mean.layers.0.w". What `torch.optim.AdamW` calls "exp_avg" is "mean" here, and
+            "exp_avg_sq" is "square".
+        steps: how many steps were taken, for what follows the count (bias corrections, schedules). None: as `state`.
+        partial: True where some may be missing, which stay as they are, and others be there.
+
+    Returns:
+        a State between steps, without gradients. Weights, rng and extras are copies of the old one's.
+
+    Memory: as another State. Each rank reads its runs only.
+
+    Raises:
+        TreeError: tensors that are missing, unexpected or of another shape, by name.
+        SpecError: the state has no optimizer. FileNotFoundError, CheckpointError: nothing there, or it is damaged.
+        If one rank raises, all do.
+
+    Collective: every rank calls it. Checks on the host; an all-gather a bucket where a placement keeps compute copies.
+
+    Example:
+        >>> kept = {path: {"mean": s["exp_avg"], "square": s["exp_avg_sq"]} for path, s in old["state"].items()}
+        ... # doctest: +SKIP
+        >>> state = fsdp.load_optimizer_state(state, kept, steps=1000)  # doctest: +SKIP
+    """
+    state._valid("load_optimizer_state")
+    if state.optimizer is None:
+        raise SpecError("load_optimizer_state: this state has no optimizer. Give shard or init one.")
+    lineage, run = state.version.lineage, runtime_of(state.spec.mesh)
+    lineage.look(state.version.serial)
+    lineage.touched()
+    trees: dict[str, Any] = {}
+
+    def read() -> None:
+        trees.update(copies(state, True), main=zeros(state.main)[0])
+        for name, buffer in trees["main"].items():
+            buffer.local.copy_(state.main[name].local)
+        _read(nodes_of(trees["opt"]), there, partial)
+        if steps is not None:
+            trees["count"].fill_(steps)
+
+    with Joint(run, "load_optimizer_state") as joint:
+        there = agree(joint, "the source", lambda: same_source(_source(source)))
+        joint(read, "tensors")
+    new = renewed(state, trees, True)
+    if steps is not None:
+        new.version.lineage.steps = steps
+    return new
+
+
+def _source(source: Any) -> Source:
+    if isinstance(source, Mapping) and all(isinstance(one, Mapping) for one in source.values()):
+        flat = {f"{name}.{path}" if path else name: t for path, some in source.items() for name, t in some.items()}
+        return opened(flat)
+    return opened(source)
+
+
+def _read(nodes: list[Node], there: Source, partial: bool) -> None:
+    """Fill what the optimizer keeps."""
+    names = {node.path for node in nodes}
+    known: set[str] = set()
+    jobs = []
+    for name in sorted(names):
+        buffers = {n.value.bucket.name: n.value for n in nodes if n.path == name and isinstance(n.value, FlatBuffer)}
+        plain = {n.path: n.value for n in nodes if n.path == name and isinstance(n.value, torch.Tensor)}
+        mine = {f"{name}.{leaf.path}" for buffer in buffers.values() for leaf in buffer.bucket.leaves} | {*plain}
+        known |= mine
+        part = Source(there.what, {key: tensor for key, tensor in there.tensors.items() if key in mine})
+        rename = {leaf.path: f"{name}.{leaf.path}" for buffer in buffers.values() for leaf in buffer.bucket.leaves}
+        jobs.append((buffers, plain, part, rename))
+    more = [name for name in there.tensors if name not in known]
+    if more and not partial:
+        several = f" and {len(more) - 1} more" if len(more) > 1 else ""
+        raise TreeError(
+            f"load_optimizer_state: {there.what} has {more[0]!r}{several}; "
+            f"this optimizer keeps {', '.join(sorted(names)) or 'nothing'}, for each leaf by its path. Rename them, or "
+            "leave them out by partial=True."
+        )
+    for buffers, plain, part, rename in jobs:
+        fill(buffers, plain, part, rename, partial, {})
