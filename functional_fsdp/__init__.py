@@ -47,6 +47,7 @@ from ._state.redistribute import redistribute
 from ._state.rounds import drop_gradients
 from ._state.shard import make_layout, shard
 from ._state.state import State
+from ._storage.conversions import Concatenated, Sliced, Stacked, Transposed
 from ._storage.flat import FlatBuffer
 from ._transports.registry import symmetric
 from ._verbs.load_weights import load_weights
@@ -60,6 +61,7 @@ __all__ = [
     "Bucket",
     "CheckpointError",
     "CommError",
+    "Concatenated",
     "FlatBuffer",
     "FsdpError",
     "Handle",
@@ -77,10 +79,13 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Sharded",
+    "Sliced",
     "Spec",
     "SpecError",
+    "Stacked",
     "StaleStateError",
     "State",
+    "Transposed",
     "TreeError",
     "Unit",
     "WorkerGroup",
