@@ -49,6 +49,7 @@ from ._state.shard import make_layout, shard
 from ._state.state import State
 from ._storage.conversions import Concatenated, Sliced, Stacked, Transposed
 from ._storage.flat import FlatBuffer
+from ._storage.hugging_face import conversions_of
 from ._transports.registry import symmetric
 from ._verbs.load_weights import load_weights
 from ._verbs.metrics import pmean, psum
@@ -94,6 +95,7 @@ __all__ = [
     "async_save",
     "bind",
     "buffers",
+    "conversions_of",
     "ddp",
     "drop_gradients",
     "extend",
