@@ -34,7 +34,8 @@ def conversions_of(model: nn.Module) -> dict[str, Conversion]:
 
     Args:
         model: a transformers model, on any device, or its skeleton, as `functionalize` and `init` return it. It is only
-            looked at. Files are taken to be as its `save_pretrained` writes them.
+            looked at. Files are taken to be as its `save_pretrained` writes them; where older ones hold a leaf
+            transposed, say so: `{**fsdp.conversions_of(model), path: fsdp.Transposed(path, 1, 2)}`.
 
     Returns:
         conversions of parameters and persistent buffers, for `load_weights`, `save_safetensors` and `init`; further

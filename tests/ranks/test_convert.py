@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import convert
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import load_file
+from support.cut import written
 from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
@@ -151,6 +153,56 @@ def test_what_does_not_fit_is_named_as_files_name_it(tmp_path: Path) -> None:
     assert [one.name for one in tmp_path.iterdir()] == ["whole"]
 
 
+def llama(said: list[Any]) -> Any:
+    """A Llama of which transformers has these conversions, with other numbers of query and key heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "vocab_size": 5}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    model._weight_conversions = said
+    return model
+
+
+def test_conversions_are_those_by_which_transformers_saves() -> None:
+    from transformers.core_model_loading import (
+        Chunk,
+        Concatenate,
+        Split,
+        Transpose,
+        WeightConverter,
+        WeightRenaming,
+        revert_weight_conversion,
+    )
+
+    kept = ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"]
+    said = [
+        WeightRenaming("blocks.", "layers."),
+        WeightConverter("self_attn.qkv.weight", [*kept], [Split(dim=0)]),
+        WeightConverter("mlp.both", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Transpose(0, 1), Chunk(dim=0)]),
+        WeightConverter(["down.left", "down.right"], "mlp.down_proj.weight", [Concatenate(dim=1)]),
+    ]
+    model = llama(said)
+    expected = revert_weight_conversion(model, model.state_dict())
+    found = written(model.state_dict(), fsdp.conversions_of(model))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert found["model.blocks.0.self_attn.qkv.weight"].shape == (16, 8)
+    assert found["model.blocks.0.mlp.both"].shape == (8, 24)
+    assert fsdp.conversions_of(fsdp.functionalize(model)[1]) == fsdp.conversions_of(model)
+
+
+def test_what_cannot_be_said_is_refused() -> None:
+    from transformers.core_model_loading import Interleave, WeightConverter
+
+    with pytest.raises(fsdp.SpecError, match="got a Linear; expected a PreTrainedModel of transformers"):
+        fsdp.conversions_of(nn.Linear(2, 3))
+    model = llama([WeightConverter("mixed", "mlp.up_proj.weight", [Interleave(dim=0)])])
+    said = r"makes 'model.layers.0.mlp.up_proj.weight' of mixed by \[Interleave\(dim=0\)\]; expected .* met Interleave"
+    with pytest.raises(fsdp.SpecError, match=said):
+        fsdp.conversions_of(model)
+
+
 def mixtral(folder: str) -> torch.Tensor:
     """The logits of a model that was read from transformers' files; it is written again as such."""
     from transformers import AutoConfig, MixtralForCausalLM
@@ -174,10 +226,17 @@ def test_a_mixtral_comes_from_transformers_files_and_goes_back(tmp_path: Path) -
     config = MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=True)
     model = MixtralForCausalLM(config).eval()
     model.save_pretrained(tmp_path / "first")
-    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in load_file(tmp_path / "first" / "model.safetensors")
+    kept = load_file(tmp_path / "first" / "model.safetensors")
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in kept
     expected = model(torch.arange(20).view(2, 10)).logits
     for logits in launch(mixtral, (str(tmp_path),), nprocs=2):
         assert torch.equal(logits, expected)
     config.save_pretrained(tmp_path / "second")
     again = MixtralForCausalLM.from_pretrained(tmp_path / "second").eval()
     assert torch.equal(again(torch.arange(20).view(2, 10)).logits, expected)
+    first = [*map(str, (tmp_path / "second", tmp_path / "ours", "--config", tmp_path / "second"))]
+    convert.main(first)
+    convert.main([str(tmp_path / "ours"), str(tmp_path / "third"), *first[2:]])
+    held = load_file(tmp_path / "third" / "model.safetensors")
+    assert held.keys() == kept.keys()
+    assert all(torch.equal(held[name], value) for name, value in kept.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import hypothesis.strategies as st
@@ -73,7 +74,8 @@ def drawn(draw: Any, shape: tuple[int, ...], names: list[str], depth: int = 3) -
 @given(st.data())
 def test_what_is_written_by_runs_is_read_by_others_and_is_what_torch_has(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=4)))
-    said = drawn(data.draw, shape, names := [])
+    names: list[str] = []
+    said = drawn(data.draw, shape, names)
     leaf = torch.randn(shape)
     flat, cuts = leaf.flatten(), st.lists(st.integers(0, leaf.numel()), max_size=4)
     most = data.draw(st.sampled_from([1, 3, 1 << 24]))
@@ -103,7 +105,7 @@ def test_what_is_written_by_runs_is_read_by_others_and_is_what_torch_has(data: s
 
 def runs(cuts: list[int], numel: int) -> list[tuple[int, int]]:
     ends = [0, *sorted(cuts), numel]
-    return list(zip(ends, ends[1:], strict=False))
+    return [*pairwise(ends)]
 
 
 def test_a_plain_leaf_and_a_stacked_one_are_read_end_to_end() -> None:
