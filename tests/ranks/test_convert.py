@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,7 +193,7 @@ def test_conversions_are_those_by_which_transformers_saves() -> None:
     assert fsdp.conversions_of(fsdp.functionalize(model)[1]) == fsdp.conversions_of(model)
 
 
-def test_what_cannot_be_said_is_refused() -> None:
+def test_what_cannot_be_said_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.core_model_loading import Interleave, WeightConverter
 
     with pytest.raises(fsdp.SpecError, match="got a Linear; expected a PreTrainedModel of transformers"):
@@ -200,6 +201,12 @@ def test_what_cannot_be_said_is_refused() -> None:
     model = llama([WeightConverter("mixed", "mlp.up_proj.weight", [Interleave(dim=0)])])
     said = r"makes 'model.layers.0.mlp.up_proj.weight' of mixed by \[Interleave\(dim=0\)\]; expected .* met Interleave"
     with pytest.raises(fsdp.SpecError, match=said):
+        fsdp.conversions_of(model)
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    with pytest.raises(fsdp.SpecError, match=r"transformers \d.* keeps no conversions .* expected 5 or later"):
+        fsdp.conversions_of(model)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(fsdp.SpecError, match="transformers is not installed"):
         fsdp.conversions_of(model)
 
 
