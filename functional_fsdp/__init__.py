@@ -47,7 +47,9 @@ from ._state.redistribute import redistribute
 from ._state.rounds import drop_gradients
 from ._state.shard import make_layout, shard
 from ._state.state import State
+from ._storage.conversions import Concatenated, Sliced, Stacked, Transposed
 from ._storage.flat import FlatBuffer
+from ._storage.hugging_face import conversions_of
 from ._transports.registry import symmetric
 from ._verbs.load_weights import load_weights
 from ._verbs.metrics import pmean, psum
@@ -61,6 +63,7 @@ __all__ = [
     "Bucket",
     "CheckpointError",
     "CommError",
+    "Concatenated",
     "FlatBuffer",
     "FsdpError",
     "Handle",
@@ -78,10 +81,13 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Sharded",
+    "Sliced",
     "Spec",
     "SpecError",
+    "Stacked",
     "StaleStateError",
     "State",
+    "Transposed",
     "TreeError",
     "Unit",
     "WorkerGroup",
@@ -90,6 +96,7 @@ __all__ = [
     "async_save",
     "bind",
     "buffers",
+    "conversions_of",
     "ddp",
     "drop_gradients",
     "extend",

@@ -16,9 +16,12 @@ import torch
 from .._common.calls import alone
 from .._common.errors import SpecError
 from .._common.tree import flatten
+from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
+from .._storage.conversions import Conversions, checked, same_conversions
+from .._storage.pieces import Piece, blocks, pieces
 from .._storage.safetensors import DTYPES, Entry, create, entries, write_at
 from .checkpoint import check_shared, same_folder
 from .folder import Claim, partial, sync
@@ -26,8 +29,10 @@ from .parts import parts_of
 
 __all__ = ["save_safetensors"]
 
-CHUNK = 1 << 24  # elements written at once
-Files = list[dict[str, tuple[torch.dtype, tuple[int, ...]]]]
+Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+Files = list[Tensors]
+Pieces = dict[str, list[Piece]]
+Plan = tuple[Pieces, int]  # of each leaf, and how many files
 
 
 @alone
@@ -38,29 +43,35 @@ def save_safetensors(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5_000_000_000,
+    convert: Conversions | None = None,
 ) -> Path:
     """Write the weights to `folder` as safetensors with an index, as `from_pretrained` reads them. Never consumes it.
 
-    Names are those of the leaves and buffers; a tied leaf is written once, under its first path.
+    Names are those of the leaves and buffers, or what `convert` says; a tied leaf is written once, by its first path.
 
     Args:
         folder: appears when everything is on disk. All ranks must see it.
         dtype: of floating leaves in the files; None: that of `Precision.main`.
-        max_shard_size: bytes of a file at most; a leaf is never cut.
+        max_shard_size: bytes of a file at most; a leaf of the file is never cut.
+        convert: {path: which leaves of the file hold the leaf} where that is not one of its name; see `load_weights`.
+            With `conversions_of(model)` files are those that save_pretrained writes. Of a transposed leaf a rank writes
+            a run for each row of the file.
 
     Returns:
         the folder.
 
-    Memory: on the host 16 Mi elements a rank; nothing is gathered.
+    Memory: on the host 16 Mi elements a rank, on the device as much for a transposed leaf; nothing is gathered.
 
     Raises:
-        StaleStateError: a state in the middle of a step. SpecError: a dtype that safetensors has not, or experts of
-            which ranks have their own. FileExistsError: the folder exists. CheckpointError: ranks name different
-            folders, or do not see the same. OSError: what a rank met. If one rank raises, all do.
+        StaleStateError: a state in the middle of a step. SpecError: a dtype that safetensors has not, experts of
+            which ranks have their own, a conversion of no leaf, one that does not fit its leaf, several that leave room
+            in a leaf of the file, or ranks that were given different ones. FileExistsError: the folder exists.
+            CheckpointError: ranks name different folders, or do not see the same. OSError: what a rank met. If one
+            rank raises, all do.
 
     Collective: every rank calls it; exchanges on the host.
 
-    Example: `fsdp.save_safetensors(state, "llama-tuned", dtype=torch.bfloat16)`.
+    Example: `fsdp.save_safetensors(state, "mixtral-tuned", dtype=torch.bfloat16, convert=fsdp.conversions_of(model))`.
     """
     run = runtime_of(state.spec.mesh)
     with Joint(run, "save_safetensors") as joint:
@@ -69,27 +80,30 @@ def save_safetensors(
         claim = Claim(final, token) if run.rank == 0 else None
         path = partial(final, token)
 
-        def begin() -> None:
+        def begin() -> tuple[Plan, list[Topic]]:
             state._resting("save_safetensors")
-            files = _files(state, dtype, max_shard_size)
+            cuts = checked(convert, (*state.layout.paths, *flatten(state.buffers)[0]))
+            parts, tensors = _tensors(state, dtype, cuts)
+            files = _files(tensors, max_shard_size)
             if claim is not None:
                 claim.make()
                 names = _names(len(files))
-                for name, tensors in zip(names, files, strict=True):
-                    create(path / name, tensors)
+                for name, some in zip(names, files, strict=True):
+                    create(path / name, some)
                 if len(files) > 1:
                     _index(path, names, files)
+            return (parts, len(files)), [same_conversions(cuts)]
 
         def write() -> None:
             check_shared(run, path, "save_safetensors")
-            _write(state, path, _files(state, dtype, max_shard_size))
+            _write(state, path, *plan)
 
         def complete() -> None:
             if claim is not None:
                 claim.appear()
 
         try:
-            joint(begin, "begin")
+            plan = agree(joint, "begin", begin)
             joint(write, "weights")
             joint(complete, "end")
         finally:
@@ -98,13 +112,13 @@ def save_safetensors(
     return Path(folder)
 
 
-def _files(state: State, dtype: torch.dtype | None, most: int) -> Files:
-    """What goes into which file: leaves in the tree's order, then buffers."""
+def _tensors(state: State, dtype: torch.dtype | None, convert: Conversions) -> tuple[Pieces, Tensors]:
+    """The pieces of each leaf and buffer, and the leaves of the files: in the tree's order, then those of buffers."""
     if dtype is not None and (dtype not in DTYPES.values() or not dtype.is_floating_point):
         raise SpecError(f"save_safetensors(dtype={dtype}): expected a floating dtype that safetensors has, or None.")
     run = runtime_of(state.spec.mesh)
     at = {leaf.path: (leaf, bucket) for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    leaves: Tensors = {}
     for path in state.layout.paths:
         if path in at:
             leaf, bucket = at[path]
@@ -114,14 +128,46 @@ def _files(state: State, dtype: torch.dtype | None, most: int) -> Files:
                     f"save_safetensors: ranks along {own} have {path!r} of their own, and a file has one leaf of a "
                     "name. Save a checkpoint, which has all of them."
                 )
-            tensors[path] = (dtype if dtype and bucket.main.is_floating_point else bucket.main), leaf.shape
+            leaves[path] = (dtype if dtype and bucket.main.is_floating_point else bucket.main), leaf.shape
     for path, held in zip(*flatten(state.buffers)[:2], strict=True):
-        if path in tensors:
+        if path in leaves:
             raise SpecError(f"save_safetensors: a parameter and a buffer are both called {path!r}. Rename one of them.")
-        tensors[path] = held.dtype, tuple(held.shape)
+        leaves[path] = held.dtype, tuple(held.shape)
+    parts = {path: pieces(path, shape, convert.get(path, path)) for path, (_, shape) in leaves.items()}
+    tensors: Tensors = {}
+    owners: dict[str, list[tuple[str, Piece]]] = {}
+    for path, some in parts.items():
+        for piece in some:
+            said = leaves[path][0], piece.shape
+            if tensors.setdefault(piece.name, said) != said:
+                kind, shape = tensors[piece.name]
+                raise SpecError(
+                    f"save_safetensors: {piece.name!r} is {kind} {list(shape)} by other leaves and {said[0]} "
+                    f"{list(said[1])} by {path!r}. Say of all of them one shape; if their dtypes differ, give dtype=."
+                )
+            where = owners.setdefault(piece.name, [])
+            where += [(path, piece)]
+            twice = [other for other, before in where[:-1] if piece.meets(before)]
+            if twice:
+                raise SpecError(
+                    f"save_safetensors: {twice[0]!r} and {path!r} have the same elements of {piece.name!r}. Give each "
+                    "leaf a name, or a slice, of its own by convert=."
+                )
+    for name, (_, shape) in tensors.items():
+        filled, whole = sum(piece.numel for _, piece in owners[name]), torch.Size(shape).numel()
+        if filled != whole:
+            raise SpecError(
+                f"save_safetensors: {name!r} has {whole} elements as {list(shape)}, and leaves fill {filled} of them. "
+                "Say by convert= which leaves have the others."
+            )
     unknown = [(name, kind) for name, (kind, _) in tensors.items() if kind not in DTYPES.values()]
     if unknown:
         raise SpecError(f"save_safetensors: {unknown[0][0]!r} is {unknown[0][1]}, which safetensors has not.")
+    return parts, tensors
+
+
+def _files(tensors: Tensors, most: int) -> Files:
+    """What goes into which file, in that order."""
     files: Files = [{}]
     size = 0
     for name, (kind, shape) in tensors.items():
@@ -149,10 +195,10 @@ def _index(path: Path, names: list[str], files: Files) -> None:
         os.fsync(file.fileno())
 
 
-def _write(state: State, path: Path, files: Files) -> None:
+def _write(state: State, path: Path, parts: Pieces, files: int) -> None:
     """This rank's runs, and of the first rank buffers, at their places."""
     places: dict[str, Entry] = {}
-    for name in _names(len(files)):
+    for name in _names(files):
         places |= entries(path / name)
     mine = [
         (part.name.removeprefix("main."), part.start, part.tensor)
@@ -164,13 +210,14 @@ def _write(state: State, path: Path, files: Files) -> None:
     opened: dict[Path, int] = {}
     try:
         for name, start, tensor in mine:
-            place = places[name]
-            if place.path not in opened:
-                opened[place.path] = os.open(place.path, os.O_WRONLY)
             flat = tensor.detach().reshape(-1)
-            for at in range(0, flat.numel(), CHUNK):
-                host = flat[at : at + CHUNK].to("cpu", place.dtype).contiguous()
-                write_at(opened[place.path], place, start + at, host)
+            for piece in parts[name]:
+                place = places[piece.name]
+                if place.path not in opened:
+                    opened[place.path] = os.open(place.path, os.O_WRONLY)
+                for block in blocks(piece, start, start + flat.numel()):
+                    host = block.of(flat, start).to("cpu", place.dtype).contiguous()
+                    write_at(opened[place.path], place, block.file, host)
         for file in opened.values():
             os.fsync(file)
     finally:

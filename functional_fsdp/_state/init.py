@@ -43,6 +43,7 @@ from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
+from .._storage.conversions import Conversions, checked
 from .._storage.flat import FlatBuffer
 from .._storage.sources import Rename, fill, opened, same_source
 from .._transports.auto import resolve_transport
@@ -190,6 +191,7 @@ def init(
     every_buffer: bool = False,
     weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | None = None,
     rename: Rename | None = None,
+    convert: Conversions | Callable[[M], Conversions] | None = None,
     partial: bool = False,
 ) -> tuple[State, M]:
     """Build a model as shards: one unit at a time is made by the module's own initialisers, sliced and dropped.
@@ -201,7 +203,8 @@ def init(
         every_buffer: the state gets the buffers that are not persistent, too; see `buffers`.
         weights: where their values come from in the place of the initialisers: a folder or file of safetensors, a state
             dict of torch.save, or {name: tensor}; each rank reads its runs only. See `load_weights`.
-        rename, partial: as for `load_weights`; with `partial` leaves that are missing there are initialised.
+        rename, convert, partial: as for `load_weights`; `convert` may also be a function that is given the module, as
+            `conversions_of` is. With `partial` leaves that are missing there are initialised.
 
     Returns:
         the State, its persistent buffers included, and the skeleton with real buffers, for `bind`.
@@ -225,17 +228,18 @@ def init(
         shapes = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in params.values()}
         infos, paths, treedef = describe({path: shapes[id(p)] for path, p in params.items()})
         topics = given(infos, paths, spec, as_optimizer(optimizer), seed)
-        source = None
+        source, cuts = None, checked(None)
         if weights is not None:
-            source, more = same_source(opened(weights))
+            cuts = checked(convert(module) if callable(convert) else convert)
+            source, more = same_source(opened(weights), cuts)
             topics += more
         with torch.no_grad(), _Copies(recorder):
             skeleton = skeleton_of(module)
         views = {path: recorder.view(p) for path, p in params.items()}
-        return (infos, paths, treedef, recorder, views, skeleton, source), topics
+        return (infos, paths, treedef, recorder, views, skeleton, source, cuts), topics
 
     with Joint(run, "init") as joint:
-        infos, paths, treedef, recorder, views, skeleton, source = agree(joint, "what is given", look)
+        infos, paths, treedef, recorder, views, skeleton, source, cuts = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths)
 
         def fetch(unit: Unit) -> dict[str, torch.Tensor]:
@@ -245,7 +249,7 @@ def init(
         tied = {p: one for p, one in zip(plan.paths, plan.source, strict=True) if p != one}
 
         def read(main: dict[str, FlatBuffer], held: Any) -> None:
-            fill(main, held, source, rename, partial, tied)
+            fill(main, held, source, rename, cuts, partial, tied)
 
         maker = fetch if source is None or partial else None
         then = None if source is None else read

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ import torch
 
 from .._common.errors import CheckpointError, SpecError, TreeError
 from .._runtime.agree import Topic
+from .conversions import Conversions, checked, same_conversions
 from .flat import FlatBuffer
+from .pieces import Piece, blocks, pieces
 from .safetensors import Entry, entries, read_into
 
 __all__ = ["Rename", "Source", "fill", "opened", "same_source"]
 
 Rename = Callable[[str], str] | Mapping[str, str]
-CHUNK = 1 << 24  # elements read at once
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -36,18 +38,21 @@ class Source:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
-    def read(self, name: str, first: int, into: torch.Tensor) -> None:
-        """Elements [first, first + n) of a tensor, into `into` [n] of any floating dtype and device."""
-        one, n = self.tensors[name], into.numel()
-        if isinstance(one, torch.Tensor):
-            flat = one.detach().reshape(-1)
-            into.copy_(flat[first : first + n])
-            return
-        with open(one.path, "rb", buffering=0) as file:
-            for at in range(0, n, CHUNK):
-                host = torch.empty(min(CHUNK, n - at), dtype=one.dtype)
-                read_into(file, one, first + at, host)
-                into[at : at + host.numel()].copy_(host)
+    def read(self, some: Iterable[Piece], start: int, into: torch.Tensor) -> None:
+        """Elements [start, start + n) of the leaf that has these pieces, into `into` [n], of any dtype and device."""
+        with ExitStack() as stack:
+            files: dict[Path, Any] = {}
+            for piece in some:
+                one = self.tensors[piece.name]
+                for block in blocks(piece, start, start + into.numel()):
+                    if isinstance(one, torch.Tensor):
+                        values = one.detach().reshape(-1)[block.file : block.file + block.numel]
+                    else:
+                        if one.path not in files:
+                            files[one.path] = stack.enter_context(open(one.path, "rb", buffering=0))
+                        values = torch.empty(block.numel, dtype=one.dtype)
+                        read_into(files[one.path], one, block.file, values)
+                    block.of(into, start).copy_(values.view(block.sizes))
 
 
 def opened(source: Any) -> Source:
@@ -70,11 +75,11 @@ def opened(source: Any) -> Source:
     return Source(str(path), _file(path))
 
 
-def same_source(source: Source) -> tuple[Source, list[Topic]]:
-    """A source, and what ranks compare of it: names, shapes and dtypes."""
+def same_source(source: Source, convert: Conversions) -> tuple[Source, list[Topic]]:
+    """A source, and what ranks compare of it: names, shapes and dtypes, and what is said of other leaves in memory."""
     lines = [f"{name} {list(one.shape)} {one.dtype}" for name, one in source.tensors.items()]
     remedy = "Give every rank the same weights; a folder must be one that all ranks see."
-    return source, [Topic(lines, TreeError, "weights in their sources", "one", remedy)]
+    return source, [Topic(lines, TreeError, "weights in their sources", "one", remedy), same_conversions(convert)]
 
 
 def _folder(path: Path) -> dict[str, Entry | torch.Tensor]:
@@ -127,6 +132,7 @@ def fill(
     buffers: Mapping[str, torch.Tensor],
     source: Source,
     rename: Rename | None,
+    convert: Conversions,
     partial: bool,
     aliases: Mapping[str, str],
 ) -> set[str]:
@@ -134,6 +140,7 @@ def fill(
 
     Args:
         rename: from a leaf's path to its name in the source, a function or a mapping of those that differ.
+        convert: from a leaf's path to the leaves there that hold it, in the place of `rename`.
         partial: whether leaves may be missing there, and others be there; what is missing stays as it is.
         aliases: of further paths of tied leaves the one that holds the leaf.
 
@@ -142,44 +149,66 @@ def fill(
 
     Raises:
         TreeError: leaves that are missing, unexpected or of another shape, by name, before anything is read.
+        SpecError: a conversion that does not fit its leaf.
     """
 
-    def there(path: str) -> str:
-        return rename(path) if callable(rename) else (rename or {}).get(path, path)
+    def there(path: str) -> list[Piece]:
+        named = rename(path) if callable(rename) else (rename or {}).get(path, path)
+        return pieces(path, leaves[aliases.get(path, path)][0], convert.get(path, named))
 
-    shapes = {leaf.path: leaf.shape for buffer in main.values() for leaf in buffer.bucket.leaves}
-    shapes |= {path: tuple(tensor.shape) for path, tensor in buffers.items()}
-    names: dict[str, str] = {}
-    for path in (*shapes, *aliases):
-        if there(path) in source.tensors:
-            names.setdefault(aliases.get(path, path), there(path))
-    known = {there(path) for path in (*shapes, *aliases)}
-    missing = [] if partial else [path for path in shapes if path not in names]
-    more = [] if partial else [name for name in source.tensors if name not in known]
-    odd = [path for path, name in names.items() if source.shape(name) != tuple(shapes[path])]
-    kinds = {leaf.path: buffer.local.dtype for buffer in main.values() for leaf in buffer.bucket.leaves}
-    kinds |= {path: tensor.dtype for path, tensor in buffers.items()}
-    floats = {p: source.tensors[name].dtype.is_floating_point for p, name in names.items()}
-    other = [p for p, floating in floats.items() if floating != kinds[p].is_floating_point]
-    said = [f"lacks {_some([there(path) for path in missing])}"] if missing else []
-    said += [f"has {_some(more)}, which the model has not"] if more else []
-    said += [f"has {names[p]!r} as {list(source.shape(names[p]))}, the model {list(shapes[p])}" for p in odd[:3]]
-    said += [f"has {names[p]!r} as {source.tensors[names[p]].dtype}, the model {kinds[p]}" for p in other[:3]]
-    if said:
-        raise TreeError(
-            f"weights: {source.what} {'; it '.join(said)}. Give names by rename=; with partial=True leaves may be "
-            "missing, and others be there."
-        )
+    leaves = {leaf.path: (leaf.shape, buffer.local.dtype) for buffer in main.values() for leaf in buffer.bucket.leaves}
+    leaves |= {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in buffers.items()}
+    checked(convert, None if partial else (*leaves, *aliases))
+    wanted = {path: there(path) for path in (*leaves, *aliases)}
+    found: dict[str, list[Piece]] = {}
+    for path, some in wanted.items():
+        if all(piece.name in source.tensors for piece in some):
+            found.setdefault(aliases.get(path, path), some)
+    _complain(source, leaves, wanted, found, partial)
     for buffer in main.values():
         start, stop = buffer.span()
         for leaf in buffer.bucket.leaves:
             a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
-            if a < b and leaf.path in names:
-                source.read(names[leaf.path], a - leaf.offset, buffer.local[a - start : b - start])
+            if a < b and leaf.path in found:
+                source.read(found[leaf.path], a - leaf.offset, buffer.local[a - start : b - start])
     for path, tensor in buffers.items():
-        if path in names and tensor.numel():
-            source.read(names[path], 0, tensor.view(-1))
-    return {*names}
+        if path in found and tensor.numel():
+            source.read(found[path], 0, tensor.view(-1))
+    return {*found}
+
+
+def _complain(
+    source: Source,
+    leaves: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    wanted: Mapping[str, list[Piece]],
+    found: Mapping[str, list[Piece]],
+    partial: bool,
+) -> None:
+    """Raise TreeError unless what a source has is what leaves want of it."""
+    tensors = source.tensors
+    names = {path: dict.fromkeys(piece.name for piece in some) for path, some in wanted.items()}
+    cut = [path for path in leaves if path not in found and (not partial or any(n in tensors for n in names[path]))]
+    missing = [*dict.fromkeys(name for path in cut for name in names[path] if name not in tensors)]
+    known = {name for some in names.values() for name in some}
+    more = [] if partial else [name for name in tensors if name not in known]
+    odd = {one.name: one.shape for some in found.values() for one in some if source.shape(one.name) != one.shape}
+    kinds = {one.name: leaves[path][1] for path, some in found.items() for one in some}
+    other = [n for n, dtype in kinds.items() if tensors[n].dtype.is_floating_point != dtype.is_floating_point]
+    filled: dict[str, int] = {}
+    for piece in (piece for some in found.values() for piece in some):
+        filled[piece.name] = filled.get(piece.name, 0) + piece.numel
+    whole = {name: torch.Size(source.shape(name)).numel() for name in filled}
+    left = [] if partial or missing or odd else [name for name in filled if filled[name] < whole[name]]
+    said = [f"lacks {_some(missing)}"] if missing else []
+    said += [f"has {_some(more)}, which the model has not"] if more else []
+    said += [f"has {n!r} as {list(source.shape(n))}, the model {list(odd[n])}" for n in [*odd][:3]]
+    said += [f"has {n!r} as {tensors[n].dtype}, the model {kinds[n]}" for n in other[:3]]
+    said += [f"has {n!r} with {whole[n]} elements, the model {filled[n]} of them" for n in left[:3]]
+    if said:
+        raise TreeError(
+            f"weights: {source.what} {'; it '.join(said)}. Give names by rename=, and by convert= leaves that files "
+            "cut otherwise; with partial=True leaves may be missing, and others be there."
+        )
 
 
 def _some(names: list[str]) -> str:

@@ -10,12 +10,13 @@ import torch
 
 from .._common.calls import verb
 from .._common.errors import ScheduleError
-from .._runtime.agree import agree
+from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
+from .._storage.conversions import Conversions, checked
 from .._storage.flat import zeros
-from .._storage.sources import Rename, fill, opened, same_source
+from .._storage.sources import Rename, Source, fill, opened, same_source
 from .replace import copies, renewed
 
 __all__ = ["load_weights"]
@@ -31,6 +32,7 @@ def load_weights(
     source: str | os.PathLike[str] | Mapping[str, torch.Tensor],
     *,
     rename: Rename | None = None,
+    convert: Conversions | None = None,
     partial: bool = False,
     optimizer: bool = True,
 ) -> State:
@@ -44,6 +46,9 @@ def load_weights(
         source: a folder as Hugging Face writes them (safetensors with an index, or pytorch_model.bin); a file of
             safetensors or of torch.save, which is read with weights_only; or {name: tensor}.
         rename: from a leaf's path to its name in the source: a function, or a mapping of those that differ.
+        convert: {path: what holds the leaf in the source} where that is not one leaf: parts that are `Stacked` or
+            `Concatenated`, one `Transposed`, or a slice of one (`Sliced`); or its name. `conversions_of(model)` makes
+            that of a Hugging Face model. Of a transposed leaf a rank reads a run for each row of the source.
         partial: True where leaves may be missing there, which keep their values, and others may be there.
         optimizer: False leaves out the optimizer and its state: for evaluation. `step` then refuses.
 
@@ -54,12 +59,14 @@ def load_weights(
 
     Raises:
         TreeError: leaves that are missing, unexpected or of another shape, by name, before anything is read.
+        SpecError: a conversion of no leaf, or one that does not fit its leaf; ranks that were given different ones.
         FileNotFoundError, CheckpointError: no weights there, or damaged ones. If one rank raises, all do.
 
     Collective: every rank calls it. Checks on the host; an all-gather a bucket where a placement keeps compute copies.
 
     Example:
         >>> state = fsdp.load_weights(state, "llama/", rename=lambda path: f"model.{path}")  # doctest: +SKIP
+        >>> state = fsdp.load_weights(state, "mixtral/", convert=fsdp.conversions_of(model))  # doctest: +SKIP
     """
     state._valid("load_weights")
     lineage, run = state.version.lineage, runtime_of(state.spec.mesh)
@@ -73,9 +80,14 @@ def load_weights(
         if partial:
             for name, buffer in trees["main"].items():
                 buffer.local.copy_(state.main[name].local)
-        fill(trees["main"], trees["buffers"], there, rename, partial, tied)
+        fill(trees["main"], trees["buffers"], there, rename, cuts, partial, tied)
+
+    def look() -> tuple[tuple[Source, Conversions], list[Topic]]:
+        cuts = checked(convert)
+        found, topics = same_source(opened(source), cuts)
+        return (found, cuts), topics
 
     with Joint(run, "load_weights") as joint:
-        there = agree(joint, "the source", lambda: same_source(opened(source)))
+        there, cuts = agree(joint, "the source", look)
         joint(read, "weights")
     return renewed(state, trees, optimizer)

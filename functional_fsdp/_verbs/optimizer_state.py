@@ -144,4 +144,4 @@ def _read(nodes: list[Node], there: Source, partial: bool) -> None:
             "leave them out by partial=True."
         )
     for buffers, plain, part, rename in jobs:
-        fill(buffers, plain, part, rename, partial, {})
+        fill(buffers, plain, part, rename, {}, partial, {})

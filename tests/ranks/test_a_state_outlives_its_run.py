@@ -79,10 +79,11 @@ def resumed(name: str, folder: str) -> tuple[list[str], int]:
     kept = torch.load(f"{folder}/kept_{state.steps}.pt")
     found = whole_trees({"main": state.main, "mean": state.opt.mean, "square": state.opt.square})
     wrong = [path for path in kept.keys() | found.keys() if not torch.equal(kept[path], found[path])]
-    forward_backward = T.forward_backward(fsdp.functionalize(module_of(name))[1], loss_fn)
+    model = fsdp.functionalize(module_of(name))[1]
+    forward_backward = T.forward_backward(model, loss_fn)
     state, _ = forward_backward(state, tokens(state.steps + 1))
     state = fsdp.step(state)
-    fsdp.save_safetensors(state, f"{folder}/exported", max_shard_size=20_000)
+    fsdp.save_safetensors(state, f"{folder}/exported", max_shard_size=20_000, convert=fsdp.conversions_of(model))
     plain = module_of(name)
     plain.load_state_dict(fsdp.state_dict(state))
     if dist.get_rank() == 0:

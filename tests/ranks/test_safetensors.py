@@ -208,28 +208,3 @@ def test_what_is_wrong_is_named_and_the_state_stays(tmp_path: Path) -> None:
         assert "FileNotFoundError" in found["one"]
         assert ("rank 1 met" in found["one"]) == (rank == 0)
         assert found["again"] == "1"
-
-
-def llama(folder: str) -> None:
-    from transformers import LlamaForCausalLM
-
-    mesh, placement = mesh_and_placement("zero3")
-    model = LlamaForCausalLM.from_pretrained(f"{folder}/first")
-    params, _ = fsdp.functionalize(model)
-    fsdp.save_safetensors(fsdp.shard(params, fsdp.Spec(mesh, placement)), f"{folder}/second", max_shard_size=20_000)
-
-
-def test_from_pretrained_reads_it(tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50}
-    config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path / "first")
-    launch(llama, (str(tmp_path),), nprocs=2)
-    config.save_pretrained(tmp_path / "second")
-    again = LlamaForCausalLM.from_pretrained(tmp_path / "second")
-    tokens = torch.arange(20).view(2, 10)
-    assert torch.equal(again(tokens).logits, model(tokens).logits)
-    assert len(list((tmp_path / "second").glob("*.safetensors"))) > 2

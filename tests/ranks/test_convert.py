@@ -1,0 +1,249 @@
+"""Leaves that files cut otherwise: each rank reads and writes its runs of them, and a Mixtral goes both ways."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import convert
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from safetensors.torch import load_file
+from support.cut import written
+from support.problems import mesh_and_placement
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+
+SPELT: dict[str, Any] = {
+    "experts": fsdp.Stacked(fsdp.Concatenated([f"experts.{e}.w1", f"experts.{e}.w3"]) for e in range(3)),
+    "turned": fsdp.Transposed("kernel"),
+    "q": fsdp.Sliced("qkv", 0, of=10),
+    "k": fsdp.Sliced("qkv", 5, of=10),
+    "v": fsdp.Sliced("qkv", 8, of=10),
+    "head.weight": fsdp.Concatenated(["head.a", "head.b"], 1, sizes=[2, 5]),
+    "scale": "other",
+    "seen": fsdp.Transposed(fsdp.Sliced("watched", 1, of=4), 0, 1),
+    "heard": fsdp.Transposed(fsdp.Sliced("watched", 0, of=4), 0, 1),
+}
+
+
+class Small(nn.Module):
+    """Odd sizes, a frozen leaf, a tied one whose second path is the one that is spelt, and two buffers."""
+
+    seen: torch.Tensor
+    heard: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 7)
+        self.experts = nn.Parameter(torch.randn(3, 4, 5))
+        self.turned = nn.Parameter(torch.randn(9, 7))
+        self.q, self.k, self.v = (nn.Parameter(torch.randn(n, 6)) for n in (5, 3, 2))
+        self.k.requires_grad_(False)
+        self.head = nn.Linear(7, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("seen", torch.randn(2, 3))
+        self.register_buffer("heard", torch.randn(2, 1))
+
+
+def small(seed: int) -> Small:
+    torch.manual_seed(seed)
+    return Small()
+
+
+def sharded(preset: str, seed: int) -> fsdp.State:
+    mesh, placement = mesh_and_placement(preset)
+    module = small(seed)
+    params, _ = fsdp.functionalize(module)
+    return fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.adamw(), buffers=fsdp.buffers(module))
+
+
+def there_and_back(preset: str, folder: str) -> dict[str, list[str]]:
+    """What of a model that was written otherwise and read again is not the one that was written."""
+    tied = {"embed.weight": SPELT["head.weight"]}
+    written = {**{path: said for path, said in SPELT.items() if path != "head.weight"}, **tied}
+    state = sharded(preset, 3)
+    fsdp.save_safetensors(state, f"{folder}/{preset}", convert=written, max_shard_size=400)
+    loaded = fsdp.load_weights(sharded(preset, 4), f"{folder}/{preset}", convert=SPELT)
+    made, _ = fsdp.init(Small, state.spec, weights=f"{folder}/{preset}", convert=lambda _: SPELT, seed=9)
+    found = {}
+    for name, one in (("loaded", loaded), ("made", made)):
+        held = fsdp.state_dict(one)
+        found[name] = [path for path, value in small(3).state_dict().items() if not torch.equal(held[path], value)]
+    return found
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero1", "hfsdp"])
+def test_each_rank_writes_and_reads_its_runs_of_leaves_that_are_cut_otherwise(preset: str, tmp_path: Path) -> None:
+    for found in launch(there_and_back, (preset, str(tmp_path)), nprocs=2):
+        assert found == {"loaded": [], "made": []}
+    held: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / preset).glob("*.safetensors"):
+        held |= load_file(file)
+    plain = small(3)
+    expected = {"kernel": plain.turned.T, "qkv": torch.cat([plain.q, plain.k, plain.v]), "other": plain.scale}
+    expected |= {"head.a": plain.embed.weight[:, :2], "head.b": plain.embed.weight[:, 2:]}
+    expected |= {"watched": torch.cat([plain.heard.T, plain.seen.T])}
+    for e in range(3):
+        expected |= {f"experts.{e}.w1": plain.experts[e, :2], f"experts.{e}.w3": plain.experts[e, 2:]}
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[name], value) for name, value in expected.items())
+
+
+def raised(call: Any) -> str:
+    try:
+        call()
+    except fsdp.FsdpError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """What is said of files and of conversions that do not fit, by the first rank."""
+    state = sharded("zero3", 3)
+    fsdp.save_safetensors(state, f"{folder}/whole", convert=(own := {**SPELT, "embed.weight": "embed"}))
+    held = load_file(f"{folder}/whole/model.safetensors")
+    load = partial(fsdp.load_weights, state)
+    less = {name: value for name, value in held.items() if name != "experts.1.w3"}
+    found = {
+        "missing": raised(lambda: load(less, convert=own)),
+        "half": raised(lambda: load({"experts.1.w3": held["experts.1.w3"]}, convert=own, partial=True)),
+        "unexpected": raised(lambda: load({**held, "experts.3.w1": torch.ones(2, 5)}, convert=own)),
+        "misshapen": raised(lambda: load({**held, "kernel": held["kernel"].T}, convert=own)),
+        "left": raised(lambda: load({**held, "q": torch.ones(5, 6)}, convert={**own, "q": "q"})),
+        "path": raised(lambda: load(held, convert={**own, "query": "q"})),
+        "kind": raised(lambda: load(held, convert=[SPELT])),  # type: ignore[arg-type]
+        "differ": raised(lambda: load(held, convert={**own, "scale": f"other{dist.get_rank()}"})),
+    }
+    save = partial(fsdp.save_safetensors, state, f"{folder}/never")
+    found |= {
+        "room": raised(lambda: save(convert={**own, "v": "v"})),
+        "twice": raised(lambda: save(convert={**own, "q": fsdp.Sliced("qkv", 1, of=10)})),
+        "shapes": raised(lambda: save(convert={**own, "q": fsdp.Sliced("qkv", 0, of=12)})),
+        "fits": raised(lambda: save(convert={**own, "experts": fsdp.Stacked(["a", "b"])})),
+        "others": raised(lambda: save(convert={**own, "scale": f"other{dist.get_rank()}"})),
+        "nowhere": raised(lambda: save(convert={"query": "q"})),
+    }
+    found["partial"] = raised(lambda: load({"kernel": held["kernel"]}, convert={**own, "query": "q"}, partial=True))
+    return found
+
+
+def test_what_does_not_fit_is_named_as_files_name_it(tmp_path: Path) -> None:
+    found = launch(refusals, (str(tmp_path),), nprocs=2)[0]
+    assert "TreeError: weights: the mapping lacks 'experts.1.w3'. Give names by rename=" in found["missing"]
+    assert "lacks 'experts.0.w1' and 4 more" in found["half"]
+    assert "has 'experts.3.w1', which the model has not" in found["unexpected"]
+    assert "has 'kernel' as [9, 7], the model [7, 9]" in found["misshapen"]
+    assert "has 'qkv' with 60 elements, the model 30 of them" in found["left"]
+    assert "SpecError: convert: 'query' is no path of a leaf or buffer" in found["path"]
+    assert "convert: got a list; expected a mapping" in found["kind"]
+    assert "ranks have different conversions. The first one that differs: rank 0 has" in found["differ"]
+    assert "'qkv' has 60 elements as [10, 6], and leaves fill 48 of them" in found["room"]
+    assert "'q' and 'k' have the same elements of 'qkv'" in found["twice"]
+    assert "'qkv' is torch.float32 [12, 6] by other leaves and torch.float32 [10, 6] by 'k'" in found["shapes"]
+    assert "'experts' is [3, 4, 5], and Stacked has 2 parts for the 3 elements along its dim 0" in found["fits"]
+    assert "ranks have different conversions" in found["others"]
+    assert "'query' is no path of a leaf or buffer" in found["nowhere"]
+    assert found["partial"] == "nothing"
+    assert [one.name for one in tmp_path.iterdir()] == ["whole"]
+
+
+def llama(said: list[Any]) -> Any:
+    """A Llama of which transformers has these conversions, with other numbers of query and key heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "vocab_size": 5}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    model._weight_conversions = said
+    return model
+
+
+def test_conversions_are_those_by_which_transformers_saves() -> None:
+    from transformers.core_model_loading import (
+        Chunk,
+        Concatenate,
+        Split,
+        Transpose,
+        WeightConverter,
+        WeightRenaming,
+        revert_weight_conversion,
+    )
+
+    kept = ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"]
+    said = [
+        WeightRenaming("blocks.", "layers."),
+        WeightConverter("self_attn.qkv.weight", [*kept], [Split(dim=0)]),
+        WeightConverter("mlp.both", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [Transpose(0, 1), Chunk(dim=0)]),
+        WeightConverter(["down.left", "down.right"], "mlp.down_proj.weight", [Concatenate(dim=1)]),
+    ]
+    model = llama(said)
+    expected = revert_weight_conversion(model, model.state_dict())
+    found = written(model.state_dict(), fsdp.conversions_of(model))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert found["model.blocks.0.self_attn.qkv.weight"].shape == (16, 8)
+    assert found["model.blocks.0.mlp.both"].shape == (8, 24)
+    assert fsdp.conversions_of(fsdp.functionalize(model)[1]) == fsdp.conversions_of(model)
+
+
+def test_what_cannot_be_said_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.core_model_loading import Interleave, WeightConverter
+
+    with pytest.raises(fsdp.SpecError, match="got a Linear; expected a PreTrainedModel of transformers"):
+        fsdp.conversions_of(nn.Linear(2, 3))
+    model = llama([WeightConverter("mixed", "mlp.up_proj.weight", [Interleave(dim=0)])])
+    said = r"makes 'model.layers.0.mlp.up_proj.weight' of mixed by \[Interleave\(dim=0\)\]; expected .* met Interleave"
+    with pytest.raises(fsdp.SpecError, match=said):
+        fsdp.conversions_of(model)
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    with pytest.raises(fsdp.SpecError, match=r"transformers \d.* keeps no conversions .* expected 5 or later"):
+        fsdp.conversions_of(model)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(fsdp.SpecError, match="transformers is not installed"):
+        fsdp.conversions_of(model)
+
+
+def mixtral(folder: str) -> torch.Tensor:
+    """The logits of a model that was read from transformers' files; it is written again as such."""
+    from transformers import AutoConfig, MixtralForCausalLM
+
+    config = AutoConfig.from_pretrained(f"{folder}/first")
+    spec = fsdp.Spec(fsdp.local_mesh())
+    state, model = fsdp.init(
+        lambda: MixtralForCausalLM(config), spec, weights=f"{folder}/first", convert=fsdp.conversions_of
+    )
+    fsdp.save_safetensors(state, f"{folder}/second", convert=fsdp.conversions_of(model), max_shard_size=20_000)
+    logits: torch.Tensor = fsdp.bind(model, fsdp.full_params(state))(torch.arange(20).view(2, 10)).logits.detach()
+    return logits
+
+
+def test_a_mixtral_comes_from_transformers_files_and_goes_back(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 30}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=True)
+    model = MixtralForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "first")
+    kept = load_file(tmp_path / "first" / "model.safetensors")
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in kept
+    expected = model(torch.arange(20).view(2, 10)).logits
+    for logits in launch(mixtral, (str(tmp_path),), nprocs=2):
+        assert torch.equal(logits, expected)
+    config.save_pretrained(tmp_path / "second")
+    again = MixtralForCausalLM.from_pretrained(tmp_path / "second").eval()
+    assert torch.equal(again(torch.arange(20).view(2, 10)).logits, expected)
+    first = [*map(str, (tmp_path / "second", tmp_path / "ours", "--config", tmp_path / "second"))]
+    convert.main(first)
+    convert.main([str(tmp_path / "ours"), str(tmp_path / "third"), *first[2:]])
+    held = load_file(tmp_path / "third" / "model.safetensors")
+    assert held.keys() == kept.keys()
+    assert all(torch.equal(held[name], value) for name, value in kept.items())
