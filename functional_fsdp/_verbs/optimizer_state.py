@@ -107,7 +107,7 @@ def load_optimizer_state(
             trees["count"].fill_(steps)
 
     with Joint(run, "load_optimizer_state") as joint:
-        there = agree(joint, "the source", lambda: same_source(_source(source)))
+        there = agree(joint, "the source", lambda: same_source(_source(source), {}))
         joint(read, "tensors")
     new = renewed(state, trees, True)
     if steps is not None:
