@@ -42,7 +42,7 @@ def test_five_steps_in_float64(name: str, preset: str) -> None:
     compare(name, preset, 5, torch.float64, False, (1e-9, 1e-9))
 
 
-@pytest.mark.parametrize(("name", "preset"), marked(ROWS, [row for row in ROWS if row not in HALF]))
+@pytest.mark.parametrize(("name", "preset"), marked(ROWS, [row for row in ROWS if row not in HALF][::3]))
 def test_gradients_in_float32_with_released_bytes_poisoned(name: str, preset: str) -> None:
     compare(name, preset, 1, torch.float32, True, (1e-5, float("inf")))
 
