@@ -16,7 +16,7 @@ from functional_fsdp import launch
 RANKS, UNITS = 4, 16
 UNIT = 64 << 20  # bytes; the model has 1 GiB
 SHARD = UNIT * UNITS // RANKS
-SPARE = 64 << 20  # what allocators and Python take besides
+SPARE = 128 << 20  # what allocators and Python take besides
 
 
 def status(name: str) -> int:
