@@ -251,7 +251,8 @@ class Background:
             raise error
 
     def end(self) -> None:
-        """End the scribe. A save that it was writing is not there."""
+        """End the scribe, and let go of the pool. A save that it was writing is not there."""
+        self.pool.close()
         if self.pipe is not None:
             self.pipe.close()
             self.pipe = None

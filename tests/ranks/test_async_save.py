@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.commands import command
 from support.problems import LOOPS, batch, mesh_and_placement, net
 from support.strikes import bits
 
@@ -239,3 +241,19 @@ def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
     error = pickle.loads(_scribe._pickled(Local("of its own")))
     assert (type(error), str(error)) == (CheckpointError, "Local: of its own")
     assert pickle.loads(_scribe._pickled(None)) is None
+
+
+PROGRAM = """
+import sys
+import torch
+import functional_fsdp as fsdp
+
+state = fsdp.shard({"a": torch.ones(1000)}, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.adamw())
+fsdp.async_save(state, sys.argv[1])
+"""
+
+
+def test_python_waits_for_a_save_at_the_end_of_the_program(tmp_path: Path) -> None:
+    done = command(sys.executable, "-W", "error", "-c", PROGRAM, tmp_path / "step_1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert fsdp.latest_checkpoint(tmp_path) == tmp_path / "step_1"
