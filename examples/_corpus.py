@@ -65,11 +65,20 @@ def _entropy(p: Tensor) -> float:
     return float(-torch.special.xlogy(p, p).sum())
 
 
-def batch(text: Tensor, size: int, context: int, seed: int, step: int, rank: int) -> Tensor:
-    """Random windows of the text, int64 [size, context + 1]: a pure function of (seed, step, rank), whoever asks."""
-    key = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
+def batch(text: Tensor, size: int, context: int, seed: int, step: int, rank: int, ranks: int) -> Tensor:
+    """A rank's part of a batch of `size` random windows of the text, int64 [size / ranks, context + 1].
+
+    The batch is a pure function of (seed, step), however many ranks share it. So a run that resumes goes on in the data
+    where it stopped, on any number of ranks.
+    """
+    if size % ranks:
+        raise ValueError(
+            f"a batch of {size} windows does not divide among {ranks} ranks, and unequal parts would change the mean: "
+            f"give a --batch that is a multiple of {ranks}, or start another number of processes"
+        )
+    key = hashlib.sha256(f"{seed} {step}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little"))
-    starts = torch.randint(len(text) - context, (size, 1), generator=generator)
+    starts = torch.randint(len(text) - context, (size, 1), generator=generator)[rank::ranks]
     return text[starts + torch.arange(context + 1)].long()
 
 

@@ -19,6 +19,7 @@ class Config:
     width: int = 128
     depth: int = 4
     heads: int = 4
+    dropout: float = 0.0
 
 
 def rotary(length: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,10 +63,11 @@ class Block(nn.Module):
         super().__init__()
         self.norm_attention, self.attention = nn.RMSNorm(c.width), Attention(c)
         self.norm_mlp, self.mlp = nn.RMSNorm(c.width), MLP(c)
+        self.dropout = nn.Dropout(c.dropout) if c.dropout else nn.Identity()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_attention(x), cos, sin)
-        return x + self.mlp(self.norm_mlp(x))
+        x = x + self.dropout(self.attention(self.norm_attention(x), cos, sin))
+        return x + self.dropout(self.mlp(self.norm_mlp(x)))
 
 
 class GPT(nn.Module):

@@ -6,6 +6,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import resource
 import shutil
 import sys
@@ -25,25 +26,30 @@ class Log:
     """The folder of a run, and its voice.
 
     out/
-      run.json        what decides the bits of a run beside its layout: steps and seed
+      run.json        what decides the course of a run, whatever the layout: steps, seed and batch
       checkpoints/    step_N, each complete
       losses.txt      one a line, up to the newest checkpoint
       loss.png, result.json
     """
 
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
-        self.out, self.rank, self.resume = args.out, rank, args.resume
+        self.out, self.rank = args.out, rank
         self.checkpoints = self.out / "checkpoints"
-        self.run = {"steps": args.steps, "seed": args.seed}
+        self.run = {name: getattr(args, name) for name in ("steps", "seed", "batch")}
         self.bar: Any = None
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun started these ranks again
+        self.resume = args.resume or restarted
+        if rank == 0 and not self.resume:  # first of all: who is started again must not find an older run's
+            for old in self.checkpoints.glob("step_*/layout.json"):
+                shutil.rmtree(old.parent)
 
     def say(self, text: str) -> None:
         if self.rank == 0:
             print(text, flush=True)
 
     def latest(self) -> Path | None:
-        """The newest checkpoint, after a look whether it belongs to the same run. None if there is none."""
-        newest = fsdp.latest_checkpoint(self.checkpoints)
+        """The checkpoint to go on from, after a look whether it belongs to the same run. None: from scratch."""
+        newest = fsdp.latest_checkpoint(self.checkpoints) if self.resume else None
         if newest and (there := json.loads((self.out / "run.json").read_text())) != self.run:
             raise ValueError(
                 f"--resume: the run in {self.out} has {there}, this one {self.run}. Give it the same, or another --out"
@@ -51,14 +57,12 @@ class Log:
         return newest
 
     def begin(self, start: int) -> list[Any]:
-        """The losses of the steps before `start`. A run from scratch replaces the checkpoints in its folder."""
+        """The losses of the steps before `start`."""
         if start:
             self.say(f"resumed    after step {start} from {self.out}")
             return [float(line) for line in (self.out / "losses.txt").read_text().split()[:start]]
         if self.rank == 0:
             self.out.mkdir(parents=True, exist_ok=True)
-            for old in self.checkpoints.glob("step_*/layout.json"):
-                shutil.rmtree(old.parent)
             (self.out / "run.json").write_text(json.dumps(self.run))
         return []
 
@@ -82,7 +86,9 @@ class Log:
 
     def save(self, losses: Sequence[Any]) -> None:
         if self.rank == 0:
-            (self.out / "losses.txt").write_text("".join(f"{float(loss)!r}\n" for loss in losses))
+            new = self.out / "losses.new"
+            new.write_text("".join(f"{float(loss)!r}\n" for loss in losses))
+            new.replace(self.out / "losses.txt")  # in one piece, whenever this process is killed
 
     def end(self, **result: Any) -> None:
         """Write result.json, show the sample, then the figures."""

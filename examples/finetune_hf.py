@@ -5,6 +5,7 @@
     python examples/finetune_hf.py --model base --lora 0 --dtype bfloat16 --accumulate 4 --remat
     python examples/finetune_hf.py --resume                          # go on from the newest checkpoint
     torchrun --nproc-per-node 2 examples/finetune_hf.py              # the same by torch's launcher
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/finetune_hf.py --resume  # and whoever dies is started again
 
 What to read: `LoRA`, `train_step`, and in `main` the transforms, which know nothing of the model that they are given.
 Text and progress are those of train_gpt.py. Nothing is downloaded: FOLDER holds a config.json. Where it has no weights
@@ -12,8 +13,10 @@ they are random ones, where it has no tokenizer a token is a byte.
 
     runs/finetune_hf/
       loss.png, result.json    the loss curve; the figures, a hash of the weights, a sample of what it writes
-      checkpoints/step_N       four a run, by torch.distributed.checkpoint
+      checkpoints/step_N       four a run or one every --save-every steps, by torch.distributed.checkpoint
     tuned/                     for from_pretrained: whole weights, adapters merged into them
+
+A run that was ended goes on as one of train_gpt.py does. `forward_backward` seeds dropout by step, microbatch and rank.
 """
 
 from __future__ import annotations
@@ -127,9 +130,9 @@ def main(args: argparse.Namespace) -> None:
     total = sum(p.numel() for p in module.parameters())
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     del module, params  # from here on a rank holds its shards
-    if args.resume and (newest := log.latest()):
+    if newest := log.latest():
         state = fsdp.load(newest, like=state)
-    start = int(state.count)
+    start = state.steps
     losses = log.begin(start)
     log.say(
         f"text       {len(text):,} tokens of {corpus.files[0]} files to train on, "
@@ -146,22 +149,22 @@ def main(args: argparse.Namespace) -> None:
     generate = T.apply(model, lambda model, ids: model.generate(ids, max_new_tokens=100, do_sample=False))
 
     # Training.
-    begin, saves = time.perf_counter(), max(1, args.steps // 4)
+    begin = time.perf_counter()
     for step in log.progress(start, args.steps):
-        batch = _corpus.batch(text, args.batch, args.context, args.seed, step, rank).to(device)
+        batch = _corpus.batch(text, args.batch, args.context, args.seed, step, rank, ranks).to(device)
         state, loss = train_step(forward_backward, state, batch)
         losses.append(loss * per_byte)
         if (step + 1) % 10 == 0 or step + 1 == args.steps:  # reading a loss waits for the device
-            speed = (step + 1 - start) * ranks * args.batch * args.context / (time.perf_counter() - begin)
+            speed = (step + 1 - start) * args.batch * args.context / (time.perf_counter() - begin)
             losses[-10:] = map(float, losses[-10:])
             log.show(losses[-1], speed, peak_memory(device))
-        if (step + 1) % saves == 0 or step + 1 == args.steps:
+        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             log.save(losses)
             fsdp.save(state, log.checkpoints / f"step_{step + 1}")
     seconds = time.perf_counter() - begin
 
     # What came of it. Each rank reads its part of the windows; all write the same sample, since all gather weights.
-    windows = _corpus.windows(unseen, 256 // ranks * ranks, args.context)[rank::ranks].to(device)
+    windows = _corpus.windows(unseen, 16 * args.batch, args.context)[rank::ranks].to(device)
     each = []
     for some in windows.split(args.batch):
         state, loss = evaluate(state, some)
@@ -177,7 +180,7 @@ def main(args: argparse.Namespace) -> None:
         draw(losses, float(held_out), corpus.unigram, corpus.bigram, title, log.out / "loss.png")
         log.end(
             steps=args.steps, losses=losses, held_out=float(held_out), bigram=corpus.bigram, unigram=corpus.unigram,
-            seconds=seconds, tokens=(args.steps - start) * ranks * args.batch * args.context,
+            seconds=seconds, tokens=(args.steps - start) * args.batch * args.context,
             memory=peak_memory(device), weights=digest(weights), sample=decode(tokenizer, ids[0]), check=None,
         )  # fmt: skip
 
@@ -224,20 +227,22 @@ def arguments() -> argparse.Namespace:
     add("--layers", default="*_proj", help="glob of linear layers that get adapters (default: %(default)s)")
     add("--placement", choices=PLACEMENTS, default="zero3", help="what is sharded (default: %(default)s)")
     add("--steps", type=int, default=400, help="steps to train (default: %(default)s)")
-    add("--batch", type=int, default=8, help="windows a rank and step (default: %(default)s)")
+    add("--batch", type=int, default=16, help="windows a step, shared among the ranks (default: %(default)s)")
     add("--context", type=int, default=128, help="tokens a window (default: %(default)s)")
-    add("--accumulate", type=int, default=1, metavar="N", help="microbatches that a batch is split into")
+    add("--accumulate", type=int, default=1, metavar="N", help="microbatches that a rank makes of its part")
     add("--remat", nargs="?", const="model.layers.*", metavar="GLOB", help="modules that recompute (alone: %(const)s)")
     add("--lr", type=float, default=1e-3, help="peak learning rate (default: %(default)s)")
     add("--ranks", type=int, help="processes (default: one a GPU, or 2)")
     add("--dtype", choices=DTYPES, default="float32", help="of compute; main weights are float32 at least")
     add("--seed", type=int, default=0, help="decides adapters, data and random weights (default: %(default)s)")
     add("--out", type=Path, default=Path("runs/finetune_hf"), help="folder of results, replaced by a new run")
-    add("--resume", action="store_true", help="go on from the newest checkpoint of a run with the same flags")
+    add("--save-every", type=int, metavar="N", help="steps from checkpoint to checkpoint (default: a quarter of them)")
+    add("--resume", action="store_true", help="go on from the newest checkpoint, if any, of a run with the same flags")
     add("--save", type=Path, metavar="FOLDER", help="write the model there at the end, for from_pretrained")
     args = parser.parse_args()
     if args.lora is None:
         args.lora = 8 if args.model else 0
+    args.save_every = args.save_every or max(1, args.steps // 4)
     if args.model and not (args.model / "config.json").is_file():
         parser.error(f"--model {args.model}: no config.json there")
     return args

@@ -144,12 +144,12 @@ def main(steps: int) -> list[float]:
     mesh = fsdp.local_mesh(expert=2, data=-1)
     state, model = sharded(mesh, fsdp.adamw(lr=3e-3))
     forward_backward = T.forward_backward(model, loss_fn)
-    rank, device = dist.get_rank(), mesh.device_type
+    rank, ranks, device = dist.get_rank(), dist.get_world_size(), mesh.device_type
     if rank == 0:
         print(state.layout, "\n")
     text, losses = _corpus.load().train, []
     for step in range(steps):
-        windows = _corpus.batch(text, 8, 64, 0, step, rank).to(device)
+        windows = _corpus.batch(text, 8 * ranks, 64, 0, step, rank, ranks).to(device)
         state, loss = forward_backward(state, windows.long())
         state, norm = T.clip_by_global_norm(state, 1.0)
         state = fsdp.step(state)

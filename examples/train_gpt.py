@@ -5,12 +5,17 @@
     python examples/train_gpt.py --resume                     # go on from the newest checkpoint, with the same bits
     python examples/train_gpt.py --check --dtype float64      # the same steps unsharded beside it: how far apart?
     torchrun --nproc-per-node 2 examples/train_gpt.py         # the same by torch's launcher
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --resume     # and whoever dies is started again
 
 What to read: `train_step`, ten lines, and the loop in `main`. The model is in _gpt.py, the text in _corpus.py.
 
     runs/train_gpt/
       loss.png, result.json    the loss curve; the figures, a hash of the weights, a sample of what it writes
-      checkpoints/step_N       four a run, by torch.distributed.checkpoint
+      checkpoints/step_N       four a run or one every --save-every steps, by torch.distributed.checkpoint
+
+A run that was ended goes on from its newest checkpoint, on as many processes as there are now. The batch of a step is
+shared among the ranks, and does not depend on their number. So the same number of processes gives the same bits, and
+another gives the same losses but for rounding. Dropout is another matter: each rank draws masks of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from _unsharded import Unsharded
 from torch import Tensor, nn
 
 import functional_fsdp as fsdp
+from functional_fsdp import extend
 
 PLACEMENTS = {
     "ddp": fsdp.ddp("data"),
@@ -52,6 +58,7 @@ def loss_fn(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
 
 
 def train_step(model: nn.Module, state: fsdp.State, batch: Tensor) -> tuple[fsdp.State, Tensor]:
+    torch.manual_seed(extend.seeds(state)(dist.get_rank()))  # for dropout: the same again when the step is
     state, params = fsdp.unshard(state)  # whole weights, ordinary tensors
 
     def loss_of(params: dict[str, Tensor]) -> Tensor:
@@ -83,13 +90,12 @@ def main(args: argparse.Namespace) -> None:
         torch.use_deterministic_algorithms(True)
     log = Log(args, rank)
 
-    # Data: a batch is a pure function of (seed, step, rank), so that a run that resumes sees what it would have seen.
-    corpus = _corpus.load()
-    size, context = (2, 32) if args.tiny else (8, 128)
-    config = Config(width=64, depth=2, heads=2) if args.tiny else Config()
+    # Data: the batch of a step is a pure function of (seed, step), of which each rank takes its part.
+    corpus, context = _corpus.load(), 32 if args.tiny else 128
+    config = Config(dropout=args.dropout, **({"width": 64, "depth": 2, "heads": 2} if args.tiny else {}))
 
     def batch_of(step: int, rank: int) -> Tensor:
-        return _corpus.batch(corpus.train, size, context, args.seed, step, rank).to(device)
+        return _corpus.batch(corpus.train, args.batch, context, args.seed, step, rank, ranks).to(device)
 
     # State: what is sharded how, in which dtypes, and the optimizer.
     dtype, rate = DTYPES[args.dtype], schedule(args.steps)
@@ -97,9 +103,9 @@ def main(args: argparse.Namespace) -> None:
     spec = fsdp.Spec(mesh, PLACEMENTS[args.placement], precision=precision, labels={"*norm*": "no_decay"})
     optimizer = fsdp.adamw(lr=rate, betas=(0.9, 0.95), weight_decay=DECAY)
     state, model = fsdp.init(lambda: GPT(config), spec, optimizer, seed=args.seed)
-    if args.resume and (newest := log.latest()):
+    if newest := log.latest():
         state = fsdp.load(newest, like=state)
-    start = int(state.count)
+    start = state.steps
     losses = log.begin(start)
     log.say(
         f"text       {len(corpus.train):,} bytes of {corpus.files[0]} files to train on, "
@@ -113,25 +119,25 @@ def main(args: argparse.Namespace) -> None:
         beside = Unsharded(GPT(config), fsdp.full_params(state), dtype, rate, optimizer.betas, DECAY)
 
     # Training.
-    begin, saves = time.perf_counter(), max(1, args.steps // 4)
+    begin = time.perf_counter()
     for step in log.progress(start, args.steps):
         state, loss = train_step(model, state, batch_of(step, rank))
         losses.append(loss)
         if beside and rank == 0:
             beside.step(loss_fn, [batch_of(step, r) for r in range(ranks)], loss)
         if (step + 1) % 10 == 0 or step + 1 == args.steps:  # reading a loss waits for the device
-            speed = (step + 1 - start) * ranks * size * context / (time.perf_counter() - begin)
+            speed = (step + 1 - start) * args.batch * context / (time.perf_counter() - begin)
             losses[-10:] = map(float, losses[-10:])  # small tensors kept for long would fragment the heap
             log.show(losses[-1], speed, peak_memory(device))
-        if (step + 1) % saves == 0 or step + 1 == args.steps:
+        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             log.save(losses)
             fsdp.save(state, log.checkpoints / f"step_{step + 1}")
     seconds = time.perf_counter() - begin
 
     # What came of it: a loss on files it never saw, each rank reading its part of the windows.
     params = fsdp.full_params(state)
-    trained = fsdp.bind(model, params)
-    windows = _corpus.windows(corpus.held_out, (64 if args.tiny else 1024) // ranks * ranks, context)
+    trained = fsdp.bind(model.eval(), params)
+    windows = _corpus.windows(corpus.held_out, (4 if args.tiny else 64) * args.batch, context)
     state, held_out = fsdp.pmean(state, evaluate(trained, windows[rank::ranks].to(device)))
     if rank == 0:
         title = f"GPT of {sum(p.numel() for p in params.values()):,} parameters, {args.placement} on {ranks} ranks"
@@ -139,7 +145,7 @@ def main(args: argparse.Namespace) -> None:
         text = sample(trained, 32 if args.tiny else 500, context, args.seed, device)
         log.end(
             steps=args.steps, losses=losses, held_out=float(held_out), bigram=corpus.bigram, unigram=corpus.unigram,
-            seconds=seconds, tokens=(args.steps - start) * ranks * size * context, memory=peak_memory(device),
+            seconds=seconds, tokens=(args.steps - start) * args.batch * context, memory=peak_memory(device),
             weights=digest(params), sample=text, check=beside.differences(params) if beside else None,
         )  # fmt: skip
 
@@ -169,21 +175,27 @@ def arguments() -> argparse.Namespace:
     add: Any = parser.add_argument
     add("--placement", choices=PLACEMENTS, default="zero3", help="what is sharded (default: %(default)s)")
     add("--steps", type=int, help="steps to train (default: 800, with --check 20)")
+    add("--batch", type=int, help="windows a step, shared among the ranks: a multiple of their number (default: 16)")
+    add("--dropout", type=float, default=0.0, metavar="P", help="after attention and MLP (default: %(default)s)")
     add("--ranks", type=int, help="processes (default: one a GPU, or 2)")
     add("--dtype", choices=DTYPES, default="float32", help="of compute; main weights are float32 at least")
     add("--seed", type=int, default=0, help="decides weights, data and sample (default: %(default)s)")
     add("--out", type=Path, default=Path("runs/train_gpt"), help="folder of results; a new run replaces the one there")
+    add("--save-every", type=int, metavar="N", help="steps from checkpoint to checkpoint (default: a quarter of them)")
     add(
         "--resume",
         action="store_true",
-        help="go on from the newest checkpoint in the folder, of a run with the same --steps and --seed",
+        help="go on from the newest checkpoint in the folder, if there is one, of a run with the same --steps, --seed "
+        "and --batch; so it is without this flag when torchrun --max-restarts starts the ranks again",
     )
     add("--check", action="store_true", help="train unsharded beside it, on all ranks' batches, and compare")
     add("--tiny", action="store_true", help=argparse.SUPPRESS)  # for tests
     args = parser.parse_args()
-    if args.check and args.resume:
-        parser.error("--check compares from the first step on: leave out --resume")
+    if args.check and (args.resume or args.dropout):
+        parser.error("--check compares from the first step on, and without random numbers: no --resume, no --dropout")
     args.steps = args.steps or (20 if args.check else 800)
+    args.batch = args.batch or (12 if args.tiny else 16)
+    args.save_every = args.save_every or max(1, args.steps // 4)
     return args
 
 

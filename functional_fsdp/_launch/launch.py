@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._common.errors import CommError
+from .attempt import store_of_this_attempt
 from .objects import without_numpy
 from .pool import LaunchError
 from .worker import STORE, TIMEOUT
@@ -32,6 +33,9 @@ _numbers = itertools.count()  # of the process groups that this process was in: 
 
 def local_mesh(device: str | None = None, /, **axes: int) -> DeviceMesh:
     """The mesh of all ranks, whose process group is created if there is none: one rank needs no set-up at all.
+
+    Ranks that torchrun starts again (`--max-restarts`) see nothing of what those before them said in its store. A
+    program that makes the process group itself needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for that.
 
     Args:
         device: "cpu" or "cuda"; by default CUDA where there is any.
@@ -88,7 +92,8 @@ def _init_process_group(device: str) -> None:
         store: Any = dist.PrefixStore(f"group/{next(_numbers)}", file)  # type: ignore[attr-defined]
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        store, rank, world = None, -1, -1  # all from the environment
+        with _reached("local_mesh()"):
+            store, rank, world = store_of_this_attempt(timeout)
     else:
         store, rank, world = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     with _reached("local_mesh()"):

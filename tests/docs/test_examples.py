@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from argparse import Namespace
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,27 @@ import convert
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from _report import Log
 from safetensors.torch import load_file
 from support.commands import EXAMPLES, command
+from support.watched import SCRIPT as WATCHED
+from support.watched import hashes, windows
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 
 PYTHON = [sys.executable, "-W", "error"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+DROPOUT = ("--dropout", "0.1")
 
 
-def train(out: Path, *flags: str, by: list[str] = PYTHON) -> dict[str, Any]:
-    """Figures of a run of train_gpt with 2 ranks, 8 steps and a tiny model."""
-    done = command(*by, EXAMPLES / "train_gpt.py", "--tiny", "--steps", "8", "--out", out, *flags)
+def torchrun(ranks: int, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *flags]
+
+
+def train(out: Path, *flags: str, by: list[str] = PYTHON, **env: str) -> dict[str, Any]:
+    """Figures of a run of train_gpt with 8 steps and a tiny model."""
+    done = command(*by, EXAMPLES / "train_gpt.py", "--tiny", "--steps", "8", "--out", out, *flags, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     figures: dict[str, Any] = json.loads((out / "result.json").read_text())
     assert figures["weights"] in done.stdout.splitlines()[-1]
@@ -37,9 +45,9 @@ def train(out: Path, *flags: str, by: list[str] = PYTHON) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A run without interruption; tests that change its folder work on a copy."""
+    """A run of 2 ranks without interruption; tests that change its folder work on a copy."""
     out = tmp_path_factory.mktemp("straight")
-    return out, train(out, "--ranks", "2")
+    return out, train(out, "--ranks", "2", *DROPOUT)
 
 
 def test_train_gpt_learns_and_leaves_its_figures(straight: tuple[Path, dict[str, Any]]) -> None:
@@ -54,29 +62,79 @@ def test_train_gpt_learns_and_leaves_its_figures(straight: tuple[Path, dict[str,
     assert figures["sample"].startswith("def ")
 
 
-def test_train_gpt_resumes_with_the_same_bits(straight: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    out = tmp_path / "interrupted"
-    shutil.copytree(straight[0], out)
-    for newer in ("step_6", "step_8"):  # as if it had been stopped after step 4
-        shutil.rmtree(out / "checkpoints" / newer)
-    (out / "result.json").unlink()
-    figures = train(out, "--ranks", "2", "--resume")
-    assert "resumed    after step 4" in figures["printed"]
+def of_eight_steps() -> dict[int, Counter[str]]:
+    """The windows of train_gpt's batches, by step, which do not depend on the ranks that share them."""
+    text = _corpus.load().train
+    return {step: hashes(_corpus.batch(text, 12, 32, seed=0, step=step, rank=0, ranks=1)) for step in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("killed", "resumed"),
+    [
+        pytest.param("1 5", 4, id="another-rank"),
+        pytest.param("0 6 save", 4, id="the-writer-in-a-save", marks=pytest.mark.large),
+        pytest.param("0 1", 0, id="before-a-checkpoint", marks=pytest.mark.large),
+    ],
+)
+def test_a_rank_of_train_gpt_is_killed_and_torchrun_goes_on_with_the_same_bits(
+    straight: tuple[Path, dict[str, Any]], killed: str, resumed: int, tmp_path: Path
+) -> None:
+    out, watched = tmp_path / "out", tmp_path / "watched"
+    shutil.copytree(straight[0], out)  # an older run, which must not be taken for this one
+    watched.mkdir()
+    by = [*torchrun(2, "--max-restarts", "2"), str(WATCHED)]
+    figures = train(out, *DROPOUT, by=by, WATCHED=str(watched), KILLED=killed)
+    assert figures["printed"].count("resumed    after step") == (resumed > 0)
+    assert not resumed or f"resumed    after step {resumed} " in figures["printed"]
     for same in ("weights", "losses", "held_out", "sample"):
         assert figures[same] == straight[1][same]
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6", "step_8"]
+    found, data = windows(watched), of_eight_steps()
+    assert {step: set(some) for step, some in found.items()} == {step: set(some) for step, some in data.items()}
+    assert {step for step in data if found[step] == data[step]} >= set(range(resumed))  # those were not taken again
+
+
+@pytest.fixture(scope="module")
+def without_dropout(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("without_dropout")
+    return out, train(out, by=torchrun(2))
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_train_gpt_resumes_with_the_same_data_on_another_number_of_processes(
+    without_dropout: tuple[Path, dict[str, Any]], ranks: int, tmp_path: Path
+) -> None:
+    out, watched = tmp_path / "out", tmp_path / "watched"
+    stopped_after_step_4(without_dropout[0], out)
+    watched.mkdir()
+    figures = train(out, "--resume", by=[*torchrun(ranks), str(WATCHED)], WATCHED=str(watched))
+    assert "resumed    after step 4" in figures["printed"]
+    assert figures["losses"] == pytest.approx(without_dropout[1]["losses"], abs=1e-5)
+    assert figures["held_out"] == pytest.approx(without_dropout[1]["held_out"], abs=1e-5)
+    assert windows(watched) == {step: some for step, some in of_eight_steps().items() if step >= 4}
+
+
+def stopped_after_step_4(run: Path, out: Path) -> None:
+    """A copy of a run's folder, as if it had been stopped."""
+    shutil.copytree(run, out)
+    for newer in ("step_6", "step_8"):
+        shutil.rmtree(out / "checkpoints" / newer)
+    (out / "result.json").unlink()
 
 
 def test_train_gpt_refuses_to_resume_another_run(straight: tuple[Path, dict[str, Any]]) -> None:
-    done = command(*PYTHON, EXAMPLES / "train_gpt.py", "--tiny", "--steps", "9", "--out", straight[0], "--resume")
-    assert done.returncode != 0
-    assert "has {'steps': 8, 'seed': 0}, this one {'steps': 9, 'seed': 0}" in done.stderr
+    log = Log(Namespace(out=straight[0], steps=9, seed=0, batch=12, resume=True), rank=0)
+    said = "has {'steps': 8, 'seed': 0, 'batch': 12}, this one {'steps': 9, 'seed': 0, 'batch': 12}"
+    with pytest.raises(ValueError, match=said):
+        log.latest()
 
 
 @pytest.mark.large
 def test_train_gpt_under_torchrun_with_ddp_gives_the_bits_of_zero3(
     straight: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    figures = train(tmp_path, "--placement", "ddp", by=TORCHRUN)
+    figures = train(tmp_path, "--placement", "ddp", *DROPOUT, by=torchrun(2))
     assert figures["weights"] == straight[1]["weights"]
     assert figures["losses"] == straight[1]["losses"]
 
@@ -88,16 +146,17 @@ def test_train_gpt_equals_unsharded_training(tmp_path: Path) -> None:
     assert "check      largest differences from unsharded training" in figures["printed"]
 
 
+FULL = ("--lora", "0", "--accumulate", "2", "--remat")
 TINY: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 
 
-def finetune(out: Path, *flags: str | Path) -> dict[str, Any]:
-    """Figures of a run of finetune_hf with 2 ranks and 8 steps."""
-    sizes = ["--ranks", "2", "--steps", "8", "--batch", "4", "--context", "32", "--lr", "1e-2"]
-    done = command(*PYTHON, EXAMPLES / "finetune_hf.py", *sizes, "--out", out, *flags)
+def finetune(out: Path, *flags: str | Path, by: list[str] = PYTHON, **env: str) -> dict[str, Any]:
+    """Figures of a run of finetune_hf with 8 steps."""
+    sizes = ["--steps", "8", "--batch", "12", "--context", "32", "--lr", "1e-2"]
+    done = command(*by, EXAMPLES / "finetune_hf.py", *sizes, "--out", out, *flags, **env)
     assert done.returncode == 0, done.stdout + done.stderr
     figures: dict[str, Any] = json.loads((out / "result.json").read_text())
     return figures | {"printed": done.stdout}
@@ -110,8 +169,7 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
     out = tmp_path_factory.mktemp("finetuned")
     transformers.LlamaConfig(**TINY).save_pretrained(out / "model")
-    full = ["--lora", "0", "--accumulate", "2", "--remat"]
-    return out, finetune(out, "--model", out / "model", *full, "--save", out / "saved")
+    return out, finetune(out, "--model", out / "model", *FULL, "--ranks", "2", "--save", out / "saved")
 
 
 def saved_model(folder: Path) -> Any:
@@ -123,7 +181,7 @@ def saved_model(folder: Path) -> Any:
 
 @cache
 def held_out_windows() -> torch.Tensor:
-    return _corpus.windows(_corpus.load().held_out, 256, 32)
+    return _corpus.windows(_corpus.load().held_out, 16 * 12, 32)
 
 
 @torch.no_grad()
@@ -158,22 +216,37 @@ def test_finetune_hf_learns_and_its_folder_loads_with_from_pretrained(finetuned:
 
 
 @pytest.mark.large
-def test_finetune_hf_resumes_with_the_same_bits(finetuned: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    out = tmp_path / "interrupted"
-    shutil.copytree(finetuned[0], out)
-    for newer in ("step_6", "step_8"):  # as if it had been stopped after step 4
-        shutil.rmtree(out / "checkpoints" / newer)
-    full = ["--lora", "0", "--accumulate", "2", "--remat"]
-    figures = finetune(out, "--model", out / "model", *full, "--resume")
+def test_a_rank_of_finetune_hf_is_killed_and_torchrun_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    import transformers
+
+    transformers.LlamaConfig(**TINY, attention_dropout=0.1).save_pretrained(tmp_path / "model")
+    flags: list[Any] = ["--model", tmp_path / "model", *FULL]
+    straight = finetune(tmp_path / "straight", *flags, "--ranks", "2")
+    (tmp_path / "watched").mkdir()
+    by, env = [*torchrun(2, "--max-restarts", "2"), str(WATCHED)], {"WATCHED": str(tmp_path / "watched")}
+    figures = finetune(tmp_path / "out", *flags, by=by, KILLED="1 5", **env)
     assert "resumed    after step 4" in figures["printed"]
     for same in ("weights", "losses", "held_out", "sample"):
-        assert figures[same] == finetuned[1][same]
+        assert figures[same] == straight[same]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_finetune_hf_resumes_with_the_same_losses_on_another_number_of_processes(
+    finetuned: tuple[Path, dict[str, Any]], ranks: int, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    stopped_after_step_4(finetuned[0], out)
+    figures = finetune(out, "--model", out / "model", *FULL, "--resume", by=torchrun(ranks))
+    assert "resumed    after step 4" in figures["printed"]
+    assert figures["losses"] == pytest.approx(finetuned[1]["losses"], abs=1e-5)
+    assert figures["held_out"] == pytest.approx(finetuned[1]["held_out"], abs=1e-5)
 
 
 @pytest.mark.large
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the checkpoint is read without ranks
 def test_finetune_hf_trains_adapters_and_nothing_else(finetuned: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    flags = ["--lora", "4", "--layers", "*", "--lr", "3e-2"]
+    flags = ["--lora", "4", "--layers", "*", "--lr", "3e-2", "--ranks", "2"]
     figures = finetune(tmp_path, "--model", finetuned[0] / "saved", *flags, "--save", tmp_path / "saved")
     assert figures["held_out"] < finetuned[1]["held_out"] - 0.1
     base, merged = saved_model(finetuned[0] / "saved"), saved_model(tmp_path / "saved")
@@ -222,13 +295,18 @@ def test_the_corpus_is_split_by_file_and_its_entropies_are_those_of_counted_tabl
     assert bigram == pytest.approx(0.6931, abs=1e-3)
 
 
-def test_batches_depend_on_seed_step_and_rank_only() -> None:
+def test_the_batch_of_a_step_depends_on_seed_and_step_only_and_is_shared_among_the_ranks() -> None:
     text = torch.arange(250, dtype=torch.uint8)
-    first = _corpus.batch(text, 4, 16, seed=0, step=7, rank=1)
-    assert torch.equal(first, _corpus.batch(text, 4, 16, seed=0, step=7, rank=1))
-    assert torch.equal(first[:, 1:], first[:, :-1] + 1)
-    for other in ((1, 7, 1), (0, 8, 1), (0, 7, 0)):
-        assert not torch.equal(first, _corpus.batch(text, 4, 16, *other))
+    whole = _corpus.batch(text, 12, 16, seed=0, step=7, rank=0, ranks=1)
+    assert torch.equal(whole[:, 1:], whole[:, :-1] + 1)
+    for other in ((1, 7), (0, 8)):
+        assert not torch.equal(whole, _corpus.batch(text, 12, 16, *other, rank=0, ranks=1))
+    for ranks in (2, 3, 12):
+        parts = [_corpus.batch(text, 12, 16, 0, 7, rank, ranks) for rank in range(ranks)]
+        assert {len(part) for part in parts} == {12 // ranks}
+        assert hashes(torch.cat(parts)) == hashes(whole)
+    with pytest.raises(ValueError, match=r"a batch of 12 windows does not divide among 5 ranks.* a multiple of 5"):
+        _corpus.batch(text, 12, 16, 0, 7, rank=0, ranks=5)
     windows = _corpus.windows(text, 3, 16)
     assert windows[0, 0] == 0
     assert windows[-1, -1] == 249

@@ -21,10 +21,11 @@ def code_under(heading: str, of: str = "CONTRIBUTING.md") -> str:
     return found[1]
 
 
-def command(*line: str | Path) -> subprocess.CompletedProcess[str]:
+def command(*line: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """The command with more in its environment."""
     path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
     # CPU on every machine, so that the figures are the same; a process of its own knows nothing of pytest's ranks
-    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
     return subprocess.run([*map(str, line)], env=env, capture_output=True, text=True, timeout=250)
 
 
