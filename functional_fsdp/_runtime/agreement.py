@@ -331,6 +331,7 @@ class Agreement(Peers):
             asked = restarts and not news and self._asked()
             news = news and (not callable(restarts) or restarts())
         except dist.DistError as why:
+            spent = time.monotonic() - begun
             raise self.fail(f"{what} failed after {spent:.1f} s: the ranks' store cannot be reached", why) from why
         if lost:
             self.lose(f"Another rank says: {lost}")

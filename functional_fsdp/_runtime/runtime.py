@@ -33,6 +33,7 @@ from .._distributed.collectives import gloo
 from .._distributed.groups import forget, level, new_group, one_thread
 from .._distributed.host_vote import HostVote
 from .._distributed.lanes import LANES, QUEUES, Log, Steps
+from .._distributed.store import PatientStore
 from .._distributed.watch import ProcessWatch
 from .agreement import Agreement
 from .stream_lanes import lanes_of
@@ -92,7 +93,7 @@ class Runtime(Agreement):
             _unused.remove(run)
             for kind, groups in run.let_go().items():
                 self.spare_groups.setdefault(kind, []).extend(groups)
-        self.store = dist.PrefixStore(f"{self.place}/run", default_store())  # type: ignore[attr-defined]
+        self.store: Any = dist.PrefixStore(f"{self.place}/run", default_store())  # type: ignore[attr-defined]
         for i, axis in enumerate(names):
             mine = mesh.mesh.movedim(i, -1).reshape(-1, mesh.shape[i])
             row = self.rows[axis] = next(row.tolist() for row in mine if dist.get_rank() in row)
@@ -104,6 +105,7 @@ class Runtime(Agreement):
         self.host_vote = HostVote.of(self)
         if not all(self.everyone(len(self.watch) == self.size - 1, "who sees whom")):
             self.arrivals = self._group(self.ranks, "arrivals", "gloo")
+            self.store = PatientStore(self.store, self.timeout)
         forget(self.place, self.ranks)
 
     def _group(self, ranks: list[int], what: str, backend: str) -> dist.ProcessGroup:

@@ -1,0 +1,62 @@
+"""A store that may not answer any more."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from functional_fsdp._distributed.store import PatientStore
+
+
+def threads() -> int:
+    return sum(thread.name == "functional_fsdp store" for thread in threading.enumerate())
+
+
+def test_a_store_that_answers_is_as_it_was() -> None:
+    store = PatientStore(dist.HashStore(), timedelta(seconds=10))  # type: ignore[attr-defined]
+    assert not store.check(["a"])
+    store.set("a", "1")
+    assert store.check(["a"])
+    assert store.get("a") == b"1"
+    assert store.delete_key("a")
+    assert not store.check(["a"])
+
+
+def test_a_store_that_does_not_answer_is_lost_after_the_timeout_and_says_so_at_once_from_then_on() -> None:
+    released = threading.Event()
+
+    class Silent:
+        def check(self, keys: list[str]) -> bool:
+            return released.wait(20)
+
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("broken")
+
+    store: Any = PatientStore(Silent(), timedelta(seconds=0.1))
+    with pytest.raises(dist.DistNetworkError, match="broken"):
+        store.set("a", "1")
+    for atmost in (5.0, 0.05):
+        begun = time.monotonic()
+        with pytest.raises(dist.DistStoreError, match=r"did not answer within 0\.1 s"):
+            store.check(["a"])
+        assert time.monotonic() - begun < atmost
+    released.set()
+
+
+def test_its_thread_ends_with_it() -> None:
+    before = threads()
+    store: Any = PatientStore(dist.HashStore(), timedelta(seconds=10))  # type: ignore[attr-defined]
+    assert not store.check(["a"])
+    assert threads() == before + 1
+    del store
+    gc.collect()
+    end = time.monotonic() + 5
+    while threads() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threads() == before
