@@ -692,3 +692,18 @@ def test_torchrun(tmp_path: Path) -> None:
     )
     printed = run_script("", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script))
     assert sorted(printed.splitlines()) == ["rank 0 total 2.0", "rank 1 total 2.0"]
+
+
+def timeouts_of_axes() -> list[str]:
+    mesh = fsdp.local_mesh(replica=2, shard=2)
+    groups: Any = [mesh.get_group(axis) for axis in ("replica", "shard")]
+    whole = fsdp.local_mesh(one=1, all=4)
+    assert whole.get_group("all") is dist.group.WORLD
+    return [str(group._get_backend(torch.device("cpu")).options._timeout) for group in groups]
+
+
+def test_groups_of_a_meshs_axes_wait_as_long_as_that_of_all_ranks() -> None:
+    """torch's own would wait for half an hour, for a rank that died while they were made."""
+    _launch.stop_workers()  # else their group is there, with its own timeout
+    assert launch(timeouts_of_axes, nprocs=4, timeout=77) == [["0:01:17"] * 2] * 4
+    _launch.stop_workers()
