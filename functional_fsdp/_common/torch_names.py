@@ -31,7 +31,7 @@ __all__ = [
     "disable_current_modes", "dispatch_modes", "dynamo", "enable_python_dispatcher", "end_allocate_to_pool",
     "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div_", "foreach_mul",
     "foreach_mul_", "foreach_norm", "foreach_zero_", "func_interpreter", "functional_collectives", "fused_adamw_",
-    "fused_sgd_", "inductor", "override_stale_capture_stream", "pytree", "raw_stream",
+    "fused_sgd_", "gloo_options", "inductor", "override_stale_capture_stream", "pytree", "raw_stream",
     "read_objects_by", "reduce_scatter_single", "reparametrize_module", "set_grad_enabled",
     "set_override_stale_capture_stream", "set_stream", "storage_info", "symmetric_memory", "to_scalar",
     "unflatten_dense_tensors", "unpickler", "will_execute",
@@ -77,6 +77,15 @@ to_scalar: Any = torch.ops.aten._local_scalar_dense.default  # Tensor.item
 # ---- torch.distributed
 c10d: Any = dist.distributed_c10d
 default_store: Any = c10d._get_default_store
+
+
+def gloo_options() -> Any:
+    """For groups on CPUs with the timeout of the default one."""
+    options = C._distributed_c10d.ProcessGroupGloo._Options()
+    options._timeout = c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
+    return options
+
+
 unpickler: Any = c10d._unpickler  # of objects that ranks send
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

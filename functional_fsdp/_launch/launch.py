@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._common.errors import CommError
+from .._common.torch_names import gloo_options
 from .attempt import store_of_this_attempt
 from .objects import without_numpy
 from .pool import LaunchError
@@ -70,9 +71,7 @@ def _patient(device: str, axes: dict[str, int]) -> Any:
     rank that has died meanwhile. An axis of all ranks has their group.)"""
     if device != "cpu" or dist.get_backend() != "gloo":
         return None
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
-    world = dist.get_world_size()
+    options, world = gloo_options(), dist.get_world_size()
     sizes = _sizes(axes, world)
     return {name: ("gloo", options) for name, size in zip(axes, sizes, strict=True) if size < world} or None
 
