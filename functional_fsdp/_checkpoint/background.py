@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,7 @@ import torch
 from .._common.calls import alone
 from .._common.device import arrival, pin, unpin
 from .._common.errors import CheckpointError
+from .._common.interrupts import whole
 from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
@@ -104,14 +106,16 @@ def async_save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int
             places = joint(prepare, "contents")
             joint(begin, "claim")
             joint(copy, "copy")
+            pool, nbytes = background.pool.place
+            tensors, arrived = copied[0]
+            job = SaveJob(
+                final, token, run.rank, run.ranks, pool, nbytes, tensors, places, about if run.rank == 0 else {},
+                run.timeout.total_seconds() if run.size > 1 else 0.0, max_to_keep,
+            )  # fmt: skip
+            return background.write(job, arrived, run)
         except BaseException:
             background.give_up()
             raise
-    pool, nbytes = background.pool.place
-    tensors, arrived = copied[0]
-    job = SaveJob(final, token, run.rank, run.ranks, pool, nbytes, tensors, places, about if run.rank == 0 else {},
-              run.timeout.total_seconds() if run.size > 1 else 0.0, max_to_keep)  # fmt: skip
-    return background.write(job, arrived, pending(run))
 
 
 class SavePool:
@@ -165,6 +169,7 @@ class Background:
         self.process: subprocess.Popen[bytes] | None = None
         self.pipe: Connection | None = None
         self.thread = ThreadPoolExecutor(1, "async_save")  # Python waits for it before it ends
+        self.lock = threading.RLock()  # held from a request to its answer
         self.begun = False  # whether the scribe takes part in a save that nobody writes yet
 
     def begin(self, final: Path, token: str) -> None:
@@ -193,11 +198,13 @@ class Background:
             tensors.append(PoolTensor(part.name, held.dtype, part.shape, part.start, part.plain, at, tuple(held.shape)))
         return tensors, arrival(part.tensor for part in parts)
 
-    def write(self, job: SaveJob, arrived: Callable[[], None], saving: Saving) -> Saving:
-        """Have the scribe write what was copied, once it is in the pool."""
-        self.begun = False
+    @whole
+    def write(self, job: SaveJob, arrived: Callable[[], None], run: Runtime) -> Saving:
+        """Have the scribe write what was copied, once it is in the pool. An interrupt waits: else there would be a save
+        that nobody writes."""
+        saving = pending(run)
 
-        def work() -> None:
+        def work(run: Runtime = run) -> None:  # which holds it, and so this, until it is done
             try:
                 arrived()
                 self._ask("write", job)
@@ -206,13 +213,14 @@ class Background:
             else:
                 saving.set_result(job.folder)
 
+        self.begun = False
         self.thread.submit(work)
         return saving
 
     def give_up(self) -> None:
         """A call ends before anything is written."""
-        if self.begun:
-            self.begun = False
+        begun, self.begun = self.begun, False
+        if begun and self.pipe is not None:
             with contextlib.suppress(CheckpointError):
                 self._ask("drop")
 
@@ -235,24 +243,29 @@ class Background:
 
     def _ask(self, *request: Any) -> None:
         """One request. Raises what the scribe met."""
-        assert self.pipe is not None
-        try:
-            self.pipe.send(request)
-            error = pickle.loads(self.pipe.recv_bytes())
-        except (EOFError, OSError) as lost:
-            assert self.process is not None
-            self.pipe.close()
-            code = self.process.wait()
-            raise CheckpointError(f"async_save: the process that writes has ended, with exit code {code}.") from lost
-        except BaseException:  # an interrupt: its answer would be taken for that to the next request
-            self.end()
-            raise
+        with self.lock:
+            pipe, process = self.pipe, self.process
+            assert pipe is not None
+            assert process is not None
+            try:
+                pipe.send(request)
+                error = pickle.loads(pipe.recv_bytes())
+            except (EOFError, OSError) as lost:
+                pipe.close()
+                code = process.wait()
+                raise CheckpointError(
+                    f"async_save: the process that writes has ended, with exit code {code}."
+                ) from lost
+            except BaseException:  # an interrupt: its answer would be taken for that to the next request
+                self.end()
+                raise
         if error is not None:
             raise error
 
     def end(self) -> None:
         """End the scribe, and let go of the pool. A save that it was writing is not there."""
         self.pool.close()
+        self.begun = False
         if self.pipe is not None:
             self.pipe.close()
             self.pipe = None

@@ -15,6 +15,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Collection
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,9 @@ def save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int | Non
 
     Args:
         folder: on a file system that all ranks share.
-        max_to_keep: how many checkpoints stay: those beside it whose names differ from its by a number (step_10,
-            step_20), the newest ones by their steps. One that is being read stays, too. None: all stay.
+        max_to_keep: how many checkpoints stay, the newest ones by their steps, of those beside it whose names differ
+            from its by the last number in them (step_10, step_20). One that is being read stays, too, and all do on a
+            file system without locks. None: all stay.
 
     Raises:
         ValueError: max_to_keep below 1, or a name without a number. StaleStateError: a state in the middle of a step.
@@ -172,7 +174,8 @@ def load(
     spec = needs_spec("load", spec)
     with Joint(runtime_of(spec.mesh), "load") as joint, torch.no_grad():
         path, _ = same_folder(joint, folder)
-        with reading(path):
+        with ExitStack() as held:
+            joint(lambda: held.enter_context(reading(path)), "reading")
             note, there = _looked(joint, path)
             state = made_for(joint, path, note, there, spec, optimizer)
             return _filled(joint, path, note, there, state, True, allow)
@@ -181,7 +184,8 @@ def load(
 def _load_like(state: State, folder: str | os.PathLike[str], allow: Collection[str]) -> State:
     with Joint(runtime_of(state.spec.mesh), "load") as joint, torch.no_grad():
         path, _ = same_folder(joint, folder)
-        with reading(path):
+        with ExitStack() as held:
+            joint(lambda: held.enter_context(reading(path)), "reading")
             note, there = _looked(joint, path)
             return _filled(joint, path, note, there, state, False, allow)
 

@@ -185,8 +185,8 @@ def _quiet(path: Path, seconds: float) -> bool:
 
 
 def _family(name: str) -> str:
-    """What names of checkpoints have in common that differ by a number, as step_10 and step_20."""
-    return re.sub(r"\d+", "#", name)
+    """What names of checkpoints have in common that differ by their last number, as seed1_step_10 and seed1_step_20."""
+    return re.sub(r"\d+(?=\D*$)", "#", name)
 
 
 def may_keep(final: Path, keep: int | None) -> None:
@@ -201,13 +201,13 @@ def may_keep(final: Path, keep: int | None) -> None:
         raise ValueError(f"max_to_keep is {keep!r}; expected a whole number, at least 1, or None to keep all.")
     if not re.search(r"\d", final.name):
         raise ValueError(
-            f"max_to_keep={keep} with the folder {final.name!r}: it counts checkpoints whose names differ by a "
-            "number. Give the folder one, as in 'step_10'."
+            f"max_to_keep={keep} with the folder {final.name!r}: it counts checkpoints whose names differ by the "
+            "last number. Give the folder one, as in 'step_10'."
         )
 
 
 def prune(final: Path, keep: int) -> None:
-    """Remove the oldest checkpoints beside `final` whose names differ from its by a number, all but `keep` of them. One
+    """Remove the oldest checkpoints beside `final` whose names differ from its by the last number, all but `keep`. One
     that is being read stays, and so does what cannot be removed: the next save tries again."""
     found = []
     with suppress(OSError):

@@ -20,6 +20,7 @@ class Saving(Future[Path]):
         super().__init__()
         self.owner = os.getpid()
         self.asked = False
+        self.set_running_or_notify_cancel()  # it cannot be cancelled
 
     def result(self, timeout: float | None = None) -> Path:
         try:
@@ -49,11 +50,12 @@ def finish(run: Runtime) -> None:
     Raises:
         CheckpointError: it has failed, and nobody has asked.
     """
-    saving = _saving.pop(run, None)
-    if saving is None or saving.asked or saving.owner != os.getpid():
+    saving = _saving.get(run)
+    if saving is None or saving.owner != os.getpid():
         return
-    error = saving.exception()
-    if error is not None:
+    error = Future.exception(saving)  # an interrupt here changes nothing
+    del _saving[run]
+    if error is not None and not saving.asked:
         raise CheckpointError(f"the save before this one has failed: {type(error).__name__}: {error}") from error
 
 

@@ -133,7 +133,7 @@ class _Scribe:
     def __init__(self) -> None:
         self.claim: Claim | None = None
         self.lock: IO[bytes] | None = None
-        self.memory: tuple[str, mmap.mmap] | None = None
+        self.memory: tuple[tuple[str, int], mmap.mmap] | None = None
 
     def begin(self, folder: Path, token: str) -> None:
         self.drop()
@@ -192,9 +192,10 @@ class _Scribe:
         return [entries, nbytes], [job.places[job.rank], held]
 
     def _pool(self, job: SaveJob) -> memoryview:
-        if self.memory is None or self.memory[0] != job.pool:
+        place = job.pool, job.nbytes  # a larger one may have the path of the one before
+        if self.memory is None or self.memory[0] != place:
             with open(job.pool, "r+b") as file:
-                self.memory = (job.pool, mmap.mmap(file.fileno(), job.nbytes))
+                self.memory = (place, mmap.mmap(file.fileno(), job.nbytes))
         return memoryview(self.memory[1])
 
 

@@ -179,17 +179,24 @@ class Mover:
         return self._sums()
 
     def _sums(self) -> dict[str, int]:
-        """What this rank holds of each bucket, as a checksum, by the place of it: ranks of one place share it then."""
+        """What this rank holds of each leaf, as a checksum, by the place of it: ranks of one place share it then."""
         if not self.replicas:
             return {}
         found = {}
         for field in ("main", "opt", "extras"):
             nodes = pytree.tree_leaves(getattr(self.state, field), is_leaf=lambda x: isinstance(x, FlatBuffer))
             for i, node in enumerate(nodes):
-                if isinstance(node, FlatBuffer):
-                    apart = sorted({str(_own(self.home[leaf.path][0], self.run)) for leaf in node.bucket.leaves})
-                    place = f"State.{field}, elements {list(node.span())} of {node.bucket.name!r}, tensor {i}"
-                    found[f"{place} {apart}"] = int(checksum(node.local)) % (1 << 64)
+                if not isinstance(node, FlatBuffer):
+                    continue
+                start, stop = node.span()
+                for leaf in node.bucket.leaves:
+                    a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
+                    place = (
+                        f"State.{field}, elements {a - leaf.offset} to {b - leaf.offset} of {leaf.path!r}, tensor {i}"
+                    )
+                    if a < b:
+                        number = int(checksum(node.local[a - start : b - start])) % (1 << 64)
+                        found[f"{place} [{_own(self.home[leaf.path][0], self.run)}]"] = number
         return found
 
     def compare(self, told: list[dict[str, int]]) -> None:

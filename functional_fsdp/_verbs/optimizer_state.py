@@ -11,7 +11,7 @@ import torch
 from .._checkpoint.parts import Node, nodes_of
 from .._common.calls import alone, verb
 from .._common.errors import ScheduleError, SpecError, TreeError
-from .._runtime.agree import agree
+from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
@@ -98,6 +98,12 @@ def load_optimizer_state(
     lineage.touched()
     trees: dict[str, Any] = {}
 
+    def look() -> tuple[Source, list[Topic]]:
+        if steps is not None and (type(steps) is not int or steps < 0):
+            raise SpecError(f"load_optimizer_state(steps={steps!r}): expected a whole number, 0 or more, or None.")
+        found, topics = same_source(_source(source), {})
+        return found, [*topics, Topic([f"steps: {steps}"], SpecError, "numbers", "one", "Give every rank the same.")]
+
     def read() -> None:
         trees.update(copies(state, True), main=zeros(state.main)[0])
         for name, buffer in trees["main"].items():
@@ -107,12 +113,9 @@ def load_optimizer_state(
             trees["count"].fill_(steps)
 
     with Joint(run, "load_optimizer_state") as joint:
-        there = agree(joint, "the source", lambda: same_source(_source(source), {}))
+        there = agree(joint, "the source", look)
         joint(read, "tensors")
-    new = renewed(state, trees, True)
-    if steps is not None:
-        new.version.lineage.steps = steps
-    return new
+    return renewed(state, trees, True, steps)
 
 
 def _source(source: Any) -> Source:

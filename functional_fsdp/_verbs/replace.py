@@ -99,13 +99,13 @@ def copies(state: State, optimizer: bool) -> dict[str, Any]:
     return {**trees, "weights": pytree.tree_map(torch.empty_like, state.weights)}
 
 
-def renewed(state: State, trees: dict[str, Any], optimizer: bool) -> State:
-    """A State of its own lineage with these trees. Collective: as `refresh`."""
+def renewed(state: State, trees: dict[str, Any], optimizer: bool, steps: int | None = None) -> State:
+    """A State of its own lineage with these trees, and so many steps. Collective: as `refresh`."""
     lineage, run = state.version.lineage, runtime_of(state.spec.mesh)
     with lineage.looking(state):
         for name, kept in trees["weights"].items():
             refresh(trees["main"][name], kept)
-    new = Lineage(run, state.layout, state.spec, state.steps, trees["count"])
+    new = Lineage(run, state.layout, state.spec, state.steps if steps is None else steps, trees["count"])
     new.enroll()
     changes = {**trees, "grads": {}, "optimizer": state.optimizer if optimizer else None, "version": Version(new, 0)}
     return state._evolve(**changes)._prepared()

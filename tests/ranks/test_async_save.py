@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import pickle
@@ -23,7 +25,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import CheckpointError, launch
 from functional_fsdp._checkpoint import background as _background
 from functional_fsdp._checkpoint import scribe as _scribe
-from functional_fsdp._checkpoint.folder import reading
+from functional_fsdp._checkpoint.folder import prune, reading
 from functional_fsdp._runtime.runtime import runtime_of
 
 
@@ -171,6 +173,124 @@ def test_the_newest_are_kept_and_those_that_are_being_read(tmp_path: Path) -> No
         assert third == ["best", "step_13", "step_note"]
 
 
+def stopped(folder: str) -> list[str]:
+    """Interrupts wherever the call waits, and a larger state after a smaller one."""
+    path, said = Path(folder), []
+    state, _ = begun()
+    background = _background.background_of(runtime_of(state.spec.mesh))
+    ask, copy, write = background._ask, background.copy, background.write
+
+    def interrupt(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def on(request: str) -> Any:
+        return lambda *given: interrupt() if given[0] == request else ask(*given)
+
+    for name, attribute, put in (
+        ("join", "_ask", on("join")), ("copy", "copy", interrupt), ("write", "write", interrupt)
+    ):  # fmt: skip
+        setattr(background, attribute, put)
+        try:
+            fsdp.async_save(state, path / f"step_{name}")
+        except KeyboardInterrupt:
+            said.append(name)
+        background._ask, background.copy, background.write = ask, copy, write  # type: ignore[method-assign]
+        dist.barrier()
+        fsdp.async_save(state, path / f"again_{name}").result(60)
+    first = fsdp.async_save(state, path / "first")
+    assert not first.cancel()
+    larger = state._evolve(extras={"seen": torch.zeros(100_000)})
+    before = background.pool.place
+    fsdp.async_save(larger, path / "larger").result(60)
+    assert first.done()
+    assert background.pool.place[1] > before[1]
+    there = fsdp.load(path / "larger", like=larger)
+    return [*said, str(torch.equal(there.extras["seen"], larger.extras["seen"]))]
+
+
+def test_an_interrupt_in_the_call_costs_nothing_and_the_pool_grows(tmp_path: Path) -> None:
+    for said in launch(stopped, (str(tmp_path),), nprocs=2):
+        assert said == ["join", "copy", "write", "True"]
+    names = ["again_copy", "again_join", "again_write", "first", "larger"]
+    assert sorted(os.listdir(tmp_path)) == names
+
+
+def interrupted_while_it_waits(folder: str) -> list[str]:
+    """For the save before: that is still there, and its error too."""
+    path, said = Path(folder), []
+    state, _ = begun()
+    differs = state._evolve(extras={"seen": torch.full((), dist.get_rank())})
+    future: Any = fsdp.async_save(differs, path / "step_1")
+    exception = Future.exception
+    try:
+        Future.exception = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+        fsdp.async_save(state, path / "step_2")
+    except KeyboardInterrupt:
+        said.append("interrupted")
+    finally:
+        Future.exception = exception  # type: ignore[method-assign]
+    try:
+        fsdp.async_save(state, path / "step_2")
+    except fsdp.FsdpError as error:
+        said.append(str(error))
+    fsdp.async_save(state, path / "step_2").result(60)
+    return [*said, str(future.done())]
+
+
+def test_an_interrupt_while_it_waits_for_the_save_before_forgets_nothing(tmp_path: Path) -> None:
+    for said in launch(interrupted_while_it_waits, (str(tmp_path),), nprocs=2):
+        assert said[0] == "interrupted"
+        assert "the save before this one has failed" in said[1]
+        assert said[2] == "True"
+
+
+def mesh_that_goes(folder: str) -> list[bool]:
+    mesh: Any = torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
+    state: Any = fsdp.shard({"a": torch.ones(1000)}, fsdp.Spec(mesh), fsdp.adamw())
+    future = fsdp.async_save(state, Path(folder, "step_1"))
+    del mesh, state
+    gc.collect()
+    return [future.result(60) == Path(folder, "step_1"), Path(folder, "step_1").is_dir()]
+
+
+def test_a_save_outlives_the_mesh(tmp_path: Path) -> None:
+    assert launch(mesh_that_goes, (str(tmp_path),), nprocs=1) == [[True, True]]
+
+
+def pruned_meanwhile(folder: str) -> list[str]:
+    """One rank comes late, to a checkpoint that was just removed."""
+    state, _ = begun()
+    fsdp.save(state, Path(folder, "step_1"))
+    checkpoint: Any = importlib.import_module("functional_fsdp._checkpoint.checkpoint")
+    before, said = checkpoint.reading, []
+
+    def late(path: Path) -> Any:
+        raise CheckpointError("has just been removed")
+
+    if dist.get_rank():
+        checkpoint.reading = late
+    try:
+        fsdp.load(Path(folder, "step_1"), like=state)
+    except CheckpointError as error:
+        said.append(str(error))
+    checkpoint.reading = before
+    assert fsdp.load(Path(folder, "step_1"), like=state).steps == 0
+    return said
+
+
+def test_a_checkpoint_that_was_removed_for_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    for said in launch(pruned_meanwhile, (str(tmp_path),), nprocs=2):
+        assert "has just been removed" in said[0]
+
+
+def test_checkpoints_of_other_runs_are_not_counted(tmp_path: Path) -> None:
+    for name in ("seed1_step_100", "seed1_step_200", "7b_step_1", "7b_step_2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "layout.json").write_text(json.dumps({"step": int(name.rpartition("_")[2])}))
+    prune(tmp_path / "7b_step_2", 1)
+    assert sorted(os.listdir(tmp_path)) == ["7b_step_2", "seed1_step_100", "seed1_step_200"]
+
+
 def never_asked(folder: str) -> int:
     state, model = begun()
     fsdp.async_save(trained(state, model, 1), Path(folder, "step_1"))
@@ -184,7 +304,7 @@ def test_a_call_ends_when_its_saves_have(tmp_path: Path) -> None:
 
 def by_group(folder: str) -> list[str]:
     """Two meshes of one rank each, which save at once: to folders of their own, and to one."""
-    rank = dist.get_rank()
+    rank = fsdp.local_mesh().get_rank()
     groups = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "data"))
     params = {"a": torch.arange(12.0)}
     state = fsdp.shard(params, fsdp.Spec(groups["data"]), fsdp.sgd(lr=0.1))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 import functional_fsdp as fsdp
@@ -83,13 +84,18 @@ def refused(folder: str) -> list[str]:
     tried({**kept, "b": {name: tensor[:3] for name, tensor in kept["b"].items()}})
     tried(kept, state=fsdp.shard(params, fsdp.Spec(mesh)))
     tried(Path(folder, "none"))
+    tried(kept, steps=-1)
+    tried(kept, steps=dist.get_rank())
+    assert (
+        fsdp.load_optimizer_state(state, kept, steps=1000).version.lineage.offset == 0
+    )  # of what compiled steps count
     part = fsdp.load_optimizer_state(state, {"b": {"mean": torch.full((5,), 7.0)}}, partial=True)
-    there = fsdp.optimizer_state(part)
-    same = torch.equal(there["a"]["mean"], kept["a"]["mean"]) and torch.equal(there["b"]["square"], kept["b"]["square"])
-    file = Path(folder, f"opt_{torch.distributed.get_rank()}.pt")
+    mixed = fsdp.optimizer_state(part)
+    same = torch.equal(mixed["a"]["mean"], kept["a"]["mean"]) and torch.equal(mixed["b"]["square"], kept["b"]["square"])
+    file = Path(folder, f"opt_{dist.get_rank()}.pt")
     torch.save({f"{name}.{path}": t for path, some in kept.items() for name, t in some.items()}, file)
     again = fsdp.optimizer_state(fsdp.load_optimizer_state(part, file))
-    return [*said, str(there["b"]["mean"].tolist()), str(same), str(torch.equal(again["b"]["mean"], kept["b"]["mean"]))]
+    return [*said, str(mixed["b"]["mean"].tolist()), str(same), str(torch.equal(again["b"]["mean"], kept["b"]["mean"]))]
 
 
 def test_what_is_missing_or_unexpected_is_named(tmp_path: Path) -> None:
@@ -100,4 +106,6 @@ def test_what_is_missing_or_unexpected_is_named(tmp_path: Path) -> None:
         assert "has 'mean.b' as [3], the model [5]" in found[3]
         assert "this state has no optimizer" in found[4]
         assert "there is no" in found[5]
-        assert found[6:] == [str([7.0] * 5), "True", "True"]
+        assert "steps=-1" in found[6]
+        assert "ranks have different numbers" in found[7]
+        assert found[8:] == [str([7.0] * 5), "True", "True"]

@@ -85,3 +85,25 @@ def test_replicas_are_told_apart_and_become_one_only_where_they_hold_the_same(tm
             in (found["differ here"])
         )
         assert "ranks along ['replica'] have 'a' of their own" in found["not exported"]
+
+
+def some_apart() -> tuple[str, list[float]]:
+    """Leaves of one bucket, of which one is to be shared: it differs; then it does not."""
+    mesh = fsdp.local_mesh(replica=2, data=1)
+    old, new = fsdp.ddp("data"), {"m.a": fsdp.ddp("replica", "data"), "*": fsdp.ddp("data")}
+    at = mesh.get_local_rank("replica")
+
+    def moved(a: float) -> fsdp.State:
+        params = {"m": {"a": torch.full((4,), a), "b": torch.full((4,), float(at))}}
+        return fsdp.redistribute(fsdp.shard(params, fsdp.Spec(mesh, old)), fsdp.Spec(mesh, new), allow=["replicas"])
+
+    refused = said(lambda: moved(float(at)))
+    whole = fsdp.full_params(moved(7.0))["m"]
+    return refused, [float(whole["a"][0]), float(whole["b"][0])]
+
+
+def test_each_leaf_is_compared_that_ranks_come_to_share() -> None:
+    for rank, (refused, found) in enumerate(launch(some_apart, nprocs=2)):
+        assert "ranks 0 and 1 hold different values" in refused
+        assert "'m.a'" in refused
+        assert found == [7.0, float(rank)]
