@@ -22,7 +22,7 @@ from functional_fsdp import launch
 
 ROWS = [*product(PRESETS, LOOPS, ("eager", "aot_eager", "inductor", "T.aot_eager", "T.inductor"))]
 FEW = [
-    ("zero3", "whole", "T.inductor"), ("zero1", "by_unit", "aot_eager"), ("hsdp", "whole", "eager"),
+    ("zero3", "by_unit", "T.aot_eager"), ("zero1", "whole", "aot_eager"), ("hsdp", "whole", "eager"),
 ]  # fmt: skip
 
 

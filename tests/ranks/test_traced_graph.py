@@ -61,7 +61,10 @@ def captured(recompute: bool, keep: Any) -> tuple[dict[str, int], dict[str, int]
     return dict(kinds), planned, gathered, plan.units[0].nbytes
 
 
-KEPT = [pytest.param(True, None, marks=pytest.mark.large), (False, None), (False, {"layers.2"})]
+KEPT = [
+    pytest.param(True, None, marks=pytest.mark.large), pytest.param(False, None, marks=pytest.mark.large),
+    (False, {"layers.2"}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("recompute", "keep"), KEPT)

@@ -85,6 +85,7 @@ LARGE_MODELS = [
 ]
 
 
+@pytest.mark.large  # `test_ways_in_turn` and the law of ways compile smaller ones
 @pytest.mark.parametrize(("name", "dtype", "within"), [("loose parameters", torch.float64, 1e-9), *LARGE_MODELS])
 def test_twenty_compiled_steps_of_a_model_are_the_eager_ones(name: str, dtype: torch.dtype, within: float) -> None:
     """The large models compute in float32 inside, whatever the dtype of their weights."""
