@@ -55,12 +55,13 @@ from ._state.rounds import begin_round, end_round
 from ._state.session import Session
 from ._state.state import FIELDS, State
 from ._state.update import put
+from ._storage.flat import LeafShard, gather_leaves, leaf_shards
 from ._storage.place import BucketPlace, Place
 from ._storage.weights import Loan, loan_of
 from ._transports.carrier import Carrier
 from ._verbs.change import change, change_weights, separate_gradients
 from ._verbs.metrics import all_reduce
-from ._verbs.shards import LeafShard, by_unit, gather_leaves, leaf_shards, shards, total
+from ._verbs.shards import by_unit, shards, total
 
 __all__ = [
     "BucketPlace",

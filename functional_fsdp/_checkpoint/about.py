@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from .._state.state import State
 from .._state.update import counted, with_counts
 from .._storage.flat import FlatBuffer
 from .note import Tensor
-from .parts import SAVED, SavedTensor, nodes_of
+from .parts import SAVED, SavedTensor, any_apart, nodes_of
 
 __all__ = ["ALLOWED", "about_of", "as_there", "check_same", "fits", "names_of"]
 
@@ -193,23 +193,23 @@ def names_of(state: State, there: Mapping[str, Tensor]) -> dict[str, bool]:
     """Under which names any rank of this state has something to read, and whether it may be missing: numbers that the
     optimizer keeps by leaf are zero, then."""
     found: dict[str, bool] = {}
-    every = {axis: size for axis, size in runtime_of(state.spec.mesh).sizes.items() if size > 1}
-    apart = [axis for axis in every if any(axis not in b.placement.data for b in state.layout.buckets.values())]
+    run = runtime_of(state.spec.mesh)
+    everywhere = _places(any_apart(state, run), run.sizes)
     for field in SAVED:
         for node in nodes_of(getattr(state, field)):
             name = ".".join(filter(None, (field, node.path)))
             if isinstance(node.value, FlatBuffer):
                 bucket = node.value.bucket
-                places = _places([axis for axis in every if axis not in bucket.placement.data], every)
+                places = _places(bucket.placement.apart(run.sizes), run.sizes)
                 counts = bucket.name in state.layout.buckets and bucket == state.layout.buckets[bucket.name].counts
                 found |= {f"{name}.{leaf.path}{at}": counts for leaf in bucket.leaves for at in places}
             elif node.value is not None:
-                some = {f"{name}{at}": False for at in _places(apart, every)}
+                some = {f"{name}{at}": False for at in everywhere}
                 found |= some if name not in there and some.keys() & there.keys() else {name: False}
     return found
 
 
-def _places(axes: list[str], sizes: Mapping[str, int]) -> list[str]:
+def _places(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
     """Every place along these axes, as names of tensors say it."""
     places = itertools.product(*(range(sizes[axis]) for axis in axes))
     said = [", ".join(f"{axis} {i}" for axis, i in zip(axes, place, strict=True)) for place in places]

@@ -15,9 +15,7 @@ import itertools
 import mmap
 import os
 import pickle
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -33,19 +31,20 @@ from .._common.calls import alone
 from .._common.device import arrival, pin, unpin
 from .._common.errors import CheckpointError
 from .._common.interrupts import whole
+from .._common.processes import started
+from .._plan.layout import aligned
 from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
-from .about import about_of
-from .checkpoint import same_folder
-from .folder import may_keep, partial
+from . import scribe
+from .checkpoint import same_folder, told_of
+from .folder import partial
 from .parts import SavedTensor, own_place, parts_of
-from .pending import Saving, finish, pending
+from .pending import Saving, pending
 from .scribe import PoolTensor, SaveJob
 
 __all__ = ["async_save"]
 
-CODE = "import sys; sys.path[:] = {path!r}; from functional_fsdp._checkpoint.scribe import serve; serve({fd})"
 ALIGN = 64  # bytes: where a tensor begins in the pool
 
 
@@ -86,10 +85,7 @@ def async_save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int
         about: dict[str, Any] = {}
 
         def prepare() -> str:
-            finish(run)
-            may_keep(final, max_to_keep)
-            state._resting("async_save")
-            about.update(about_of(state), step=state.steps, save=token)
+            about.update(told_of(joint, state, final, token, max_to_keep))
             parts.extend(parts_of(state))
             return own_place(state)
 
@@ -181,14 +177,12 @@ class Background:
 
     def join(self, final: Path, token: str, run: Runtime) -> None:
         """Have the scribe take part in a save. CheckpointError: it does not see the folder."""
-        path, rank = partial(final, token), run.rank
         self.begun = True
-        said = f"rank {run.ranks[rank]} does not see {path}, which rank {run.ranks[0]} made"
-        self._ask("join", path, rank, said)
+        self._ask("join", partial(final, token), run.ranks, run.rank)
 
     def copy(self, parts: list[SavedTensor]) -> tuple[list[PoolTensor], Callable[[], None]]:
         """Copy tensors into the pool. Returns where, and a function that waits until they are there."""
-        places = [*itertools.accumulate((-(-p.tensor.nbytes // ALIGN) * ALIGN for p in parts), initial=0)]
+        places = [*itertools.accumulate((aligned(part.tensor.nbytes, ALIGN) for part in parts), initial=0)]
         self.pool.hold(places[-1])
         tensors = []
         for part, at in zip(parts, places, strict=False):
@@ -228,17 +222,7 @@ class Background:
         if self.process is not None and self.process.poll() is None:
             return
         self.end()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            given: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            flags = [flag for flag in given if not flag.startswith("-W")]
-            code = CODE.format(path=sys.path, fd=theirs.fileno())
-            self.process = subprocess.Popen(
-                [sys.executable, *flags, "-W", "ignore", "-c", code],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches its rank only
-            )
+        self.process, ours = started(scribe.__name__)
         self.pipe = Connection(ours.detach())
 
     def _ask(self, *request: Any) -> None:

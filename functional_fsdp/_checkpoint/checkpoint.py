@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import uuid
 import warnings
-from collections.abc import Collection
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +25,22 @@ from .._common.calls import alone, outside_inference
 from .._common.errors import CheckpointError, RestartError, SpecError
 from .._common.torch_names import pytree
 from .._runtime.joint import Joint
-from .._runtime.runtime import Runtime, runtime_of
+from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
 from .._state.shard import needs_spec
 from .._state.state import Lineage, State, Version
 from .._storage.weights import refresh
 from .about import ALLOWED, about_of, as_there, check_same, fits
-from .folder import LOCK, Claim, may_keep, partial, prune, reading, unfinished
-from .note import METADATA, NOTE, Tensor, merged, read_note, sizes, tensors_of, unchanged, write_note
+from .folder import Claim, check_shared, may_keep, partial, reading, unfinished
+from .note import METADATA, NOTE, Tensor, file_of, read_note, sizes, tensors_of, unchanged
 from .parts import SAVED, SavedTensor, content, named, own_place, parts_of, plain_names
 from .pending import finish
 from .reader import read_tensors
 from .replicas import with_replicas
 from .template import made_for, zeroed
-from .writer import write_metadata, write_tensors
+from .writer import complete, write_tensors
 
-__all__ = ["check_shared", "latest_checkpoint", "load", "same_folder", "save"]
+__all__ = ["latest_checkpoint", "load", "same_folder", "save", "told_of"]
 
 
 @alone
@@ -82,48 +82,50 @@ def save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int | Non
 def _write(joint: Joint, state: State, folder: str | os.PathLike[str], keep: int | None) -> None:
     run = joint.run
     final, token = same_folder(joint, folder)
-    path, file = partial(final, token), f"__{run.rank}_0.distcp"
-    chosen: list[SavedTensor] = []
+    path = partial(final, token)
+    parts: list[SavedTensor] = []
     about: dict[str, Any] = {}
     claim = Claim(final, token) if run.rank == 0 else None
 
     def prepare() -> tuple[str, dict[str, str]]:
-        finish(run)
-        may_keep(final, keep)
-        state._resting("save")
-        about.update(about_of(state), step=state.steps, save=token)
-        return own_place(state), {p.name: content(p) for p in parts_of(state) if p.plain}
+        about.update(told_of(joint, state, final, token, keep))
+        parts.extend(parts_of(state))
+        return own_place(state), {part.name: content(part) for part in parts if part.plain}
 
     def begin() -> None:
         if claim is not None:
             claim.make()
 
     def write() -> Any:
-        check_shared(run, path, "save")
-        return write_tensors(path, file, token, chosen) if chosen else ([], 0)
+        check_shared("save", path, run.ranks, run.rank)
+        return write_tensors(path, file_of(run.rank), token, chosen) if chosen else ([], 0)
 
-    def complete() -> None:
+    def end() -> None:
         if claim is not None:
-            tensors = merged([entry for some, _ in written for entry in some])
-            files = {f"__{rank}_0.distcp": nbytes for rank, (_, nbytes) in enumerate(written) if nbytes}
-            nbytes, digest = write_metadata(path, tensors)
-            write_note(path, {**about, "files": {**files, METADATA: nbytes}, "metadata": digest}, tensors)
-            claim.appear()
-            if keep is not None:
-                prune(final, keep)
+            complete(claim, about, [one for some, _ in written for one in some], [n for _, n in written], keep)
 
     try:
-        plain = plain_names(joint.what, run.ranks, run.rank, joint(prepare, "contents"))
-        for part in parts_of(state):
-            name, writes = plain[part.name] if part.plain else (part.name, part.writes)
-            if writes:
-                chosen.append(part._replace(name=name))
+        plain = plain_names("save", run.ranks, run.rank, joint(prepare, "contents"))
+        named_by = [(part, *(plain[part.name] if part.plain else (part.name, part.writes))) for part in parts]
+        chosen = [part._replace(name=name) for part, name, writes in named_by if writes]
         joint(begin, "claim")
         written = joint(write, "tensors")
-        joint(complete, "end")
+        joint(end, "end")
     finally:
         if claim is not None:
             claim.drop()
+
+
+def told_of(joint: Joint, state: State, final: Path, token: str, keep: int | None) -> dict[str, Any]:
+    """What `layout.json` says of a state that is about to be saved, once it may be.
+
+    Raises:
+        CheckpointError: the save before has failed. ValueError: `max_to_keep`. StaleStateError: no state between steps.
+    """
+    finish(joint.run)
+    may_keep(final, keep)
+    state._resting(joint.what)
+    return {**about_of(state), "step": state.steps, "save": token}
 
 
 @outside_inference
@@ -172,25 +174,28 @@ def load(
     if like is not None:
         return _like(like, folder, allow)
     spec = needs_spec("load", spec)
-    with Joint(runtime_of(spec.mesh), "load") as joint, torch.no_grad():
-        path, _ = same_folder(joint, folder)
-        with ExitStack() as held:
-            joint(lambda: held.enter_context(reading(path)), "reading")
-            note, there = _looked(joint, path)
-            state = made_for(joint, path, note, there, spec, optimizer)
-            return _filled(joint, path, note, there, state, True, allow)
+    with _opened(spec, folder) as (joint, path, note, there):
+        state = made_for(joint, path, note, there, spec, optimizer)
+        return _filled(joint, path, note, there, state, True, allow)
 
 
 def _load_like(state: State, folder: str | os.PathLike[str], allow: Collection[str]) -> State:
-    with Joint(runtime_of(state.spec.mesh), "load") as joint, torch.no_grad():
-        path, _ = same_folder(joint, folder)
-        with ExitStack() as held:
-            joint(lambda: held.enter_context(reading(path)), "reading")
-            note, there = _looked(joint, path)
-            return _filled(joint, path, note, there, state, False, allow)
+    with _opened(state.spec, folder) as (joint, path, note, there):
+        return _filled(joint, path, note, there, state, False, allow)
 
 
 _like = alone(_load_like, "load")
+
+
+@contextmanager
+def _opened(
+    spec: Spec, folder: str | os.PathLike[str]
+) -> Iterator[tuple[Joint, Path, dict[str, Any], dict[str, Tensor]]]:
+    """A checkpoint that all ranks read jointly, and what its `layout.json` says. Nobody prunes it within."""
+    with Joint(runtime_of(spec.mesh), "load") as joint, torch.no_grad(), ExitStack() as held:
+        path, _ = same_folder(joint, folder)
+        joint(lambda: held.enter_context(reading(path)), "reading")
+        yield joint, path, *_looked(joint, path)
 
 
 def _looked(joint: Joint, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -279,15 +284,6 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 def _left_out(path: Path, error: Exception) -> None:
     warnings.warn(f"latest_checkpoint: {path} is left out: {error}", stacklevel=3)
-
-
-def check_shared(run: Runtime, path: Path, what: str) -> None:
-    """Check that this rank sees the folder that the first one made."""
-    if not (path / LOCK).is_file():
-        raise CheckpointError(
-            f"{what}: rank {run.ranks[run.rank]} does not see {path}, which rank {run.ranks[0]} made. Save to a folder "
-            "that all ranks share."
-        )
 
 
 def same_folder(joint: Joint, folder: str | os.PathLike[str]) -> tuple[Path, str]:

@@ -35,7 +35,9 @@ with suppress(ImportError):  # no Unix: leftovers go by their age
 
 __all__ = [
     "LOCK",
+    "NOTE",
     "Claim",
+    "check_shared",
     "hold",
     "inside",
     "is_free",
@@ -46,10 +48,11 @@ __all__ = [
     "reading",
     "sync",
     "unfinished",
+    "write_file",
 ]
 
 LOCK = "lock"
-NOTE = "layout.json"  # as in `note`, which imports this file
+NOTE = "layout.json"  # what a checkpoint has, see `note`
 YOUNG = 60.0  # seconds: without a lock, what is younger may be about to get one, or to be renamed
 FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 DEAD = 86400.0  # seconds without a write: where locks do not work
@@ -184,6 +187,19 @@ def _quiet(path: Path, seconds: float) -> bool:
     return time.time() - newest > seconds
 
 
+def check_shared(what: str, path: Path, ranks: list[int], rank: int) -> None:
+    """Check that this rank sees the folder that the first one made.
+
+    Args:
+        what: the call, for errors. ranks: the global numbers of all that save; rank: this one's place among them.
+    """
+    if not (path / LOCK).is_file():
+        raise CheckpointError(
+            f"{what}: rank {ranks[rank]} does not see {path}, which rank {ranks[0]} made. Save to a folder that all "
+            "ranks share."
+        )
+
+
 def _family(name: str) -> str:
     """What names of checkpoints have in common that differ by their last number, as seed1_step_10 and seed1_step_20."""
     return re.sub(r"\d+(?=\D*$)", "#", name)
@@ -253,6 +269,14 @@ def reading(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(file)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """A new file, to disk."""
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sync(folder: Path) -> None:

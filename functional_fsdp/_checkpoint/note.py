@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.errors import CheckpointError
-from .folder import inside
+from .folder import NOTE, inside, write_file
 
 __all__ = [
     "BLOCK",
@@ -32,6 +32,7 @@ __all__ = [
     "NOTE",
     "Chunk",
     "Tensor",
+    "file_of",
     "head",
     "merged",
     "read_note",
@@ -41,7 +42,6 @@ __all__ = [
     "write_note",
 ]
 
-NOTE = "layout.json"
 METADATA = ".metadata"
 BLOCK = 1 << 22  # bytes of a tensor that have a sum of their own
 FORMAT = 2
@@ -82,6 +82,11 @@ def head(token: str, file: str) -> bytes:
     return f"functional_fsdp {token} {file}\n".encode()
 
 
+def file_of(rank: int) -> str:
+    """The file of tensors of a rank, by its place among all that save."""
+    return f"__{rank}_0.distcp"
+
+
 def merged(written: list[Any]) -> dict[str, Tensor]:
     """The tensors of which ranks have written chunks."""
     found: dict[str, Tensor] = {}
@@ -98,10 +103,7 @@ def write_note(folder: Path, about: Mapping[str, Any], tensors: Mapping[str, Ten
     }
     whole = {"format": FORMAT, **about, "tensors": told}
     text = json.dumps({**whole, "digest": _digest(whole)})
-    with open(folder / NOTE, "x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(folder / NOTE, text.encode())
 
 
 def read_note(folder: Path) -> dict[str, Any]:

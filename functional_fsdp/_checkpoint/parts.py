@@ -13,7 +13,7 @@ same experts hold differently is refused: it would be given to all of them.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +24,9 @@ from .._common.torch_names import pytree
 from .._common.tree import dotted
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
-from .._storage.flat import FlatBuffer
+from .._storage.flat import FlatBuffer, leaf_shards
 
-__all__ = ["SAVED", "SavedTensor", "content", "named", "nodes_of", "own_place", "parts_of", "plain_names"]
+__all__ = ["SAVED", "SavedTensor", "any_apart", "content", "named", "nodes_of", "own_place", "parts_of", "plain_names"]
 
 SAVED = ("main", "opt", "buffers", "count", "rng", "extras")
 MAY_DIFFER = ("buffers",)  # where ranks keep their own, the first one's are saved
@@ -120,20 +120,19 @@ def _parts(state: State, field: str, node: Node) -> Iterator[SavedTensor]:
 
 def _runs(state: State, tree: str, buffer: FlatBuffer) -> Iterator[SavedTensor]:
     """The runs of leaves in this rank's slice of a bucket; of leaves without elements an empty one."""
-    run, bucket, (start, stop) = runtime_of(state.spec.mesh), buffer.bucket, buffer.span()
-    own = _at(run, [axis for axis in state.spec.axes if axis not in bucket.placement.data])
+    run, bucket = runtime_of(state.spec.mesh), buffer.bucket
+    own = _at(run, bucket.placement.apart(run.sizes))
     counts = bucket.name in state.layout.buckets and bucket == state.layout.buckets[bucket.name].counts
     index, replicas = 0, 1
     for axis in bucket.placement.data:
         if axis not in buffer.sharded():
             index, replicas = index * run.sizes[axis] + run.coordinate[axis], replicas * run.sizes[axis]
-    for leaf in bucket.leaves:
-        a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
-        if a < b or (not leaf.numel and start == 0):
-            name, at = f"{tree}.{leaf.path}{own}", a - leaf.offset if leaf.numel else 0
+    first = buffer.span()[0] == 0
+    for leaf, at, local in leaf_shards(buffer):
+        if local.numel() or (not leaf.numel and first):
+            name = f"{tree}.{leaf.path}{own}"
             turn = zlib.crc32(f"{name} {at}".encode()) % replicas == index
-            b = max(a, b)
-            yield SavedTensor(name, buffer.local[a - start : b - start], (leaf.numel,), at, turn, counts)
+            yield SavedTensor(name, local, (leaf.numel,), at, turn, counts)
 
 
 def content(part: SavedTensor) -> str:
@@ -142,17 +141,22 @@ def content(part: SavedTensor) -> str:
     return f"{str(part.tensor.dtype).removeprefix('torch.')} {list(part.tensor.shape)} with checksum {number:016x}"
 
 
-def _at(run: Runtime, axes: list[str]) -> str:
+def _at(run: Runtime, axes: Iterable[str]) -> str:
     """Where on axes that a bucket is not averaged over: ranks there have leaves of their own."""
-    said = ", ".join(f"{axis} {run.coordinate[axis]}" for axis in axes if run.sizes[axis] > 1)
+    said = ", ".join(f"{axis} {run.coordinate[axis]}" for axis in axes)
     return f" of {said}" if said else ""
 
 
 def own_place(state: State) -> str:
     """Where on all axes that any bucket is not averaged over: plain tensors may differ there."""
-    buckets = state.layout.buckets.values()
-    axes = [axis for axis in state.spec.axes if any(axis not in bucket.placement.data for bucket in buckets)]
-    return _at(runtime_of(state.spec.mesh), axes)
+    run = runtime_of(state.spec.mesh)
+    return _at(run, any_apart(state, run))
+
+
+def any_apart(state: State, run: Runtime) -> list[str]:
+    """The axes along which ranks have leaves of their own, of any bucket; in the mesh's order."""
+    apart = {axis for bucket in state.layout.buckets.values() for axis in bucket.placement.apart(run.sizes)}
+    return [axis for axis in run.sizes if axis in apart]
 
 
 def plain_names(

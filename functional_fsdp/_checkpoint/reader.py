@@ -19,7 +19,7 @@ import torch
 
 from .._common.device import lies_on_host
 from .._common.errors import CheckpointError
-from .._storage.safetensors import bytes_of
+from .._storage.safetensors import bytes_of, read_bytes
 from .folder import inside
 from .note import BLOCK, Chunk, Tensor, head
 from .parts import SavedTensor
@@ -79,7 +79,7 @@ def _read(raw: IO[bytes], chunk: Chunk, dtype: torch.dtype, part: SavedTensor) -
         block = flat[a - part.start : b - part.start] if inner else spare[: b - a]
         view = bytes_of(block)
         raw.seek(chunk.data + at)
-        if _into(raw, view) != n or zlib.crc32(view) != chunk.sums[1 + at // BLOCK]:
+        if read_bytes(raw, view) != n or zlib.crc32(view) != chunk.sums[1 + at // BLOCK]:
             return False
         if not inner:
             low, high = max(a, first), min(b, last)
@@ -88,11 +88,3 @@ def _read(raw: IO[bytes], chunk: Chunk, dtype: torch.dtype, part: SavedTensor) -
     if target is not part.tensor:
         part.tensor.copy_(target)
     return True
-
-
-def _into(raw: Any, view: memoryview) -> int:
-    """As many bytes as the view has, or those that are there."""
-    n = 0
-    while n < len(view) and (got := raw.readinto(view[n:])):
-        n += got
-    return n

@@ -23,8 +23,8 @@ from .._state.state import State
 from .._storage.conversions import Conversions, checked, same_conversions
 from .._storage.pieces import Piece, blocks, pieces
 from .._storage.safetensors import DTYPES, Entry, create, entries, write_at
-from .checkpoint import check_shared, same_folder
-from .folder import Claim, partial, sync
+from .checkpoint import same_folder
+from .folder import Claim, check_shared, partial, sync, write_file
 from .parts import parts_of
 
 __all__ = ["save_safetensors"]
@@ -95,7 +95,7 @@ def save_safetensors(
             return (parts, len(files)), [same_conversions(cuts)]
 
         def write() -> None:
-            check_shared(run, path, "save_safetensors")
+            check_shared("save_safetensors", path, run.ranks, run.rank)
             _write(state, path, *plan)
 
         def complete() -> None:
@@ -122,7 +122,7 @@ def _tensors(state: State, dtype: torch.dtype | None, convert: Conversions) -> t
     for path in state.layout.paths:
         if path in at:
             leaf, bucket = at[path]
-            own = [axis for axis, size in run.sizes.items() if size > 1 and axis not in bucket.placement.data]
+            own = [*bucket.placement.apart(run.sizes)]
             if own:
                 raise SpecError(
                     f"save_safetensors: ranks along {own} have {path!r} of their own, and a file has one leaf of a "
@@ -189,10 +189,8 @@ def _names(count: int) -> list[str]:
 def _index(path: Path, names: list[str], files: Files) -> None:
     total = sum(torch.Size(shape).numel() * kind.itemsize for some in files for kind, shape in some.values())
     index = {name: file for file, some in zip(names, files, strict=True) for name in some}
-    with open(path / "model.safetensors.index.json", "x", encoding="utf-8") as file:
-        json.dump({"metadata": {"total_size": total}, "weight_map": index}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
+    write_file(path / "model.safetensors.index.json", text.encode())
 
 
 def _write(state: State, path: Path, parts: Pieces, files: int) -> None:

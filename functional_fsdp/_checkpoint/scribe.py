@@ -2,7 +2,7 @@
 
       rank r                                      its scribe
         |---- "begin", folder, token ------------>|  of the first rank: makes the folder, and holds its lock
-        |---- "join", folder, rank, its name ---->|  holds a lock of its own there, so that others see it end
+        |---- "join", folder, ranks, rank ------->|  holds a lock of its own there, so that others see it end
         |<--- None, or an error ------------------|  after each of these
         |---- "write", SaveJob ---------------------->|  what lies in the pool, to disk; then says so in the folder
         |<--- None, or an error ------------------|
@@ -41,10 +41,10 @@ from typing import IO, Any, NamedTuple, NoReturn
 import torch
 
 from .._common.errors import CheckpointError
-from .folder import LOCK, Claim, hold, is_free, let_go, partial, prune
-from .note import METADATA, Chunk, merged, read_note, write_note
+from .folder import LOCK, Claim, check_shared, hold, is_free, let_go, partial
+from .note import Chunk, file_of, read_note
 from .parts import SavedTensor, content, plain_names
-from .writer import Written, write_metadata, write_tensors
+from .writer import Written, complete, write_tensors
 
 __all__ = ["PoolTensor", "SaveJob", "serve"]
 
@@ -144,14 +144,9 @@ class _Scribe:
             self.drop()
             raise
 
-    def join(self, folder: Path, rank: int, said: str) -> None:
-        """Say that this rank's scribe is there.
-
-        Args:
-            folder: that the first rank's scribe has made. said: how errors call this rank and that one.
-        """
-        if not (folder / LOCK).is_file():
-            raise CheckpointError(f"async_save: {said}. Save to a folder that all ranks share.")
+    def join(self, folder: Path, ranks: list[int], rank: int) -> None:
+        """Say that this rank's scribe is there, in the folder that the first one's has made."""
+        check_shared("async_save", folder, ranks, rank)
         self.lock = hold(folder / f"__{rank}.lock")
 
     def drop(self) -> None:
@@ -186,7 +181,7 @@ class _Scribe:
         parts = [(one, _part(one, pool)) for one in job.tensors]
         first = job.places.index(job.places[job.rank]) == job.rank  # of those that have the same experts
         chosen = [part for one, part in parts if first or not one.plain]
-        written, nbytes = write_tensors(folder, _file(job.rank), job.token, chosen) if chosen else ([], 0)
+        written, nbytes = write_tensors(folder, file_of(job.rank), job.token, chosen) if chosen else ([], 0)
         held = {one.name: content(part) for one, part in parts if one.plain}
         entries = [[one.name, str(one.dtype).removeprefix("torch."), one.shape, one.chunk] for one in written]
         return [entries, nbytes], [job.places[job.rank], held]
@@ -204,10 +199,6 @@ def _part(one: PoolTensor, pool: memoryview) -> SavedTensor:
     empty = torch.empty(one.held, dtype=one.dtype)
     tensor = torch.frombuffer(pool, dtype=one.dtype, count=numel, offset=one.at).view(one.held) if numel else empty
     return SavedTensor(one.name, tensor, one.shape, one.start)
-
-
-def _file(rank: int) -> str:
-    return f"__{rank}_0.distcp"
 
 
 def _tell(path: Path, text: str) -> None:
@@ -232,13 +223,7 @@ def _complete(job: SaveJob, folder: Path, claim: Claim) -> None:
     for rank in range(len(job.ranks)):
         os.unlink(folder / f"__{rank}.done")
         os.unlink(folder / f"__{rank}.lock")
-    tensors = merged(written)
-    files = {_file(rank): nbytes for rank, ((_, nbytes), _) in enumerate(found) if nbytes}
-    size, digest = write_metadata(folder, tensors)
-    write_note(folder, {**job.about, "files": {**files, METADATA: size}, "metadata": digest}, tensors)
-    claim.appear()
-    if job.keep is not None:
-        prune(job.folder, job.keep)
+    complete(claim, job.about, written, [nbytes for (_, nbytes), _ in found], job.keep)
 
 
 def _all(job: SaveJob, folder: Path) -> list[str]:

@@ -22,10 +22,11 @@ import torch
 
 from .._common.torch_names import storage_info
 from .._storage.safetensors import bytes_of
-from .note import BLOCK, METADATA, Chunk, Tensor, head
+from .folder import Claim, prune, write_file
+from .note import BLOCK, METADATA, Chunk, Tensor, file_of, head, merged, write_note
 from .parts import SavedTensor
 
-__all__ = ["Written", "around", "write_metadata", "write_tensors"]
+__all__ = ["Written", "around", "complete", "write_tensors"]
 
 HEADER = 30  # bytes of a zip member's header before its name
 
@@ -153,8 +154,24 @@ def write_metadata(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[int, st
         about[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), size, parts)
     names = {name: (name,) for name in about}
     data = pickle.dumps(dcp.Metadata(about, names, places, dcp.StorageMeta(), "1.0.0"))
-    with open(folder / METADATA, "xb") as raw:
-        raw.write(data)
-        raw.flush()
-        os.fsync(raw.fileno())
+    write_file(folder / METADATA, data)
     return len(data), hashlib.sha256(data).hexdigest()
+
+
+def complete(
+    claim: Claim, about: Mapping[str, Any], written: list[Written], nbytes: list[int], keep: int | None
+) -> None:
+    """The first rank's, once all have written: say what is there, have the folder appear, and remove older ones.
+
+    Args:
+        about: what `layout.json` says of the state.
+        written, nbytes: the chunks of all ranks, and by rank how long its file is.
+        keep: how many checkpoints are kept; None: all.
+    """
+    path, tensors = claim.path, merged(written)
+    files = {file_of(rank): n for rank, n in enumerate(nbytes) if n}
+    size, digest = write_metadata(path, tensors)
+    write_note(path, {**about, "files": {**files, METADATA: size}, "metadata": digest}, tensors)
+    claim.appear()
+    if keep is not None:
+        prune(claim.final, keep)

@@ -61,19 +61,18 @@ def local_mesh(device: str | None = None, /, **axes: int) -> DeviceMesh:
     if key not in _meshes:
         with _reached(f"local_mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"):
             _meshes[key] = init_device_mesh(
-                device, sizes, mesh_dim_names=names, backend_override=_patient(device, axes)
+                device, sizes, mesh_dim_names=names, backend_override=_patient(device, names, sizes)
             )
     return _meshes[key]
 
 
-def _patient(device: str, axes: dict[str, int]) -> Any:
+def _patient(device: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
     """For the groups of axes, on CPUs: as long a timeout as that of all ranks. (torch would wait for half an hour for a
     rank that has died meanwhile. An axis of all ranks has their group.)"""
     if device != "cpu" or dist.get_backend() != "gloo":
         return None
     options, world = gloo_options(), dist.get_world_size()
-    sizes = _sizes(axes, world)
-    return {name: ("gloo", options) for name, size in zip(axes, sizes, strict=True) if size < world} or None
+    return {name: ("gloo", options) for name, size in zip(names, sizes, strict=True) if size < world} or None
 
 
 @contextmanager

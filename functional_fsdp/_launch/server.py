@@ -21,18 +21,17 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 from multiprocessing import connection
 from typing import Any, NoReturn
 
 from .._common.device import forks_after_inductor
+from .._common.processes import started
 from .._common.torch_names import inductor
 from . import worker
 
 __all__ = ["Server", "exit_code", "serve"]
 
-CODE = "import sys; sys.path[:] = {path!r}; from functional_fsdp._launch.server import serve; serve({fd})"
 PLAIN, COMPILING = b"f", b"c"  # requests: fork; import what compiles first, then fork
 FORMAT = struct.Struct("i")
 
@@ -42,17 +41,7 @@ class Server:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            given: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            flags = [flag for flag in given if not flag.startswith("-W")]
-            code = CODE.format(path=sys.path, fd=theirs.fileno())
-            self.process = subprocess.Popen(
-                [sys.executable, *flags, "-W", "ignore", "-c", code],  # the caller has seen what importing warns of
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C reaches the caller only, who decides what it means
-            )
+        self.process, self.socket = started(__name__)
 
     def alive(self) -> bool:
         return self.owner == os.getpid() and self.process.poll() is None

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -64,6 +65,11 @@ class Placement:
                     f"sharded over {extra} and {large}={getattr(self, large)} is not. Add {extra} to {large}, or drop "
                     f"it from {small}."
                 )
+
+    def apart(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes of a mesh along which ranks have leaves of their own (experts, replicas that train apart): those of
+        more than one rank that `data` leaves out."""
+        return tuple(axis for axis, size in sizes.items() if size > 1 and axis not in self.data)
 
     @cached_property
     def order(self) -> tuple[str, ...]:

@@ -186,7 +186,7 @@ class Spec:
         apart = [
             f"; {'' if whole else f'{pattern}: '}none over {', '.join(own)}, where ranks have weights of their own"
             for pattern, rule in self.placements
-            if (own := [axis for axis, size in self.axes.items() if size > 1 and axis not in rule.data])
+            if (own := rule.apart(self.axes))
         ]
         rows = [
             ("mesh", " × ".join(f"{axis} {size}" for axis, size in self.axes.items())),

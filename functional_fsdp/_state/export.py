@@ -14,7 +14,7 @@ from .._common.tree import flatten
 from .._nn.skeleton import every_buffer, persistent
 from .._plan.route import Partial, Replicated
 from .._runtime.runtime import runtime_of
-from .._storage.flat import FlatBuffer, leaves_of
+from .._storage.flat import FlatBuffer, gather_leaves, leaf_shards
 from .state import State
 
 __all__ = ["buffers", "full_params", "local_shards", "state_dict"]
@@ -40,10 +40,8 @@ def full_params(state: State) -> Any:
     views: dict[str, torch.Tensor] = {}
     with state.version.lineage.looking(state):
         state.version.lineage.touched()
-        for name, bucket in state.layout.buckets.items():
-            main = state.main[name]
-            whole = main.gather(main.local.new_empty(bucket.numel))
-            views |= {path: leaf.clone() for path, leaf in leaves_of(bucket, whole).items()}
+        for name in state.layout.buckets:
+            views |= {path: leaf.clone() for path, leaf in gather_leaves(state.main[name]).items()}
     return state.treedef.unflatten([views[path] for path in state.layout.source])
 
 
@@ -88,13 +86,9 @@ def local_shards(
                 f"local_shards(state, {kind!r}, unique=True): the gradients of {name!r} are partial, {buffer!r}: each "
                 "rank holds a summand of every element. Call state = fsdp.finish_reductions(state) first."
             )
-        start, stop = buffer.span()
-        if unique and any(placed is Replicated and at[axis] for axis, placed in buffer.states):
-            stop = start  # another rank has it
-        for leaf in buffer.bucket.leaves:
-            a = min(max(leaf.offset, start), stop)
-            b = max(min(leaf.offset + leaf.numel, stop), a)
-            found[leaf.path] = buffer.local[a - start : b - start]
+        elsewhere = unique and any(placed is Replicated and at[axis] for axis, placed in buffer.states)
+        for leaf, _, local in leaf_shards(buffer):
+            found[leaf.path] = local[:0] if elsewhere else local
     return found
 
 

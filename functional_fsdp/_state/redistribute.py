@@ -25,7 +25,7 @@ from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer
+from .._storage.flat import FlatBuffer, LeafShard, leaf_shards
 from .._storage.weights import refresh
 from .._transports.auto import resolve_transport
 from .free import free_arena
@@ -143,14 +143,14 @@ class Mover:
         nodes = pytree.tree_leaves((state.main, state.opt, state.extras), is_leaf=lambda x: isinstance(x, FlatBuffer))
         self.often = Counter(id(node) for node in nodes)  # of one that is in two trees
         self.run: Runtime = runtime_of(spec.mesh)
-        self.home = {leaf.path: (bucket, leaf) for bucket in layout.buckets.values() for leaf in bucket.leaves}
+        self.home = {leaf.path: bucket for bucket in layout.buckets.values() for leaf in bucket.leaves}
 
     def check(self) -> dict[str, int]:
         """Refuse what cannot be moved, before anything is. Returns what `compare` goes by."""
         state, before = self.state, runtime_of(self.state.spec.mesh)
         for bucket in self.old.buckets.values():
             for leaf in bucket.leaves:
-                new = self.home[leaf.path][0]
+                new = self.home[leaf.path]
                 own = [_own(bucket, before), _own(new, self.run)]
                 if own[0] != own[1] and not self.replicas:
                     raise SpecError(
@@ -188,15 +188,12 @@ class Mover:
             for i, node in enumerate(nodes):
                 if not isinstance(node, FlatBuffer):
                     continue
-                start, stop = node.span()
-                for leaf in node.bucket.leaves:
-                    a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
-                    place = (
-                        f"State.{field}, elements {a - leaf.offset} to {b - leaf.offset} of {leaf.path!r}, tensor {i}"
-                    )
-                    if a < b:
-                        number = int(checksum(node.local[a - start : b - start])) % (1 << 64)
-                        found[f"{place} [{_own(self.home[leaf.path][0], self.run)}]"] = number
+                for leaf, first, local in leaf_shards(node):
+                    run = f"{first} to {first + local.numel()}"
+                    place = f"State.{field}, elements {run} of {leaf.path!r}, tensor {i}"
+                    if local.numel():
+                        number = int(checksum(local)) % (1 << 64)
+                        found[f"{place} [{_own(self.home[leaf.path], self.run)}]"] = number
         return found
 
     def compare(self, told: list[dict[str, int]]) -> None:
@@ -226,7 +223,7 @@ class Mover:
                     "from main weights, or leave it out: replace_extras(state, name=None)."
                 )
             for leaf in buffer.bucket.leaves:
-                lacks = [one.path for one in self.home[leaf.path][0].leaves if one.path not in have]
+                lacks = [one.path for one in self.home[leaf.path].leaves if one.path not in have]
                 if lacks and not self._counts(buffer):
                     raise TreeError(
                         f"redistribute: by the spec {leaf.path!r} and {lacks[0]!r} are in one bucket, and a tree of "
@@ -243,16 +240,19 @@ class Mover:
     def move(self, tree: Mapping[str, FlatBuffer]) -> Buffers:
         """The same values in the new buckets. The old shards are let go."""
         found: Buffers = {}
+        mine: dict[str, LeafShard] = {}  # by path what of a leaf lies in this rank's part of its new bucket
         for name, buffer in tree.items():
             counts, old = self._counts(buffer), self.old.buckets[name]
             whole = buffer.gather(buffer.local.new_empty(buffer.bucket.numel))
             for leaf in buffer.bucket.leaves:
-                bucket, _ = self.home[leaf.path]
+                bucket = self.home[leaf.path]
                 if bucket.name not in found:
                     same = buffer.local.dtype is old.main and not counts
                     dtype = bucket.main if same else buffer.local.dtype
                     found[bucket.name] = self.made(bucket.counts if counts else bucket, "main", dtype)
-                _copy(found[bucket.name], leaf.path, whole[leaf.offset : leaf.offset + leaf.numel])
+                    mine |= {shard.leaf.path: shard for shard in leaf_shards(found[bucket.name])}
+                _, first, local = mine[leaf.path]
+                local.copy_(whole[leaf.offset + first : leaf.offset + first + local.numel()])
             self.often[id(buffer)] -= 1
             if not self.often[id(buffer)]:
                 buffer.__dict__["local"] = buffer.local.new_empty(0)
@@ -264,22 +264,9 @@ class Mover:
         return FlatBuffer(local, bucket, states_of(bucket, kind), self.spec.mesh)
 
 
-def _copy(into: FlatBuffer, path: str, values: torch.Tensor) -> None:
-    """What of a leaf lies in this rank's part of a bucket."""
-    start, stop = into.span()
-    leaf = next(leaf for leaf in into.bucket.leaves if leaf.path == path)
-    a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
-    if a < b:
-        into.local[a - start : b - start].copy_(values[a - leaf.offset : b - leaf.offset])
-
-
 def _own(bucket: Bucket, run: Runtime) -> dict[str, tuple[int, int]]:
     """The axes along which ranks have leaves of their own, their sizes, and where this rank is."""
-    return {
-        axis: (size, run.coordinate[axis])
-        for axis, size in run.sizes.items()
-        if size > 1 and axis not in bucket.placement.data
-    }
+    return {axis: (run.sizes[axis], run.coordinate[axis]) for axis in bucket.placement.apart(run.sizes)}
 
 
 def _said(own: dict[str, tuple[int, int]]) -> str:

@@ -24,7 +24,7 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._spec.precision import FLOATS
 from .._spec.settings import describe_settings
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer
+from .._storage.flat import FlatBuffer, leaf_shards
 from .._storage.weights import refresh
 from .._transports.auto import resolve_transport
 from .spread import check_source, spread
@@ -166,7 +166,6 @@ def shard(
                 )
         topics = given(infos, paths, spec, as_optimizer(optimizer), seed)
         if src is not None:
-            check_source("shard", src, run, plan_layout(infos, spec, paths))
             alike = "Give every rank the same src, and buffers of the same names, shapes and dtypes."
             topics.append(Topic(_sources(src, buffers or {}), SpecError, "sources", "one", alike))
         return (infos, paths, treedef, values), topics
@@ -174,6 +173,8 @@ def shard(
     with Joint(run, "shard") as joint:
         infos, paths, treedef, values = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths)
+        if src is not None:
+            check_source("shard", src, run, plan)
         held: Any = buffers or {}
 
         def fetch(unit: Any) -> Any:
@@ -291,12 +292,9 @@ def _empty(bucket: Bucket, kind: str, spec: Spec, device: torch.device) -> FlatB
 
 def _fill(buffer: FlatBuffer, values: Any) -> None:
     """Copy what of the leaves lies in this rank's part of a bucket. Never builds the whole bucket."""
-    start, stop = buffer.span()
-    for leaf in buffer.bucket.leaves:
-        a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
-        if a < b:
-            flat = values[leaf.path].detach().reshape(-1)
-            buffer.local[a - start : b - start].copy_(flat[a - leaf.offset : b - leaf.offset])
+    for leaf, first, local in leaf_shards(buffer):
+        if local.numel():
+            local.copy_(values[leaf.path].detach().reshape(-1)[first : first + local.numel()])
 
 
 def _values(where: str, sums: dict[str, torch.Tensor], plan: Layout, spec: Spec) -> Topic:

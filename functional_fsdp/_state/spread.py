@@ -16,7 +16,7 @@ import torch
 
 from .._common.errors import SpecError
 from .._common.record import Collective
-from .._plan.layout import Layout
+from .._plan.layout import Layout, aligned
 from .._runtime.runtime import Runtime
 
 __all__ = ["check_source", "spread"]
@@ -29,7 +29,7 @@ def check_source(where: str, src: int, run: Runtime, plan: Layout) -> None:
     if src not in run.ranks:
         raise SpecError(f"{where}(src={src!r}): the mesh has the ranks {run.ranks}. Give one of them.")
     for bucket in plan.buckets.values():
-        own = [axis for axis, size in run.sizes.items() if size > 1 and axis not in bucket.placement.data]
+        own = [*bucket.placement.apart(run.sizes)]
         if own:
             raise SpecError(
                 f"{where}(src={src}): ranks have {bucket.leaves[0].path!r} of their own along {own}, and rank {src} "
@@ -44,7 +44,7 @@ def spread(run: Runtime, src: int, tensors: Mapping[str, torch.Tensor]) -> dict[
     Memory: the bytes of all of them, once more. Collective: an all-reduce along each axis of the mesh.
     """
     sizes = [tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values()]
-    places = [*itertools.accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=0)]
+    places = [*itertools.accumulate((aligned(size, ALIGN) for size in sizes), initial=0)]
     whole = torch.zeros(places[-1], dtype=torch.uint8, device=run.device)
     found = {}
     for (path, tensor), at, size in zip(tensors.items(), places, sizes, strict=False):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,12 +21,15 @@ from .._common.errors import SpecError
 from .._common.torch_names import foreach_copy_, foreach_zero_, pytree, unflatten_dense_tensors
 from .._common.tracing import traced_as
 from .._common.tree import bytes_text, register, table
-from .._plan.layout import Bucket
+from .._plan.layout import Bucket, Leaf
 from .._plan.route import Axis, How, Replicated, Sharded, States, route
 from .._runtime.runtime import runtime_of
 from .gradients import refuse_meta
 
-__all__ = ["FlatBuffer", "leaves_of", "no_counts", "summary", "templates", "write_leaves", "zeros"]
+__all__ = [
+    "FlatBuffer", "LeafShard", "gather_leaves", "leaf_shards", "leaves_of", "no_counts", "summary", "templates",
+    "write_leaves", "zeros",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, init=False, repr=False)
@@ -219,6 +222,48 @@ def leaves_of(bucket: Bucket, whole: torch.Tensor) -> dict[str, torch.Tensor]:
     for leaf in bucket.empty:  # the one call forgets their shapes
         views[leaf.path] = whole.new_empty(leaf.shape)
     return views
+
+
+class LeafShard(NamedTuple):
+    """This rank's elements of one leaf: those from `start` on of the leaf, flattened. `local` is a view, 1-D."""
+
+    leaf: Leaf
+    start: int
+    local: torch.Tensor
+
+
+def leaf_shards(buffer: FlatBuffer) -> list[LeafShard]:
+    """The leaves of a buffer's bucket, in order, the same on every rank; each with the part that this rank holds.
+
+    Returns:
+        (leaf, start, local): a leaf has its global `shape`, its `path` and its `numel`; element i of `local` is element
+        `start + i` of the leaf, flattened. Where other ranks hold all of it, `local` is empty and `start` 0.
+
+    Collective: none.
+
+    Example: `for leaf, start, local in extend.leaf_shards(buffer): ...`.
+    """
+    start, stop = buffer.span()
+    found = []
+    for leaf in buffer.bucket.leaves:
+        a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
+        part = (a - leaf.offset, buffer.local[a - start : b - start]) if a < b else (0, buffer.local[:0])
+        found.append(LeafShard(leaf, *part))
+    return found
+
+
+def gather_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The leaves of a buffer by path, whole, of their global shapes: views of one new tensor.
+
+    Args:
+        dtype: of the result, and so of what travels; by default the buffer's own.
+
+    Collective: an all-gather for each axis that shards it, which compute waits for. Eager.
+
+    Example: `extend.gather_leaves(state.grads["head"])["head.weight"]`.
+    """
+    bucket = buffer.bucket
+    return leaves_of(bucket, buffer.gather(buffer.local.new_empty(bucket.numel, dtype=dtype or buffer.local.dtype)))
 
 
 def write_leaves(bucket: Bucket, whole: torch.Tensor, values: Mapping[str, torch.Tensor | None]) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from .._common.errors import CheckpointError
 
-__all__ = ["DTYPES", "Entry", "bytes_of", "create", "entries", "read_into", "write_at"]
+__all__ = ["DTYPES", "Entry", "bytes_of", "create", "entries", "read_bytes", "read_into", "write_at"]
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -114,10 +114,16 @@ def read_into(file: Any, entry: Entry, first: int, values: torch.Tensor) -> None
     Raises:
         CheckpointError: the file ends before.
     """
-    view, done = bytes_of(values), 0
+    view = bytes_of(values)
     file.seek(entry.start + first * entry.dtype.itemsize)
-    while done < len(view):
-        n = file.readinto(view[done:])
-        if not n:
-            raise CheckpointError(f"{entry.path} ends after {done} of {len(view)} bytes that were wanted there.")
+    done = read_bytes(file, view)
+    if done < len(view):
+        raise CheckpointError(f"{entry.path} ends after {done} of {len(view)} bytes that were wanted there.")
+
+
+def read_bytes(file: Any, view: memoryview) -> int:
+    """Read as many bytes as the view has, or those that are there. Returns how many."""
+    done = 0
+    while done < len(view) and (n := file.readinto(view[done:])):
         done += n
+    return done

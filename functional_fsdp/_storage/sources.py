@@ -19,7 +19,7 @@ import torch
 from .._common.errors import CheckpointError, SpecError, TreeError
 from .._runtime.agree import Topic
 from .conversions import Conversions, checked, same_conversions
-from .flat import FlatBuffer
+from .flat import FlatBuffer, leaf_shards
 from .pieces import Piece, blocks, pieces
 from .safetensors import Entry, entries, read_into
 
@@ -166,11 +166,9 @@ def fill(
             found.setdefault(aliases.get(path, path), some)
     _complain(source, leaves, wanted, found, partial)
     for buffer in main.values():
-        start, stop = buffer.span()
-        for leaf in buffer.bucket.leaves:
-            a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
-            if a < b and leaf.path in found:
-                source.read(found[leaf.path], a - leaf.offset, buffer.local[a - start : b - start])
+        for leaf, first, local in leaf_shards(buffer):
+            if local.numel() and leaf.path in found:
+                source.read(found[leaf.path], first, local)
     for path, tensor in buffers.items():
         if path in found and tensor.numel():
             source.read(found[path], 0, tensor.view(-1))

@@ -15,7 +15,7 @@ from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.flat import FlatBuffer, leaves_of, zeros
+from .._storage.flat import FlatBuffer, gather_leaves
 from .._storage.sources import Source, fill, opened, same_source
 from .replace import copies, renewed
 
@@ -46,9 +46,7 @@ def optimizer_state(state: State) -> dict[str, dict[str, torch.Tensor]]:
         state.version.lineage.touched()
         for node in nodes_of(state.opt):
             if isinstance(node.value, FlatBuffer):
-                buffer = node.value
-                whole = buffer.gather(buffer.local.new_empty(buffer.bucket.numel))
-                for path, leaf in leaves_of(buffer.bucket, whole).items():
+                for path, leaf in gather_leaves(node.value).items():
                     found.setdefault(path, {})[node.path] = leaf.clone()
             elif isinstance(node.value, torch.Tensor):
                 found.setdefault("", {})[node.path] = node.value.clone()
@@ -105,9 +103,7 @@ def load_optimizer_state(
         return found, [*topics, Topic([f"steps: {steps}"], SpecError, "numbers", "one", "Give every rank the same.")]
 
     def read() -> None:
-        trees.update(copies(state, True), main=zeros(state.main)[0])
-        for name, buffer in trees["main"].items():
-            buffer.local.copy_(state.main[name].local)
+        trees.update(copies(state, True), main={name: b.but(b.local.clone()) for name, b in state.main.items()})
         _read(nodes_of(trees["opt"]), there, partial)
         if steps is not None:
             trees["count"].fill_(steps)

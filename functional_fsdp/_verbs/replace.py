@@ -27,7 +27,7 @@ from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.rounds import end_round
 from .._state.state import Lineage, State, Version
-from .._storage.flat import FlatBuffer, zeros
+from .._storage.flat import FlatBuffer, leaf_shards, zeros
 from .._storage.weights import refresh
 from .verbs import finish_reductions
 
@@ -125,16 +125,14 @@ def _fill(state: State, params: Any, main: dict[str, FlatBuffer]) -> Values | No
     values = _leaves(state, params)
     is_whole = True
     for buffer in main.values():
-        start, stop = buffer.span()
-        for leaf in buffer.bucket.leaves:
-            a = min(max(leaf.offset, start), stop)
-            b = max(min(leaf.offset + leaf.numel, stop), a)
-            value = _fitting(leaf, buffer.bucket, values[leaf.path], b - a)
+        for leaf, first, local in leaf_shards(buffer):
+            n = local.numel()
+            value = _fitting(leaf, buffer.bucket, values[leaf.path], n)
             if tuple(value.shape) == tuple(leaf.shape):
-                value = value.detach().reshape(-1)[a - leaf.offset : b - leaf.offset] if a < b else value.new_empty(0)
+                value = value.detach().reshape(-1)[first : first + n] if n else value.new_empty(0)
             else:
                 is_whole = False
-            buffer.local[a - start : b - start].copy_(value.detach())
+            local.copy_(value.detach())
     return values if is_whole else None
 
 

@@ -8,18 +8,17 @@ mesh 2 × 2, hsdp       replica 0        replica 1          shards          {("s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .._plan.layout import Leaf
 from .._state.state import State
-from .._storage.flat import FlatBuffer, leaves_of
+from .._storage.flat import FlatBuffer
 from .._storage.gradients import of_tree, of_unit
 from .metrics import axes_of, over_axes
 from .verbs import no_unit
 
-__all__ = ["Axes", "LeafShard", "by_unit", "gather_leaves", "leaf_shards", "shards", "total"]
+__all__ = ["Axes", "by_unit", "shards", "total"]
 
 Axes = tuple[str, ...]
 
@@ -43,8 +42,8 @@ def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[A
     found: dict[Axes, list[FlatBuffer]] = {}
     _, sizes = axes_of(state)
     for buffer in (state.grads if tree is None else tree).values():
-        own = [axis for axis in sizes if axis not in buffer.bucket.placement.data]
-        axes = tuple(axis for axis in (*buffer.sharded(), *own) if sizes[axis] > 1)
+        split = tuple(axis for axis in buffer.sharded() if sizes[axis] > 1)
+        axes = (*split, *buffer.bucket.placement.apart(sizes))
         found.setdefault(axes, []).append(buffer)
     return found
 
@@ -67,48 +66,6 @@ def total(state: State, values: Mapping[Axes, torch.Tensor]) -> torch.Tensor:
             flat = over_axes(state, torch.stack([left[axes] for axes in mine]), (axis,), "sum", "total")
             left |= dict(zip(mine, flat.unbind(), strict=True))
     return torch.stack([*left.values()]).sum()
-
-
-class LeafShard(NamedTuple):
-    """This rank's elements of one leaf: those from `start` on of the leaf, flattened. `local` is a view, 1-D."""
-
-    leaf: Leaf
-    start: int
-    local: torch.Tensor
-
-
-def leaf_shards(buffer: FlatBuffer) -> list[LeafShard]:
-    """The leaves of a buffer's bucket, in order, the same on every rank; each with the part that this rank holds.
-
-    Returns:
-        (leaf, start, local): a leaf has its global `shape`, its `path` and its `numel`; element i of `local` is element
-        `start + i` of the leaf, flattened. Where other ranks hold all of it, `local` is empty and `start` 0.
-
-    Collective: none.
-
-    Example: `for leaf, start, local in extend.leaf_shards(buffer): ...`.
-    """
-    start, stop = buffer.span()
-    found = []
-    for leaf in buffer.bucket.leaves:
-        a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
-        part = (a - leaf.offset, buffer.local[a - start : b - start]) if a < b else (0, buffer.local[:0])
-        found.append(LeafShard(leaf, *part))
-    return found
-
-
-def gather_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """The leaves of a buffer by path, whole, of their global shapes: views of one new tensor.
-
-    Args:
-        dtype: of the result, and so of what travels; by default the buffer's own.
-
-    Collective: an all-gather for each axis that shards it, which compute waits for. Eager.
-
-    Example: `extend.gather_leaves(state.grads["head"])["head.weight"]`.
-    """
-    bucket = buffer.bucket
-    return leaves_of(bucket, buffer.gather(buffer.local.new_empty(bucket.numel, dtype=dtype or buffer.local.dtype)))
 
 
 def by_unit(state: State, what: str, grads: Any, unit: str | None = None) -> dict[str, list[torch.Tensor | None]]:

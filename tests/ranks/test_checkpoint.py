@@ -28,6 +28,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp._checkpoint import reader as _reader
 from functional_fsdp._checkpoint.writer import write_tensors
+from functional_fsdp._storage.safetensors import read_bytes
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -108,7 +109,7 @@ def test_what_cannot_be_read_is_not_called_damage(tmp_path: Path, monkeypatch: p
     state = fsdp.shard({"w": torch.arange(5.0)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(0.1))
     fsdp.save(state, tmp_path / "x")
     reads, fails = [0], [-1]
-    into = _reader._into
+    into = read_bytes
 
     def read(raw: Any, view: Any) -> int:
         reads[0] += 1
@@ -116,7 +117,7 @@ def test_what_cannot_be_read_is_not_called_damage(tmp_path: Path, monkeypatch: p
             raise OSError(5, "Input/output error")
         return into(raw, view)
 
-    monkeypatch.setattr(_reader, "_into", read)
+    monkeypatch.setattr(_reader, "read_bytes", read)
     fsdp.load(tmp_path / "x", like=state)
     count = reads[0]
     assert count >= 3

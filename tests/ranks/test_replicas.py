@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from support.driven import raised
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
-
-
-def said(do: Any) -> str:
-    try:
-        do()
-    except fsdp.FsdpError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def optimizer() -> Any:
@@ -49,7 +43,7 @@ def apart(folder: str) -> dict[str, Any]:
     fsdp.save(alike, f"{folder}/one")
     found["from one"] = values(fsdp.load(f"{folder}/one", spec, optimizer(), allow=["replicas"]))
     found["back"] = values(fsdp.redistribute(alike, spec, allow=["replicas"]))
-    found["not said"] = said(lambda: fsdp.load(f"{folder}/alike", one, optimizer()))
+    found["not said"] = raised(lambda: fsdp.load(f"{folder}/alike", one, optimizer()))
 
     state, weights = fsdp.unshard(state)
     state = fsdp.step(fsdp.reduce(state, {path: torch.full_like(w, 1.0 + at) for path, w in weights.items()}))
@@ -57,10 +51,10 @@ def apart(folder: str) -> dict[str, Any]:
     fsdp.save(state, f"{folder}/apart")
     found["same mesh"] = values(fsdp.load(f"{folder}/apart", like=state))
     for key, allow in (("differ", ["replicas"]), ("differ still", ["replicas", "optimizer"])):
-        found[key] = said(lambda allow=allow: fsdp.load(f"{folder}/apart", one, optimizer(), allow=allow))
-    found["not moved"] = said(lambda: fsdp.redistribute(state, one))
-    found["differ here"] = said(lambda: fsdp.redistribute(state, one, allow=["replicas"]))
-    found["not exported"] = said(lambda: fsdp.save_safetensors(state, f"{folder}/out"))
+        found[key] = raised(partial(fsdp.load, f"{folder}/apart", one, optimizer(), allow=allow))
+    found["not moved"] = raised(lambda: fsdp.redistribute(state, one))
+    found["differ here"] = raised(lambda: fsdp.redistribute(state, one, allow=["replicas"]))
+    found["not exported"] = raised(lambda: fsdp.save_safetensors(state, f"{folder}/out"))
     found["still here"] = values(state)
     return found
 
@@ -97,7 +91,7 @@ def some_apart() -> tuple[str, list[float]]:
         params = {"m": {"a": torch.full((4,), a), "b": torch.full((4,), float(at))}}
         return fsdp.redistribute(fsdp.shard(params, fsdp.Spec(mesh, old)), fsdp.Spec(mesh, new), allow=["replicas"])
 
-    refused = said(lambda: moved(float(at)))
+    refused = raised(lambda: moved(float(at)))
     whole = fsdp.full_params(moved(7.0))["m"]
     return refused, [float(whole["a"][0]), float(whole["b"][0])]
 

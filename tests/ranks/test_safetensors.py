@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import load_file, save_file
+from support.driven import raised
 from support.presets import PRESETS, ranks_of
 from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
-
-
-def raised(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (fsdp.FsdpError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 class Small(nn.Module):

@@ -28,7 +28,7 @@ def start(model: nn.Module, preset: str = "zero3", **spec: Any) -> tuple[fsdp.St
 def raised(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (fsdp.FsdpError, ValueError) as error:
+    except (fsdp.FsdpError, ValueError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
