@@ -29,6 +29,7 @@ from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
 from .._state.shard import needs_spec
 from .._state.state import Lineage, State, Version
+from .._storage.flat import FlatBuffer
 from .._storage.weights import refresh
 from .about import ALLOWED, about_of, as_there, check_same, fits
 from .folder import Claim, check_shared, may_keep, partial, reading, unfinished
@@ -37,7 +38,7 @@ from .parts import SAVED, SavedTensor, content, named, own_place, parts_of, plai
 from .pending import finish
 from .reader import read_tensors
 from .replicas import with_replicas
-from .template import made_for, zeroed
+from .template import blank, made_for
 from .writer import complete, write_tensors
 
 __all__ = ["latest_checkpoint", "load", "same_folder", "save", "told_of"]
@@ -237,7 +238,8 @@ def _filled(
         there = with_replicas(path, state, all_there, allow)
         fresh = as_there(state, there)
         if not own:
-            fresh = fresh._evolve(**{name: pytree.tree_map(zeroed, getattr(fresh, name)) for name in SAVED})
+            whole = {"is_leaf": lambda x: isinstance(x, FlatBuffer)}
+            fresh = fresh._evolve(**{name: pytree.tree_map(blank, getattr(fresh, name), **whole) for name in SAVED})
         chosen, anew = fits(path, note, there, fresh, named(fresh, there), allow)
         read_tensors(path, note, there, chosen)
         if anew:

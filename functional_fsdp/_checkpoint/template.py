@@ -18,16 +18,29 @@ from .._runtime.joint import Joint
 from .._spec.spec import Spec
 from .._state.shard import build, given
 from .._state.state import State
-from .._storage.flat import FlatBuffer
+from .._storage.flat import FlatBuffer, leaf_shards
 from .._transports.auto import resolve_transport
 from .note import NOTE, Tensor
 
-__all__ = ["made_for", "zeroed"]
+__all__ = ["blank", "made_for"]
 
 
-def zeroed(tensor: Any) -> Any:
-    """Zeros like it, also for padding that no checkpoint has."""
-    return torch.zeros_like(tensor) if isinstance(tensor, torch.Tensor) else tensor
+def blank(value: Any) -> Any:
+    """Memory like a FlatBuffer's, for what a checkpoint has: zeros in the padding, which none has, and in counts, which
+    it may lack. Zeros like other tensors."""
+    if not isinstance(value, FlatBuffer):
+        return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
+    if not value.local.is_floating_point():
+        return value.but(torch.zeros_like(value.local))
+    made = value.but(torch.empty_like(value.local))
+    start, at = made.span()[0], 0
+    for leaf, first, local in leaf_shards(made):
+        if local.numel():
+            begin = leaf.offset + first - start
+            made.local[at:begin].zero_()
+            at = begin + local.numel()
+    made.local[at:].zero_()
+    return made
 
 
 def made_for(

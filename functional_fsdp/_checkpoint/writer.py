@@ -14,17 +14,20 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 
+from .._common.device import arrival, host_buffer, lies_on_host
 from .._common.torch_names import storage_info
 from .._storage.safetensors import bytes_of
 from .folder import Claim, prune, write_file
 from .note import BLOCK, METADATA, Chunk, Tensor, file_of, head, merged, write_note
 from .parts import SavedTensor
+from .threads import THREADS
 
 __all__ = ["Written", "around", "complete", "write_tensors"]
 
@@ -61,25 +64,26 @@ class _Sink:
         """Once for all tensors, at the end."""
 
 
-def write_tensors(folder: Path, file: str, token: str, parts: Iterable[SavedTensor]) -> tuple[list[Written], int]:
+def write_tensors(folder: Path, file: str, token: str, parts: Sequence[SavedTensor]) -> tuple[list[Written], int]:
     """Write runs and plain tensors to a new file, to disk. Returns where they lie, and the file's bytes.
 
     Raises:
         OSError: as the disk gave it.
     """
     entries = []
+    arrival(part.tensor for part in parts)()  # threads copy on streams of their own
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)  # there are sums of our own, of blocks
     try:
-        with open(folder / file, "x+b") as raw:
+        with open(folder / file, "x+b") as raw, ThreadPoolExecutor(THREADS) as threads:
             raw.write(head(token, file))
-            for part in parts:
-                host, start = _plain(part.tensor), raw.tell()
+            for part, host in _on_host(parts, threads):
+                start, sums = raw.tell(), _sums(host, threads)  # taken while it is written
                 _save(host, raw)
                 at, n = raw.tell(), host.numel()
                 data = _data(raw) if n else at
                 chunk = Chunk(part.start, part.start + n, file, start, at - start, data, ())
-                chunk = chunk._replace(sums=(around(raw, chunk, host.nbytes), *_sums(host)))
+                chunk = chunk._replace(sums=(around(raw, chunk, host.nbytes), *(one.result() for one in sums)))
                 entries.append(Written(part.name, host.dtype, part.shape, chunk))
                 raw.seek(at)
             raw.flush()
@@ -87,6 +91,17 @@ def write_tensors(folder: Path, file: str, token: str, parts: Iterable[SavedTens
             return entries, raw.tell()
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+def _on_host(parts: Iterable[SavedTensor], threads: ThreadPoolExecutor) -> Iterator[tuple[SavedTensor, torch.Tensor]]:
+    """Each part with its numbers on the host; those of the next are copied meanwhile."""
+    ahead: tuple[SavedTensor, Future[torch.Tensor]] | None = None
+    for part in parts:
+        now, ahead = ahead, (part, threads.submit(_plain, part.tensor))
+        if now:
+            yield now[0], now[1].result()
+    if ahead:
+        yield ahead[0], ahead[1].result()
 
 
 def _save(tensor: torch.Tensor, raw: IO[bytes]) -> None:
@@ -126,15 +141,22 @@ def around(raw: IO[bytes], chunk: Chunk, nbytes: int) -> int:
     return zlib.crc32(raw.read(chunk.offset + chunk.length - chunk.data - nbytes), before)
 
 
-def _sums(host: torch.Tensor) -> tuple[int, ...]:
+def _sums(host: torch.Tensor, threads: ThreadPoolExecutor) -> list[Future[int]]:
     view = bytes_of(host)
-    return tuple(zlib.crc32(view[at : at + BLOCK]) for at in range(0, len(view), BLOCK))
+    return [threads.submit(zlib.crc32, view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)]
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, contiguous, alone in its storage."""
-    host = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
+    """On the host, contiguous, alone in its storage: of host memory a view where it can be one. By a thread."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if not lies_on_host(plain):
+        return host_buffer(plain.nbytes, plain.device).view(plain.dtype).view(plain.shape).copy_(plain)
+    if plain.untyped_storage().nbytes() == plain.nbytes:
+        return plain
+    # a view of something larger, which whoever saves it keeps
+    if not plain.nbytes:
+        return plain.new_empty(plain.shape)
+    return torch.frombuffer(bytes_of(plain), dtype=torch.uint8).view(plain.dtype).view(plain.shape)
 
 
 def write_metadata(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[int, str]:

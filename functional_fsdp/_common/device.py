@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 __all__ = [
-    "arrival", "current_device", "default_generator", "device_of", "forked_random", "fused_sgd_takes", "keeps_released",
-    "lies_on_host",
-    "make_room", "on_host", "pin", "rows_at_once", "runs_triton", "table_may_stay", "unpin",
+    "arrival", "current_device", "default_generator", "device_of", "forked_random", "fused_sgd_takes", "host_buffer",
+    "keeps_released", "lies_on_host", "make_room", "on_host", "pin", "rows_at_once", "runs_triton", "table_may_stay",
+    "unpin",
 ]  # fmt: skip
 
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
@@ -57,6 +57,11 @@ def make_room(sizes: Iterable[int], device: torch.device) -> None:
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in the host's memory: itself, or a copy."""
     return tensor.detach().cpu() if tensor.is_cuda else tensor
+
+
+def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Host memory [nbytes], uint8, from which copies to this device are fast: pinned where it is a GPU."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def lies_on_host(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,6 @@ Source: CUDA driver API, "Stream Memory Operations" (cuStreamBatchMemOp).
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ import torch
 
 from .._common.errors import CommError
 from .._common.torch_names import raw_stream
-from .cuda_driver import function
+from .cuda_driver import driver
 from .peer_memory import PeerMemory
 from .peers import Peers
 
@@ -68,7 +67,7 @@ class Signals:
         self.axis = axis
         self.peer_memory = PeerMemory(run, [axis], 2 * WORD * ranks * lanes)
         self.device = run.device.index
-        self.batches: list[list[tuple[int, Any]]] = []  # of each lane
+        self.batches: list[list[list[Any]]] = []  # of each lane
         self.peer_memory.mine.zero_()
         for lane in range(lanes):
             bases = [peer.data_ptr() + 2 * WORD * ranks * lane for peer in self.peer_memory.peers[axis]]
@@ -81,7 +80,7 @@ class Signals:
 
     def _works(self) -> bool:
         """Whether the driver takes such operations: one that changes nothing."""
-        with suppress(AttributeError, OSError):
+        with suppress(AttributeError, ImportError, RuntimeError):
             return _issue(_packed([Operation(WRITE, 0, 0, 0)], [self.peer_memory.mine.data_ptr()]), self.device) == 0
         return False
 
@@ -95,33 +94,25 @@ class Signals:
             if error:
                 raise CommError(
                     f"a barrier along the axis {self.axis!r} could not be issued: the CUDA driver refused "
-                    f"cuStreamBatchMemOp with CUresult {error}. Restart the job from its last checkpoint."
+                    f"cuStreamBatchMemOp: {error!r}. Restart the job from its last checkpoint."
                 )
 
 
-class _Parameters(ctypes.Structure):
-    """CUstreamBatchMemOpParams, of which both kinds of operation here have the same layout."""
-
-    _fields_ = (
-        ("operation", ctypes.c_int),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint),
-        ("alias", ctypes.c_uint64),
-        ("padding", ctypes.c_uint64),
-    )
-
-
-def _packed(steps: list[Operation], bases: list[int]) -> tuple[int, Any]:
+def _packed(steps: list[Operation], bases: list[int]) -> list[Any]:
     """The operations as the driver takes them; `bases`: the address of each place's words."""
-    packed = (_Parameters * len(steps))()
-    for one, (kind, place, word, value) in zip(packed, steps, strict=True):
-        one.operation, one.address, one.value = kind, bases[place] + WORD * word, value
-        one.flags = EQUAL if kind == WAIT else FENCE
-    return len(steps), packed
+    kinds = driver().CUstreamBatchMemOpType
+    packed = []
+    for kind, place, word, value in steps:
+        one = driver().CUstreamBatchMemOpParams()
+        half = one.waitValue if kind == WAIT else one.writeValue
+        one.operation, half.operation = kinds(kind), kinds(kind)
+        half.address, half.value = driver().CUdeviceptr(bases[place] + WORD * word), driver().cuuint32_t(value)
+        half.flags = EQUAL if kind == WAIT else FENCE
+        packed.append(one)
+    return packed
 
 
-def _issue(batch: tuple[int, Any], device: int) -> int:
+def _issue(batch: list[Any], device: int) -> Any:
     """On the current stream. Returns the driver's CUresult, 0 for success."""
-    stream = ctypes.c_void_p(raw_stream(device))
-    return function("cuStreamBatchMemOp_v2")(stream, batch[0], batch[1], 0)
+    (error,) = driver().cuStreamBatchMemOp(raw_stream(device), len(batch), batch, 0)
+    return error

@@ -24,9 +24,10 @@ from .pool import LaunchError
 from .worker import STORE, TIMEOUT
 from .workers import WorkerGroup, default_nprocs
 
-__all__ = ["LaunchError", "launch", "local_mesh", "stop_workers"]
+__all__ = ["SHARED_GPUS", "LaunchError", "launch", "local_mesh", "stop_workers"]
 
 T = TypeVar("T")
+SHARED_GPUS = "FUNCTIONAL_FSDP_SHARED_GPUS"  # set where ranks may share a GPU, as tests do
 _kept: dict[tuple[int, int], WorkerGroup] = {}  # by the caller's process and the number of ranks
 _meshes: dict[Any, Any] = {}  # one for each shape, since one of several axes brings new process groups
 _numbers = itertools.count()  # of the process groups that this process was in: each has keys of its own in the store
@@ -91,6 +92,8 @@ def _reached(what: str) -> Iterator[None]:
 def _init_process_group(device: str) -> None:
     if device == "cuda":
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if SHARED_GPUS in os.environ:  # NCCL refuses two ranks of one host on a GPU
+            os.environ["NCCL_HOSTID"], local = f"rank {local}", local % gpus
         if local >= gpus:
             raise ValueError(
                 f"local_mesh(): this machine has {gpus} GPU(s), none for local rank {local}. "

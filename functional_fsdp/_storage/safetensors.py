@@ -20,7 +20,7 @@ import torch
 
 from .._common.errors import CheckpointError
 
-__all__ = ["DTYPES", "Entry", "bytes_of", "create", "entries", "read_bytes", "read_into", "write_at"]
+__all__ = ["DTYPES", "Entry", "bytes_of", "create", "entries", "read_at", "read_into", "write_at"]
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -108,22 +108,21 @@ def write_at(file: int, entry: Entry, first: int, values: torch.Tensor) -> None:
         view, at = view[n:], at + n
 
 
-def read_into(file: Any, entry: Entry, first: int, values: torch.Tensor) -> None:
+def read_into(file: int, entry: Entry, first: int, values: torch.Tensor) -> None:
     """Read elements [first, first + n) of a tensor into `values` [n], on the host and of its dtype.
 
     Raises:
         CheckpointError: the file ends before.
     """
     view = bytes_of(values)
-    file.seek(entry.start + first * entry.dtype.itemsize)
-    done = read_bytes(file, view)
+    done = read_at(file, view, entry.start + first * entry.dtype.itemsize)
     if done < len(view):
         raise CheckpointError(f"{entry.path} ends after {done} of {len(view)} bytes that were wanted there.")
 
 
-def read_bytes(file: Any, view: memoryview) -> int:
-    """Read as many bytes as the view has, or those that are there. Returns how many."""
+def read_at(file: int, view: memoryview, at: int) -> int:
+    """Read as many bytes as the view has, or those that are there, from `at` on. Returns how many. Threads may."""
     done = 0
-    while done < len(view) and (n := file.readinto(view[done:])):
+    while done < len(view) and (n := os.preadv(file, [view[done:]], at + done)):
         done += n
     return done

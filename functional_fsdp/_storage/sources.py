@@ -51,7 +51,7 @@ class Source:
                         if one.path not in files:
                             files[one.path] = stack.enter_context(open(one.path, "rb", buffering=0))
                         values = torch.empty(block.numel, dtype=one.dtype)
-                        read_into(files[one.path], one, block.file, values)
+                        read_into(files[one.path].fileno(), one, block.file, values)
                     block.of(into, start).copy_(values.view(block.sizes))
 
 

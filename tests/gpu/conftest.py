@@ -1,22 +1,22 @@
-"""GPU tests, run by hand where there are two GPUs or more: `pytest tests/gpu/test_nccl.py`, each
-file in a process of its own, since workers are forked and CUDA must not have been touched before. Elsewhere they fail;
-only what needs four GPUs skips where there are two."""
+"""GPU tests, run by hand where there is a GPU: `pytest tests/gpu/test_nccl.py`, each file in a process of its own,
+since workers are forked and CUDA must not have been touched before. Without a GPU they fail. On one, ranks share it
+(see `machine.py`), and what needs a GPU for each rank skips; so does what needs four where there are two."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
+from gpu.machine import check_gpus
 
 from functional_fsdp._launch.launch import stop_workers
 
 
 @pytest.fixture(scope="module")
 def fresh_workers(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Workers of this file's own, one on each of its `RANKS` GPUs at least."""
+    """Workers of this file's own."""
     ranks = request.module.RANKS
-    assert torch.cuda.device_count() >= ranks, f"these tests need {ranks} GPUs"
+    check_gpus(ranks)
     stop_workers()
     yield
     stop_workers()

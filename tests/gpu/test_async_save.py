@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from gpu.machine import RANKS
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, launch
@@ -20,7 +21,6 @@ from functional_fsdp import transforms as T
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("fresh_workers")]
 
-RANKS = torch.cuda.device_count()
 WIDTH, DEPTH = 4096, 8
 
 
@@ -48,7 +48,7 @@ def beside(folder: str, way: str) -> tuple[list[bool], float, float]:
     """Three saves while steps go on, each loaded again; seconds of the last call, and of a plain save."""
     state, train_step = made(way == "overlapped")
     x = torch.randn(256, WIDTH, device="cuda")
-    wraps: dict[str, Any] = {"graph": T.cuda_graph, "compiled": torch.compile}
+    wraps: dict[str, Any] = {"graph": T.cuda_graph, "compiled": T.compile}
     step = wraps[way](train_step) if way in wraps else train_step
     for _ in range(4):
         state, _ = step(state, x)

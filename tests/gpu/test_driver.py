@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from gpu.layers import Layer
+from gpu.machine import check_gpus, own_gpus
 from gpu.test_overlap import CUBLAS, Bits, Chain, deterministic, differs, no_synchronisation, train_step
 from gpu.traces import hidden, recorded, waits
 from support.modelled import Seen, driven, plain
@@ -40,7 +41,7 @@ Loop = Callable[[fsdp.State, torch.Tensor], tuple[fsdp.State, torch.Tensor]]
 @pytest.fixture(scope="module", autouse=True)
 def _workers() -> Iterator[None]:
     """New workers, whose cuBLAS repeats its bits. Here nothing is computed, so they can be forked again at any time."""
-    assert torch.cuda.device_count() >= RANKS, "these tests need two GPUs or more"
+    check_gpus(RANKS)
     stop_workers()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CUBLAS, ":4096:8")
@@ -48,7 +49,7 @@ def _workers() -> Iterator[None]:
         stop_workers()
 
 
-def resolve_transport() -> None:
+def settle() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -189,7 +190,7 @@ LANES = {"gather": "AllGather", "reduce": "ReduceScatter", "outer": "AllReduce"}
 
 def traced(how: str) -> dict[str, Any]:
     """What a trace of `STEPS` steps says about this rank."""
-    resolve_transport()
+    settle()
     state, model = start(Chain)
     step = LOOPS[how](model)
     (x,) = batches(1, Chain.TOKENS, Chain.WIDTH)
@@ -237,6 +238,7 @@ def test_kernels_are_those_of_the_loop_by_hand_and_of_the_plan(traces: dict[str,
         assert 0 < mine["gemms"] <= hand["gemms"]  # that loop has the gradient of its input as well
 
 
+@own_gpus
 def test_compute_hides_communication(traces: dict[str, list[dict[str, Any]]]) -> None:
     """All but the first gather of a step and its last reduction, as in the loop by hand."""
     for found in traces["driven"]:
@@ -251,7 +253,7 @@ def test_the_host_never_waits_for_the_device_in_a_step(traces: dict[str, list[di
 
 def peak(how: str) -> int:
     """Most bytes alive in the third step, beyond those before there was a state."""
-    resolve_transport()
+    settle()
     base = torch.cuda.memory_allocated()
     state, model = start(wide)
     step = LOOPS[how](model)
@@ -289,7 +291,7 @@ def quiet() -> bool:
     data = batches(4, 1024, 512)
     scale = torch.full((), 0.5, device=data[0].device)
     state = train_step(state, data[0])
-    resolve_transport()
+    settle()
     with no_synchronisation():
         state = train_step(state, data[1])
         state = train_step(state, data[2], scale)
@@ -308,7 +310,7 @@ def around() -> tuple[float, float, float]:
         state, _ = forward_backward(state, x)
         state = fsdp.finish_reductions(state)
         expected = torch.stack([g.double().norm() for g in full_grads(state).values()]).norm().item()
-        resolve_transport()
+        settle()
         with no_synchronisation():
             state, norm = T.clip_by_global_norm(state, 0.5)
         clipped = torch.stack([g.double().norm() for g in full_grads(state).values()]).norm().item()

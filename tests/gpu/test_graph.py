@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import statistics
 import time
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from gpu.compared import weights_differ
+from gpu.machine import need_ranks, own_gpus
 from gpu.traces import recorded
 from support.problems import LOOPS
 
@@ -138,8 +138,7 @@ def test_a_hundred_replayed_steps_are_the_eager_ones_bit_for_bit(transport: str)
 @pytest.mark.parametrize("preset", ["zero3", "zero2", "ddp", "hsdp"])
 def test_a_replayed_step_is_the_plain_modules(preset: str, loop: str) -> None:
     ranks = 4 if preset == "hsdp" else RANKS
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
+    need_ranks(ranks)
     for way in ("lanes", "graph"):
         for differ, _ in launch(weights_differ, (ranks, preset, loop, way), nprocs=ranks):
             assert differ < 1e-9
@@ -328,6 +327,7 @@ def host_time() -> float:
     return 1e3 * statistics.median(times)
 
 
+@own_gpus
 def test_the_host_launches_a_replay_within_a_millisecond() -> None:
     assert max(launch(host_time, nprocs=RANKS)) < 1.0
 
@@ -340,10 +340,7 @@ def zeroed() -> tuple[int, bool]:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), captured(Ranks(run), torch.cuda.graph_pool_handle()) as graph:
         for value, (begin, size) in enumerate(spans):
-            at = ctypes.c_void_p(memory.data_ptr() + begin)
-            call(
-                "cuMemsetD8Async", at, ctypes.c_ubyte(value), ctypes.c_size_t(size), ctypes.c_void_p(stream.cuda_stream)
-            )
+            call("cuMemsetD8Async", memory.data_ptr() + begin, value, size, stream.cuda_stream)
         memory[-1:].add_(1)
     memory.fill_(7)
     expected = memory.clone()

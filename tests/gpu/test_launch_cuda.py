@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gpu.machine import SHARED
 
 from functional_fsdp import launch, local_mesh
+from functional_fsdp._launch.launch import SHARED_GPUS, stop_workers
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,13 +42,15 @@ def work() -> tuple[Any, ...]:
 def test_one_rank_on_each_gpu_and_results_on_the_cpu() -> None:
     for _ in range(2):
         for rank, (kind, gpu, on_gpu, on_cpu) in enumerate(launch(work, nprocs=2)):
-            assert (kind, gpu) == ("cuda", rank)
+            assert (kind, gpu) == ("cuda", 0 if SHARED else rank)
             assert on_gpu.device.type == on_cpu.device.type == "cpu"
             assert on_gpu.tolist() == on_cpu.tolist() == [2, 2]
     assert not torch.cuda.is_initialized()
 
 
-def test_more_ranks_than_gpus() -> None:
+def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_workers()
+    monkeypatch.delenv(SHARED_GPUS, raising=False)
     ranks = torch.cuda.device_count() + 1
     with pytest.raises(RuntimeError, match=rf"has {ranks - 1} GPU\(s\), none for local rank {ranks - 1}"):
         launch(local_mesh, nprocs=ranks)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from gpu.layers import Layer
+from gpu.machine import RANKS, check_gpus
 from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
@@ -29,7 +30,6 @@ from functional_fsdp import transforms as T
 
 pytestmark = pytest.mark.timeout(400)  # the first launch starts CUDA and NCCL on every rank
 
-RANKS = torch.cuda.device_count()
 MIB = 2**20
 SPLIT = MIB  # bytes: what a block may be larger than what was asked for
 
@@ -172,7 +172,7 @@ def problem() -> tuple[fsdp.Spec, fsdp.Layout, dict[str, nn.Module], torch.Tenso
     return spec, layout, stages, x
 
 
-def resolve_transport() -> Bytes:
+def settle() -> Bytes:
     """What is alive now, without garbage that is collected later and without anything under way."""
     gc.collect()
     torch.cuda.synchronize()
@@ -191,7 +191,7 @@ def measured() -> dict[str, Any]:
     activations = activation_peak(stages, layout, x)
     staging = {reduction.unit: reduction.nbytes for reduction in fsdp.make_plan(layout, spec.schedule).reductions}
     whole = activation_peak(stages, layout, x, {unit: (staging[unit], main_grads[unit]) for unit in main_grads})
-    base = resolve_transport()
+    base = settle()
 
     seen: dict[str, Bytes] = {}
     state, _ = fsdp.init(lambda: Stack(WIDTH, DEPTH), spec, fsdp.adamw(lr=1e-4))
@@ -246,7 +246,7 @@ def measured() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    assert RANKS >= 2, "these tests need two GPUs or more"
+    check_gpus(RANKS)
     found = launch(measured, nprocs=RANKS)
     for rank, one in enumerate(found):
         print(f"\nrank {rank}: {json.dumps(one, indent=1)}")
@@ -307,11 +307,11 @@ def rounded(leaves: int) -> tuple[int, int]:
     MiB: in a segment of its own it takes 12."""
     mesh, placement = mesh_and_placement("zero3")
     numel = dist.get_world_size() * (11 * MIB + 8192) // 4
-    base = resolve_transport()
+    base = settle()
     params = {f"w{i}": torch.ones(numel, device=mesh.device_type) for i in range(leaves)}
     state = fsdp.shard(params, fsdp.Spec(mesh, placement, units=[*params]), fsdp.adamw())
     del params
-    requested, allocated = resolve_transport().beyond(base)
+    requested, allocated = settle().beyond(base)
     assert len(state.units) == leaves
     return requested, allocated - requested
 
@@ -349,7 +349,7 @@ def left(how: str) -> tuple[int, int]:
     """Bytes alive after a state was dropped without a garbage collection, beyond those before; and while it lived."""
     device = fsdp.local_mesh().device_type
     train(how, device)  # workspaces, communicators
-    base = resolve_transport()
+    base = settle()
     torch.cuda.reset_peak_memory_stats()
     gc.disable()
     try:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from gpu.layers import Layer
+from gpu.machine import RANKS, check_gpus, need_ranks, own_gpus
 from gpu.traces import Kernel, hidden, length, recorded, waits
 from support.problems import mesh_and_placement
 
@@ -30,7 +31,6 @@ from functional_fsdp._runtime.runtime import runtime_of
 
 pytestmark = pytest.mark.timeout(400)  # the first launch of a module starts CUDA and NCCL on every rank
 
-RANKS = torch.cuda.device_count()
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 At = Callable[[str, int], None]  # (lane of the loop: "forward" or "backward", unit)
@@ -173,7 +173,7 @@ def _streams(kernels: list[Kernel]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def zero3(_workers: None) -> list[dict[str, Any]]:
-    assert RANKS >= 2, "these tests need two GPUs or more"
+    check_gpus(RANKS)
     return shown(launch(traced, ("zero3",), nprocs=RANKS))
 
 
@@ -202,6 +202,7 @@ def test_every_lane_has_a_stream_of_its_own(zero3: list[dict[str, Any]]) -> None
         assert len({of_lane[0] for of_lane in streams}) == 3, streams
 
 
+@own_gpus
 def test_compute_hides_communication(zero3: list[dict[str, Any]]) -> None:
     """All but the first gather of a step and its last reduction: 1 in 31 and 1 in 16."""
     for found in zero3:
@@ -216,8 +217,8 @@ def test_the_host_never_waits_for_the_device_in_a_step(zero3: list[dict[str, Any
         assert found["waits"] == []
 
 
-@pytest.mark.skipif(RANKS < 4, reason=f"HSDP on 2 × 2 needs 4 GPUs, this machine has {RANKS}")
 def test_hsdp_has_an_outer_lane() -> None:
+    need_ranks(4)
     for found in shown(launch(traced, ("hsdp",), nprocs=4)):
         units = found["units"]
         assert found["kernels"]["gather"] == STEPS * found["planned gathers"] == STEPS * (2 * units - 1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gpu.compared import gradients_differ
+from gpu.machine import need_ranks, own_gpus
 from gpu.traces import recorded
 from support.choices import choices
 from support.presets import PRESETS, ranks_of
@@ -19,7 +20,11 @@ from functional_fsdp import Spec, SpecError, launch
 from functional_fsdp._transports import auto
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-pytestmark = [pytest.mark.timeout(500), pytest.mark.usefixtures("fresh_workers")]
+pytestmark = [
+    pytest.mark.timeout(500),
+    pytest.mark.usefixtures("fresh_workers"),
+    own_gpus,
+]  # windows of NCCL's need NVLink
 RANKS = 2
 SYMMETRIC: Any = fsdp.symmetric()
 ZERO_CTA: Any = fsdp.symmetric(zero_cta=True)
@@ -30,8 +35,7 @@ ZERO_CTA: Any = fsdp.symmetric(zero_cta=True)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_steps_are_the_plain_modules(preset: str, loop: str, transport: Any) -> None:
     ranks = ranks_of(preset, RANKS)
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
+    need_ranks(ranks)
     for differ in launch(gradients_differ, (ranks, preset, loop, transport), nprocs=ranks):
         assert differ[torch.float64] < 1e-12
         assert differ[torch.float32] < 1e-5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu.compared import gradients_differ, weights_differ
+from gpu.machine import need_ranks
 from gpu.traces import recorded
 from support.copies import abandoned, copied, gradients, on_two_axes, other_weights
 from support.presets import PRESETS, ranks_of
@@ -21,8 +22,7 @@ RANKS = 2
 @pytest.mark.parametrize("preset", PRESETS)
 def test_steps_by_copies_are_the_plain_modules(preset: str, loop: str) -> None:
     ranks = ranks_of(preset, RANKS)
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs")
+    need_ranks(ranks)
     for differ in launch(gradients_differ, (ranks, preset, loop, "copy_engine"), nprocs=ranks):
         assert differ[torch.float64] < 1e-12
         assert differ[torch.float32] < 1e-5
@@ -40,8 +40,7 @@ def test_sums_by_copies_are_exact_and_the_same_bits_every_time() -> None:
 
 
 def test_layers_may_be_read_along_different_axes() -> None:
-    if torch.cuda.device_count() < 4:
-        pytest.skip("needs 4 GPUs")
+    need_ranks(4)
     for (expected, _), (found, read) in zip(
         launch(on_two_axes, ("collective",), nprocs=4), launch(on_two_axes, ("copy_engine",), nprocs=4), strict=True
     ):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from gpu.machine import RANKS
 from gpu.traces import recorded
 
 import functional_fsdp as fsdp
@@ -22,7 +23,6 @@ from functional_fsdp import transforms as T
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("fresh_workers")]
 
-RANKS = torch.cuda.device_count()
 WIDTH, DEPTH, TOKENS = 6144, 10, 4096  # 75 M elements a unit: an update of its own each on up to 8 ranks
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
+import logging
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from torch._inductor.exc import InductorError
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, SpecError, StaleStateError, TreeError, launch
 from functional_fsdp import transforms as T
+from functional_fsdp._distributed.cuda_driver import driver
 from functional_fsdp._launch.launch import stop_workers
 from functional_fsdp._runtime.runtime import runtime_of
 from functional_fsdp._state.capture import Capture
@@ -34,7 +36,7 @@ from functional_fsdp.extend import Ranks
 from functional_fsdp.transforms._cuda_graph.capturing import GraphBuffers
 from functional_fsdp.transforms._cuda_graph.capturing import _explain as explain
 from functional_fsdp.transforms._cuda_graph.cuda_graph import signature
-from functional_fsdp.transforms._cuda_graph.memsets import Kernel, Memset, words
+from functional_fsdp.transforms._cuda_graph.memsets import as_kernels, edge_functions, words
 
 
 def made(**spec: Any) -> fsdp.State:
@@ -609,8 +611,16 @@ def test_plans_without_ranks_take_auto_for_collective() -> None:
     assert layouts[0].hash == layouts[1].hash
 
 
+def memset(*fields: int) -> Any:
+    made = driver().CUDA_MEMSET_NODE_PARAMS()
+    names = ("dst", "value", "elementSize", "width", "height")
+    for name, value in zip(names, (driver().CUdeviceptr(fields[0]), *fields[1:]), strict=True):
+        setattr(made, name, value)
+    return made
+
+
 def test_small_memsets_of_whole_words_are_words() -> None:
-    found = [words(Memset(dst, 0, value, size, width, height)) for dst, value, size, width, height in (
+    found = [words(memset(*fields)) for fields in (
         (512, 0, 1, 4, 1), (512, 0xAB, 1, 8, 1), (512, 0x1234, 2, 2, 1), (512, 0x12345678, 4, 3, 1),
         (512, 0xFFAB, 1, 4, 1), (514, 0, 1, 4, 1), (512, 0, 1, 3, 1), (512, 0, 4, 1, 2), (512, 0, 4, 1 << 20, 1),
         (512, 0, 1, 0, 1))]  # fmt: skip
@@ -619,13 +629,23 @@ def test_small_memsets_of_whole_words_are_words() -> None:
     ]  # fmt: skip
 
 
-def test_parameters_are_laid_out_as_the_driver_reads_them() -> None:
-    """CUDA_MEMSET_NODE_PARAMS and CUDA_KERNEL_NODE_PARAMS_v2 of cuda.h."""
-    offsets = [Memset.dst, Memset.pitch, Memset.value, Memset.size, Memset.width, Memset.height]
-    assert [one.offset for one in offsets] == [0, 8, 16, 20, 24, 32]
-    offsets = [Kernel.function, Kernel.grid, Kernel.block, Kernel.shared, Kernel.parameters, Kernel.context]
-    assert [one.offset for one in offsets] == [0, 8, 20, 32, 40, 64]
-    assert [ctypes.sizeof(one) for one in (Memset, Kernel)] == [40, 72]
+def test_what_is_asked_of_the_driver_is_there() -> None:
+    """Names that a later version may change."""
+    for name in ("cuStreamBatchMemOp", "cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphMemsetNodeGetParams",
+                 "cuGraphAddKernelNode", "cuGraphDestroyNode", "cuModuleLoadData", "cuModuleGetFunction",
+                 *edge_functions()):  # fmt: skip
+        assert callable(getattr(driver(), name)), name
+
+
+def test_without_the_drivers_module_memsets_stay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    driver.cache_clear()
+    with caplog.at_level(logging.INFO):
+        as_kernels(cast(torch.cuda.CUDAGraph, None), 0)  # which nobody looks at
+    driver.cache_clear()
+    assert "small memsets stay memsets" in caplog.text
 
 
 def test_zero_cta_is_symmetrics() -> None:

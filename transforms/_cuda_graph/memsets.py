@@ -3,7 +3,7 @@
 Matrix products and attention have counters set to zero before they begin. In a graph a memset is carried out by a copy
 engine, where it waits for copies between GPUs, and the product waits for it. A small kernel does not.
 
-Source: CUDA driver API, "CapturedStep Management"; PTX ISA.
+Source: CUDA driver API, "Graph Management"; PTX ISA.
 """
 
 from __future__ import annotations
@@ -17,15 +17,10 @@ import torch
 
 from functional_fsdp.extend import cuda_driver
 
-__all__ = ["Memset", "as_kernels", "words"]
+__all__ = ["as_kernels", "edge_functions", "words"]
 
 log = logging.getLogger(__name__)
-call, function = cuda_driver.call, cuda_driver.function
-FUNCTIONS = (
-    "cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphMemsetNodeGetParams", "cuGraphNodeGetDependencies_v2",
-    "cuGraphNodeGetDependentNodes_v2", "cuGraphAddKernelNode_v2", "cuGraphAddDependencies_v2", "cuGraphDestroyNode",
-)  # fmt: skip
-MEMSET = 2  # CU_GRAPH_NODE_TYPE_MEMSET
+call, driver = cuda_driver.call, cuda_driver.driver
 SMALL = 1 << 16  # bytes: above, a copy engine is not slower
 BLOCK = 256  # threads
 
@@ -56,44 +51,16 @@ DONE:
 }
 \0"""
 
-Handle = ctypes.c_void_p
 
-
-class Memset(ctypes.Structure):
-    """CUDA_MEMSET_NODE_PARAMS."""
-
-    _fields_ = (
-        ("dst", ctypes.c_uint64),
-        ("pitch", ctypes.c_size_t),
-        ("value", ctypes.c_uint),
-        ("size", ctypes.c_uint),  # bytes of an element
-        ("width", ctypes.c_size_t),  # elements of a row
-        ("height", ctypes.c_size_t),
-    )
-
-
-class Kernel(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2."""
-
-    _fields_ = (
-        ("function", Handle),
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("parameters", Handle),
-        ("extra", Handle),
-        ("kernel", Handle),
-        ("context", Handle),
-    )
-
-
-def words(memset: Memset) -> tuple[int, int] | None:
-    """A memset as (the value of a word, how many words of 4 bytes); None where it is none of whole words, or large."""
-    nbytes = memset.width * memset.size
-    if memset.height != 1 or not 0 < nbytes <= SMALL or nbytes % 4 or memset.dst % 4:
+def words(memset: Any) -> tuple[int, int] | None:
+    """A memset (CUDA_MEMSET_NODE_PARAMS) as (the value of a word, how many words of 4 bytes); None where it is none of
+    whole words, or large."""
+    size = memset.elementSize
+    nbytes = memset.width * size
+    if memset.height != 1 or not 0 < nbytes <= SMALL or nbytes % 4 or int(memset.dst) % 4:
         return None
-    repeated = {1: 0x01010101, 2: 0x00010001, 4: 1}[memset.size]
-    return (memset.value & (1 << 8 * memset.size) - 1) * repeated, nbytes // 4
+    repeated = {1: 0x01010101, 2: 0x00010001, 4: 1}[size]
+    return (memset.value & (1 << 8 * size) - 1) * repeated, nbytes // 4
 
 
 def as_kernels(graph: torch.cuda.CUDAGraph, device: int) -> None:
@@ -105,55 +72,44 @@ def as_kernels(graph: torch.cuda.CUDAGraph, device: int) -> None:
         RuntimeError: the driver refuses to change the graph, naming the call.
     """
     try:
-        fill = _fill(device)
-        for name in FUNCTIONS:
-            function(name)
-    except (AttributeError, OSError, RuntimeError) as error:
+        edges, fill = edge_functions(), _fill(device)
+    except (AttributeError, ImportError, RuntimeError) as error:
         log.info("cuda_graph: small memsets stay memsets: %s", error)
         return
-    whole = Handle(graph.raw_cuda_graph())
-    for node in _many("cuGraphGetNodes", whole):
-        kind, memset = ctypes.c_int(), Memset()
-        call("cuGraphNodeGetType", node, ctypes.byref(kind))
-        if kind.value != MEMSET:
-            continue
-        call("cuGraphMemsetNodeGetParams", node, ctypes.byref(memset))
-        small = words(memset)
-        if small is not None:
-            _replace(whole, node, memset.dst, *small, fill)
+    whole = graph.raw_cuda_graph()
+    _, count = call("cuGraphGetNodes", whole)
+    for node in call("cuGraphGetNodes", whole, count)[0]:
+        if call("cuGraphNodeGetType", node) == driver().CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
+            memset = call("cuGraphMemsetNodeGetParams", node)
+            if small := words(memset):
+                _replace(whole, node, int(memset.dst), *small, fill, edges)
 
 
-def _replace(graph: Handle, node: Handle, to: int, value: int, count: int, fill: int) -> None:
-    given = (ctypes.c_uint64(to), ctypes.c_uint32(value), ctypes.c_uint32(count))
-    parameters = (Handle * len(given))(*(ctypes.addressof(one) for one in given))
-    kernel = Kernel(fill, (-(-count // BLOCK), 1, 1), (BLOCK, 1, 1), 0, ctypes.addressof(parameters))
-    before, after = (_many(f"cuGraphNodeGet{which}_v2", node, None) for which in ("Dependencies", "DependentNodes"))
-    made = Handle()
-    call(
-        "cuGraphAddKernelNode_v2", ctypes.byref(made), graph, (Handle * len(before))(*before),
-        ctypes.c_size_t(len(before)), ctypes.byref(kernel),
-    )  # fmt: skip
-    mine = (Handle * len(after))(*[made] * len(after))
-    call("cuGraphAddDependencies_v2", graph, mine, (Handle * len(after))(*after), None, ctypes.c_size_t(len(after)))
+def edge_functions() -> tuple[str, str, str]:
+    """What the driver's functions are called that list a node's edges in, its edges out, and add some, each with the
+    kinds of the edges: before CUDA 13 they end in "_v2"."""
+    names = ("cuGraphNodeGetDependencies", "cuGraphNodeGetDependentNodes", "cuGraphAddDependencies")
+    first, second, third = (f"{name}_v2" if hasattr(driver(), f"{name}_v2") else name for name in names)
+    return first, second, third
+
+
+def _replace(graph: int, node: Any, to: int, value: int, count: int, fill: Any, edges: tuple[str, str, str]) -> None:
+    kernel = driver().CUDA_KERNEL_NODE_PARAMS()
+    kernel.func = fill
+    kernel.gridDimX, kernel.gridDimY, kernel.gridDimZ = -(-count // BLOCK), 1, 1
+    kernel.blockDimX, kernel.blockDimY, kernel.blockDimZ = BLOCK, 1, 1
+    kernel.kernelParams = (to, value, count), (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint32)
+    made = call("cuGraphAddKernelNode", graph, [], 0, kernel)
+    before, after, add = edges
+    nodes, kinds, n = call(before, node, call(before, node)[-1])
+    call(add, graph, nodes, [made] * n, kinds, n)
+    nodes, kinds, n = call(after, node, call(after, node)[-1])
+    call(add, graph, [made] * n, nodes, kinds, n)
     call("cuGraphDestroyNode", node)
 
 
-def _many(name: str, of: Handle, *between: Any) -> list[Handle]:
-    """The nodes that a function of the driver's lists, which says how many there are first."""
-    count = ctypes.c_size_t()
-    call(name, of, None, *between, ctypes.byref(count))
-    found = (Handle * count.value)()
-    if count.value:
-        call(name, of, found, *between, ctypes.byref(count))
-    return [Handle(one) for one in found]
-
-
 @cache
-def _fill(device: int) -> int:
+def _fill(device: int) -> Any:
     """The kernel, as the driver's handle; it stays loaded."""
-    module, found = Handle(), Handle()
     with torch.cuda.device(device):
-        call("cuModuleLoadData", ctypes.byref(module), FILL)
-        call("cuModuleGetFunction", ctypes.byref(found), module, b"fill")
-    assert found.value
-    return found.value
+        return call("cuModuleGetFunction", call("cuModuleLoadData", FILL), b"fill")

@@ -1,0 +1,35 @@
+"""The GPUs that tests here run on. Where there is one, up to four ranks share it: NCCL takes them for ranks of several
+hosts, which it joins by sockets, and copies between "GPUs" stay on the one. That shows what is computed, and in which
+order; not how fast, nor what needs NVLink."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from functional_fsdp._launch.launch import SHARED_GPUS
+
+__all__ = ["GPUS", "RANKS", "SHARED", "check_gpus", "need_ranks", "own_gpus"]
+
+GPUS = torch.cuda.device_count()
+SHARED = GPUS == 1
+MOST = 4 if SHARED else GPUS
+RANKS = 2 if SHARED else GPUS  # as many as there are, and two at least
+
+if SHARED:  # workers have it from here
+    os.environ.update({SHARED_GPUS: "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
+
+own_gpus = pytest.mark.skipif(SHARED, reason="needs a GPU for each rank; this machine has one")
+
+
+def check_gpus(ranks: int) -> None:
+    """Fail where there are none."""
+    assert ranks <= MOST, f"these tests need {ranks} GPUs, or one that ranks share; this machine has {GPUS}"
+
+
+def need_ranks(ranks: int) -> None:
+    """Skip what takes more ranks than this machine has room for."""
+    if ranks > MOST:
+        pytest.skip(f"needs {ranks} GPUs")
