@@ -47,16 +47,16 @@ def ours(config: Config, folder: Path) -> dict[str, Callable[[int], None]]:
     def load(i: int) -> None:
         fsdp.load(folder / f"ours_{i}", like=state)
 
-    def hold(i: int) -> None:
-        nonlocal pending
-        pending = fsdp.async_save(state, folder / f"held_{i}")
+    pending: list[Any] = []
 
-    pending: Any = None
+    def hold(i: int) -> None:
+        pending.append(fsdp.async_save(state, folder / f"held_{i}"))
+
     return {
         "save": lambda i: void(fsdp.save(state, folder / f"ours_{i}")),
         "load": load,
         "async_save": hold,
-        "async_save, wait": lambda i: void(pending.result()),
+        "async_save, wait": lambda i: void(pending.pop().result()),
     }
 
 
@@ -96,7 +96,7 @@ def theirs(config: Config, folder: Path) -> dict[str, Callable[[int], None]]:
         "DCP save": lambda i: void(state_dict_saver.save(state(), checkpoint_id=str(folder / f"theirs_{i}"))),
         "DCP load": load,
         "DCP async": hold,
-        "DCP async, wait": lambda i: void(pending.result()),
+        "DCP async, wait": lambda i: void(pending.pop().result()),
     }
 
 
