@@ -84,14 +84,13 @@ def theirs(config: Config, folder: Path) -> dict[str, Callable[[int], None]]:
         state_dict_loader.load(found, checkpoint_id=str(folder / f"theirs_{i}"))
         set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
 
-    def hold(i: int) -> None:
-        nonlocal pending
-        pending = state_dict_saver.async_save(
-            state(), checkpoint_id=str(folder / f"theirs_held_{i}"), process_group=group
-        )
-
-    pending: Any = None
+    pending: list[Any] = []
     group = dist.new_group(backend="gloo")
+
+    def hold(i: int) -> None:
+        path = str(folder / f"theirs_held_{i}")
+        pending.append(state_dict_saver.async_save(state(), checkpoint_id=path, process_group=group))
+
     return {
         "DCP save": lambda i: void(state_dict_saver.save(state(), checkpoint_id=str(folder / f"theirs_{i}"))),
         "DCP load": load,
