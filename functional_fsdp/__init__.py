@@ -30,7 +30,10 @@ from ._launch.launch import LaunchError, launch, local_mesh
 from ._launch.workers import Handle, WorkerGroup, workers
 from ._nn.module import bind, functionalize
 from ._nn.ties import tie
-from ._optim.optim import Optimizer, adamw, from_updates, sgd
+from ._optim.adamw import adamw
+from ._optim.optimizer import Optimizer
+from ._optim.sgd import sgd
+from ._optim.updates import from_updates
 from ._plan.draw import timeline
 from ._plan.layout import Bucket, Layout, Leaf, Unit
 from ._plan.plan import Plan, make_plan
