@@ -31,6 +31,7 @@ from ._launch.workers import Handle, WorkerGroup, workers
 from ._nn.module import bind, functionalize
 from ._nn.ties import tie
 from ._optim.adamw import adamw
+from ._optim.from_torch import from_torch
 from ._optim.optimizer import Optimizer
 from ._optim.sgd import sgd
 from ._optim.updates import from_updates
@@ -105,6 +106,7 @@ __all__ = [
     "extend",
     "finish_reductions",
     "free_arena",
+    "from_torch",
     "from_updates",
     "full_params",
     "functionalize",
