@@ -33,6 +33,7 @@ from ._nn.ties import tie
 from ._optim.adamw import adamw
 from ._optim.from_torch import from_torch
 from ._optim.optimizer import Optimizer
+from ._optim.partition import partition
 from ._optim.sgd import sgd
 from ._optim.updates import from_updates
 from ._plan.draw import timeline
@@ -125,6 +126,7 @@ __all__ = [
     "make_plan",
     "newest",
     "optimizer_state",
+    "partition",
     "pmean",
     "psum",
     "redistribute",

@@ -15,6 +15,8 @@ from typing import Any
 
 from .._common.errors import CheckpointError, SpecError, TreeError
 from .._common.torch_names import pytree
+from .._optim.from_torch import FromTorch
+from .._optim.partition import Partition
 from .._runtime.runtime import runtime_of
 from .._state.redistribute import leaf_infos
 from .._state.state import State
@@ -84,6 +86,10 @@ def _kind(optimizer: Any) -> str:
     """What an optimizer is called: its class, or for a mere pair of functions the first one's name."""
     if optimizer is None:
         return "none"
+    if isinstance(optimizer, FromTorch):
+        return f"from_torch({optimizer.cls.__qualname__})"
+    if isinstance(optimizer, Partition):
+        return f"partition({', '.join(f'{label}: {_kind(one)}' for label, one in sorted(optimizer.members.items()))})"
     pair = getattr(optimizer, "pair", optimizer)
     named = getattr(pair, "init", pair) if isinstance(pair, tuple) else type(pair)
     name = getattr(named, "__qualname__", type(named).__qualname__)

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._common.errors import SpecError
+from .._common.errors import SpecError, TreeError
+from .._common.torch_names import pytree
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer
 
-__all__ = ["Optimizer", "Tree", "as_optimizer", "check_labels"]
+__all__ = ["Optimizer", "Tree", "as_optimizer", "check", "check_labels"]
 
 Tree = dict[str, FlatBuffer]
 
@@ -86,3 +87,21 @@ def check_labels(optimizer: Any, spec: Spec) -> None:
                     f"{where}: no leaf has the label {label!r}. The labels are {', '.join(map(repr, sorted(known)))}; "
                     "Spec(labels={pattern: label}) gives them."
                 )
+
+
+def check(old: Any, new: Any, what: str) -> None:
+    """Refuse an optimizer's result that does not fit, before anything is written."""
+    old_leaves, old_def = pytree.tree_flatten(old)
+    new_leaves, new_def = pytree.tree_flatten(new)
+    if old_def != new_def:
+        raise TreeError(
+            f"step: the optimizer's update returned another structure for {what}: {new_def}; expected {old_def}."
+        )
+    for a, b in zip(old_leaves, new_leaves, strict=True):
+        if isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
+            raise TreeError(f"step: the optimizer's update returned a {type(b).__name__} in {what}; expected a tensor.")
+        if isinstance(a, torch.Tensor) and (a.shape != b.shape or a.dtype != b.dtype):
+            raise TreeError(
+                f"step: the optimizer's update returned {what} of shape {tuple(b.shape)} and dtype {b.dtype}; "
+                f"expected {tuple(a.shape)} and {a.dtype}."
+            )
