@@ -30,7 +30,12 @@ from ._launch.launch import LaunchError, launch, local_mesh
 from ._launch.workers import Handle, WorkerGroup, workers
 from ._nn.module import bind, functionalize
 from ._nn.ties import tie
-from ._optim.optim import Optimizer, adamw, from_updates, sgd
+from ._optim.adamw import adamw
+from ._optim.from_torch import from_torch
+from ._optim.optimizer import Optimizer
+from ._optim.partition import partition
+from ._optim.sgd import sgd
+from ._optim.updates import from_updates
 from ._plan.draw import timeline
 from ._plan.layout import Bucket, Layout, Leaf, Unit
 from ._plan.plan import Plan, make_plan
@@ -102,6 +107,7 @@ __all__ = [
     "extend",
     "finish_reductions",
     "free_arena",
+    "from_torch",
     "from_updates",
     "full_params",
     "functionalize",
@@ -120,6 +126,7 @@ __all__ = [
     "make_plan",
     "newest",
     "optimizer_state",
+    "partition",
     "pmean",
     "psum",
     "redistribute",

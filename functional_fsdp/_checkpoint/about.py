@@ -15,13 +15,15 @@ from typing import Any
 
 from .._common.errors import CheckpointError, SpecError, TreeError
 from .._common.torch_names import pytree
+from .._optim.from_torch import FromTorch
+from .._optim.partition import Partition
 from .._runtime.runtime import runtime_of
 from .._state.redistribute import leaf_infos
 from .._state.state import State
 from .._state.update import counted, with_counts
 from .._storage.flat import FlatBuffer
 from .note import Tensor
-from .parts import SAVED, SavedTensor, any_apart, nodes_of
+from .parts import SAVED, Node, SavedTensor, any_apart, nodes_of
 
 __all__ = ["ALLOWED", "about_of", "as_there", "check_same", "fits", "names_of"]
 
@@ -84,6 +86,10 @@ def _kind(optimizer: Any) -> str:
     """What an optimizer is called: its class, or for a mere pair of functions the first one's name."""
     if optimizer is None:
         return "none"
+    if isinstance(optimizer, FromTorch):
+        return f"from_torch({optimizer.cls.__qualname__})"
+    if isinstance(optimizer, Partition):
+        return f"partition({', '.join(f'{label}: {_kind(one)}' for label, one in sorted(optimizer.members.items()))})"
     pair = getattr(optimizer, "pair", optimizer)
     named = getattr(pair, "init", pair) if isinstance(pair, tuple) else type(pair)
     name = getattr(named, "__qualname__", type(named).__qualname__)
@@ -133,13 +139,19 @@ def as_there(state: State, there: Mapping[str, Tensor]) -> State:
     if not counting:
         return state
     chosen = []
-    for node in nodes_of(every.opt):
-        bucket = getattr(node.value, "bucket", None)
-        if bucket is not None and bucket == state.layout.buckets[bucket.name].counts:
+    always = {(node.path, node.value.bucket.name) for node in _by_leaf(with_counts(state, ()))}
+    for node in _by_leaf(every):
+        bucket = node.value.bucket
+        if (node.path, bucket.name) not in always:
             names = [f"opt.{node.path}.{leaf.path}" for leaf in bucket.leaves]
             if any(name in there or any(one.startswith(f"{name} of ") for one in there) for name in names):
                 chosen.append(bucket.name)
     return with_counts(state, chosen)
+
+
+def _by_leaf(state: State) -> list[Node]:
+    """What the optimizer keeps as one number a leaf."""
+    return [n for n in nodes_of(state.opt) if isinstance(n.value, FlatBuffer) and n.value.bucket.by_leaf]
 
 
 def fits(
@@ -201,8 +213,7 @@ def names_of(state: State, there: Mapping[str, Tensor]) -> dict[str, bool]:
             if isinstance(node.value, FlatBuffer):
                 bucket = node.value.bucket
                 places = _places(bucket.placement.apart(run.sizes), run.sizes)
-                counts = bucket.name in state.layout.buckets and bucket == state.layout.buckets[bucket.name].counts
-                found |= {f"{name}.{leaf.path}{at}": counts for leaf in bucket.leaves for at in places}
+                found |= {f"{name}.{leaf.path}{at}": bucket.by_leaf for leaf in bucket.leaves for at in places}
             elif node.value is not None:
                 some = {f"{name}{at}": False for at in everywhere}
                 found |= some if name not in there and some.keys() & there.keys() else {name: False}

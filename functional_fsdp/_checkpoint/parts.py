@@ -122,7 +122,6 @@ def _runs(state: State, tree: str, buffer: FlatBuffer) -> Iterator[SavedTensor]:
     """The runs of leaves in this rank's slice of a bucket; of leaves without elements an empty one."""
     run, bucket = runtime_of(state.spec.mesh), buffer.bucket
     own = _at(run, bucket.placement.apart(run.sizes))
-    counts = bucket.name in state.layout.buckets and bucket == state.layout.buckets[bucket.name].counts
     index, replicas = 0, 1
     for axis in bucket.placement.data:
         if axis not in buffer.sharded():
@@ -132,7 +131,7 @@ def _runs(state: State, tree: str, buffer: FlatBuffer) -> Iterator[SavedTensor]:
         if local.numel() or (not leaf.numel and first):
             name = f"{tree}.{leaf.path}{own}"
             turn = zlib.crc32(f"{name} {at}".encode()) % replicas == index
-            yield SavedTensor(name, local, (leaf.numel,), at, turn, counts)
+            yield SavedTensor(name, local, (leaf.numel,), at, turn, bucket.by_leaf)
 
 
 def content(part: SavedTensor) -> str:

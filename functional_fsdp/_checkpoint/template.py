@@ -11,7 +11,7 @@ import torch
 from .._common.errors import CheckpointError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import flatten
-from .._optim.optim import as_optimizer
+from .._optim.optimizer import as_optimizer
 from .._plan.layout import LeafInfo
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 __all__ = [
-    "arrival", "current_device", "default_generator", "device_of", "forked_random", "fused_sgd_takes", "host_buffer",
-    "keeps_released", "lies_on_host", "make_room", "on_host", "pin", "rows_at_once", "runs_triton", "table_may_stay",
-    "unpin",
+    "arrival", "being_captured", "current_device", "default_generator", "device_of", "forked_random",
+    "fused_sgd_takes", "host_buffer", "keeps_released", "lies_on_host", "make_room", "on_host", "pin", "rows_at_once",
+    "runs_triton", "table_may_stay", "unpin",
 ]  # fmt: skip
 
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
@@ -88,6 +88,11 @@ def arrival(sources: Iterable[torch.Tensor]) -> Callable[[], None]:
     event = torch.cuda.Event()
     event.record()
     return event.synchronize
+
+
+def being_captured(device: torch.device) -> bool:
+    """Whether what is done now goes into a CUDA graph, and the host cannot wait for it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def table_may_stay(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from .._common.record import Collective
 from .._common.torch_names import FakeTensor, pytree
 from .._common.tree import bytes_text, table
-from .._optim.optim import as_optimizer, check_labels
+from .._optim.optimizer import as_optimizer, check_labels
 from .._plan.records import keeps_copy
 from .._plan.route import states_of
 from .._spec.spec import Spec

@@ -11,9 +11,10 @@ import torch
 from .._common.errors import TreeError
 from .._common.torch_names import pytree
 from .._common.tracing import refuse
+from .._optim.optimizer import check
 from .._runtime.given import ALL, Lacking
 from .._state.graph_plan import GraphPlan
-from .._state.update import check, counting, keep, may_step, put_back, update
+from .._state.update import counting, keep, may_step, put_back, update
 from .functional import through
 from .trace import base_of, given_in, graph_plan_of, then, trace_of
 from .traced import finish_reductions

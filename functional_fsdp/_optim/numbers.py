@@ -1,17 +1,23 @@
-"""Numbers that users give to optimizers, as a learning rate: one for all leaves, or one for each label."""
+"""Settings that users give to optimizers, as a learning rate: one for all leaves, or one for each label; each a number,
+or a function of the count."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from numbers import Real
 from typing import Any
 
 import torch
 
 from .._common.errors import SpecError
+from .optimizer import Tree
 
-__all__ = ["by_label", "number", "numbers", "pair_of"]
+__all__ = ["Setting", "at", "by_label", "check_settings", "labels_in", "number", "numbers", "pair_of", "tensors"]
+
+Number = float | Callable[[torch.Tensor], torch.Tensor]
+Setting = Number | Mapping[str, Number]
 
 
 def by_label(name: str, value: Any, label: str) -> Any:
@@ -24,6 +30,21 @@ def by_label(name: str, value: Any, label: str) -> Any:
     return value[label] if label in value else value["default"]
 
 
+def at(name: str, value: Any, label: str, count: torch.Tensor) -> Any:
+    """The number for a label at this step; of a pair both."""
+    found = by_label(name, value, label)
+    if isinstance(found, tuple):
+        return tuple([one(count) if callable(one) else one for one in found])
+    return found(count) if callable(found) else found
+
+
+def tensors(*found: Any) -> bool:
+    """Whether some of these numbers, or of pairs of them, are tensors: what kernels want as numbers, then, they get
+    by a wait for the device, or not at all."""
+    flat = [one for value in found for one in (value if isinstance(value, tuple) else (value,))]
+    return any(isinstance(one, torch.Tensor) for one in flat)
+
+
 def number(where: str, value: Any, below: float = math.inf) -> None:
     """Refuse what is no finite number in [0, below)."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) < below:
@@ -31,12 +52,17 @@ def number(where: str, value: Any, below: float = math.inf) -> None:
         raise SpecError(f"{where} is {value!r}; expected {least}.")
 
 
-def numbers(where: str, value: Any, rates: bool = False) -> None:
-    """The same of a setting that may be given by label. `rates`: of functions and tensors, too, which may change."""
+def _changes(value: Any) -> bool:
+    """Whether it may be another in each step: a function, or a tensor []."""
+    return callable(value) or (isinstance(value, torch.Tensor) and not value.dim())
+
+
+def numbers(where: str, value: Any) -> None:
+    """The same of a setting that may be given by label, and by functions and tensors, which may change."""
     if isinstance(value, Mapping):
         for label, one in value.items():
-            numbers(f"{where} for the label {label!r}", one, rates)
-    elif not (rates and (callable(value) or (isinstance(value, torch.Tensor) and not value.dim()))):
+            numbers(f"{where} for the label {label!r}", one)
+    elif not _changes(value):
         number(where, value)
 
 
@@ -47,5 +73,21 @@ def pair_of(where: str, value: Any) -> Any:
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
         raise SpecError(f"{where} is {value!r}; expected a pair of numbers, as (0.9, 0.999).")
     for k, beta in enumerate(value):
-        number(f"{where}[{k}]", beta, 1)
+        if not _changes(beta):
+            number(f"{where}[{k}]", beta, 1)
     return tuple(value)
+
+
+def check_settings(main: Tree, **settings: Any) -> None:
+    """Refuse settings that say nothing for a label, on every rank and before any weight has changed."""
+    for label in dict.fromkeys(label for buffer in main.values() for label, _, _ in buffer.bucket.labels):
+        for name, value in settings.items():
+            by_label(name, value, label)
+
+
+def labels_in(name: str, optimizer: Any) -> Iterator[tuple[str, Sequence[str]]]:
+    """(setting, labels) of a dataclass's settings that are given by label."""
+    for field in fields(optimizer):
+        value = getattr(optimizer, field.name)
+        if isinstance(value, Mapping):
+            yield f"{name}({field.name})", [*value]

@@ -2,7 +2,7 @@
 
     describe_settings(adamw(lr=partial(warm_up, peak=3e-4)), "optimizer")
 
-    optimizer: functional_fsdp._optim.optim.AdamW
+    optimizer: functional_fsdp._optim.adamw.AdamW
     optimizer.lr: functools.partial
     optimizer.lr.func: function train.warm_up
     optimizer.lr.func.code: 5d0c1e8fa7b2

@@ -37,7 +37,7 @@ from .._common.torch_names import (
     to_scalar,
 )
 from .._nn.skeleton import skeleton_of
-from .._optim.optim import as_optimizer
+from .._optim.optimizer import as_optimizer
 from .._plan.layout import Unit
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint

@@ -18,7 +18,7 @@ from .._common.calls import alone
 from .._common.checksum import checksum
 from .._common.errors import SpecError, TreeError
 from .._common.torch_names import pytree
-from .._plan.layout import Bucket, Layout, LeafInfo
+from .._plan.layout import Bucket, Layout, Leaf, LeafInfo
 from .._plan.records import keeps_copy
 from .._plan.route import states_of
 from .._runtime.agree import Topic, agree
@@ -144,6 +144,7 @@ class Mover:
         self.often = Counter(id(node) for node in nodes)  # of one that is in two trees
         self.run: Runtime = runtime_of(spec.mesh)
         self.home = {leaf.path: bucket for bucket in layout.buckets.values() for leaf in bucket.leaves}
+        self.label = {leaf.path: leaf.label for bucket in layout.buckets.values() for leaf in bucket.leaves}
 
     def check(self) -> dict[str, int]:
         """Refuse what cannot be moved, before anything is. Returns what `compare` goes by."""
@@ -151,6 +152,7 @@ class Mover:
         for bucket in self.old.buckets.values():
             for leaf in bucket.leaves:
                 new = self.home[leaf.path]
+                self._same_member(leaf)
                 own = [_own(bucket, before), _own(new, self.run)]
                 if own[0] != own[1] and not self.replicas:
                     raise SpecError(
@@ -177,6 +179,16 @@ class Mover:
                 if is_buffers(tree):
                     self._whole(field, tree)
         return self._sums()
+
+    def _same_member(self, leaf: Leaf) -> None:
+        """Refuse a leaf that another one of several optimizers would have by its new label."""
+        whose = getattr(self.state.optimizer, "member_of", None)
+        new = self.label[leaf.path]
+        if whose is not None and whose(leaf.label) != whose(new):
+            raise SpecError(
+                f"redistribute: {leaf.path!r} has the label {leaf.label!r} in this state and {new!r} by the spec, and "
+                "these have two optimizers (partition). Give the spec the labels that the state has."
+            )
 
     def _sums(self) -> dict[str, int]:
         """What this rank holds of each leaf, as a checksum, by the place of it: ranks of one place share it then."""
@@ -215,24 +227,26 @@ class Mover:
 
     def _whole(self, field: str, tree: Buffers) -> None:
         """Check that a tree has all leaves of each new bucket, or none; and that it lies as main weights do."""
-        have = {leaf.path for buffer in tree.values() for leaf in buffer.bucket.leaves}
+        homes = self._homes(tree)
         for name, buffer in tree.items():
-            if not self._counts(buffer) and buffer.states != states_of(self.old.buckets[name], "main"):
+            if not buffer.bucket.by_leaf and buffer.states != states_of(self.old.buckets[name], "main"):
                 raise TreeError(
                     f"redistribute: State.{field} has {buffer!r}, which is not placed as the main weights are. Make it "
                     "from main weights, or leave it out: replace_extras(state, name=None)."
                 )
             for leaf in buffer.bucket.leaves:
-                lacks = [one.path for one in self.home[leaf.path].leaves if one.path not in have]
-                if lacks and not self._counts(buffer):
+                lacks = [one.path for one in homes[leaf.path].leaves if one.path not in homes]
+                if lacks and not buffer.bucket.by_leaf:
                     raise TreeError(
                         f"redistribute: by the spec {leaf.path!r} and {lacks[0]!r} are in one bucket, and a tree of "
                         f"State.{field} has the first of them only. Give both leaves such values, or other units."
                     )
 
-    def _counts(self, buffer: FlatBuffer) -> bool:
-        """Whether these are numbers that the optimizer keeps for leaves, zero where it has none."""
-        return bool(buffer.bucket == self.old.buckets[buffer.bucket.name].counts)
+    def _homes(self, tree: Mapping[str, FlatBuffer]) -> dict[str, Bucket]:
+        """By path the new bucket of each leaf in a tree. Where that has some labels only, with the leaves of these."""
+        paths = [leaf.path for buffer in tree.values() for leaf in buffer.bucket.leaves]
+        labels = {self.label[path] for path in paths}
+        return {path: self.home[path].only(labels) or self.home[path] for path in paths}
 
     def node(self, node: Any) -> Any:
         return self.move(node) if is_buffers(node) else node
@@ -240,12 +254,13 @@ class Mover:
     def move(self, tree: Mapping[str, FlatBuffer]) -> Buffers:
         """The same values in the new buckets. The old shards are let go."""
         found: Buffers = {}
+        homes = self._homes(tree)
         mine: dict[str, LeafShard] = {}  # by path what of a leaf lies in this rank's part of its new bucket
         for name, buffer in tree.items():
-            counts, old = self._counts(buffer), self.old.buckets[name]
+            counts, old = buffer.bucket.by_leaf, self.old.buckets[name]
             whole = buffer.gather(buffer.local.new_empty(buffer.bucket.numel))
             for leaf in buffer.bucket.leaves:
-                bucket = self.home[leaf.path]
+                bucket = homes[leaf.path]
                 if bucket.name not in found:
                     same = buffer.local.dtype is old.main and not counts
                     dtype = bucket.main if same else buffer.local.dtype

@@ -14,7 +14,7 @@ from .._common.device import make_room
 from .._common.errors import SpecError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import flatten, match
-from .._optim.optim import as_optimizer, check_labels
+from .._optim.optimizer import as_optimizer, check_labels
 from .._plan.layout import Bucket, Layout, LeafInfo, plan_layout
 from .._plan.records import keeps_copy
 from .._plan.route import states_of

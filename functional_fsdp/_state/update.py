@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "apply_optimizer",
-    "check",
     "counted",
     "counting",
     "keep",
@@ -73,12 +72,15 @@ def counting(state: State, lacking: Lacking, capturing: bool = False) -> Any:
     names = counted(state)
     if all(name in names for name in lacking.anywhere):
         return opt
+    grown = with_counts(state, (*names, *lacking.anywhere))
+    if len(counted(grown)) == len(names):
+        return opt
     if capturing:
         raise NewCounts(
             "cuda_graph: leaves that got a gradient in every step so far got none in the step that is captured, and "
             f"the optimizer counts their steps from now on (in {', '.join(map(repr, lacking.anywhere[:3]))})."
         )
-    return with_counts(state, (*names, *lacking.anywhere)).opt
+    return grown.opt
 
 
 def counted(state: State) -> tuple[str, ...]:
@@ -234,21 +236,3 @@ def put(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], owned: Iterable[torc
     read = [new.clone() if new.untyped_storage()._cdata in storages else new for _, new in pairs]
     for (old, _), new in zip(pairs, read, strict=True):
         old.copy_(new)
-
-
-def check(old: Any, new: Any, what: str) -> None:
-    """Refuse an optimizer's result that does not fit, before anything is written."""
-    old_leaves, old_def = pytree.tree_flatten(old)
-    new_leaves, new_def = pytree.tree_flatten(new)
-    if old_def != new_def:
-        raise TreeError(
-            f"step: the optimizer's update returned another structure for {what}: {new_def}; expected {old_def}."
-        )
-    for a, b in zip(old_leaves, new_leaves, strict=True):
-        if isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
-            raise TreeError(f"step: the optimizer's update returned a {type(b).__name__} in {what}; expected a tensor.")
-        if isinstance(a, torch.Tensor) and (a.shape != b.shape or a.dtype != b.dtype):
-            raise TreeError(
-                f"step: the optimizer's update returned {what} of shape {tuple(b.shape)} and dtype {b.dtype}; "
-                f"expected {tuple(a.shape)} and {a.dtype}."
-            )

@@ -9,7 +9,7 @@ Gathers and reductions that a plan names are jobs on lanes of their own: see `_e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -70,6 +70,14 @@ class FlatBuffer:
     def sharded(self) -> tuple[str, ...]:
         return tuple(axis for axis, state in self.states if state is Sharded)
 
+    def only(self, labels: Container[str]) -> FlatBuffer | None:
+        """The same tensor as that of the leaves with these labels, which lie among the others; None if it has none of
+        them. Example: `buffer.only({"matrix"})`."""
+        bucket = self.bucket.only(labels)
+        if bucket is None or bucket is self.bucket:
+            return self if bucket else None
+        return FlatBuffer(self.local, bucket, self.states, self.mesh)
+
     def span(self) -> tuple[int, int]:
         """The elements [start, stop) of the bucket that `local` holds."""
         return self.bucket.span(self.sharded(), _coordinate(self.mesh))
@@ -80,7 +88,7 @@ class FlatBuffer:
         Args:
             given: for each leaf of the bucket, whether it got a gradient; runs are of those that did. None: all.
         """
-        if given is None and len(self.bucket.labels) == 1:
+        if given is None and len(self.bucket.labels) == 1 and not self.bucket.among:
             return [(self.bucket.labels[0][0], self.local)]
         start, stop = self.span()
         runs = self.bucket.labels if given is None else self.bucket.runs(given)
@@ -203,11 +211,11 @@ def zeros(like: dict[str, FlatBuffer], trees: int = 1) -> list[dict[str, FlatBuf
     return [{name: b.but(torch.zeros_like(b.local)) for name, b in like.items()} for _ in range(trees)]
 
 
-def no_counts(like: FlatBuffer) -> FlatBuffer:
-    """Zeros, int64 [leaves of the bucket], the same on every rank that shares the leaves."""
+def no_counts(like: FlatBuffer, dtype: torch.dtype = torch.int64) -> FlatBuffer:
+    """Zeros [leaves of the bucket], the same on every rank that shares the leaves."""
     bucket = like.bucket.counts
     states = tuple((axis, Replicated) for axis, _ in like.states)
-    return FlatBuffer(torch.zeros(bucket.numel, dtype=bucket.main, device=like.local.device), bucket, states, like.mesh)
+    return FlatBuffer(torch.zeros(bucket.numel, dtype=dtype, device=like.local.device), bucket, states, like.mesh)
 
 
 @lru_cache(maxsize=65536)

@@ -26,9 +26,10 @@ from .._common.errors import ScheduleError, StaleStateError
 from .._common.interrupts import arrive, guard, whole
 from .._common.torch_names import pytree
 from .._graph import traced, traced_step
+from .._optim.optimizer import check
 from .._runtime.given import ALL, Leaves
 from .._state.state import State, Version
-from .._state.update import Kept, apply_optimizer, check, counting, keep, may_step, put, put_back
+from .._state.update import Kept, apply_optimizer, counting, keep, may_step, put, put_back
 from .._storage.flat import FlatBuffer, leaves_of
 from .._storage.gradients import in_order, of_tree, of_unit
 from .._storage.weights import gather, refresh, whole_of

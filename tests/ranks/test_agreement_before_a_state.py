@@ -151,9 +151,9 @@ DIFFER: dict[str, Case] = {
     "no optimizer": (
         lambda r: fsdp.shard(params(), fsdp.Spec(fsdp.local_mesh()), fsdp.sgd() if r else None),
         SpecError,
-        "rank 0 has optimizer: None, rank 1 has optimizer: functional_fsdp._optim.optim.Sgd",
+        "rank 0 has optimizer: None, rank 1 has optimizer: functional_fsdp._optim.sgd.Sgd",
     ),
-    "another optimizer": (lambda r: shard(None, fsdp.adamw() if r else fsdp.sgd()), SpecError, "_optim.optim.AdamW"),
+    "another optimizer": (lambda r: shard(None, fsdp.adamw() if r else fsdp.sgd()), SpecError, "_optim.adamw.AdamW"),
     "lr": (
         lambda r: shard(None, fsdp.sgd(lr=0.1 + r)),
         SpecError,

@@ -37,12 +37,21 @@ def test_portions_are_runs_that_are_just_full(sizes: list[int], fill: int) -> No
 # ---------------------------------------------------------------- which
 
 
-def reduced(preset: str, flags: tuple[bool, ...]) -> fsdp.State:
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: fsdp.adamw(lr=1e-2, weight_decay=0.1),
+    "nadam": lambda: fsdp.from_torch(torch.optim.NAdam, lr=1e-2),
+    "partition": lambda: fsdp.partition(
+        {"bias": fsdp.sgd(1e-2, 0.9), "default": fsdp.from_torch(torch.optim.Adamax, lr=1e-2)}
+    ),
+}
+
+
+def reduced(preset: str, flags: tuple[bool, ...], optimizer: str = "adamw") -> fsdp.State:
     """A state with all its gradients on their way, whose `step` comes next."""
     mesh, placement = mesh_and_placement(preset)
     params, model = fsdp.functionalize(net(torch.float32))
-    spec = fsdp.Spec(mesh, placement, schedule=Schedule(overlap_update=True))
-    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2, weight_decay=0.1))
+    spec = fsdp.Spec(mesh, placement, schedule=Schedule(overlap_update=True), labels={"*.bias": "bias"})
+    state = fsdp.shard(params, spec, OPTIMIZERS[optimizer]())
     for k, last in enumerate(flags):
         state, _ = LOOPS["by_unit"](model, state, batch(0, dist.get_rank(), k), last)
     state._executor.finish(state)
@@ -126,9 +135,9 @@ def as_streams(run: Any) -> Iterator[AtOnce]:
         run.lanes = real
 
 
-def updated(preset: str, flags: tuple[bool, ...]) -> tuple[int, int, bool]:
+def updated(preset: str, flags: tuple[bool, ...], optimizer: str = "adamw") -> tuple[int, int, bool]:
     """How many buckets the lane takes and leaves, and whether it does as `step` does."""
-    state, twin = reduced(preset, flags), reduced(preset, flags)
+    state, twin = reduced(preset, flags, optimizer), reduced(preset, flags, optimizer)
     twin = fsdp.step(twin)
     with as_streams(state._executor.run):
         main = {name: state.main[name] for name in state.layout.trainable}
@@ -139,6 +148,13 @@ def updated(preset: str, flags: tuple[bool, ...]) -> tuple[int, int, bool]:
     pairs = zip(*(pytree.tree_leaves((one.main, one.opt)) for one in (state, twin)), strict=True)
     same = all(torch.equal(a, b) for a, b in pairs)
     return len(main) - len(left), len(left), same
+
+
+@pytest.mark.parametrize("optimizer", ["nadam", "partition"])
+def test_an_update_of_others_on_the_lane_is_that_of_a_step(optimizer: str) -> None:
+    for taken, left, same in launch(updated, ("hfsdp", (True,), optimizer), nprocs=4):
+        assert same
+        assert (taken > 0, left) == (True, 0)
 
 
 @pytest.mark.parametrize("flags", [(True,), (False, True)], ids=str)

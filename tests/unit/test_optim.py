@@ -181,6 +181,44 @@ def test_betas_by_label() -> None:
     assert fsdp.adamw(betas=betas) == fsdp.adamw(betas=betas)
 
 
+def test_any_number_of_adamw_by_label_or_by_the_count() -> None:
+    """Which kernel does it may differ; the numbers are those of torch with the same ones in each group."""
+    settings: dict[str, dict[str, Any]] = {"norm": {"eps": 1e-3, "betas": (0.7, 0.9)}, "bias": {"weight_decay": 0.3}}
+    made = torch.optim.AdamW
+    wanted = theirs(lambda groups: made(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-5, weight_decay=0.1), settings)
+    betas: Any = {"norm": (0.7, lambda count: 0.9 + 0.0 * count.double()), "default": (0.8, 0.95)}
+    eps: Any = {"norm": 1e-3, "default": lambda count: 1e-5 + 0.0 * count.double()}
+    decay: Any = {"bias": lambda count: 0.3 + 0.0 * count.double(), "default": 0.1}
+    equal(ours(fsdp.adamw(lr=1e-2, betas=betas, eps=eps, weight_decay=decay)), wanted)
+    numbers: Any = {"eps": {"norm": 1e-3, "default": 1e-5}, "weight_decay": {"bias": 0.3, "default": 0.1}}
+    equal(ours(fsdp.adamw(lr=1e-2, betas={"norm": (0.7, 0.9), "default": (0.8, 0.95)}, **numbers)), wanted)
+
+
+def test_any_number_of_sgd_by_label_or_by_the_count() -> None:
+    settings: dict[str, dict[str, Any]] = {"norm": {"momentum": 0.0}, "bias": {"momentum": 0.5, "weight_decay": 0.2}}
+    wanted = theirs(lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, weight_decay=0.1), settings)
+    momentum = {"norm": 0.0, "bias": 0.5, "default": 0.9}
+    equal(ours(fsdp.sgd(lr=1e-2, momentum=momentum, weight_decay={"bias": 0.2, "default": 0.1})), wanted)
+    moving: Any = {**momentum, "bias": lambda count: 0.5 + 0.0 * count.double()}
+    decay: Any = {"bias": lambda count: 0.2 + 0.0 * count.double(), "default": 0.1}
+    equal(ours(fsdp.sgd(lr=1e-2, momentum=moving, weight_decay=decay)), wanted)
+
+
+def test_a_momentum_that_follows_the_count() -> None:
+    """A schedule of a setting other than the rate is read in every step."""
+    seen: list[int] = []
+
+    def momentum(count: torch.Tensor) -> torch.Tensor:
+        seen.append(int(count))
+        return 0.1 * count.double()
+
+    state = fsdp.shard({"w": torch.zeros(1, dtype=torch.float64)}, Spec(fsdp.local_mesh()), fsdp.sgd(1.0, momentum))
+    for _ in range(3):  # the moving average: 1, 0.1 + 1, 0.2 × 1.1 + 1
+        state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(1, dtype=torch.float64)}))
+    assert seen == [0, 1, 2]
+    assert fsdp.full_params(state)["w"].item() == pytest.approx(-(1 + 1.1 + 1.22))
+
+
 DESCENT = Optimizer(
     lambda main: (), lambda grads, opt, main, count: (pytree.tree_map(lambda p, g: p - 0.1 * g, main, grads), opt)
 )
@@ -205,7 +243,7 @@ NAN = float("nan")
             r"adamw: lr for the label 'norm' is -1\.0; expected a finite",
         ),
         (fsdp.sgd, {"lr": -1}, "sgd: lr is -1; expected"),
-        (fsdp.adamw, {"eps": {"norm": 1e-8}}, "adamw: eps is {'norm': 1e-08}; expected a finite number"),
+        (fsdp.adamw, {"eps": {"norm": -1e-8}}, "adamw: eps for the label 'norm' is -1e-08; expected a finite number"),
         (fsdp.sgd, {"weight_decay": {"default": NAN}}, "sgd: weight_decay for the label 'default' is nan; expected"),
         (fsdp.adamw, {"betas": (0.9, 1.0)}, r"adamw: betas\[1\] is 1\.0; expected a number in \[0, 1\)"),
         (fsdp.adamw, {"betas": (-0.1, 0.9)}, r"adamw: betas\[0\] is -0\.1; expected a number in \[0, 1\)"),
@@ -235,6 +273,8 @@ def test_numbers_at_the_edge_are_fine() -> None:
         (fsdp.adamw(lr={"nrom": 1.0, "default": 1.0}), "adamw(lr)"),
         (fsdp.adamw(betas={"nrom": (0.9, 0.9), "default": (0.9, 0.9)}), "adamw(betas)"),
         (fsdp.adamw(weight_decay={"nrom": 0.0, "default": 1.0}), "adamw(weight_decay)"),
+        (fsdp.adamw(eps={"nrom": 0.0, "default": 1.0}), "adamw(eps)"),
+        (fsdp.sgd(momentum={"nrom": 0.0, "default": 1.0}), "sgd(momentum)"),
         (fsdp.sgd(lr={"nrom": lambda count: count, "default": 1.0}), "sgd(lr)"),
         (fsdp.sgd(weight_decay={"nrom": 0.0, "default": 1.0}), "sgd(weight_decay)"),
     ],

@@ -134,7 +134,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "compiled": (torch.compile(closing(2)), torch.compile(closing(3)), "x.over: 3"),
     "cycle": (cyclic(1), cyclic(2), "x[0][0][1]: 2"),
     "optimizer": (fsdp.adamw(lr=0.1), fsdp.adamw(lr=0.2), "x.lr: 0.2"),
-    "kind of optimizer": (fsdp.adamw(), fsdp.sgd(), "x: functional_fsdp._optim.optim.Sgd"),
+    "kind of optimizer": (fsdp.adamw(), fsdp.sgd(), "x: functional_fsdp._optim.sgd.Sgd"),
     "adapted optimizer": (
         fsdp.from_updates(fsdp.Optimizer(len, closing(2))),
         fsdp.from_updates(fsdp.Optimizer(len, closing(3))),
@@ -189,7 +189,7 @@ def test_what_was_worked_out_from_the_rest_is_left_out() -> None:
 
 def test_every_line_of_an_optimizer() -> None:
     assert describe_settings(fsdp.sgd(lr={"norm": 0.1, "default": 0.2}), "sgd") == [
-        "sgd: functional_fsdp._optim.optim.Sgd",
+        "sgd: functional_fsdp._optim.sgd.Sgd",
         "sgd.lr: dict of 2",
         "sgd.lr['default']: 0.2",
         "sgd.lr['norm']: 0.1",

@@ -1,0 +1,272 @@
+"""Optimizers of torch.optim, and others' of that kind, on flat buffers: the class's own step, leaf by leaf.
+
+    main["blocks.0"]  [ w ....... | bias . | w2 ]         this rank's slice: parts of leaves, views
+    opt["exp_avg"]    [ ......... | ...... | .. ]         as main weights: what the class keeps for each element
+    opt["step"]       [ 3         | 3      | 3  ]         one number a leaf, the same on every rank
+
+In each step a new instance of the class is given the views as its parameters, what it kept as its state, and gradients;
+its `step()` changes them in place. So nothing is kept but what the State has. Leaves of which this rank has no part are
+given as tensors of no elements, for their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count as counter
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from .._common.device import being_captured, lies_on_host
+from .._common.errors import ScheduleError, SpecError, TreeError
+from .._common.tracing import traced_as
+from .._runtime.given import Leaves
+from .._storage.flat import FlatBuffer, leaf_shards, no_counts
+from .numbers import at, by_label, check_settings
+from .optimizer import Tree
+from .probe import Kept, Known, driven, learned, name_of
+
+__all__ = ["FromTorch", "from_torch"]
+
+Trees = dict[str, Tree]
+Tensors = list[torch.Tensor]
+HOST = torch.device("cpu")
+NUMBER = counter()
+LIVE: WeakValueDictionary[int, FromTorch] = WeakValueDictionary()  # by what a graph calls them
+
+
+@dataclass(frozen=True)
+class FromTorch:
+    """A torch.optim class with options, as an optimizer of flat buffers. See `from_torch`."""
+
+    cls: Any
+    options: Mapping[str, Any]
+    number: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "number", next(NUMBER))
+        LIVE[self.number] = self
+        labels = [label for value in self.options.values() if isinstance(value, Mapping) for label in value]
+        for label in dict.fromkeys((*labels, "default")):
+            if all(not isinstance(v, Mapping) or label in v or "default" in v for v in self.options.values()):
+                self.known(label, HOST)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.cls, self.options)  # a copy has a number of its own
+
+    def __fsdp_settings__(self) -> Any:
+        return self.cls, self.options
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.cls))
+
+    @cached_property
+    def seen(self) -> dict[tuple[str, str], Known]:
+        return {}
+
+    def known(self, label: str, device: torch.device) -> Known:
+        """What is known of the class with the options for a label; found once."""
+        device = HOST if device.type == "meta" else device
+        if (label, device.type) not in self.seen:
+            options = {name: by_label(name, value, label) for name, value in self.options.items()}
+            rate = None
+            if callable(options.get("lr")) or isinstance(options.get("lr"), torch.Tensor):
+                lr = options.pop("lr")
+                with torch.device("cpu"):
+                    rate = float(lr(torch.zeros((), dtype=torch.int64)) if callable(lr) else lr)
+            self.seen[label, device.type] = learned(self.cls, options, device, rate)
+        return self.seen[label, device.type]
+
+    @property
+    def by_bucket(self) -> bool:
+        """Not where numbers cross to the host, which would wait for each part."""
+        return not any(known.staged or not known.rates for known in self.seen.values())
+
+    def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
+        for name, value in self.options.items():
+            if isinstance(value, Mapping):
+                yield f"{name_of(self.cls)}({name})", [*value]
+
+    # ---- what is kept
+
+    def init(self, main: Tree) -> Trees:
+        check_settings(main, **self.options)
+        opt: Trees = {}
+        for name, buffer in main.items():
+            kept = [self.known(leaf.label, buffer.local.device).kept for leaf in buffer.bucket.leaves]
+            for what in dict.fromkeys(what for of in kept for what in of):
+                first = next(of[what] for of in kept if what in of)
+                if first.number:
+                    new = no_counts(buffer, first.dtype or torch.float32)
+                else:
+                    new = buffer.but(torch.zeros_like(buffer.local, dtype=first.dtype))
+                parts = new.local.unbind() if first.number else _parts(new)
+                opt.setdefault(what, {})[name] = new
+                for part, weights, of in zip(parts, _parts(buffer), kept, strict=False):
+                    value = of[what].value if what in of else 0.0
+                    part.copy_(weights) if value is None else part.fill_(value)
+        return opt
+
+    # ---- a step
+
+    def update(self, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor) -> tuple[Tree, Trees]:
+        return self.update_some({}, None, grads, opt, main, count)
+
+    def update_unless(
+        self, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor
+    ) -> tuple[Tree, Trees]:
+        return self.update_some({}, skip, grads, opt, main, count)
+
+    def update_some(
+        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor
+    ) -> tuple[Tree, Trees]:
+        """By label, since options may differ, and by what is kept, which may differ by bucket."""
+        calls: dict[tuple[str, tuple[str, ...]], list[Tensors]] = {}
+        for name, buffer in main.items():
+            names = tuple([what for what, tree in opt.items() if name in tree])
+            numbers = any(opt[what][name].bucket.by_leaf for what in names)
+            some = given.get(name)
+            buffers = [main[name], grads[name], *[opt[what][name] for what in names]]
+            views = [one.local.unbind() if one.bucket.by_leaf else _parts(one) for one in buffers]
+            for i, leaf in enumerate(buffer.bucket.leaves):
+                if (some is None or some[i]) and leaf.numel and (numbers or views[0][i].numel()):
+                    lists = calls.setdefault((leaf.label, names), [[] for _ in views])
+                    for tensors, column in zip(lists, views, strict=True):
+                        tensors.append(column[i])
+        for (label, names), (params, gradients, *kept) in calls.items():
+            lr = at("lr", self.options.get("lr", 0.0), label, count)
+            rates = [lr] if isinstance(lr, torch.Tensor) else []
+            if not rates and callable(by_label("lr", self.options.get("lr"), label)):
+                rates = [torch.full_like(count, lr, dtype=torch.float64)]
+            self._step(label, ",".join(names), rates, params, gradients, [t for one in kept for t in one], skip)
+        return main, opt
+
+    def _as_one(
+        self, label: str, names: str, rates: Tensors, params: Tensors, grads: Tensors, kept: Tensors, skip: Any
+    ) -> None:
+        """One operator in a graph: the class runs in it as it does eagerly."""
+        torch_optimizer(self.number, label, names, rates, params, grads, kept, skip)
+
+    @traced_as(_as_one)
+    def _step(
+        self, label: str, names: str, rates: Tensors, params: Tensors, grads: Tensors, kept: Tensors, skip: Any
+    ) -> None:
+        known = self.known(label, params[0].device)
+        options = dict(known.options)
+        host = known.staged or not (known.rates and options.get("capturable", True))
+        if being_captured(params[0].device) and (known.staged or (rates and host)):
+            what = "a learning rate that changes" if not known.staged else ", ".join(
+                repr(name) for name, one in known.kept.items() if one.host
+            )  # fmt: skip
+            raise ScheduleError(
+                f"{name_of(self.cls)}: the class needs {what} on the host in each step, which a CUDA graph cannot "
+                "give it. Use a class that takes capturable=True, as torch.optim.Adam, or leave T.cuda_graph out."
+            )
+        if rates:
+            options["lr"] = float(rates[0]) if host or lies_on_host(rates[0]) else rates[0]
+        if lacks := [name for name in known.kept if name not in names.split(",")]:
+            raise TreeError(
+                f"{name_of(self.cls)}: State.opt has no {lacks[0]!r} for leaves with the label {label!r}, which the "
+                "class keeps with the options for it. Begin a new state: shard(full_params(state), spec, optimizer)."
+            )
+        kept_as = [known.kept.get(name) for name in names.split(",")] if names else []
+        columns = [kept[i * len(params) : (i + 1) * len(params)] for i in range(len(kept_as))]
+        before = [tensor.clone() for tensor in (*params, *kept)] if skip is not None else []
+        columns_given = [
+            _given(one, column) if one is not None else [None] * len(params)
+            for one, column in zip(kept_as, columns, strict=True)
+        ]
+        some = [name for name, one in zip(names.split(","), kept_as, strict=False) if one is not None]
+        states = [
+            dict(zip(some, (column[i] for column, one in zip(columns_given, kept_as, strict=True) if one), strict=True))
+            for i in range(len(params))
+        ]
+        after = driven(self.cls, options, params, grads, states)
+        for name, one, column in zip(names.split(","), kept_as, columns, strict=False):
+            if one is not None:
+                _put(one, column, [state[name] for state in after])
+        torch.autograd.graph.increment_version([*params, *kept])  # fused kernels do not
+        for tensor, old in zip((*params, *kept), before, strict=False):
+            tensor.copy_(torch.where(skip, old, tensor))
+
+
+def _parts(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
+    """This rank's part of each leaf, flat. None of a buffer that has shapes only."""
+    return [] if buffer.local.is_meta else [local for _, _, local in leaf_shards(buffer)]
+
+
+def _given(one: Kept, column: Tensors) -> list[Any]:
+    """What a State keeps under one name, as the class wants it: of each parameter a tensor, or a number."""
+    if not one.number:
+        return [tensor.detach() for tensor in column]
+    if not (one.python or one.host):
+        return [tensor.detach().view(one.shape) for tensor in column]
+    numbers = torch.stack(column).tolist()  # the host waits, once
+    if one.python:
+        return [one.python(number) for number in numbers]
+    return [torch.full(one.shape, number, dtype=one.dtype) for number in numbers]
+
+
+def _put(one: Kept, column: Tensors, values: list[Any]) -> None:
+    """What the class keeps now goes where the State has it, if it is not there."""
+    if one.python or one.host:
+        new = torch.tensor([float(v) if isinstance(v, torch.Tensor) else v for v in values], dtype=one.dtype)
+        values = [*new.to(column[0].device).unbind()]
+    for mine, value in zip(column, values, strict=True):
+        if value.data_ptr() != mine.data_ptr():
+            mine.copy_(value.view(mine.shape))
+
+
+@torch.library.custom_op(
+    "functional_fsdp::torch_optimizer", mutates_args=("params", "kept"),
+    schema="(int number, str label, str names, Tensor[] rates, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] kept, "
+    "Tensor? skip) -> ()",
+)  # fmt: skip
+def torch_optimizer(
+    number: int, label: str, names: str, rates: Tensors, params: Tensors, grads: Tensors, kept: Tensors, skip: Any
+) -> None:
+    LIVE[number]._step(label, names, rates, params, [grad.clone() for grad in grads], kept, skip)
+
+
+@torch_optimizer.register_fake
+def _(*args: Any) -> None:
+    return None
+
+
+def from_torch(cls: type, **options: Any) -> FromTorch:
+    """An optimizer of torch.optim, or one of others in that form, on shards.
+
+    The class itself takes the steps, with its own kernels, on this rank's parts of the leaves. It has to be
+    elementwise, which is tried on a few numbers, here. What it keeps has the names that it gives them:
+    `State.opt["exp_avg"]`, sharded as main weights, [n / ranks]; and one number a leaf where it keeps one, as "step",
+    the same on every rank. Both are in checkpoints, `optimizer_state` and `redistribute`, by leaf.
+    `load_optimizer_state` takes what torch's own has kept.
+
+    Args:
+        cls: a class with the constructor and the `step()` of torch.optim.Optimizer, that keeps its state by parameter.
+        options: its constructor's. Each may be given by label, `{label: value}`, with "default" for the others. `lr`
+            may be a function of the count tensor (int64 [], steps taken so far). On GPUs `capturable` is True unless it
+            is given, so that counts stay there.
+
+    Returns:
+        an `(init, update)` pair for `shard` and `init`. Leaves that got no gradient stay as they are, with their
+        counts. A compiled step has it as one operator, which is not fused with others.
+
+    Raises:
+        SpecError: a class that is not elementwise (torch's LBFGS, Muon, Adafactor and SparseAdam are not), or refuses
+            the options. ScheduleError, in a step: a CUDA graph of a class that needs numbers on the host.
+
+    Waits: a class that keeps Python numbers, or tensors on the host beside a GPU, makes the host wait in each step.
+
+    Collective: none.
+
+    >>> from_torch(torch.optim.NAdam, lr={"norm": 1e-4, "default": 1e-3}, weight_decay=0.1).cls.__name__
+    'NAdam'
+    """
+    if not isinstance(cls, type) or not callable(getattr(cls, "step", None)):
+        given = f"an instance of {type(cls).__name__}" if not isinstance(cls, type) else cls.__name__
+        raise SpecError(f"from_torch: expected a class as those of torch.optim, got {given}. Give the class.")
+    return FromTorch(cls, dict(options))

@@ -1,0 +1,107 @@
+"""What an optimizer is: an `(init, update)` pair over buckets.
+
+    init(main) -> opt                               trees over trainable buckets: {name: FlatBuffer}
+    update(grads, opt, main, count) -> main, opt    new trees, or the same ones changed in place
+
+`main` and `grads` have the same structure, dtype and placement, so `tree_map` works on them elementwise; a rank sees
+its own shards only. `count` is an int64 tensor [], the number of steps taken before this one. `FlatBuffer.by_label`
+gives views by label, for settings that differ. Results are copied into the state's buffers where they are not already
+there, so a pure update is as good as an in-place one.
+
+A leaf that got no gradient on any rank keeps its weights, and what the optimizer keeps of it. `adamw`, `sgd` and
+`from_torch` leave such leaves out; for another pair the core puts back what it changed of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .._common.errors import SpecError, TreeError
+from .._common.torch_names import pytree
+from .._spec.spec import Spec
+from .._storage.flat import FlatBuffer
+
+__all__ = ["Optimizer", "Tree", "as_optimizer", "check", "check_labels"]
+
+Tree = dict[str, FlatBuffer]
+
+
+class Optimizer(NamedTuple):
+    """A pair of pure functions; any object with these two attributes will do.
+
+    `by_bucket = True` says that an update of some buckets of `main` touches those only, in place: then on GPUs `step`
+    calls it several times, on some buckets each, as their gradients come; with `Schedule(overlap_update=True)` on
+    another stream. An optimizer may have a third function, `update_unless(skip, grads, opt, main,
+    count)`, which changes nothing where the bool tensor `skip` [] is true; `step(skip=)` else copies what it may have
+    to put back.
+
+    Where leaves got no gradient, `step` copies the weights of these and the parts of FlatBuffers in the optimizer's
+    state before `update`, and puts them back after it. An optimizer may do it itself, with a function
+    `update_some(given, skip, grads, opt, main, count)`: `given` is `{bucket: (bool for each of bucket.leaves)}` of the
+    buckets in which some leaf got none, `skip` may be None. `FlatBuffer.by_label(given.get(name))` and
+    `FlatBuffer.by_leaf` give the views of leaves that got one. If it counts steps by leaf, two more say where:
+    `counted(opt)` names the buckets, and `counting(opt, main, names)` is the same state with counts for these buckets,
+    zero where there were none (int64 [leaves], as `AdamState.missed`). `step` calls it before `update_some`, `load` to
+    fit a template to a checkpoint.
+
+    As one of several (`partition`), an optimizer gets the buckets that have leaves of its labels, and of those these
+    leaves only: `buffer.bucket.leaves`, `by_label`, `by_leaf` and `extend.leaf_shards` know no others. `buffer.local`
+    is the whole bucket's still, with other leaves between. `named_labels()`, if there is one, gives `(setting, labels)`
+    for each setting that is given by label, so that a misspelt label is found.
+
+    >>> def update(grads, opt, main, count):  # plain gradient descent
+    ...     return pytree.tree_map(lambda p, g: p - 0.1 * g, main, grads), opt
+    >>> descent = Optimizer(init=lambda main: {}, update=update)
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[[Any, Any, Any, torch.Tensor], tuple[Any, Any]]
+
+
+def as_optimizer(value: Any) -> Any:
+    """Check what the user gave as an optimizer: an `(init, update)` pair, or an object with those attributes."""
+    if value is None or (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+        return value
+    if isinstance(value, tuple) and len(value) == 2 and all(map(callable, value)):
+        return Optimizer(*value)
+    given = type(value).__name__
+    remedy = "For an optax-style pair use fsdp.from_updates(pair)"
+    if isinstance(value, torch.optim.Optimizer) or (
+        isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    ):
+        cls = value if isinstance(value, type) else type(value)
+        given, remedy = f"torch's {cls.__name__}", f"Give its class: fsdp.from_torch({cls.__name__}, lr=...)"
+    raise SpecError(f"optimizer: expected a pair (init, update), as fsdp.adamw(lr=3e-4), not {given}. {remedy}.")
+
+
+def check_labels(optimizer: Any, spec: Spec) -> None:
+    """Refuse settings for a label that the spec gives no leaf, as a misspelt one."""
+    known = {"default", *(str(label) for _, label in spec.labels)}
+    for where, labels in getattr(optimizer, "named_labels", tuple)():
+        for label in labels:
+            if label not in known:
+                raise SpecError(
+                    f"{where}: no leaf has the label {label!r}. The labels are {', '.join(map(repr, sorted(known)))}; "
+                    "Spec(labels={pattern: label}) gives them."
+                )
+
+
+def check(old: Any, new: Any, what: str) -> None:
+    """Refuse an optimizer's result that does not fit, before anything is written."""
+    old_leaves, old_def = pytree.tree_flatten(old)
+    new_leaves, new_def = pytree.tree_flatten(new)
+    if old_def != new_def:
+        raise TreeError(
+            f"step: the optimizer's update returned another structure for {what}: {new_def}; expected {old_def}."
+        )
+    for a, b in zip(old_leaves, new_leaves, strict=True):
+        if isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor):
+            raise TreeError(f"step: the optimizer's update returned a {type(b).__name__} in {what}; expected a tensor.")
+        if isinstance(a, torch.Tensor) and (a.shape != b.shape or a.dtype != b.dtype):
+            raise TreeError(
+                f"step: the optimizer's update returned {what} of shape {tuple(b.shape)} and dtype {b.dtype}; "
+                f"expected {tuple(a.shape)} and {a.dtype}."
+            )

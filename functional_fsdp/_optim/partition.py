@@ -1,0 +1,187 @@
+"""Partition: several optimizers, each of which has the leaves of its labels.
+
+main["blocks.0"]  [ w (matrix) ...... | bias (default) . | w2 (matrix) .... ]
+matrix sees       [ w ............... |                  | w2 ............. ]   the same tensor, these leaves
+default sees      [                   | bias ........... |                  ]
+opt               {"matrix": what matrix keeps, "default": what default keeps}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._common.errors import SpecError
+from .._common.torch_names import pytree
+from .._runtime.given import Leaves
+from .._storage.flat import FlatBuffer
+from .optimizer import Tree, as_optimizer, check
+
+__all__ = ["Partition", "partition"]
+
+Opts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Optimizers by label. See `partition`."""
+
+    members: Mapping[str, Any]
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self.members))
+
+    @property
+    def by_bucket(self) -> bool:
+        return all(getattr(member, "by_bucket", False) for member in self.members.values())
+
+    def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
+        yield "partition", [*self.members]
+        for member in self.members.values():
+            yield from getattr(member, "named_labels", tuple)()
+
+    def member_of(self, label: str) -> str:
+        """Under which name the optimizer stands that has the leaves of a label."""
+        if label not in self.members and "default" not in self.members:
+            raise SpecError(
+                f"partition: no optimizer for the label {label!r}; there are some for "
+                f"{', '.join(map(repr, self.members))}. Add one under {label!r} or 'default'."
+            )
+        return label if label in self.members else "default"
+
+    def _own(self, name: str, tree: Tree) -> Tree:
+        """What a member sees of a tree."""
+        found = {}
+        for bucket, buffer in tree.items():
+            labels = [leaf.label for leaf in buffer.bucket.leaves if self.member_of(leaf.label) == name]
+            if (mine := buffer.only(labels)) is not None:
+                found[bucket] = mine
+        return found
+
+    def _given(self, name: str, given: Leaves, main: Tree) -> Leaves:
+        """Which of a member's leaves got a gradient, of the buckets in which one of them got none."""
+        found = {}
+        for bucket, some in given.items():
+            if bucket in main:
+                pairs = zip(main[bucket].bucket.leaves, some, strict=True)
+                mine = tuple([one for leaf, one in pairs if self.member_of(leaf.label) == name])
+                if not all(mine):
+                    found[bucket] = mine
+        return found
+
+    def init(self, main: Tree) -> Opts:
+        return {name: member.init(self._own(name, main)) for name, member in self.members.items()}
+
+    def counted(self, opt: Opts) -> tuple[str, ...]:
+        found = [m.counted(opt[name]) for name, m in self.members.items() if hasattr(m, "counted")]
+        return tuple(dict.fromkeys([bucket for some in found for bucket in some]))
+
+    def counting(self, opt: Opts, main: Tree, names: Iterable[str]) -> Opts:
+        chosen = [*names]
+        return {
+            name: member.counting(opt[name], self._own(name, main), chosen)
+            if hasattr(member, "counting")
+            else opt[name]
+            for name, member in self.members.items()
+        }
+
+    def update(self, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor) -> tuple[Tree, Opts]:
+        return self.update_some({}, None, grads, opt, main, count)
+
+    def update_unless(
+        self, skip: torch.Tensor | None, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor
+    ) -> tuple[Tree, Opts]:
+        return self.update_some({}, skip, grads, opt, main, count)
+
+    def update_some(
+        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor
+    ) -> tuple[Tree, Opts]:
+        """Weights in place, whatever a member does; what members keep as they return it."""
+        new = {}
+        for name, member in self.members.items():
+            mine = self._own(name, main)
+            some, wanted = self._given(name, given, main), opt[name]
+            new[name] = _update(member, some, skip, self._own(name, grads), wanted, mine, count) if mine else wanted
+        return main, opt if all(new[name] is opt[name] for name in new) else new
+
+
+def _update(
+    member: Any, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Any, main: Tree, count: torch.Tensor
+) -> Any:
+    """One member's update, of its leaves that got a gradient. Returns what it keeps."""
+    if hasattr(member, "update_some"):
+        new, after = member.update_some(given, skip, grads, opt, main, count)
+    else:  # it may write to all of a tensor: where it shall not, it gets another
+        apart = {n: b.bucket.among or n in given or skip is not None for n, b in main.items()}
+        trial = {n: b.but(b.local.clone()) if apart[n] else b for n, b in main.items()}
+        before = pytree.tree_map_only(torch.Tensor, torch.clone, opt) if given or skip is not None else opt
+        new, after = member.update(grads, opt, trial, count)
+        check(opt, after, "opt")
+        if before is not opt:
+            after = _kept(given, skip, before, after)
+    check(main, new, "main")
+    for name, buffer in main.items():
+        if new[name].local is not buffer.local:
+            parts = zip(*(one.by_leaf(given.get(name)) for one in (buffer, new[name])), strict=True)
+            for (_, mine), (_, value) in parts:
+                mine.copy_(value if skip is None else torch.where(skip, mine, value))
+    return after
+
+
+def _kept(given: Leaves, skip: torch.Tensor | None, before: Any, after: Any) -> Any:
+    """What an optimizer keeps now; and what it kept before, of leaves without a gradient, and where all is skipped."""
+
+    def node(old: Any, new: Any) -> Any:
+        if isinstance(new, FlatBuffer):
+            local = node(old.local, new.local)
+            some = given.get(new.bucket.name)
+            if some is not None and len(some) == len(new.bucket.leaves) and not new.bucket.by_leaf:
+                local = local.clone()
+                lacks = [not one for one in some]
+                for (_, view), (_, was) in zip(new.but(local).by_leaf(lacks), old.by_leaf(lacks), strict=True):
+                    view.copy_(was)
+            return new.but(local)
+        return torch.where(skip, old, new) if isinstance(new, torch.Tensor) and skip is not None else new
+
+    return pytree.tree_map(node, before, after, is_leaf=lambda x: isinstance(x, FlatBuffer))
+
+
+def partition(members: Mapping[str, Any]) -> Partition:
+    """One optimizer for each label of leaves: `fsdp.partition({"norm": fsdp.sgd(0.1), "default": fsdp.adamw()})`.
+
+    Each has the leaves of its label (`Spec(labels={pattern: label})`), "default" those of all others. What they keep is
+    `State.opt[label]`, and is saved, redistributed and given by `optimizer_state` leaf by leaf.
+
+    Args:
+        members: `{label: optimizer}`: `adamw`, `sgd`, `from_torch`, `from_updates`, or any `(init, update)` pair.
+
+    Returns:
+        an `(init, update)` pair. It may be called bucket by bucket, and beside the backward, if all of them may. See
+        `Optimizer` for what a member sees.
+
+    Memory: where a bucket has no leaf of a label, that label's optimizer keeps nothing. Where it has leaves of several,
+    each keeps tensors of the whole bucket's size: give units, dtypes or placements that part them, if that is much.
+
+    Raises:
+        SpecError: what is no optimizer. By `shard` and `init`: a label that no leaf can have, or one that has no
+            optimizer.
+
+    Collective: none of its own.
+
+    >>> sorted(partition({"norm": Optimizer(len, len), "default": Optimizer(len, len)}).members)
+    ['default', 'norm']
+    """
+    if not isinstance(members, Mapping) or not members or not all(isinstance(label, str) for label in members):
+        raise SpecError(f"partition: expected {{label: optimizer}}, got {members!r}. Labels are texts, as in the Spec.")
+    found = {}
+    for label, member in members.items():
+        if member is None:
+            raise SpecError(
+                f"partition: the optimizer for the label {label!r} is None. To leave leaves as they are freeze them: "
+                "Spec(trainable={pattern: False})."
+            )
+        found[label] = as_optimizer(member)
+    return Partition(found)

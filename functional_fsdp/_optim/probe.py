@@ -1,0 +1,308 @@
+"""Which torch.optim classes work on parts of flat buffers, and what they keep of a parameter: found by trying.
+
+A rank has pieces of leaves, flat, wherever its slices of buckets are cut. So an optimizer has to be elementwise: what
+it makes of an element follows from that element, its gradients, what is kept for it, and numbers that all elements
+share.
+
+    plain     the class as a user has it, on a vector and on a matrix
+    driven    as `FromTorch` has it: pieces, a new instance in each step, state handed in and taken out
+
+Both take three steps on twelve numbers. If they differ, the class is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .._common.device import lies_on_host
+from .._common.errors import SpecError
+
+__all__ = ["WEIGHTS", "Kept", "Known", "driven", "learned", "name_of"]
+
+KNOWN = {
+    "LBFGS": ("it keeps a history over all parameters at once, and evaluates the loss anew", "Use fsdp.adamw"),
+    "Muon": ("it orthogonalises whole matrices, of which a rank has parts", "Use fsdp.muon, where there is one"),
+    "Adafactor": ("it keeps means of rows and columns of matrices, of which a rank has parts", "Use fsdp.adamw"),
+    "SparseAdam": ("it takes sparse gradients only, and reduced ones are dense", "Use fsdp.from_torch(Adam)"),
+}
+WEIGHTS = None  # of a moment that begins as a copy of the weights
+SIZE, CUTS, STEPS = 12, (5, 4, 0, 3), 3
+State = dict[str, Any]  # what a class keeps for one parameter, by name
+
+
+class Kept(NamedTuple):
+    """What a class keeps of each parameter under one name.
+
+    Attributes:
+        number: whether it is one number, and not one for each element.
+        value: what it begins with, of all elements; WEIGHTS for a copy of them.
+        dtype: None for that of the parameter.
+        shape: of a number that is a tensor: () or (1,).
+        python: the type of a number that is none.
+        host: whether it is a number in the host's memory, and the parameter is not.
+    """
+
+    number: bool
+    value: float | None
+    dtype: torch.dtype | None
+    shape: tuple[int, ...] = ()
+    python: type | None = None
+    host: bool = False
+
+
+class Known(NamedTuple):
+    """What is known of a class with some options, on one kind of device.
+
+    Attributes:
+        kept: by name.
+        options: those given, and `capturable`.
+        rates: whether the learning rate may be a tensor that is not on the host.
+    """
+
+    kept: dict[str, Kept]
+    options: dict[str, Any]
+    rates: bool
+
+    @property
+    def staged(self) -> bool:
+        """Whether numbers cross to the host in each step, which then waits for the device."""
+        return any(one.host for one in self.kept.values())
+
+
+def name_of(cls: type) -> str:
+    return f"from_torch({cls.__name__})"
+
+
+def learned(cls: Any, options: Mapping[str, Any], device: torch.device, rate: float | None) -> Known:
+    """Try a class on a device.
+
+    Args:
+        options: of its constructor, without a rate that changes.
+        rate: the first one that changes; None where it does not.
+
+    Raises:
+        SpecError: it is not elementwise, or refuses the options.
+    """
+    for one in cls.__mro__:
+        if one.__name__ in KNOWN and one.__module__.startswith("torch.optim"):
+            _refuse(cls, *KNOWN[one.__name__])
+    own = dict(options)
+    if "capturable" in inspect.signature(cls).parameters:  # then counts stay on the device
+        own["capturable"] = own.get("capturable", True) and not lies_on_host(torch.empty(0, device=device))
+    if rate is not None:
+        own["lr"] = rate
+    with torch.device("cpu"), torch.no_grad():  # whatever the caller's default is
+        try:
+            kept = _begin(cls, own, device)
+            trial = own if rate is None else own | {"lr": 0.01}
+            begins = kept if rate is None else _begin(cls, trial, device)
+            same = _compare(cls, trial, begins, device)
+            rates = rate is None or _takes_tensors(cls, trial, begins, device)
+        except SpecError:
+            raise
+        except Exception as error:
+            _refuse(cls, f"it raised {type(error).__name__}: {error}", "Give options that it takes, for all labels")
+    if not same:
+        why = "three steps on pieces of a vector, one instance each, gave other numbers than on the whole"
+        with torch.device("cpu"), torch.no_grad():
+            if _compare(cls, trial, {}, device):  # from nothing, as it begins by itself
+                why = "what it keeps begins with the first gradient in a way of its own, as that of SGD(dampening=)"
+        _refuse(cls, why, "Use an elementwise one, as torch.optim.Adam, or write an (init, update) pair")
+    return Known(kept, own, rates)
+
+
+def _refuse(cls: Any, why: str, remedy: str) -> None:
+    raise SpecError(
+        f"{name_of(cls)}: {cls.__module__}.{cls.__qualname__} cannot work on shards, flat pieces of parameters: {why}. "
+        f"{remedy}."
+    )
+
+
+def driven(
+    cls: Any, options: Mapping[str, Any], params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor],
+    states: Sequence[State],
+) -> list[State]:  # fmt: skip
+    """One step of a new instance on these parameters, in place. Returns what it keeps of them now.
+
+    Args:
+        states: what it kept before, by parameter. Tensors are changed in place, or others returned for them.
+    """
+    optimizer = cls([torch.empty_like(params[0][:0])], **options)  # its own sums, if it makes some here, are empty
+    own = [param.detach() for param in params]
+    optimizer.param_groups[0]["params"] = own
+    optimizer.state = defaultdict(dict, {param: dict(state) for param, state in zip(own, states, strict=True)})
+    for param, grad in zip(own, grads, strict=True):
+        _hand_over(param, grad)
+    optimizer.step()
+    for param, mine in zip(own, params, strict=True):
+        if param.data_ptr() != mine.data_ptr():  # it was given other data
+            mine.copy_(param)
+    return [optimizer.state[param] for param in own]
+
+
+def _hand_over(param: torch.Tensor, grad: torch.Tensor) -> None:
+    """Give a torch optimizer a gradient, in the only way that it takes one. The parameter is a tensor of this call's
+    own, which nobody else sees and no autograd fills: `.grad` of a user's tensor is never touched."""
+    setattr(param, "grad", grad)  # noqa: B010
+
+
+# ---------------------------------------------------------------- what it keeps
+
+
+class _Begun(dict[str, Any]):
+    """A parameter's state that notes what each name was first set to."""
+
+    def __init__(self, first: State, items: Iterable[tuple[str, Any]] = ()) -> None:
+        super().__init__()
+        self.first = first
+        self.update(items)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.first.get(name) is None:  # None: there will be something
+            self.first[name] = value.clone() if isinstance(value, torch.Tensor) else value
+        super().__setitem__(name, value)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+
+class _States(dict[torch.Tensor, _Begun]):
+    def __init__(self, first: State) -> None:
+        super().__init__()
+        self.first = first
+
+    def __missing__(self, param: torch.Tensor) -> _Begun:
+        self[param] = {}
+        return self[param]
+
+    def __setitem__(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
+        super().__setitem__(param, _Begun(self.first, state.items()))
+
+
+def _begin(cls: Any, options: Mapping[str, Any], device: torch.device) -> dict[str, Kept]:
+    """What a class begins with: what it first sets, where all gradients are zero."""
+    param = _values(0, device)
+    first: State = {}
+    optimizer = cls([param], **options)
+    states = _States(first)
+    for one, state in optimizer.state.items():
+        states[one] = state
+    optimizer.state = states
+    _hand_over(param, torch.zeros_like(param))
+    weights = param.clone()
+    optimizer.step()
+    kept = {}
+    for name, value in first.items():
+        if value is None:
+            continue
+        if isinstance(value, bool | int | float):
+            wide = torch.float64 if isinstance(value, float) else torch.int64
+            kept[name] = Kept(True, float(value), wide, (), type(value), not lies_on_host(param))
+        elif not isinstance(value, torch.Tensor):
+            _refuse(
+                cls, f"it keeps a {type(value).__name__} as {name!r}, which is neither a tensor nor a number",
+                "Write an (init, update) pair, as examples/lion.py",
+            )  # fmt: skip
+        elif value.numel() == 1:
+            host = value.device != param.device
+            kept[name] = Kept(True, float(value), value.dtype, tuple(value.shape), None, host)
+        elif value.shape != param.shape:
+            _refuse(
+                cls, f"it keeps {list(value.shape)} elements as {name!r} of a parameter of {list(param.shape)}",
+                "Use one that keeps a tensor like the parameter, or a number",
+            )  # fmt: skip
+        else:
+            dtype = None if value.dtype is param.dtype else value.dtype
+            start: float | None = float(value[0])
+            if torch.equal(value, weights):
+                start = WEIGHTS
+            elif bool((value != value[0]).any()):
+                start = 0.0  # a first gradient with its decay, say: what zeros give, too, or it is refused
+            kept[name] = Kept(False, start, dtype)
+    return kept
+
+
+def states_of(kept: Mapping[str, Kept], param: torch.Tensor) -> State:
+    """What a class is given for a parameter before its first step."""
+    found: State = {}
+    for name, one in kept.items():
+        if not one.number:
+            like = param.clone() if one.value is None else torch.full_like(param, one.value)
+            found[name] = like.to(one.dtype or param.dtype)
+        elif one.python:
+            found[name] = one.python(one.value or 0)
+        else:
+            device = "cpu" if one.host else param.device
+            found[name] = torch.full(one.shape, one.value or 0.0, dtype=one.dtype, device=device)
+    return found
+
+
+# ---------------------------------------------------------------- whether it is elementwise
+
+
+def _values(seed: int, device: torch.device) -> torch.Tensor:
+    """Twelve numbers, no two of them alike, [SIZE] float64."""
+    i = torch.arange(1, SIZE + 1, dtype=torch.float64)
+    return torch.sin(7.0 * i + 1.7 * seed * i + seed).to(device)
+
+
+def _compare(cls: Any, options: Mapping[str, Any], kept: Mapping[str, Kept], device: torch.device) -> bool:
+    wanted, keeps = _plain(cls, options, device, (SIZE,))
+    matrix, _ = _plain(cls, options, device, (3, SIZE // 3))
+    grouped, alone = (_pieces(cls, options, kept, device, apart) for apart in (False, True))
+    fits = all(torch.allclose(wanted, other, rtol=1e-9, atol=1e-12) for other in (matrix, *grouped[:1], *alone[:1]))
+    return fits and all(keeps == names for _, names in (grouped, alone))
+
+
+def _plain(
+    cls: Any, options: Mapping[str, Any], device: torch.device, shape: tuple[int, ...]
+) -> tuple[torch.Tensor, set[str]]:
+    """As its author meant it: the weights after some steps, flat, and the names of what it keeps."""
+    param = _values(0, device).view(shape)
+    optimizer = cls([param], **options)
+    for step in range(1, STEPS + 1):
+        _hand_over(param, _values(step, device).view(shape))
+        optimizer.step()
+    return param.flatten(), {*optimizer.state[param]}
+
+
+def _pieces(
+    cls: Any, options: Mapping[str, Any], kept: Mapping[str, Kept], device: torch.device, apart: bool
+) -> tuple[torch.Tensor, set[str]]:
+    """The same by `driven`, all pieces at once or one at a time."""
+    whole = _values(0, device)
+    params = whole.split(CUTS)
+    states = [states_of(kept, param) for param in params]
+    for step in range(1, STEPS + 1):
+        grads = _values(step, device).split(CUTS)
+        if apart:
+            states = [
+                driven(cls, options, [p], [g.clone()], [s])[0] for p, g, s in zip(params, grads, states, strict=True)
+            ]
+        else:
+            states = driven(cls, options, params, [g.clone() for g in grads], states)
+    return whole, {*states[0]}
+
+
+def _takes_tensors(cls: Any, options: Mapping[str, Any], kept: Mapping[str, Kept], device: torch.device) -> bool:
+    """Whether a learning rate may be a tensor on the device."""
+    found = []
+    for lr in (0.25, torch.full((), 0.25, dtype=torch.float32, device=device)):
+        param = _values(0, device)
+        try:
+            driven(cls, dict(options) | {"lr": lr}, [param], [_values(1, device)], [states_of(kept, param)])
+        except Exception:
+            return False
+        found.append(param)
+    return torch.allclose(found[0], found[1], rtol=1e-9, atol=1e-12)

@@ -1,0 +1,176 @@
+"""Bucket: the flat buffer of a unit's leaves of one kind, as a plan: which leaves, where, and how it is cut. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import torch
+
+from .._spec.placement import Placement
+
+__all__ = ["ALIGN", "STAGED", "Bucket", "Leaf", "aligned"]
+
+ALIGN = 128  # elements
+STAGED = 512  # bytes: where what is staged begins
+
+
+def aligned(n: int, to: int) -> int:
+    """`n` rounded up to a multiple of `to`."""
+    return -(-n // to) * to
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf's place: `bucket[offset : offset + numel]` (elements) viewed as `shape`."""
+
+    path: str
+    key: str  # its name among its unit's weights
+    shape: tuple[int, ...]
+    offset: int
+    label: str
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One flat buffer of a unit. `numel` counts elements, padding included; it divides by ranks × 128."""
+
+    name: str
+    unit: str
+    leaves: tuple[Leaf, ...]
+    numel: int
+    placement: Placement
+    sizes: tuple[tuple[str, int], ...]  # data axes and their ranks, outermost first
+    main: torch.dtype
+    compute: torch.dtype
+    grads: torch.dtype
+    wire: torch.dtype
+    exact: bool  # whether gradients are summed in float32, in the order of the ranks
+    share: int  # of a mean over all data ranks: how many ranks there are for each one that this bucket's axes have
+    trainable: bool
+    by_leaf: bool = False  # whether it has one number for each leaf, and not its elements
+    among: bool = False  # whether leaves that are not in `leaves` lie between these
+
+    def __hash__(self) -> int:  # buckets are keys of caches in every verb: leave the leaves out
+        return hash((self.name, self.numel, self.placement, self.compute))
+
+    @cached_property
+    def ranks(self) -> dict[str, int]:
+        return dict(self.sizes)
+
+    def slices(self, kind: str) -> int:
+        """Into how many slices this kind ("weights", "grads" or "main") of the bucket is cut."""
+        return prod(self.ranks[axis] for axis in getattr(self.placement, kind))
+
+    def nbytes(self, kind: str) -> int:
+        """Bytes a rank of the bucket's shard of this kind."""
+        return self.numel // self.slices(kind) * getattr(self, {"weights": "compute"}.get(kind, kind)).itemsize
+
+    @property
+    def staged(self) -> int:
+        """Bytes of staging: what is sent; for an exact sum what comes in, too, and the sum if it stays whole."""
+        n = aligned(self.numel * self.wire.itemsize, STAGED)
+        if not self.exact or prod(self.ranks.values()) == 1:
+            return n
+        return 2 * n + (0 if self.slices("main") > 1 else aligned(self.numel * 4, STAGED))
+
+    def span(self, axes: Sequence[str], coordinate: dict[str, int]) -> tuple[int, int]:
+        """The elements [start, stop) that a rank at `coordinate` holds if sharded over `axes` (a prefix of `order`)."""
+        index, parts = 0, 1
+        for axis in self.placement.order:
+            if axis in axes:
+                index, parts = index * self.ranks[axis] + coordinate[axis], parts * self.ranks[axis]
+        size = self.numel // parts
+        return index * size, (index + 1) * size
+
+    @cached_property
+    def labels(self) -> tuple[tuple[str, int, int], ...]:
+        """(label, start, stop) in elements: runs of leaves of one label, padding included, that cover the bucket; among
+        others, those leaves only."""
+        if self.among:
+            return tuple(self.runs([True] * len(self.leaves)))
+        runs: list[tuple[str, int, int]] = []
+        for leaf in self.leaves:
+            if not runs or runs[-1][0] != leaf.label:
+                start = leaf.offset if runs else 0
+                if runs:
+                    runs[-1] = (*runs[-1][:2], start)
+                runs.append((leaf.label, start, self.numel))
+        return tuple(runs)
+
+    def runs(self, given: Sequence[bool]) -> list[tuple[str, int, int]]:
+        """(label, start, stop) in elements: runs of leaves of one label that are `given`, padding after them
+        included."""
+        stops = [leaf.offset for leaf in self.leaves[1:]] + [self.numel]
+        if self.among:
+            stops = [leaf.offset + (leaf.numel if self.by_leaf else aligned(leaf.numel, ALIGN)) for leaf in self.leaves]
+        runs: list[tuple[str, int, int]] = []
+        for leaf, stop, on in zip(self.leaves, stops, given, strict=True):
+            if on and runs and runs[-1][0] == leaf.label and runs[-1][2] == leaf.offset:
+                runs[-1] = (leaf.label, runs[-1][1], stop)
+            elif on:
+                runs.append((leaf.label, leaf.offset, stop))
+        return runs
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes that tile the bucket in order: leaves and the gaps after them (a gap is one-dimensional)."""
+        shapes: list[tuple[int, ...]] = []
+        at = 0
+        for leaf in (*self.leaves, None):
+            start = leaf.offset if leaf else self.numel
+            if start > at:
+                shapes.append((start - at,))
+            if leaf:
+                shapes.append(leaf.shape)
+                at = start + leaf.numel
+        return tuple(shapes)
+
+    @cached_property
+    def empty(self) -> tuple[Leaf, ...]:
+        """Leaves without elements."""
+        return tuple(leaf for leaf in self.leaves if not leaf.numel)
+
+    @cached_property
+    def leaf_pieces(self) -> tuple[int, ...]:
+        """Which of `pieces` are leaves, in leaf order."""
+        which, at, i = [], 0, 0
+        for leaf in self.leaves:
+            if leaf.offset > at:
+                i += 1
+            which.append(i)
+            i, at = i + 1, leaf.offset + leaf.numel
+        return tuple(which)
+
+    @cached_property
+    def counts(self) -> Bucket:
+        """A bucket with one integer for each leaf of this one, the same on every rank that shares the leaves."""
+        leaves = tuple(Leaf(leaf.path, leaf.key, (), i, leaf.label) for i, leaf in enumerate(self.leaves))
+        whole, number = Placement(data=self.placement.data), torch.int64
+        return Bucket(
+            self.name, self.unit, leaves, len(leaves), whole, self.sizes, number, number, number, number, False,
+            self.share, False, by_leaf=True,
+        )  # fmt: skip
+
+    def only(self, labels: Container[str]) -> Bucket | None:
+        """The bucket with the leaves of these labels alone, each where it is; itself if it has no others, None if it
+        has none of them."""
+        own = tuple([label for label in dict.fromkeys([leaf.label for leaf in self.leaves]) if label in labels])
+        if not own:
+            return None
+        if own not in self._only:
+            leaves = tuple([leaf for leaf in self.leaves if leaf.label in own])
+            same = len(leaves) == len(self.leaves)
+            self._only[own] = self if same else replace(self, leaves=leaves, among=True)
+            _ = [(one.labels, one.ranks, one.counts) for one in self._only.values()]  # cached, as Dynamo wants them
+        return self._only[own]
+
+    @cached_property
+    def _only(self) -> dict[tuple[str, ...], Bucket]:
+        return {}

@@ -1,0 +1,360 @@
+"""Every class of torch.optim on shards beside itself on whole parameters, or refused with its reason."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.presets import PRESETS
+from support.problems import mesh_and_placement
+
+import functional_fsdp as fsdp
+from functional_fsdp import Spec, SpecError, launch
+
+Tree = dict[str, torch.Tensor]
+SHAPES = {"a.w": (9, 40), "a.bias": (130,), "a.empty": (0, 2), "b.w": (4, 4), "b.bias": (1,), "norm": (9,), "scale": ()}
+LABELS = {"*.bias": "bias"}
+STEPS = 7  # RAdam rectifies from the sixth on
+CLASSES = {
+    name: cls
+    for name, cls in vars(torch.optim).items()
+    if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+}
+REFUSED = {
+    "LBFGS": "it keeps a history over all parameters at once, and evaluates the loss anew. Use fsdp.adamw",
+    "Muon": "it orthogonalises whole matrices, of which a rank has parts. Use fsdp.muon",
+    "Adafactor": "it keeps means of rows and columns of matrices",
+    "SparseAdam": "it takes sparse gradients only, and reduced ones are dense",
+}
+MORE: dict[str, list[dict[str, Any]]] = {
+    "SGD": [{"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum": 0.9, "maximize": True}],
+    "Adam": [{"amsgrad": True, "fused": True}, {"foreach": True, "weight_decay": 0.1}],
+    "RMSprop": [{"centered": True, "momentum": 0.5}],
+    "Adagrad": [{"initial_accumulator_value": 0.1, "lr_decay": 0.01}],
+    "NAdam": [{"decoupled_weight_decay": True, "weight_decay": 0.1}],
+    "ASGD": [{"t0": 2.0, "lambd": 0.1}],
+}
+CASES = [(name, kw) for name in CLASSES if name not in REFUSED for kw in ({}, *MORE.get(name, []))]
+
+
+def tree(seed: int) -> Tree:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g) for name, shape in SHAPES.items()}
+
+
+def stepped(state: fsdp.State, steps: range) -> fsdp.State:
+    """All ranks have the same gradients, whose mean over two or four is exact."""
+    for step in steps:
+        state = fsdp.step(fsdp.reduce(state, tree(step + 1)))
+    return state
+
+
+def plainly(cls: Any, steps: int = STEPS, by_label: Any = None, **options: Any) -> tuple[Tree, dict[str, Tree]]:
+    """torch's own: the weights, and what it keeps."""
+    params = {name: torch.nn.Parameter(p) for name, p in tree(0).items()}
+    groups = [
+        {"params": [p for n, p in params.items() if ("bias" in n) == bias], **((by_label or {}) if bias else {})}
+        for bias in (False, True)
+    ]
+    optimizer = cls(groups, **options)
+    for step in range(steps):
+        for name, grad in tree(step + 1).items():
+            params[name].grad = grad
+        optimizer.step()
+    kept = {name: dict(optimizer.state[p]) for name, p in params.items()}
+    return {name: p.detach() for name, p in params.items()}, kept
+
+
+def spec(preset: str, units: Any = ("a", "b", "norm", "scale")) -> Spec:
+    mesh, placement = mesh_and_placement(preset)
+    return Spec(mesh, placement, units=list(units), labels=LABELS)
+
+
+def same(found: Tree, wanted: Tree) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], p) for name, p in wanted.items())
+
+
+def beside_torch(presets: tuple[str, ...]) -> list[str]:
+    """What is not bit for bit what torch's optimizer does."""
+    wrong = []
+    for name, options in CASES:
+        weights, kept = plainly(CLASSES[name], **options)
+        for preset in presets:
+            state = stepped(fsdp.shard(tree(0), spec(preset), fsdp.from_torch(CLASSES[name], **options)), range(STEPS))
+            if not same(fsdp.full_params(state), weights):
+                wrong.append(f"{name} {options} {preset}: weights")
+            found = fsdp.optimizer_state(state)
+            tensors = {
+                p: {k: v for k, v in of.items() if v is not None} for p, of in kept.items() if of and "empty" not in p
+            }
+            if not all(same(found[path], of) for path, of in tensors.items()):
+                wrong.append(f"{name} {options} {preset}: what it keeps")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("ranks", "presets"),
+    [
+        (1, ("zero3",)),
+        (2, ("zero3", "ddp")),
+        pytest.param(4, ("zero2", "hfsdp"), marks=pytest.mark.large),
+        pytest.param(1, PRESETS, marks=pytest.mark.large),
+        pytest.param(2, PRESETS, marks=pytest.mark.large),
+        pytest.param(4, PRESETS, marks=pytest.mark.large),
+    ],
+)
+def test_every_elementwise_optimizer_of_torch(ranks: int, presets: tuple[str, ...]) -> None:
+    assert launch(beside_torch, (presets,), nprocs=ranks) == [[]] * ranks
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class_works_or_is_refused(name: str) -> None:
+    if name not in REFUSED:
+        assert fsdp.from_torch(CLASSES[name]).by_bucket
+        return
+    with pytest.raises(SpecError, match=rf"from_torch\({name}\): .* cannot work on shards.*{REFUSED[name]}"):
+        fsdp.from_torch(CLASSES[name])
+
+
+# ---------------------------------------------------------------- checkpoints, other worlds
+
+
+NADAM: dict[str, Any] = {"lr": 0.05, "weight_decay": {"bias": 0.0, "default": 0.1}}
+
+
+def nadam() -> Any:
+    return fsdp.from_torch(torch.optim.NAdam, **NADAM)
+
+
+def saved(folder: str) -> list[bool]:
+    """Saved, and gone on with; from the checkpoint, and by another placement and other units of the same ranks."""
+    state = stepped(fsdp.shard(tree(0), spec("zero3"), nadam()), range(3))
+    path = fsdp.save(state, f"{folder}/saved")
+    kept = fsdp.optimizer_state(state)
+    others = [
+        fsdp.load(path, like=fsdp.shard(tree(9), spec("zero3"), nadam())),
+        fsdp.load(path, spec("ddp", ["*"]), nadam()),
+    ]
+    moved = fsdp.redistribute(fsdp.load(path, spec("zero3"), nadam()), spec("zero1", ["norm", "a", ["b", "scale"]]))
+    found = []
+    for other in (*others, moved):
+        found.append(all(same(of, kept[name]) for name, of in fsdp.optimizer_state(other).items()))
+    straight = fsdp.full_params(stepped(state, range(3, STEPS)))
+    return [*found, *(same(fsdp.full_params(stepped(other, range(3, STEPS))), straight) for other in (*others, moved))]
+
+
+def read(folder: str, preset: str) -> bool:
+    state = fsdp.load(f"{folder}/saved", spec(preset), nadam())
+    wanted, _ = plainly(torch.optim.NAdam, by_label={"weight_decay": 0.0}, lr=0.05, weight_decay=0.1)
+    return same(fsdp.full_params(stepped(state, range(3, STEPS))), wanted)
+
+
+def test_checkpoints_go_on_to_the_same_bits_in_any_world(tmp_path: Path) -> None:
+    assert launch(saved, (str(tmp_path),), nprocs=2) == [[True] * 6] * 2
+    assert launch(read, (str(tmp_path), "hsdp"), nprocs=4) == [True] * 4
+    assert launch(read, (str(tmp_path), "zero3"), nprocs=1) == [True]
+
+
+def taken_over(preset: str) -> bool:
+    """What torch's own has kept, under torch's names."""
+    weights, kept = plainly(torch.optim.NAdam, steps=3, by_label={"weight_decay": 0.0}, lr=0.05, weight_decay=0.1)
+    numbers = {"step": torch.tensor(3.0), "mu_product": kept["a.w"]["mu_product"]}
+    full = {
+        p: of if of else {**dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.zeros(0, 2)), **numbers}
+        for p, of in kept.items()
+    }
+    state = fsdp.load_optimizer_state(fsdp.shard(weights, spec(preset), nadam()), full, steps=3)
+    wanted, _ = plainly(torch.optim.NAdam, by_label={"weight_decay": 0.0}, lr=0.05, weight_decay=0.1)
+    return same(fsdp.full_params(stepped(state, range(3, STEPS))), wanted)
+
+
+def test_what_torchs_own_has_kept_is_taken_over() -> None:
+    assert launch(taken_over, ("zero3",), nprocs=2) == [True] * 2
+
+
+# ---------------------------------------------------------------- others' classes
+
+
+class Counting(torch.optim.Optimizer):
+    """A third party's: a Python number, moments that are new tensors in each step, a copy of the weights."""
+
+    def __init__(self, params: Any, lr: float = 0.1, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(steps=0, scale=1.0, mean=torch.zeros_like(p))
+                    state["slow"] = p.clone()
+                state["steps"] += 1
+                state["scale"] *= 0.5
+                state["mean"] = group["beta"] * state["mean"] + (1 - group["beta"]) * p.grad
+                p.add_(state["mean"] / (1 - group["beta"] ** state["steps"]), alpha=-group["lr"])
+                state["slow"].lerp_(p, state["scale"])
+
+
+class ByNorm(torch.optim.SGD):
+    """Elementwise it is not: a step as long as the weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad * p.norm() / p.grad.norm())
+
+
+class ByAll(torch.optim.SGD):
+    """Nor this: the norm of all gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / norm)
+
+
+class InTheGroup(torch.optim.SGD):
+    """And this keeps a count beside the parameters' state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for p in group["params"]:
+                p.sub_(group["lr"] * p.grad / group["k"])
+
+
+def of_others(presets: tuple[str, ...]) -> list[bool]:
+    wanted, kept = plainly(Counting, beta=0.5)
+    found = []
+    for preset in presets:
+        state = stepped(fsdp.shard(tree(0), spec(preset), fsdp.from_torch(Counting, beta=0.5)), range(STEPS))
+        mine = fsdp.optimizer_state(state)["a.w"]
+        found += [same(fsdp.full_params(state), wanted), torch.equal(mine["slow"], kept["a.w"]["slow"])]
+        found += [int(mine["steps"]) == STEPS, float(mine["scale"]) == 0.5**STEPS]
+    return found
+
+
+def test_a_class_that_keeps_python_numbers_and_copies_of_the_weights() -> None:
+    assert launch(of_others, (("zero3", "zero1"),), nprocs=2) == [[True] * 8] * 2
+
+
+@pytest.mark.parametrize("cls", [ByNorm, ByAll, InTheGroup])
+def test_a_class_that_is_not_elementwise(cls: type) -> None:
+    text = rf"from_torch\({cls.__name__}\): .*{cls.__name__} cannot work on shards.*: three steps on pieces of a vector"
+    with pytest.raises(SpecError, match=text):
+        fsdp.from_torch(cls)
+
+
+def test_what_is_refused_with_its_reason() -> None:
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["history"] = [p.clone()]
+
+    class Rows(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["rows"] = p.new_zeros(3)
+
+    for cls, options, text in (
+        (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}, r"begins with the first gradient .*SGD\(dampening=\)"),
+        (torch.optim.Adam, {"lr": -1.0}, "it raised ValueError: Invalid learning rate: -1.0. Give options that"),
+        (torch.optim.Adam, {"betas": {"bias": (2.0, 0.9), "default": (0.9, 0.9)}}, "ValueError: Invalid beta"),
+        (torch.optim.Adam, {"momentum": 0.9}, "it raised TypeError: .*unexpected keyword argument 'momentum'"),
+        (Odd, {}, "it keeps a list as 'history', which is neither a tensor nor a number"),
+        (Rows, {}, r"it keeps \[3\] elements as 'rows' of a parameter of \[12\]"),
+    ):
+        with pytest.raises(SpecError, match=text):
+            fsdp.from_torch(cls, **options)
+    for wrong in (torch.optim.SGD([torch.zeros(1)]), dict, "Adam"):
+        with pytest.raises(SpecError, match=r"from_torch: expected a class as those of torch\.optim, got .*Give the"):
+            fsdp.from_torch(wrong)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"not torch's Adam\. Give its class: fsdp\.from_torch\(Adam, lr="):
+        fsdp.shard(tree(0), Spec(fsdp.local_mesh()), torch.optim.Adam)
+
+
+# ---------------------------------------------------------------- settings, skipped steps, graphs
+
+
+def test_options_by_label_and_a_rate_by_the_count() -> None:
+    one = Spec(fsdp.local_mesh(), labels=LABELS)
+    rates = {"bias": lambda count: 0.5 / (1 + count), "default": 0.01}
+    state = stepped(fsdp.shard(tree(0), one, fsdp.from_torch(torch.optim.SGD, lr=rates)), range(3))
+    wanted, _ = plainly(torch.optim.SGD, 3, lr=0.01)
+    found = fsdp.full_params(state)
+    assert same(
+        {n: p for n, p in found.items() if "bias" not in n}, {n: p for n, p in wanted.items() if "bias" not in n}
+    )
+    bias = tree(0)["a.bias"]
+    for step in range(3):
+        bias = bias - 0.5 / (1 + step) * tree(step + 1)["a.bias"]
+    torch.testing.assert_close(found["a.bias"], bias)
+    with pytest.raises(SpecError, match=r"from_torch\(SGD\)\(lr\): no leaf has the label 'nrom'"):
+        fsdp.shard(tree(0), one, fsdp.from_torch(torch.optim.SGD, lr={"nrom": 1.0, "default": 0.1}))
+    with pytest.raises(SpecError, match=r"lr=\{'bias': 1\.0\}: nothing for the label 'default'"):
+        fsdp.shard(tree(0), one, fsdp.from_torch(torch.optim.SGD, lr={"bias": 1.0}))
+
+
+def test_a_first_rate_is_the_one_that_state_begins_with() -> None:
+    """Rprop's steps begin as long as the rate."""
+    rprop = fsdp.from_torch(torch.optim.Rprop, lr=lambda count: 0.25 + count)
+    state = fsdp.shard(tree(0), Spec(fsdp.local_mesh()), rprop)
+    assert fsdp.optimizer_state(state)["a.bias"]["step_size"].tolist() == [0.25] * 130
+
+
+@pytest.mark.parametrize("name", ["NAdam", "SGD"])
+def test_a_skipped_step_changes_nothing(name: str) -> None:
+    found = []
+    for skips in ([False, False], [False, True, False]):
+        state = fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(CLASSES[name], lr=0.1))
+        taken = 0
+        for skip in skips:
+            grads = {n: torch.full_like(g, torch.nan) if skip else g for n, g in tree(taken + 1).items()}
+            state = fsdp.step(fsdp.reduce(state, grads), skip=torch.tensor(skip))
+            taken += not skip
+        found.append((fsdp.full_params(state), fsdp.optimizer_state(state)))
+    assert same(found[0][0], found[1][0])
+    assert all(same(of, found[1][1][path]) for path, of in found[0][1].items())
+
+
+def test_it_is_a_value() -> None:
+    import copy
+    import pickle
+
+    a, b = nadam(), nadam()
+    assert a == b
+    assert hash(a) == hash(b)
+    assert a != fsdp.from_torch(torch.optim.NAdam, lr=0.1)
+    assert pickle.loads(pickle.dumps(a)) == copy.deepcopy(a) == a
+    state = fsdp.abstract_state(tree(0), Spec({"data": 4}, labels=LABELS), a)
+    assert state.opt["exp_avg"]["a"].local.device.type == "meta"
+
+
+def compiled(preset: str, way: str) -> float:
+    wanted, _ = plainly(torch.optim.NAdam, 3, by_label={"weight_decay": 0.0}, lr=0.05, weight_decay=0.1)
+
+    def train_step(state: fsdp.State, grads: Tree) -> fsdp.State:
+        return fsdp.step(fsdp.reduce(state, grads))
+
+    torch._dynamo.reset()
+    step: Any = torch.compile(train_step, backend=way, fullgraph=True)
+    state = fsdp.shard(tree(0), spec(preset), nadam())
+    for i in range(3):
+        state = step(state, tree(i + 1))
+    found = fsdp.full_params(state)
+    return max(float((found[n] - p).abs().max()) for n, p in wanted.items() if p.numel())
+
+
+@pytest.mark.parametrize("way", ["eager", pytest.param("inductor", marks=pytest.mark.large)])
+def test_a_compiled_step_has_it_as_an_operator(way: str) -> None:
+    assert max(launch(compiled, ("zero3", way), nprocs=2)) < 1e-6
