@@ -32,6 +32,7 @@ from ._nn.module import bind, functionalize
 from ._nn.ties import tie
 from ._optim.adamw import adamw
 from ._optim.from_torch import from_torch
+from ._optim.muon import muon
 from ._optim.optimizer import Optimizer
 from ._optim.partition import partition
 from ._optim.sgd import sgd
@@ -124,6 +125,7 @@ __all__ = [
     "lower",
     "make_layout",
     "make_plan",
+    "muon",
     "newest",
     "optimizer_state",
     "partition",

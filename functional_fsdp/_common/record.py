@@ -6,7 +6,7 @@ layout + plan ──▶ Collectives ──▶ lanes (eager)    each a job, or a 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,11 +19,13 @@ class Collective(NamedTuple):
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "barrier".
         axis: of the mesh; "" for all its ranks.
-        numel: elements of its larger side.
+        numel: elements of its larger side, on the rank that has most.
         dtype: of what travels.
         op: of reductions: "mean", "sum" or "max"; else "".
         lane: whose communicator it goes by.
         bucket: what is moved; or, where it is no bucket, what it is for.
+        splits: of an all_to_all whose parts differ, the same object on every rank: `splits.at(coordinate)` gives the
+            elements that come from, and that go to, each rank along the axis.
     """
 
     kind: str
@@ -33,6 +35,7 @@ class Collective(NamedTuple):
     op: str
     lane: str
     bucket: str
+    splits: Any = None
 
     @property
     def nbytes(self) -> int:

@@ -30,13 +30,17 @@ def gloo(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Any) ->
 
     all_gather       `given` [n] -> `out` [ranks · n], in rank order; in place where `given` is the slice of `out`
     reduce_scatter   `given` [ranks · n] -> `out` [n]; `given` is scratch afterwards
-    all_to_all       `given` [ranks · n] -> `out` [ranks · n]: the n of each rank's that are this one's, by rank
+    all_to_all       `given` [ranks · n] -> `out` [ranks · n]: the n of each rank's that are this one's, by rank; with
+                     `splits` (elements that come, that go) as many as they say
     all_reduce       `out` [n], in place; of a bucket (not of a few numbers) n divides by the ranks
     barrier          all ranks are here
     """
     own, how = group.rank(), dict[str, Any](group=group, async_op=True)
     if hop.kind == "barrier":
         yield [partial(dist.all_reduce, torch.zeros(1), **how)]
+    elif hop.kind == "all_to_all" and hop.splits:
+        came, sent = ([n * hop.dtype.itemsize for n in some] for some in hop.splits)
+        yield [partial(dist.all_to_all_single, out.view(torch.uint8), given.view(torch.uint8), came, sent, **how)]
     elif hop.kind == "all_to_all":
         if out.numel():
             yield [partial(dist.all_to_all_single, out, given, **how)]

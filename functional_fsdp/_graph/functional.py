@@ -5,6 +5,8 @@ They name their group by a string and need no process group while they are trace
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from .._common.record import Collective
@@ -18,8 +20,13 @@ __all__ = ["finished", "run", "start", "through"]
 OPS = {"mean": "avg", "sum": "sum", "max": "max"}
 
 
-def start(graph_plan: GraphPlan, one: Collective, local: torch.Tensor) -> torch.Tensor:
-    """Issue one collective; its result must be waited for."""
+def start(
+    graph_plan: GraphPlan,
+    one: Collective,
+    local: torch.Tensor,
+    splits: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """Issue one collective; its result must be waited for. `splits`: what the record's are for this rank."""
     if graph := tracing_now():
         graph.issued.append(one)
     ops, ranks, group = functional_collectives, graph_plan.sizes[one.axis], graph_plan.group(one.lane, one.axis)
@@ -29,7 +36,8 @@ def start(graph_plan: GraphPlan, one: Collective, local: torch.Tensor) -> torch.
         return ops.reduce_scatter_tensor(local, OPS[one.op], ranks, group)
     if one.kind == "all_to_all":
         cuts = [local.numel() // ranks] * ranks
-        return ops.all_to_all_single(local, cuts, cuts, group)
+        came, sent = (cuts, cuts) if splits is None else splits
+        return ops.all_to_all_single(local, list(came), list(sent), group)
     return ops.all_reduce(local, OPS[one.op], group)
 
 
@@ -51,9 +59,14 @@ def finished(graph_plan: GraphPlan, step: Step, local: torch.Tensor) -> torch.Te
     return total
 
 
-def run(graph_plan: GraphPlan, one: Collective, local: torch.Tensor) -> torch.Tensor:
+def run(
+    graph_plan: GraphPlan,
+    one: Collective,
+    local: torch.Tensor,
+    splits: tuple[Sequence[int], Sequence[int]] | None = None,
+) -> torch.Tensor:
     """One collective, and its result."""
-    done: torch.Tensor = functional_collectives.wait_tensor(start(graph_plan, one, local))
+    done: torch.Tensor = functional_collectives.wait_tensor(start(graph_plan, one, local, splits))
     return done
 
 

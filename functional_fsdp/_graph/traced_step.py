@@ -4,6 +4,7 @@ and other changes in place, of gradients and of weights (`_verbs.change`)."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +12,11 @@ import torch
 from .._common.errors import TreeError
 from .._common.torch_names import pytree
 from .._common.tracing import refuse
-from .._optim.optimizer import check
+from .._optim.optimizer import Sender, check
 from .._runtime.given import ALL, Lacking
 from .._state.graph_plan import GraphPlan
 from .._state.update import counting, keep, may_step, put_back, update
-from .functional import through
+from .functional import run, through
 from .trace import base_of, given_in, graph_plan_of, then, trace_of
 from .traced import finish_reductions
 
@@ -39,7 +40,8 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     main, opt = {name: state.main[name] for name in state.layout.trainable}, counting(state, lacking)
     state = state._evolve(opt=opt)
     before = keep(state, lacking.given)
-    new_main, new_opt = update(state, state.grads, main, skip, lacking.given)
+    sender = Sender(tuple(graph_plan.coordinate.items()), partial(run, graph_plan))
+    new_main, new_opt = update(state, state.grads, main, skip, lacking.given, sender)
     check(main, new_main, "main")
     check(opt, new_opt, "opt")
     _write((main, opt), (new_main, new_opt))

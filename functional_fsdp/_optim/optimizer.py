@@ -14,17 +14,18 @@ A leaf that got no gradient on any rank keeps its weights, and what the optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .._common.errors import SpecError, TreeError
+from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer
 
-__all__ = ["Optimizer", "Tree", "as_optimizer", "check", "check_labels"]
+__all__ = ["Optimizer", "Sender", "Tree", "as_optimizer", "check", "check_labels"]
 
 Tree = dict[str, FlatBuffer]
 
@@ -47,6 +48,11 @@ class Optimizer(NamedTuple):
     zero where there were none (int64 [leaves], as `AdamState.missed`). `step` calls it before `update_some`, `load` to
     fit a template to a checkpoint.
 
+    `communicates = True` says that each of its updates takes one more argument, a `Sender`, by which ranks exchange
+    what they have of the buckets: every rank calls it for the same buckets. `fill` may say how many bytes of main
+    weights one call should have at least, where there are several. `placed(opt)`, if there is one, gives the same state
+    for the buckets that its FlatBuffers have now: `redistribute` calls it.
+
     As one of several (`partition`), an optimizer gets the buckets that have leaves of its labels, and of those these
     leaves only: `buffer.bucket.leaves`, `by_label`, `by_leaf` and `extend.leaf_shards` know no others. `buffer.local`
     is the whole bucket's still, with other leaves between. `named_labels()`, if there is one, gives `(setting, labels)`
@@ -59,6 +65,17 @@ class Optimizer(NamedTuple):
 
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any, torch.Tensor], tuple[Any, Any]]
+
+
+class Sender(NamedTuple):
+    """What an optimizer that says `communicates = True` gets as the last argument of its updates.
+
+    coordinate: this rank's place on each axis of the mesh. send: carries out a collective: of this tensor, for splits
+    (elements that come, and that go, by rank along the axis); compute waits for it.
+    """
+
+    coordinate: tuple[tuple[str, int], ...]
+    send: Callable[[Collective, torch.Tensor, tuple[Sequence[int], Sequence[int]]], torch.Tensor]
 
 
 def as_optimizer(value: Any) -> Any:

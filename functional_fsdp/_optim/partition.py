@@ -18,7 +18,7 @@ from .._common.errors import SpecError
 from .._common.torch_names import pytree
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
-from .optimizer import Tree, as_optimizer, check
+from .optimizer import Sender, Tree, as_optimizer, check
 
 __all__ = ["Partition", "partition"]
 
@@ -37,6 +37,14 @@ class Partition:
     @property
     def by_bucket(self) -> bool:
         return all(getattr(member, "by_bucket", False) for member in self.members.values())
+
+    @property
+    def communicates(self) -> bool:
+        return any(getattr(member, "communicates", False) for member in self.members.values())
+
+    @property
+    def fill(self) -> int:
+        return max(getattr(member, "fill", 1 << 25) for member in self.members.values())
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         yield "partition", [*self.members]
@@ -75,6 +83,9 @@ class Partition:
     def init(self, main: Tree) -> Opts:
         return {name: member.init(self._own(name, main)) for name, member in self.members.items()}
 
+    def placed(self, opt: Opts) -> Opts:
+        return {name: m.placed(opt[name]) if hasattr(m, "placed") else opt[name] for name, m in self.members.items()}
+
     def counted(self, opt: Opts) -> tuple[str, ...]:
         found = [m.counted(opt[name]) for name, m in self.members.items() if hasattr(m, "counted")]
         return tuple(dict.fromkeys([bucket for some in found for bucket in some]))
@@ -88,37 +99,40 @@ class Partition:
             for name, member in self.members.items()
         }
 
-    def update(self, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor) -> tuple[Tree, Opts]:
-        return self.update_some({}, None, grads, opt, main, count)
+    def update(self, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor, *sender: Sender) -> tuple[Tree, Opts]:
+        return self.update_some({}, None, grads, opt, main, count, *sender)
 
     def update_unless(
-        self, skip: torch.Tensor | None, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor
+        self, skip: torch.Tensor | None, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor, *sender: Sender
     ) -> tuple[Tree, Opts]:
-        return self.update_some({}, skip, grads, opt, main, count)
+        return self.update_some({}, skip, grads, opt, main, count, *sender)
 
     def update_some(
-        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor
-    ) -> tuple[Tree, Opts]:
+        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor,
+        *sender: Sender,
+    ) -> tuple[Tree, Opts]:  # fmt: skip
         """Weights in place, whatever a member does; what members keep as they return it."""
         new = {}
         for name, member in self.members.items():
             mine = self._own(name, main)
             some, wanted = self._given(name, given, main), opt[name]
-            new[name] = _update(member, some, skip, self._own(name, grads), wanted, mine, count) if mine else wanted
+            to = sender if getattr(member, "communicates", False) else ()
+            args = (some, skip, self._own(name, grads), wanted, mine, count, *to)
+            new[name] = _update(member, *args) if mine else wanted
         return main, opt if all(new[name] is opt[name] for name in new) else new
 
 
 def _update(
-    member: Any, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Any, main: Tree, count: torch.Tensor
+    member: Any, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Any, main: Tree, *rest: Any
 ) -> Any:
     """One member's update, of its leaves that got a gradient. Returns what it keeps."""
     if hasattr(member, "update_some"):
-        new, after = member.update_some(given, skip, grads, opt, main, count)
+        new, after = member.update_some(given, skip, grads, opt, main, *rest)
     else:  # it may write to all of a tensor: where it shall not, it gets another
         apart = {n: b.bucket.among or n in given or skip is not None for n, b in main.items()}
         trial = {n: b.but(b.local.clone()) if apart[n] else b for n, b in main.items()}
         before = pytree.tree_map_only(torch.Tensor, torch.clone, opt) if given or skip is not None else opt
-        new, after = member.update(grads, opt, trial, count)
+        new, after = member.update(grads, opt, trial, *rest)
         check(opt, after, "opt")
         if before is not opt:
             after = _kept(given, skip, before, after)

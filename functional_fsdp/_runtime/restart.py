@@ -201,7 +201,9 @@ def _scratch(run: Any, chain: list[Collective]) -> Steps:
     for hop in chain:
         device = torch.device("cpu") if hop.lane == "control" else run.device
         whole = torch.zeros(hop.numel, dtype=hop.dtype, device=device)
-        if hop.kind in ("all_reduce", "barrier"):
+        if hop.splits is not None:
+            whole, part = (whole.new_zeros(sum(some)) for some in hop.splits.at(run.coordinate))
+        elif hop.kind in ("all_reduce", "barrier"):
             part = whole
         else:
             part = whole.new_zeros(hop.numel // (1 if hop.kind == "all_to_all" else run.sizes.get(hop.axis, run.size)))

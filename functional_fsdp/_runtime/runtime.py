@@ -159,6 +159,8 @@ class Runtime(Agreement):
             if out.data_ptr() != given.data_ptr():
                 out.copy_(given)
             return iter(())
+        if hop.splits is not None:
+            hop = hop._replace(splits=hop.splits.at(self.coordinate))
         if hop.lane != "control":
             return self.lanes.collective(hop, out, given, self.groups[hop.lane, hop.axis])
         if hop.kind == "all_reduce" and hop.dtype is torch.int64 and self.host_vote is not None:

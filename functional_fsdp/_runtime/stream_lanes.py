@@ -200,7 +200,8 @@ class StreamLanes(HostLanes):
         elif hop.kind == "reduce_scatter":
             reduce_scatter_single(out, given, op=OPS[hop.op], group=group)
         elif hop.kind == "all_to_all":
-            dist.all_to_all_single(out, given, group=group)
+            came, sent = map(list, hop.splits or ((), ()))
+            dist.all_to_all_single(out, given, came, sent, group=group)
         else:
             dist.all_reduce(out, op=OPS[hop.op], group=group)
         yield from ()

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._common.errors import ScheduleError, TreeError
+from .._common.record import Collective
 from .._common.torch_names import foreach_copy_, pytree
 from .._distributed.lanes import Mark, Steps
+from .._optim.optimizer import Sender
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._storage.flat import FlatBuffer
 
@@ -134,6 +136,7 @@ def apply_optimizer(
     """The update of all, eagerly: on GPUs in parts, as gradients come, if the optimizer is one for parts. A stream
     waits, the host does not. Compute has waited for all of it at the end."""
     executor, optimizer = state._executor, state.optimizer
+    together = getattr(optimizer, "communicates", False)
     in_parts = getattr(optimizer, "by_bucket", False) and (skip is None or hasattr(optimizer, "update_unless"))
     if executor.run.lanes.waits_on_host or not in_parts:
         executor.settle()
@@ -142,6 +145,8 @@ def apply_optimizer(
     if state.spec.schedule.overlap_update and skip is None:
         left = _beside(state, main, given)
     late = executor.staging.late()
+    if together:
+        late = None  # who communicates does so once
     early = {name: buffer for name, buffer in left.items() if late is not None and name not in late}
     if early:  # while the others are on their way
         executor.run.lanes.wait(executor.newest)  # a gather may be reading weights still
@@ -170,7 +175,7 @@ def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) 
     alone = (name for name in staging.reduced if main[name].sharded() and name not in given)  # else compute reads it
     sizes = {name: main[name].local.nbytes for name in alone}
     try:
-        for some in portions(sizes, FILL):
+        for some in portions(sizes, getattr(state.optimizer, "fill", FILL)):
             job = _portion(state, {name: main[name] for name in some}, [staging.reduced[name] for name in some])
             staging.marks["update"] = lanes.update(job)
     except BaseException:  # what it has begun writes to the state, which may be let go now
@@ -204,25 +209,44 @@ def portions(sizes: Mapping[str, int], fill: int) -> list[list[str]]:
 
 
 def update(
-    state: State, reduced: Any, main: Any, skip: torch.Tensor | None, given: Leaves = NOTHING
+    state: State,
+    reduced: Any,
+    main: Any,
+    skip: torch.Tensor | None,
+    given: Leaves = NOTHING,
+    sender: Sender | None = None,
 ) -> tuple[Any, Any]:
     """The optimizer's update of these main weights; with `skip`, of which only what the tensor says is there after.
-    Leaves without a gradient are left out if the optimizer can."""
+    Leaves without a gradient are left out if the optimizer can. `sender`: what it communicates by, if not the lanes."""
     optimizer, opt = state.optimizer, state.opt
     grads = {name: _cast(reduced[name], buffer.local.dtype) for name, buffer in main.items()}
+    args: tuple[Any, ...] = (grads, opt, main, state.count)
+    if getattr(optimizer, "communicates", False):
+        args = (*args, _by_lanes(state) if sender is None else sender)
     if given and hasattr(optimizer, "update_some"):
-        return optimizer.update_some(given, skip, grads, opt, main, state.count)
+        return optimizer.update_some(given, skip, *args)
     if skip is None:
-        return optimizer.update(grads, opt, main, state.count)
+        return optimizer.update(*args)
     if hasattr(optimizer, "update_unless"):
-        return optimizer.update_unless(skip, grads, opt, main, state.count)
+        return optimizer.update_unless(skip, *args)
     before = pytree.tree_map_only(torch.Tensor, torch.clone, (main, opt))
-    after = optimizer.update(grads, opt, main, state.count)
+    after = optimizer.update(*args)
 
     def choose(old: Any, new: Any) -> Any:
         return torch.where(skip, old, new) if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) else new
 
     return pytree.tree_map(choose, before, after)
+
+
+def _by_lanes(state: State) -> Sender:
+    run = state._executor.run
+
+    def send(one: Collective, given: torch.Tensor, splits: tuple[Sequence[int], Sequence[int]]) -> torch.Tensor:
+        out = given.new_empty(sum(splits[0]))
+        run.now(one, out, given)
+        return out
+
+    return Sender(tuple(run.coordinate.items()), send)
 
 
 def _cast(buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:

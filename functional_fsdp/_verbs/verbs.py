@@ -328,6 +328,8 @@ def _take(
                 f"step() number {lineage.steps + 1} was stopped by {type(error).__name__} while it was updating the "
                 f"weights, so this State is half updated. Load the last checkpoint."
             )
+            if getattr(state.optimizer, "communicates", False):  # peers wait for what will not come
+                lineage.runtime.lose(f"{lineage.broken} It said: {error}")
         raise
     arrive(lineage.others_begun())
     return new

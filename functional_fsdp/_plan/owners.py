@@ -1,0 +1,310 @@
+"""Owners: which rank computes with which whole matrix, and how shards travel there and back. Pure.
+
+    shards, cut wherever bytes fall        whole matrices, one owner each
+    rank 0  [ w0 w0 w0 w1 ]    ──▶         rank 0  w1  w2
+    rank 1  [ w1 w1 w2 w2 ]    all-to-all  rank 1  w0
+                               ◀──
+
+Owners are balanced by floating-point operations: the largest matrix goes first, each to the rank that has least so far
+(Graham 1969, "Bounds on multiprocessing timing anomalies"), and among several to that with least of the same bucket.
+On two axes that shard there is a hop along each: first to the owner's place on the outer one.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+from .._common.tree import table
+from .layout import Bucket, Leaf
+
+__all__ = ["Given", "Hop", "Moves", "Owned", "Owners", "Part", "Pattern", "Slices", "Splits", "find_owners"]
+
+Slices = tuple[tuple[int, int], ...]  # elements [start, stop)
+Pattern = tuple[str, tuple[tuple[str, int], ...]]  # einops', and sizes of its axes
+Given = tuple[tuple[str, tuple[bool, ...]], ...]  # of buckets in which leaves got no gradient: which leaves got one
+
+
+class Part(NamedTuple):
+    """What is owned as a whole: a matrix, or a leaf whose matrices do not lie apart.
+
+    shape: of what is owned. pattern: how to get [..., rows, columns] from it; None: it is a matrix. start: where it
+    begins in the leaf, in elements. matrix: (rows, columns). flops: what it costs.
+    """
+
+    shape: tuple[int, ...]
+    pattern: Pattern | None
+    start: int
+    matrix: tuple[int, int]
+    flops: int
+
+
+class Owned(NamedTuple):
+    """A part of a leaf and its owner, by number among the ranks that shard the bucket. start: where the part begins in
+    the bucket, in elements. leaf: which of the bucket's leaves."""
+
+    bucket: str
+    leaf: int
+    path: str
+    label: str
+    start: int
+    part: Part
+    owner: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + prod(self.part.shape)
+
+
+@dataclass(frozen=True, repr=False)
+class Splits:
+    """What an all-to-all of matrices takes on each rank: see `Collective.splits`."""
+
+    owners: Owners
+    names: tuple[str, ...]
+    given: Given
+    hop: int
+    back: bool
+
+    def __repr__(self) -> str:
+        return f"Splits({self.owners.digest}, {self.names}, {self.given}, {self.hop}, {self.back})"
+
+    def at(self, coordinate: Mapping[str, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(elements that come, elements that go) by rank along the axis, for the rank there."""
+        hop = self.owners.moves(self.names, self.given, tuple(coordinate.items())).hops[self.hop]
+        return (hop.sent, hop.came) if self.back else (hop.came, hop.sent)
+
+
+class Hop(NamedTuple):
+    """One all-to-all.
+
+    order: slices of what a rank holds, in the order in which it sends them. undone: slices of what it sends, in the
+    order in which it held them. sent, came: elements to and from each rank along the axis. most: of the larger side, on
+    any rank. there, back: what its records have.
+    """
+
+    axis: str
+    order: Slices
+    undone: Slices
+    sent: tuple[int, ...]
+    came: tuple[int, ...]
+    most: int
+    there: Splits
+    back: Splits
+
+
+class Moves(NamedTuple):
+    """What a rank does with the matrices of some buckets.
+
+    runs: (bucket, start, stop, label, (rows, columns)) of its shards, in elements of its local buffer. hops: there;
+    back they are the other way round. stacks: (shape, pattern, (slices of what came of each, in order)), of matrices
+    that are computed with together. held: the slices of the stacks, one after the other, in the order in which they
+    came. some: whether there is anything to do, on any rank.
+    """
+
+    runs: tuple[tuple[str, int, int, str, tuple[int, int]], ...]
+    hops: tuple[Hop, ...]
+    stacks: tuple[tuple[tuple[int, ...], Pattern | None, Slices], ...]
+    held: Slices
+    some: bool
+
+
+@dataclass(frozen=True, repr=False)
+class Owners:
+    """Who owns what, of all buckets that are cut along the same axes. Printing it gives a table.
+
+    Attributes:
+        axes: (axis, ranks) of those that shard, the outer one first; without any each rank has everything.
+        owned: in the order of the buckets.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    buckets: tuple[Bucket, ...]
+    owned: tuple[Owned, ...]
+
+    def __hash__(self) -> int:
+        return hash((self.axes, len(self.owned)))
+
+    @property
+    def ranks(self) -> int:
+        return prod(n for _, n in self.axes)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything that decides who has what (8 hex digits)."""
+        return f"{zlib.crc32(repr((self.axes, self.owned)).encode()):08x}"
+
+    def loads(self) -> list[int]:
+        """Floating-point operations of each rank."""
+        found = [0] * self.ranks
+        for one in self.owned:
+            found[one.owner] += one.part.flops
+        return found
+
+    def __repr__(self) -> str:
+        loads = self.loads()
+        even = sum(loads) / len(loads) or 1
+        rows = []
+        for rank, load in enumerate(loads):
+            mine = [one for one in self.owned if one.owner == rank]
+            elements = sum(prod(one.part.shape) for one in mine)
+            rows.append((rank, len(mine), f"{elements:,}", f"{load:.3g}", f"{load / even:.3f}"))
+        axes = " × ".join(f"{axis} {n}" for axis, n in self.axes) or "no axis"
+        head = f"owners of {len(self.owned)} matrices along {axes}\n"
+        return head + table(("rank", "matrices", "elements", "operations", "of the mean"), rows)
+
+    def moves(self, names: tuple[str, ...], given: Given, here: tuple[tuple[str, int], ...]) -> Moves:
+        """What the rank at `here` does with the matrices of these buckets, of leaves that got a gradient."""
+        return _moves(self, names, given, here)
+
+    moves._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result's mark
+
+    def plan(self, names: tuple[str, ...], given: Given, here: tuple[tuple[str, int], ...]) -> Moves:
+        """The same, worked out anew."""
+        some, chosen, at = dict(given), set(names), dict(here)
+        which = [i for i, one in enumerate(self.owned) if one.bucket in chosen and some.get(one.bucket, _ALL)[one.leaf]]
+        me = 0
+        for axis, n in self.axes:
+            me = me * n + at[axis]
+        held = [self._runs(rank, which) for rank in range(self.ranks)]
+        runs = held[me]
+        hops = []
+        for k, (axis, _) in enumerate(self.axes):
+            splits = [Splits(self, names, given, k, back) for back in (False, True)]
+            (order, sent, came, most), held = self._hop(k, held, me)
+            hops.append(Hop(axis, order, _undone(order), sent, came, most, *splits))
+        stacks, back = self._stacks(held[me])
+        sizes = {bucket.name: bucket.numel // self.ranks for bucket in self.buckets}
+        local = tuple(
+            (one.bucket, a - me * sizes[one.bucket], b - me * sizes[one.bucket], one.label, one.part.matrix)
+            for i, a, b in runs
+            for one in (self.owned[i],)
+        )
+        return Moves(local, tuple(hops), stacks, back, bool(which))
+
+    def _runs(self, rank: int, which: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(which of `owned`, start, stop) of what a rank has, in elements of the bucket."""
+        sizes = {bucket.name: bucket.numel // self.ranks for bucket in self.buckets}
+        found = []
+        for i in which:
+            one = self.owned[i]
+            size = sizes[one.bucket]
+            a, b = max(one.start, rank * size), min(one.stop, (rank + 1) * size)
+            if a < b:
+                found.append((i, a, b))
+        return found
+
+    def _place(self, rank: int, k: int) -> int:
+        """A rank's place on the k-th axis."""
+        return rank // prod(n for _, n in self.axes[k + 1 :]) % self.axes[k][1]
+
+    def _hop(
+        self, k: int, held: list[list[tuple[int, int, int]]], me: int
+    ) -> tuple[tuple[Slices, tuple[int, ...], tuple[int, ...], int], list[list[tuple[int, int, int]]]]:
+        """One hop of this rank (order, sent, came, most), and what every rank holds after it."""
+        n, stride = self.axes[k][1], prod(n for _, n in self.axes[k + 1 :])
+        order = [sorted(range(len(some)), key=lambda j: self._place(self.owned[some[j][0]].owner, k)) for some in held]
+        parts: list[list[list[tuple[int, int, int]]]] = []  # by rank, and by place on the axis
+        for some, chosen in zip(held, order, strict=True):
+            to: list[list[tuple[int, int, int]]] = [[] for _ in range(n)]
+            for j in chosen:
+                to[self._place(self.owned[some[j][0]].owner, k)].append(some[j])
+            parts.append(to)
+        after = []
+        sent, came = [], []
+        for rank in range(self.ranks):
+            place = self._place(rank, k)
+            row = [rank + (s - place) * stride for s in range(n)]
+            after.append([piece for s in row for piece in parts[s][place]])
+            sent.append(tuple(sum(b - a for _, a, b in to) for to in parts[rank]))
+            came.append(tuple(sum(b - a for _, a, b in parts[s][place]) for s in row))
+        slices = _slices(held[me])
+        most = max(max(sum(s), sum(c)) for s, c in zip(sent, came, strict=True))
+        return (tuple(slices[j] for j in order[me]), sent[me], came[me], most), after
+
+    def _stacks(
+        self, held: list[tuple[int, int, int]]
+    ) -> tuple[tuple[tuple[tuple[int, ...], Pattern | None, Slices], ...], Slices]:
+        slices = _slices(held)
+        of: dict[int, list[int]] = {}
+        for j, (i, _, _) in enumerate(held):
+            of.setdefault(i, []).append(j)
+        kinds: dict[tuple[tuple[int, ...], Pattern | None], list[int]] = {}
+        for i in sorted(of):
+            kinds.setdefault(self.owned[i].part[:2], []).append(i)
+        stacks, order = [], []
+        for (shape, pattern), members in kinds.items():
+            chosen = [j for i in members for j in sorted(of[i], key=lambda j: held[j][1])]
+            stacks.append((shape, pattern, tuple(slices[j] for j in chosen)))
+            order += chosen
+        ends = [*accumulate(held[j][2] - held[j][1] for j in order)]
+        lies = {j: (end - (held[j][2] - held[j][1]), end) for j, end in zip(order, ends, strict=True)}
+        return tuple(stacks), tuple(lies[j] for j in range(len(held)))
+
+
+@lru_cache(maxsize=4096)
+def _moves(owners: Owners, names: tuple[str, ...], given: Given, here: tuple[tuple[str, int], ...]) -> Moves:
+    return owners.plan(names, given, here)
+
+
+class _All:
+    """Every leaf."""
+
+    def __getitem__(self, _: int) -> bool:
+        return True
+
+
+_ALL: Any = _All()
+
+
+def _undone(order: Slices) -> Slices:
+    """Where each slice lies once they stand in this order, by where it lay before."""
+    ends = [*accumulate(b - a for a, b in order)]
+    lies = {one: (end - (one[1] - one[0]), end) for one, end in zip(order, ends, strict=True)}
+    return tuple(lies[one] for one in sorted(order))
+
+
+def _slices(held: Sequence[tuple[int, int, int]]) -> Slices:
+    """Where each piece lies, one after the other."""
+    ends = [*accumulate(b - a for _, a, b in held)]
+    return tuple((end - (b - a), end) for (_, a, b), end in zip(held, ends, strict=True))
+
+
+def find_owners(buckets: Sequence[Bucket], cut: Callable[[Leaf], Iterable[Part]]) -> tuple[Owners, ...]:
+    """Owners for the leaves of these buckets, for each set of axes along which some of them are cut.
+
+    Args:
+        cut: what is owned of a leaf as a whole.
+    """
+    groups: dict[tuple[tuple[str, int], ...], list[Bucket]] = {}
+    for bucket in buckets:
+        sharding = [axis for axis in bucket.placement.order if axis in bucket.placement.main]
+        axes = tuple((axis, bucket.ranks[axis]) for axis in sharding if bucket.ranks[axis] > 1)
+        groups.setdefault(axes, []).append(bucket)
+    found = []
+    for axes, some in groups.items():
+        owned = [
+            Owned(bucket.name, i, leaf.path, leaf.label, leaf.offset + one.start, one)
+            for bucket in some
+            for i, leaf in enumerate(bucket.leaves)
+            for one in cut(leaf)
+        ]
+        found.append(Owners(axes, tuple(some), _balanced(owned, prod(n for _, n in axes))))
+    return tuple(found)
+
+
+def _balanced(owned: Sequence[Owned], ranks: int) -> tuple[Owned, ...]:
+    load, of_bucket = [0] * ranks, dict[tuple[str, int], int]()
+    owner: dict[int, int] = {}
+    for i in sorted(range(len(owned)), key=lambda i: -owned[i].part.flops):
+        one = owned[i]
+        rank = min(range(ranks), key=lambda r: (load[r], of_bucket.get((one.bucket, r), 0), r))
+        owner[i] = rank
+        load[rank] += one.part.flops
+        of_bucket[one.bucket, rank] = of_bucket.get((one.bucket, rank), 0) + one.part.flops
+    return tuple(one._replace(owner=owner[i]) for i, one in enumerate(owned))
