@@ -180,8 +180,11 @@ def test_a_skipped_step_changes_nothing(kinds: tuple[str, str]) -> None:
 
 
 def compiled(kinds: tuple[str, str], way: str) -> float:
+    def train_step(state: fsdp.State, grads: Tree) -> fsdp.State:
+        return fsdp.step(fsdp.reduce(state, grads))
+
     torch._dynamo.reset()
-    step: Any = torch.compile(lambda state, grads: fsdp.step(fsdp.reduce(state, grads)), backend=way, fullgraph=True)
+    step: Any = torch.compile(train_step, backend=way, fullgraph=True)
     state = fsdp.shard(tree(0), spec("zero3"), several(kinds))
     for i in range(2):
         state = step(state, tree(i + 1))
