@@ -12,7 +12,8 @@ from support.presets import PRESETS
 from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
-from functional_fsdp import Spec, SpecError, launch
+from functional_fsdp import ScheduleError, Spec, SpecError, launch
+from functional_fsdp._optim import from_torch, probe
 
 Tree = dict[str, torch.Tensor]
 SHAPES = {"a.w": (9, 40), "a.bias": (130,), "a.empty": (0, 2), "b.w": (4, 4), "b.bias": (1,), "norm": (9,), "scale": ()}
@@ -246,6 +247,42 @@ def of_others(presets: tuple[str, ...]) -> list[bool]:
 
 def test_a_class_that_keeps_python_numbers_and_copies_of_the_weights() -> None:
     assert launch(of_others, (("zero3", "zero1"),), nprocs=2) == [[True] * 8] * 2
+
+
+class AdamOnGPUs(Counting):
+    """Its Python numbers are beside a GPU here, for all that the package knows."""
+
+
+def test_numbers_on_the_host_are_staged_and_no_graph_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "lies_on_host", lambda tensor: False)
+    optimizer = fsdp.from_torch(AdamOnGPUs, lr={"bias": lambda count: 0.1, "default": 0.1})
+    state = stepped(fsdp.shard(tree(0), spec("zero3"), optimizer), range(3))
+    wanted, _ = plainly(Counting, 3)
+    assert same(fsdp.full_params(state), wanted)
+    assert all(known.staged for known in optimizer.seen.values())
+    monkeypatch.setattr(from_torch, "being_captured", lambda device: True)
+    text = r"from_torch\(AdamOnGPUs\): the class needs 'steps', 'scale' on the host in each step, which a CUDA graph"
+    with pytest.raises(ScheduleError, match=text):
+        stepped(state, range(3, 4))
+
+
+class ByNumber(torch.optim.SGD):
+    """Takes its rate as a number only."""
+
+    def __init__(self, params: Any, lr: Any = 0.1) -> None:
+        if isinstance(lr, torch.Tensor):
+            raise TypeError("a number")
+        super().__init__(params, lr=lr)
+
+
+def test_a_rate_that_changes_comes_as_a_number_where_a_tensor_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = fsdp.from_torch(ByNumber, lr=lambda count: 0.1 + 0 * count)
+    assert [known.rates for known in optimizer.seen.values()] == [False]
+    state = stepped(fsdp.shard(tree(0), spec("zero3"), optimizer), range(2))
+    assert same(fsdp.full_params(state), plainly(torch.optim.SGD, 2, lr=0.1)[0])
+    monkeypatch.setattr(from_torch, "being_captured", lambda device: True)
+    with pytest.raises(ScheduleError, match="the class needs a learning rate that changes on the host in each step"):
+        stepped(state, range(2, 3))
 
 
 @pytest.mark.parametrize("cls", [ByNorm, ByAll, InTheGroup])
