@@ -114,7 +114,9 @@ def read(form: str, folder: str) -> bool:
     return same(fsdp.full_params(stepped(state, range(3, STEPS))), plainly())
 
 
-@pytest.mark.parametrize("form", ["list", "tuple", "dict", "sorted"])
+@pytest.mark.parametrize(
+    "form", ["list", "sorted", *(pytest.param(x, marks=pytest.mark.large) for x in ("tuple", "dict"))]
+)
 def test_state_in_lists_goes_on_to_the_same_bits_in_any_world(form: str, tmp_path: Path) -> None:
     assert launch(saved, (form, str(tmp_path)), nprocs=2) == [[True] * 4] * 2
     assert launch(read, (form, str(tmp_path)), nprocs=4) == [True] * 4
@@ -143,6 +145,7 @@ def compiled(form: str) -> bool:
     return same(fsdp.full_params(state), plainly())
 
 
+@pytest.mark.large
 def test_a_compiled_step_does_the_same() -> None:
     assert launch(compiled, ("list",), nprocs=2) == [True] * 2
 
