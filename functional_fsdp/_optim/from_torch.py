@@ -37,6 +37,7 @@ Tensors = list[torch.Tensor]
 HOST = torch.device("cpu")
 NUMBER = counter()
 LIVE: WeakValueDictionary[int, FromTorch] = WeakValueDictionary()  # by what a graph calls them
+IN_GRAPHS: dict[int, FromTorch] = {}  # those that a graph has: it may be used for a State whose optimizer is equal
 
 
 @dataclass(frozen=True)
@@ -247,8 +248,9 @@ def torch_optimizer(
 
 
 @torch_optimizer.register_fake
-def _(*args: Any) -> None:
-    return None
+def _(number: int, *args: Any) -> None:
+    """Runs where a graph is made."""
+    IN_GRAPHS[number] = LIVE[number]
 
 
 def from_torch(cls: type, **options: Any) -> FromTorch:
