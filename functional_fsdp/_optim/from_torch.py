@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count as counter
 from typing import Any
 from weakref import WeakValueDictionary
@@ -23,6 +23,7 @@ import torch
 from .._common.device import being_captured, lies_on_host
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.tracing import traced_as
+from .._plan.bucket import Bucket
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer, leaf_shards, no_counts
 from .numbers import at, by_label, check_settings
@@ -36,6 +37,7 @@ Tensors = list[torch.Tensor]
 HOST = torch.device("cpu")
 NUMBER = counter()
 LIVE: WeakValueDictionary[int, FromTorch] = WeakValueDictionary()  # by what a graph calls them
+IN_GRAPHS: dict[int, FromTorch] = {}  # those that a graph has: it may be used for a State whose optimizer is equal
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class FromTorch:
     @property
     def by_bucket(self) -> bool:
         """Not where numbers cross to the host, which would wait for each part."""
-        return not any(known.staged or not known.rates for known in self.seen.values())
+        there = [known for (_, kind), known in self.seen.items() if kind != HOST.type]
+        return not any(known.staged or not known.rates for known in there)
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         for name, value in self.options.items():
@@ -137,73 +140,86 @@ class FromTorch:
                     for tensors, column in zip(lists, views, strict=True):
                         tensors.append(column[i])
         for (label, names), (params, gradients, *kept) in calls.items():
-            lr = at("lr", self.options.get("lr", 0.0), label, count)
-            rates = [lr] if isinstance(lr, torch.Tensor) else []
-            if not rates and callable(by_label("lr", self.options.get("lr"), label)):
-                rates = [torch.full_like(count, lr, dtype=torch.float64)]
+            lr = by_label("lr", self.options.get("lr"), label)
+            rates = [at("lr", lr, label, count)] if callable(lr) or isinstance(lr, torch.Tensor) else []
             self._step(label, ",".join(names), rates, params, gradients, [t for one in kept for t in one], skip)
         return main, opt
 
     def _as_one(
-        self, label: str, names: str, rates: Tensors, params: Tensors, grads: Tensors, kept: Tensors, skip: Any
+        self, label: str, names: str, rates: list[Any], params: Tensors, grads: Tensors, kept: Tensors, skip: Any
     ) -> None:
         """One operator in a graph: the class runs in it as it does eagerly."""
-        torch_optimizer(self.number, label, names, rates, params, grads, kept, skip)
+        tensors = [r if isinstance(r, torch.Tensor) else torch.full((), r, dtype=torch.float64) for r in rates]
+        torch_optimizer(self.number, label, names, tensors, params, grads, kept, skip)
 
     @traced_as(_as_one)
     def _step(
-        self, label: str, names: str, rates: Tensors, params: Tensors, grads: Tensors, kept: Tensors, skip: Any
+        self, label: str, names: str, rates: list[Any], params: Tensors, grads: Tensors, kept: Tensors, skip: Any
     ) -> None:
         known = self.known(label, params[0].device)
         options = dict(known.options)
         host = known.staged or not (known.rates and options.get("capturable", True))
         if being_captured(params[0].device) and (known.staged or (rates and host)):
-            what = "a learning rate that changes" if not known.staged else ", ".join(
-                repr(name) for name, one in known.kept.items() if one.host
-            )  # fmt: skip
+            hosted = [repr(name) for name, one in known.kept.items() if one.host]
+            what = ", ".join(hosted) or "a learning rate that changes"
             raise ScheduleError(
                 f"{name_of(self.cls)}: the class needs {what} on the host in each step, which a CUDA graph cannot "
                 "give it. Use a class that takes capturable=True, as torch.optim.Adam, or leave T.cuda_graph out."
             )
-        if rates:
-            options["lr"] = float(rates[0]) if host or lies_on_host(rates[0]) else rates[0]
-        if lacks := [name for name in known.kept if name not in names.split(",")]:
+        for rate in rates:
+            number = not isinstance(rate, torch.Tensor) or host or lies_on_host(rate)
+            options["lr"] = float(rate) if number else rate
+        n, had = len(params), names.split(",")
+        if lacks := [name for name in known.kept if name not in had]:
             raise TreeError(
                 f"{name_of(self.cls)}: State.opt has no {lacks[0]!r} for leaves with the label {label!r}, which the "
                 "class keeps with the options for it. Begin a new state: shard(full_params(state), spec, optimizer)."
             )
-        kept_as = [known.kept.get(name) for name in names.split(",")] if names else []
-        columns = [kept[i * len(params) : (i + 1) * len(params)] for i in range(len(kept_as))]
+        columns = {name: kept[i * n : i * n + n] for i, name in enumerate(had) if name in known.kept}
+        given = {name: _given(known.kept[name], column) for name, column in columns.items()}
+        states = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)] or [{}] * n
         before = [tensor.clone() for tensor in (*params, *kept)] if skip is not None else []
-        columns_given = [
-            _given(one, column) if one is not None else [None] * len(params)
-            for one, column in zip(kept_as, columns, strict=True)
-        ]
-        some = [name for name, one in zip(names.split(","), kept_as, strict=False) if one is not None]
-        states = [
-            dict(zip(some, (column[i] for column, one in zip(columns_given, kept_as, strict=True) if one), strict=True))
-            for i in range(len(params))
-        ]
         after = driven(self.cls, options, params, grads, states)
-        for name, one, column in zip(names.split(","), kept_as, columns, strict=False):
-            if one is not None:
-                _put(one, column, [state[name] for state in after])
+        for name, column in columns.items():
+            _put(known.kept[name], column, [state[name] for state in after])
         torch.autograd.graph.increment_version([*params, *kept])  # fused kernels do not
         for tensor, old in zip((*params, *kept), before, strict=False):
             tensor.copy_(torch.where(skip, old, tensor))
 
 
+def _views(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
+    return [local for _, _, local in leaf_shards(buffer)]
+
+
+@traced_as(_views)
 def _parts(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
-    """This rank's part of each leaf, flat. None of a buffer that has shapes only."""
-    return [] if buffer.local.is_meta else [local for _, _, local in leaf_shards(buffer)]
+    """This rank's part of each leaf, flat, by one call. None of a buffer that has shapes only."""
+    if buffer.local.is_meta:
+        return []
+    sizes, which = _cuts(buffer.bucket, *buffer.span())
+    pieces = buffer.local.split_with_sizes(sizes)
+    return [pieces[i] for i in which]
+
+
+@lru_cache(maxsize=65536)
+def _cuts(bucket: Bucket, start: int, stop: int) -> tuple[list[int], list[int]]:
+    """Sizes that tile a slice of a bucket, and which of these pieces each leaf has; the first one is empty."""
+    sizes, which, end = [0], [], start
+    for leaf in bucket.leaves:
+        a, b = max(leaf.offset, start), min(leaf.offset + leaf.numel, stop)
+        which.append(len(sizes) + 1 if a < b else 0)
+        if a < b:
+            sizes += [a - end, b - a]
+            end = b
+    return [*sizes, stop - end], which
 
 
 def _given(one: Kept, column: Tensors) -> list[Any]:
     """What a State keeps under one name, as the class wants it: of each parameter a tensor, or a number."""
-    if not one.number:
-        return [tensor.detach() for tensor in column]
+    if not one.number or not (one.python or one.host or one.shape):
+        return [*column]
     if not (one.python or one.host):
-        return [tensor.detach().view(one.shape) for tensor in column]
+        return [tensor.view(one.shape) for tensor in column]
     numbers = torch.stack(column).tolist()  # the host waits, once
     if one.python:
         return [one.python(number) for number in numbers]
@@ -216,7 +232,7 @@ def _put(one: Kept, column: Tensors, values: list[Any]) -> None:
         new = torch.tensor([float(v) if isinstance(v, torch.Tensor) else v for v in values], dtype=one.dtype)
         values = [*new.to(column[0].device).unbind()]
     for mine, value in zip(column, values, strict=True):
-        if value.data_ptr() != mine.data_ptr():
+        if value is not mine and value.data_ptr() != mine.data_ptr():
             mine.copy_(value.view(mine.shape))
 
 
@@ -232,8 +248,9 @@ def torch_optimizer(
 
 
 @torch_optimizer.register_fake
-def _(*args: Any) -> None:
-    return None
+def _(number: int, *args: Any) -> None:
+    """Runs where a graph is made."""
+    IN_GRAPHS[number] = LIVE[number]
 
 
 def from_torch(cls: type, **options: Any) -> FromTorch:

@@ -161,14 +161,14 @@ class Bucket:
     def only(self, labels: Container[str]) -> Bucket | None:
         """The bucket with the leaves of these labels alone, each where it is; itself if it has no others, None if it
         has none of them."""
-        own = tuple([label for label in dict.fromkeys([leaf.label for leaf in self.leaves]) if label in labels])
-        if not own:
-            return None
+        every = dict.fromkeys([leaf.label for leaf in self.leaves])
+        own = tuple([label for label in every if label in labels])
+        if not own or len(own) == len(every):
+            return self if own else None
         if own not in self._only:
             leaves = tuple([leaf for leaf in self.leaves if leaf.label in own])
-            same = len(leaves) == len(self.leaves)
-            self._only[own] = self if same else replace(self, leaves=leaves, among=True)
-            _ = [(one.labels, one.ranks, one.counts) for one in self._only.values()]  # cached, as Dynamo wants them
+            self._only[own] = one = replace(self, leaves=leaves, among=True)
+            _ = one.labels, one.ranks, one.counts  # cached: Dynamo does not trace the first time
         return self._only[own]
 
     @cached_property

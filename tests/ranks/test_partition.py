@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from support.presets import PRESETS
 from support.problems import mesh_and_placement
-from support.tables import marked
+from support.tables import FULL, marked
 
 import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, Spec, SpecError, launch
@@ -89,8 +89,9 @@ def apart(found: Tree, wanted: Tree) -> float:
     return max(float((found[name] - p).abs().max()) for name, p in wanted.items())
 
 
-def beside_torch(kinds: tuple[str, str], presets: tuple[str, ...]) -> float:
-    worst = 0.0
+def beside_torch(kinds: tuple[str, str]) -> float:
+    """How far weights are from torch's, at most; of all placements, or, unless all rows are asked for, of three."""
+    worst, presets = 0.0, PRESETS if FULL else ("zero3", "zero1", "hfsdp")
     for lacking in (False, True):
         wanted = plainly(kinds, lacking=lacking)
         for preset in presets:
@@ -102,9 +103,9 @@ def beside_torch(kinds: tuple[str, str], presets: tuple[str, ...]) -> float:
 ROWS = [(ranks, kinds) for ranks in (1, 2, 4) for kinds in PAIRS]
 
 
-@pytest.mark.parametrize(("ranks", "kinds"), marked(ROWS, [(2, PAIRS[0]), (2, PAIRS[1]), (4, PAIRS[2]), (1, PAIRS[3])]))
+@pytest.mark.parametrize(("ranks", "kinds"), marked(ROWS, [(2, PAIRS[0]), (2, PAIRS[1]), (2, PAIRS[2]), (1, PAIRS[3])]))
 def test_each_has_its_leaves(ranks: int, kinds: tuple[str, str]) -> None:
-    assert max(launch(beside_torch, (kinds, PRESETS), nprocs=ranks)) < 1e-12
+    assert max(launch(beside_torch, (kinds,), nprocs=ranks)) < 1e-12
 
 
 # ---------------------------------------------------------------- what is kept
@@ -180,18 +181,23 @@ def test_a_skipped_step_changes_nothing(kinds: tuple[str, str]) -> None:
 
 
 def compiled(kinds: tuple[str, str], way: str) -> float:
+    def train_step(state: fsdp.State, grads: Tree) -> fsdp.State:
+        return fsdp.step(fsdp.reduce(state, grads))
+
     torch._dynamo.reset()
-    step: Any = torch.compile(lambda state, grads: fsdp.step(fsdp.reduce(state, grads)), backend=way, fullgraph=True)
+    step: Any = torch.compile(train_step, backend=way, fullgraph=True)
     state = fsdp.shard(tree(0), spec("zero3"), several(kinds))
     for i in range(2):
         state = step(state, tree(i + 1))
     return apart(fsdp.full_params(state), plainly(kinds, 2))
 
 
-@pytest.mark.parametrize("way", ["eager", pytest.param("inductor", marks=pytest.mark.large)])
-def test_a_compiled_step_does_the_same(way: str) -> None:
-    assert max(launch(compiled, (("nadam", "adamw"), way), nprocs=2)) < 1e-12
-    assert max(launch(compiled, (("pair", "sgd"), way), nprocs=2)) < 1e-12
+WAYS = [(way, kinds) for way in ("eager", "inductor") for kinds in (("nadam", "adamw"), ("pair", "sgd"))]
+
+
+@pytest.mark.parametrize(("way", "kinds"), marked(WAYS, WAYS[:1]))
+def test_a_compiled_step_does_the_same(way: str, kinds: tuple[str, str]) -> None:
+    assert max(launch(compiled, (kinds, way), nprocs=2)) < 1e-12
 
 
 # ---------------------------------------------------------------- errors

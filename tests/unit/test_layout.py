@@ -472,6 +472,34 @@ def test_labels_are_runs_that_cover_the_bucket(given_: tuple[Layout, dict[str, i
 
 
 @settings(max_examples=60, deadline=None)
+@given(layouts(), st.data())
+def test_the_leaves_of_some_labels_are_where_they_were(given_: tuple[Layout, dict[str, int]], data: Any) -> None:
+    layout, _ = given_
+    for bucket in layout.buckets.values():
+        every = [label for label, _, _ in bucket.labels]
+        some = data.draw(st.lists(st.sampled_from([*every, "another"]), unique=True))
+        mine = tuple(leaf for leaf in bucket.leaves if leaf.label in some)
+        part = bucket.only(some)
+        if not mine or mine == bucket.leaves:
+            assert part is (bucket if mine else None)
+            continue
+        assert part is not None
+        assert (part.leaves, part.numel, part.name) == (mine, bucket.numel, bucket.name)
+        held = {at for _, start, stop in part.labels for at in range(start, stop)}
+        assert held >= {leaf.offset + i for leaf in mine for i in range(leaf.numel)}
+        others = {leaf.offset + i for leaf in bucket.leaves if leaf not in mine for i in range(leaf.numel)}
+        assert not held & others
+        assert part.only(some) is part
+        assert [leaf.path for leaf in part.counts.leaves] == [leaf.path for leaf in mine]
+        assert sum(map(prod, part.pieces)) == bucket.numel
+        flags = [data.draw(st.booleans()) for _ in mine]
+        given_runs = {at for _, start, stop in part.runs(flags) for at in range(start, stop)}
+        given_leaves = [leaf for leaf, on in zip(mine, flags, strict=True) if on]
+        chosen = {leaf.offset + i for leaf in given_leaves for i in range(leaf.numel)}
+        assert chosen <= given_runs <= held
+
+
+@settings(max_examples=60, deadline=None)
 @given(layouts())
 def test_pieces_tile_the_bucket(given_: tuple[Layout, dict[str, int]]) -> None:
     layout, _ = given_
