@@ -52,7 +52,7 @@ from ._storage.flat import FlatBuffer
 from ._storage.hugging_face import conversions_of
 from ._transports.registry import symmetric
 from ._verbs.load_weights import load_weights
-from ._verbs.metrics import pmean, psum
+from ._verbs.metrics import pmax, pmean, psum
 from ._verbs.optimizer_state import load_optimizer_state, optimizer_state
 from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
@@ -120,6 +120,7 @@ __all__ = [
     "make_plan",
     "newest",
     "optimizer_state",
+    "pmax",
     "pmean",
     "psum",
     "redistribute",

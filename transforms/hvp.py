@@ -18,17 +18,17 @@ from functional_fsdp.extend import alone, gather_leaves, separate_gradients, tor
 
 from ._drive.driver import eager_only
 from ._drive.stages import Stage, Stages, Weights
+from ._trees import Buffers, check_tree
 
-__all__ = ["Vector", "hvp"]
+__all__ = ["hvp"]
 
-Vector = Mapping[str, FlatBuffer]
 vjp_of: Any = torch.func.vjp
 jvp_of: Any = torch.func.jvp
 
 
 def hvp(
     stages: Mapping[Any, Callable[..., Any]],
-) -> Callable[[State, Vector, Any], tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]]:
+) -> Callable[[State, Buffers, Any], tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]]:
     """A function that multiplies the Hessian of the loss, averaged over the data ranks, with a vector.
 
     Args:
@@ -61,8 +61,8 @@ def hvp(
     walk = Stages("hvp", stages)
 
     @torch.no_grad()
-    def f(state: State, v: Vector, batch: Any) -> tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]:
-        _check(state, v)
+    def f(state: State, v: Buffers, batch: Any) -> tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]:
+        check_tree(state, v, "hvp: the vector", state.layout.trainable)
         session = walk.enter(state)
         # products are reduced in the place of gradients
         state, loss, found = separate_gradients(state, "hvp", lambda state: _products(walk, state, v, batch))
@@ -71,7 +71,7 @@ def hvp(
     return alone(f, "hvp", traced=eager_only("hvp"))
 
 
-def _products(walk: Stages, state: State, v: Vector, batch: Any) -> tuple[State, torch.Tensor]:
+def _products(walk: Stages, state: State, v: Buffers, batch: Any) -> tuple[State, torch.Tensor]:
     """The walk, forward and backward. The products are the new state's gradients."""
     h: Any = ()  # a tuple of what a stage is given: nothing in the first
     dot: Any = ()
@@ -128,7 +128,7 @@ def _pullback(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda c, *at: vjp_of(fn, *at)[1](c)
 
 
-def _tangents(state: State, v: Vector, stage: Stage) -> Weights:
+def _tangents(state: State, v: Buffers, stage: Stage) -> Weights:
     """The vector's part for the weights of a stage that train, gathered."""
     found: Weights = {}
     for name in stage.units:
@@ -139,15 +139,3 @@ def _tangents(state: State, v: Vector, stage: Stage) -> Weights:
                 views |= gather_leaves(v[bucket.name], bucket.compute)
         found[name] = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True) if path in views}
     return found
-
-
-def _check(state: State, v: Vector) -> None:
-    for name in state.layout.trainable:
-        want, got = state.main[name], v.get(name) if isinstance(v, Mapping) else None
-        if not isinstance(got, FlatBuffer) or got.local.shape != want.local.shape or got.states != want.states:
-            text = f"{tuple(got.local.shape)} elements, {got.states}" if isinstance(got, FlatBuffer) else f"{got!r}"
-            raise TreeError(
-                f"hvp: the vector has {text} for the bucket {name!r}; expected {tuple(want.local.shape)} elements, "
-                f"{want.states}. Give whole gradients, fsdp.finish_reductions(state).grads, or the `main` of "
-                "a state of the same layout."
-            )

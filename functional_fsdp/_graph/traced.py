@@ -53,9 +53,9 @@ def axes_of(state: State) -> tuple[tuple[str, ...], dict[str, int]]:
     return graph_plan.data, graph_plan.sizes
 
 
-def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: str, what: str = "") -> torch.Tensor:
-    """A flat tensor averaged ("mean") or added up ("sum") over mesh axes."""
-    graph_plan = graph_plan_of(state, "pmean" if op == "mean" else "psum")
+def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: str, what: str) -> torch.Tensor:
+    """A flat tensor averaged ("mean"), added up ("sum") or the largest ("max") over mesh axes."""
+    graph_plan = graph_plan_of(state, f"p{op}")
     for axis in axes:
         if graph_plan.sizes[axis] > 1:
             flat = run(graph_plan, Collective("all_reduce", axis, flat.numel(), flat.dtype, op, "side", what), flat)
