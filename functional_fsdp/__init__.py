@@ -51,6 +51,7 @@ from ._storage.conversions import Concatenated, Sliced, Stacked, Transposed
 from ._storage.flat import FlatBuffer
 from ._storage.hugging_face import conversions_of
 from ._transports.registry import symmetric
+from ._verbs.freeze import freeze, unfreeze
 from ._verbs.load_weights import load_weights
 from ._verbs.metrics import pmax, pmean, psum
 from ._verbs.optimizer_state import load_optimizer_state, optimizer_state
@@ -102,6 +103,7 @@ __all__ = [
     "extend",
     "finish_reductions",
     "free_arena",
+    "freeze",
     "from_updates",
     "full_params",
     "functionalize",
@@ -138,6 +140,7 @@ __all__ = [
     "symmetric",
     "tie",
     "timeline",
+    "unfreeze",
     "units",
     "unshard",
     "workers",
