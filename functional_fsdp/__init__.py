@@ -57,8 +57,9 @@ from ._storage.conversions import Concatenated, Sliced, Stacked, Transposed
 from ._storage.flat import FlatBuffer
 from ._storage.hugging_face import conversions_of
 from ._transports.registry import symmetric
+from ._verbs.freeze import freeze, unfreeze
 from ._verbs.load_weights import load_weights
-from ._verbs.metrics import pmean, psum
+from ._verbs.metrics import pmax, pmean, psum
 from ._verbs.optimizer_state import load_optimizer_state, optimizer_state
 from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
@@ -108,6 +109,7 @@ __all__ = [
     "extend",
     "finish_reductions",
     "free_arena",
+    "freeze",
     "from_torch",
     "from_updates",
     "full_params",
@@ -129,6 +131,7 @@ __all__ = [
     "newest",
     "optimizer_state",
     "partition",
+    "pmax",
     "pmean",
     "psum",
     "redistribute",
@@ -146,6 +149,7 @@ __all__ = [
     "symmetric",
     "tie",
     "timeline",
+    "unfreeze",
     "units",
     "unshard",
     "workers",

@@ -13,7 +13,7 @@ CONTRIBUTING.md has one in full.
 |-----------------------|----------------------------------------------------------------------------------------------|
 | changes to a state    | `change`, `change_weights`, `separate_gradients`, `evolve`, and `fsdp.replace_extras`        |
 | shards                | `shards`, `leaf_shards`, `LeafShard`, `gather_leaves`, `by_unit`                             |
-| numbers of all ranks  | `total`, `all_reduce`, `ranks_of`, `Ranks`, `seeds`                                          |
+| numbers of all ranks  | `total`, `over_shards`, `all_reduce`, `ranks_of`, `Ranks`, `seeds`                           |
 | calls                 | `alone`, `begin_round`, `end_round`, `check_between_steps`, `traced_as`, `tracing`, `refuse` |
 | modules               | `skeleton_of`, `Placeholder`, `every_buffer`, `refuse_meta`                                  |
 | trees by path         | `match`, `flatten`                                                                           |
@@ -61,7 +61,7 @@ from ._storage.weights import Loan, loan_of
 from ._transports.carrier import Carrier
 from ._verbs.change import change, change_weights, separate_gradients
 from ._verbs.metrics import all_reduce
-from ._verbs.shards import by_unit, shards, total
+from ._verbs.shards import by_unit, over_shards, shards, total
 
 __all__ = [
     "BucketPlace",
@@ -105,6 +105,7 @@ __all__ = [
     "loan_of",
     "match",
     "outside_inference",
+    "over_shards",
     "point_at_second_gathers",
     "put",
     "ranks_of",

@@ -8,10 +8,11 @@ from ._drive.forward_backward import ForwardBackward, forward_backward
 from ._per_sample.clipped import clipped_gradients
 from ._per_sample.per_sample import per_sample_norms, per_sample_vjp
 from .accumulate import accumulate
-from .clip import clip_by_global_norm, clip_by_value, global_norm
+from .clip import clip_by_global_norm, clip_by_value
 from .divide import divide
 from .hvp import hvp
 from .nonfinite import Nonfinite, NonfiniteError, any_nonfinite, find_nonfinite, skip_nonfinite
+from .norms import dot, global_norm, norms
 from .remat import remat
 from .vjp import vjp
 
@@ -29,10 +30,12 @@ __all__ = [
     "compile_units",
     "cuda_graph",
     "divide",
+    "dot",
     "find_nonfinite",
     "forward_backward",
     "global_norm",
     "hvp",
+    "norms",
     "per_sample_norms",
     "per_sample_vjp",
     "remat",

@@ -1,56 +1,39 @@
-"""Clipping: the exact norm of the gradients over all shards, and gradients cut down to a norm or a value."""
+"""Clipping: gradients cut down to a norm, exact over all shards, or to a value."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 
 from functional_fsdp import FlatBuffer, SpecError, State, finish_reductions
-from functional_fsdp.extend import change, shards, torch_private, total
+from functional_fsdp.extend import change, refuse, shards, torch_private, traced_as
 
-__all__ = ["clip_by_global_norm", "clip_by_value", "global_norm"]
+from .nonfinite import NonfiniteError, find_nonfinite
+from .norms import global_norm
 
-
-@torch.no_grad()
-def global_norm(state: State) -> tuple[State, torch.Tensor]:
-    """The Euclidean norm of all gradients, a tensor [] (float32, or float64 if they are): shards -> one number.
-
-    Each element is counted once, however it is sharded or replicated; tied leaves are one. It does not wait for the
-    device.
-
-    Raises:
-        ScheduleError: the state has no gradients.
-
-    Collective: what `finish_reductions` issues; one all-reduce of a few numbers for each axis that shards gradients.
-
-    Example: `state, norm = T.global_norm(state)`.
-    """
-    state = finish_reductions(state)
-    widest = torch.float32
-    for buffer in state.grads.values():
-        widest = torch.promote_types(widest, buffer.local.dtype)
-    squares = {}
-    for axes, buffers in shards(state).items():
-        sums = []
-        for some in _by_dtype(buffers).values():
-            norms = torch_private.foreach_norm(some, 2, dtype=widest)
-            sums.append(torch.stack(list(norms)).square().sum())
-        if len(sums) != 1:
-            sums = [torch.stack([torch.zeros((), dtype=widest, device=state.count.device), *sums]).sum()]
-        squares[axes] = sums[0]
-    return state, total(state, squares).sqrt()
+__all__ = ["clip_by_global_norm", "clip_by_value"]
 
 
 @torch.no_grad()
-def clip_by_global_norm(state: State, max_norm: float | torch.Tensor) -> tuple[State, torch.Tensor]:
+def clip_by_global_norm(
+    state: State, max_norm: float | torch.Tensor, ord: float = 2, *, error_if_nonfinite: bool = False
+) -> tuple[State, torch.Tensor]:
     """Scale all gradients by min(1, max_norm / norm). Returns the norm before: `state, norm`, as a tensor [].
 
     The rule is torch.nn.utils.clip_grad_norm_'s (with its 1e-6 beside the norm), over all shards. The gradients are
     changed in place; use the returned state.
 
+    Args:
+        ord: 2, 1 or inf, as for `global_norm`.
+        error_if_nonfinite: raise `NonfiniteError` on every rank, naming leaves, if the norm is inf or NaN; nothing is
+            scaled then, and the state before the step is as good as before. The host reads the norm: it waits for the
+            device, at each call. `T.skip_nonfinite` decides on the device.
+
     Raises:
-        SpecError: a negative `max_norm` (a tensor is not looked at). ScheduleError: the state has no gradients.
+        SpecError: a negative `max_norm` (a tensor is not looked at); another `ord`. ScheduleError: the state has no
+        gradients; `error_if_nonfinite` in a compiled step. NonfiniteError: see there.
 
     Collective: as `global_norm`.
 
@@ -58,7 +41,9 @@ def clip_by_global_norm(state: State, max_norm: float | torch.Tensor) -> tuple[S
     """
     if not isinstance(max_norm, torch.Tensor) and not max_norm >= 0:
         raise SpecError(f"clip_by_global_norm({max_norm!r}): expected a norm of at least 0.")
-    state, norm = global_norm(state)
+    state, norm = global_norm(state, ord)
+    if error_if_nonfinite:
+        state = _finite(state, norm)
 
     def scale() -> None:
         by = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -67,6 +52,23 @@ def clip_by_global_norm(state: State, max_norm: float | torch.Tensor) -> tuple[S
                 torch_private.foreach_mul_(some, by.to(torch.promote_types(torch.float32, dtype)))
 
     return change(state, "clip_by_global_norm()", scale, max_norm), norm
+
+
+def _waits(state: State, norm: torch.Tensor) -> NoReturn:
+    refuse(
+        "ScheduleError",
+        "clip_by_global_norm(error_if_nonfinite=True) reads the norm on the host, which a compiled step cannot. Leave "
+        "it out; T.skip_nonfinite(fsdp.step) decides on the device.",
+    )
+
+
+@traced_as(_waits)
+def _finite(state: State, norm: torch.Tensor) -> State:
+    """Raise NonfiniteError on every rank if this norm of the gradients, the same on all of them, is inf or NaN."""
+    if not norm.isfinite():
+        state, found = find_nonfinite(state)
+        raise NonfiniteError(found, f"(clip_by_global_norm: their norm is {norm.item()})")
+    return state
 
 
 @torch.no_grad()

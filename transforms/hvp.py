@@ -12,42 +12,50 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from functional_fsdp import FlatBuffer, State, TreeError, reduce
 from functional_fsdp.extend import alone, gather_leaves, separate_gradients, torch_private
 
+from ._drive.chain import stages_of
 from ._drive.driver import eager_only
 from ._drive.stages import Stage, Stages, Weights
+from ._trees import Buffers, check_tree
 
-__all__ = ["Vector", "hvp"]
+__all__ = ["hvp"]
 
-Vector = Mapping[str, FlatBuffer]
 vjp_of: Any = torch.func.vjp
 jvp_of: Any = torch.func.jvp
 
 
 def hvp(
-    stages: Mapping[Any, Callable[..., Any]],
-) -> Callable[[State, Vector, Any], tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]]:
+    model: nn.Module | Mapping[Any, Callable[..., Any]], loss_fn: Callable[..., torch.Tensor] | None = None
+) -> Callable[[State, Buffers, Any], tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]]:
     """A function that multiplies the Hessian of the loss, averaged over the data ranks, with a vector.
 
     Args:
-        stages: `{unit: fn(weights, h, batch)}` in order of use, pure. The first gets None for `h`, the others what the
+        model: a module that is a chain: each of its units is called once, in the order in which they lie in it, and
+            what is computed after one goes by what that one returned, and by the batch. It is copied, as by
+            `forward_backward`, and its modes are followed. Or stages cut by hand:
+            `{unit: fn(weights, h, batch)}` in order of use, pure. The first gets None for `h`, the others what the
             one before returned, floating tensors; the last returns the loss, a tensor []. A key that is a tuple of
             units is a stage that uses them at once: its weights are `{unit: weights}`. Every unit that trains has a
             stage; a tied one has several.
+        loss_fn: with a module, `loss_fn(model, batch)`, as for `forward_backward`; it returns the loss, a tensor [].
 
     Returns:
         `f(state, v, batch) -> state, (loss, Hv)`. `v` and `Hv` are `{bucket: FlatBuffer}`, sharded as main weights: as
         `state.grads` are when they are whole, or the `main` of a state of the same layout; what is frozen is left out.
         The state is as good afterwards as before, with the gradients that it had.
 
+    Buffers are the state's, and what a forward makes of them is dropped; dropout draws the same in all passes.
+
     Residual-free: what is kept between forward and backward is the input of each unit, and its tangent; functions run
     three times. Every operation needs a forward-mode derivative (for attention: the math backend).
 
     Raises:
-        TreeError: stages of the wrong kind; a vector that lacks a bucket, or is sharded otherwise; a loss that is no
-            scalar. ScheduleError: a unit without a stage, or the other way round.
+        TreeError: stages of the wrong kind, or a module that is no chain; a vector that lacks a bucket, or is sharded
+        otherwise; a loss that is no scalar. ScheduleError: a unit without a stage, or the other way round.
 
     Collective: as `unshard` for each stage, forward and backward, and an all-gather for each bucket of `v`, which
     compute waits for; as `reduce` for each unit.
@@ -55,23 +63,22 @@ def hvp(
     Source: Pearlmutter 1994; per unit, jvp of the pullback.
 
     Example:
-        >>> product = T.hvp(stages)  # doctest: +SKIP
+        >>> product = T.hvp(model, loss_fn)  # doctest: +SKIP
         >>> state, (loss, hv) = product(state, v, batch)  # doctest: +SKIP
     """
-    walk = Stages("hvp", stages)
+    walk = stages_of("hvp", model, loss_fn)
 
     @torch.no_grad()
-    def f(state: State, v: Vector, batch: Any) -> tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]:
-        _check(state, v)
-        session = walk.enter(state)
-        # products are reduced in the place of gradients
-        state, loss, found = separate_gradients(state, "hvp", lambda state: _products(walk, state, v, batch))
+    def f(state: State, v: Buffers, batch: Any) -> tuple[State, tuple[torch.Tensor, dict[str, FlatBuffer]]]:
+        check_tree(state, v, "hvp: the vector", state.layout.trainable)
+        with walk.running(state) as session:  # products are reduced in the place of gradients
+            state, loss, found = separate_gradients(state, "hvp", lambda state: _products(walk, state, v, batch))
         return session.rest(state), (loss, found)
 
     return alone(f, "hvp", traced=eager_only("hvp"))
 
 
-def _products(walk: Stages, state: State, v: Vector, batch: Any) -> tuple[State, torch.Tensor]:
+def _products(walk: Stages, state: State, v: Buffers, batch: Any) -> tuple[State, torch.Tensor]:
     """The walk, forward and backward. The products are the new state's gradients."""
     h: Any = ()  # a tuple of what a stage is given: nothing in the first
     dot: Any = ()
@@ -128,7 +135,7 @@ def _pullback(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda c, *at: vjp_of(fn, *at)[1](c)
 
 
-def _tangents(state: State, v: Vector, stage: Stage) -> Weights:
+def _tangents(state: State, v: Buffers, stage: Stage) -> Weights:
     """The vector's part for the weights of a stage that train, gathered."""
     found: Weights = {}
     for name in stage.units:
@@ -139,15 +146,3 @@ def _tangents(state: State, v: Vector, stage: Stage) -> Weights:
                 views |= gather_leaves(v[bucket.name], bucket.compute)
         found[name] = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True) if path in views}
     return found
-
-
-def _check(state: State, v: Vector) -> None:
-    for name in state.layout.trainable:
-        want, got = state.main[name], v.get(name) if isinstance(v, Mapping) else None
-        if not isinstance(got, FlatBuffer) or got.local.shape != want.local.shape or got.states != want.states:
-            text = f"{tuple(got.local.shape)} elements, {got.states}" if isinstance(got, FlatBuffer) else f"{got!r}"
-            raise TreeError(
-                f"hvp: the vector has {text} for the bucket {name!r}; expected {tuple(want.local.shape)} elements, "
-                f"{want.states}. Give whole gradients, fsdp.finish_reductions(state).grads, or the `main` of "
-                "a state of the same layout."
-            )

@@ -73,18 +73,24 @@ class Nonfinite(NamedTuple):
 
 
 class NonfiniteError(FsdpError, FloatingPointError):
-    """A gradient that is inf or NaN before it is reduced. `found` says where: the same on every rank."""
+    """A gradient that is inf or NaN, before it is reduced; or, where `what` says so, what was made of reduced ones.
+    `found` says where: the same on every rank."""
 
-    def __init__(self, found: list[Nonfinite]) -> None:
-        self.found = found
+    def __init__(self, found: list[Nonfinite], what: str = "") -> None:
+        self.found, self.what = found, what
         some = "; ".join(f"rank {n.rank}, unit {n.unit!r}, leaf {n.leaf!r}: {n.elements:,} elements" for n in found[:5])
+        if not found:
+            some = "no element is, so the norm is too large for its dtype"
+        where, first = f"{what}, of the rank that holds it", ""
+        if not what:
+            where, first = "before the reduction", " The first named came first in that rank's backward."
         super().__init__(
-            f"gradients are not finite before the reduction: {some}{' and more' if len(found) > 5 else ''}. The first "
-            "named came first in that rank's backward. The state before the step is valid."
+            f"gradients are not finite {where}: {some}{' and more' if len(found) > 5 else ''}.{first} The state before "
+            "the step is valid."
         )
 
     def __reduce__(self) -> Any:
-        return NonfiniteError, (self.found,)
+        return NonfiniteError, (self.found, self.what)
 
 
 @torch.no_grad()

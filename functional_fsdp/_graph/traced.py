@@ -53,9 +53,9 @@ def axes_of(state: State) -> tuple[tuple[str, ...], dict[str, int]]:
     return graph_plan.data, graph_plan.sizes
 
 
-def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: str, what: str = "") -> torch.Tensor:
-    """A flat tensor averaged ("mean") or added up ("sum") over mesh axes."""
-    graph_plan = graph_plan_of(state, "pmean" if op == "mean" else "psum")
+def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: str, what: str) -> torch.Tensor:
+    """A flat tensor averaged ("mean"), added up ("sum") or the largest ("max") over mesh axes."""
+    graph_plan = graph_plan_of(state, f"p{op}")
     for axis in axes:
         if graph_plan.sizes[axis] > 1:
             flat = run(graph_plan, Collective("all_reduce", axis, flat.numel(), flat.dtype, op, "side", what), flat)
@@ -96,11 +96,11 @@ def _use(state: State, graph_plan: GraphPlan, name: str) -> tuple[State, Weights
     use = _next(graph_plan, name, cursor)
     if use < cursor:  # the program begins again
         issued = 0
-        flying, ready = {}, {kept: ready[kept] for kept in trace.held}
+        flying, ready = {}, {kept: ready[kept] for kept in ready if kept in trace.held or kept in graph_plan.stays}
     last = _until(graph_plan, name, use)
     if use < len(graph_plan.uses):
         for gathered, first, _ in graph_plan.gathers[issued : graph_plan.due[use]]:
-            if first >= use:
+            if first >= use and not (gathered in graph_plan.stays and gathered in ready):
                 flying[gathered] = _gather(state, graph_plan, graph_plan.units[gathered])
         issued = max(issued, graph_plan.due[use])
         cursor = use + 1
@@ -196,7 +196,11 @@ def release(state: State, unit: str | Sequence[str]) -> State:
                 f"release: the unit {name!r} is not gathered. Call state, w = unshard(state, {name!r}) first."
             )
     held = tuple(name for name in trace.held if name not in names)
-    ready = {name: found for name, found in trace.ready.items() if name in held or found[1] >= trace.cursor}
+    stays = graph_plan_of(state, "release").stays
+    ready = {
+        name: found for name, found in trace.ready.items()
+        if name in held or name in stays or found[1] >= trace.cursor
+    }  # fmt: skip
     return then(state, trace.but(ready=ready, held=held))
 
 

@@ -105,7 +105,7 @@ class _Rules(Walk):
             due = [*range(self.issued, plan.due[at])]
             if due and self.held:
                 due = self.startable(at, self.issued, at, dict.fromkeys(self.held, -1))
-            self.issue(due)
+            due = self.issue(due)
             self.take([at], names)
             self.gather(due)
             return
@@ -146,9 +146,9 @@ class _Rules(Walk):
             self.refuse(*over)
         due = self.startable(taken[-1], 0 if wraps else self.issued, taken[-1], good)
         if wraps:
-            self.issue(closing)
+            closing = self.issue(closing)
             self.next_pass()
-        self.issue(due)
+        due = self.issue(due)
         self.take(taken, handed)
         if self.plan.at_once or self.training:
             self.pass_over(self.at)
@@ -248,24 +248,24 @@ class _Rules(Walk):
         for name in names:
             self.held.discard(name)
             gather = self.live.get(name)
-            if gather is not None and self.plan.gathers[gather].last < self.at:
+            if gather is not None and self.plan.gathers[gather].last < self.at and name not in self.plan.stays:
                 del self.live[name]
                 self.actions.append(("free", name))
         if self.at and self.issued < self.plan.due[self.at - 1]:
             due = self.startable(self.at - 1, self.issued, -1, dict.fromkeys(self.held, -1))
-            self.issue(due)
-            self.gather(due)
+            self.gather(self.issue(due))
         self.close_if_over()
 
     def peer_gathers(self) -> None:
         """The next gather, since a peer waits for it: uses before it are passed over. Not if it cannot be issued."""
-        i = self.issued
-        if self.agreed or i == len(self.plan.gathers):
-            return
-        if self.overwritten((i,), dict.fromkeys(self.held, -1)) is None:
-            self.issue((i,))
+        start: list[int] = []
+        while not (start or self.agreed or self.issued == len(self.plan.gathers)):
+            i = self.issued
+            if self.overwritten((i,), dict.fromkeys(self.held, -1)) is not None:
+                return
+            start = self.issue((i,))
             self.at = max(self.at, self.plan.gathers[i].start)
-            self.gather((i,))
+            self.gather(start)
 
     # ---------------------------------------------------------------- reductions
 

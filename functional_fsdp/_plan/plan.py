@@ -218,6 +218,14 @@ class Plan:
             open_.append(unit)
         return {name: frozenset(others) for name, others in found.items()}
 
+    @cached_property
+    def stays(self) -> frozenset[str]:
+        """The units that are gathered once a step, however many passes there are: the schedule keeps them, and nothing
+        else lies where they do. Not with `debug`, where what is released is to be good no more."""
+        if self.schedule.keep is None or self.schedule.debug:
+            return frozenset()
+        return frozenset(unit.name for unit in self.units if unit.gathers == 1 and not self.sharing[unit.name])
+
     def live(self, use: int) -> tuple[str, ...]:
         """The units whose bytes are live during a use: gathered, or being gathered."""
         return tuple(u.name for u in self.units if any(first <= use <= last for first, last in u.lives))

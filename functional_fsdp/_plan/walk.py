@@ -102,13 +102,18 @@ class Walk:
             f"Schedule(keep={{{over!r}}}), or name units that are used at once in one call and in Schedule(order=...)."
         )
 
-    def issue(self, gathers: Sequence[int]) -> None:
+    def issue(self, gathers: Sequence[int]) -> list[int]:
+        """These are issued. Returns those to start: units that stay are there since an earlier pass of the step."""
+        start = []
         for i in gathers:
             unit = self.plan.gathers[i].unit
+            if unit not in self.live or unit not in self.plan.stays:
+                start.append(i)
             for other in self.live.keys() & self.plan.sharing[unit]:
                 del self.live[other]
             self.live[unit] = i
         self.issued += len(gathers)
+        return start
 
     # ---------------------------------------------------------------- reductions
 
@@ -190,7 +195,7 @@ class Walk:
         over = None if step else self.overwritten(rest, dict.fromkeys(self.held, -1))
         if over is not None:
             self.refuse(*over)
-        self.issue(rest)
+        rest = self.issue(rest)
         if self.at or self.agreed:
             self.next_pass()
         return rest

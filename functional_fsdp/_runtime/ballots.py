@@ -20,6 +20,6 @@ def elsewhere(number: int, names: tuple[str, ...]) -> str:
     if number >= TURNS:
         return "something planned" if number >= APART else "a use in the first step"
     if number >= EXCHANGES:
-        return "pmean or psum" if number >= METRICS else "an exchange"
+        return "pmean, psum or pmax" if number >= METRICS else "an exchange"
     before, unit = divmod(number - OUTSIDE, NAMES)
     return "step" if number < OUTSIDE else f"{names[unit]!r}{f' after {before - 1} reductions' if before else ''}"

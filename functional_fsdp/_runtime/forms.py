@@ -104,5 +104,5 @@ def differ(run: Any, forms: list[str]) -> None:
         if form != said[0][1]:
             raise TreeError(
                 f"ranks have different metrics: rank {said[0][0]} has {said[0][1]}, rank {rank} has {form}. Give "
-                "pmean and psum the same tree, with the same shapes and dtypes, on every rank."
+                "pmean, psum and pmax the same tree, with the same shapes and dtypes, on every rank."
             )

@@ -27,6 +27,8 @@ class Schedule:
         keep: what stays gathered from its first use to its last. None: what would occupy its bytes in between anyway
             (the last one used; at depth d, the last d // 2 + 1). Names or patterns: exactly these. "all": everything.
             A number of bytes: beside the default, the set that saves the most gathers and holds no more than that.
+            What is kept so that nothing else lies in its bytes (all of "all") is gathered once a step, for all of its
+            microbatches; in a driven step whose order is only found, from the second step on.
         debug: released bytes are filled with NaN, so that a weight used past its release shows.
         overlap_update: on GPUs, `step` updates a bucket from the moment when its gradient is reduced, on a lane of its
             own, beside what is left of the backward; in a CUDA graph, and wherever the host is ahead of the device.

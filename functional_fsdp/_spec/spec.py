@@ -150,6 +150,10 @@ class Spec:
         """The same with another schedule."""
         return self._but("schedule", schedule)
 
+    def with_trainable(self, trainable: Mapping[str, bool]) -> Spec:
+        """The same with other rules for what trains."""
+        return self._but("trainable", _rules(trainable))
+
     def with_transport(self, transport: str | Transport) -> Spec:
         """The same with another transport."""
         return self._but("transport", transport_of(transport))

@@ -72,7 +72,7 @@ class GraphPlan:
         schedule = spec.schedule if spec.schedule.order != "recorded" else spec.schedule.ordered(None)
         program = make_plan(layout, schedule)
         self.uses = tuple(use.unit for use in program.uses)
-        self.due = program.due
+        self.due, self.stays = program.due, program.stays
         self.gathers = tuple((gather.unit, gather.first, gather.last) for gather in program.gathers)
         self.units = {unit.name: self._unit(unit) for unit in layout.units}
 

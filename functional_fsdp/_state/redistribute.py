@@ -32,7 +32,7 @@ from .free import free_arena
 from .shard import given, needs_spec
 from .state import Lineage, State, Version
 
-__all__ = ["leaf_infos", "redistribute"]
+__all__ = ["Mover", "leaf_infos", "moved", "redistribute"]
 
 Buffers = dict[str, FlatBuffer]
 TAKEN = "redistribute() has taken what this state held. Use the State that it returned, or load the last checkpoint."
@@ -69,6 +69,11 @@ def redistribute(state: State, spec: Spec, *, allow: Collection[str] = ()) -> St
     Example:
         >>> state = fsdp.redistribute(state, Spec(mesh, fsdp.ddp("data")))  # for evaluation  # doctest: +SKIP
     """
+    return moved(state, spec, allow)
+
+
+def moved(state: State, spec: Spec, allow: Collection[str], trains: bool = False) -> State:
+    """`redistribute`. `trains`: leaves may train by one spec only; then there is no optimizer's state in it."""
     state._resting("redistribute")
     spec, run = needs_spec("redistribute", spec), runtime_of(state.spec.mesh)
 
@@ -90,7 +95,7 @@ def redistribute(state: State, spec: Spec, *, allow: Collection[str] = ()) -> St
     with Joint(run, "redistribute") as joint:
         infos = agree(joint, "what is given", look)
         spec, layout = resolve_transport(spec, infos, state.layout.paths)
-        mover = Mover(state, layout, spec, "replicas" in allow)
+        mover = Mover(state, layout, spec, "replicas" in allow, trains)
         mover.compare(joint(mover.check, "what is kept"))
     state = free_arena(state)
     lineage = state.version.lineage
@@ -139,7 +144,8 @@ def is_buffers(tree: Any) -> bool:
 class Mover:
     """From the buckets of one layout to those of another."""
 
-    def __init__(self, state: State, layout: Layout, spec: Spec, replicas: bool) -> None:
+    def __init__(self, state: State, layout: Layout, spec: Spec, replicas: bool, trains: bool = False) -> None:
+        self.may_train = trains  # whether leaves may train in one layout only
         self.replicas = replicas  # whether ranks may have leaves of their own along other axes
         self.state, self.old, self.layout, self.spec = state, state.layout, layout, spec
         nodes = pytree.tree_leaves((state.main, state.opt, state.extras), is_leaf=lambda x: isinstance(x, FlatBuffer))
@@ -162,11 +168,11 @@ class Mover:
                         f"along {_said(own[1])}. Give its placement the data axes that leave the same ranks out; or, "
                         "where they are replicas that hold the same, say allow=['replicas']."
                     )
-                if new.trainable != bucket.trainable:
+                if new.trainable != bucket.trainable and not self.may_train:
                     raise SpecError(
                         f"redistribute: {leaf.path!r} is {'trained' if bucket.trainable else 'frozen'} in this state, "
-                        f"and {'trained' if new.trainable else 'frozen'} by the spec. Begin a new state: "
-                        "shard(full_params(state), spec, optimizer)."
+                        f"and {'trained' if new.trainable else 'frozen'} by the spec. Call "
+                        "fsdp.freeze(state, pattern) or fsdp.unfreeze(state, pattern) first."
                     )
         for field in ("opt", "extras"):
             leaves = pytree.tree_leaves(
@@ -253,16 +259,23 @@ class Mover:
     def node(self, node: Any) -> Any:
         return self.move(node) if is_buffers(node) else node
 
-    def move(self, tree: Mapping[str, FlatBuffer]) -> Buffers:
-        """The same values in the new buckets. The old shards are let go."""
-        found: Buffers = {}
+    def move(self, tree: Mapping[str, FlatBuffer], into: Buffers | None = None) -> Buffers:
+        """The same values in the new buckets. The old shards are let go.
+
+        Args:
+            into: the new buckets; of leaves that are in none of them nothing is kept.
+        """
+        found: Buffers = dict(into or {})
         homes = self._homes(tree)
-        mine: dict[str, LeafShard] = {}  # by path what of a leaf lies in this rank's part of its new bucket
+        # by path what of a leaf lies in this rank's part of its new bucket
+        mine: dict[str, LeafShard] = {s.leaf.path: s for b in found.values() for s in leaf_shards(b)}
         for name, buffer in tree.items():
             counts, old = buffer.bucket.by_leaf, self.old.buckets[name]
             whole = buffer.gather(buffer.local.new_empty(buffer.bucket.numel))
             for leaf in buffer.bucket.leaves:
                 bucket = homes[leaf.path]
+                if bucket.name not in found and into is not None:
+                    continue
                 if bucket.name not in found:
                     same = buffer.local.dtype is old.main and not counts
                     dtype = bucket.main if same else buffer.local.dtype

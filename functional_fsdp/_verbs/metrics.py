@@ -1,4 +1,5 @@
-"""Metrics across ranks: the mean and the sum of a pytree over the data ranks (JAX's `pmean` and `psum`)."""
+"""Metrics across ranks: the mean, the sum and the largest of a pytree over the data ranks (JAX's `pmean`, `psum` and
+`pmax`)."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from .._graph import traced
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 
-__all__ = ["Op", "all_reduce", "axes_of", "over_axes", "pmean", "psum"]
+__all__ = ["Op", "all_reduce", "axes_of", "over_axes", "pmax", "pmean", "psum"]
 
-Op = Literal["mean", "sum"]
+Op = Literal["mean", "sum", "max"]
 
 
 @overload
@@ -64,6 +65,21 @@ def psum(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tu
     return _metrics(state, tree, "psum", "sum", axis)
 
 
+@overload
+def pmax(
+    state: State, tree: torch.Tensor | float, axis: str | Iterable[str] | None = None
+) -> tuple[State, torch.Tensor]: ...
+@overload
+def pmax(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]: ...
+@verb(lambda state, tree, axis=None: _metrics(state, tree, "pmax", "max", axis))
+def pmax(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]:
+    """The largest of each element of a pytree over the data ranks, as `pmean` averages one. A NaN of any rank is one.
+
+    Example, the longest sequence of any rank: `state, longest = fsdp.pmax(state, lengths.max())`.
+    """
+    return _metrics(state, tree, "pmax", "max", axis)
+
+
 def _metrics(state: State, tree: Any, name: str, op: Op, axis: str | Iterable[str] | None) -> tuple[State, Any]:
     device = state.count.device
     leaves, treedef = pytree.tree_flatten(tree)
@@ -93,11 +109,11 @@ def all_reduce(
     what: str = "",
     structure: Any = (),
 ) -> list[torch.Tensor]:
-    """Tensors [...] averaged or added up over mesh axes: the same shapes and dtypes, the same on every rank along them.
+    """Tensors [...] averaged, added up or the largest over mesh axes: shapes and dtypes stay, all ranks get the same.
 
     Args:
         state: the newest state of a step, or one between steps; it is not consumed.
-        op: "sum" or "mean".
+        op: "sum", "mean" or "max". A NaN of any rank is one in all of them.
         axis: of the mesh, a name or several. None: those of the data.
         what: what they are, in a word, for errors and for the vote of `step`.
         structure: what they are, for comparison with the other ranks, by equality.
@@ -150,9 +166,19 @@ def axes_of(state: State) -> tuple[tuple[str, ...], dict[str, int]]:
     return state.spec.data, state.spec.axes
 
 
-@traced_as(traced.over_axes)
 def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, what: str = "") -> torch.Tensor:
-    """A flat tensor averaged or added up over mesh axes, perhaps in place."""
+    """A flat tensor averaged, added up or the largest over mesh axes, perhaps in place."""
+    if op != "max":
+        return _over_axes(state, flat, axes, op, what)
+    is_nan = flat.isnan()  # gloo and NCCL may take the other rank's number for larger
+    largest, nans = _over_axes(
+        state, torch.cat([flat.masked_fill(is_nan, -torch.inf), is_nan.to(flat.dtype)]), axes, op, what
+    ).chunk(2)
+    return largest.masked_fill(nans > 0, torch.nan)
+
+
+@traced_as(traced.over_axes)
+def _over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, what: str) -> torch.Tensor:
     run, lineage = runtime_of(state.spec.mesh), state.version.lineage
     with lineage.call:  # who is stopped here is out of step with the other ranks
         for axis in axes:

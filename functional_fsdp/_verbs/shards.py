@@ -15,10 +15,10 @@ import torch
 from .._state.state import State
 from .._storage.flat import FlatBuffer
 from .._storage.gradients import of_tree, of_unit
-from .metrics import axes_of, over_axes
+from .metrics import Op, axes_of, over_axes
 from .verbs import no_unit
 
-__all__ = ["Axes", "by_unit", "shards", "total"]
+__all__ = ["Axes", "by_unit", "over_shards", "shards", "total"]
 
 Axes = tuple[str, ...]
 
@@ -48,24 +48,43 @@ def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[A
     return found
 
 
+def over_shards(state: State, values: Mapping[Axes, torch.Tensor], op: Op = "sum") -> dict[Axes, torch.Tensor]:
+    """A tensor [...] from each group of `shards`, added up (or its largest, "max") over the ranks whose shards differ.
+
+    Args:
+        values: `{axes: tensor}`, with the keys of `shards`, of one dtype; on every rank, of the same shapes.
+
+    Returns:
+        the same keys and shapes; each shard has counted once, and every rank has the same.
+
+    Collective: one all-reduce for each axis that shards something, of all tensors together. Nothing waits for the
+    device.
+
+    Example, the largest gradient of each bucket: `extend.over_shards(state, {axes: torch.stack([b.local.abs().amax()
+    for b in buffers]) for axes, buffers in extend.shards(state).items()}, "max")`.
+    """
+    found = dict(values)
+    for axis in axes_of(state)[1]:
+        mine = [axes for axes in found if axis in axes]
+        if mine:
+            flat = over_axes(state, torch.cat([found[axes].reshape(-1) for axes in mine]), (axis,), op, "total")
+            parts = flat.split([found[axes].numel() for axes in mine])
+            found |= {axes: part.view(found[axes].shape) for axes, part in zip(mine, parts, strict=True)}
+    return found
+
+
 def total(state: State, values: Mapping[Axes, torch.Tensor]) -> torch.Tensor:
     """The sum, a tensor [], over all shards of a tensor [] from each group of `shards`: each element counts once.
 
     Args:
         values: `{axes: tensor []}`, with the keys of `shards`; on every rank.
 
-    Collective: one all-reduce of a few numbers for each axis that shards something. Nothing waits for the device.
+    Collective: as `over_shards`.
 
     Example, how many gradients are zero: `extend.total(state, {axes: sum((b.local == 0).sum() for b in buffers) for
     axes, buffers in extend.shards(state).items()})`, less the padding.
     """
-    left = dict(values)
-    for axis in axes_of(state)[1]:
-        mine = [axes for axes in left if axis in axes]
-        if mine:
-            flat = over_axes(state, torch.stack([left[axes] for axes in mine]), (axis,), "sum", "total")
-            left |= dict(zip(mine, flat.unbind(), strict=True))
-    return torch.stack([*left.values()]).sum()
+    return torch.stack([*over_shards(state, values).values()]).sum()
 
 
 def by_unit(state: State, what: str, grads: Any, unit: str | None = None) -> dict[str, list[torch.Tensor | None]]:

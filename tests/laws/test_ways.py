@@ -61,6 +61,18 @@ def skipped(state: fsdp.State) -> fsdp.State:
     return T.skip_nonfinite(fsdp.step)(T.divide(state, 1 / infinite))
 
 
+def measured(state: fsdp.State) -> fsdp.State:
+    """Gradients divided by what all of the norms make."""
+    state, of_leaves = T.norms(state)
+    state, of_units = T.norms(state, state.main, torch.inf, by="unit")
+    state, product = T.dot(state, state.grads, state.main)
+    state, largest = fsdp.pmax(state, of_units)
+    state, norm = T.clip_by_global_norm(state, 0.1)
+    state, absolute = T.global_norm(state, 1)
+    by = torch.stack([norm, absolute, product.square(), *of_leaves.values(), *largest.values()]).sum()
+    return fsdp.replace_extras(fsdp.step(T.divide(state, by)), leaves=of_leaves, units=of_units, product=product)
+
+
 #: (what becomes of forward_backward, what takes the step)
 TRANSFORMS: dict[str, tuple[Callable[[Any], Any], Callable[[fsdp.State], fsdp.State]]] = {
     "step": (lambda f: f, fsdp.step),
@@ -69,10 +81,11 @@ TRANSFORMS: dict[str, tuple[Callable[[Any], Any], Callable[[fsdp.State], fsdp.St
     "clip_by_value": (lambda f: f, lambda state: fsdp.step(T.clip_by_value(state, 1e-3))),
     "divide": (lambda f: f, lambda state: fsdp.step(T.divide(state, 7.0))),
     "skip_nonfinite": (lambda f: f, skipped),
+    "norms": (lambda f: f, measured),
     "one of one's own": (lambda f: f, lambda state: fsdp.step(doubled(state))),
 }
 ONCE = [
-    ("clip_by_global_norm", "zero3", "whole"), ("accumulate", "zero2", "driven"),
+    ("norms", "zero3", "whole"), ("accumulate", "zero2", "driven"),
 ]  # fmt: skip
 ROWS = [(t, p, w) for t in TRANSFORMS for p in PRESETS for w in (*LOOPS, "driven")]
 

@@ -153,7 +153,7 @@ def stages() -> dict[str, Callable[..., Any]]:
 def test_clipped_gradients_know_rounds_too() -> None:
     params = {"a.w": torch.ones(3, 2), "b.w": torch.ones(2)}
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), units=["a", "b"]), fsdp.sgd())
-    clipped = T.clipped_gradients(stages(), 0.5, 0.1)
+    clipped = T.clipped_gradients(stages(), max_norm=0.5, noise=0.1)
     x = data().float()
     first, _ = clipped(state, x)
     once = [g.clone() for g in grads(first)]

@@ -208,7 +208,7 @@ def frozen(preset: str) -> dict[str, Any]:
     grads, losses = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, 0, 0))(p, x, ids)
     want = (grads["b"].flatten(1).square().sum(1) + grads["c"].square().sum(1)).sqrt()
     state, (found_losses, found) = T.per_sample_norms(cut)(state, data)
-    middle, _ = T.clipped_gradients(cut, 0.5)(state, data)
+    middle, _ = T.clipped_gradients(cut, max_norm=0.5)(state, data)
     by = (0.5 / want).clamp(max=1) / 5
     local = {"b.w": torch.einsum("b,bij->ij", by, grads["b"]), "c.w": by @ grads["c"]}
     return {"got": (found_losses, found), "want": (losses, want), "local": local,
@@ -243,7 +243,7 @@ def clipped(preset: str, average: Any, micro: int) -> tuple[torch.Tensor, list[T
 
         return run
 
-    f: Any = T.clipped_gradients({key: counted(fn) for key, fn in stages(model).items()}, BOUND)
+    f: Any = T.clipped_gradients({key: counted(fn) for key, fn in stages(model).items()}, max_norm=BOUND)
     f = f if micro == 1 else T.accumulate(f, micro)
     grads = []
     for step in range(2):
@@ -288,7 +288,7 @@ def wide(preset: str, noise: float, seed: int, micro: int = 1) -> dict[str, Any]
         "a": lambda w, h, s: s * 0 * (w["w"].sum() + w["small"].sum()),
         "b": lambda w, h, s: h * w["w"].sum(),
     }
-    f: Any = T.clipped_gradients(cut, 0.5, noise)
+    f: Any = T.clipped_gradients(cut, max_norm=0.5, noise=noise)
     f = f if micro == 1 else T.accumulate(f, micro)
     torch.manual_seed(dist.get_rank())
     before = torch.random.get_rng_state()
@@ -371,7 +371,7 @@ def narrow(preset: str) -> dict[str, Any]:
     state, model = start(preset, precision=fsdp.Precision(main=torch.float32, compute=torch.bfloat16))
     data, cut = samples(dist.get_rank()), stages(model)
     _, (_, norms) = T.per_sample_norms(cut)(state, data)
-    middle, losses = T.clipped_gradients(cut, BOUND, 0.1)(state, data)
+    middle, losses = T.clipped_gradients(cut, max_norm=BOUND, noise=0.1)(state, data)
     _, (_, hv) = T.hvp(cut)(state, dict(state.main), data)
     dtypes = {losses.dtype, *(buffer.local.dtype for buffer in (*middle.grads.values(), *hv.values()))}
     return {"norms": norms, "dtypes": dtypes, "finite": all(b.local.isfinite().all() for b in hv.values())}
@@ -393,17 +393,17 @@ def refused() -> list[str]:
     state, model = start("zero3")
     data, cut = samples(dist.get_rank()), stages(model)
     calls: list[Callable[[], Any]] = [
-        lambda: T.clipped_gradients(cut, 0.0),
-        lambda: T.clipped_gradients(cut, 1.0, -1.0),
+        lambda: T.clipped_gradients(cut, max_norm=0.0),
+        lambda: T.clipped_gradients(cut, max_norm=1.0, noise=-1.0),
         lambda: T.per_sample_norms(cut, chunk=0),
         lambda: T.per_sample_norms(cut)(state, (data[0], data[1][:4])),
         lambda: T.per_sample_norms(cut)(state, 3.0),
         lambda: T.per_sample_norms({**cut, HEAD: lambda w, h, s: h.sum(-1)})(state, data),
-        lambda: T.clipped_gradients({k: fn for k, fn in cut.items() if k != "blocks.2"}, 1.0)(state, data),
+        lambda: T.clipped_gradients({k: fn for k, fn in cut.items() if k != "blocks.2"}, max_norm=1.0)(state, data),
         lambda: T.per_sample_vjp(lambda w, x: x, {}, data[0])[1]({}, data[0][:4]),
     ]
     said = [raised(call) for call in calls]
-    state, _ = T.clipped_gradients(cut, BOUND)(state, data)
+    state, _ = T.clipped_gradients(cut, max_norm=BOUND)(state, data)
     return [*said, str(largest(full_grads(fsdp.finish_reductions(state)), clipped_mean()))]
 
 
@@ -435,7 +435,7 @@ def breaks(way: str, who: tuple[int, ...], where: int) -> tuple[list[Tree], list
         return stages(model)["blocks.1"](w, h, data)
 
     cut = {**stages(model), "blocks.1": broken}
-    clip, norms, product = T.clipped_gradients(cut, BOUND, 0.5), T.per_sample_norms(cut), T.hvp(cut)
+    clip, norms, product = T.clipped_gradients(cut, max_norm=BOUND, noise=0.5), T.per_sample_norms(cut), T.hvp(cut)
     said: list[str] = []
     seen: list[Tree] = []
     while len(seen) < 3:
@@ -480,9 +480,9 @@ def test_norms_and_keys_that_mean_nothing_are_refused() -> None:
     stages = {"a": lambda w, h, sample: sample.sum()}
     for value in (float("inf"), float("nan"), 0.0):
         with pytest.raises(fsdp.SpecError, match=r"clipped_gradients\(max_norm=.*expected a finite norm above 0"):
-            T.clipped_gradients(stages, value)
+            T.clipped_gradients(stages, max_norm=value)
     with pytest.raises(fsdp.SpecError, match=r"clipped_gradients\(noise=inf\): expected a finite multiplier"):
-        T.clipped_gradients(stages, 1.0, float("inf"))
+        T.clipped_gradients(stages, max_norm=1.0, noise=float("inf"))
     with pytest.raises(fsdp.SpecError, match=r"the key \('a', 'a'\) names a unit twice"):
         T.per_sample_norms({("a", "a"): lambda w, h, sample: sample.sum()})
 

@@ -35,7 +35,7 @@ STAGES: dict[str, Any] = {"0": lambda w, h, x: x @ w["weight"], "1": lambda w, h
     [
         lambda state: T.hvp(STAGES)(state, state.main, torch.ones(2, 2)),
         lambda state: T.per_sample_norms(STAGES)(state, torch.ones(2, 2)),
-        lambda state: T.clipped_gradients(STAGES, 1.0)(state, torch.ones(2, 2)),
+        lambda state: T.clipped_gradients(STAGES, max_norm=1.0)(state, torch.ones(2, 2)),
     ],
 )
 def test_what_calls_the_verbs_itself_is_not_traced(call: Any) -> None:

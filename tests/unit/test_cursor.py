@@ -50,6 +50,11 @@ def doing(actions: Sequence[Action]) -> list[Action]:
     return [action for action in actions if action != ("reduce", ())]
 
 
+def passes_of(p: Plan, times: int) -> list[int]:
+    """What so many passes of a step gather: what stays only in the first."""
+    return [*range(len(p.gathers)), *[i for i, g in enumerate(p.gathers) if g.unit not in p.stays] * (times - 1)]
+
+
 class Rank:
     """A rank's cursor and the arena that it would fill: each gather stamps its bytes, each use looks at the stamps.
 
@@ -64,6 +69,7 @@ class Rank:
         self.held: set[str] = set()  # in the arena
         self.unplanned: set[str] = set()  # held, outside the plan
         self.gathers: list[int] = []
+        self.stay: set[str] = set()  # gathered, until the end of the step
         self.reductions: list[int] = []
         self.given: list[bool] = []
         self.passes = 0
@@ -101,13 +107,18 @@ class Rank:
         return [*actions]
 
     def gather(self, i: int) -> None:
-        assert i == 0 or self.gathers[-1] == i - 1, "out of the plan's order"
         name = self.plan.gathers[i].unit
+        assert name not in self.stay, f"{name} stays, and is gathered again"
+        before = i
+        while before and self.gathers[-1:] != [before - 1] and self.plan.gathers[before - 1].unit in self.stay:
+            before -= 1  # it is there since an earlier pass
+        assert before == 0 or self.gathers[-1] == before - 1, "out of the plan's order"
         place = self.place(name)
         self.arena[place] = [name] * (place.stop - place.start)
         for other in self.held:
             assert self.good(other), f"gathering {name} wrote over {other}, which is held"
         self.gathers.append(i)
+        self.stay |= {name} & self.plan.stays
 
     def note(self, due: Sequence[tuple[int, bool]]) -> None:
         for i, came in due:
@@ -149,7 +160,9 @@ class Rank:
         self.held.clear()
         self.happens("step")
         assert doing(self.happens("step")) == []
+        assert self.stay <= {*self.cursor.live}
         self.cursor = Cursor(self.plan)
+        self.stay.clear()
 
     def evaluate(self, units: str) -> None:
         for name in units:
@@ -192,10 +205,10 @@ def test_every_depth_issues_what_the_plan_says(depth: int, keep: Any) -> None:
         rank.use(name)
         assert len(rank.gathers) == p.due[k]
         assert rank.cursor.held == {name}
-        assert set(p.live(k)) >= set(rank.cursor.live), "live is what the plan says"
+        assert {*p.live(k)} | p.stays >= set(rank.cursor.live), "live is what the plan says"
         rank.release(name)
-        assert (name in rank.cursor.live) == (p.uses[k].end > k), "free is what the plan says"
-    assert rank.cursor.live == {}
+        assert (name in rank.cursor.live) == (p.uses[k].end > k or name in p.stays), "free is what the plan says"
+    assert rank.cursor.live.keys() == p.stays
     rank.end()
 
 
@@ -221,6 +234,38 @@ def test_one_that_is_kept_is_handed_out_again_without_a_gather() -> None:
     rank.once("b")
     rank.use("b")  # released and asked for again
     assert rank.gathers == [0, 1, 2]
+
+
+def test_what_stays_is_gathered_once_a_step() -> None:
+    """All of "all"; of some that are kept those in whose bytes nothing else lies; never what is to be good no more."""
+    rank = Rank(made(3, keep="all"))
+    assert rank.plan.stays == {"a", "b", "c"}
+    for _ in range(3):
+        rank.train("abc")
+    rank.evaluate("abc")
+    assert rank.gathers == [0, 1, 2]
+    assert rank.reductions == [0, 1, 2] * 3
+    rank.end()
+    rank.train("abc")  # weights are new
+    assert rank.gathers == [0, 1, 2] * 2
+    rank = Rank(made(5, keep=("a",)))
+    assert rank.plan.stays == {"a"}
+    for _ in range(2):
+        rank.train("abcde")
+    assert [rank.plan.gathers[i].unit for i in rank.gathers].count("a") == 1
+    assert rank.gathers == passes_of(rank.plan, 2)
+    assert made(3).stays == made(3, keep=()).stays == made(3, keep="all", debug=True).stays == frozenset()
+
+
+def test_a_peer_that_waits_is_helped_past_what_stays() -> None:
+    rank = Rank(made(5, keep=("a", "b")))
+    assert rank.plan.stays == {"a", "b"}
+    rank.train("abcde")
+    rank.use("a")
+    issued = len(rank.gathers)
+    rank.happens("peer gathers")
+    assert rank.plan.gathers[rank.gathers[issued]].unit == "c"
+    assert len(rank.gathers) == issued + 1
 
 
 def test_one_that_comes_later_is_that_use_and_what_lies_between_is_issued_all_the_same() -> None:
@@ -708,12 +753,12 @@ def test_a_program_that_is_followed_needs_nothing_outside_the_plan(example: Exam
         for first, last in groups:
             rank.once(*(use.unit for use in p.uses[first : last + 1]))
             assert rank.cursor.at == last + 1
-            assert len(rank.gathers) % len(p.gathers) == p.due[last] % len(p.gathers)
+            assert rank.cursor.issued == p.due[last]
         for reduction in p.reductions:
             rank.reduce(reduction.unit)
     assert rank.unplanned == set()
     rank.end()
-    assert rank.gathers == list(range(len(p.gathers))) * times
+    assert rank.gathers == passes_of(p, times)
     assert rank.reductions == list(range(len(p.reductions))) * times
     assert all(rank.given)
 

@@ -32,9 +32,10 @@ from .unit_calls import Slot, UnitCall
 from .unit_uses import Gradients, Start, UnitUse, Weights
 from .watch import changed, clear, spoilt
 
-__all__ = ["Driver", "caller", "eager_only", "refuse_nesting"]
+__all__ = ["Driver", "Tensors", "caller", "eager_only", "refuse_nesting"]
 
 Units = Set[str]
+Tensors = Sequence[torch.Tensor]
 NONE: Units = frozenset()
 
 
@@ -300,22 +301,24 @@ class Driver:
 
     # ---------------------------------------------------------------- backward
 
-    def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool) -> None:
-        """Backward from the loss: gathers, reduces and releases unit by unit."""
+    def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool, inputs: Tensors = ()) -> Gradients:
+        """Backward from the loss: gathers, reduces and releases unit by unit. Returns the gradients of the inputs."""
         self.last = last
         self.release()
         self.differentiating = True
         self.session.turn(self.state, last)
-        self.back(loss, scale)
+        grads = self.back(loss, scale, inputs)
         self.session.all_done(self.state)
+        return grads
 
-    def back(self, loss: torch.Tensor, scale: torch.Tensor) -> None:
+    def back(self, loss: torch.Tensor, scale: torch.Tensor, inputs: Tensors) -> Gradients:
         """Through autograd's graph."""
         assert self.token is not None
         with torch.enable_grad():  # the caller may have turned it off
             start = Start.apply(self, loss)
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as everything that this drives
-            torch.autograd.grad(start, self.token, scale, allow_unused=True)
+            grads = torch.autograd.grad(start, (self.token, *inputs), scale, allow_unused=True)
+        return [*grads[1:]]
 
     def begin(self) -> None:
         """The backward begins: which gradients are to come is known now."""

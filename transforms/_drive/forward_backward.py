@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError
-from functional_fsdp.extend import alone, begin_round, end_round, evolve
+from functional_fsdp.extend import alone, begin_round, end_round, evolve, torch_private
 
 from .._compile.compile_units import Options
 from .._modules.outputs import map_tensors
@@ -21,22 +21,37 @@ from .placeholders import values
 from .second_order import Whole
 from .settings import Settings
 from .traced_driver import graph_for, traced
+from .unit_uses import Gradients
 
 __all__ = ["ForwardBackward", "forward_backward"]
 
+pytree = torch_private.pytree
 Out = TypeVar("Out")  # what a loss function returns
 
 
+@overload
+def forward_backward(
+    model: nn.Module, loss_fn: Callable[..., Out], has_aux: bool = False, *, buffers: Rule = "mean",
+    compile: bool | Options = False, second_order: bool = False, find_nonfinite: bool = False,
+    input_grads: Literal[False] = False,
+) -> ForwardBackward[Out]: ...  # fmt: skip
+@overload
+def forward_backward(
+    model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool = False, *, buffers: Rule = "mean",
+    compile: bool | Options = False, second_order: bool = False, find_nonfinite: bool = False,
+    input_grads: Literal[True],
+) -> ForwardBackward[tuple[torch.Tensor, Any]]: ...  # fmt: skip
 def forward_backward(
     model: nn.Module,
-    loss_fn: Callable[..., Out],
+    loss_fn: Callable[..., Any],
     has_aux: bool = False,
     *,
     buffers: Rule = "mean",
     compile: bool | Options = False,
     second_order: bool = False,
     find_nonfinite: bool = False,
-) -> ForwardBackward[Out]:
+    input_grads: bool = False,
+) -> ForwardBackward[Any]:
     """A function that computes the loss and adds the averaged gradients to the state, unit by unit.
 
     Args:
@@ -56,11 +71,15 @@ def forward_backward(
             whole gradient.
         find_nonfinite: look at every gradient before it is reduced, and raise `NonfiniteError` on all ranks, naming
             rank, unit and leaf, if one is inf or NaN. For debugging: it waits for the device at the end of each call.
+        input_grads: return the gradients of what this rank gives as well, as a stage of a pipeline hands them back.
 
     Returns:
         `f(state, *args, **kwargs) -> state, loss`, or `state, (loss, aux)`; loss and aux are this rank's and detached.
         Two keywords are its own: `last_microbatch=False` says that more microbatches follow, `scale` multiplies the
-        gradients.
+        gradients. With `input_grads` it returns `state, (loss, grads)`, or `state, (loss, (aux, grads))`: a tuple like
+        `args` (not `kwargs`), pytrees with a gradient, of the same shape and dtype, in the place of each floating
+        tensor, zeros if the loss does not depend on it, and None elsewhere. They are this rank's, times `scale`, and
+        not averaged over ranks.
 
     The order of use is found from the module's structure, and corrected after the first step by what all ranks did. A
     unit that is used more often (a second pass through the model) is gathered beside the schedule, with a warning once
@@ -71,7 +90,8 @@ def forward_backward(
     graph, and `compile` is of no account.
 
     Raises (from f):
-        TreeError: the state is of another model, or the loss is no scalar.
+        TreeError: the state is of another model, the loss is no scalar, or with `input_grads` there is no floating
+        tensor in `args`.
         ScheduleError: the gradients of a whole round (`last_microbatch=True`) are there and no step has taken them, see
             `fsdp.drop_gradients`; nothing to differentiate; a gradient inside `loss_fn` without `second_order`;
             reentrant checkpointing; a loss that hangs on a unit other than by what its module returns; outputs of a
@@ -90,7 +110,7 @@ def forward_backward(
         >>> forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())  # doctest: +SKIP
         >>> state, loss = forward_backward(state, x)  # doctest: +SKIP
     """
-    return ForwardBackward(model, loss_fn, has_aux, buffers, compile, second_order, find_nonfinite)
+    return ForwardBackward(model, loss_fn, has_aux, buffers, compile, second_order, find_nonfinite, input_grads)
 
 
 class ForwardBackward(Generic[Out]):
@@ -99,6 +119,7 @@ class ForwardBackward(Generic[Out]):
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Out], has_aux: bool, buffers: Rule,
         compile: bool | Options = False, second_order: bool = False, find_nonfinite: bool = False,
+        input_grads: bool = False,
     ) -> None:  # fmt: skip
         if second_order and compile is not False:
             raise SpecError(
@@ -111,6 +132,7 @@ class ForwardBackward(Generic[Out]):
         self.loss_fn = loss_fn
         self.has_aux = has_aux
         self.find_nonfinite = find_nonfinite
+        self.input_grads = input_grads
 
     def __call__(
         self, state: State, *args: Any, last_microbatch: bool = True, scale: float | torch.Tensor = 1.0, **kwargs: Any
@@ -125,12 +147,12 @@ class ForwardBackward(Generic[Out]):
         with driver.running(state, "forward_backward", trains=True) as number, seeded(state, number):
             watch = NonfiniteWatch(state) if self.find_nonfinite else None
             driver.watch = watch.look if watch else None
-            loss, aux, kept = self._round(driver, self.buffers, args, kwargs, last, scale)
+            out, kept = self._round(driver, self.buffers, args, kwargs, last, scale)
             if watch and (bad := watch.found()):
                 raise NonfiniteError(bad)
             end_round(driver.state, last)
             state = driver.state
-        return self._result(state, loss, aux, kept)
+        return self._result(state, out, kept)
 
     def _traced(
         self, state: State, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor
@@ -148,16 +170,17 @@ class ForwardBackward(Generic[Out]):
         twin = traced(graph, self, self.driver, self.buffers.rule, self.settings)
         twin.begin_round(state)
         with twin.driver.running(state, "forward_backward", trains=True):
-            loss, aux, kept = self._round(twin.driver, twin.buffers, args, kwargs, last, scale)
+            out, kept = self._round(twin.driver, twin.buffers, args, kwargs, last, scale)
             state = twin.driver.state
         twin.end_round(last)
-        return self._result(state, loss, aux, kept)
+        return self._result(state, out, kept)
 
     def _round(
         self, driver: Driver | Whole, buffers: Buffers, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor
-    ) -> tuple[torch.Tensor, Any, Any]:
-        """The forward and its backward: the loss, what else came of it, and the buffers."""
+    ) -> tuple[Any, Any]:
+        """The forward and its backward: what is returned for the user, and the buffers."""
         state = driver.state
+        args, inputs, like = _leaves(args) if self.input_grads else (args, [], None)
         driver.token = torch.zeros((), device=driver.device, requires_grad=True)
         buffers.lend(state, driver.device)
         try:
@@ -165,17 +188,20 @@ class ForwardBackward(Generic[Out]):
                 out = values(self.loss_fn(driver.model, *args, **kwargs))
             loss, aux = self._parts(out)
             factor = scale.to(loss) if isinstance(scale, torch.Tensor) else torch.full_like(loss, scale)
-            self._differentiate(driver, loss, factor.expand(loss.shape), last)
+            grads = self._differentiate(driver, loss, factor.expand(loss.shape), last, inputs)
             kept = buffers.collect(driver.state)
         finally:
             buffers.restore()
         driver.release()
-        return loss.detach(), aux, kept
+        rest = [map_tensors(torch.Tensor.detach, aux)] if self.has_aux else []
+        if self.input_grads:
+            found = (torch.zeros_like(t) if grad is None else grad for t, grad in zip(inputs, grads, strict=True))
+            rest.append(pytree.tree_map(lambda there: next(found) if there else None, like))
+        loss = loss.detach()
+        return (loss, rest[0] if len(rest) == 1 else (*rest,)) if rest else loss, kept
 
-    def _result(self, state: State, loss: torch.Tensor, aux: Any, kept: Any) -> tuple[State, Any]:
-        if kept is not state.buffers:
-            state = evolve(state, buffers=kept)
-        return state, (loss, map_tensors(torch.Tensor.detach, aux)) if self.has_aux else loss
+    def _result(self, state: State, out: Any, kept: Any) -> tuple[State, Any]:
+        return state if kept is state.buffers else evolve(state, buffers=kept), out
 
     def _parts(self, out: Any) -> tuple[torch.Tensor, Any]:
         if self.has_aux and not (isinstance(out, tuple) and len(out) == 2):
@@ -196,9 +222,11 @@ class ForwardBackward(Generic[Out]):
             )
         return loss, aux
 
-    def _differentiate(self, driver: Driver | Whole, loss: torch.Tensor, factor: torch.Tensor, last: bool) -> None:
+    def _differentiate(
+        self, driver: Driver | Whole, loss: torch.Tensor, factor: torch.Tensor, last: bool, inputs: list[torch.Tensor]
+    ) -> Gradients:
         try:
-            driver.differentiate(loss, factor, last)
+            return driver.differentiate(loss, factor, last, inputs)
         except RuntimeError as error:
             if "use_reentrant" in str(error):
                 raise ScheduleError(
@@ -212,6 +240,21 @@ class ForwardBackward(Generic[Out]):
                     "a stand-in is in its place. Give it a copy: weight.clone()."
                 ) from error
             raise
+
+
+def _leaves(args: Any) -> tuple[Any, list[torch.Tensor], Any]:
+    """The arguments with leaves of a graph in the place of floating tensors; these; and whether there is one."""
+    leaves, treedef = pytree.tree_flatten(args)
+    there = [isinstance(t, torch.Tensor) and t.is_floating_point() for t in leaves]
+    if not any(there):
+        raise TreeError(
+            "forward_backward(input_grads=True): there is no floating tensor in the positional arguments, so there is "
+            "nothing to differentiate by. Give inputs by position, in tuples, lists or dicts; or leave it out."
+        )
+    own = [t.clone() if on and t.is_inference() else t for t, on in zip(leaves, there, strict=True)]
+    given = [t.detach().requires_grad_() if on else t for t, on in zip(own, there, strict=True)]
+    inputs = [t for t, on in zip(given, there, strict=True) if on]
+    return treedef.unflatten(given), inputs, treedef.unflatten(there)
 
 
 run = alone(ForwardBackward._run, "forward_backward", at=1, traced=ForwardBackward._traced)

@@ -22,8 +22,9 @@ from functional_fsdp import Layout, SpecError, State, reduce, unshard
 from functional_fsdp.extend import Session, ranks_of, skeleton_of, torch_private
 
 from .._modules.unit_modules import find_unit_modules, slots_of
-from .driver import caller, refuse_nesting
+from .driver import Tensors, caller, refuse_nesting
 from .inputs import precisions
+from .unit_uses import Gradients
 from .watch import WriteWatch, changed, clear, spoilt, version
 
 __all__ = ["Whole"]
@@ -108,18 +109,20 @@ class Whole:
                 clear(self.model, held, name)
                 raise changed([path], "by assignment")
 
-    def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool) -> None:
-        """The gradient of the loss, with respect to every weight at once; reduced unit by unit."""
+    def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool, inputs: Tensors = ()) -> Gradients:
+        """The gradient of the loss, with respect to every weight at once; reduced unit by unit. Returns the gradients
+        of the inputs."""
         state: State = self.state
         wanted = {path: leaf for path, leaf in self.leaves.items() if path in self.trained}
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as a driver
-            found = torch.autograd.grad(loss, [*wanted.values()], scale, allow_unused=True)
-        grads = dict(zip(wanted, found, strict=True))
+            found = torch.autograd.grad(loss, [*wanted.values(), *inputs], scale, allow_unused=True)
+        grads = dict(zip(wanted, found[: len(wanted)], strict=True))
         if self.watch is not None:
             for unit in state.layout.units:
                 self.watch(unit.name, [grads.get(path) for path in unit.paths])
         tree = state.treedef.unflatten([grads.pop(path, None) for path in state.layout.source])  # tied ones once
         self.state = reduce(state, tree, last_microbatch=last)
+        return [*found[len(wanted) :]]
 
     def release(self) -> None:
         """Nothing is borrowed: the weights go when the last of them is let go."""

@@ -7,12 +7,13 @@
 
 The first stage gets None for `h`; from stage to stage goes a pytree of floating tensors, and the last returns the loss.
 A key that is a tuple of units is a stage that uses them at once, `weights` is then `{unit: weights}`; a tied leaf is a
-unit that several stages name.
+unit that several stages name. Of a module that is a chain they are made by `_drive.chain`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,7 +70,11 @@ class Stages:
                 "order of use."
             )
         self.verb = verb
-        self.forward = [Stage(key, fn) for key, fn in stages.items()]
+        self.put([Stage(key, fn) for key, fn in stages.items()])
+
+    def put(self, stages: list[Stage]) -> None:
+        """These are the stages."""
+        self.forward = stages
         seen: set[str] = set()
         for stage in self.forward:
             stage.opens = tuple(unit for unit in stage.units if unit not in seen)
@@ -77,8 +82,9 @@ class Stages:
         self.backward = self.forward[::-1]
         self.checked: Hashable = None
 
-    def enter(self, state: State) -> Session:
-        """A walk begins from this state.
+    @contextmanager
+    def running(self, state: State) -> Iterator[Session]:
+        """Within, a walk goes on from this state.
 
         Raises:
             ScheduleError: a unit that is not there, or one that trains and that no stage uses.
@@ -96,7 +102,11 @@ class Stages:
                     f"{', '.join(map(repr, trains))}."
                 )
             self.checked = layout
-        return Session(state, self.verb)
+        yield Session(state, self.verb)
+
+    def samples(self, batch: Any) -> Any:
+        """A batch [B, ...] as vmap takes it: of each sample what the functions are given."""
+        return batch
 
     def trained(self, state: State, w: Weights) -> Weights:
         """Of weights, those that train."""

@@ -20,7 +20,7 @@ from functional_fsdp import ScheduleError, State
 from functional_fsdp.extend import GraphBuild, coordinate_of, refuse, torch_private, tracing_now
 
 from .buffers import Buffers, Rule
-from .driver import Driver, caller, refuse_nesting
+from .driver import Driver, Tensors, caller, refuse_nesting
 from .settings import Settings
 from .unit_uses import Gradients, UnitUse
 from .watch import place, written
@@ -77,12 +77,12 @@ class TracedDriver(Driver):
     def spoilt(self, units: Any, where: str) -> None:
         """Nothing was written."""
 
-    def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool) -> None:
+    def differentiate(self, loss: torch.Tensor, scale: torch.Tensor, last: bool, inputs: Tensors = ()) -> Gradients:
         """Backward from the loss."""
         self.last = last
         self.release()
         self.differentiating = True
-        self.back(loss, scale)
+        return self.back(loss, scale, inputs)
 
     def expect(self, used: dict[str, int]) -> None:
         """Units that get no gradient are not reduced: that is a part of the graph."""

@@ -26,7 +26,7 @@ from .placeholders import WeightPlaceholder
 from .unit_uses import Outputs, UnitUse, Weights
 from .watch import WriteWatch, changed, clear, place
 
-__all__ = ["Slot", "UnitCall"]
+__all__ = ["Slot", "UnitCall", "entered"]
 
 Slot = tuple[dict[str, Any], str]  # a dict of parameters, and a name in it
 
@@ -60,7 +60,7 @@ class UnitCall:
         self.storages: list[int] = []
         self.own_class = type(module)
         self.compiled = Compiled(driver.compiler, unit_module.path, self.own_class) if driver.compiler else None
-        module.__class__ = _entered(self.own_class)
+        module.__class__ = entered(self.own_class)
         module.__dict__["_unit_call"] = self
 
     def remove(self) -> None:
@@ -241,8 +241,8 @@ def _out(out: Any, storages: list[int], call: UnitUse | None) -> Any:
 _ENTERED: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _entered(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of a module with a unit_call."""
+def entered(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of a module with a unit call: `enter(function, args, kwargs)` of its `_unit_call` is called instead."""
     if cls in _ENTERED:
         return _ENTERED[cls]
 

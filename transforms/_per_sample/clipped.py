@@ -14,10 +14,12 @@ from math import inf, prod
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from functional_fsdp import SpecError, State, finish_reductions, reduce
 from functional_fsdp.extend import alone, begin_round, change, end_round
 
+from .._drive.chain import stages_of
 from .._drive.driver import eager_only
 from .._drive.stages import Stages, Weights
 from ..vjp import vjp
@@ -28,12 +30,17 @@ __all__ = ["clipped_gradients"]
 
 
 def clipped_gradients(
-    stages: Mapping[Any, Callable[..., Any]], max_norm: float, noise: float = 0.0, *, chunk: int | None = None
+    model: nn.Module | Mapping[Any, Callable[..., Any]],
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    *,
+    max_norm: float,
+    noise: float = 0.0,
+    chunk: int | None = None,
 ) -> Callable[..., tuple[State, torch.Tensor]]:
     """A function that adds the mean of the samples' clipped gradients to the state, unit by unit, and noise if asked.
 
     Args:
-        stages, chunk: as for `per_sample_norms`.
+        model, loss_fn, chunk: as for `per_sample_norms`.
         max_norm: each sample's gradient g, over all units, becomes g · min(1, max_norm / |g|).
         noise: the noise multiplier: normal draws of standard deviation noise · max_norm are added to the sum of all
             clipped gradients, of the batch of all ranks. They follow from (state.rng, step) and the leaf, so they are
@@ -63,11 +70,11 @@ def clipped_gradients(
     (arXiv:2009.03106), Li et al. 2021 (arXiv:2110.05679).
 
     Example:
-        >>> clipped = T.clipped_gradients(stages, max_norm=1.0, noise=1.1)  # doctest: +SKIP
+        >>> clipped = T.clipped_gradients(model, loss_fn, max_norm=1.0, noise=1.1)  # doctest: +SKIP
         >>> state, losses = clipped(state, batch)  # doctest: +SKIP
         >>> state = fsdp.step(state)  # doctest: +SKIP
     """
-    walk = Stages("clipped_gradients", stages)
+    walk = stages_of("clipped_gradients", model, loss_fn)
     if not 0 < max_norm < inf:
         raise SpecError(f"clipped_gradients(max_norm={max_norm!r}): expected a finite norm above 0.")
     if not 0 <= noise < inf:
@@ -77,11 +84,12 @@ def clipped_gradients(
         state: State, batch: Any, *, last_microbatch: bool = True, scale: float | torch.Tensor = 1.0
     ) -> tuple[State, torch.Tensor]:
         begin_round(state, "clipped_gradients")
-        walk.enter(state)
-        state, losses, norms = norms_of(walk, state, batch, chunk)
-        weights = max_norm / norms.clamp(min=max_norm)
-        mean = scale / len(losses)
-        state = _weighted(walk, state, batch, (weights * mean).to(losses.dtype), last_microbatch)
+        with walk.running(state):
+            batch = walk.samples(batch)
+            state, losses, norms = norms_of(walk, state, batch, chunk)
+            weights = max_norm / norms.clamp(min=max_norm)
+            mean = scale / len(losses)
+            state = _weighted(walk, state, batch, (weights * mean).to(losses.dtype), last_microbatch)
         if noise and last_microbatch:
             state = finish_reductions(state)
             ranks = prod(state.spec.axes[axis] for axis in state.spec.data) if state.spec.average == "mean" else 1

@@ -14,10 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from functional_fsdp import SpecError, State, TreeError
 from functional_fsdp.extend import alone, torch_private
 
+from .._drive.chain import stages_of
 from .._drive.driver import eager_only
 from .._drive.stages import Stage, Stages, Weights, dims, rows
 from ..vjp import Pullback, functional_vjp, lent
@@ -75,15 +77,22 @@ def per_sample_vjp(fn: Callable[..., Any], weights: Any, *primals: Any) -> tuple
 
 
 def per_sample_norms(
-    stages: Mapping[Any, Callable[..., Any]], *, chunk: int | None = None
+    model: nn.Module | Mapping[Any, Callable[..., Any]],
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    *,
+    chunk: int | None = None,
 ) -> Callable[[State, Any], tuple[State, tuple[torch.Tensor, torch.Tensor]]]:
     """A function that gives the norm of each sample's gradient over all units, gathered and released one at a time.
 
     Args:
-        stages: `{unit: fn(weights, h, sample)}` in order of use, each pure and for one sample. The first gets None for
-            `h`, the others what the one before returned, floating tensors; the last returns the sample's loss, a tensor
-            []. A key that is a tuple of units is a stage that uses them at once: its weights are `{unit: weights}`.
-            Every unit that trains has a stage; a tied one has several.
+        model: a module that is a chain, as for `hvp`. Or stages cut by hand: `{unit: fn(weights, h, sample)}` in order
+            of use, each pure and for one sample. The first gets None for `h`, the others what the one before returned,
+            floating tensors; the last returns the sample's loss, a tensor []. A key that is a tuple of units is a stage
+            that uses them at once: its weights are `{unit: weights}`. Every unit that trains has a stage; a tied one
+            has several.
+        loss_fn: with a module, `loss_fn(model, batch)`, as for `forward_backward`. It is given each sample as a batch
+            of one, tensors [1, ...], under vmap, and returns its loss, a tensor []. No random numbers: dropout has to
+            be in evaluation mode.
         chunk: how many samples' gradients there are at once (None: B). A rank holds `chunk` × the elements of a unit.
 
     Returns:
@@ -93,23 +102,24 @@ def per_sample_norms(
     Nothing is reduced. Frozen leaves do not count, tied leaves are one.
 
     Raises:
-        TreeError: stages of the wrong kind, a loss that is no scalar, a batch without samples.
+        TreeError: stages of the wrong kind, a module that is no chain, a loss that is no scalar, a batch without
+        samples.
         ScheduleError (from f): a unit without a stage, or the other way round.
 
     Collective: as `unshard` for each stage, forward and backward.
 
     Example:
-        >>> norms_of = T.per_sample_norms({"embed": embed, "blocks.0": block, "head": head})  # doctest: +SKIP
+        >>> norms_of = T.per_sample_norms(model, loss_fn)  # doctest: +SKIP
         >>> state, (losses, norms) = norms_of(state, batch)  # doctest: +SKIP
     """
-    walk = Stages("per_sample_norms", stages)
+    walk = stages_of("per_sample_norms", model, loss_fn)
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise SpecError(f"per_sample_norms(chunk={chunk!r}): expected a number of samples of at least 1, or None.")
 
     def f(state: State, batch: Any) -> tuple[State, tuple[torch.Tensor, torch.Tensor]]:
         rows(walk.verb, batch)
-        session = walk.enter(state)
-        state, losses, norms = norms_of(walk, state, batch, chunk)
+        with walk.running(state) as session:
+            state, losses, norms = norms_of(walk, state, walk.samples(batch), chunk)
         return session.rest(state), (losses, norms)
 
     return alone(f, "per_sample_norms", traced=eager_only("per_sample_norms"))

@@ -1,0 +1,157 @@
+"""Units that stay gathered, over several microbatches of a step: one gather each, and the same bits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from support.presets import PRESETS, ranks_of
+from support.problems import LOOPS, Block, Tree, batch, full_grads, loss_fn, mesh_and_placement, net
+from support.tables import marked
+
+import functional_fsdp as fsdp
+from functional_fsdp import Schedule, launch
+from functional_fsdp import transforms as T
+
+MICRO, STEPS = 3, 3
+UNITS = ("embed.weight", "blocks.0", "blocks.1", "blocks.2", "tail")
+
+
+def gathered(state: fsdp.State, since: dict[str, int]) -> Counter[str]:
+    """How often each bucket was gathered, since so many jobs; where two axes shard it, along the first."""
+    log = state.version.lineage.runtime.issued["gather"]
+    jobs = [*log.tail][len(log.tail) - (log.count - since["gather"]) :]
+    axes = {b.name: b.placement.weights[0] for b in state.layout.buckets.values() if b.placement.weights}
+    return Counter(one.bucket for job in jobs for one in job if axes.get(one.bucket) == one.axis)
+
+
+def trained(preset: str, how: str, keep: Any, spec: dict[str, Any]) -> list[Any]:
+    """Losses, gradients and gathers of each step; in the second an evaluation between two microbatches."""
+    mesh, placement = mesh_and_placement(preset)
+    params, model = fsdp.functionalize(net())
+    made = fsdp.Spec(mesh, placement, schedule=Schedule(keep=keep), **spec)
+    state = fsdp.shard(params, made, fsdp.adamw(lr=1e-2, weight_decay=0.1))
+    evaluate, forward_backward = T.apply(model), T.forward_backward(model, loss_fn)
+    seen = []
+    for step in range(STEPS):
+        since = {lane: log.count for lane, log in state.version.lineage.runtime.issued.items()}
+        losses = []
+        for k in range(MICRO):
+            data = batch(step, dist.get_rank(), k)
+            if how == "driven":
+                state, loss = forward_backward(state, data, last_microbatch=k == MICRO - 1)
+                if step == k == 1:
+                    state, out = evaluate(state, data[0])
+                    losses.append(out.sum())
+            else:
+                state, loss = LOOPS[how](model, state, data, k == MICRO - 1)
+            losses.append(loss)
+        counts = gathered(state, since)
+        state = fsdp.finish_reductions(state)
+        grads = full_grads(state)
+        state = fsdp.step(state)
+        seen.append((losses, grads, fsdp.full_params(state), counts))
+    return seen
+
+
+ROWS = [(p, how, t) for p in PRESETS for how in ("driven", "by_unit") for t in ("collective", "copy_engine")]
+ONCE = [("zero3", "driven", "collective"), ("hsdp", "by_unit", "collective"), ("zero3", "by_unit", "copy_engine")]
+
+
+@pytest.mark.parametrize(("preset", "how", "transport"), marked(ROWS, ONCE))
+def test_microbatches_share_one_gather_of_each_unit(preset: str, how: str, transport: str) -> None:
+    ranks, spec = ranks_of(preset), {"transport": transport} if transport == "copy_engine" else {}
+    each = launch(trained, (preset, how, (), spec), nprocs=ranks)
+    once = launch(trained, (preset, how, "all", spec), nprocs=ranks)
+    for mine, others in zip(once, each, strict=True):
+        for step, (kept, anew) in enumerate(zip(mine, others, strict=True)):
+            torch.testing.assert_close(kept[:3], anew[:3], rtol=0, atol=0)
+            counted = preset in ("zero3", "hsdp", "hfsdp") and transport == "collective"  # a read is no collective
+            if counted and (step or how == "by_unit"):  # a driven order is found first
+                assert set(kept[3].values()) == {1}
+                assert sum(kept[3].values()) == 6  # a unit has two buckets
+                assert anew[3]["blocks.0"] == 2 * MICRO + (step == 1 and how == "driven")
+
+
+def accumulated(keep: Any) -> tuple[list[Any], Counter[str]]:
+    """One compiled step over two microbatches; what the graph has, by kind."""
+    params, model = fsdp.functionalize(net())
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=Schedule(keep=keep)), fsdp.sgd(lr=0.1))
+    forward_backward = T.accumulate(T.forward_backward(model, lambda model, *data: loss_fn(model, data)), 2)
+
+    def train_step(state: fsdp.State, *data: torch.Tensor) -> Any:
+        state, loss = forward_backward(state, *data)
+        return fsdp.step(state), loss
+
+    data = batch(0, dist.get_rank(), 0)
+    issued = Counter(one.kind for one in fsdp.lower(train_step, state, *data).collectives)
+    step, losses = T.compile(train_step, "aot_eager"), []
+    for _ in range(STEPS):
+        state, loss = step(state, *data)
+        losses.append(loss)
+    return [losses, fsdp.full_params(state)], issued
+
+
+def test_a_compiled_step_gathers_what_stays_once() -> None:
+    each, once = (launch(accumulated, (keep,), nprocs=2) for keep in ((), "all"))
+    for (kept, few), (anew, many) in zip(once, each, strict=True):
+        torch.testing.assert_close(kept, anew, rtol=1e-12, atol=1e-13)
+        assert few["all_gather"] == 6
+        assert many["all_gather"] > 12
+        assert few["reduce_scatter"] == many["reduce_scatter"]
+
+
+# ---------------------------------------------------------------- ranks that leave units out
+
+
+class Skipping(nn.Module):
+    """Blocks that a rank leaves out, in this microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, left_out: tuple[int, ...]) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            if i not in left_out:
+                x = block(x)
+        return x
+
+
+LEFT_OUT = [[(), (1, 2), (3,)], [(0,), (), (1,)]]  # by rank, by microbatch
+
+
+def skipping(keep: Any, stops: bool) -> list[Tree]:
+    torch.manual_seed(0)
+    params, model = fsdp.functionalize(Skipping().double())
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=Schedule(keep=keep)), fsdp.sgd(lr=0.1))
+    f = T.forward_backward(model, lambda model, x, out: model(x, out).square().mean())
+    rank, seen = dist.get_rank(), []
+    step = 0
+    while step < 3:
+        x = torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+        try:
+            middle = state
+            for k in range(MICRO):
+                middle, _ = f(middle, x * (k + 1), LEFT_OUT[rank][k], last_microbatch=k == MICRO - 1)
+                if stops and step == k == 1 and rank == 0:
+                    stops = False
+                    raise ValueError("on purpose")
+            middle = fsdp.finish_reductions(middle)
+            seen.append(full_grads(middle))
+            state = fsdp.step(middle)
+            step += 1
+        except (ValueError, fsdp.RestartError):
+            stops = False
+    return seen
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_ranks_may_leave_units_out_and_begin_a_step_anew(stops: bool) -> None:
+    each, once = launch(skipping, ((), False), nprocs=2), launch(skipping, ("all", stops), nprocs=2)
+    for mine, others in zip(once, each, strict=True):
+        torch.testing.assert_close(mine, others, rtol=0, atol=0)

@@ -1,0 +1,186 @@
+"""Norms by leaf and by unit, products of trees, and the clipping that goes by them, beside the plain module's."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from support.driven import raised
+from support.presets import PRESETS, TWO_AXES, ranks_of
+from support.problems import Tree, batch, full_grads, largest, loss_fn, mesh_and_placement, net, on, reference
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+
+ORDERS = (1, 2, inf)
+MIXED = {"blocks.1.norm.*": fsdp.ddp("data"), "blocks.2": fsdp.zero1("data"), "*": fsdp.zero3("data")}
+
+
+def started(preset: str) -> fsdp.State:
+    """A state with gradients that are not all whole."""
+    mesh, placement = mesh_and_placement(preset) if preset != "mixed" else (fsdp.local_mesh(), MIXED)
+    params, model = fsdp.functionalize(net())
+    state = fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.sgd(lr=0.1))
+    data = on(state, batch(0, dist.get_rank()))
+    state, _ = T.forward_backward(model, loss_fn)(state, data, last_microbatch=False)
+    return state
+
+
+def measured(preset: str) -> dict[Any, Any]:
+    state = started(preset)
+    found: dict[Any, Any] = {}
+    run = state.version.lineage.runtime
+    for ord in ORDERS:
+        state, found["all", ord] = T.global_norm(state, ord)
+        for by in ("leaf", "unit"):
+            state, found["grads", ord, by] = T.norms(state, ord=ord, by=by)
+            state, found["main", ord, by] = T.norms(state, state.main, ord, by=by)
+    before = run.issued["side"].count
+    state, _ = T.norms(state)
+    found["issued"] = run.issued["side"].count - before
+    state, found["dot"] = T.dot(state, state.grads, state.main)
+    state, found["weights"] = T.dot(state, state.main, state.main)
+    state, _ = T.norms(state, {"tail:0": state.main["tail:0"]} if "tail:0" in state.main else state.main)
+    fsdp.step(state)  # it was not consumed
+    return found
+
+
+@pytest.mark.parametrize("preset", [*PRESETS, "mixed"])
+def test_each_leaf_counts_once(preset: str) -> None:
+    ranks = ranks_of(preset)
+    _, grads, _ = next(iter(reference(ranks, 1, 1)))
+    weights = dict(net().named_parameters())
+    trees = {"grads": grads, "main": {path: p.detach() for path, p in weights.items()}}
+    for found in launch(measured, (preset,), nprocs=ranks):
+        for ord in ORDERS:
+            every = nn.utils.get_total_norm([g for g in grads.values() if g.numel()], ord)
+            torch.testing.assert_close(found["all", ord], every, rtol=1e-12, atol=0)
+            for kind, tree in trees.items():
+                by_leaf = {
+                    path: torch.linalg.vector_norm(t, ord) if t.numel() else torch.zeros((), dtype=torch.float64)
+                    for path, t in tree.items()
+                }
+                got = found[kind, ord, "leaf"]
+                assert [*got] == [*by_leaf]  # in the tree's order, tied leaves once
+                torch.testing.assert_close(got, by_leaf, rtol=1e-12, atol=1e-15)
+                by_unit = found[kind, ord, "unit"]
+                whole = torch.linalg.vector_norm(torch.stack([*by_leaf.values()]), ord)
+                assert len(by_unit) == 5
+                torch.testing.assert_close(torch.linalg.vector_norm(torch.stack([*by_unit.values()]), ord), whole)
+                block = torch.stack([n for path, n in by_leaf.items() if path.startswith("blocks.1.")])
+                torch.testing.assert_close(by_unit["blocks.1"], torch.linalg.vector_norm(block, ord))
+        assert found["issued"] == (0 if preset == "ddp" else 2 if preset == "hfsdp" else 1)
+        product = sum((g * weights[path].detach()).sum() for path, g in grads.items())
+        torch.testing.assert_close(found["dot"], product, rtol=1e-10, atol=1e-14)
+        square = sum(p.detach().square().sum() for p in weights.values())
+        torch.testing.assert_close(found["weights"], square, rtol=1e-12, atol=0)
+
+
+def of_experts() -> tuple[dict[str, Tree], Tree]:
+    import moe
+
+    state, model = moe.sharded(fsdp.local_mesh(expert=2, data=2), fsdp.sgd(lr=0.5))
+    tokens = torch.randint(0, 256, (2, 9), generator=torch.Generator().manual_seed(dist.get_rank()))
+    state, _ = T.forward_backward(model, moe.loss_fn)(state, tokens)
+    state, whole = T.global_norm(state)
+    found = {}
+    for by in ("leaf", "unit"):
+        state, found[by] = T.norms(state, by=by)
+    state, main = T.norms(state, state.main)
+    _, square = T.dot(state, state.grads, state.grads)
+    return {**found, "whole": {"": whole}, "dot": {"": square.sqrt()}}, main
+
+
+def test_experts_count_each_of_their_own() -> None:
+    import moe
+
+    moe.GROUP = None
+    weights = dict(moe.Model().named_parameters())
+    for found, main in launch(of_experts, nprocs=4):
+        (whole,) = found["whole"].values()
+        for by in ("leaf", "unit", "dot"):
+            torch.testing.assert_close(torch.stack([*found[by].values()]).norm(), whole, rtol=1e-5, atol=0)
+        for path, norm in main.items():
+            torch.testing.assert_close(norm, weights[path].detach().norm(), rtol=1e-5, atol=0)
+
+
+# ---------------------------------------------------------------- clipping
+
+
+def clipped(preset: str, ord: float) -> tuple[torch.Tensor, Tree]:
+    state, norm = T.clip_by_global_norm(started(preset), 0.01, ord, error_if_nonfinite=True)
+    return norm, full_grads(state)
+
+
+@pytest.mark.parametrize("ord", [1, inf])
+@pytest.mark.parametrize("preset", ["zero3", *(pytest.param(p, marks=pytest.mark.large) for p in TWO_AXES)])
+def test_clipping_by_another_norm_is_torchs(preset: str, ord: float) -> None:
+    ranks = ranks_of(preset)
+    _, grads, _ = next(iter(reference(ranks, 1, 1)))
+    parameters = [nn.Parameter(g.clone()) for g in grads.values()]
+    for p, g in zip(parameters, grads.values(), strict=True):
+        p.grad = g.clone()
+    want = nn.utils.clip_grad_norm_([p for p in parameters if p.numel()], 0.01, ord)
+    for norm, found in launch(clipped, (preset, ord), nprocs=ranks):
+        torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)
+        assert largest(found, {key: p.grad for key, p in zip(grads, parameters, strict=True)}) < 1e-12  # type: ignore[misc]
+
+
+def not_finite(value: float, who: int) -> dict[str, Any]:
+    """One element of one rank's shard."""
+    state = started("zero3")
+    found: dict[str, Any] = {}
+    state = fsdp.finish_reductions(state)
+    if dist.get_rank() == who:
+        state.grads["blocks.1"].local[0] = value
+    for ord in ORDERS:
+        state, norm = T.global_norm(state, ord)
+        found[f"{ord}"] = norm.item()
+    state, by_leaf = T.norms(state, ord=inf)
+    found["leaves"] = [path for path, norm in by_leaf.items() if not norm.isfinite()]
+    found["said"] = raised(lambda: T.clip_by_global_norm(state, 1.0, error_if_nonfinite=True))
+    try:
+        T.clip_by_global_norm(state, 1.0, error_if_nonfinite=True)
+    except T.NonfiniteError as error:
+        found["places"] = [(one.leaf, one.rank, one.elements) for one in error.found]
+    _, found["pmax"] = fsdp.pmax(state, torch.tensor([value if dist.get_rank() == who else 1.0, -2.0]))
+    return found
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("value", [torch.nan, inf])
+def test_what_is_not_finite_is_so_on_every_rank(value: float, who: int) -> None:
+    for found in launch(not_finite, (value, who), nprocs=2):
+        for ord in ORDERS:
+            assert found[f"{ord}"] == pytest.approx(value, nan_ok=True)
+        assert len(found["leaves"]) == 1
+        assert found["places"] == [(found["leaves"][0], who, 1)]
+        assert f"NonfiniteError: gradients are not finite (clip_by_global_norm: their norm is {value})" in found["said"]
+        assert found["pmax"].tolist() == pytest.approx([value, -2.0], nan_ok=True)
+
+
+def largest_of(preset: str) -> dict[str, Any]:
+    state, rank = started(preset), dist.get_rank()
+    state, tree = fsdp.pmax(state, {"a": torch.tensor([rank, -rank]), "b": 0.5 * rank, "c": torch.tensor(-3.0)})
+    found = {name: t.tolist() for name, t in tree.items()}
+    for axis in state.spec.axes:
+        state, one = fsdp.pmax(state, rank, axis)
+        found[axis] = one.item()
+    return found
+
+
+@pytest.mark.parametrize("preset", ["zero3", "hsdp"])
+def test_pmax_is_the_largest_of_each_element(preset: str) -> None:
+    ranks = ranks_of(preset)
+    for rank, found in enumerate(launch(largest_of, (preset,), nprocs=ranks)):
+        assert found["a"] == [ranks - 1, 0]
+        assert found["b"] == 0.5 * (ranks - 1)
+        assert found["c"] == -3.0
+        if preset == "hsdp":
+            assert found["replica"] == 2 + rank % 2
+            assert found["shard"] == rank // 2 * 2 + 1

@@ -1,0 +1,233 @@
+"""Chain: stages read off a module whose units run one after another, and the loss function of the third way.
+
+    model, loss_fn      x ─▶ embed ─▶ · ─▶ blocks.0 ─▶ · ─▶ blocks.1 ─▶ · ─▶ head ─▶ · ─▶ loss
+    stage of blocks.1   x ─▶ (no value) · ─▶ h ──────▶ · ─▶ blocks.1 ─▶ as far as here
+    the dots            what the module's own code, and the loss function, do between units
+
+A stage runs the loss function on a private copy of the module. Calls of units before are skipped: the last of them
+returns what the stage is given, those before it a `NoValue`, which has a shape and no elements. What is made of one has
+none either, so that a module that is no chain (its later code uses what an earlier unit returned) is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.nn as nn
+
+from functional_fsdp import Layout, State, TreeError
+from functional_fsdp.extend import Session, skeleton_of, torch_private
+
+from .._modules.unit_modules import UnitModule, find_unit_modules, slots_of
+from .._seed import seeded
+from .buffers import Buffers
+from .inputs import cast_inputs, dtypes_of, precisions
+from .settings import Settings
+from .stages import Stage, Stages, Weights
+from .unit_calls import entered
+
+__all__ = ["Chain", "stages_of"]
+
+pytree = torch_private.pytree
+
+
+def stages_of(verb: str, model: Any, loss_fn: Callable[..., Any] | None) -> Stages:
+    """The walk over stages that are given, or over those of a module."""
+    if isinstance(model, nn.Module):
+        if not callable(loss_fn):
+            raise TreeError(
+                f"{verb}(model, loss_fn): loss_fn is {loss_fn!r}; with a module expected a function of (model, batch) "
+                "that returns the loss, as for forward_backward."
+            )
+        return Chain(verb, model, loss_fn)
+    if loss_fn is not None:
+        raise TreeError(
+            f"{verb}(stages, loss_fn): expected a module, got a {type(model).__name__}. Of stages that are cut by hand "
+            "the last returns the loss: leave loss_fn out."
+        )
+    return Stages(verb, model)
+
+
+class NoValue(torch.Tensor):
+    """What a unit returned that was skipped: a tensor on the meta device that says it is on the other's. What is
+    computed from one is one."""
+
+    home: torch.device  # of the tensor that it stands for
+
+    @staticmethod
+    def like(shape: tuple[int, ...], dtype: torch.dtype, home: torch.device) -> NoValue:
+        made = torch.empty(shape, dtype=dtype, device="meta").as_subclass(NoValue)
+        made.home = home
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        home = next(t.home for t in given if isinstance(t, cls))
+        if getattr(getattr(func, "__self__", None), "__name__", "") == "device":
+            return home
+
+        def bare(t: torch.Tensor) -> torch.Tensor:
+            with torch_private.NoTorchFunction():
+                return t.as_subclass(torch.Tensor) if isinstance(t, cls) else t.to("meta")
+
+        def without(t: torch.Tensor) -> torch.Tensor:
+            made = t.as_subclass(cls)
+            made.home = home
+            return made
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, bare, (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(torch.device, lambda _: torch.device("meta"), (args, kwargs))
+        with torch_private.NoTorchFunction():
+            return pytree.tree_map_only(torch.Tensor, without, func(*args, **kwargs))
+
+
+class Reached(BaseException):
+    """A stage's unit has been called: the rest of the loss function is for later stages."""
+
+    def __init__(self, out: Any) -> None:
+        self.out = out
+
+
+class Link:
+    """A unit module of the copy, and its number in the chain. It is called as a `UnitCall` is."""
+
+    def __init__(self, chain: Chain, number: int, unit_module: UnitModule, state: State) -> None:
+        self.chain, self.number = chain, number
+        self.path, self.leaves = unit_module.path, unit_module.leaves
+        self.units = unit_module.units
+        self.inputs = dtypes_of(unit_module, precisions(state))[1]
+        self.module = chain.model.get_submodule(self.path)
+        self.own_class = type(self.module)
+        self.inside = False
+        self.returned: Any = None  # in this walk, without values
+        self.module.__class__ = entered(self.own_class)
+        self.module.__dict__["_unit_call"] = self
+
+    def remove(self) -> None:
+        """The module as it was."""
+        self.module.__class__ = self.own_class
+        del self.module.__dict__["_unit_call"]
+
+    def enter(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of the module in a stage: skipped, the one that the stage is about, or too late."""
+        chain = self.chain
+        if self.inside or chain.target < 0:
+            return function(self.module, *args, **kwargs)
+        if self.number != chain.called:
+            chain.refuse(f"{self.path!r} was called after {chain.called} other units; as they lie in it, it is number "
+                         f"{self.number + 1}")  # fmt: skip
+        chain.called += 1
+        if self.number < chain.target:
+            return chain.given if self.number == chain.target - 1 else self.returned
+        chain.refuse_missing((args, kwargs), f"{self.path!r} was called with")
+        if self.inputs is not None:
+            args, kwargs = cast_inputs(args, kwargs, self.inputs)
+        begin = len(self.path) + 1 if self.path else 0
+        tensors = {path: buffer.clone() for path, buffer in self.module.named_buffers(remove_duplicate=False)}
+        tensors |= {path[begin:]: chain.weights[unit][key] for path, (unit, key) in self.leaves}
+        self.inside = True
+        try:
+            with torch_private.reparametrize_module(self.module, tensors, tie_weights=False, stack_weights=True):
+                out = function(self.module, *args, **kwargs)
+        finally:
+            self.inside = False
+        if self.number == len(chain.links) - 1:
+            return out
+        for leaf in pytree.tree_leaves(out):
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+                what = leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+                chain.refuse(f"{self.path!r} returned a {what}; from unit to unit go floating tensors")
+        self.returned = pytree.tree_map(lambda t: NoValue.like(tuple(t.shape), t.dtype, t.device), out)
+        raise Reached(out)
+
+
+class Chain(Stages):
+    """The stages of a module; see the top of this file. Its batches for one sample are batches of one."""
+
+    def __init__(self, verb: str, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        self.verb, self.loss_fn = verb, loss_fn
+        self.model = skeleton_of(model)
+        self.settings = Settings(verb, model, self.model)
+        self.buffers = Buffers(self.model, "local")
+        self.layout: Layout | None = None
+        self.links: list[Link] = []
+        self.state: Any = None  # that the walk began with
+        self._rest()
+
+    def _rest(self) -> None:
+        """No stage runs."""
+        self.target, self.called = -1, 0  # which link the stage is about, and how many were called
+        self.given: Any = None  # what the stage was given
+        self.weights: Weights = {}
+
+    @contextmanager
+    def running(self, state: State) -> Iterator[Session]:
+        self.settings.follow()
+        if state.layout is not self.layout:
+            self._cut(state)
+        self.state = state
+        self.buffers.lend(state, state.count.device, collects=False)
+        try:
+            with super().running(state) as session:
+                yield session
+        finally:
+            self.buffers.restore()
+            self.state = None
+            for link in self.links:
+                link.returned = None
+
+    def samples(self, batch: Any) -> Any:
+        """[B, ...] -> [B, 1, ...]: of each sample a batch."""
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.unsqueeze(1) if t.dim() else t, batch)
+
+    def _cut(self, state: State) -> None:
+        for link in self.links:
+            link.remove()
+        self.links, self.layout = [], None
+        unit_modules = find_unit_modules(self.model, state.layout)
+        held = {path for unit_module in unit_modules for path, _ in unit_module.leaves}
+        if loose := [path for path, _, _ in slots_of(self.model) if path not in held]:
+            self.refuse(f"the weight {loose[0]!r} is used by a module that holds several units")
+        self.links = [Link(self, i, unit_module, state) for i, unit_module in enumerate(unit_modules)]
+        keys = [link.units if len(link.units) > 1 else link.units[0] for link in self.links]
+        self.put([Stage(key, partial(self._run, i)) for i, key in enumerate(keys)])
+        self.layout = state.layout
+
+    def _run(self, number: int, w: Any, h: Any, batch: Any) -> Any:
+        """A stage: the loss function, as far as this link's output; of the last one, as far as the loss."""
+        key = self.forward[number].key
+        self.weights = {key: w} if isinstance(key, str) else w
+        self.target, self.given = number, h
+        try:
+            with seeded(self.state, number):  # in each pass the same
+                out = self.loss_fn(self.model, batch)
+        except Reached as reached:
+            return reached.out
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" in str(error):
+                self.refuse("what an earlier unit returned has no value any more, and was asked for it", error)
+            raise
+        finally:
+            called = self.called
+            self._rest()
+        if called <= number:
+            self.refuse(f"loss_fn called {called} of its {len(self.links)} units, and not {self.links[called].path!r}")
+        self.refuse_missing(out, "the loss was made of")
+        return out
+
+    def refuse_missing(self, tree: Any, what: str) -> None:
+        """An error if there is a tensor without a value in this tree."""
+        if any(isinstance(leaf, NoValue) for leaf in pytree.tree_leaves(tree)):
+            self.refuse(f"{what} what a unit before the last one returned")
+
+    def refuse(self, why: str, error: Exception | None = None) -> NoReturn:
+        raise TreeError(
+            f"{self.verb}: {type(self.model).__name__} is no chain of units, in which each is called once, in the "
+            f"order in which they lie in it, and uses what the one before returned: {why}. Cut it by hand, "
+            f"{self.verb}({{unit: function of (weights, h, batch)}}), or choose other units: Spec(units=...)."
+        ) from error

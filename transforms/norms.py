@@ -1,0 +1,173 @@
+"""Norms and products of trees of FlatBuffers (gradients, main weights): each element once, whatever the placement.
+
+global_norm    state                        one number, of all gradients
+norms          state, tree                  one a leaf, or one a unit
+dot            state, tree, tree            one number
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import Any, Literal
+
+import torch
+
+from functional_fsdp import SpecError, State, TreeError, finish_reductions
+from functional_fsdp.extend import leaf_shards, over_shards, shards, torch_private, total
+
+from ._trees import Buffers, check_tree, widest
+
+__all__ = ["dot", "global_norm", "norms"]
+
+
+@torch.no_grad()
+def global_norm(state: State, ord: float = 2) -> tuple[State, torch.Tensor]:
+    """The norm of all gradients, a tensor [] (float32, or float64 if they are): shards -> one number.
+
+    Each element is counted once, however it is sharded or replicated; tied leaves are one. It does not wait for the
+    device.
+
+    Args:
+        ord: 2, Euclidean; 1, the sum of the absolute values; or inf, the largest of them. A NaN makes any of them NaN.
+
+    Raises:
+        ScheduleError: the state has no gradients. SpecError: another `ord`.
+
+    Collective: what `finish_reductions` issues; one all-reduce of a few numbers for each axis that shards gradients.
+
+    Example: `state, norm = T.global_norm(state)`.
+    """
+    _check_ord("global_norm", ord)
+    state = finish_reductions(state)
+    dtype = widest(state.grads)
+    values = {
+        axes: _joined(_powers(state, [buffer.local for buffer in buffers], ord, dtype), ord)
+        for axes, buffers in shards(state).items()
+    }
+    if ord == inf:
+        return state, torch.stack([*over_shards(state, values, "max").values()]).amax()
+    return state, _root(total(state, values), ord)
+
+
+@torch.no_grad()
+def norms(
+    state: State, tree: Buffers | None = None, ord: float = 2, *, by: Literal["leaf", "unit"] = "leaf"
+) -> tuple[State, dict[str, torch.Tensor]]:
+    """The norm of each leaf, or of each unit: `state, {path or unit: tensor []}`. It does not wait for the device.
+
+    Args:
+        tree: `{bucket: FlatBuffer}`, sharded as main weights: `state.main`, or what an optimizer keeps for it; it may
+            lack buckets. None: the gradients of the state, finished.
+        ord: 2, 1 or inf, as for `global_norm`.
+        by: "leaf" or "unit".
+
+    Returns:
+        the state, and norms in the order of the tree, float32 or wider, the same on every rank. Tied leaves are one,
+        under the first of their paths. Where ranks have leaves of their own (experts), a path is those of all ranks
+        together.
+
+    Raises:
+        ScheduleError: the state has no gradients, and there is no `tree`. TreeError: a tree of another layout, or
+        sharded otherwise. SpecError: another `ord` or `by`.
+
+    Collective: one all-reduce for each axis that shards something, of the numbers of all leaves together; without
+    `tree` what `finish_reductions` issues.
+
+    Example, a ratio as LAMB takes it:
+        >>> state, of_grads = T.norms(state)  # doctest: +SKIP
+        >>> state, of_weights = T.norms(state, state.main)  # doctest: +SKIP
+        >>> ratio = of_weights["head.weight"] / of_grads["head.weight"]  # doctest: +SKIP
+    """
+    _check_ord("norms", ord)
+    if by not in ("leaf", "unit"):
+        raise SpecError(f"norms(by={by!r}): expected 'leaf' or 'unit'.")
+    if tree is None:
+        state = finish_reductions(state)
+        tree = state.grads
+    elif not isinstance(tree, Mapping) or not tree:
+        raise TreeError(f"norms: the tree is {tree!r:.500}; expected {{bucket: FlatBuffer}}, as state.main.")
+    else:
+        check_tree(state, tree, "norms: the tree", tree)
+    names: dict[Any, list[str]] = {}
+    values: dict[Any, torch.Tensor] = {}
+    dtype = widest(tree)
+    for axes, buffers in shards(state, tree).items():
+        if by == "unit":
+            parts = [(buffer.bucket.unit, buffer.local) for buffer in buffers]
+        else:
+            parts = [(leaf.path, local) for buffer in buffers for leaf, _, local in leaf_shards(buffer)]
+        names[axes] = [name for name, _ in parts]
+        values[axes] = _powers(state, [local for _, local in parts], ord, dtype)
+    found: dict[str, list[torch.Tensor]] = {}
+    for axes, numbers in over_shards(state, values, "max" if ord == inf else "sum").items():
+        for name, number in zip(names[axes], numbers.unbind(), strict=True):
+            found.setdefault(name, []).append(number)
+    order = [unit.name for unit in state.layout.units] if by == "unit" else dict.fromkeys(state.layout.source)
+    return state, {name: _root(_joined(torch.stack(found[name]), ord), ord) for name in order if name in found}
+
+
+@torch.no_grad()
+def dot(state: State, a: Buffers, b: Buffers) -> tuple[State, torch.Tensor]:
+    """The sum of the products of the elements of two trees, each element once: `state, product`, a tensor [].
+
+    It does not wait for the device. For a moment there is the product of a bucket's shards beside them.
+
+    Args:
+        a, b: `{bucket: FlatBuffer}`, sharded as main weights: gradients that are whole, `state.main`, what `T.hvp`
+            returns. A frozen bucket that only one of them has counts as zero there, as in gradients.
+
+    Returns:
+        the state, and the product in float32, or in float64 if one of them is, the same on every rank.
+
+    Raises:
+        TreeError: a tree of another layout, or sharded otherwise.
+
+    Collective: one all-reduce of a few numbers for each axis that shards something.
+
+    Example, how the loss changes along the weights:
+        >>> state = fsdp.finish_reductions(state)  # doctest: +SKIP
+        >>> state, product = T.dot(state, state.grads, state.main)  # doctest: +SKIP
+    """
+    for name, tree in (("a", a), ("b", b)):
+        if not isinstance(tree, Mapping):
+            raise TreeError(f"dot: {name} is a {type(tree).__name__}; expected {{bucket: FlatBuffer}}, as state.main.")
+        check_tree(state, tree, f"dot: {name}", {**state.layout.trainable, **tree})
+    both = [name for name in a if name in b]
+    dtype = widest(a, b)
+    values = {}
+    for axes, buffers in shards(state, {name: a[name] for name in both}).items():
+        products = [buffer.local.to(dtype).mul(b[buffer.bucket.name].local).sum() for buffer in buffers]
+        values[axes] = torch.stack(products).sum()
+    return state, total(state, values)
+
+
+def _check_ord(what: str, ord: float) -> None:
+    if ord not in (1, 2, inf):
+        raise SpecError(f"{what}(ord={ord!r}): expected 1, 2 or math.inf.")
+
+
+def _powers(state: State, tensors: Sequence[torch.Tensor], ord: float, dtype: torch.dtype) -> torch.Tensor:
+    """Of each tensor the sum of the powers |x| ** ord, or for infinity the largest |x|: [n]. Of empty ones 0."""
+    zero = torch.zeros((), dtype=dtype, device=state.count.device)
+    found = [zero] * len(tensors)
+    alike: dict[torch.dtype, list[int]] = {}  # as one call for many takes them
+    for i, tensor in enumerate(tensors):
+        if tensor.numel():
+            alike.setdefault(tensor.dtype, []).append(i)
+    for which in alike.values():
+        for i, norm in zip(
+            which, torch_private.foreach_norm([tensors[i] for i in which], ord, dtype=dtype), strict=True
+        ):
+            found[i] = norm
+    stacked = torch.stack(found)
+    return stacked.square() if ord == 2 else stacked
+
+
+def _joined(powers: torch.Tensor, ord: float) -> torch.Tensor:
+    """One of several: [n] -> []."""
+    return powers.amax() if ord == inf else powers.sum()
+
+
+def _root(power: torch.Tensor, ord: float) -> torch.Tensor:
+    return power.sqrt() if ord == 2 else power
