@@ -1,0 +1,160 @@
+"""The optimizer's part of a step with Muon: owners of matrices beside other ways, in one run.
+
+    python examples/benchmark_muon.py                                 # CPU, 2 ranks, a tiny GPT's layers
+    python examples/benchmark_muon.py --model 1.2b --ranks 2          # GPUs
+
+| row        | what it is                                                                                    |
+|------------|-----------------------------------------------------------------------------------------------|
+| owners     | `fsdp.muon`: each matrix goes to one rank, and back                                           |
+| every rank | each rank gathers every matrix and orthogonalizes all of them, in batches as `fsdp.muon` does |
+| FSDP2      | torch.optim.Muon on the parameters of `fully_shard`                                           |
+
+Gradients are there already, random, bfloat16 on the wire; the matrices of the layers only, all in one group. They take
+turns. Milliseconds on the slowest rank, medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _benchmark_models import MODELS, Config
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import functional_fsdp as fsdp
+from functional_fsdp import extend
+
+LR = 0.02
+Step = Callable[[], None]
+
+
+def layers(config: Config) -> nn.ModuleList:
+    """The matrices of a model's layers, by shape."""
+    model = config.build()
+    stack = nn.ModuleList()
+    for path in config.units():
+        if path not in ("embed", "head"):
+            matrices = [p for p in model.get_submodule(path).parameters() if p.dim() == 2]
+            stack.append(nn.ParameterList(nn.Parameter(p.detach()) for p in matrices))
+    return stack
+
+
+class EveryRank:
+    """Muon without owners: an all-gather of every matrix's update."""
+
+    def __init__(self) -> None:
+        self.muon = fsdp.muon(lr=LR)
+
+    def init(self, main: Any) -> Any:
+        return {name: buffer.but(torch.zeros_like(buffer.local)) for name, buffer in main.items()}
+
+    def update(self, grads: Any, opt: Any, main: Any, count: torch.Tensor) -> Any:
+        from functional_fsdp._optim.muon import orthogonalized
+
+        shapes: dict[Any, list[tuple[str, str, torch.Tensor]]] = {}
+        for name in main:
+            opt[name].local.lerp_(grads[name].local, 1 - self.muon.momentum)
+            change = grads[name].but(grads[name].local.lerp(opt[name].local, self.muon.momentum).bfloat16())
+            for path, whole in extend.gather_leaves(change, torch.bfloat16).items():
+                shapes.setdefault(whole.shape, []).append((name, path, whole))
+        done: dict[tuple[str, str], torch.Tensor] = {}
+        for shape, some in shapes.items():
+            stack = orthogonalized(torch.stack([one for _, _, one in some]), self.muon.ns_coefficients, 5, 1e-7)
+            ratio = max(1.0, shape[0] / shape[1]) ** 0.5
+            done |= {(name, path): one * ratio for (name, path, _), one in zip(some, stack, strict=True)}
+        for name, buffer in main.items():
+            for leaf, start, local in extend.leaf_shards(buffer):
+                change = done[name, leaf.path].reshape(-1)[start : start + local.numel()]
+                local.mul_(1 - LR * 0.1).add_(change, alpha=-LR)
+        return main, opt
+
+
+def ours(config: Config, optimizer: Any) -> Step:
+    params, _ = fsdp.functionalize(layers(config))
+    units = [[f"{i}.*"] for i in range(config.depth)]
+    spec = fsdp.Spec(fsdp.local_mesh(), units=units, precision=fsdp.Precision(compute=torch.bfloat16))
+    state = fsdp.shard(params, spec, optimizer)
+    state, whole = fsdp.unshard(state)
+    grads = {path: torch.randn_like(p) for path, p in whole.items()}
+    state = fsdp.step(fsdp.finish_reductions(fsdp.reduce(state, grads)))
+    kept = [state]
+
+    def step() -> None:
+        ready = fsdp.finish_reductions(fsdp.reduce(fsdp.unshard(kept[0])[0], grads))
+        synchronize()
+        begun.append(time.perf_counter())
+        kept[0] = fsdp.step(ready)
+
+    begun: list[float] = []
+    step.begun = begun  # type: ignore[attr-defined]
+    return step
+
+
+def theirs(config: Config) -> Step:
+    stack = layers(config)
+    for layer in stack:
+        fully_shard(layer, mesh=fsdp.local_mesh())
+    optimizer = torch.optim.Muon(stack.parameters(), lr=LR)
+    for p in stack.parameters():
+        p.grad = torch.randn_like(p)
+
+    def step() -> None:
+        synchronize()
+        begun.append(time.perf_counter())
+        optimizer.step()
+
+    begun: list[float] = []
+    step.begun = begun  # type: ignore[attr-defined]
+    return step
+
+
+def synchronize() -> None:
+    if fsdp.local_mesh().device_type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def measured(name: str, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each row in each round, on this rank."""
+    config = MODELS[name]
+    with torch.device(fsdp.local_mesh().device_type):
+        torch.manual_seed(0)
+        rows = {
+            "owners": ours(config, fsdp.muon(lr=LR)),
+            "every rank": ours(config, EveryRank()),
+            "FSDP2": theirs(config),
+        }
+    found: dict[str, list[float]] = {}
+    for i in range(rounds + 1):
+        for what, step in rows.items():
+            step()
+            if fsdp.local_mesh().device_type == "cuda":
+                torch.cuda.synchronize()
+            if i:
+                found.setdefault(what, []).append(1e3 * (time.perf_counter() - step.begun[-1]))  # type: ignore[attr-defined]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Muon with owners beside other ways")
+    parser.add_argument("--model", default="tiny", choices=[name for name, one in MODELS.items() if one.kind == "gpt"])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    ranks = fsdp.launch(measured, (args.model, args.rounds), nprocs=args.ranks)
+    slowest = {what: [max(times) for times in zip(*(rank[what] for rank in ranks), strict=True)] for what in ranks[0]}
+    middle = {what: statistics.median(times) for what, times in slowest.items()}
+    print("|            | ms | spread | this row / owners |\n|---|---:|---:|---:|")
+    for what, times in slowest.items():
+        ratio = middle[what] / middle["owners"]
+        print(f"| {what:10} | {middle[what]:8.1f} | {min(times):.1f}–{max(times):.1f} | {ratio:.3f} |")
+
+
+if __name__ == "__main__":
+    main()
