@@ -29,12 +29,12 @@ __all__ = [
     "CInterpreter", "FakeTensor", "FakeTensorMode", "NoTorchFunction", "OpOverload", "OpOverloadPacket",
     "TorchDispatchMode", "all_gather_single", "autograd_node", "current_stream", "default_store",
     "disable_current_modes", "dispatch_modes", "dynamo", "enable_python_dispatcher", "end_allocate_to_pool",
-    "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div_", "foreach_mul",
-    "foreach_mul_", "foreach_norm", "foreach_zero_", "func_interpreter", "functional_collectives", "fused_adamw_",
-    "fused_sgd_", "gloo_options", "inductor", "override_stale_capture_stream", "pytree", "raw_stream",
-    "read_objects_by", "reduce_scatter_single", "reparametrize_module", "set_grad_enabled",
-    "set_override_stale_capture_stream", "set_stream", "storage_info", "symmetric_memory", "to_scalar",
-    "unflatten_dense_tensors", "unpickler", "will_execute",
+    "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div_", "foreach_lerp",
+    "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_zero_", "func_interpreter",
+    "functional_collectives", "fused_adamw_", "fused_sgd_", "gloo_options", "inductor",
+    "override_stale_capture_stream", "pytree", "raw_stream", "read_objects_by", "reduce_scatter_single",
+    "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream", "set_stream", "storage_info",
+    "symmetric_memory", "to_scalar", "unflatten_dense_tensors", "unpickler", "will_execute",
 ]  # fmt: skip
 
 # ---- tensors, many at once: one kernel, or few
@@ -43,6 +43,8 @@ foreach_clamp_max_ = torch._foreach_clamp_max_
 foreach_clamp_min_ = torch._foreach_clamp_min_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
+foreach_lerp = torch._foreach_lerp
+foreach_lerp_ = torch._foreach_lerp_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm

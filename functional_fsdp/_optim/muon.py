@@ -22,14 +22,14 @@ from einops import rearrange
 
 from .._common.errors import SpecError
 from .._common.record import Collective
-from .._common.torch_names import foreach_add_, foreach_copy_, foreach_mul_
+from .._common.torch_names import foreach_add_, foreach_copy_, foreach_lerp, foreach_lerp_, foreach_mul_
 from .._common.tree import register
 from .._plan.layout import Bucket, Leaf
 from .._plan.owners import Given, Moves, Owners, Part, Pattern, Slices, find_owners
 from .._runtime.given import Leaves
 from .._storage.flat import summary, zeros
 from .numbers import Setting, at, check_settings, labels_in, number, numbers
-from .optimizer import Sender, Tree
+from .optimizer import Sender, Tree, portions
 
 __all__ = ["Muon", "MuonState", "muon", "orthogonalized"]
 
@@ -72,7 +72,7 @@ class Muon:
     matrices: Mapping[str, Pattern]
     by_bucket: ClassVar[bool] = True
     communicates: ClassVar[bool] = True
-    fill: ClassVar[int] = 1 << 28  # bytes of main weights in a call, at least: so that every owner has something to do
+    fill: ClassVar[int] = 1 << 29  # bytes of main weights that are updated at once: enough for every owner to have some
 
     def __hash__(self) -> int:
         return hash((type(self), self.momentum, self.ns_steps))
@@ -90,7 +90,12 @@ class Muon:
 
         Example: `print(*muon().owners(fsdp.make_layout(params, spec).trainable.values()))`.
         """
-        return find_owners([*buckets], self._parts)
+        some = [*buckets]
+        return find_owners(some, self._parts, self.groups({b.name: b.nbytes("main") for b in some}))
+
+    def groups(self, sizes: Mapping[str, int]) -> list[list[str]]:
+        """Buckets that are updated at once, by name: the last ones first, as their gradients come."""
+        return portions(dict(reversed(list(sizes.items()))), self.fill)
 
     def _parts(self, leaf: Leaf) -> Iterator[Part]:
         """A leaf's matrices, each for itself where they lie one after the other; else the leaf."""
@@ -153,12 +158,13 @@ class Muon:
         sender: Sender,
     ) -> tuple[Tree, MuonState]:  # fmt: skip
         lacking: Given = tuple([(name, tuple(some)) for name, some in given.items()])
-        for owners in opt.owners:
-            moves = owners.moves(tuple(main), lacking, sender.coordinate)
-            if moves.some:
-                weights, slopes, kept = (self._cut(moves, tree) for tree in (main, grads, opt.momentum))
-                like = next(iter(main.values())).local
-                self._update(moves, skip, weights, slopes, kept, like, count, sender)
+        like = next(iter(main.values())).local
+        for names in self.groups({name: buffer.local.nbytes for name, buffer in main.items()}):
+            for owners in opt.owners:
+                moves = owners.moves(tuple(names), lacking, sender.coordinate)
+                if moves.some:
+                    weights, slopes, kept = (self._cut(moves, tree) for tree in (main, grads, opt.momentum))
+                    self._update(moves, skip, weights, slopes, kept, like, count, sender)
         return main, opt
 
     def _cut(self, moves: Moves, tree: Tree) -> Tensors:
@@ -182,11 +188,15 @@ class Muon:
 
     def _moved(self, skip: torch.Tensor | None, grads: Tensors, kept: Tensors) -> torch.Tensor:
         """Move the momentum on. Returns what is orthogonalized next, one run after the other, in `ns_dtype`."""
-        grad, old = torch.cat(grads), torch.cat(kept)
-        new = old.lerp(grad, 1 - self.momentum)
-        stays = new if skip is None else torch.where(skip, old, new)
-        foreach_copy_(kept, list(stays.split([one.numel() for one in kept])))
-        return (grad.lerp(new, self.momentum) if self.nesterov else new).to(self.ns_dtype)
+        by = 1 - self.momentum
+        if skip is None:
+            foreach_lerp_(kept, grads, by)
+            new = kept
+        else:
+            new = list(foreach_lerp(kept, grads, by))
+            foreach_copy_(kept, [torch.where(skip, old, one) for old, one in zip(kept, new, strict=True)])
+        change = foreach_lerp(grads, new, self.momentum) if self.nesterov else new
+        return torch.cat(list(change)).to(self.ns_dtype)
 
     def _orthogonal(
         self, change: torch.Tensor, shape: tuple[int, ...], pattern: Pattern | None, slices: Slices

@@ -14,7 +14,7 @@ A leaf that got no gradient on any rank keeps its weights, and what the optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from .._common.torch_names import pytree
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer
 
-__all__ = ["Optimizer", "Sender", "Tree", "as_optimizer", "check", "check_labels"]
+__all__ = ["Optimizer", "Sender", "Tree", "as_optimizer", "check", "check_labels", "portions"]
 
 Tree = dict[str, FlatBuffer]
 
@@ -92,6 +92,23 @@ def as_optimizer(value: Any) -> Any:
         cls = value if isinstance(value, type) else type(value)
         given, remedy = f"torch's {cls.__name__}", f"Give its class: fsdp.from_torch({cls.__name__}, lr=...)"
     raise SpecError(f"optimizer: expected a pair (init, update), as fsdp.adamw(lr=3e-4), not {given}. {remedy}.")
+
+
+def portions(sizes: Mapping[str, int], fill: int) -> list[list[str]]:
+    """Names in a row, divided into runs of `fill` bytes at least, but for the last one.
+
+    >>> portions({"a": 3, "b": 1, "c": 2, "d": 1}, 3)
+    [['a'], ['b', 'c'], ['d']]
+    """
+    found: list[list[str]] = []
+    room = 0
+    for name, nbytes in sizes.items():
+        if room <= 0:
+            found.append([])
+            room = fill
+        found[-1].append(name)
+        room -= nbytes
+    return found
 
 
 def check_labels(optimizer: Any, spec: Spec) -> None:

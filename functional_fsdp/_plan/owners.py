@@ -6,7 +6,7 @@
                                ◀──
 
 Owners are balanced by floating-point operations: the largest matrix goes first, each to the rank that has least so far
-(Graham 1969, "Bounds on multiprocessing timing anomalies"), and among several to that with least of the same bucket.
+(Graham 1969, "Bounds on multiprocessing timing anomalies"), in each group of buckets that is updated at once.
 On two axes that shard there is a hop along each: first to the owner's place on the outer one.
 """
 
@@ -275,11 +275,14 @@ def _slices(held: Sequence[tuple[int, int, int]]) -> Slices:
     return tuple((end - (b - a), end) for (_, a, b), end in zip(held, ends, strict=True))
 
 
-def find_owners(buckets: Sequence[Bucket], cut: Callable[[Leaf], Iterable[Part]]) -> tuple[Owners, ...]:
+def find_owners(
+    buckets: Sequence[Bucket], cut: Callable[[Leaf], Iterable[Part]], together: Sequence[Sequence[str]]
+) -> tuple[Owners, ...]:
     """Owners for the leaves of these buckets, for each set of axes along which some of them are cut.
 
     Args:
         cut: what is owned of a leaf as a whole.
+        together: names of buckets that are updated at once.
     """
     groups: dict[tuple[tuple[str, int], ...], list[Bucket]] = {}
     for bucket in buckets:
@@ -294,17 +297,22 @@ def find_owners(buckets: Sequence[Bucket], cut: Callable[[Leaf], Iterable[Part]]
             for i, leaf in enumerate(bucket.leaves)
             for one in cut(leaf)
         ]
-        found.append(Owners(axes, tuple(some), _balanced(owned, prod(n for _, n in axes))))
+        found.append(Owners(axes, tuple(some), _balanced(owned, prod(n for _, n in axes), together)))
     return tuple(found)
 
 
-def _balanced(owned: Sequence[Owned], ranks: int) -> tuple[Owned, ...]:
-    load, of_bucket = [0] * ranks, dict[tuple[str, int], int]()
-    owner: dict[int, int] = {}
-    for i in sorted(range(len(owned)), key=lambda i: -owned[i].part.flops):
-        one = owned[i]
-        rank = min(range(ranks), key=lambda r: (load[r], of_bucket.get((one.bucket, r), 0), r))
-        owner[i] = rank
-        load[rank] += one.part.flops
-        of_bucket[one.bucket, rank] = of_bucket.get((one.bucket, rank), 0) + one.part.flops
+def _balanced(owned: Sequence[Owned], ranks: int, together: Sequence[Iterable[str]]) -> tuple[Owned, ...]:
+    """With their owners. Ranks wait for each other in each group of buckets, so each is balanced for itself, and what
+    it leaves uneven by the next ones."""
+    load, owner = [0] * ranks, dict[int, int]()
+    group_of = {bucket: k for k, some in enumerate(together) for bucket in some}
+    for k in range(len(together)):
+        here, of_bucket = [0] * ranks, dict[tuple[str, int], int]()
+        mine = [i for i, one in enumerate(owned) if group_of[one.bucket] == k]
+        for i in sorted(mine, key=lambda i: -owned[i].part.flops):
+            bucket, flops = owned[i].bucket, owned[i].part.flops
+            rank = min(range(ranks), key=lambda r: (here[r], load[r], of_bucket.get((bucket, r), 0), r))
+            owner[i] = rank
+            here[rank], load[rank] = here[rank] + flops, load[rank] + flops
+            of_bucket[bucket, rank] = of_bucket.get((bucket, rank), 0) + flops
     return tuple(one._replace(owner=owner[i]) for i, one in enumerate(owned))

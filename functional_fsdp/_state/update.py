@@ -13,7 +13,7 @@ back.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from .._common.errors import ScheduleError, TreeError
 from .._common.record import Collective
 from .._common.torch_names import foreach_copy_, pytree
 from .._distributed.lanes import Mark, Steps
-from .._optim.optimizer import Sender
+from .._optim.optimizer import Sender, portions
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._storage.flat import FlatBuffer
 
@@ -35,7 +35,6 @@ __all__ = [
     "counting",
     "keep",
     "may_step",
-    "portions",
     "put",
     "put_back",
     "update",
@@ -189,23 +188,6 @@ def _portion(state: State, main: dict[str, FlatBuffer], after: Sequence[Mark]) -
         state._executor.run.lanes.wait(mark)  # the lane does: it is the current one
     _in_place(state, main)
     yield from ()
-
-
-def portions(sizes: Mapping[str, int], fill: int) -> list[list[str]]:
-    """Names in a row, divided into runs of `fill` bytes at least, but for the last one.
-
-    >>> portions({"a": 3, "b": 1, "c": 2, "d": 1}, 3)
-    [['a'], ['b', 'c'], ['d']]
-    """
-    found: list[list[str]] = []
-    room = 0
-    for name, nbytes in sizes.items():
-        if room <= 0:
-            found.append([])
-            room = fill
-        found[-1].append(name)
-        room -= nbytes
-    return found
 
 
 def update(

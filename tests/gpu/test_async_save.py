@@ -29,8 +29,8 @@ def make() -> nn.Module:
 
 
 def made(overlapped: bool) -> tuple[fsdp.State, Any]:
-    precision = fsdp.Precision(compute=torch.bfloat16)  # in float32 compilers warn of matrix products
-    spec = fsdp.Spec(fsdp.local_mesh(), precision=precision, units=["*"], schedule=Schedule(overlap_update=overlapped))
+    torch.set_float32_matmul_precision("high")  # else compilers warn
+    spec = fsdp.Spec(fsdp.local_mesh(), units=["*"], schedule=Schedule(overlap_update=overlapped))
     state, model = fsdp.init(make, spec, fsdp.adamw(lr=1e-2), seed=0)
     forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
 

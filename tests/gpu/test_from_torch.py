@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from gpu.machine import RANKS
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, launch
@@ -18,7 +18,6 @@ from functional_fsdp import transforms as T
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("fresh_workers")]
 
-RANKS = torch.cuda.device_count()
 Tree = dict[str, torch.Tensor]
 SHAPES = {"a.w": (90, 40), "a.bias": (130,), "b.w": (4, 4), "b.bias": (1,), "scale": ()}
 REFUSED = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
@@ -41,12 +40,12 @@ def train_step(state: fsdp.State, grads: Tree) -> fsdp.State:
 
 def trained(name: str, how: str) -> tuple[float, bool]:
     """How far weights are from those of torch's own, at most; and whether updates may go bucket by bucket."""
-    torch.cuda.set_device(dist.get_rank())
+    mesh = fsdp.local_mesh()  # from now on this rank has its GPU
     options: dict[str, Any] = {"lr": lambda count: 0.01 / (1 + count)} if how == "rate" else {"lr": 0.01}
     params = {path: torch.nn.Parameter(p) for path, p in tree(0).items()}
     plain = getattr(torch.optim, name)(params.values(), lr=0.01)
     optimizer = fsdp.from_torch(getattr(torch.optim, name), **options)
-    spec = Spec(fsdp.local_mesh(), units=["a", "b", "scale"], schedule=Schedule(overlap_update=how == "overlap"))
+    spec = Spec(mesh, units=["a", "b", "scale"], schedule=Schedule(overlap_update=how == "overlap"))
     state = fsdp.shard(tree(0), spec, optimizer)
     step: Any = T.cuda_graph(train_step) if how == "graph" else train_step
     for i in range(STEPS):

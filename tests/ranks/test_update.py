@@ -17,8 +17,9 @@ from support.problems import LOOPS, batch, mesh_and_placement, net
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, TreeError, launch
+from functional_fsdp._optim.optimizer import portions
 from functional_fsdp._runtime.host_lanes import HostLanes
-from functional_fsdp._state.update import _beside, _in_place, apply_optimizer, counting, keep, portions, put_back
+from functional_fsdp._state.update import _beside, _in_place, apply_optimizer, counting, keep, put_back
 
 PRESETS = ("zero3", "zero2", "zero1", "hsdp", "hfsdp", "ddp")
 
