@@ -26,6 +26,7 @@ def benchmark(folder: Path, *flags: str) -> dict[str, Any]:
     return found | {"printed": done.stdout, "rows": {row["name"]: row for row in found["rows"]}}
 
 
+@pytest.mark.large
 def test_a_hugging_face_llama_beside_its_peers(tmp_path: Path) -> None:
     rows = "driven,FSDP2,DDP,unit by unit,Megatron-FSDP"
     found = benchmark(tmp_path, "--model", "tiny-llama", "--only", rows, "--chart", str(tmp_path / "chart.png"))

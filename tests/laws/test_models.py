@@ -37,12 +37,12 @@ ROWS = list(product(CASES, ("zero3", "zero2")))
 HALF = [(name, ("zero3", "zero2")[i % 2]) for i, name in enumerate(CASES)]
 
 
-@pytest.mark.parametrize(("name", "preset"), marked(ROWS, HALF))
+@pytest.mark.parametrize(("name", "preset"), marked(ROWS, [row for i, row in enumerate(HALF) if i % 3]))
 def test_five_steps_in_float64(name: str, preset: str) -> None:
     compare(name, preset, 5, torch.float64, False, (1e-9, 1e-9))
 
 
-@pytest.mark.parametrize(("name", "preset"), marked(ROWS, [row for row in ROWS if row not in HALF][::3]))
+@pytest.mark.parametrize(("name", "preset"), marked(ROWS, [row for row in ROWS if row not in HALF][::6]))
 def test_gradients_in_float32_with_released_bytes_poisoned(name: str, preset: str) -> None:
     compare(name, preset, 1, torch.float32, True, (1e-5, float("inf")))
 

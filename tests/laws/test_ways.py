@@ -84,9 +84,7 @@ TRANSFORMS: dict[str, tuple[Callable[[Any], Any], Callable[[fsdp.State], fsdp.St
     "norms": (lambda f: f, measured),
     "one of one's own": (lambda f: f, lambda state: fsdp.step(doubled(state))),
 }
-ONCE = [
-    ("norms", "zero3", "whole"), ("accumulate", "zero2", "driven"),
-]  # fmt: skip
+ONCE = [("norms", "zero3", "whole")]
 ROWS = [(t, p, w) for t in TRANSFORMS for p in PRESETS for w in (*LOOPS, "driven")]
 
 

@@ -21,6 +21,7 @@ from support.choices import choices
 from support.driven import raised
 from support.presets import PRESETS, ranks_of
 from support.problems import LOOPS, Stack, mesh_and_placement, reference, sharded, through_the_stack
+from support.tables import marked
 from support.traced import BLOCKS, trained
 from torch._inductor.exc import InductorError
 
@@ -528,8 +529,11 @@ def in_windows(preset: str, loop: str, average: str) -> tuple[list[Any], list[in
         return sharded(preset, loop, 3, 2, transport="symmetric", average=average), asked
 
 
-@pytest.mark.parametrize("loop", list(LOOPS))
-@pytest.mark.parametrize("preset", PRESETS)
+ROWS = [(preset, loop) for preset in PRESETS for loop in LOOPS]
+HALF = [(preset, [*LOOPS][i % len(LOOPS)]) for i, preset in enumerate(PRESETS)]
+
+
+@pytest.mark.parametrize(("preset", "loop"), marked(ROWS, HALF))
 def test_steps_in_windows_are_the_plain_modules(preset: str, loop: str) -> None:
     ranks = ranks_of(preset)
     for average in ("mean", "sum") if loop == "whole" else ("mean",):

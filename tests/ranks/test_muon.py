@@ -26,8 +26,6 @@ QUICK = [
     ("zero3", "eager", 2),
     ("hfsdp", "eager", 4),
     ("zero2", "aot_eager", 2),
-    ("ddp", "eager", 1),
-    ("hsdp", "eager", 4),
 ]
 
 
