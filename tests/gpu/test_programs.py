@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from attack import driven
+from gpu.machine import own_gpus
 
 from functional_fsdp import launch
 from functional_fsdp._launch.launch import stop_workers
@@ -34,7 +35,7 @@ def played(first: int, count: int, transport: str) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.fixture(scope="module", params=["collective", "copy_engine", "symmetric"])
+@pytest.fixture(scope="module", params=["collective", "copy_engine", pytest.param("symmetric", marks=own_gpus)])
 def transport(request: pytest.FixtureRequest) -> str:
     """Workers of its own each: a process has one kind of symmetric memory."""
     stop_workers()
