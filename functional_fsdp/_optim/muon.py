@@ -158,8 +158,8 @@ class Muon:
         sender: Sender,
     ) -> tuple[Tree, MuonState]:  # fmt: skip
         lacking: Given = tuple([(name, tuple(some)) for name, some in given.items()])
-        like = next(iter(main.values())).local
         for names in self.groups({name: buffer.local.nbytes for name, buffer in main.items()}):
+            like = main[names[0]].local
             for owners in opt.owners:
                 moves = owners.moves(tuple(names), lacking, sender.coordinate)
                 if moves.some:

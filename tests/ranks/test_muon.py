@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from support.matrices import LABELS, batch, begun, differ, reference, step_of, trained
-from support.presets import PRESETS, TWO_AXES, ranks_of
+from support.presets import AXES, PRESETS, TWO_AXES, placement_of, ranks_of
 from support.tables import marked
 
 import functional_fsdp as fsdp
@@ -80,14 +80,16 @@ def test_a_checkpoint_goes_on_on_any_ranks(preset: str, tmp_path: Path) -> None:
         assert differ(moved, expected) < 1e-9
 
 
-def test_in_bfloat16_it_is_as_near_to_torchs_as_another_order_of_sums() -> None:
+@pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
+def test_in_bfloat16_it_is_as_near_to_torchs_as_another_order_of_sums(adjust: str | None) -> None:
     """Beside torch.optim.Muon, one step: our difference is within what permuted columns make of torch's own, which adds
     up the same products in another order."""
     torch.manual_seed(0)
     weight, grad = torch.randn(300, 700), torch.randn(300, 700)
-    theirs = [after(weight, grad, order) for order in (torch.arange(700), *(torch.randperm(700) for _ in range(8)))]
+    orders = (torch.arange(700), *(torch.randperm(700) for _ in range(8)))
+    theirs = [after(weight, grad, order, adjust) for order in orders]
     spread = max(float((one - theirs[0]).abs().max()) for one in theirs[1:])
-    state = fsdp.shard({"w": weight}, Spec(fsdp.local_mesh()), fsdp.muon(lr=0.1))
+    state = fsdp.shard({"w": weight}, Spec(fsdp.local_mesh()), fsdp.muon(lr=0.1, adjust_lr_fn=adjust))
     state, _ = fsdp.unshard(state)
     state = fsdp.step(fsdp.reduce(state, {"w": grad}))
     ours = float((fsdp.full_params(state)["w"] - theirs[0]).abs().max())
@@ -95,11 +97,28 @@ def test_in_bfloat16_it_is_as_near_to_torchs_as_another_order_of_sums() -> None:
     assert ours <= spread
 
 
-def after(weight: torch.Tensor, grad: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def after(weight: torch.Tensor, grad: torch.Tensor, order: torch.Tensor, adjust: str | None) -> torch.Tensor:
     p = nn.Parameter(weight[:, order].clone())
     p.grad = grad[:, order].clone()
-    torch.optim.Muon([p], lr=0.1).step()
+    torch.optim.Muon([p], lr=0.1, adjust_lr_fn=adjust).step()
     return p.detach()[:, order.argsort()]
+
+
+@pytest.mark.parametrize(("preset", "sizes"), [("zero3", (8,)), ("hfsdp", (2, 4)), ("hsdp", (2, 4)), ("ddp", (8,))])
+def test_matrices_of_a_group_travel_by_two_exchanges_an_axis(preset: str, sizes: tuple[int, ...]) -> None:
+    mesh = dict(zip(AXES[preset], sizes, strict=True))
+    spec = Spec(mesh, placement_of(preset), units=["layers.*"])
+    params = {f"layers.{i}.{k}": torch.empty(64, 64, device="meta") for i in range(4) for k in "ab"}
+    state = fsdp.abstract_state(params, spec, fsdp.muon())
+
+    def train_step(state: fsdp.State) -> fsdp.State:
+        return fsdp.step(fsdp.reduce(state, {path: torch.ones(64, 64) for path in params}))
+
+    issued = [one for one in fsdp.lower(train_step, state).collectives if one.kind == "all_to_all"]
+    cut = {"zero3": 1, "hfsdp": 2, "hsdp": 1, "ddp": 0}[preset]
+    assert len(issued) == 2 * cut
+    assert {one.dtype for one in issued} <= {torch.bfloat16}
+    assert all(one.numel == 8 * 64 * 64 // (8 if cut == 2 else dict(mesh)[issued[0].axis]) for one in issued)
 
 
 def refused() -> str:
