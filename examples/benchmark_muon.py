@@ -3,14 +3,16 @@
     python examples/benchmark_muon.py                                 # CPU, 2 ranks, a tiny GPT's layers
     python examples/benchmark_muon.py --model 1.2b --ranks 2          # GPUs
 
-| row        | what it is                                                                                    |
-|------------|-----------------------------------------------------------------------------------------------|
-| owners     | `fsdp.muon`: each matrix goes to one rank, and back                                           |
-| every rank | each rank gathers every matrix and orthogonalizes all of them, in batches as `fsdp.muon` does |
-| FSDP2      | torch.optim.Muon on the parameters of `fully_shard`                                           |
+| row            | what it is                                                                                    |
+|----------------|-----------------------------------------------------------------------------------------------|
+| owners         | `fsdp.muon`: each matrix goes to one rank, and back                                           |
+| every rank     | each rank gathers every matrix and orthogonalizes all of them, in batches as `fsdp.muon` does |
+| whole matrices | weights, gradients and momentum lie whole on every rank; each owner orthogonalizes its        |
+|                | matrices, in batches, and an all-gather gives the updates to all: more memory, no all-to-all  |
+| FSDP2          | torch.optim.Muon on the parameters of `fully_shard`                                           |
 
-Gradients are there already, random, bfloat16 on the wire; the matrices of the layers only, all in one group. They take
-turns. Milliseconds on the slowest rank, medians of the rounds.
+Gradients are there already, random; the matrices of the layers only. They take turns. Milliseconds on the slowest rank,
+medians of the rounds.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from torch.distributed.fsdp import fully_shard
 
 import functional_fsdp as fsdp
 from functional_fsdp import extend
+from functional_fsdp._optim.muon import orthogonalized
 
 LR = 0.02
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 Step = Callable[[], None]
 
 
@@ -55,8 +59,6 @@ class EveryRank:
         return {name: buffer.but(torch.zeros_like(buffer.local)) for name, buffer in main.items()}
 
     def update(self, grads: Any, opt: Any, main: Any, count: torch.Tensor) -> Any:
-        from functional_fsdp._optim.muon import orthogonalized
-
         shapes: dict[Any, list[tuple[str, str, torch.Tensor]]] = {}
         for name in main:
             opt[name].local.lerp_(grads[name].local, 1 - self.muon.momentum)
@@ -65,7 +67,7 @@ class EveryRank:
                 shapes.setdefault(whole.shape, []).append((name, path, whole))
         done: dict[tuple[str, str], torch.Tensor] = {}
         for shape, some in shapes.items():
-            stack = orthogonalized(torch.stack([one for _, _, one in some]), self.muon.ns_coefficients, 5, 1e-7)
+            stack = orthogonalized(torch.stack([one for _, _, one in some]), COEFFICIENTS, 5, 1e-7)
             ratio = max(1.0, shape[0] / shape[1]) ** 0.5
             done |= {(name, path): one * ratio for (name, path, _), one in zip(some, stack, strict=True)}
         for name, buffer in main.items():
@@ -73,6 +75,44 @@ class EveryRank:
                 change = done[name, leaf.path].reshape(-1)[start : start + local.numel()]
                 local.mul_(1 - LR * 0.1).add_(change, alpha=-LR)
         return main, opt
+
+
+def whole(config: Config) -> Step:
+    params = [p.detach() for p in layers(config).parameters()]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    named = {f"{i}": p for i, p in enumerate(params)}
+    (plan,) = fsdp.muon().owners(fsdp.make_layout(named, fsdp.Spec({"data": ranks})).trainable.values())
+    owner = {int(one.path): one.owner for one in plan.owned}
+    grads, kept = [torch.randn_like(p) for p in params], [torch.zeros_like(p) for p in params]
+    by_rank = [[i for i in owner if owner[i] == r] for r in range(ranks)]
+    room = max(sum(params[i].numel() for i in some) for some in by_rank)
+    every = torch.empty(ranks * room, dtype=torch.bfloat16, device=params[0].device)
+
+    def step() -> None:
+        synchronize()
+        begun.append(time.perf_counter())
+        shapes: dict[Any, list[int]] = {}
+        for i in by_rank[rank]:
+            shapes.setdefault(params[i].shape, []).append(i)
+            kept[i].lerp_(grads[i], 0.05)
+        at = {i: sum(params[j].numel() for j in by_rank[rank][:k]) for k, i in enumerate(by_rank[rank])}
+        for some in shapes.values():
+            stack = torch.stack([grads[i].lerp(kept[i], 0.95).bfloat16() for i in some])
+            for i, one in zip(some, orthogonalized(stack, COEFFICIENTS, 5, 1e-7), strict=True):
+                every[rank * room + at[i] :][: one.numel()].view(one.shape).copy_(one)
+        dist.all_gather_into_tensor(every, every[rank * room :][:room])
+        for r, some in enumerate(by_rank):
+            sizes = [params[i].numel() for i in some]
+            changes = every[r * room :][: sum(sizes)].split(sizes)
+            for i, change in zip(some, changes, strict=True):
+                rows, columns = params[i].shape
+                params[i].mul_(1 - LR * 0.1).add_(
+                    change.view(rows, columns), alpha=-LR * max(1.0, rows / columns) ** 0.5
+                )
+
+    begun: list[float] = []
+    step.begun = begun  # type: ignore[attr-defined]
+    return step
 
 
 def ours(config: Config, optimizer: Any) -> Step:
@@ -128,6 +168,7 @@ def measured(name: str, rounds: int) -> dict[str, list[float]]:
         rows = {
             "owners": ours(config, fsdp.muon(lr=LR)),
             "every rank": ours(config, EveryRank()),
+            "whole matrices": whole(config),
             "FSDP2": theirs(config),
         }
     found: dict[str, list[float]] = {}
@@ -150,10 +191,10 @@ def main() -> None:
     ranks = fsdp.launch(measured, (args.model, args.rounds), nprocs=args.ranks)
     slowest = {what: [max(times) for times in zip(*(rank[what] for rank in ranks), strict=True)] for what in ranks[0]}
     middle = {what: statistics.median(times) for what, times in slowest.items()}
-    print("|            | ms | spread | this row / owners |\n|---|---:|---:|---:|")
+    print("|                | ms | spread | this row / owners |\n|---|---:|---:|---:|")
     for what, times in slowest.items():
         ratio = middle[what] / middle["owners"]
-        print(f"| {what:10} | {middle[what]:8.1f} | {min(times):.1f}–{max(times):.1f} | {ratio:.3f} |")
+        print(f"| {what:14} | {middle[what]:8.1f} | {min(times):.1f}–{max(times):.1f} | {ratio:.3f} |")
 
 
 if __name__ == "__main__":
