@@ -6,7 +6,8 @@
     weights = maml.adapted(loss, weights, support, lr=0.1, steps=3)           the inner steps alone, for a new task
 
 Support and query are batches as `loss_fn(model, batch)` takes them, tensors stacked by task. The inner steps are
-torch.func on whole weights, so the outer gradient goes through them; all tasks of a rank go at once, by vmap.
+torch.func on whole weights, so the outer gradient goes through them; all tasks of a rank go at once, by vmap. They move
+frozen weights, too; the outer step does not.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def meta_gradients(
         return loss(adapted(loss, weights, support, lr, steps, first_order), query)
 
     def outer(weights: Weights, support: Any, query: Any) -> torch.Tensor:
-        return torch.func.vmap(partial(of_task, weights))(support, query).mean()
+        return torch.func.vmap(partial(of_task, weights), randomness="different")(support, query).mean()
 
     def of_batch(state: fsdp.State, batch: Any) -> tuple[fsdp.State, torch.Tensor]:
         state, weights = fsdp.unshard(state)

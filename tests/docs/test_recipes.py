@@ -110,14 +110,19 @@ def with_adafactor(preset: str, folder: str, compiled: bool = False) -> tuple[Tr
     return trees[0], trees[1], trees[2], sum(t.numel() for pair in state.opt.values() for t in pair)
 
 
-def plain_adafactor(ranks: int) -> tuple[Tree, int]:
+def plain_adafactor(ranks: int, by_sgd: str = "nothing") -> tuple[Tree, int]:
     model = net()
     params = list(model.parameters())
     seen = [p.detach().flatten(0, -2) if p.dim() > 2 else p.detach() for p in params]  # torch's is one a matrix
-    optimizer = torch.optim.Adafactor(seen, lr=0.05, eps=(1e-30, 1e-3))
+    names = [name for name, _ in model.named_parameters()]
+    chosen = [p for p, name in zip(seen, names, strict=True) if by_sgd not in name]
+    optimizer = torch.optim.Adafactor(chosen, lr=0.05, eps=(1e-30, 1e-3))
     for step in range(4):
-        for p, g in zip(seen, mean_gradients(model, step, ranks), strict=True):
+        grads = mean_gradients(model, step, ranks)
+        for p, name, g in zip(seen, names, grads, strict=True):
             p.grad = g.reshape(p.shape)
+            if by_sgd in name:
+                p.sub_(0.1 * p.grad)
         optimizer.step()
     kept = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
     return weights_of(model), sum(t.numel() for t in kept)
@@ -131,6 +136,70 @@ def test_adafactor_is_torchs(preset: str, tmp_path: Path) -> None:
         assert largest(loaded, want) < 1e-9  # by another strategy, from a checkpoint
         assert largest(moved, want) < 1e-9
         assert kept <= numel <= kept + len(want)  # a vector has one number more
+
+
+@pytest.mark.parametrize(("preset", "axes"), [("zero3", 1), ("ddp", 0), ("hfsdp", 2)])
+def test_adafactor_adds_up_twice_along_each_axis_that_shards(preset: str, axes: int) -> None:
+    from adafactor import Adafactor
+
+    spec = fsdp.Spec(dict.fromkeys(AXES[preset], 4), placement_of(preset))
+    state = fsdp.abstract_state(weights_of(net()), spec, Adafactor())
+
+    def train_step(state: fsdp.State) -> fsdp.State:
+        state, weights = fsdp.unshard(state)
+        return fsdp.step(fsdp.reduce(state, weights))
+
+    kinds = [one.kind for one in fsdp.lower(train_step, state).collectives if one.bucket == "the optimizer's sums"]
+    assert kinds == ["all_reduce"] * 2 * axes
+
+
+def one_of_several(preset: str) -> tuple[Tree, Tree, Tree]:
+    from adafactor import Adafactor
+
+    params, model = fsdp.functionalize(net())
+    optimizer = fsdp.partition({"vector": fsdp.sgd(lr=0.1), "default": Adafactor(lr=0.05)})
+    state = fsdp.shard(params, spec_of(preset, labels={"*bias": "vector"}), optimizer)
+    forward_backward, step = T.forward_backward(model, loss_fn), T.skip_nonfinite(fsdp.step)
+    for k in range(4):
+        state = step(forward_backward(state, batch(k, dist.get_rank()))[0])
+    before, kept = fsdp.full_params(state), [t.clone() for pair in state.opt["default"].values() for t in pair]
+    x, y = batch(4, dist.get_rank())
+    state = step(forward_backward(state, (x, y / (dist.get_rank() - 1)))[0])  # not finite, on one rank
+    assert all(map(torch.equal, kept, [t for pair in state.opt["default"].values() for t in pair]))
+    return before, fsdp.full_params(state), plain_adafactor(2, by_sgd="bias")[0]
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero1"])
+def test_adafactor_of_some_leaves_skips_what_is_not_finite(preset: str) -> None:
+    for got, skipped, want in launch(one_of_several, (preset,), nprocs=2):
+        assert largest(got, want) < 1e-9
+        assert largest(skipped, got) == 0
+
+
+def sent() -> list[float]:
+    """What an update with a Sender adds up, and what it gave stays."""
+    found: list[torch.Tensor] = []
+
+    class Sums:
+        communicates = True
+
+        def init(self, main: Any) -> Any:
+            return {}
+
+        def update(self, grads: Any, opt: Any, main: Any, count: torch.Tensor, sender: fsdp.extend.Sender) -> Any:
+            mine = [torch.tensor(1.0 + dist.get_rank()), torch.full((2, 2), 10.0), torch.tensor(5.0)]
+            found.extend(sender.sum(mine, [("data",), ("data",), ()]))
+            found.extend(mine)
+            return main, opt
+
+    state = fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()), Sums())
+    fsdp.step(fsdp.reduce(state, {"w": torch.ones(3)}))
+    assert found[1].shape == (2, 2)
+    return [t.sum().item() for t in found]
+
+
+def test_an_update_adds_up_over_ranks() -> None:
+    assert launch(sent, nprocs=2) == [[3, 80, 5, 1, 40, 5], [3, 80, 5, 2, 40, 5]]
 
 
 @pytest.mark.large
@@ -304,6 +373,19 @@ def test_maml_beside_plain_torch(preset: str, first_order: bool) -> None:
         assert largest(near, {k: w.detach() for k, w in inner(params, batch(9, 0)).items()}) < 1e-9
 
 
+def with_dropout() -> float:
+    import maml
+
+    state, model = begin("zero3", fsdp.sgd(lr=0.1), dropout=0.5)
+    state, _ = maml.meta_gradients(model, loss_fn, lr=0.02, steps=2)(state, tasks(0, dist.get_rank()))
+    return T.global_norm(state)[1].item()
+
+
+def test_maml_of_a_model_that_draws_random_numbers() -> None:
+    (one, other) = launch(with_dropout, nprocs=2)
+    assert 0 < one == other < float("inf")
+
+
 # ---------------------------------------------------------------- the gradient noise scale
 
 
@@ -314,23 +396,38 @@ def noisy(preset: str, way: str, n: int) -> tuple[list[float], Tree]:
     state, found = noise_scale.begin(state), []
     second = way == "second order"
     driven = T.forward_backward(model, loss_fn, reduce=noise_scale.reduce, second_order=second)
+
+    def train_step(state: fsdp.State, data: Batch) -> tuple[fsdp.State, torch.Tensor]:
+        state, _ = driven(state, data)
+        state, scale = noise_scale.measured(state, examples=6, decay=0.5)
+        return fsdp.step(state), scale
+
+    whole = T.compile(train_step)
     for step in range(3):
         data = batch(step, dist.get_rank())
-        if way == "torch.func":
+        if way == "compiled":
+            state, scale = whole(state, data)
+        elif way == "torch.func":
             state, weights = fsdp.unshard(state)
             grads = torch.func.grad(lambda w, data: loss_fn(fsdp.bind(model, w), data))(weights, data)
             state = noise_scale.reduce(state, grads)
         else:
             state, _ = T.accumulate(driven, n)(state, data)
-        state, scale = noise_scale.measured(state, examples=6 // n, microbatches=n, decay=0.5)
+        if way != "compiled":
+            state, scale = noise_scale.measured(state, examples=6 // n, microbatches=n, decay=0.5)
+            state = fsdp.step(state)
         found.append(scale.item())
-        state = fsdp.step(state)
     return found, fsdp.full_params(state)
 
 
 @pytest.mark.parametrize(
     ("way", "n"),
-    [("driven", 1), ("driven", 2), ("torch.func", 1), pytest.param("second order", 2, marks=pytest.mark.large)],
+    [
+        ("driven", 1),
+        ("driven", 2),
+        ("torch.func", 1),
+        *(pytest.param(*row, marks=pytest.mark.large) for row in (("second order", 2), ("compiled", 1))),
+    ],
 )
 @pytest.mark.parametrize("preset", SOME)
 def test_the_noise_scale_of_the_gradients_of_ranks(preset: str, way: str, n: int) -> None:
@@ -401,22 +498,30 @@ def test_schedules_are_those_of_lambda_lr(shape: str) -> None:
     assert [whole(torch.tensor(k)).item() for k in range(24)] == got
 
 
-def scheduled(shape: str) -> Tree:
-    state, model = begin("zero3", fsdp.sgd(lr=schedule_of(shape)))
+def scheduled(preset: str, shape: str, compiled: bool) -> Tree:
+    state, model = begin(preset, fsdp.adamw(lr=schedule_of(shape)))
     forward_backward = T.forward_backward(model, loss_fn)
-    for step in range(8):
-        state = fsdp.step(forward_backward(state, batch(step, dist.get_rank()))[0])
+
+    def train_step(state: fsdp.State, data: Batch) -> fsdp.State:
+        return fsdp.step(forward_backward(state, data)[0])
+
+    taken = T.compile(train_step) if compiled else train_step
+    for step in range(24):
+        state = taken(state, batch(step, dist.get_rank()))
     again = pickle.loads(pickle.dumps(state))
     assert largest(fsdp.full_params(again), fsdp.full_params(state)) == 0
     return fsdp.full_params(state)
 
 
-def test_training_by_a_schedule_beside_plain_torch() -> None:
-    model, rates = net(), lambda_lr("cosine")
-    for step in range(8):
-        grads = mean_gradients(model, step, 2)
-        with torch.no_grad():
-            for p, g in zip(model.parameters(), grads, strict=True):
-                p.sub_(rates[step] * g)
-    for got in launch(scheduled, ("cosine",), nprocs=2):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.large)])
+@pytest.mark.parametrize(("preset", "shape"), [("zero3", "cosine"), ("zero1", "linear")])
+def test_training_by_a_schedule_beside_plain_torch(preset: str, shape: str, compiled: bool) -> None:
+    model, rates = net(), lambda_lr(shape)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step, rate in enumerate(rates):
+        for p, g in zip(model.parameters(), mean_gradients(model, step, 2), strict=True):
+            p.grad = g
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+    for got in launch(scheduled, (preset, shape, compiled), nprocs=2):
         assert largest(got, weights_of(model)) < 1e-5
