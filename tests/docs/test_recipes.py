@@ -46,6 +46,7 @@ class Net(nn.Module):
 def net(dropout: float = 0.0) -> Net:
     torch.manual_seed(0)
     model = Net().double()
+    nn.init.zeros_(model.inp.bias)
     model.drop.p = dropout
     return model
 
