@@ -19,6 +19,7 @@ CONTRIBUTING.md has one in full.
 | trees by path         | `match`, `flatten`                                                                           |
 | borrowed weights      | `Loan`, `loan_of`                                                                            |
 | driving a module      | `Session`, `Collision`                                                                       |
+| optimizers            | `Sender`: what an update gets that communicates, see `fsdp.Optimizer`                        |
 | transports            | `Transport`, `Traits`, `Carrier`, `Collective`, `Route`, `BucketPlace`, `Place`, `Steps`     |
 | compilers             | `begin_compiled`, `residuals_kept`, `keep_residuals`, `point_at_second_gathers`              |
 | steps as graphs       | `graph_of`, `Graph`, `GraphBuild`, `tracing_now`, `coordinate_of`                            |
@@ -44,6 +45,7 @@ from ._graph.graph import Graph, graph_of, refuse_values, users_line
 from ._graph.regather import point_at_second_gathers
 from ._graph.trace import coordinate_of
 from ._nn.skeleton import Placeholder, every_buffer, refuse_meta, skeleton_of
+from ._optim.optimizer import Sender
 from ._plan.route import Route
 from ._plan.walk import Collision
 from ._runtime.given import NewCounts
@@ -79,6 +81,7 @@ __all__ = [
     "Placeholder",
     "Ranks",
     "Route",
+    "Sender",
     "Session",
     "Steps",
     "Traits",

@@ -6,11 +6,12 @@ layout + plan ──▶ Collectives ──▶ lanes (eager)    each a job, or a 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Collective"]
+__all__ = ["Collective", "over_each_axis"]
 
 
 class Collective(NamedTuple):
@@ -47,3 +48,20 @@ class Collective(NamedTuple):
         if self.kind == "barrier":
             return 0
         return self.nbytes * (ranks - 1) // ranks * (2 if self.kind == "all_reduce" else 1)
+
+
+def over_each_axis(
+    tensors: Sequence[torch.Tensor],
+    along: Sequence[tuple[str, ...]],
+    axes: Iterable[str],
+    reduced: Callable[[str, torch.Tensor], torch.Tensor],
+) -> list[torch.Tensor]:
+    """Tensors of one dtype, each reduced along axes of its own: one call of `reduced(axis, flat)` an axis, for all."""
+    found = list(tensors)
+    for axis in axes:
+        mine = [i for i, some in enumerate(along) if axis in some]
+        if mine:
+            flat = reduced(axis, torch.cat([found[i].reshape(-1) for i in mine]))
+            for i, part in zip(mine, flat.split([found[i].numel() for i in mine]), strict=True):
+                found[i] = part.view(found[i].shape)
+    return found

@@ -40,7 +40,7 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     main, opt = {name: state.main[name] for name in state.layout.trainable}, counting(state, lacking)
     state = state._evolve(opt=opt)
     before = keep(state, lacking.given)
-    sender = Sender(tuple(graph_plan.coordinate.items()), partial(run, graph_plan))
+    sender = Sender(tuple(graph_plan.coordinate.items()), graph_plan.sizes, partial(run, graph_plan))
     new_main, new_opt = update(state, state.grads, main, skip, lacking.given, sender)
     check(main, new_main, "main")
     check(opt, new_opt, "opt")

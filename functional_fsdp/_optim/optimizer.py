@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.errors import SpecError, TreeError
-from .._common.record import Collective
+from .._common.record import Collective, over_each_axis
 from .._common.torch_names import pytree
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer
@@ -49,9 +49,9 @@ class Optimizer(NamedTuple):
     fit a template to a checkpoint.
 
     `communicates = True` says that each of its updates takes one more argument, a `Sender`, by which ranks exchange
-    what they have of the buckets: every rank calls it for the same buckets. `fill` may say how many bytes of main
-    weights one call should have at least, where there are several. `placed(opt)`, if there is one, gives the same state
-    for the buckets that its FlatBuffers have now: `redistribute` calls it.
+    what they have of the buckets, or add it up (`Sender.sum`): every rank calls it for the same buckets. `fill` may
+    say how many bytes of main weights one call should have at least, where there are several. `placed(opt)`, if there
+    is one, gives the same state for the buckets that its FlatBuffers have now: `redistribute` calls it.
 
     As one of several (`partition`), an optimizer gets the buckets that have leaves of its labels, and of those these
     leaves only: `buffer.bucket.leaves`, `by_label`, `by_leaf` and `extend.leaf_shards` know no others. `buffer.local`
@@ -70,12 +70,34 @@ class Optimizer(NamedTuple):
 class Sender(NamedTuple):
     """What an optimizer that says `communicates = True` gets as the last argument of its updates.
 
-    coordinate: this rank's place on each axis of the mesh. send: carries out a collective: of this tensor, for splits
-    (elements that come, and that go, by rank along the axis); compute waits for it.
+    coordinate: this rank's place on each axis of the mesh. sizes: the ranks along each axis. send: carries out a
+    collective: of this tensor, for splits (elements that come, and that go, by rank along the axis); compute waits for
+    it, and the tensor that was given stays as it is.
     """
 
     coordinate: tuple[tuple[str, int], ...]
+    sizes: Mapping[str, int]
     send: Callable[[Collective, torch.Tensor, tuple[Sequence[int], Sequence[int]]], torch.Tensor]
+
+    def sum(self, tensors: Sequence[torch.Tensor], along: Sequence[tuple[str, ...]]) -> list[torch.Tensor]:
+        """Tensors [...] of one dtype, each added up along mesh axes of its own; all ranks along these get the same.
+
+        Args:
+            tensors: of the same shapes on every rank.
+            along: the axes for each: `buffer.sharded()` of what is found of a leaf's shards in that buffer.
+
+        Collective: one all-reduce for each axis that is named, of all tensors together. Nothing waits for the device.
+
+        Example, the squared norm of each bucket: `sender.sum([b.local.square().sum() for b in main.values()],
+        [b.sharded() for b in main.values()])`.
+        """
+
+        def reduced(axis: str, flat: torch.Tensor) -> torch.Tensor:
+            n = flat.numel()
+            one = Collective("all_reduce", axis, n, flat.dtype, "sum", "side", "the optimizer's sums")
+            return self.send(one, flat, ((n,), (n,)))
+
+        return over_each_axis(tensors, along, [axis for axis, ranks in self.sizes.items() if ranks > 1], reduced)
 
 
 def as_optimizer(value: Any) -> Any:

@@ -224,11 +224,11 @@ def _by_lanes(state: State) -> Sender:
     run = state._executor.run
 
     def send(one: Collective, given: torch.Tensor, splits: tuple[Sequence[int], Sequence[int]]) -> torch.Tensor:
-        out = given.new_empty(sum(splits[0]))
-        run.now(one, out, given)
+        out = given.clone() if one.kind == "all_reduce" else given.new_empty(sum(splits[0]))  # that one is in place
+        run.now(one, out, out if one.kind == "all_reduce" else given)
         return out
 
-    return Sender(tuple(run.coordinate.items()), send)
+    return Sender(tuple(run.coordinate.items()), run.sizes, send)
 
 
 def _cast(buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:

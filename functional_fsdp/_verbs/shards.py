@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._common.record import over_each_axis
 from .._state.state import State
 from .._storage.flat import FlatBuffer
 from .._storage.gradients import of_tree, of_unit
@@ -63,14 +64,11 @@ def over_shards(state: State, values: Mapping[Axes, torch.Tensor], op: Op = "sum
     Example, the largest gradient of each bucket: `extend.over_shards(state, {axes: torch.stack([b.local.abs().amax()
     for b in buffers]) for axes, buffers in extend.shards(state).items()}, "max")`.
     """
-    found = dict(values)
-    for axis in axes_of(state)[1]:
-        mine = [axes for axes in found if axis in axes]
-        if mine:
-            flat = over_axes(state, torch.cat([found[axes].reshape(-1) for axes in mine]), (axis,), op, "total")
-            parts = flat.split([found[axes].numel() for axes in mine])
-            found |= {axes: part.view(found[axes].shape) for axes, part in zip(mine, parts, strict=True)}
-    return found
+    along, axes = [*values], axes_of(state)[1]
+    found = over_each_axis(
+        [*values.values()], along, axes, lambda axis, flat: over_axes(state, flat, (axis,), op, "total")
+    )
+    return dict(zip(along, found, strict=True))
 
 
 def total(state: State, values: Mapping[Axes, torch.Tensor]) -> torch.Tensor:

@@ -527,6 +527,35 @@ def test_the_count_of_skipped_steps_is_saved(tmp_path: Any) -> None:
         )
 
 
+# ---------------------------------------------------------------- a reduction of one's own
+
+
+def doubled(second_order: bool) -> tuple[float, list[str | None]]:
+    units: list[str | None] = []
+
+    def reduce(state: fsdp.State, grads: Any, unit: str | None = None, *, last_microbatch: bool = True) -> fsdp.State:
+        units.append(unit)
+        twice = {path: g if g is None else 2 * g for path, g in grads.items()}
+        return fsdp.reduce(state, twice, unit, last_microbatch=last_microbatch)
+
+    state, model = start(net())
+    data = on(state, small_batch(0, dist.get_rank()))
+    plain, _ = T.forward_backward(model, small_loss)(state, data, scale=2.0)
+    want = {name: b.local.clone() for name, b in fsdp.finish_reductions(plain).grads.items()}
+    own = T.forward_backward(model, small_loss, reduce=reduce, second_order=second_order)
+    state, _ = own(fsdp.drop_gradients(plain), data)
+    found = fsdp.finish_reductions(state).grads
+    return max((found[name].local - want[name]).abs().max().item() for name in want), units
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_a_reduction_in_the_place_of_reduce(second_order: bool) -> None:
+    for off, units in launch(doubled, (second_order,), nprocs=2):
+        assert off < 1e-12
+        assert (units == [None]) == second_order
+        assert len(units) == len(set(units))
+
+
 # ---------------------------------------------------------------- an average of the weights
 
 

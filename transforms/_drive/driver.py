@@ -77,6 +77,7 @@ class Driver:
     def __init__(self, model: nn.Module, compile: bool | Options = False) -> None:
         self.compiler = Compiler.of(compile)
         self.watch: Callable[[str, Gradients], None] | None = None  # what sees gradients before they are reduced
+        self.reduce: Callable[..., State] = reduce
         for path, part in model.named_modules():
             if isinstance(part, torch.jit.ScriptModule):
                 raise TreeError(
@@ -370,4 +371,5 @@ class Driver:
     def _reduce(self, unit: str, grads: Gradients) -> None:
         if self.watch is not None:
             self.watch(unit, grads)
-        self.state = reduce(self.state, dict(zip(self.keys[unit], grads, strict=True)), unit, last_microbatch=self.last)
+        given = dict(zip(self.keys[unit], grads, strict=True))
+        self.state = self.reduce(self.state, given, unit, last_microbatch=self.last)

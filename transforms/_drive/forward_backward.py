@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 import torch.nn as nn
 
-from functional_fsdp import ScheduleError, SpecError, State, TreeError
+from functional_fsdp import ScheduleError, SpecError, State, TreeError, reduce
 from functional_fsdp.extend import alone, begin_round, end_round, evolve, torch_private
 
 from .._compile.compile_units import Options
@@ -27,19 +27,20 @@ __all__ = ["ForwardBackward", "forward_backward"]
 
 pytree = torch_private.pytree
 Out = TypeVar("Out")  # what a loss function returns
+Reduce = Callable[..., State]
 
 
 @overload
 def forward_backward(
     model: nn.Module, loss_fn: Callable[..., Out], has_aux: bool = False, *, buffers: Rule = "mean",
     compile: bool | Options = False, second_order: bool = False, find_nonfinite: bool = False,
-    input_grads: Literal[False] = False,
+    input_grads: Literal[False] = False, reduce: Reduce = reduce,
 ) -> ForwardBackward[Out]: ...  # fmt: skip
 @overload
 def forward_backward(
     model: nn.Module, loss_fn: Callable[..., Any], has_aux: bool = False, *, buffers: Rule = "mean",
     compile: bool | Options = False, second_order: bool = False, find_nonfinite: bool = False,
-    input_grads: Literal[True],
+    input_grads: Literal[True], reduce: Reduce = reduce,
 ) -> ForwardBackward[tuple[torch.Tensor, Any]]: ...  # fmt: skip
 def forward_backward(
     model: nn.Module,
@@ -51,6 +52,7 @@ def forward_backward(
     second_order: bool = False,
     find_nonfinite: bool = False,
     input_grads: bool = False,
+    reduce: Reduce = reduce,
 ) -> ForwardBackward[Any]:
     """A function that computes the loss and adds the averaged gradients to the state, unit by unit.
 
@@ -72,6 +74,9 @@ def forward_backward(
         find_nonfinite: look at every gradient before it is reduced, and raise `NonfiniteError` on all ranks, naming
             rank, unit and leaf, if one is inf or NaN. For debugging: it waits for the device at the end of each call.
         input_grads: return the gradients of what this rank gives as well, as a stage of a pipeline hands them back.
+        reduce: what is called with this rank's gradients in the place of `fsdp.reduce`, and calls it: `reduce(state,
+            grads, unit, last_microbatch=) -> state`. It may look at them (their norms), change them, or change extras;
+            some may be None. With `second_order` they come all at once, without `unit`.
 
     Returns:
         `f(state, *args, **kwargs) -> state, loss`, or `state, (loss, aux)`; loss and aux are this rank's and detached.
@@ -110,7 +115,7 @@ def forward_backward(
         >>> forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())  # doctest: +SKIP
         >>> state, loss = forward_backward(state, x)  # doctest: +SKIP
     """
-    return ForwardBackward(model, loss_fn, has_aux, buffers, compile, second_order, find_nonfinite, input_grads)
+    return ForwardBackward(model, loss_fn, has_aux, buffers, compile, second_order, find_nonfinite, input_grads, reduce)
 
 
 class ForwardBackward(Generic[Out]):
@@ -119,7 +124,7 @@ class ForwardBackward(Generic[Out]):
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Out], has_aux: bool, buffers: Rule,
         compile: bool | Options = False, second_order: bool = False, find_nonfinite: bool = False,
-        input_grads: bool = False,
+        input_grads: bool = False, reduce: Reduce = reduce,
     ) -> None:  # fmt: skip
         if second_order and compile is not False:
             raise SpecError(
@@ -133,6 +138,7 @@ class ForwardBackward(Generic[Out]):
         self.has_aux = has_aux
         self.find_nonfinite = find_nonfinite
         self.input_grads = input_grads
+        self.reduce = reduce
 
     def __call__(
         self, state: State, *args: Any, last_microbatch: bool = True, scale: float | torch.Tensor = 1.0, **kwargs: Any
@@ -181,6 +187,7 @@ class ForwardBackward(Generic[Out]):
         """The forward and its backward: what is returned for the user, and the buffers."""
         state = driver.state
         args, inputs, like = _leaves(args) if self.input_grads else (args, [], None)
+        driver.reduce = self.reduce
         driver.token = torch.zeros((), device=driver.device, requires_grad=True)
         buffers.lend(state, driver.device)
         try:

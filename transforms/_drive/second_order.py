@@ -49,6 +49,7 @@ class Whole:
         self.token: torch.Tensor | None = None  # a driver's; nothing hangs on it here
         self.leaves: dict[str, torch.Tensor] = {}
         self.watch: Callable[[str, Any], None] | None = None  # what sees gradients before they are reduced
+        self.reduce: Callable[..., State] = reduce
 
     @contextmanager
     def running(self, state: State, verb: str, trains: bool = True) -> Iterator[int]:
@@ -121,7 +122,7 @@ class Whole:
             for unit in state.layout.units:
                 self.watch(unit.name, [grads.get(path) for path in unit.paths])
         tree = state.treedef.unflatten([grads.pop(path, None) for path in state.layout.source])  # tied ones once
-        self.state = reduce(state, tree, last_microbatch=last)
+        self.state = self.reduce(state, tree, last_microbatch=last)
         return [*found[len(wanted) :]]
 
     def release(self) -> None:
