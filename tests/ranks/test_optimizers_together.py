@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import _unsharded
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from support.matrices import newton_schulz
 from support.presets import ranks_of
 from support.problems import mesh_and_placement
 from support.tables import marked
@@ -30,23 +30,6 @@ FROZEN = ("a.*", "b.w", "norm")
 LR = 0.05
 
 
-class WholeMuon(torch.optim.Optimizer):
-    """torch.optim.Muon's rule in the dtype of its leaves."""
-
-    def __init__(self, params: Iterable[torch.Tensor], lr: float, weight_decay: float) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.05)
-                    change = newton_schulz(p.grad.lerp(momentum, 0.95))
-                    ratio = max(1.0, p.shape[0] / p.shape[1]) ** 0.5
-                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * ratio * change)
-
-
 class Momentum:
     """An optax-style pair that keeps a list."""
 
@@ -63,7 +46,7 @@ Torchs = Callable[..., torch.optim.Optimizer]
 ONES: dict[str, tuple[Callable[[], Any], Torchs]] = {
     "muon": (
         lambda: fsdp.muon(lr=LR, weight_decay=0.1, ns_dtype=torch.float64),
-        lambda ps: WholeMuon(ps, lr=LR, weight_decay=0.1),
+        lambda ps: _unsharded.Muon(ps, lr=LR, weight_decay=0.1),
     ),
     "adamw": (lambda: fsdp.adamw(lr=LR), lambda ps: torch.optim.AdamW(ps, lr=LR)),
     "nadam": (lambda: fsdp.from_torch(torch.optim.NAdam, lr=LR), lambda ps: torch.optim.NAdam(ps, lr=LR)),

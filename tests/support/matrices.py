@@ -17,7 +17,7 @@ from functional_fsdp import transforms as T
 
 from .problems import mesh_and_placement
 
-__all__ = ["LABELS", "batch", "begun", "differ", "newton_schulz", "reference", "step_of", "trained"]
+__all__ = ["LABELS", "batch", "begun", "differ", "reference", "step_of", "trained"]
 
 Tree = dict[str, torch.Tensor]
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
