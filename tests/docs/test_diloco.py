@@ -61,8 +61,8 @@ def plainly() -> Iterator[list[Tree]]:
         yield [{name: p.detach().clone() for name, p in one.named_parameters()} for one in replicas]
 
 
-def spec() -> fsdp.Spec:
-    return fsdp.Spec(fsdp.local_mesh(replica=REPLICAS, shard=SHARDS), fsdp.zero3("shard"))
+def spec(preset: str = "zero3", **more: Any) -> fsdp.Spec:
+    return fsdp.Spec(fsdp.local_mesh(replica=REPLICAS, shard=SHARDS), getattr(fsdp, preset)("shard"), **more)
 
 
 def inner() -> Any:
@@ -84,6 +84,7 @@ def trained(folder: str, files: bool) -> tuple[list[Tree], dict[str, Any]]:
         if files and step + 1 == SAVED:
             fsdp.save(state, f"{folder}/middle")
             state = fsdp.load(f"{folder}/middle", spec(), inner())
+            state = fsdp.redistribute(state, spec("zero1", units=["*"]))  # the extras move along
         if files and step + 1 == 2 * EVERY:
             fsdp.save(state, f"{folder}/met")
         seen.append({name: p.clone() for name, p in fsdp.full_params(state).items()})
