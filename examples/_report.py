@@ -11,6 +11,7 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -135,15 +136,10 @@ def draw(losses: Sequence[float], held_out: float, unigram: float, bigram: float
     from matplotlib.figure import Figure
 
     steps = range(1, len(losses) + 1)
-    smooth = []
-    for i in range(len(losses)):  # means of what lies around, as many before as after, so that the curve does not lag
-        reach = min(i, len(losses) - 1 - i, len(losses) // 40)
-        smooth.append(fmean(losses[i - reach : i + reach + 1]))
-
     figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="training, each step")
-    axes.plot(steps, smooth, color="#08519c", linewidth=2, label="training, running mean")
+    axes.plot(steps, running_mean(losses), color="#08519c", linewidth=2, label="training, running mean")
     label = f"held-out files, at the end: {held_out:.2f}"
     axes.plot(len(losses), held_out, "o", color="#d94801", markersize=8, zorder=5, clip_on=False, label=label)
     for name, entropy, color, line in (("unigram", unigram, "#969696", ":"), ("bigram", bigram, "#525252", "--")):
@@ -157,4 +153,45 @@ def draw(losses: Sequence[float], held_out: float, unigram: float, bigram: float
     for part in (axes, bits):
         part.spines["top"].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
+def running_mean(losses: Sequence[float]) -> list[float]:
+    """Means of what lies around, as many before as after, so that the curve does not lag."""
+    smooth = []
+    for i in range(len(losses)):
+        reach = min(i, len(losses) - 1 - i, len(losses) // 40)
+        smooth.append(fmean(losses[i - reach : i + reach + 1]))
+    return smooth
+
+
+def draw_runs(runs: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
+    """Losses by run and optimizer; below, how far they have been from those of the first run, the unsharded one."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    figure = Figure(figsize=(8, 6.4), dpi=150, layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+    first, *others = runs
+    colors = dict(zip(runs[first], ("#08519c", "#d94801", "#238b45", "#7a0177"), strict=False))
+    looks: dict[str, dict[str, Any]] = {first: {"linewidth": 7, "alpha": 0.3}}
+    looks |= {run: {"linewidth": 1.6, "dashes": (2, 2 * i) if i else (1, 0)} for i, run in enumerate(others)}
+    for run, look in looks.items():
+        for name, losses in runs[run].items():
+            steps = range(1, len(losses) + 1)
+            dashed = run in others[1:]
+            above.plot(steps, running_mean(losses), color="black" if dashed else colors[name], **look)
+            if run != first:
+                apart = [abs(a - b) for a, b in zip(losses, runs[first][name], strict=True)]
+                below.plot(steps, [*accumulate(apart, max)], color=colors[name], **look)
+    keys = [Line2D([], [], color=color, linewidth=3, label=name) for name, color in colors.items()]
+    keys += [Line2D([], [], color="black", label=run, **look) for run, look in looks.items()]
+    above.legend(handles=keys, ncols=2, frameon=False, fontsize=9)
+    above.set(ylabel="nats a byte (running mean)")
+    below.set(xlabel="step", ylabel=f"largest difference\nfrom {first} so far")
+    below.ticklabel_format(axis="y", scilimits=(0, 0))
+    above.set_title("A small GPT on Python's standard library, by three optimizers", loc="left", fontsize=11)
+    for axes in (above, below):
+        axes.grid(axis="y", color="#eeeeee")
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

@@ -1,11 +1,12 @@
-"""The reference of `--check`: the same training without sharding, with what torch has for it.
+"""References, unsharded: the training of `--check` with what torch has for it, and Muon for whole matrices.
 
 One plain module sees every rank's batch in turn, gradients are averaged, `torch.optim.AdamW` steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,3 +64,30 @@ class Unsharded:
         apart = {name: (p - params[name]).abs().max().item() for name, p in self.module.named_parameters()}
         where = max(apart, key=lambda name: apart[name])
         return {"losses": self.largest, "weights": apart[where], "where": where}
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon in the dtype of its matrices: torch's own multiplies in bfloat16."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.05)
+                    change = orthogonalized(p.grad.lerp(momentum, 0.95))
+                    ratio = max(1.0, p.shape[0] / p.shape[1]) ** 0.5
+                    p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * ratio * change)
+
+
+def orthogonalized(g: Tensor) -> Tensor:
+    """Five steps of Newton-Schulz's iteration."""
+    x = g.T if g.shape[0] > g.shape[1] else g
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if g.shape[0] > g.shape[1] else x

@@ -132,7 +132,7 @@ def check_same(path: Path, note: Mapping[str, Any], state: State, allow: Collect
         )
 
 
-def as_there(state: State, there: Mapping[str, Tensor]) -> State:
+def as_there(state: State, there: Collection[str]) -> State:
     """The state with counts in the buckets of leaves for which the checkpoint has them, and in no others."""
     every = with_counts(state, state.layout.trainable)
     counting = counted(every)

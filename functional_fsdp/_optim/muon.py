@@ -39,10 +39,12 @@ ADJUST = (None, "original", "match_rms_adamw")
 
 @dataclass(frozen=True)
 class MuonState:
-    """momentum: as main weights. owners: which rank computes with which matrix; no tensors, so it is not saved."""
+    """momentum: as main weights. owners: which rank computes with which matrix. groups: names of buckets that are
+    updated at once. The last two are no tensors, so they are not saved."""
 
     momentum: Tree
     owners: tuple[Owners, ...]
+    groups: tuple[tuple[str, ...], ...]
 
     def __repr__(self) -> str:
         return "\n".join(("MuonState", summary({"momentum": self.momentum}), *map(repr, self.owners)))
@@ -50,9 +52,9 @@ class MuonState:
 
 register(
     MuonState,
-    lambda state: ((state.momentum,), state.owners),
+    lambda state: ((state.momentum,), (state.owners, state.groups)),
     ("momentum",),
-    lambda owners, children: MuonState(children[0], owners),
+    lambda plan, children: MuonState(children[0], *plan),
 )
 
 
@@ -91,11 +93,12 @@ class Muon:
         Example: `print(*muon().owners(fsdp.make_layout(params, spec).trainable.values()))`.
         """
         some = [*buckets]
-        return find_owners(some, self._parts, self.groups({b.name: b.nbytes("main") for b in some}))
+        return find_owners(some, self._parts, self._groups(some))
 
-    def groups(self, sizes: Mapping[str, int]) -> list[list[str]]:
+    def _groups(self, buckets: Iterable[Bucket]) -> tuple[tuple[str, ...], ...]:
         """Buckets that are updated at once, by name: the last ones first, as their gradients come."""
-        return portions(dict(reversed(list(sizes.items()))), self.fill)
+        sizes = {bucket.name: bucket.nbytes("main") for bucket in buckets}
+        return tuple(map(tuple, portions(dict(reversed(sizes.items())), self.fill)))
 
     def _parts(self, leaf: Leaf) -> Iterator[Part]:
         """A leaf's matrices, each for itself where they lie one after the other; else the leaf."""
@@ -137,11 +140,11 @@ class Muon:
 
     def init(self, main: Tree) -> MuonState:
         check_settings(main, lr=self.lr, weight_decay=self.weight_decay)
-        owners = self.owners([buffer.bucket for buffer in main.values()])
-        return MuonState(zeros(main)[0], owners)
+        return self.placed(MuonState(zeros(main)[0], (), ()))
 
     def placed(self, opt: MuonState) -> MuonState:
-        return MuonState(opt.momentum, self.owners([buffer.bucket for buffer in opt.momentum.values()]))
+        buckets = [buffer.bucket for buffer in opt.momentum.values()]
+        return MuonState(opt.momentum, self.owners(buckets), self._groups(buckets))
 
     def update(
         self, grads: Tree, opt: MuonState, main: Tree, count: torch.Tensor, sender: Sender
@@ -158,13 +161,13 @@ class Muon:
         sender: Sender,
     ) -> tuple[Tree, MuonState]:  # fmt: skip
         lacking: Given = tuple([(name, tuple(some)) for name, some in given.items()])
-        for names in self.groups({name: buffer.local.nbytes for name, buffer in main.items()}):
-            like = main[names[0]].local
-            for owners in opt.owners:
-                moves = owners.moves(tuple(names), lacking, sender.coordinate)
+        for group in opt.groups:
+            names = tuple([name for name in group if name in main])
+            for owners in opt.owners if names else ():
+                moves = owners.moves(names, lacking, sender.coordinate)
                 if moves.some:
                     weights, slopes, kept = (self._cut(moves, tree) for tree in (main, grads, opt.momentum))
-                    self._update(moves, skip, weights, slopes, kept, like, count, sender)
+                    self._update(moves, skip, weights, slopes, kept, main[names[0]].local, count, sender)
         return main, opt
 
     def _cut(self, moves: Moves, tree: Tree) -> Tensors:

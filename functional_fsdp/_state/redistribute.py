@@ -104,7 +104,7 @@ def moved(state: State, spec: Spec, allow: Collection[str], trains: bool = False
         lineage.broken = TAKEN
         main = mover.move(state.main)
         opt, extras = (pytree.tree_map(mover.node, tree, is_leaf=is_buffers) for tree in (state.opt, state.extras))
-    if hasattr(state.optimizer, "placed"):
+    if hasattr(state.optimizer, "placed") and not trains:
         opt = state.optimizer.placed(opt)
     copies = {name: mover.made(bucket, "weights", bucket.compute) for name, bucket in layout.buckets.items()
               if keeps_copy(bucket)}  # fmt: skip

@@ -55,11 +55,14 @@ class FlatBuffer:
         fields["local"], fields["bucket"], fields["states"], fields["mesh"] = local, bucket, states, mesh
 
     def __repr__(self) -> str:
-        """One line: a notebook shows a tree of them as a table."""
-        n, whole = self.local.numel(), self.bucket.numel
+        """One line: a notebook shows a tree of them as a table. `tree_map` may have put something else in it."""
+        local: Any = self.local
+        if not isinstance(local, torch.Tensor):
+            return f"FlatBuffer({self.bucket.name!r}, {local!r})"
+        n, whole = local.numel(), self.bucket.numel
         part = f"{n:,}" if n == whole else f"{n:,} of {whole:,}"
         placed = ", ".join(f"{axis}: {state}" for axis, state in self.states)
-        count, dtype = len(self.bucket.leaves), str(self.local.dtype).removeprefix("torch.")
+        count, dtype = len(self.bucket.leaves), str(local.dtype).removeprefix("torch.")
         leaves = f"{count} leaves" if count != 1 else "1 leaf"
         return f"FlatBuffer({self.bucket.name!r}, {leaves}, {part} elements, {dtype}, {placed or 'on no axis'})"
 

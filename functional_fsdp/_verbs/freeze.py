@@ -100,6 +100,7 @@ def _optimizer_state(mover: Mover, new: State, old: Any, trained: set[str]) -> A
     """What the optimizer makes for what trains now, with what it kept for leaves that trained before."""
     main = {name: new.main[name] for name in new.layout.trainable}
     fresh = new.optimizer.init(main)
+    made = _trees(fresh)
     before = {leaf.path for name in trained for leaf in mover.old.buckets[name].leaves}
     if hasattr(new.optimizer, "counting"):
         counted = {leaf.path for name in new.optimizer.counted(old) for leaf in mover.old.buckets[name].leaves}
@@ -109,12 +110,10 @@ def _optimizer_state(mover: Mover, new: State, old: Any, trained: set[str]) -> A
         ]  # fmt: skip
         fresh = new.optimizer.counting(fresh, main, names)
     trees, kept = _trees(fresh), _trees(old)
-    for tree in trees.values():
-        for name, buffer in tree.items():
-            if buffer.bucket == new.layout.buckets[name].counts:  # every step so far was missed
-                for leaf, _, local in leaf_shards(buffer):
-                    if leaf.path not in before:
-                        local.copy_(new.count)
+    for buffer in (buffer for path, tree in trees.items() if path not in made for buffer in tree.values()):
+        for leaf, _, local in leaf_shards(buffer):  # counts of missed steps: here all so far
+            if leaf.path not in before:
+                local.copy_(new.count)
     for path, tree in kept.items():
         if path in trees:
             mover.move(tree, into=trees[path])

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from .._checkpoint.about import as_there
 from .._checkpoint.parts import Node, nodes_of
 from .._common.calls import alone, verb
 from .._common.errors import ScheduleError, SpecError, TreeError
@@ -67,7 +68,8 @@ def load_optimizer_state(
         state: any state that no step has consumed. It stays as it is, and is as usable as before.
         source: `{path: {name: tensor}}` as `optimizer_state` gives it; or a file or folder, as `load_weights` reads
             them, with names as "mean.layers.0.w". What `torch.optim.AdamW` calls "exp_avg" is "mean" here, and
-            "exp_avg_sq" is "square".
+            "exp_avg_sq" is "square". Counts of steps that leaves have missed ("missed" of `adamw`) may be there or not:
+            without them every leaf has had every step.
         steps: how many steps were taken, for what follows the count (bias corrections, schedules). None: as `state`.
         partial: True where some may be missing, which stay as they are, and others be there.
 
@@ -103,7 +105,13 @@ def load_optimizer_state(
         return found, [*topics, Topic([f"steps: {steps}"], SpecError, "numbers", "one", "Give every rank the same.")]
 
     def read() -> None:
-        trees.update(copies(state, True), main={name: b.but(b.local.clone()) for name, b in state.main.items()})
+        names = {f"opt.{name}" for name in there.tensors}
+        if partial:
+            kept = [node for node in nodes_of(state.opt) if isinstance(node.value, FlatBuffer)]
+            names |= {f"opt.{node.path}.{leaf.path}" for node in kept for leaf in node.value.bucket.leaves}
+        trees.update(
+            copies(as_there(state, names), True), main={name: b.but(b.local.clone()) for name, b in state.main.items()}
+        )
         _read(nodes_of(trees["opt"]), there, partial)
         if steps is not None:
             trees["count"].fill_(steps)
