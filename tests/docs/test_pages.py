@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -21,6 +22,7 @@ def test_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", script)
     losses = []
+    torch.manual_seed(0)
     for block in blocks:
         before = script.__dict__.get("state")
         exec(compile(block, str(page), "exec"), script.__dict__)

@@ -22,6 +22,7 @@ def test_the_readme_runs(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "__main__", script)  # where the compiler looks for what functions refer to
     space = script.__dict__
     losses = []
+    torch.manual_seed(0)  # of its random batches, whatever ran in this process before
     for block in blocks:
         exec(compile(block, str(README), "exec"), space)
         if "loss" in space:
