@@ -21,7 +21,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,13 @@ from functional_fsdp._optim.muon import orthogonalized
 
 LR = 0.02
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-Step = Callable[[], None]
+
+
+class Row(NamedTuple):
+    """What is done before each step, and the step, which is timed."""
+
+    ready: Callable[[], Any]
+    step: Callable[[Any], None]
 
 
 def layers(config: Config) -> nn.ModuleList:
@@ -77,7 +83,7 @@ class EveryRank:
         return main, opt
 
 
-def whole(config: Config) -> Step:
+def whole(config: Config) -> Row:
     params = [p.detach() for p in layers(config).parameters()]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     named = {f"{i}": p for i, p in enumerate(params)}
@@ -88,9 +94,7 @@ def whole(config: Config) -> Step:
     room = max(sum(params[i].numel() for i in some) for some in by_rank)
     every = torch.empty(ranks * room, dtype=torch.bfloat16, device=params[0].device)
 
-    def step() -> None:
-        synchronize()
-        begun.append(time.perf_counter())
+    def step(_: Any) -> None:
         shapes: dict[Any, list[int]] = {}
         for i in by_rank[rank]:
             shapes.setdefault(params[i].shape, []).append(i)
@@ -110,12 +114,10 @@ def whole(config: Config) -> Step:
                     change.view(rows, columns), alpha=-LR * max(1.0, rows / columns) ** 0.5
                 )
 
-    begun: list[float] = []
-    step.begun = begun  # type: ignore[attr-defined]
-    return step
+    return Row(lambda: None, step)
 
 
-def ours(config: Config, optimizer: Any) -> Step:
+def ours(config: Config, optimizer: Any) -> Row:
     params, _ = fsdp.functionalize(layers(config))
     units = [[f"{i}.*"] for i in range(config.depth)]
     spec = fsdp.Spec(fsdp.local_mesh(), units=units, precision=fsdp.Precision(compute=torch.bfloat16))
@@ -125,18 +127,16 @@ def ours(config: Config, optimizer: Any) -> Step:
     state = fsdp.step(fsdp.finish_reductions(fsdp.reduce(state, grads)))
     kept = [state]
 
-    def step() -> None:
-        ready = fsdp.finish_reductions(fsdp.reduce(fsdp.unshard(kept[0])[0], grads))
-        synchronize()
-        begun.append(time.perf_counter())
-        kept[0] = fsdp.step(ready)
+    def ready() -> fsdp.State:
+        return fsdp.finish_reductions(fsdp.reduce(fsdp.unshard(kept[0])[0], grads))
 
-    begun: list[float] = []
-    step.begun = begun  # type: ignore[attr-defined]
-    return step
+    def step(state: fsdp.State) -> None:
+        kept[0] = fsdp.step(state)
+
+    return Row(ready, step)
 
 
-def theirs(config: Config) -> Step:
+def theirs(config: Config) -> Row:
     stack = layers(config)
     for layer in stack:
         fully_shard(layer, mesh=fsdp.local_mesh())
@@ -144,14 +144,7 @@ def theirs(config: Config) -> Step:
     for p in stack.parameters():
         p.grad = torch.randn_like(p)
 
-    def step() -> None:
-        synchronize()
-        begun.append(time.perf_counter())
-        optimizer.step()
-
-    begun: list[float] = []
-    step.begun = begun  # type: ignore[attr-defined]
-    return step
+    return Row(lambda: None, lambda _: optimizer.step())
 
 
 def synchronize() -> None:
@@ -173,12 +166,15 @@ def measured(name: str, rounds: int) -> dict[str, list[float]]:
         }
     found: dict[str, list[float]] = {}
     for i in range(rounds + 1):
-        for what, step in rows.items():
-            step()
+        for what, row in rows.items():
+            ready = row.ready()
+            synchronize()
+            begun = time.perf_counter()
+            row.step(ready)
             if fsdp.local_mesh().device_type == "cuda":
                 torch.cuda.synchronize()
             if i:
-                found.setdefault(what, []).append(1e3 * (time.perf_counter() - step.begun[-1]))  # type: ignore[attr-defined]
+                found.setdefault(what, []).append(1e3 * (time.perf_counter() - begun))
     return found
 
 

@@ -25,8 +25,7 @@ from .._storage.safetensors import bytes_of, read_at
 from .folder import inside
 from .note import BLOCK, Chunk, Tensor, head
 from .parts import SavedTensor
-from .threads import THREADS
-from .writer import around
+from .writer import THREADS, around
 
 __all__ = ["read_tensors"]
 

@@ -27,10 +27,10 @@ from .._storage.safetensors import bytes_of
 from .folder import Claim, prune, write_file
 from .note import BLOCK, METADATA, Chunk, Tensor, file_of, head, merged, write_note
 from .parts import SavedTensor
-from .threads import THREADS
 
-__all__ = ["Written", "around", "complete", "write_tensors"]
+__all__ = ["THREADS", "Written", "around", "complete", "write_tensors"]
 
+THREADS = min(8, os.cpu_count() or 1)  # that read, copy and sum beside each other, which holds no interpreter lock
 HEADER = 30  # bytes of a zip member's header before its name
 
 

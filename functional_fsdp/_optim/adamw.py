@@ -13,7 +13,7 @@ from .._common.tracing import traced_as
 from .._runtime.given import Leaves
 from .._storage.flat import no_counts, summary, zeros
 from .numbers import Number, Setting, at, check_settings, labels_in, numbers, pair_of, tensors
-from .optimizer import Tree
+from .optimizer import Tree, UpdatesSome
 from .views import Lists, count_missed, groups_of
 
 __all__ = ["AdamState", "AdamW", "adamw"]
@@ -38,7 +38,7 @@ class AdamState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(UpdatesSome):
     """AdamW (Loshchilov and Hutter 2019) on torch's fused kernel: one launch a label, for all buckets of a call."""
 
     lr: Any
@@ -54,7 +54,7 @@ class AdamW:
         object.__setattr__(self, "betas", pair_of("adamw: betas", self.betas))
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
-        return labels_in("adamw", self)
+        return labels_in("adamw", vars(self))
 
     def init(self, main: Tree) -> AdamState:
         check_settings(main, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
@@ -68,14 +68,6 @@ class AdamW:
         chosen, have = set(names), opt.missed
         missed = {n: have[n] if n in have else no_counts(b) for n, b in main.items() if n in chosen}
         return AdamState(opt.mean, opt.square, missed)  # torch 2.11 compiles `_verbs.replace` to a tuple of nothing
-
-    def update(self, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor) -> tuple[Tree, AdamState]:
-        return self.update_some({}, None, grads, opt, main, count)
-
-    def update_unless(
-        self, skip: torch.Tensor | None, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor
-    ) -> tuple[Tree, AdamState]:
-        return self.update_some({}, skip, grads, opt, main, count)
 
     def update_some(
         self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor

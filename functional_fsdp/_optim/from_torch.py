@@ -26,8 +26,8 @@ from .._common.tracing import traced_as
 from .._plan.bucket import Bucket
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer, leaf_shards, no_counts
-from .numbers import at, by_label, check_settings
-from .optimizer import Tree
+from .numbers import at, by_label, check_settings, labels_in
+from .optimizer import Tree, UpdatesSome
 from .probe import Kept, Known, driven, learned, name_of
 
 __all__ = ["FromTorch", "from_torch"]
@@ -41,7 +41,7 @@ IN_GRAPHS: dict[int, FromTorch] = {}  # those that a graph has: it may be used f
 
 
 @dataclass(frozen=True)
-class FromTorch:
+class FromTorch(UpdatesSome):
     """A torch.optim class with options, as an optimizer of flat buffers. See `from_torch`."""
 
     cls: Any
@@ -89,9 +89,7 @@ class FromTorch:
         return not any(known.staged or not known.rates for known in there)
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
-        for name, value in self.options.items():
-            if isinstance(value, Mapping):
-                yield f"{name_of(self.cls)}({name})", [*value]
+        return labels_in(name_of(self.cls), self.options)
 
     # ---- what is kept
 
@@ -114,14 +112,6 @@ class FromTorch:
         return opt
 
     # ---- a step
-
-    def update(self, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor) -> tuple[Tree, Trees]:
-        return self.update_some({}, None, grads, opt, main, count)
-
-    def update_unless(
-        self, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor
-    ) -> tuple[Tree, Trees]:
-        return self.update_some({}, skip, grads, opt, main, count)
 
     def update_some(
         self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor

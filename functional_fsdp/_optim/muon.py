@@ -29,7 +29,7 @@ from .._plan.owners import Given, Moves, Owners, Part, Pattern, Slices, find_own
 from .._runtime.given import Leaves
 from .._storage.flat import summary, zeros
 from .numbers import Setting, at, check_settings, labels_in, number, numbers
-from .optimizer import Sender, Tree, portions
+from .optimizer import Sender, Tree, UpdatesSome, portions
 
 __all__ = ["Muon", "MuonState", "muon", "orthogonalized"]
 
@@ -59,7 +59,7 @@ register(
 
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(UpdatesSome):
     """See `muon`."""
 
     lr: Any
@@ -80,7 +80,7 @@ class Muon:
         return hash((type(self), self.momentum, self.ns_steps))
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
-        yield from labels_in("muon", self)
+        return labels_in("muon", vars(self))
 
     # ---- the plan
 
@@ -145,16 +145,6 @@ class Muon:
     def placed(self, opt: MuonState) -> MuonState:
         buckets = [buffer.bucket for buffer in opt.momentum.values()]
         return MuonState(opt.momentum, self.owners(buckets), self._groups(buckets))
-
-    def update(
-        self, grads: Tree, opt: MuonState, main: Tree, count: torch.Tensor, sender: Sender
-    ) -> tuple[Tree, MuonState]:
-        return self.update_some({}, None, grads, opt, main, count, sender)
-
-    def update_unless(
-        self, skip: torch.Tensor | None, grads: Tree, opt: MuonState, main: Tree, count: torch.Tensor, sender: Sender
-    ) -> tuple[Tree, MuonState]:
-        return self.update_some({}, skip, grads, opt, main, count, sender)
 
     def update_some(
         self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: MuonState, main: Tree, count: torch.Tensor,

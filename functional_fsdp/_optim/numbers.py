@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from numbers import Real
 from typing import Any
 
@@ -85,9 +84,8 @@ def check_settings(main: Tree, **settings: Any) -> None:
             by_label(name, value, label)
 
 
-def labels_in(name: str, optimizer: Any) -> Iterator[tuple[str, Sequence[str]]]:
-    """(setting, labels) of a dataclass's settings that are given by label."""
-    for field in fields(optimizer):
-        value = getattr(optimizer, field.name)
+def labels_in(name: str, settings: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
+    """(setting, labels) of an optimizer's settings that are given by label."""
+    for setting, value in settings.items():
         if isinstance(value, Mapping):
-            yield f"{name}({field.name})", [*value]
+            yield f"{name}({setting})", [*value]

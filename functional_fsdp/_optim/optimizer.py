@@ -25,9 +25,10 @@ from .._common.torch_names import pytree
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer
 
-__all__ = ["Optimizer", "Sender", "Tree", "as_optimizer", "check", "check_labels", "portions"]
+__all__ = ["FILL", "Optimizer", "Sender", "Tree", "UpdatesSome", "as_optimizer", "check", "check_labels", "portions"]
 
 Tree = dict[str, FlatBuffer]
+FILL = 1 << 25  # bytes of main weights: what an update on the lane takes at least, so that small units share a call
 
 
 class Optimizer(NamedTuple):
@@ -67,17 +68,30 @@ class Optimizer(NamedTuple):
     update: Callable[[Any, Any, Any, torch.Tensor], tuple[Any, Any]]
 
 
+class UpdatesSome:
+    """The base of optimizers that have `update_some`: the other two updates are that one with no leaf left out."""
+
+    def update_some(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+    def update(self, *args: Any) -> tuple[Any, Any]:
+        return self.update_some({}, None, *args)
+
+    def update_unless(self, skip: torch.Tensor | None, *args: Any) -> tuple[Any, Any]:
+        return self.update_some({}, skip, *args)
+
+
 class Sender(NamedTuple):
     """What an optimizer that says `communicates = True` gets as the last argument of its updates.
 
     coordinate: this rank's place on each axis of the mesh. sizes: the ranks along each axis. send: carries out a
-    collective: of this tensor, for splits (elements that come, and that go, by rank along the axis); compute waits for
-    it, and the tensor that was given stays as it is.
+    collective: of this tensor, for the splits of an all-to-all (elements that come, and that go, by rank along the
+    axis), None for an all-reduce; compute waits for it, and the tensor that was given stays as it is.
     """
 
     coordinate: tuple[tuple[str, int], ...]
     sizes: Mapping[str, int]
-    send: Callable[[Collective, torch.Tensor, tuple[Sequence[int], Sequence[int]]], torch.Tensor]
+    send: Callable[[Collective, torch.Tensor, tuple[Sequence[int], Sequence[int]] | None], torch.Tensor]
 
     def sum(self, tensors: Sequence[torch.Tensor], along: Sequence[tuple[str, ...]]) -> list[torch.Tensor]:
         """Tensors [...] of one dtype, each added up along mesh axes of its own; all ranks along these get the same.
@@ -93,9 +107,8 @@ class Sender(NamedTuple):
         """
 
         def reduced(axis: str, flat: torch.Tensor) -> torch.Tensor:
-            n = flat.numel()
-            one = Collective("all_reduce", axis, n, flat.dtype, "sum", "side", "the optimizer's sums")
-            return self.send(one, flat, ((n,), (n,)))
+            one = Collective("all_reduce", axis, flat.numel(), flat.dtype, "sum", "side", "the optimizer's sums")
+            return self.send(one, flat, None)
 
         return over_each_axis(tensors, along, [axis for axis, ranks in self.sizes.items() if ranks > 1], reduced)
 

@@ -18,7 +18,7 @@ from .._common.errors import SpecError
 from .._common.torch_names import pytree
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
-from .optimizer import Sender, Tree, as_optimizer, check
+from .optimizer import FILL, Sender, Tree, UpdatesSome, as_optimizer, check
 
 __all__ = ["Partition", "partition"]
 
@@ -26,7 +26,7 @@ Opts = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(UpdatesSome):
     """Optimizers by label. See `partition`."""
 
     members: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Partition:
 
     @property
     def fill(self) -> int:
-        return max(getattr(member, "fill", 1 << 25) for member in self.members.values())
+        return max(getattr(member, "fill", FILL) for member in self.members.values())
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         yield "partition", [*self.members]
@@ -98,14 +98,6 @@ class Partition:
             else opt[name]
             for name, member in self.members.items()
         }
-
-    def update(self, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor, *sender: Sender) -> tuple[Tree, Opts]:
-        return self.update_some({}, None, grads, opt, main, count, *sender)
-
-    def update_unless(
-        self, skip: torch.Tensor | None, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor, *sender: Sender
-    ) -> tuple[Tree, Opts]:
-        return self.update_some({}, skip, grads, opt, main, count, *sender)
 
     def update_some(
         self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Opts, main: Tree, count: torch.Tensor,

@@ -15,14 +15,14 @@ from .._common.tracing import traced_as
 from .._runtime.given import Leaves
 from .._storage.flat import zeros
 from .numbers import Setting, at, check_settings, labels_in, numbers, tensors
-from .optimizer import Tree
+from .optimizer import Tree, UpdatesSome
 from .views import groups_of
 
 __all__ = ["Sgd", "sgd"]
 
 
 @dataclass(frozen=True)
-class Sgd:
+class Sgd(UpdatesSome):
     """SGD with momentum (torch.optim.SGD's rule) on torch's fused kernel."""
 
     lr: Any
@@ -37,19 +37,11 @@ class Sgd:
         numbers("sgd: weight_decay", self.weight_decay)
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
-        return labels_in("sgd", self)
+        return labels_in("sgd", vars(self))
 
     def init(self, main: Tree) -> Tree:
         check_settings(main, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
         return zeros(main)[0] if self.momentum not in (0, {}) else {}
-
-    def update(self, grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Any]:
-        return self.update_some({}, None, grads, opt, main, count)
-
-    def update_unless(
-        self, skip: torch.Tensor | None, grads: Tree, opt: Tree, main: Tree, count: torch.Tensor
-    ) -> tuple[Tree, Any]:
-        return self.update_some({}, skip, grads, opt, main, count)
 
     def update_some(
         self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Tree, main: Tree,

@@ -16,9 +16,9 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._common.tree import table
 from .layout import Bucket, Leaf
@@ -26,6 +26,7 @@ from .layout import Bucket, Leaf
 __all__ = ["Given", "Hop", "Moves", "Owned", "Owners", "Part", "Pattern", "Slices", "Splits", "find_owners"]
 
 Slices = tuple[tuple[int, int], ...]  # elements [start, stop)
+Pieces = list[tuple[int, int, int]]  # (which of `Owners.owned`, start, stop), in elements of the bucket
 Pattern = tuple[str, tuple[tuple[str, int], ...]]  # einops', and sizes of its axes
 Given = tuple[tuple[str, tuple[bool, ...]], ...]  # of buckets in which leaves got no gradient: which leaves got one
 
@@ -135,6 +136,11 @@ class Owners:
         return prod(n for _, n in self.axes)
 
     @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Elements of each bucket that a rank has."""
+        return {bucket.name: bucket.numel // self.ranks for bucket in self.buckets}
+
+    @cached_property
     def digest(self) -> str:
         """Of everything that decides who has what (8 hex digits)."""
         return f"{zlib.crc32(repr((self.axes, self.owned)).encode()):08x}"
@@ -167,7 +173,11 @@ class Owners:
     def plan(self, names: tuple[str, ...], given: Given, here: tuple[tuple[str, int], ...]) -> Moves:
         """The same, worked out anew."""
         some, chosen, at = dict(given), set(names), dict(here)
-        which = [i for i, one in enumerate(self.owned) if one.bucket in chosen and some.get(one.bucket, _ALL)[one.leaf]]
+        which = [
+            i
+            for i, one in enumerate(self.owned)
+            if one.bucket in chosen and (one.bucket not in some or some[one.bucket][one.leaf])
+        ]
         me = 0
         for axis, n in self.axes:
             me = me * n + at[axis]
@@ -179,21 +189,19 @@ class Owners:
             (order, sent, came, most), held = self._hop(k, held, me)
             hops.append(Hop(axis, order, _undone(order), sent, came, most, *splits))
         stacks, back = self._stacks(held[me])
-        sizes = {bucket.name: bucket.numel // self.ranks for bucket in self.buckets}
         local = tuple(
-            (one.bucket, a - me * sizes[one.bucket], b - me * sizes[one.bucket], one.label, one.part.matrix)
+            (one.bucket, a - me * self.sizes[one.bucket], b - me * self.sizes[one.bucket], one.label, one.part.matrix)
             for i, a, b in runs
             for one in (self.owned[i],)
         )
         return Moves(local, tuple(hops), stacks, back, bool(which))
 
-    def _runs(self, rank: int, which: Sequence[int]) -> list[tuple[int, int, int]]:
+    def _runs(self, rank: int, which: Sequence[int]) -> Pieces:
         """(which of `owned`, start, stop) of what a rank has, in elements of the bucket."""
-        sizes = {bucket.name: bucket.numel // self.ranks for bucket in self.buckets}
         found = []
         for i in which:
             one = self.owned[i]
-            size = sizes[one.bucket]
+            size = self.sizes[one.bucket]
             a, b = max(one.start, rank * size), min(one.stop, (rank + 1) * size)
             if a < b:
                 found.append((i, a, b))
@@ -204,33 +212,30 @@ class Owners:
         return rank // prod(n for _, n in self.axes[k + 1 :]) % self.axes[k][1]
 
     def _hop(
-        self, k: int, held: list[list[tuple[int, int, int]]], me: int
-    ) -> tuple[tuple[Slices, tuple[int, ...], tuple[int, ...], int], list[list[tuple[int, int, int]]]]:
+        self, k: int, held: list[Pieces], me: int
+    ) -> tuple[tuple[Slices, tuple[int, ...], tuple[int, ...], int], list[Pieces]]:
         """One hop of this rank (order, sent, came, most), and what every rank holds after it."""
         n, stride = self.axes[k][1], prod(n for _, n in self.axes[k + 1 :])
-        order = [sorted(range(len(some)), key=lambda j: self._place(self.owned[some[j][0]].owner, k)) for some in held]
-        parts: list[list[list[tuple[int, int, int]]]] = []  # by rank, and by place on the axis
-        for some, chosen in zip(held, order, strict=True):
-            to: list[list[tuple[int, int, int]]] = [[] for _ in range(n)]
-            for j in chosen:
-                to[self._place(self.owned[some[j][0]].owner, k)].append(some[j])
-            parts.append(to)
-        after = []
-        sent, came = [], []
+        parts: list[list[list[int]]] = []  # which of what a rank holds, by the place on the axis that it goes to
+        for some in held:
+            parts.append([[] for _ in range(n)])
+            for j, (i, _, _) in enumerate(some):
+                parts[-1][self._place(self.owned[i].owner, k)].append(j)
+        sizes = [
+            [sum(held[rank][j][2] - held[rank][j][1] for j in to) for to in parts[rank]] for rank in range(len(held))
+        ]
+        after, came = [], []
         for rank in range(self.ranks):
             place = self._place(rank, k)
             row = [rank + (s - place) * stride for s in range(n)]
-            after.append([piece for s in row for piece in parts[s][place]])
-            sent.append(tuple(sum(b - a for _, a, b in to) for to in parts[rank]))
-            came.append(tuple(sum(b - a for _, a, b in parts[s][place]) for s in row))
-        slices = _slices(held[me])
-        most = max(max(sum(s), sum(c)) for s, c in zip(sent, came, strict=True))
-        return (tuple(slices[j] for j in order[me]), sent[me], came[me], most), after
+            after.append([held[s][j] for s in row for j in parts[s][place]])
+            came.append(tuple(sizes[s][place] for s in row))
+        slices = _laid(b - a for _, a, b in held[me])
+        most = max(max(sum(s), sum(c)) for s, c in zip(sizes, came, strict=True))
+        return (tuple(slices[j] for to in parts[me] for j in to), tuple(sizes[me]), came[me], most), after
 
-    def _stacks(
-        self, held: list[tuple[int, int, int]]
-    ) -> tuple[tuple[tuple[tuple[int, ...], Pattern | None, Slices], ...], Slices]:
-        slices = _slices(held)
+    def _stacks(self, held: Pieces) -> tuple[tuple[tuple[tuple[int, ...], Pattern | None, Slices], ...], Slices]:
+        slices = _laid(b - a for _, a, b in held)
         of: dict[int, list[int]] = {}
         for j, (i, _, _) in enumerate(held):
             of.setdefault(i, []).append(j)
@@ -242,9 +247,7 @@ class Owners:
             chosen = [j for i in members for j in sorted(of[i], key=lambda j: held[j][1])]
             stacks.append((shape, pattern, tuple(slices[j] for j in chosen)))
             order += chosen
-        ends = [*accumulate(held[j][2] - held[j][1] for j in order)]
-        lies = {j: (end - (held[j][2] - held[j][1]), end) for j, end in zip(order, ends, strict=True)}
-        return tuple(stacks), tuple(lies[j] for j in range(len(held)))
+        return tuple(stacks), _undone(tuple(slices[j] for j in order))
 
 
 @lru_cache(maxsize=4096)
@@ -252,27 +255,15 @@ def _moves(owners: Owners, names: tuple[str, ...], given: Given, here: tuple[tup
     return owners.plan(names, given, here)
 
 
-class _All:
-    """Every leaf."""
-
-    def __getitem__(self, _: int) -> bool:
-        return True
-
-
-_ALL: Any = _All()
-
-
 def _undone(order: Slices) -> Slices:
     """Where each slice lies once they stand in this order, by where it lay before."""
-    ends = [*accumulate(b - a for a, b in order)]
-    lies = {one: (end - (one[1] - one[0]), end) for one, end in zip(order, ends, strict=True)}
+    lies = dict(zip(order, _laid(b - a for a, b in order), strict=True))
     return tuple(lies[one] for one in sorted(order))
 
 
-def _slices(held: Sequence[tuple[int, int, int]]) -> Slices:
-    """Where each piece lies, one after the other."""
-    ends = [*accumulate(b - a for _, a, b in held)]
-    return tuple((end - (b - a), end) for (_, a, b), end in zip(held, ends, strict=True))
+def _laid(sizes: Iterable[int]) -> Slices:
+    """Where pieces of these sizes lie, one after the other."""
+    return tuple(pairwise((0, *accumulate(sizes))))
 
 
 def find_owners(

@@ -22,7 +22,7 @@ from .._common.errors import ScheduleError, TreeError
 from .._common.record import Collective
 from .._common.torch_names import foreach_copy_, pytree
 from .._distributed.lanes import Mark, Steps
-from .._optim.optimizer import Sender, portions
+from .._optim.optimizer import FILL, Sender, portions
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._storage.flat import FlatBuffer
 
@@ -42,7 +42,6 @@ __all__ = [
 ]
 
 NOTHING = WHOLE.given
-FILL = 1 << 25  # bytes of main weights: what an update on the lane takes at least, so that small units share a call
 
 
 def may_step(state: State, skip: torch.Tensor | bool | None) -> torch.Tensor | None:
@@ -223,9 +222,12 @@ def update(
 def _by_lanes(state: State) -> Sender:
     run = state._executor.run
 
-    def send(one: Collective, given: torch.Tensor, splits: tuple[Sequence[int], Sequence[int]]) -> torch.Tensor:
-        out = given.clone() if one.kind == "all_reduce" else given.new_empty(sum(splits[0]))  # that one is in place
-        run.now(one, out, out if one.kind == "all_reduce" else given)
+    def send(one: Collective, given: torch.Tensor, splits: tuple[Sequence[int], Sequence[int]] | None) -> torch.Tensor:
+        if splits is None:  # an all-reduce, which is in place
+            out = given = given.clone()
+        else:
+            out = given.new_empty(sum(splits[0]))
+        run.now(one, out, given)
         return out
 
     return Sender(tuple(run.coordinate.items()), run.sizes, send)
