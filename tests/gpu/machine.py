@@ -14,7 +14,7 @@ from functional_fsdp._launch.launch import SHARED_GPUS
 __all__ = ["GPUS", "RANKS", "SHARED", "check_gpus", "need_ranks", "own_gpus"]
 
 GPUS = torch.cuda.device_count()
-SHARED = GPUS == 1
+SHARED = GPUS == 1 or SHARED_GPUS in os.environ  # which whoever needs four ranks on two GPUs may set
 MOST = 4 if SHARED else GPUS
 RANKS = 2 if SHARED else GPUS  # as many as there are, and two at least
 
