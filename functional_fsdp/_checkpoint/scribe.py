@@ -196,7 +196,7 @@ class _Scribe:
 
 def _part(one: PoolTensor, pool: memoryview) -> SavedTensor:
     numel = torch.Size(one.held).numel()
-    empty = torch.empty(one.held, dtype=one.dtype)
+    empty = torch.empty(one.held, dtype=one.dtype, device="cpu")
     tensor = torch.frombuffer(pool, dtype=one.dtype, count=numel, offset=one.at).view(one.held) if numel else empty
     return SavedTensor(one.name, tensor, one.shape, one.start)
 

@@ -61,7 +61,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     """Host memory [nbytes], uint8, from which copies to this device are fast: pinned where it is a GPU."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
 
 
 def lies_on_host(tensor: torch.Tensor) -> bool:

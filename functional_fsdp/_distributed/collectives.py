@@ -37,7 +37,7 @@ def gloo(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Any) ->
     """
     own, how = group.rank(), dict[str, Any](group=group, async_op=True)
     if hop.kind == "barrier":
-        yield [partial(dist.all_reduce, torch.zeros(1), **how)]
+        yield [partial(dist.all_reduce, torch.zeros(1, device="cpu"), **how)]
     elif hop.kind == "all_to_all" and hop.splits:
         came, sent = ([n * hop.dtype.itemsize for n in some] for some in hop.splits)
         yield [partial(dist.all_to_all_single, out.view(torch.uint8), given.view(torch.uint8), came, sent, **how)]

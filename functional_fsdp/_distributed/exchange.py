@@ -43,7 +43,7 @@ def uneven(run: Peers, have: Mapping[K, Any], what: str) -> list[K]:
 
 def _gathered(run: Peers, data: bytes, size: int, what: str) -> list[bytes]:
     """So many bytes of every rank's. (By the address, since torch takes numpy to make bytes of a tensor.)"""
-    out = torch.zeros(run.size * size, dtype=torch.uint8)
+    out = torch.zeros(run.size * size, dtype=torch.uint8, device="cpu")
     given = out[run.rank * size : (run.rank + 1) * size]
     ctypes.memmove(given.data_ptr(), data, len(data))
     hop = Collective("all_gather", "", out.numel(), out.dtype, "", "control", what)

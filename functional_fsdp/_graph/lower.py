@@ -153,16 +153,16 @@ def abstract_state(
     main, weights = {}, {}
     with torch.no_grad(), torch.device("meta"):
         for name, bucket in layout.buckets.items():
-            local = torch.empty(bucket.numel // bucket.slices("main"), dtype=bucket.main)
+            local = torch.empty(bucket.numel // bucket.slices("main"), dtype=bucket.main, device="meta")
             main[name] = FlatBuffer(local, bucket, states_of(bucket, "main"), spec.mesh)
             if keeps_copy(bucket):
-                copy = torch.empty(bucket.numel // bucket.slices("weights"), dtype=bucket.compute)
+                copy = torch.empty(bucket.numel // bucket.slices("weights"), dtype=bucket.compute, device="meta")
                 weights[name] = FlatBuffer(copy, bucket, states_of(bucket, "weights"), spec.mesh)
         opt = optimizer.init({name: main[name] for name in layout.trainable}) if optimizer else {}
         kept = pytree.tree_map_only(torch.Tensor, torch.empty_like, dict(buffers or {}))
     run = Imagined(spec.axes, dict.fromkeys(spec.axes, 0))
     lineage = Lineage(run, layout, spec)  # type: ignore[arg-type]
-    count, rng = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    count, rng = (torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(2))
     version = Version(lineage, 0)
     return State(main, weights, {}, opt, kept, count, rng, {}, spec, layout, optimizer, treedef, version)
 

@@ -78,7 +78,7 @@ class FromTorch(UpdatesSome):
             if callable(options.get("lr")) or isinstance(options.get("lr"), torch.Tensor):
                 lr = options.pop("lr")
                 with torch.device("cpu"):
-                    rate = float(lr(torch.zeros((), dtype=torch.int64)) if callable(lr) else lr)
+                    rate = float(lr(torch.zeros((), dtype=torch.int64, device=HOST)) if callable(lr) else lr)
             self.seen[label, device.type] = learned(self.cls, options, device, rate)
         return self.seen[label, device.type]
 
@@ -139,7 +139,10 @@ class FromTorch(UpdatesSome):
         self, label: str, names: str, rates: list[Any], params: Tensors, grads: Tensors, kept: Tensors, skip: Any
     ) -> None:
         """One operator in a graph: the class runs in it as it does eagerly."""
-        tensors = [r if isinstance(r, torch.Tensor) else torch.full((), r, dtype=torch.float64) for r in rates]
+        tensors = [
+            rate if isinstance(rate, torch.Tensor) else torch.full((), rate, dtype=torch.float64, device="cpu")
+            for rate in rates
+        ]
         torch_optimizer(self.number, label, names, tensors, params, grads, kept, skip)
 
     @traced_as(_as_one)
@@ -213,13 +216,14 @@ def _given(one: Kept, column: Tensors) -> list[Any]:
     numbers = torch.stack(column).tolist()  # the host waits, once
     if one.python:
         return [one.python(number) for number in numbers]
-    return [torch.full(one.shape, number, dtype=one.dtype) for number in numbers]
+    return [torch.full(one.shape, number, dtype=one.dtype, device=HOST) for number in numbers]
 
 
 def _put(one: Kept, column: Tensors, values: list[Any]) -> None:
     """What the class keeps now goes where the State has it, if it is not there."""
     if one.python or one.host:
-        new = torch.tensor([float(v) if isinstance(v, torch.Tensor) else v for v in values], dtype=one.dtype)
+        numbers = [float(v) if isinstance(v, torch.Tensor) else v for v in values]
+        new = torch.tensor(numbers, dtype=one.dtype, device=HOST)
         values = [*new.to(column[0].device).unbind()]
     for mine, value in zip(column, values, strict=True):
         if value is not mine and value.data_ptr() != mine.data_ptr():

@@ -253,7 +253,7 @@ def states_of(kept: Mapping[str, Kept], param: torch.Tensor) -> State:
 
 def _values(seed: int, device: torch.device) -> torch.Tensor:
     """Twelve numbers, no two of them alike, [SIZE] float64."""
-    i = torch.arange(1, SIZE + 1, dtype=torch.float64)
+    i = torch.arange(1, SIZE + 1, dtype=torch.float64, device="cpu")
     return torch.sin(7.0 * i + 1.7 * seed * i + seed).to(device)
 
 

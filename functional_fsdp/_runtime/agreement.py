@@ -97,7 +97,7 @@ class Agreement(Peers):
         """Start comparing every rank's `value`. Host, 16 bytes."""
         ballot: Any = [value, -value]
         if self.host_vote is None:
-            ballot = torch.tensor(ballot)
+            ballot = torch.tensor(ballot, device="cpu")
         hop = Collective("all_reduce", "", 2, torch.int64, "max", "control", what)
         return Vote(value, ballot, self.lanes.submit("control", (hop,), self.collective(hop, ballot, ballot)))
 

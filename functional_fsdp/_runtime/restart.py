@@ -112,7 +112,7 @@ class Meeting:
     def arrive(self, run: Any) -> None:
         """Where not all ranks see each other's processes, one that is gone breaks the connections that this uses."""
         if self.works is None and run.arrivals is not None:
-            self.works = [dist.all_reduce(torch.zeros(1), group=run.arrivals, async_op=True)]
+            self.works = [dist.all_reduce(torch.zeros(1, device="cpu"), group=run.arrivals, async_op=True)]
 
     def broken(self) -> bool:
         """Whether one of those has broken."""

@@ -267,7 +267,7 @@ def build(
             then(main, kept)
         opt = optimizer.init({name: main[name] for name in plan.trainable}) if optimizer is not None else {}
         count = torch.zeros((), dtype=torch.int64, device=run.device)
-        rng = torch.tensor(seed, dtype=torch.int64)
+        rng = torch.tensor(seed, dtype=torch.int64, device="cpu")
         held = _buffers(where, kept, local_buffers, run.size > 1)
         return (main, copies, opt, kept, count, rng), [_values(where, sums, plan, spec), held]
 

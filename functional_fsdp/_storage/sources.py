@@ -50,7 +50,7 @@ class Source:
                     else:
                         if one.path not in files:
                             files[one.path] = stack.enter_context(open(one.path, "rb", buffering=0))
-                        values = torch.empty(block.numel, dtype=one.dtype)
+                        values = torch.empty(block.numel, dtype=one.dtype, device="cpu")
                         read_into(files[one.path].fileno(), one, block.file, values)
                     block.of(into, start).copy_(values.view(block.sizes))
 

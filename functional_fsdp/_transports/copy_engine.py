@@ -190,7 +190,7 @@ class Copies(Carrier):
         return [self.pulls[part.bucket.name] for part in place.parts if part.bucket.name in self.pulls]
 
     def _filled(self, place: Place, sources: list[torch.Tensor], before: Barriers, between: Barriers) -> Steps:
-        some = place.parts[0].whole if place.parts else torch.empty(0)
+        some = place.parts[0].whole if place.parts else torch.empty(0, device=self.run.device)
         for barrier in before:
             yield from self.run.collective(barrier, some, some)
         rest = []

@@ -148,7 +148,7 @@ def registered(run: Runtime, nbytes: int, groups: list[Any]) -> torch.Tensor:
     symmetric = symmetric_memory()
 
     failed = ""
-    memory = torch.empty(0, dtype=torch.uint8)
+    memory = torch.empty(0, dtype=torch.uint8, device=run.device)
     if run.device.type != "cuda":
         failed = f"it needs GPUs, and this mesh is on the {run.device.type}"
     elif torch.cuda.nccl.version() < LEAST:

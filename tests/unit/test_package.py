@@ -20,6 +20,8 @@ from functional_fsdp._state.state import FIELDS
 ROOT = Path(__file__).parents[2]
 CORE = sorted(f for f in (ROOT / "functional_fsdp").rglob("*.py") if "transforms" not in f.parts)
 TRANSFORMS = sorted((ROOT / "transforms").rglob("*.py"))
+FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"}
+FACTORIES |= {"randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
 
 
 def place(file: Path) -> str:
@@ -48,6 +50,12 @@ class TestEveryFile:
 
     def test_assigns_no_grad(self, file: Path) -> None:
         assert not [n.lineno for name, n in attributes(file) if name == "grad" and not isinstance(n.ctx, ast.Load)]
+
+    def test_says_where_its_tensors_are_made(self, file: Path) -> None:
+        """Whoever shards under `with torch.device("cuda"):` has moved torch's default, also for what is the host's."""
+        calls = [n for n in nodes(file) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)]
+        made = [n for n in calls if n.func.attr in FACTORIES and ast.unparse(n.func.value) == "torch"]  # type: ignore[attr-defined]
+        assert not [n.lineno for n in made if not any(word.arg == "device" for word in n.keywords)]
 
     def test_says_what_it_is_for_and_lists_its_names(self, file: Path) -> None:
         tree = ast.parse(file.read_text())
