@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from functional_fsdp._common import processes
 from functional_fsdp._launch import server
 from functional_fsdp._launch.launch import stop_workers
 
@@ -28,7 +27,7 @@ WHOLE = ("test_examples",)  # long, but tests share what a test before them has 
 
 def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without it
-    server.started = lambda _: processes.started("support.served")  # type: ignore[assignment, attr-defined]
+    server.PRELOAD[:] = ["pytest", "support.problems"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -128,10 +128,14 @@ def test_a_caller_that_compiled_leaves_its_ranks_able_to() -> None:
 
 
 def test_groups_of_the_caller_stay_with_the_caller() -> None:
+    """And a rank has imported what the caller has of this library."""
     run_script("""
+        import sys
         import torch.distributed as dist
+        import functional_fsdp.transforms
         from functional_fsdp import launch, local_mesh
 
+        assert all(launch(lambda: "functional_fsdp.transforms.vjp" in sys.modules, nprocs=2))
         mesh = local_mesh()
         assert launch(lambda: local_mesh().size(), nprocs=2) == [2, 2]
         assert mesh.size() == local_mesh().size() == 1 and dist.get_world_size() == 1
