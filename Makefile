@@ -18,13 +18,13 @@ PYTEST   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfi
 train: $(READY)  ## the main job: make train ARGS="--steps 100 --placement ddp"
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: lint  ## every check, of large tables all pairs: make test ARGS="-k launch" WORKERS=4
+test: lint  ## every check, of large tables some rows: make test ARGS="-k launch" WORKERS=4
 	$(PYTEST) -m "not large" $(ARGS)
 
 test-all: lint  ## every check, and every row of every table
 	LAWS=full $(PYTEST) --timeout 1800 $(ARGS)
 
-laws: $(READY)  ## every row of the law tables, not only all pairs
+laws: $(READY)  ## every row of the law tables, not only some
 	LAWS=full $(subst loadfile,load,$(PYTEST)) tests/laws --timeout 1200
 
 # What follows torch's private names and its compilers, with a given torch: make with-torch VERSION=2.11.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from functional_fsdp._launch import server
 from functional_fsdp._launch.launch import stop_workers
 
 # Files that take longest come first, and processes share each of them a function at a time, all others a file at a
@@ -26,6 +27,7 @@ WHOLE = ("test_examples",)  # long, but tests share what a test before them has 
 
 def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without it
+    server.PRELOAD[:] = ["pytest", "support.problems"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,9 @@
 The caller itself is never forked: it may have run a backward, used CUDA, or have threads, none of which survives a
 fork. The server does none of this: it has one thread, computes nothing and never touches CUDA.
 
+What the caller has imported of this library when the server starts, the server imports, too, once and not each worker
+for itself.
+
 Nothing stays behind, however the caller ends: the server ends when the caller's end of its socket is closed, and on
 Linux the kernel then kills the workers. Elsewhere each worker ends when the caller's end of its own pipe is closed.
 """
@@ -32,6 +35,8 @@ from . import worker
 
 __all__ = ["Server", "exit_code", "serve"]
 
+LIBRARY = __name__.partition(".")[0]
+PRELOAD: list[str] = []  # modules beside this library's that the server imports before it forks
 PLAIN, COMPILING = b"f", b"c"  # requests: fork; import what compiles first, then fork
 FORMAT = struct.Struct("i")
 
@@ -41,7 +46,8 @@ class Server:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
-        self.process, self.socket = started(__name__)
+        ours = [name for name in tuple(sys.modules) if name.partition(".")[0] == LIBRARY]
+        self.process, self.socket = started(__name__, [*ours, *PRELOAD])
 
     def alive(self) -> bool:
         return self.owner == os.getpid() and self.process.poll() is None

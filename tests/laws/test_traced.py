@@ -1,7 +1,7 @@
 """Traced steps: whole train steps under torch.compile(fullgraph=True) and T.compile, beside the plain module.
 
-`make laws` runs every placement with every way and backend; `make test` a row for each value, of one block. Rows of two
-blocks, and of hfsdp, are in `test_ways`.
+`make laws` runs every placement with every way and backend; `make test` a few, of one block. ZeRO-3 by units under
+T.compile is in `test_extend`, too, with a transform.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import launch
 
 ROWS = [*product(PRESETS, LOOPS, ("eager", "aot_eager", "inductor", "T.aot_eager", "T.inductor"))]
-FEW = [
-    ("zero3", "by_unit", "T.aot_eager"), ("zero1", "whole", "aot_eager"), ("hsdp", "whole", "eager"),
-]  # fmt: skip
+FEW = [("zero1", "whole", "aot_eager"), ("hsdp", "whole", "eager")]
 
 
 @pytest.mark.parametrize(("preset", "loop", "way"), marked(ROWS, FEW))

@@ -6,11 +6,9 @@ import os
 import time
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.problems import LOOPS, batch, net
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import functional_fsdp as fsdp
@@ -28,15 +26,15 @@ def mesh_of(name: str) -> DeviceMesh:
 def stepped(mesh: DeviceMesh, way: str) -> int:
     """The steps that a state has taken."""
     (name,) = mesh.mesh_dim_names or ()
-    params, model = fsdp.functionalize(net(torch.float64, 1))
-    spec = fsdp.Spec(mesh, fsdp.zero3(name))
-    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+    params = {unit: {"w": torch.ones(5), "b": torch.ones(3)} for unit in ("first", "second")}
+    state = fsdp.shard(params, fsdp.Spec(mesh, fsdp.zero3(name), units=["first", "second"]), fsdp.sgd(lr=0.1))
 
-    def train_step(state: fsdp.State, data: Any) -> fsdp.State:
-        return fsdp.step(LOOPS["whole"](model, state, data, True)[0])
+    def train_step(state: fsdp.State) -> fsdp.State:
+        state, params = fsdp.unshard(state)
+        return fsdp.step(fsdp.reduce(state, params))
 
     step = torch.compile(train_step, fullgraph=True, backend="eager") if way == "traced" else train_step
-    return step(state, batch(0, dist.get_rank(), 0)).steps
+    return step(state).steps
 
 
 def beside_others() -> list[int]:

@@ -128,10 +128,14 @@ def test_a_caller_that_compiled_leaves_its_ranks_able_to() -> None:
 
 
 def test_groups_of_the_caller_stay_with_the_caller() -> None:
+    """And a rank has imported what the caller has of this library."""
     run_script("""
+        import sys
         import torch.distributed as dist
+        import functional_fsdp.transforms
         from functional_fsdp import launch, local_mesh
 
+        assert all(launch(lambda: "functional_fsdp.transforms.vjp" in sys.modules, nprocs=2))
         mesh = local_mesh()
         assert launch(lambda: local_mesh().size(), nprocs=2) == [2, 2]
         assert mesh.size() == local_mesh().size() == 1 and dist.get_world_size() == 1
@@ -191,8 +195,11 @@ DEFINITIONS_AFTER_THE_WORKERS = """
 """
 
 
-def test_definitions_in_main_after_the_workers_started(tmp_path: Path) -> None:
-    run_script(DEFINITIONS_AFTER_THE_WORKERS)
+@pytest.mark.parametrize("stdin", [False, pytest.param(True, marks=pytest.mark.large)])  # `test_in_a_notebook`, too
+def test_definitions_in_main_after_the_workers_started(stdin: bool, tmp_path: Path) -> None:
+    if stdin:
+        run_script(DEFINITIONS_AFTER_THE_WORKERS)
+        return
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(DEFINITIONS_AFTER_THE_WORKERS))
     run_script("", str(script))
@@ -439,8 +446,8 @@ ENDS = {
     "SIGKILL in a call": "threading.Timer(1, os.kill, [os.getpid(), 9]).start(); f.launch(stuck, nprocs=2)",
     "SIGKILL of a worker": "os.kill(pids[0], signal.SIGKILL)",
 }
-PROGRAM = """
-import os, signal, threading, torch, torch.distributed as dist, functional_fsdp as f
+PROGRAMS = """  # forks of a process that has imported all and done nothing
+import os, signal, sys, tempfile, threading, torch, torch.distributed as dist, functional_fsdp as f
 
 def stuck():
     state = f.shard({"w": torch.ones(300)}, f.Spec(f.local_mesh(), transport="copy_engine"))
@@ -448,9 +455,18 @@ def stuck():
         signal.pause()
     f.full_params(f.unshard(state, "w")[0])
 
-pids = f.launch(os.getpid, nprocs=2)
-f.launch(lambda: f.shard({"w": torch.ones(300)}, f.Spec(f.local_mesh())).units, nprocs=2)
-print(*pids, *f.launch(os.getpid, nprocs=3), flush=True)
+for out, folder, how in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]):
+    if not os.fork():
+        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        pids = f.launch(os.getpid, nprocs=2)
+        f.launch(lambda: f.shard({"w": torch.ones(300)}, f.Spec(f.local_mesh())).units, nprocs=2)
+        print(*pids, *f.launch(os.getpid, nprocs=3), flush=True)
+        exec(how)
+        break
+else:
+    for _ in sys.argv[1::3]:
+        os.wait()
 """
 
 
@@ -464,18 +480,18 @@ def running(pid: str) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_nothing_stays_behind_however_the_caller_ends(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    programs = {}
-    shared = set(os.listdir("/dev/shm"))
-    for end, how in ENDS.items():
-        folder = tmp_path / end.replace(" ", "_")
+    folders = {end: tmp_path / end.replace(" ", "_") for end in ENDS}
+    given: list[str] = []
+    for end, folder in folders.items():
         folder.mkdir()
-        programs[end] = folder, subprocess.Popen(
-            [sys.executable, "-c", PROGRAM + how],
-            env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-    for end, (folder, program) in programs.items():
-        pids = program.communicate(timeout=250)[0].split()
+        given += [f"{folder}.out", str(folder), ENDS[end]]
+    shared = set(os.listdir("/dev/shm"))
+    subprocess.run(
+        [sys.executable, "-c", PROGRAMS, *given], env=environment | {"PYTHONPATH": str(ROOT)}, check=True,
+        stderr=subprocess.DEVNULL, timeout=250,
+    )  # fmt: skip
+    for end, folder in folders.items():
+        pids = Path(f"{folder}.out").read_text().split()
         assert len(pids) == 5, end
         deadline = time.monotonic() + 5
         while any(map(running, pids)) and time.monotonic() < deadline:

@@ -18,7 +18,7 @@ from functional_fsdp import launch
 
 WORLDS = [1, 2, 3, 4]
 DTYPES = [torch.float32, torch.bfloat16]
-STEPS = 10 if FULL else 3
+STEPS = 10 if FULL else 2  # the second one's loss is of weights that the optimizer has changed
 
 
 def write(preset: str, dtype: torch.dtype, folder: str) -> None:
@@ -73,7 +73,7 @@ def short(row: Any) -> str:
     return "-".join(str(one).removeprefix("torch.") for one in row)
 
 
-@pytest.mark.parametrize("row", ROWS if FULL else covering(ROWS[::7]), ids=short)
+@pytest.mark.parametrize("row", ROWS if FULL else covering(ROWS[::7])[:16], ids=short)
 def test_any_state_reads_what_any_other_wrote(row: Any, written: Any) -> None:
     preset, world, dtype, other, size, compute, like = row
     folder = written(preset, world, dtype)

@@ -10,6 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -390,9 +391,15 @@ def undisturbed(schedule: Schedule | None = None, steps: int = 2) -> Tree:
     return flat(fsdp.full_params(state))
 
 
+@cache
+def by_the_simplest() -> Tree:
+    """Weights after two steps that nothing disturbs."""
+    return run(undisturbed, 2)[0]
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_gather_over_a_unit_that_is_held_raises_and_costs_nothing(depth: int) -> None:
-    expected = run(undisturbed, 2)[0]
+    expected = by_the_simplest()
     (nothing, first), (texts, second) = run(over_what_is_held, 2, Schedule(prefetch=depth, keep=()))
     assert nothing == []
     assert len(texts) >= 2
@@ -550,14 +557,13 @@ def evaluating(schedule: Schedule, skips: Sequence[Sequence[str]]) -> Tree:
     return flat(fsdp.full_params(state))
 
 
-@pytest.mark.parametrize(
-    "skips",
-    [[()], [(), ()], [("u2",)], [("u2",), ()], [("u4",), ("u1",)], [("u0",), (), ("u0",)], [("u1", "u2", "u3")]],
-    ids=str,
-)
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+SKIPPED = [[()], [(), ()], [("u2",)], [("u2",), ()], [("u4",), ("u1",)], [("u0",), (), ("u0",)], [("u1", "u2", "u3")]]
+EVALUATED = [(schedule, skips) for schedule in SCHEDULES for skips in SKIPPED]
+
+
+@pytest.mark.parametrize(("schedule", "skips"), marked(EVALUATED, EVALUATED[::2]))
 def test_evaluations_in_which_a_rank_skips_units(schedule: Schedule, skips: Sequence[Sequence[str]]) -> None:
-    expected = run(undisturbed, 2)[0]
+    expected = by_the_simplest()
     for weights in run(evaluating, 2, schedule, skips):
         assert equal(weights, expected)
 
@@ -624,7 +630,7 @@ def outside_on_every_rank(schedule: Schedule) -> tuple[list[str], Tree]:
 
 @pytest.mark.parametrize("schedule", [Schedule(), Schedule(prefetch=2, debug=True)], ids=str)
 def test_a_unit_outside_the_plan_on_every_rank_is_one_warning_and_right(schedule: Schedule) -> None:
-    expected = run(undisturbed, 2)[0]
+    expected = by_the_simplest()
     order = tuple(unit for unit in CHAIN if unit != "u3")
     for texts, weights in run(outside_on_every_rank, 2, schedule.ordered(order)):
         (text,) = texts
@@ -654,7 +660,7 @@ def outside_differently(recorded: bool) -> tuple[str, Tree]:
 
 @pytest.mark.parametrize("recorded", [True, False])
 def test_ranks_that_come_with_different_units_get_an_error_that_names_both(recorded: bool) -> None:
-    expected = run(undisturbed, 2)[0]
+    expected = by_the_simplest()
     for text, weights in run(outside_differently, 2, recorded):
         assert "ranks came with 'u2' and 'u3'" in text
         assert "The state before the step is valid." in text
@@ -687,7 +693,7 @@ def recording() -> tuple[Any, ...]:
 
 
 def test_the_order_of_the_first_step_is_installed_on_every_rank() -> None:
-    expected = run(undisturbed, 2)[0]
+    expected = by_the_simplest()
     results = run(recording, 2)
     for first, order, printed, hash_, twice, weights in results:
         assert "nothing is begun" in first

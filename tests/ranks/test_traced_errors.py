@@ -22,9 +22,10 @@ from functional_fsdp._launch.launch import stop_workers
 # ---------------------------------------------------------------- what cannot work says so
 
 
-def state_of() -> tuple[fsdp.State, Any]:
-    params, model = fsdp.functionalize(net(depth=1))
-    return fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1)), model
+def state_of() -> fsdp.State:
+    params = {"first.weight": torch.ones(5, 3), "tail.scale": torch.tensor(1.5), "tail.pair": torch.tensor([0.5, -0.5])}
+    spec = fsdp.Spec(fsdp.local_mesh(), units=["first", "tail"])
+    return fsdp.shard({path: p.double() for path, p in params.items()}, spec, fsdp.sgd(lr=0.1))
 
 
 STAGES: dict[str, Any] = {"0": lambda w, h, x: x @ w["weight"], "1": lambda w, h, x: (h @ w["weight"]).sum()}
@@ -100,7 +101,7 @@ def test_in_a_graph_remat_is_left_to_the_compiler() -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_graph_that_breaks_within_a_step_is_an_error(whole: bool) -> None:
     torch._dynamo.reset()
-    state, _ = state_of()
+    state = state_of()
     rest = torch._dynamo.disable(lambda state: fsdp.unshard(state, "tail"))  # as whatever torch cannot trace
 
     def broken(state: fsdp.State) -> Any:
@@ -113,7 +114,7 @@ def test_a_graph_that_breaks_within_a_step_is_an_error(whole: bool) -> None:
 
 def test_a_compiled_step_begins_between_steps() -> None:
     torch._dynamo.reset()
-    state, _ = state_of()
+    state = state_of()
 
     def train_step(state: fsdp.State) -> fsdp.State:
         state, weights = fsdp.unshard(state)
@@ -136,7 +137,7 @@ def test_a_compiled_step_begins_between_steps() -> None:
 
 def test_a_state_that_leaves_a_compiled_function_midway_says_so() -> None:
     torch._dynamo.reset()
-    state, _ = state_of()
+    state = state_of()
     middle = torch.compile(lambda s: fsdp.unshard(s, "tail")[0], fullgraph=True, backend="eager")(state)
     with pytest.raises(ScheduleError, match=r"used eagerly: it was returned before step\(\)"):
         fsdp.step(middle)
@@ -144,7 +145,7 @@ def test_a_state_that_leaves_a_compiled_function_midway_says_so() -> None:
 
 def test_gradients_around_a_compiled_step_are_refused() -> None:
     torch._dynamo.reset()
-    state, _ = state_of()
+    state = state_of()
 
     def total(state: fsdp.State) -> torch.Tensor:
         _, params = fsdp.unshard(state)
@@ -161,7 +162,7 @@ def test_gradients_around_a_compiled_step_are_refused() -> None:
 
 def test_a_collective_inside_a_transform_is_refused_when_compiled() -> None:
     torch._dynamo.reset()
-    state, _ = state_of()
+    state = state_of()
 
     def inside(state: fsdp.State, x: torch.Tensor) -> Any:
         return torch.func.grad(lambda x: fsdp.pmean(state, x.sum())[1])(x)
@@ -195,7 +196,7 @@ def test_a_custom_backward_is_refused_because_the_compiler_drops_it() -> None:
     right, found = gradient(x), torch.compile(gradient, fullgraph=True, backend="eager")(x)
     assert (right.tolist(), found.tolist()) == ([3.0, 3.0], [1.0, 1.0])
 
-    state, _ = state_of()
+    state = state_of()
 
     def train_step(state: fsdp.State) -> Any:
         state, params = fsdp.unshard(state)
@@ -208,7 +209,7 @@ def test_a_custom_backward_is_refused_because_the_compiler_drops_it() -> None:
 
 def test_a_step_that_cannot_be_searched_for_custom_backwards_says_so() -> None:
     torch._dynamo.reset()
-    state, _ = state_of()
+    state = state_of()
 
     def train_step(state: fsdp.State, flag: torch.Tensor) -> Any:
         state, params = fsdp.unshard(state)
@@ -224,7 +225,8 @@ def test_a_step_that_cannot_be_searched_for_custom_backwards_says_so() -> None:
 
 def test_what_drives_the_schedule_itself_cannot_be_traced() -> None:
     torch._dynamo.reset()
-    state, model = state_of()
+    params, model = fsdp.functionalize(net(depth=1))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
     forward_backward = T.forward_backward(model, lambda model, x: model(x).sum())
     with pytest.raises(Exception, match=r"forward_backward drives the schedule .* torch.compile cannot trace"):
         torch.compile(forward_backward, fullgraph=True, backend="eager")(state, batch(0, 0)[0])
@@ -234,7 +236,7 @@ def test_what_drives_the_schedule_itself_cannot_be_traced() -> None:
 
 def test_other_weights_for_a_pullback_are_an_error_and_the_function_again() -> None:
     torch._dynamo.reset()
-    state, _ = state_of()
+    state = state_of()
 
     def train_step(state: fsdp.State) -> Any:
         state, w = fsdp.unshard(state, "tail")
@@ -245,7 +247,7 @@ def test_other_weights_for_a_pullback_are_an_error_and_the_function_again() -> N
     with pytest.raises(Exception, match="a pullback was given other weights than its forward had"):
         T.compile(train_step, "aot_eager")(state)
     torch._dynamo.reset()
-    state, _ = state_of()
+    state = state_of()
     after = torch.compile(train_step, fullgraph=True, backend="eager")(state)
     expected = 1.5 - 0.1 * 0  # of the scale: the pair adds up to nothing
     assert fsdp.full_params(after)["tail.scale"].item() == pytest.approx(expected)
@@ -253,7 +255,7 @@ def test_other_weights_for_a_pullback_are_an_error_and_the_function_again() -> N
 
 def test_a_step_is_searched_for_custom_backwards_for_each_kind_of_call() -> None:
     torch._dynamo.reset()
-    state, _ = state_of()
+    state = state_of()
 
     def train_step(state: fsdp.State, tripled: bool) -> Any:
         state, params = fsdp.unshard(state)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from support.problems import LOOPS, Stack, batch, net, through_the_stack
+from support.problems import Stack, batch, net, through_the_stack
 from support.traced import compiled, in_order
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
@@ -151,13 +151,20 @@ def test_clipping_accumulating_skipping_and_averaging_trace_too() -> None:
 
 def saved(folder: str) -> tuple[int, float, float]:
     """A state of compiled steps, saved and loaded, goes on as it would have."""
-    params, model = fsdp.functionalize(net(depth=1))
-    spec = fsdp.Spec(fsdp.local_mesh())
+    params = {"first": {"w": torch.ones(3, 5), "b": torch.zeros(5)}, "second": {"w": torch.ones(5, 2)}}
+    spec = fsdp.Spec(fsdp.local_mesh(), units=["first", "second"])
     state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
 
-    def train_step(state: fsdp.State, data: Any) -> Any:
-        state, loss = LOOPS["whole"](model, state, data, True)
-        return fsdp.step(state), loss
+    def loss_of(w: Any, x: torch.Tensor) -> torch.Tensor:
+        return (torch.tanh(x @ w["first"]["w"] + w["first"]["b"]) @ w["second"]["w"]).square().mean()
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        state, params = fsdp.unshard(state)
+        grads, loss = torch.func.grad_and_value(loss_of)(params, x)
+        return fsdp.step(fsdp.reduce(state, grads)), loss
+
+    def batch(step: int, rank: int) -> torch.Tensor:
+        return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
     step, _ = compiled("eager", train_step)
     for i in range(2):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,9 @@ def place(file: Path) -> str:
     return file.relative_to(ROOT / ("transforms" if file in TRANSFORMS else "functional_fsdp")).as_posix()
 
 
-def nodes(file: Path) -> Iterator[ast.AST]:
-    return ast.walk(ast.parse(file.read_text(), str(file)))
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    return [*ast.walk(ast.parse(file.read_text(), str(file)))]
 
 
 def attributes(file: Path) -> Iterator[tuple[str, ast.Attribute]]:
