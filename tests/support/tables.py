@@ -1,4 +1,4 @@
-"""Tables of cases: `make test` runs rows that contain every pair of values of two columns, `make test-all` each row."""
+"""Tables of cases: `make test` runs chosen rows, or such as hold every pair of two columns' values; `make test-all` all."""
 
 from __future__ import annotations
 
