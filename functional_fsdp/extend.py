@@ -25,6 +25,7 @@ CONTRIBUTING.md has one in full.
 | steps as graphs       | `graph_of`, `Graph`, `GraphBuild`, `tracing_now`, `coordinate_of`                            |
 | values in graphs      | `users_line`, `refuse_values`                                                                |
 | CUDA graphs           | `Capture`, `NewCounts`, `Lineage`, `lineage_of`, `put`, `outside_inference`, `cuda_driver`   |
+|                       | `Veto`, `Vetoed`                                                                             |
 | torch's private names | `torch_private`, a module: the one place where the packages have them                        |
 
 The last five rows are for those who make compilers and graphs: they follow what torch does, and may change with it.
@@ -57,6 +58,7 @@ from ._state.rounds import begin_round, end_round
 from ._state.session import Session
 from ._state.state import FIELDS, State
 from ._state.update import put
+from ._state.veto import Veto, Vetoed
 from ._storage.flat import LeafShard, gather_leaves, leaf_shards
 from ._storage.place import BucketPlace, Place
 from ._storage.weights import Loan, loan_of
@@ -86,6 +88,8 @@ __all__ = [
     "Steps",
     "Traits",
     "Transport",
+    "Veto",
+    "Vetoed",
     "all_reduce",
     "alone",
     "begin_compiled",

@@ -31,7 +31,7 @@ __all__ = [
     "disable_current_modes", "dispatch_modes", "dynamo", "enable_python_dispatcher", "end_allocate_to_pool",
     "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div_", "foreach_lerp",
     "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_zero_", "func_interpreter",
-    "functional_collectives", "fused_adamw_", "fused_sgd_", "gloo_options", "inductor",
+    "functional_collectives", "fused_adamw_", "fused_sgd_", "gloo_options", "inductor", "lift_on_host", "lifts_on_host",
     "override_stale_capture_stream", "pytree", "raw_stream", "read_objects_by", "reduce_scatter_single",
     "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream", "set_stream", "storage_info",
     "symmetric_memory", "to_scalar", "unflatten_dense_tensors", "unpickler", "will_execute",
@@ -58,6 +58,8 @@ CInterpreter: Any = C._functorch.CInterpreter
 func_interpreter = torch._C._functorch.peek_interpreter_stack  # of the innermost torch.func transform, or None
 autograd_node = torch._C._current_autograd_node  # whose backward runs, or None
 will_execute = torch._C._will_engine_execute_node  # in the backward that runs
+lift_on_host = torch._C._set_only_lift_cpu_tensors  # so that modes see the copy to the device that torch.tensor makes
+lifts_on_host = torch._C._only_lift_cpu_tensors
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many are active
 set_grad_enabled = torch._C._set_grad_enabled
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # a context

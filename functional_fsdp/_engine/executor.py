@@ -266,6 +266,11 @@ class Executor(Gathers, Reductions):
             self.happen(state, "look")
         self.reset()
 
+    @property
+    def undecided(self) -> bool:
+        """Whether ranks compare at the end of a step in which order they have used the units."""
+        return isinstance(self.order, RecordedOrder | GuessedOrder)
+
     def commit(self) -> None:
         """The step was taken: follow the order that was recorded, or seen."""
         order = self.order

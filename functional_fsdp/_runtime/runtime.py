@@ -57,6 +57,7 @@ class Runtime(Agreement):
         self.issued = {name: Log() for name in QUEUES}
         self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
         self.capturing = False
+        self.veto: Any = None  # what may take the step back, see `_state.veto`
         self.remarks: list[str] = []  # of the step that is captured
         self.chosen: dict[tuple[bool, tuple[str, ...]], Any] = {}  # "auto", for large models or not, and by axes
         self.spare: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # windows that no lineage uses, by number

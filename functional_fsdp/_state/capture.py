@@ -19,10 +19,9 @@ from .._distributed.lanes import Log
 from .._runtime.given import Fixed
 from .lineage import Lineage
 from .state import State, Version
+from .veto import StepStart, Vetoed
 
 __all__ = ["Capture"]
-
-POSITION = ("base", "head", "steps", "commits", "epoch", "broken", "taken")
 
 
 def _same(state: State) -> State:
@@ -37,9 +36,8 @@ class Capture:
         self.run = self.lineage.runtime
         self.traced = False  # whether what was captured is a compiled step: nothing is logged, and ranks do not vote
         self.executor = state._executor
-        self.before = {name: getattr(self.lineage, name) for name in POSITION}
+        self.start = StepStart(state)
         self.votes = self.run.votes
-        self.digests = self.run.digest
         self.jobs: dict[str, list[tuple[Collective, ...]]] = {}
         self.digest = 0
         self.remarks: tuple[list[str], list[str]] = [], []  # for votes: before its own, and after it
@@ -86,7 +84,7 @@ class Capture:
         """
         if not self.voted or self.launched or self.traced:
             return
-        half, self.lineage.broken = _HALF.format(self.before["steps"] + 1), ""
+        half, self.lineage.broken = _HALF.format(self.start.position["steps"] + 1), ""
         try:
             alike = self.run.alike("a step that cannot be captured")
         except BaseException:
@@ -95,16 +93,15 @@ class Capture:
         if not alike:
             self.lineage.broken = half
             return
-        for name, value in self.before.items():
-            setattr(self.lineage, name, value)
-        self.lineage.call.depth = 0
-        self.run.digest = self.digests
-        self.executor.drop()
-        self.executor.reset()
+        self.start.back()
 
     def first(self, launch: Callable[[], None]) -> None:
-        """The step that was captured, and voted for, is put in motion: it is issued now."""
-        self._launched(self.lineage, launch)
+        """The step that was captured, and voted for, is put in motion: it is issued now.
+
+        Raises:
+            Vetoed: as `launch`.
+        """
+        self._launched(self.lineage, launch, self.start)
 
     def again(self, state: State, launch: Callable[[], None], home: Callable[[State], State] = _same) -> State:
         """Take the step from `state`: every rank votes, then `launch()` puts it in motion. Consumes `state`.
@@ -112,9 +109,11 @@ class Capture:
         A step that was compiled as a whole has no votes, here as there.
 
         Args:
+            launch: raises Vetoed where the device has said, on every rank, that the step is not taken after all.
             home: the state with the tensors in which the step leaves it.
 
         Raises:
+            Vetoed: as `launch`; the state that came in is as it was.
             StaleStateError, ScheduleError, RestartError, CommError: as `step`; nothing was launched then. ScheduleError
             too, on every rank, if one that steps eagerly has gradients for other leaves than when this was captured.
         """
@@ -124,6 +123,7 @@ class Capture:
         if self.traced:
             launch()
             return home(state._evolve(version=lineage.stepped(state.version)))
+        start = StepStart(state)
         middle = lineage.advance(state, "cuda_graph()")  # from here on the step is under way: who abandons it says so
         self._compare(lineage, [form for form, votes in self.forms if votes == self.votes])
         before, after = self.remarks
@@ -132,19 +132,24 @@ class Capture:
         assert self.fixed is not None
         try:
             self.fixed.again(run, run.compare(run.vote(self.digest, self.fixed.vote)))
-            return self._take(middle, launch, home, after)
+            return self._take(start, middle, launch, home, after)
         except BaseException as error:
             run.withdraw(error)
             raise
 
     @whole
     def _take(
-        self, middle: State, launch: Callable[[], None], home: Callable[[State], State], after: list[str]
+        self,
+        start: StepStart,
+        middle: State,
+        launch: Callable[[], None],
+        home: Callable[[State], State],
+        after: list[str],
     ) -> State:
         """From the moment on in which ranks cannot take the step back. An interrupt waits."""
         lineage = middle.version.lineage
         self.run.confirm()
-        self._launched(lineage, launch)
+        self._launched(lineage, launch, start)
         for said in after:
             self.run.remark(said)
         new = home(middle._evolve(version=Version(lineage, lineage.latest + 1)))
@@ -161,15 +166,20 @@ class Capture:
         finally:
             self.run.form = ()
 
-    def _launched(self, lineage: Any, launch: Callable[[], None]) -> None:
-        self.launched = True
+    def _launched(self, lineage: Any, launch: Callable[[], None], start: StepStart) -> None:
+        self.launched, vetoed = True, None
         try:
             launch()
+        except Vetoed as error:
+            vetoed = error
         except BaseException:
             lineage.broken = _HALF.format(lineage.steps + 1)
             raise
         for name, jobs in self.jobs.items():
             self.run.issued[name].extend(jobs)
+        if vetoed is not None:
+            start.back()
+            raise vetoed
 
 
 _HALF = (

@@ -56,6 +56,13 @@ class Ranks:
         """
         return self._run.everyone(value, what)
 
+    def any(self, mine: bool, what: str) -> bool:
+        """Whether it is so on any rank, where every rank asks `what`. As `everyone`, with 16 bytes.
+
+        Collective: a vote on the host, which waits for all.
+        """
+        return self._run.most(what, int(mine)) > 0
+
 
 def ranks_of(state: State) -> Ranks:
     """The ranks of a state's mesh.

@@ -258,6 +258,8 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     with lineage.call:
         executor.adopt(state.grads)
         executor.finish(state)
+        if lineage.runtime.veto is not None:
+            lineage.runtime.veto.join()
         try:
             return _vote_and_take(state, skip)
         except BaseException as error:
@@ -300,9 +302,11 @@ def _take(
     lineage = state.version.lineage
     executor = state._executor
     guard()
+    veto = lineage.runtime.veto
     lineage.runtime.confirm()
     try:
-        new_main, new_opt = apply_optimizer(state, main, skip, given)
+        kept = skip if veto is None else veto.decided(skip)
+        new_main, new_opt = apply_optimizer(state, main, kept, given)
         opt = state.opt
         same = new_main is main and all(main[name] is state.main[name] for name in state.layout.trainable)
         if not same or new_opt is not opt:  # else it was all done in place
@@ -311,12 +315,12 @@ def _take(
             _, opt = _install((main, opt), (new_main, new_opt))
         put_back(before)
         if state.weights:
-            for name, kept in state.weights.items():
+            for name, copies in state.weights.items():
                 if state.layout.buckets[name].trainable:
-                    refresh(state.main[name], kept)
-        state.count.add_(1 if skip is None else ~skip)
+                    refresh(state.main[name], copies)
+        state.count.add_(1 if kept is None else ~kept)
         if skip is not None and lineage.offset is not None:
-            lineage.offset.add_(skip)
+            lineage.offset.add_(skip if veto is None else veto.stands(skip))
         executor.commit()
         new = state._evolve(grads={}, opt=opt, version=Version(lineage, lineage.latest + 1))
         lineage.commit(state.version, new)

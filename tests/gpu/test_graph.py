@@ -229,8 +229,13 @@ def refused() -> dict[str, str]:
         state = fsdp.release(state, "head")
         return eager_step(state, x, y)
 
+    sent = iter(range(100))
+
     def sends(state: fsdp.State, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return eager_step(state, x + torch.ones(WIDTH).to(x.device), y)
+        return eager_step(state, x + torch.full((WIDTH,), float(next(sent))).to(x.device), y)
+
+    def picks(state: fsdp.State, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return eager_step(state, x, y[y < 1e9].reshape(y.shape))
 
     def looks_back(graph: Any, inputs: Any) -> Any:
         torch.zeros((), device="cuda").item()  # as Inductor does with constants
@@ -241,9 +246,9 @@ def refused() -> dict[str, str]:
         return x * 2 if captured else x + 0
 
     def compiles(state: fsdp.State, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return eager_step(state, changed(x, torch.cuda.is_current_stream_capturing()), y)
+        return eager_step(state, changed(x, torch._C._cuda_isCurrentStreamCapturing()), y)
 
-    for step in (looks, looks_early, outside, sends, compiles):
+    for step in (looks, looks_early, outside, sends, picks, compiles):
         graphed = T.cuda_graph(step, warmup=1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the use outside the plan
@@ -274,9 +279,14 @@ def test_what_cannot_be_captured_is_an_error_with_its_cause() -> None:
         assert "test_graph.py" in found["looks"]
         assert "loss.item()" in found["looks"]
         for name in ("looks", "looks_early"):
-            assert "the host waits for the device" in found[name]
+            assert "the host reads from the device here" in found[name]
+        assert "the host waits for the device" in found["picks"]
+        assert "y[y < 1e9]" in found["picks"]
         assert "not what the schedule expects" in found["outside"]
-        assert "copied between host and device" in found["sends"]
+        assert (
+            "has changed since warm-up: [0.0, 0.0, 0.0, 0.0] ... then, [1.0, 1.0, 1.0, 1.0] ... now" in found["sends"]
+        )
+        assert "torch.full((WIDTH,), float(next(sent)))" in found["sends"]
         assert "a part is compiled while it is captured" in found["compiles"]
         assert "was moved in memory" in found["moved"]
 

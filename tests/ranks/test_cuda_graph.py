@@ -36,8 +36,8 @@ from functional_fsdp._transports import auto, symmetric
 from functional_fsdp.extend import Ranks
 from functional_fsdp.transforms._cuda_graph.capturing import GraphBuffers
 from functional_fsdp.transforms._cuda_graph.capturing import _explain as explain
-from functional_fsdp.transforms._cuda_graph.cuda_graph import signature
 from functional_fsdp.transforms._cuda_graph.memsets import as_kernels, edge_functions, words
+from functional_fsdp.transforms._cuda_graph.signature import signature
 
 
 def made(**spec: Any) -> fsdp.State:
@@ -204,7 +204,7 @@ def parted() -> tuple[str, list[int], bool]:
 
 def test_ranks_that_replay_different_steps_hear_of_it_before_anything_is_launched() -> None:
     for said, launched, same in launch(parted, nprocs=2):
-        assert "ranks issued different collectives" in said
+        assert "ranks issued different collectives" in said or "and to something else (a step" in said
         assert not launched
         assert same
 

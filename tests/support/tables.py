@@ -1,4 +1,4 @@
-"""Tables of cases: `make test` runs chosen rows, or such as hold every pair of two columns' values; `make test-all` all."""
+"""Tables of cases: `make test` runs chosen rows, or all pairs of two columns' values; `make test-all` runs all."""
 
 from __future__ import annotations
 

@@ -198,7 +198,8 @@ def test_nobody_asks_which_transport_it_is(file: Path) -> None:
 CUDA = {
     "_runtime/stream_lanes.py", "_common/device.py", "_transports/auto.py", "_distributed/signals.py",
     "_distributed/peer_memory.py", "_transports/symmetric.py", "_launch/launch.py", "_launch/workers.py",
-    "_cuda_graph/cuda_graph.py", "_cuda_graph/capturing.py", "_cuda_graph/memsets.py",
+    "_cuda_graph/graphed.py", "_cuda_graph/capturing.py", "_cuda_graph/memsets.py", "_cuda_graph/guarding.py",
+    "_cuda_graph/host_traffic.py", "_cuda_graph/questions.py",
 }  # fmt: skip
 
 

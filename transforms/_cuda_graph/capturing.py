@@ -6,7 +6,6 @@ torch leaves its allocator and its generators in the middle of a capture that fa
 from __future__ import annotations
 
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 
 from functional_fsdp import FsdpError, ScheduleError, State, TreeError
-from functional_fsdp.extend import Ranks, evolve, flatten, lineage_of, put, torch_private
+from functional_fsdp.extend import Ranks, Veto, evolve, flatten, lineage_of, put, torch_private
 
+from .lines import line_of_error
 from .memsets import as_kernels
 
 __all__ = ["GraphBuffers", "captured", "stale_streams_followed"]
@@ -33,8 +33,7 @@ RANDOM = (
 )
 COMPILED = (
     "a part is compiled while it is captured, and that failed. Often it is called with something else than in the "
-    "steps before (TORCH_LOGS=recompiles says what): libraries ask whether a stream is captured, and transformers then "
-    "makes an attention mask, unless its attention needs none (AttentionInterface.register)"
+    "steps before (TORCH_LOGS=recompiles says what)"
 )
 # what torch and CUDA say, and what it means
 CAUSES = (
@@ -126,10 +125,8 @@ def _explain(error: BaseException) -> None:
         cause = next((cause for words, cause in CAUSES if words in said), "")
     if not cause:
         return
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and "functional_fsdp" not in f.filename]
-    own = [f for f in own if "/transforms/" not in f.filename]
-    where = f" at {own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
+    line = line_of_error(error)
+    where = f" at {line}" if line else ""
     raise ScheduleError(
         f"cuda_graph: the step cannot be captured{where}: {cause}. The state before the step is valid. torch says: "
         f"{said.splitlines()[0][:200]}"
@@ -185,13 +182,16 @@ class GraphBuffers:
             )
             self.owner = lineage_of(state)
 
-    def keep(self, new: State) -> None:
-        """At the end of a captured step: what it made anew goes where it was."""
-        self._write(self._fields(new), "the state at the end of the step")
+    def keep(self, new: State, veto: Veto | None = None) -> None:
+        """At the end of a captured step: what it made anew goes where it was, unless the step is taken back."""
+        self._write(self._fields(new), "the state at the end of the step", veto)
 
     @torch.no_grad()
-    def _write(self, fields: tuple[Any, ...], what: str) -> None:
-        put(self._others(fields, what), self.tensors)
+    def _write(self, fields: tuple[Any, ...], what: str, veto: Veto | None = None) -> None:
+        pairs = self._others(fields, what)
+        if veto is not None:
+            pairs = [(old, veto.kept(old, new)) for old, new in pairs]
+        put(pairs, self.tensors)
 
     def _others(self, fields: tuple[Any, ...], what: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The tensors here, and those in these fields that lie elsewhere."""

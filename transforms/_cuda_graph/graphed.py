@@ -1,0 +1,336 @@
+"""Graphed: the calls of a function that `cuda_graph` has made, each of which is one step.
+
+a signature's first calls   eagerly, recorded
+then                        captured, and replayed
+from then on                replayed; guarded, what no rank may take is taken back, and run eagerly
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from functional_fsdp import ScheduleError, State, TreeError
+from functional_fsdp.extend import (
+    Capture,
+    NewCounts,
+    Ranks,
+    Veto,
+    Vetoed,
+    all_reduce,
+    check_between_steps,
+    lineage_of,
+    outside_inference,
+    ranks_of,
+    torch_private,
+)
+
+from .._seed import reseed
+from .captured_step import CapturedStep
+from .capturing import GraphBuffers, captured, stale_streams_followed
+from .guarding import Guard, Randoms, Steadiness
+from .host_traffic import Answering, Recording, Sides
+from .questions import answered_as_in_warm_up
+from .signature import signature, structure
+
+__all__ = ["Graphed"]
+
+pytree = torch_private.pytree
+log = logging.getLogger(__name__)
+WHOLE = (
+    'cuda_graph(host_reads="guard"): the host reads from the device, and the step was compiled as a whole, so that it '
+    "cannot be taken back. Leave T.compile out. The state before the step is valid."
+)
+
+
+class Warmed:
+    """Calls that are captured alike: how often the step ran eagerly, what it read then, and its graphs."""
+
+    def __init__(self) -> None:
+        self.warm = 0
+        self.owner: Callable[[], Any] = lambda: None  # whose steps they were
+        self.reads = Steadiness()
+        self.graphs: dict[Any, CapturedStep] = {}  # by what the host reads
+
+
+class Graphed:
+    """What `cuda_graph` returns. `captured` has the graphs by signature."""
+
+    def __init__(
+        self, train_step: Callable[..., Any], warmup: int, graphs: int, guards: bool, pass_through: bool
+    ) -> None:
+        self.train_step = train_step
+        self.warmup = warmup
+        self.limit = graphs
+        self.guards = guards
+        self.pass_through = pass_through
+        self.signatures: dict[Any, Warmed] = {}
+        self.captured: dict[Any, CapturedStep] = {}
+        self.homes: dict[Any, GraphBuffers] = {}
+        self.pool: Any = None  # one for all graphs: what one leaves free another uses
+        self.stream: Any = None
+        self.sides: Any = None
+        self.steps = 0
+        self.reading: bool | None = None  # whether the host reads on any rank; None before ranks have said it
+        self.full = False
+
+    @outside_inference
+    def __call__(self, state: State, args: Any, kwargs: Any) -> Any:
+        if not isinstance(state, State):
+            raise TypeError(f"cuda_graph: the first argument is a State, not {type(state).__name__}.")
+        ranks = ranks_of(state)
+        if ranks.device.type != "cuda":
+            if self.pass_through:
+                return self.train_step(state, *args, **kwargs)
+            raise ScheduleError(
+                f"cuda_graph: this state is on the {ranks.device.type}, and CUDA graphs need a GPU. To run the step as "
+                "it is where there is none: T.cuda_graph(train_step, pass_through=True)."
+            )
+        if self.stream is None:
+            self.stream, self.pool = torch.cuda.Stream(ranks.device), torch.cuda.graph_pool_handle()
+            self.sides = Sides(ranks.device)
+        leaves, treedef = pytree.tree_flatten((args, kwargs), is_leaf=lambda x: isinstance(x, State))
+        key = signature(state, leaves, treedef)
+        known = self._known(key)
+        if self.guards and self.reading is None and self.steps >= self.warmup:  # on every rank in the same step
+            mine = any(one.reads.values for one in self.signatures.values())
+            self.reading = ranks.any(mine, "whether the host reads from the device")
+            if self.reading:  # the communicators of vetoes: they cannot be made while a step is captured
+                all_reduce(state, [torch.zeros(1, device=ranks.device)], "max", [*state.spec.axes], "vetoes")
+        out = self._step(ranks, key, known, state, leaves, treedef)
+        self.steps += 1
+        return out
+
+    def _step(self, ranks: Ranks, key: Any, known: Warmed | None, state: State, leaves: Any, treedef: Any) -> Any:
+        """Eagerly, captured or replayed."""
+        graph, ready = None, False
+        if known is not None:
+            if not known.graphs and known.owner() is not lineage_of(state):
+                known.warm, known.owner = 0, weakref.ref(lineage_of(state))
+            known.reads.steps += 1
+            graph = known.graphs.get(known.reads.values if self.guards else ())
+            ready = not known.reads.eager and (graph is not None or (known.warm >= self.warmup and self._fit(known)))
+        if self.reading:  # then who steps eagerly may wait for the device in the middle of the step
+            ready = not ranks.any(not ready, "a step that is not replayed")
+        if known is None or not ready:
+            return self._eagerly(ranks, known, state, leaves, treedef)
+        if graph is None:
+            return self._captured(ranks, key, known, state, leaves, treedef)
+        return self._replayed(ranks, known, graph, state, leaves, treedef)
+
+    def _known(self, key: Any) -> Warmed | None:
+        found = self.signatures.get(key)
+        if found is None and self._room():
+            found = self.signatures[key] = Warmed()
+        if found is None:
+            self._too_many("the batches have", "signatures", "Pad batches to fewer shapes, pass numbers that change as "
+                           "tensors, or give")  # fmt: skip
+        return found
+
+    def _room(self) -> bool:
+        return sum(max(len(one.graphs), 1) for one in self.signatures.values()) < self.limit
+
+    def _too_many(self, who: str, what: str, remedy: str) -> None:
+        if not self.full:
+            self.full = True
+            warnings.warn(
+                f"cuda_graph: {who} more than {self.limit} {what}; steps of further ones run eagerly. {remedy} "
+                "cuda_graph(graphs=).",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+
+    def _fit(self, known: Warmed) -> bool:
+        """Whether a step of this signature, which has warmed up, can be captured now.
+
+        Raises:
+            ScheduleError: what the host reads has changed all the time.
+        """
+        if not self.guards or not known.reads.values:
+            return True
+        if not self.reading:  # found out after ranks had agreed that nobody reads
+            self._too_late(known)
+            return False
+        if not known.reads.steady:
+            if not known.graphs and known.warm >= 2 * self.warmup:
+                raise known.reads.unsteady()
+            return False
+        if known.graphs and not self._room():
+            self._too_many("what the host reads has", "graphs", "Keep on the device what changes, or give")
+            return False
+        return True
+
+    def _too_late(self, known: Warmed) -> None:
+        known.reads.eager = True
+        line = known.reads.values[0][0][1]
+        warnings.warn(
+            f"cuda_graph: the host reads from the device at {line}, and no rank did in the first {self.warmup} steps, "
+            "so ranks do not compare what they read. Steps of this signature run eagerly. Have the first ones read, "
+            "too.",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+
+    def _eagerly(self, ranks: Ranks, known: Warmed | None, state: State, leaves: list[Any], treedef: Any) -> Any:
+        """One step, which is recorded where one like it may be captured."""
+        record = None if known is None or known.reads.eager else Recording(self.sides)
+        args, kwargs = pytree.tree_unflatten(_on(ranks, leaves), treedef)
+        with self._aside(ranks), record or nullcontext():
+            steps = _commits(state)
+            out = self.train_step(state, *args, **kwargs)
+        _one_step(_parts(out)[0], steps)
+        if known is not None:
+            known.warm += 1
+            if record is not None:
+                known.reads.ran(record)
+        return out
+
+    @contextmanager
+    def _aside(self, ranks: Ranks) -> Iterator[None]:
+        """On the stream of its own, which captures too: libraries keep what they need by stream."""
+        home = torch.cuda.current_stream(ranks.device)
+        self.stream.wait_stream(home)
+        try:
+            with torch.cuda.stream(self.stream), stale_streams_followed(), answered_as_in_warm_up():
+                yield
+        finally:
+            home.wait_stream(self.stream)
+
+    def _captured(self, ranks: Ranks, key: Any, known: Warmed, state: State, leaves: list[Any], treedef: Any) -> Any:
+        """Capture the step, then replay it: this call's step."""
+        check_between_steps(state, "cuda_graph")
+        place = structure(state)
+        home = self.homes.get(place) or GraphBuffers(state)
+        home.check(state)
+        inputs = _on(ranks, leaves, copy=True)
+        args, kwargs = pytree.tree_unflatten(inputs, treedef)
+        steps = _commits(state)
+        reseed(state)
+        randoms = Randoms(ranks)
+        gc.collect()
+        torch.cuda.synchronize(ranks.device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+        before = torch.cuda.memory_allocated(ranks.device), torch.cuda.memory_reserved(ranks.device)
+        assert known.reads.latest is not None
+        guard = Guard(ranks) if self.reading else None
+        veto: Veto | None = guard.veto(state) if guard else None
+        traffic = Answering(
+            self.sides, known.reads.latest, guard.differs if guard else None, lambda: bool(veto and veto.asked)
+        )
+        capture, vetoed = Capture(state), False
+        graph: CapturedStep | None = None
+        out: Any = None
+        new: Any = None
+        try:
+            with self._aside(ranks), captured(ranks, self.pool) as made, capture.recording():
+                if guard is not None:
+                    guard.flag.zero_()
+                with traffic, veto.holds() if veto else nullcontext():
+                    out = self.train_step(home.state(state), *args, **kwargs)
+                traffic.finished()
+                new, results = _parts(out)
+                _one_step(new, steps)
+                if veto is not None and not veto.asked:
+                    raise ScheduleError(WHOLE)
+                home.keep(new, veto)
+            one = graph = CapturedStep(made, capture, home, guard)
+            graph.inputs = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
+            outputs, graph.structure = pytree.tree_flatten(results)
+            graph.outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
+            graph.kind, graph.constants = type(out), (traffic.there, traffic.expected)
+            capture.first(lambda: one.launch(state))
+        except Vetoed:
+            vetoed = True
+        except BaseException as error:
+            graph = out = new = None
+            capture.abandon()
+            if not isinstance(error, NewCounts):
+                raise
+            log.info("cuda_graph: this step is taken eagerly. %s", error)
+        if graph is None:
+            return self._eagerly(ranks, known, state, leaves, treedef)
+        graph.peak = torch.cuda.max_memory_allocated(ranks.device) - before[0]
+        graph.reserved = torch.cuda.memory_reserved(ranks.device) - before[1]
+        self.homes[place] = home
+        values = known.reads.values if self.guards else ()
+        known.graphs[values] = self.captured[(key, values) if values else key] = graph
+        for name in randoms.moved():
+            warnings.warn(
+                f"cuda_graph: the step that was captured drew from {name}, on the host. What was drawn then is what "
+                "every replay has. Draw on the device, or pass what was drawn with the batch, as a tensor.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+        log.info("cuda_graph: captured a step, graph %d of at most %d", len(self.captured), self.limit)
+        if vetoed:
+            return self._again(ranks, known, randoms, state, leaves, treedef)
+        return graph.results(home.state(new))
+
+    def _replayed(
+        self, ranks: Ranks, known: Warmed, graph: CapturedStep, state: State, leaves: list[Any], treedef: Any
+    ) -> Any:
+        graph.home.check(state)
+        randoms = Randoms(ranks) if graph.guard else None
+
+        def launch() -> None:
+            reseed(state)
+            graph.launch(state)
+
+        with torch.no_grad():
+            given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            for mine, theirs in zip(graph.inputs, given, strict=True):  # before the vote: it may fail
+                mine.copy_(theirs, non_blocking=True)
+            try:
+                return graph.results(graph.capture.again(state, launch, graph.home.state))
+            except Vetoed:
+                pass
+        assert randoms is not None
+        return self._again(ranks, known, randoms, state, leaves, treedef)
+
+    def _again(
+        self, ranks: Ranks, known: Warmed, randoms: Randoms, state: State, leaves: list[Any], treedef: Any
+    ) -> Any:
+        """A replay was taken back: the step eagerly, which every rank does."""
+        values = known.reads.values
+        randoms.back()
+        out = self._eagerly(ranks, known, state, leaves, treedef)
+        known.reads.missed(values)
+        return out
+
+
+def _on(ranks: Ranks, leaves: list[Any], copy: bool = False) -> list[Any]:
+    """The batch's leaves, tensors on the GPU, as the captured step will see them."""
+    return [leaf.to(ranks.device, copy=copy) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
+def _parts(out: Any) -> tuple[State, tuple[Any, ...]]:
+    """The state and the rest of what a step returned."""
+    parts = out if isinstance(out, tuple) else (out,)
+    if not parts or not isinstance(parts[0], State):
+        raise TreeError(f"cuda_graph: the step returned a {type(out).__name__}; expected a State, or (State, ...).")
+    return parts[0], parts[1:]
+
+
+def _commits(state: State) -> int:
+    """How often its lineage has stepped, as far as the host knows."""
+    mine = lineage_of(state)
+    mine.follow()
+    return mine.commits
+
+
+def _one_step(new: State, before: int) -> None:
+    """Raise unless the function took one step, at its end. (Of compiled steps in a row the host knows one.)"""
+    taken = _commits(new) - before
+    if taken != 1 or not new.between_steps:
+        raise ScheduleError(
+            f"cuda_graph: the function took {taken} steps; expected 1, at its end: return fsdp.step(state), as a whole "
+            "train step does."
+        )

@@ -1,0 +1,316 @@
+"""Host traffic: what a step reads from the device on the host, and what it makes on the host and copies to the device.
+
+    warm-up    Recording: every read and every such constant, by the line that did it
+    capture    Answering: a read gives what warm-up read there, and the graph compares; a constant is a copy that lay on
+               the device before, compared with warm-up's
+
+Both are dispatch modes: they see operators, eager ones and those that compiled code calls.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from functional_fsdp import ScheduleError
+from functional_fsdp.extend import torch_private
+
+from .lines import running_line
+
+__all__ = ["Answering", "Constant", "Read", "Recording", "Sides", "bits"]
+
+SMALL = 64 * 1024  # bytes of a copy to the host that is compared in each replay
+aten = torch.ops.aten
+COPIES = (aten._to_copy.default, aten.copy_.default)
+COMPARISONS = (aten.equal.default, aten.allclose.default)
+INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+
+WAITS = (
+    "the host reads from the device here (.item(), .tolist(), .cpu(), print, `if tensor:`, torch.equal), which a graph "
+    "does not do. Keep it on the device, or return it and look at it outside"
+)
+GUARD = '. If it reads the same in most steps: T.cuda_graph(step, host_reads="guard")'
+
+Key = tuple[str, str, int]  # what it is, the line, and which time this is in the step
+
+
+class Read(NamedTuple):
+    """A read of the host's: what it gave, and how the graph asks whether it still would."""
+
+    given: Any  # a number, a bool, or a tensor in the host's memory
+    bits: bytes
+    source: torch.Tensor | None  # on the host: what the device is compared with; None for a comparison's result
+
+
+class Constant(NamedTuple):
+    """What was copied to the device."""
+
+    host: torch.Tensor
+
+
+class Sides:
+    """Which tensors lie on the device, which on the host, and the way between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.to = device
+
+    def device(self, tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and tensor.device.type == self.to.type
+
+    def host(self, tensor: Any) -> bool:
+        return isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu"
+
+    def goes_to_host(self, source: torch.Tensor, options: dict[str, Any]) -> bool:
+        """Of `_to_copy`."""
+        there = options.get("device")
+        return self.device(source) and there is not None and torch.device(there).type == "cpu"
+
+    def goes_to_device(self, source: torch.Tensor, options: dict[str, Any]) -> bool:
+        there = options.get("device")
+        return self.host(source) and there is not None and torch.device(there).type == self.to.type
+
+    def put(self, host: torch.Tensor) -> torch.Tensor:
+        return host.to(self.to, copy=True)
+
+    def get(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("cpu", copy=True)
+
+
+def bits(host: torch.Tensor) -> bytes:
+    """A host tensor's shape, dtype and bytes."""
+    flat = as_bytes(host)
+    return f"{host.dtype} {tuple(host.shape)} ".encode() + bytes(flat.numpy() if flat.numel() else b"")
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """uint8 [bytes], where the tensor is."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+class Watching(torch_private.TorchDispatchMode):
+    """What both have in common: they know the operators that go from one side to the other."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, sides: Sides) -> None:
+        super().__init__()
+        self.sides = sides
+        self.times: Counter[tuple[str, str]] = Counter()
+        self.lifted = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled code runs as it does without
+
+    def __enter__(self) -> Any:
+        self.lifted = torch_private.lifts_on_host()
+        torch_private.lift_on_host(True)
+        try:
+            return super().__enter__()
+        except BaseException:
+            torch_private.lift_on_host(self.lifted)
+            raise
+
+    def __exit__(self, *error: Any) -> None:
+        torch_private.lift_on_host(self.lifted)
+        super().__exit__(*error)
+
+    def key(self, what: str) -> tuple[Key, bool]:
+        """Of what happens now; and whether this library does it."""
+        line, ours = running_line()
+        self.times[what, line] += 1
+        return (what, line, self.times[what, line]), ours
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch_private.to_scalar:
+            if self.sides.device(args[0]):
+                return self.read(func, args, kwargs, args[0])
+        elif func in COPIES:
+            return self._copied(func, args, kwargs)
+        elif func in COMPARISONS:
+            if self.sides.device(args[0]):
+                return self.read(func, args, kwargs, None)
+        elif func in INDEXED:
+            there = [self.sides.host(one) for one in args[1]]
+            if any(there) and self.sides.device(args[0]):
+                index = [self.constant(one) if mine else one for one, mine in zip(args[1], there, strict=True)]
+                return func(args[0], index, *args[2:], **kwargs)
+        return self.other(func, args, kwargs)
+
+    def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is aten.copy_.default:
+            into, source = args[:2]
+            if self.sides.device(source) and self.sides.host(into):
+                later = (args[2] if len(args) > 2 else kwargs.get("non_blocking")) and into.is_pinned()
+                return func(*args, **kwargs) if later else self.read(func, args, kwargs, source)  # who waits for it?
+            if self.sides.host(source) and self.sides.device(into):
+                return func(into, self.constant(source), *args[2:], **kwargs)
+        elif self.sides.goes_to_host(args[0], kwargs):
+            return self.read(func, args, kwargs, args[0])
+        elif self.sides.goes_to_device(args[0], kwargs):
+            return func(self.constant(args[0]), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def read(self, func: Any, args: Any, kwargs: Any, source: torch.Tensor | None) -> Any:
+        raise NotImplementedError
+
+    def constant(self, host: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+class Recording(Watching):
+    """An eager step, and afterwards what it read and made: `reads` and `constants`, in order."""
+
+    def __init__(self, sides: Sides) -> None:
+        super().__init__(sides)
+        self.reads: dict[Key, Read] = {}
+        self.constants: dict[Key, Constant] = {}
+
+    def values(self) -> tuple[tuple[Key, bytes], ...]:
+        """What was read, and where: equal for steps that read the same."""
+        return tuple((key, one.bits) for key, one in self.reads.items())
+
+    def read(self, func: Any, args: Any, kwargs: Any, source: torch.Tensor | None) -> Any:
+        key, ours = self.key("read")
+        if ours:  # as the vote's flag
+            return func(*args, **kwargs)
+        if source is None or source.nbytes > SMALL:  # which no graph compares
+            given = func(*args, **kwargs)
+            self.reads[key] = Read(given, str(given).encode() if source is None else b"", None)
+            return given
+        host = self.sides.get(source)
+        given = func(*args, **kwargs)
+        self.reads[key] = Read(given.clone() if isinstance(given, torch.Tensor) else given, bits(host), host)
+        return given
+
+    def constant(self, host: torch.Tensor) -> torch.Tensor:
+        key, _ = self.key("constant")
+        self.constants[key] = Constant(host.detach().clone())
+        return host
+
+
+class Answering(Watching):
+    """A step that is captured, after one that was recorded.
+
+    Args:
+        differs: is given a bool tensor [] on the device: whether a read would give something else now. None: reads are
+            an error.
+        over: whether the step has been decided, so that no read can be compared any more.
+    """
+
+    def __init__(
+        self,
+        sides: Sides,
+        before: Recording,
+        differs: Callable[[torch.Tensor], None] | None,
+        over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(sides)
+        self.before, self.differs, self.over = before, differs, over
+        self.drawn: list[str] = []  # lines that draw on the host
+        self.there = {key: sides.put(one.host) for key, one in before.constants.items()}
+        self.expected = {
+            key: sides.put(as_bytes(one.source)) for key, one in before.reads.items() if one.source is not None
+        }
+        self.seen = 0
+
+    def read(self, func: Any, args: Any, kwargs: Any, source: torch.Tensor | None) -> Any:
+        key, ours = self.key("read")
+        if ours:
+            return func(*args, **kwargs)
+        at = f" at {key[1]}" if key[1] else ""
+        if self.differs is None:
+            raise _refused(at, WAITS + GUARD)
+        if self.over():
+            raise _refused(at, "the host reads from the device after step(), when it is too late to take the step "
+                           "back. Read before step(), or return the tensor and look at it outside")  # fmt: skip
+        if source is not None and source.nbytes > SMALL:
+            raise _refused(at, f"the host reads {source.nbytes:,} bytes, more than a replay compares ({SMALL:,}). Keep "
+                           "them on the device, or return them")  # fmt: skip
+        found = self.before.reads.get(key)
+        if found is None:
+            raise _refused(at, "the host reads from the device where it did not in warm-up, so nobody knows what")
+        self.seen += 1
+        if source is None:
+            self.differs(_compared(func, args, kwargs) != found.given)
+            return found.given
+        now = as_bytes(source)
+        if now.shape != self.expected[key].shape or source.dtype is not found.source.dtype:  # type: ignore[union-attr]
+            raise _refused(at, f"the host reads {source.dtype} {tuple(source.shape)}, and read "
+                           f"{_text(found.source)} in warm-up")  # fmt: skip
+        self.differs((now != self.expected[key]).any())
+        if func is aten.copy_.default:
+            args[0].copy_(found.given)
+            return args[0]
+        return found.given.clone() if isinstance(found.given, torch.Tensor) else found.given
+
+    def constant(self, host: torch.Tensor) -> torch.Tensor:
+        key, _ = self.key("constant")
+        at = f" at {key[1]}" if key[1] else ""
+        found = self.before.constants.get(key)
+        if found is None:
+            raise _refused(at, f"a tensor ({_text(host)}) is copied from the host to the device, which warm-up did "
+                           "not do there, so it may change from step to step. Make it on the device, or pass it with "
+                           "the batch")  # fmt: skip
+        if bits(host) != bits(found.host):
+            raise _refused(at, f"a tensor ({_text(host)}) that is copied from the host to the device has changed "
+                           f"since warm-up: {_few(found.host)} then, {_few(host)} now. A graph would keep what it is "
+                           "now. Pass it with the batch, or make it on the device of what changes there")  # fmt: skip
+        return self.there[key].clone()  # the step may write to it
+
+    def other(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            first = out[0] if isinstance(out, tuple | list) and out else out
+            if self.sides.host(first):
+                self.drawn.append(running_line()[0])
+        return out
+
+    def finished(self) -> None:
+        """The step is captured whole.
+
+        Raises:
+            ScheduleError: warm-up read something that this step has not.
+        """
+        if self.differs is not None and self.seen != len(self.before.reads):
+            missing = next(key for key in self.before.reads if self.times["read", key[1]] < key[2])
+            raise _refused(f" at {missing[1]}", "the host read from the device there in warm-up, and not in the step "
+                           "that was captured")  # fmt: skip
+        for line in dict.fromkeys(self.drawn):
+            warnings.warn(
+                f"cuda_graph: the step draws random numbers on the host at {line}. What was drawn when it was captured "
+                "is what every replay has. Draw on the device, or pass what was drawn with the batch, as a tensor.",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+
+
+def _compared(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """torch.equal or torch.allclose on the device: a bool []."""
+    if func is aten.allclose.default:
+        return torch.isclose(*args, **kwargs).all()
+    one, other = args
+    if one.shape != other.shape:
+        return torch.zeros((), dtype=torch.bool, device=one.device)
+    return (one == other).all()
+
+
+def _refused(at: str, why: str) -> ScheduleError:
+    return ScheduleError(f"cuda_graph: the step cannot be captured{at}: {why}. The state before the step is valid.")
+
+
+def _text(tensor: Any) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _few(host: torch.Tensor) -> str:
+    some = host.reshape(-1)[:4].tolist()
+    return f"{some[0] if host.numel() == 1 else some}{' ...' if host.numel() > 4 else ''}"
