@@ -257,7 +257,7 @@ def _appeared(job: SaveJob, folder: Path) -> None:
     for moved in _looks(folder):
         if not folder.exists():
             break
-        if is_free(folder / LOCK):
+        if is_free(folder / LOCK) and folder.exists():  # else it has appeared meanwhile, and was let go
             raise CheckpointError(f"async_save: the process that writes for rank {job.ranks[0]} has ended.")
         if time.monotonic() - moved > job.limit:
             raise CheckpointError(

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import functional_fsdp as fsdp
-from functional_fsdp._checkpoint.folder import LOCK, Claim, inside, partial, unfinished
+from functional_fsdp._checkpoint import scribe
+from functional_fsdp._checkpoint.folder import LOCK, Claim, inside, is_free, let_go, partial, unfinished
 
 ONE, TWO = "0123456789ab", "ba9876543210"
 
@@ -160,3 +161,32 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
         with pytest.raises(fsdp.CheckpointError), inside(tmp_path / "a", name):
             pass
     assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize("completes", [True, False])
+def test_a_folder_that_appears_while_its_lock_is_looked_at_has_no_dead_writer(
+    completes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank has opened the lock; then the first one's writer is done, and lets it go."""
+    claim, final = made(tmp_path / "a", ONE), tmp_path / "a"
+
+    def slowly(path: Path) -> bool:
+        with path.open("r+b") as lock:
+            if completes:
+                claim.appear()
+                claim.drop()
+            else:  # it dies
+                let_go(claim.lock)  # type: ignore[arg-type]
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+
+    assert not is_free(claim.path / LOCK)
+    monkeypatch.setattr(scribe, "is_free", slowly)
+    monkeypatch.setattr(scribe, "read_note", lambda folder: {"save": ONE})
+    job = scribe.SaveJob(final, ONE, 1, [0, 1], "", 0, [], ["", ""], {}, 5.0, None)
+    if completes:
+        scribe._appeared(job, claim.path)
+        assert names(tmp_path) == ["a"]
+    else:
+        with pytest.raises(fsdp.CheckpointError, match="the process that writes for rank 0 has ended"):
+            scribe._appeared(job, claim.path)
