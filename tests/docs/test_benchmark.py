@@ -155,3 +155,15 @@ def test_losses_must_agree_to_3_digits() -> None:
     agree([row("driven", 5, loss=2.001), row("FSDP2", 6), row("resident", 4, loss=3.0)])
     with pytest.raises(AssertionError, match="the losses do not agree to 3 digits"):
         agree([row("driven", 5, loss=2.01), row("FSDP2", 6)])
+
+
+@pytest.mark.large
+def test_families_train_beside_fsdp2(tmp_path: Path) -> None:
+    """As Hugging Face gives them: one without tokens, one with an encoder and a decoder."""
+    flags = ("--families", "vit,whisper", "--ways", "driven,FSDP2", "--steps", "7")
+    done = command(sys.executable, EXAMPLES / "benchmark_families.py", *flags)
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    assert [row[:2] for row in rows] == [[f, way] for f in ("vit", "whisper") for way in ("driven", "FSDP2")]
+    for ours, theirs in ((rows[0], rows[1]), (rows[2], rows[3])):
+        assert abs(float(ours[2]) - float(theirs[2])) <= 2e-5
+        assert 1 < float(ours[2]) < 8
