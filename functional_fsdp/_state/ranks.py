@@ -61,6 +61,7 @@ class Ranks:
 
         Collective: a vote on the host, which waits for all.
         """
+        self._run.meet(what)
         return self._run.most(what, int(mine)) > 0
 
 

@@ -14,7 +14,7 @@ from support.problems import mesh_and_placement
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, Spec, launch
 from functional_fsdp import transforms as T
-from functional_fsdp.extend import Capture, Veto, Vetoed
+from functional_fsdp.extend import Capture, Veto, Vetoed, lineage_of
 from functional_fsdp.extend import ranks_of as ranks_of_state
 
 
@@ -131,3 +131,25 @@ def asked() -> list[bool]:
 
 def test_any_is_so_on_every_rank_where_it_is_on_one() -> None:
     assert launch(asked, nprocs=2) == [[True, True, False]] * 2
+
+
+def abandoned() -> tuple[str, bool, int]:
+    """One rank abandons a step in which the other waits, then both ask before they take it."""
+    state, train_step = made("zero3")
+    state, said = train_step(state, *batch(1))[0], ""
+    for _ in range(2):
+        try:
+            lineage_of(state).look(state.version.serial)
+            found = ranks_of_state(state).any(dist.get_rank() == 0, "a rank")
+            if dist.get_rank() == 1 and not said:
+                fsdp.unshard(state, "norm")
+                raise ValueError("bad data")
+            state, _ = train_step(state, *batch(0))
+            break
+        except (ValueError, fsdp.RestartError) as error:
+            said = type(error).__name__
+    return said, found, state.steps
+
+
+def test_ranks_that_ask_after_an_abandoned_step_meet_first() -> None:
+    assert launch(abandoned, nprocs=2) == [("RestartError", True, 2), ("ValueError", True, 2)]
