@@ -23,11 +23,13 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
+from _benchmark_meter import Meter
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -211,6 +213,14 @@ def measured(family: str, way: str, large: bool, steps: int, dtype: torch.dtype)
     data = [{k: v.to(mesh.device_type) for k, v in batch(draw).items()} for _ in range(8)]
     for one in data:
         one.update({k: v.to(dtype) for k, v in one.items() if v.is_floating_point()})
+    loss = torch.zeros((), device=mesh.device_type)
+
+    def run(numbers: range) -> None:
+        nonlocal loss
+        for i in numbers:
+            loss = step(data[i % 8])
+
+    meter = Meter(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
@@ -225,17 +235,10 @@ def measured(family: str, way: str, large: bool, steps: int, dtype: torch.dtype)
                 step = fsdp2(build, mesh, dtype, cuda)
             else:
                 step = ours(build, mesh, dtype, "compiled" in way, "graph" in way)
-            for i in range(6):
-                loss = step(data[i % 8])
-        loss.item()
-        sixth, times = time.perf_counter() - start, []
-        for r in range(6, steps, 4):
-            dist.barrier()
-            begun = time.perf_counter()
-            for i in range(r, r + 4):
-                loss = step(data[i % 8])
+            run(range(6))
             loss.item()
-            times.append((time.perf_counter() - begun) * 250)
+        sixth = time.perf_counter() - start
+        times = [meter.time(partial(run, range(r, r + 4)))[0] * 250 for r in range(6, steps, 4)]
         held = torch.cuda.max_memory_allocated() - before if cuda else 0
         for graph in getattr(step, "graphs", {}).values():
             held = max(held, torch.cuda.memory_allocated() - before + graph.peak)

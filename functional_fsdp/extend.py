@@ -17,6 +17,7 @@ CONTRIBUTING.md has one in full.
 | calls                 | `alone`, `begin_round`, `end_round`, `check_between_steps`, `traced_as`, `tracing`, `refuse` |
 | modules               | `skeleton_of`, `Placeholder`, `every_buffer`, `refuse_meta`                                  |
 | trees by path         | `match`, `flatten`                                                                           |
+| the host's memory     | `bytes_of`                                                                                   |
 | borrowed weights      | `Loan`, `loan_of`                                                                            |
 | driving a module      | `Session`, `Collision`                                                                       |
 | optimizers            | `Sender`: what an update gets that communicates, see `fsdp.Optimizer`                        |
@@ -61,6 +62,7 @@ from ._state.update import put
 from ._state.veto import Veto, Vetoed
 from ._storage.flat import LeafShard, gather_leaves, leaf_shards
 from ._storage.place import BucketPlace, Place
+from ._storage.safetensors import bytes_of
 from ._storage.weights import Loan, loan_of
 from ._transports.carrier import Carrier
 from ._verbs.change import change, change_weights, separate_gradients
@@ -95,6 +97,7 @@ __all__ = [
     "begin_compiled",
     "begin_round",
     "by_unit",
+    "bytes_of",
     "change",
     "change_weights",
     "check_between_steps",

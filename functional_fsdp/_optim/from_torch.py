@@ -140,7 +140,7 @@ class FromTorch(UpdatesSome):
     ) -> None:
         """One operator in a graph: the class runs in it as it does eagerly."""
         tensors = [
-            rate if isinstance(rate, torch.Tensor) else torch.full((), rate, dtype=torch.float64, device="cpu")
+            rate if isinstance(rate, torch.Tensor) else torch.full((), rate, dtype=torch.float64, device=HOST)
             for rate in rates
         ]
         torch_optimizer(self.number, label, names, tensors, params, grads, kept, skip)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from functional_fsdp import ScheduleError
 from functional_fsdp.transforms._cuda_graph import questions
-from functional_fsdp.transforms._cuda_graph.guarding import Randoms, Steadiness
+from functional_fsdp.transforms._cuda_graph.guarding import UNKNOWN, Guard, Randoms, Steadiness
 from functional_fsdp.transforms._cuda_graph.host_traffic import Answering, Recording, Sides
 
 HERE = re.escape(__file__)
@@ -86,6 +86,21 @@ def test_a_read_gives_what_warm_up_read_and_is_compared(name: str) -> None:
     first, second, noticed = guarded(step, same, other)
     assert first == second == step(same)  # not what there is now
     assert noticed == (step(other) != first)
+
+
+def test_it_needs_no_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(tensor: torch.Tensor) -> Any:
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", none)
+    x = on_device(1, 2)
+    assert guarded(lambda x: (x[0] + torch.arange(2.0).double()).sum().item(), x, x)[2] is False
+    ranks: Any = types.SimpleNamespace(device=torch.device("cpu"))
+    guard = Guard(ranks)
+    guard.before()
+    assert guard.host.item() == UNKNOWN
+    guard.host.fill_(1)  # as a replay does
+    assert guard.seen[0] == 1
 
 
 def test_bits_are_compared_and_not_values() -> None:

@@ -19,7 +19,7 @@ from functional_fsdp.extend import Ranks, Veto, evolve, flatten, lineage_of, put
 from .lines import line_of_error
 from .memsets import as_kernels
 
-__all__ = ["GraphBuffers", "captured", "stale_streams_followed"]
+__all__ = ["GraphBuffers", "captured", "refusal", "stale_streams_followed", "text_of"]
 
 KEPT = ("main", "weights", "opt", "buffers", "count", "extras")
 
@@ -125,12 +125,15 @@ def _explain(error: BaseException) -> None:
         cause = next((cause for words, cause in CAUSES if words in said), "")
     if not cause:
         return
-    line = line_of_error(error)
-    where = f" at {line}" if line else ""
-    raise ScheduleError(
-        f"cuda_graph: the step cannot be captured{where}: {cause}. The state before the step is valid. torch says: "
-        f"{said.splitlines()[0][:200]}"
-    ) from error
+    raise refusal(line_of_error(error), cause, f" torch says: {said.splitlines()[0][:200]}") from error
+
+
+def refusal(line: str, why: str, more: str = "") -> ScheduleError:
+    """The error that a step cannot be captured, for what is at this line ("" if nobody knows where)."""
+    at = f" at {line}" if line else ""
+    return ScheduleError(
+        f"cuda_graph: the step cannot be captured{at}: {why}. The state before the step is valid.{more}"
+    )
 
 
 class GraphBuffers:
@@ -211,7 +214,7 @@ class GraphBuffers:
                     found.append((mine, theirs))
             elif tensors or not (mine is theirs or _equal(mine, theirs)):
                 raise TreeError(
-                    f"cuda_graph: {path!r} of {what} is {_text(theirs)}; expected {_text(mine)}, as when it was "
+                    f"cuda_graph: {path!r} of {what} is {text_of(theirs)}; expected {text_of(mine)}, as when it was "
                     "captured. What changes from step to step must be a tensor of one shape and dtype."
                 )
         return found
@@ -229,5 +232,6 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """A value in an error: a tensor's dtype and shape."""
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

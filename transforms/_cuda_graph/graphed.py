@@ -53,10 +53,10 @@ WHOLE = (
 class Warmed:
     """Calls that are captured alike: how often the step ran eagerly, what it read then, and its graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self, guards: bool) -> None:
         self.warm = 0
         self.owner: Callable[[], Any] = lambda: None  # whose steps they were
-        self.reads = Steadiness()
+        self.reads = Steadiness(compares=guards)
         self.graphs: dict[Any, CapturedStep] = {}  # by what the host reads
 
 
@@ -115,7 +115,7 @@ class Graphed:
             if not known.graphs and known.owner() is not lineage_of(state):
                 known.warm, known.owner = 0, weakref.ref(lineage_of(state))
             known.reads.steps += 1
-            graph = known.graphs.get(known.reads.values if self.guards else ())
+            graph = known.graphs.get(known.reads.values)
             ready = not known.reads.eager and (graph is not None or (known.warm >= self.warmup and self._fit(known)))
         if self.reading:  # then who steps eagerly may wait for the device in the middle of the step
             lineage_of(state).look(state.version.serial)  # a rank may have abandoned a step before
@@ -129,7 +129,7 @@ class Graphed:
     def _known(self, key: Any) -> Warmed | None:
         found = self.signatures.get(key)
         if found is None and self._room():
-            found = self.signatures[key] = Warmed()
+            found = self.signatures[key] = Warmed(self.guards)
         if found is None:
             self._too_many("the batches have", "signatures", "Pad batches to fewer shapes, pass numbers that change as "
                            "tensors, or give")  # fmt: skip
@@ -154,7 +154,7 @@ class Graphed:
         Raises:
             ScheduleError: what the host reads has changed all the time.
         """
-        if not self.guards or not known.reads.values:
+        if not known.reads.values:
             return True
         if not self.reading:  # found out after ranks had agreed that nobody reads
             self._too_late(known)
@@ -261,7 +261,7 @@ class Graphed:
         graph.peak = torch.cuda.max_memory_allocated(ranks.device) - before[0]
         graph.reserved = torch.cuda.memory_reserved(ranks.device) - before[1]
         self.homes[place] = home
-        values = known.reads.values if self.guards else ()
+        values = known.reads.values
         known.graphs[values] = self.captured[(key, values) if values else key] = graph
         for name in randoms.moved():
             warnings.warn(
@@ -272,14 +272,15 @@ class Graphed:
             )
         log.info("cuda_graph: captured a step, graph %d of at most %d", len(self.captured), self.limit)
         if vetoed:
-            return self._again(ranks, known, randoms, state, leaves, treedef)
+            randoms.back()
+            return self._again(ranks, known, state, leaves, treedef)
         return graph.results(home.state(new))
 
     def _replayed(
         self, ranks: Ranks, known: Warmed, graph: CapturedStep, state: State, leaves: list[Any], treedef: Any
     ) -> Any:
         graph.home.check(state)
-        randoms = Randoms(ranks) if graph.guard else None
+        drawn = ranks.generator.get_state() if graph.guard else None  # the host draws nothing in a replay
 
         def launch() -> None:
             reseed(state)
@@ -293,15 +294,12 @@ class Graphed:
                 return graph.results(graph.capture.again(state, launch, graph.home.state))
             except Vetoed:
                 pass
-        assert randoms is not None
-        return self._again(ranks, known, randoms, state, leaves, treedef)
+        ranks.generator.set_state(drawn)
+        return self._again(ranks, known, state, leaves, treedef)
 
-    def _again(
-        self, ranks: Ranks, known: Warmed, randoms: Randoms, state: State, leaves: list[Any], treedef: Any
-    ) -> Any:
+    def _again(self, ranks: Ranks, known: Warmed, state: State, leaves: list[Any], treedef: Any) -> Any:
         """A replay was taken back: the step eagerly, which every rank does."""
         values = known.reads.values
-        randoms.back()
         out = self._eagerly(ranks, known, state, leaves, treedef)
         known.reads.missed(values)
         return out

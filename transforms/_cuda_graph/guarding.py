@@ -1,7 +1,9 @@
 """Guarding: steps whose host reads from the device are captured with what they read in warm-up.
 
-device   forward ─▶ reads compared ─▶ flag ─▶ all ranks' flags ─▶ the update, where it is 0
-host                                      └──▶ pinned memory ─▶ commits and returns, or runs the step eagerly
+Before a step ranks replay if each of them has a graph for what it read last; else all of them step eagerly. Then:
+
+    device   forward ─▶ reads compared ─▶ flag ─▶ all ranks' flags ─▶ the update, where it is 0
+    host                                                 └──▶ pinned memory ─▶ commits, or they all step eagerly
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from typing import Any
 import torch
 
 from functional_fsdp import ScheduleError, State
-from functional_fsdp.extend import Ranks, Veto, Vetoed
+from functional_fsdp.extend import Ranks, Veto, Vetoed, bytes_of
 
-from .host_traffic import Key, Recording
+from .capturing import refusal
+from .host_traffic import Recording, Values
 
 __all__ = ["Guard", "Randoms", "Steadiness"]
 
@@ -34,7 +37,7 @@ class Guard:
         self.device = ranks.device
         self.flag = torch.zeros(1, dtype=torch.int32, device=ranks.device)
         self.host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=ranks.device.type == "cuda")
-        self.seen = self.host.numpy()
+        self.seen = bytes_of(self.host).cast("i")
 
     def differs(self, one: torch.Tensor) -> None:
         """Captured: take the step back where this is true."""
@@ -100,29 +103,32 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 class Steadiness:
-    """What steps of one signature have read on this rank: which graph the next one replays, and whether it pays."""
+    """What steps of one signature have read on this rank: which graph the next one replays, and whether it pays.
 
-    def __init__(self) -> None:
+    Attributes:
+        latest, earlier: the last two steps that ran eagerly.
+        values: what the last one read; () where reads are not compared.
+        steady: whether the last two read the same.
+        eager: it did not pay.
+    """
+
+    def __init__(self, compares: bool = True) -> None:
+        self.compares = compares
         self.latest: Recording | None = None
         self.earlier: Recording | None = None
+        self.values: Values = ()
+        self.steady = True
         self.steps = 0
         self.misses: dict[str, deque[int]] = {}
-        self.eager = False  # it did not pay
-
-    @property
-    def values(self) -> tuple[tuple[Key, bytes], ...]:
-        return self.latest.values() if self.latest is not None else ()
-
-    @property
-    def steady(self) -> bool:
-        """Whether the last two steps that ran eagerly read the same."""
-        return not self.values or (self.earlier is not None and self.earlier.values() == self.values)
+        self.eager = False
 
     def ran(self, record: Recording) -> None:
         """A step ran eagerly."""
         self.earlier, self.latest = self.latest, record
+        before, self.values = self.values, record.values() if self.compares else ()
+        self.steady = not self.values or self.values == before
 
-    def missed(self, before: tuple[tuple[Key, bytes], ...]) -> None:
+    def missed(self, before: Values) -> None:
         """A replay of the graph for these values was taken back, and its step ran eagerly. Where peers were the cause,
         nothing has changed here."""
         was = dict(before)
@@ -150,8 +156,8 @@ class Steadiness:
         if key is None:
             key = next(k for k in was if k not in self.latest.reads)
         then, now = (str(r.reads[key].given) if key in r.reads else "nothing" for r in (self.earlier, self.latest))
-        return ScheduleError(
-            f"cuda_graph: the step cannot be captured at {key[1]}: what the host reads from the device changes from "
-            f"step to step ({then[:80]}, then {now[:80]}). Keep it on the device, or return it and look at it outside. "
-            "The state before the step is valid."
+        return refusal(
+            key[1],
+            f"what the host reads from the device changes from step to step ({then[:80]}, then {now[:80]}). Keep it on "
+            "the device, or return it and look at it outside",
         )

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_fsdp import ScheduleError
-from functional_fsdp.extend import torch_private
+from functional_fsdp.extend import bytes_of, torch_private
 
+from .capturing import refusal, text_of
 from .lines import running_line
 
-__all__ = ["Answering", "Constant", "Read", "Recording", "Sides", "bits"]
+__all__ = ["Answering", "Read", "Recording", "Sides", "Values", "bits"]
 
 SMALL = 64 * 1024  # bytes of a copy to the host that is compared in each replay
 aten = torch.ops.aten
@@ -36,6 +36,7 @@ WAITS = (
 GUARD = '. If it reads the same in most steps: T.cuda_graph(step, host_reads="guard")'
 
 Key = tuple[str, str, int]  # what it is, the line, and which time this is in the step
+Values = tuple[tuple[Key, bytes], ...]  # what a step read, and where
 
 
 class Read(NamedTuple):
@@ -44,12 +45,6 @@ class Read(NamedTuple):
     given: Any  # a number, a bool, or a tensor in the host's memory
     bits: bytes
     source: torch.Tensor | None  # on the host: what the device is compared with; None for a comparison's result
-
-
-class Constant(NamedTuple):
-    """What was copied to the device."""
-
-    host: torch.Tensor
 
 
 class Sides:
@@ -83,7 +78,7 @@ class Sides:
 def bits(host: torch.Tensor) -> bytes:
     """A host tensor's shape, dtype and bytes."""
     flat = as_bytes(host)
-    return f"{host.dtype} {tuple(host.shape)} ".encode() + bytes(flat.numpy() if flat.numel() else b"")
+    return f"{text_of(host)} ".encode() + bytes_of(flat)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,14 +162,14 @@ class Watching(torch_private.TorchDispatchMode):
 
 
 class Recording(Watching):
-    """An eager step, and afterwards what it read and made: `reads` and `constants`, in order."""
+    """An eager step, and afterwards what it read and made, in order: `reads`, and `constants` as the host has them."""
 
     def __init__(self, sides: Sides) -> None:
         super().__init__(sides)
         self.reads: dict[Key, Read] = {}
-        self.constants: dict[Key, Constant] = {}
+        self.constants: dict[Key, torch.Tensor] = {}
 
-    def values(self) -> tuple[tuple[Key, bytes], ...]:
+    def values(self) -> Values:
         """What was read, and where: equal for steps that read the same."""
         return tuple((key, one.bits) for key, one in self.reads.items())
 
@@ -193,7 +188,7 @@ class Recording(Watching):
 
     def constant(self, host: torch.Tensor) -> torch.Tensor:
         key, _ = self.key("constant")
-        self.constants[key] = Constant(host.detach().clone())
+        self.constants[key] = host.detach().clone()
         return host
 
 
@@ -216,7 +211,7 @@ class Answering(Watching):
         super().__init__(sides)
         self.before, self.differs, self.over = before, differs, over
         self.drawn: list[str] = []  # lines that draw on the host
-        self.there = {key: sides.put(one.host) for key, one in before.constants.items()}
+        self.there = {key: sides.put(one) for key, one in before.constants.items()}
         self.expected = {
             key: sides.put(as_bytes(one.source)) for key, one in before.reads.items() if one.source is not None
         }
@@ -226,26 +221,30 @@ class Answering(Watching):
         key, ours = self.key("read")
         if ours:
             return func(*args, **kwargs)
-        at = f" at {key[1]}" if key[1] else ""
         if self.differs is None:
-            raise _refused(at, WAITS + GUARD)
+            raise refusal(key[1], WAITS + GUARD)
         if self.over():
-            raise _refused(at, "the host reads from the device after step(), when it is too late to take the step "
-                           "back. Read before step(), or return the tensor and look at it outside")  # fmt: skip
+            raise refusal(
+                key[1],
+                "the host reads from the device after step(), when it is too late to take the step back. Read before "
+                "step(), or return the tensor and look at it outside",
+            )
         if source is not None and source.nbytes > SMALL:
-            raise _refused(at, f"the host reads {source.nbytes:,} bytes, more than a replay compares ({SMALL:,}). Keep "
-                           "them on the device, or return them")  # fmt: skip
+            raise refusal(
+                key[1],
+                f"the host reads {source.nbytes:,} bytes, more than a replay compares ({SMALL:,}). Keep them on the "
+                "device, or return them",
+            )
         found = self.before.reads.get(key)
         if found is None:
-            raise _refused(at, "the host reads from the device where it did not in warm-up, so nobody knows what")
+            raise refusal(key[1], "the host reads from the device where it did not in warm-up, so nobody knows what")
         self.seen += 1
         if source is None:
             self.differs(_compared(func, args, kwargs) != found.given)
             return found.given
         now = as_bytes(source)
         if now.shape != self.expected[key].shape or source.dtype is not found.source.dtype:  # type: ignore[union-attr]
-            raise _refused(at, f"the host reads {source.dtype} {tuple(source.shape)}, and read "
-                           f"{_text(found.source)} in warm-up")  # fmt: skip
+            raise refusal(key[1], f"the host reads {text_of(source)}, and read {text_of(found.source)} in warm-up")
         self.differs((now != self.expected[key]).any())
         if func is aten.copy_.default:
             args[0].copy_(found.given)
@@ -254,16 +253,20 @@ class Answering(Watching):
 
     def constant(self, host: torch.Tensor) -> torch.Tensor:
         key, _ = self.key("constant")
-        at = f" at {key[1]}" if key[1] else ""
         found = self.before.constants.get(key)
         if found is None:
-            raise _refused(at, f"a tensor ({_text(host)}) is copied from the host to the device, which warm-up did "
-                           "not do there, so it may change from step to step. Make it on the device, or pass it with "
-                           "the batch")  # fmt: skip
-        if bits(host) != bits(found.host):
-            raise _refused(at, f"a tensor ({_text(host)}) that is copied from the host to the device has changed "
-                           f"since warm-up: {_few(found.host)} then, {_few(host)} now. A graph would keep what it is "
-                           "now. Pass it with the batch, or make it on the device of what changes there")  # fmt: skip
+            raise refusal(
+                key[1],
+                f"a tensor ({text_of(host)}) is copied from the host to the device, which warm-up did not do there, so "
+                "it may change from step to step. Make it on the device, or pass it with the batch",
+            )
+        if bits(host) != bits(found):
+            raise refusal(
+                key[1],
+                f"a tensor ({text_of(host)}) that is copied from the host to the device has changed since warm-up: "
+                f"{_few(found)} then, {_few(host)} now. A graph would keep what it is now. Pass it with the batch, or "
+                "make it on the device of what changes there",
+            )
         return self.there[key].clone()  # the step may write to it
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -282,8 +285,9 @@ class Answering(Watching):
         """
         if self.differs is not None and self.seen != len(self.before.reads):
             missing = next(key for key in self.before.reads if self.times["read", key[1]] < key[2])
-            raise _refused(f" at {missing[1]}", "the host read from the device there in warm-up, and not in the step "
-                           "that was captured")  # fmt: skip
+            raise refusal(
+                missing[1], "the host read from the device there in warm-up, and not in the step that was captured"
+            )
         for line in dict.fromkeys(self.drawn):
             warnings.warn(
                 f"cuda_graph: the step draws random numbers on the host at {line}. What was drawn when it was captured "
@@ -301,14 +305,6 @@ def _compared(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     if one.shape != other.shape:
         return torch.zeros((), dtype=torch.bool, device=one.device)
     return (one == other).all()
-
-
-def _refused(at: str, why: str) -> ScheduleError:
-    return ScheduleError(f"cuda_graph: the step cannot be captured{at}: {why}. The state before the step is valid.")
-
-
-def _text(tensor: Any) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _few(host: torch.Tensor) -> str:
