@@ -31,10 +31,11 @@ __all__ = [
     "disable_current_modes", "dispatch_modes", "dynamo", "enable_python_dispatcher", "end_allocate_to_pool",
     "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div_", "foreach_lerp",
     "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_zero_", "func_interpreter",
-    "functional_collectives", "fused_adamw_", "fused_sgd_", "gloo_options", "inductor", "lift_on_host", "lifts_on_host",
-    "override_stale_capture_stream", "pytree", "raw_stream", "read_objects_by", "reduce_scatter_single",
-    "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream", "set_stream", "storage_info",
-    "symmetric_memory", "to_scalar", "unflatten_dense_tensors", "unpickler", "will_execute",
+    "functional_collectives", "functorch_config", "fused_adamw_", "fused_sgd_", "gloo_options", "inductor",
+    "lift_on_host", "lifts_on_host", "override_stale_capture_stream", "pytree", "raw_stream", "read_objects_by",
+    "reduce_scatter_single", "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream",
+    "set_stream", "storage_info", "symmetric_memory", "to_scalar", "unflatten_dense_tensors", "unpickler",
+    "will_execute",
 ]  # fmt: skip
 
 # ---- tensors, many at once: one kernel, or few
@@ -122,6 +123,13 @@ def dynamo() -> Any:
     import torch._dynamo.backends.common
 
     return torch._dynamo
+
+
+def functorch_config() -> Any:
+    """Of AOTAutograd, which is between the two."""
+    import torch._functorch.config
+
+    return torch._functorch.config
 
 
 def inductor() -> Any:

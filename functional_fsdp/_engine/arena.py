@@ -32,7 +32,7 @@ from .._runtime.runtime import Runtime
 from .._storage.flat import leaves_of
 from .._storage.place import BucketPlace, Place
 from .._storage.stored import Stored
-from .._storage.weights import Loan, alias_of, read, whole_of
+from .._storage.weights import Loan, alias_of, own_of, read
 from .._transports.carrier import Carrier
 
 __all__ = ["Arena"]
@@ -60,7 +60,8 @@ class Arena:
             self.memory[0] = self.carrier.arena(self.plan.arena).untyped_storage()
         found = self.places.get(unit)
         if found is None or (
-            found.resident and any(whole_of(state, bucket) is not whole for bucket, whole in found.resident)
+            found.resident
+            and any(own_of(state, bucket, self.plan.schedule.debug) is not whole for bucket, whole in found.resident)
         ):
             found = self.places[unit] = self._make(state, state.layout.by_name[unit])
         return found
@@ -133,7 +134,7 @@ class Arena:
                 whole.set_(self.memory[memory], at, (bucket.numel,), (1,))
                 parts.append(self._part(state, bucket, whole))
             else:
-                kept = whole_of(state, bucket)
+                kept = own_of(state, bucket, self.plan.schedule.debug)
                 assert kept is not None
                 whole = kept
                 resident.append((bucket, whole))

@@ -50,7 +50,7 @@ class Executor(Gathers, Reductions):
         self.layout = layout
         self.spec = spec
         self.order: Known = known(spec.schedule)
-        self.unplanned = Unplanned(run, layout)
+        self.unplanned = Unplanned(run, layout, spec.schedule.debug)
         self.carrier = spec.transport.on(run, layout) if run.size > 1 else Carrier(run, layout)
         self.stays = spec.transport.stays and run.size > 1  # whether there is memory that ranks share
         self.start()

@@ -180,7 +180,7 @@ class Gathers(Engine):
             mine = self._by_plan(names)
             for name in names:
                 if name in self.unplanned.units:  # held, or see `also`
-                    self.unplanned.release(name, debug)
+                    self.unplanned.release(name)
         for name in mine:
             self.arena.places[name].loan.held = False
         for kind, what in move[1] if debug else ():

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from .._common.torch_names import foreach_copy_, foreach_zero_
+from .._common.torch_names import foreach_copy_, foreach_zero_, unflatten_dense_tensors
 from .._distributed.lanes import Mark, Steps
 from .._plan.layout import Bucket
 from .._plan.route import Route
 from .._runtime.runtime import Runtime
+from .._storage.flat import templates
 from .._storage.gradients import refuse_meta
 
 __all__ = ["LARGE", "Slot", "StagingPlace", "Values", "apart"]
@@ -37,6 +38,13 @@ class Slot(NamedTuple):
     gaps: list[torch.Tensor]
     ways: dict[bool, Route]
     large: bool  # whether there are large leaves, and they are copied beside compute
+
+    def on(self, whole: torch.Tensor) -> Slot:
+        """The same with other bytes of as many elements."""
+        pieces, leaves = unflatten_dense_tensors(whole, templates(self.bucket)), set(self.bucket.leaf_pieces)
+        found = [pieces[i] for i, leaf in zip(self.bucket.leaf_pieces, self.bucket.leaves, strict=True) if leaf.numel]
+        gaps = [piece for i, piece in enumerate(pieces) if i not in leaves]
+        return self._replace(whole=whole, leaves=found, gaps=gaps)
 
     def write(self, values: Values) -> None:
         """Copy and cast a unit's gradients; no values means zeros."""
@@ -75,16 +83,12 @@ class StagingPlace:
         """Whether each of its reductions is one collective at most, so that none goes on beside the next one."""
         return all(len(way.collectives) <= 1 for slot in self.slots for way in slot.ways.values())
 
-    def copied(self, run: Runtime, values: Values) -> Steps:
+    def copied(self, run: Runtime, slots: Sequence[Slot], values: Values) -> Steps:
         """Copy and cast the values, on the lane that goes on with the reduction."""
-        self.write(values)
+        for slot in slots:
+            slot.write(values)
         self.staged = run.lanes.mark(self.staged)
         yield from ()
-
-    def write(self, values: Values) -> None:
-        """Copy and cast a unit's gradients."""
-        for slot in self.slots:
-            slot.write(values)
 
     def take(self) -> None:
         """Have the bytes. Views made on them come back to life."""

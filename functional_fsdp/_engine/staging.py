@@ -26,14 +26,13 @@ from typing import Any
 import torch
 
 from .._common.record import Collective
-from .._common.torch_names import unflatten_dense_tensors
 from .._distributed.lanes import Mark, Steps, together
 from .._plan.layout import STAGED, Bucket, Unit, aligned
 from .._plan.plan import SLOTS, Plan
 from .._plan.records import Records, records
 from .._plan.route import Route, states_of
 from .._runtime.runtime import Runtime
-from .._storage.flat import FlatBuffer, templates, write_leaves
+from .._storage.flat import FlatBuffer, write_leaves
 from .._transports.carrier import Carrier
 from .stage import LARGE, Slot, StagingPlace, Values
 from .sum import ordered_sum
@@ -72,32 +71,40 @@ class Staging:
             self._apart(unit, values, grads, last, mesh)
             return True
         stage = self.stages.get(index) or self._make(index, unit)
-        slots = 1 if self.run.lanes.copies_on_lanes and stage.span is None and stage.short else SLOTS
-        while len(self.busy) >= slots or stage in self.busy or (stage.span and any(map(stage.overlaps, self.busy))):
+        room = 1 if self.run.lanes.copies_on_lanes and stage.span is None and stage.short else SLOTS
+        while len(self.busy) >= room or stage in self.busy or (stage.span and any(map(stage.overlaps, self.busy))):
             if not self.run.lanes.wait(self.busy[0].done, relents):
                 return False
             self.busy.popleft().give()
         if self.run.lanes.copies_on_lanes:
             self._let_go(self.busy)
-        stage.take()
         jobs: list[Steps] = []
         ways: list[Route] = []
         partial: list[Bucket] = []
+        slots: list[Slot] = []
         for slot in stage.slots:
             bucket = slot.bucket
             have = grads.get(bucket.name)
             whole = last if have is None else have.states == slot.ways[True].states
             way = slot.ways[whole]
-            jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, mesh))
+            if have is None and not way.steps and way.divisor == 1 and bucket.wire is bucket.grads:
+                slot = slot.on(torch.empty(bucket.numel, dtype=bucket.grads, device=self.run.device))
+                grads[bucket.name] = FlatBuffer(slot.whole, bucket, way.states, mesh)
+                jobs.append(iter(()))  # it is not sent
+            else:
+                stage.take()
+                jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, mesh))
+            slots.append(slot)
             ways.append(way)
             if last and not whole:
                 partial.append(bucket)
         first = None
         if self.run.lanes.copies_on_lanes:
             stage.values, stage.age, stage.ready = values, 0, self.run.lanes.mark(stage.ready)
-            first = stage.copied(self.run, values)
+            first = stage.copied(self.run, slots, values)
         else:
-            stage.write(values)
+            for slot in slots:
+                slot.write(values)
         stage.done = self._submit(jobs, ways, stage.ready, stage.done, first=first)
         if self.plan.schedule.overlap_update:
             self._newest([slot.bucket for slot in stage.slots], stage.done)
@@ -270,16 +277,15 @@ class Staging:
             sent = bucket.numel * bucket.wire.itemsize
             whole = memory[start : start + sent].view(bucket.wire)
             spare = memory[start + aligned(sent, STAGED) : start + part.nbytes]
-            pieces = unflatten_dense_tensors(whole, templates(bucket))
-            placed = zip(bucket.leaf_pieces, bucket.leaves, strict=True)
-            chosen = [(pieces[i], unit.paths.index(leaf.path)) for i, leaf in placed if leaf.numel]
-            gaps = [piece for i, piece in enumerate(pieces) if i not in set(bucket.leaf_pieces)]
             ways = self.records(bucket).reduce
             if stays is not None:
                 ways = {last: self.carrier.reduces(way) for last, way in ways.items()}
-            leaves, which = [piece for piece, _ in chosen], tuple(i for _, i in chosen)
-            large = self.run.lanes.copies_on_lanes and any(leaf.nbytes >= LARGE for leaf in leaves)
-            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, ways, large))
+            which = tuple(unit.paths.index(leaf.path) for leaf in bucket.leaves if leaf.numel)
+            large = (
+                self.run.lanes.copies_on_lanes
+                and max(leaf.numel for leaf in bucket.leaves) * bucket.wire.itemsize >= LARGE
+            )
+            slots.append(Slot(bucket, whole, spare, [], which, [], ways, large).on(whole))
         self.stages[index] = StagingPlace(memory, slots, span)
         return self.stages[index]
 

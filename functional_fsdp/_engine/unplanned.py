@@ -25,8 +25,8 @@ LANE = "gather"  # by which units go in a pass in which ranks agree on each: its
 class Unplanned:
     """The units of one lineage that are, or were in this step, gathered outside its arena."""
 
-    def __init__(self, run: Runtime, layout: Layout) -> None:
-        self.run = run
+    def __init__(self, run: Runtime, layout: Layout, debug: bool) -> None:
+        self.run, self.debug = run, debug
         self.layout = layout
         self.names = tuple(layout.by_name)
         self.units: dict[str, Gathered] = {}
@@ -62,12 +62,12 @@ class Unplanned:
         """Gather what peers want until all are here."""
         while (found := self.run.next_of(number, self.names, what)) != number:
             name = plan.units[min(found, 2 * len(plan.units) - found)].name
-            Gathered(state, self.layout.by_name[name]).gather(state, LANE)
+            Gathered(state, self.layout.by_name[name], self.debug).gather(state, LANE)
 
     def take(self, state: Stored, name: str, lane: str) -> None:
         """Gather a unit into its own bytes."""
         if name not in self.units:
-            self.units[name] = Gathered(state, self.layout.by_name[name])
+            self.units[name] = Gathered(state, self.layout.by_name[name], self.debug)
         self.units[name].gather(state, lane)
 
     def agree(self, name: str, verb: str, warn: bool) -> None:
@@ -95,8 +95,8 @@ class Unplanned:
         """The bytes of a unit that is gathered by the plan get the same: residuals of an earlier use lie here."""
         self.units[name].fill(parts)
 
-    def release(self, name: str, debug: bool) -> None:
-        self.units[name].release(debug)
+    def release(self, name: str) -> None:
+        self.units[name].release()
         self.units[name].loan.held = False
 
     def clear(self) -> None:

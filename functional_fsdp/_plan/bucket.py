@@ -72,6 +72,12 @@ class Bucket:
         """Bytes a rank of the bucket's shard of this kind."""
         return self.numel // self.slices(kind) * getattr(self, {"weights": "compute"}.get(kind, kind)).itemsize
 
+    @cached_property
+    def lent_as_stored(self) -> bool:
+        """Whether weights are sharded along axes of one rank only, in the dtype that compute wants: a gather would be a
+        copy of main weights."""
+        return bool(self.placement.weights) and self.slices("main") == 1 and self.compute is self.main
+
     @property
     def staged(self) -> int:
         """Bytes of staging: what is sent; for an exact sum what comes in, too, and the sum if it stays whole."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from .._spec.schedule import Order
-from .._storage.weights import whole_of
+from .._storage.weights import own_of
 from .state import State
 
 __all__ = ["Session"]
@@ -149,5 +149,9 @@ class Session:
         """What was lent of these units was changed. Where it is the state's own (replicated weights), its lineage is of
         no more use: from here on every use raises a StaleStateError that says why."""
         layout = state.layout
-        if any(whole_of(state, bucket) is not None for unit in units for bucket in layout.by_name[unit].buckets):
+        buckets, debug = (
+            [bucket for unit in units for bucket in layout.by_name[unit].buckets],
+            state.spec.schedule.debug,
+        )
+        if any(own_of(state, bucket, debug) is not None for bucket in buckets):
             self._lineage.broken = why

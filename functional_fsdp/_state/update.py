@@ -170,7 +170,8 @@ def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) 
     """Update on a lane what only lanes have touched since its gradients came. Returns what is left for compute: where
     leaves have no gradient, compute has just made or copied something."""
     lanes, staging = state._executor.run.lanes, state._executor.staging
-    alone = (name for name in staging.reduced if main[name].sharded() and name not in given)  # else compute reads it
+    shards = (name for name in staging.reduced if main[name].sharded() and not main[name].bucket.lent_as_stored)
+    alone = (name for name in shards if name not in given)  # all others compute reads
     sizes = {name: main[name].local.nbytes for name in alone}
     try:
         for some in portions(sizes, getattr(state.optimizer, "fill", FILL)):

@@ -25,6 +25,7 @@ __all__ = [
     "alias_of",
     "gather",
     "loan_of",
+    "own_of",
     "owned",
     "poison",
     "read",
@@ -67,6 +68,17 @@ def whole_of(state: Stored, bucket: Bucket) -> torch.Tensor | None:
     return kept.local if not kept.sharded() and kept.local.dtype is bucket.compute else None
 
 
+def own_of(state: Stored, bucket: Bucket, debug: bool) -> torch.Tensor | None:
+    """The state's own tensor, where that is what is lent as the whole bucket and nothing is gathered, else None.
+
+    Weights that are sharded along axes of one rank are whole, too. In debug mode a copy of them is lent, as what is
+    released is poisoned.
+    """
+    if debug or not bucket.lent_as_stored:
+        return whole_of(state, bucket)
+    return state.main[bucket.name].local
+
+
 def gather(state: Stored, bucket: Bucket, whole: torch.Tensor | None = None, lane: str = "side") -> torch.Tensor:
     """Cast the shard into its own place in `whole` (by default a new tensor) and gather in place. All-gather."""
     kept = read(state, bucket)
@@ -100,11 +112,12 @@ class Gathered:
     as they lie on the same storage. Buckets that need no gather are not in `whole`.
     """
 
-    def __init__(self, state: Stored, unit: Unit) -> None:
+    def __init__(self, state: Stored, unit: Unit, debug: bool) -> None:
+        self.debug = debug
         self.whole: dict[str, torch.Tensor] = {}
         views: dict[str, torch.Tensor] = {}
         for bucket in unit.buckets:
-            resident = whole_of(state, bucket)
+            resident = own_of(state, bucket, debug)
             if resident is None:
                 local = state.main[bucket.name].local
                 resident = self.whole[bucket.name] = local.new_empty(bucket.numel, dtype=bucket.compute)
@@ -128,10 +141,10 @@ class Gathered:
             if not storage.size():
                 storage.resize_(whole.numel() * whole.element_size())
 
-    def release(self, debug: bool) -> None:
+    def release(self) -> None:
         """The bytes are given back; on the CPU they stay, so that a late reader does not crash."""
         for whole in self.whole.values():
-            if debug:
+            if self.debug:
                 poison(whole)
             elif not keeps_released(whole.device):
                 whole.untyped_storage().resize_(0)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -76,7 +80,7 @@ def test_as_eager(backend: str, preset: str) -> None:
     for loss, grad, count in launch(beside_eager, (backend, preset), nprocs=RANKS):
         assert loss < 1e-5
         assert grad < 1e-5
-        assert count == 4  # embed, one for all blocks, head, tail
+        assert count == 1  # for all blocks; embed, head and tail run as they are
 
 
 def steps_of(name: str, compile: Any, preset: str = "zero3", steps: int = 2) -> tuple[list[float], Tree, Tree]:
@@ -150,7 +154,7 @@ def one_graph_for_all() -> tuple[list[int], float]:
 
 def test_equal_layers_are_one_graph() -> None:
     for counts, difference in launch(one_graph_for_all, nprocs=1):
-        assert counts == [1, 1, 1, 2, 2, 4]  # with gradients, and without; embedding, layers, norm, head
+        assert counts == [1, 1, 1, 2, 2, 1]  # with gradients, and without; what repeats
         assert difference < 1e-6
 
 
@@ -167,7 +171,82 @@ def test_the_number_of_layers_costs_no_compilation() -> None:
     """Counted: seconds vary with the machine, and are printed."""
     (few, short), (many, long) = compile_time(2), compile_time(32)
     print(f"the first step: 2 layers {short:.2f} s, 32 layers {long:.2f} s")
-    assert few == many == 4  # embedding, layers, norm, head
+    assert few == many == 1
+
+
+class Scale(nn.Module):
+    """No layer of torch's."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, n))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tanh(self.weight)
+
+
+CHOICES: dict[str, tuple[Callable[[], nn.Module], set[str]]] = {
+    "what repeats": (lambda: nn.Sequential(Scale(5), Drop(0.0, 0), Drop(0.0, 1)), {"1", "2"}),
+    "each that repeats": (
+        lambda: nn.Sequential(nn.Linear(5, 5), Scale(5), Drop(0.0, 0), Drop(0.0, 1), Scale(5)),
+        {"1", "2", "3", "4"},
+    ),
+    "nothing repeats": (lambda: nn.Sequential(Scale(5), Drop(0.0, 0), nn.Linear(5, 5)), {"0", "1"}),
+    "torch's own alone": (lambda: nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 5)), set()),
+}
+
+
+def compiled_units(choice: str) -> tuple[set[str], int, bool]:
+    """Which units are compiled, the graphs, and whether the loss is that of eager units."""
+    counter = counting()
+    torch.manual_seed(0)
+    state, model = start(CHOICES[choice][0]())
+    x = torch.randn(4, 5)
+    losses, units = [], set()
+    for compile in (False, {"backend": counter}):
+        run = T.forward_backward(model, lambda model, x: model(x).square().mean(), compile=compile)
+        state, loss = run(state, x, last_microbatch=False)
+        losses.append(loss)
+        units = {call.unit_module.path for call in run.driver.unit_calls if call.compiled}  # type: ignore[union-attr]
+    return units, counter.frame_count, torch.allclose(*losses)
+
+
+@pytest.mark.parametrize("choice", list(CHOICES))
+def test_what_repeats_is_compiled(choice: str) -> None:
+    units, graphs, same = launch(compiled_units, (choice,), nprocs=1)[0]
+    assert units == CHOICES[choice][1]
+    assert graphs == len({type(part) for i, part in CHOICES[choice][0]().named_children() if i in units})
+    assert same
+
+
+class Numbered(nn.Module):
+    """A layer whose code reads its number, and computes nothing with it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.number < 0:
+            return x
+        return x + torch.tanh(self.linear(x))
+
+
+def numbered() -> tuple[int, int, int]:
+    """Of four such layers and a first one, so that all take an input with a gradient."""
+    counters, cache = torch._dynamo.utils.counters, tempfile.mkdtemp()
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=cache):  # nothing is in it
+        counters.clear()
+        state, model = start(nn.Sequential(nn.Linear(6, 6), *(Numbered(i) for i in range(4))))
+        run = T.forward_backward(model, lambda model, x: model(x).square().mean(), compile=True)
+        run(state, torch.randn(3, 6))
+    found = counters["aot_autograd"]
+    shutil.rmtree(cache)
+    return counters["stats"]["unique_graphs"], found["autograd_cache_miss"], found["autograd_cache_hit"]
+
+
+def test_layers_whose_graphs_are_equal_are_compiled_once() -> None:
+    assert launch(numbered, nprocs=1) == [(4, 1, 3)]
 
 
 class Drops(nn.Module):
@@ -211,7 +290,7 @@ def layers_that_differ(rates: tuple[float, ...]) -> tuple[int, float, float]:
     counter = counting()
     (losses, weights), (theirs, others) = drops(False, rates), drops({"backend": counter}, rates)
     loss = max(abs(a / b - 1) for a, b in zip(losses, theirs, strict=True))
-    return counter.frame_count - 1, loss, apart(weights, others)
+    return counter.frame_count, loss, apart(weights, others)
 
 
 @pytest.mark.parametrize(
@@ -474,7 +553,8 @@ def test_no_graph_over_several_units() -> None:
 
 def wrong_units() -> str:
     state, model = start(Drops(0.0, 0.0))
-    forward_backward = T.forward_backward(model, lambda model, x: model(x), compile={"backend": "aot_eager"})
+    model = T.compile_units(model, "first", "layers.*", backend="aot_eager")
+    forward_backward = T.forward_backward(model, lambda model, x: model(x))
     with torch._dynamo.config.patch(recompile_limit=1):
         try:
             for n in (2, 3):

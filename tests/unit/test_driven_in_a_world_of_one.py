@@ -159,7 +159,8 @@ def test_a_weight_that_a_forward_changes_is_refused_at_the_operation(what: Any, 
 @pytest.mark.parametrize("how", ["forward_backward", "apply", "second order"])
 @pytest.mark.parametrize("what", [clamp, assign, attribute], ids=lambda f: f.__name__)
 def test_in_a_later_call_too(what: Any, how: str, preset: str) -> None:
-    """Operations are not looked at any more: replicated weights, which are the state's own, have been changed."""
+    """Operations are not looked at any more: weights that are lent as they are stored, which one rank does, have been
+    changed."""
     Changes.what, Changes.late = staticmethod(what), True
     state, model = made(Net(Changes), preset)
     run = drives(how, model)
@@ -168,7 +169,7 @@ def test_in_a_later_call_too(what: Any, how: str, preset: str) -> None:
         fsdp.ScheduleError, match=r"changed (the weight 'b\.weight'|a weight \(one of .*'b\.weight'.*\)) "
     ):
         run(state, X)
-    if preset == "ddp" and what is clamp:
+    if what is clamp:
         with pytest.raises(fsdp.StaleStateError, match=r"changed weights in place.* they were this State's own"):
             run(state, X)
     else:

@@ -10,7 +10,9 @@ Weights and buffers are inputs of the graph, so gathers, releases and reductions
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any, TypeVar, overload
@@ -32,6 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 Options = Mapping[str, Any]
 KNOWN = ("backend", "dynamic", "fullgraph", "mode", "options")
+LOWERS = {"force_non_lazy_backward_lowering": True}
 NO_LIMIT = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
 
 
@@ -115,6 +118,15 @@ class Compiler:
             )
         return cls({} if compile is True else compile)
 
+    @staticmethod
+    def chosen(modules: Sequence[nn.Module]) -> set[nn.Module]:
+        """Of a model's parts, those that are compiled where nobody says which: parts of a class that comes again, since
+        one compilation serves all of them; where none does, all. One of torch's own layers alone is one kernel, which
+        compilation makes no faster."""
+        some = [part for part in modules if [*part.children()] or not type(part).__module__.startswith("torch.nn.")]
+        times = Counter(map(type, some))
+        return {part for part in some if times[type(part)] > 1} or set(some)
+
     def code(self, what: Any, template: Callable[..., Any]) -> Callable[..., Any]:
         """The template, compiled, with a code object of its own for this class (or function)."""
         key = (what, template)
@@ -125,6 +137,13 @@ class Compiler:
             )
             self.codes[key] = torch.compile(own, **self.options)
         return self.codes[key]
+
+    @staticmethod
+    def backwards_too() -> AbstractContextManager[Any]:
+        """Within, a backward is compiled with its forward, so that the next layer, if its graph is the same, finds both
+        in torch's cache; else all forwards come first, and each of them is compiled."""
+        config = torch_private.functorch_config()
+        return config.patch(LOWERS) if all(hasattr(config, name) for name in LOWERS) else nullcontext()
 
     def twin(self, module: nn.Module, cls: type[nn.Module]) -> nn.Module:
         """The same module as an instance of its own class, without a unit call, not compiled; kept: guards know it."""
@@ -172,7 +191,10 @@ class Compiled:
         try:
             if mode in self.seen:
                 return code(self, what, *args, **kwargs)
-            with dynamo.config.patch(NO_LIMIT):  # layers may differ, as many as there are
+            with (
+                dynamo.config.patch(NO_LIMIT),
+                self.compiler.backwards_too(),
+            ):  # layers may differ, as many as there are
                 out = code(self, what, *args, **kwargs)
             self.seen.add(mode)
             return out

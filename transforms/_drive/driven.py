@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from .._compile.compile_units import Compiler
 from .._modules.unit_modules import Leaf
 
 __all__ = ["Driven", "Gradients", "Opened"]
@@ -35,7 +34,6 @@ class Driven(Protocol):
 
     state: Any
     session: Any
-    compiler: Compiler | None
     debug: bool
     device: torch.device
     precisions: Any

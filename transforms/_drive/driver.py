@@ -135,9 +135,11 @@ class Driver:
             (unit.name, key) for unit in state.layout.units
             for key, shape in zip(unit.keys, unit.trains, strict=True) if shape is not None
         }  # fmt: skip
+        modules = [self.model.get_submodule(unit_module.path) for unit_module in unit_modules]
+        compiled = self.compiler.chosen(modules) if self.compiler else ()
         self.unit_calls = [
-            UnitCall(self, self.model.get_submodule(unit_module.path), unit_module, slots, buckets)
-            for unit_module in unit_modules
+            UnitCall(self, module, unit_module, slots, buckets, self.compiler if module in compiled else None)
+            for module, unit_module in zip(modules, unit_modules, strict=True)
         ]
         inside = {path for unit_module in unit_modules for path, _ in unit_module.leaves}
         self.loose = [(held, name, held[name]) for path, (held, name) in slots.items() if path not in inside]

@@ -17,7 +17,7 @@ import torch.nn.modules.module as GLOBAL
 
 from functional_fsdp import ScheduleError
 
-from .._compile.compile_units import Compiled
+from .._compile.compile_units import Compiled, Compiler
 from .._modules.outputs import map_tensors
 from .._modules.unit_modules import Leaf, UnitModule
 from .driven import Driven
@@ -41,6 +41,7 @@ class UnitCall:
         unit_module: UnitModule,
         slots: dict[str, Slot],
         buckets: dict[Leaf, str],
+        compiler: Compiler | None,
     ) -> None:
         self.driver, self.module, self.unit_module = driver, module, unit_module
         self.units = unit_module.units
@@ -59,7 +60,7 @@ class UnitCall:
         self.call: UnitUse | None = None  # of the forward that is under way
         self.storages: list[int] = []
         self.own_class = type(module)
-        self.compiled = Compiled(driver.compiler, unit_module.path, self.own_class) if driver.compiler else None
+        self.compiled = Compiled(compiler, unit_module.path, self.own_class) if compiler else None
         module.__class__ = entered(self.own_class)
         module.__dict__["_unit_call"] = self
 
