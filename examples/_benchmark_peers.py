@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from _benchmark_setting import LR, Setting, Step
+from float8 import converted
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["ddp", "fsdp2", "fsdp2_tuned", "megatron"]
+__all__ = ["ddp", "fsdp2", "fsdp2_float8", "fsdp2_tuned", "megatron"]
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, setting: Setting) -> Step:
@@ -42,6 +43,21 @@ def fsdp2(model: nn.Module, setting: Setting, tune: Callable[[Any, list[Any], Se
     if tune:
         tune(model, [modules[0] for modules in (*units, head)], setting)
     return trained(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True), setting)
+
+
+def fsdp2_float8(model: nn.Module, setting: Setting) -> Step:
+    """torchao's linears, gathered in float8, the scales of all of them by one reduction a step."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # type: ignore[import-untyped]
+
+    model = converted(model, (setting.config.layers[:-1],), setting.mesh.device_type == "cpu", fsdp2_gathers=True)
+    step = fsdp2(model, setting)
+
+    def scaled(tokens: torch.Tensor) -> torch.Tensor:
+        loss = step(tokens)
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        return loss
+
+    return scaled
 
 
 def fsdp2_tuned(model: nn.Module, setting: Setting) -> Step:

@@ -150,10 +150,13 @@ def merged(tables: Sequence[Table], order: Sequence[str]) -> Table:
 
 
 def agree(rows: Sequence[Row]) -> None:
+    """To 3 digits; with those that multiply in float8 to 2."""
     losses = {row.name: row.loss for row in rows if row.name not in BOUNDS}
-    if losses:
-        low, high = min(losses.values()), max(losses.values())
-        assert high - low <= 1e-3 * abs(high), f"the losses do not agree to 3 digits: {losses}"
+    exact = {name: loss for name, loss in losses.items() if "float8" not in name}
+    for some, digits in ((exact, 3), (losses, 2)):
+        if some:
+            low, high = min(some.values()), max(some.values())
+            assert high - low <= 10**-digits * abs(high), f"the losses do not agree to {digits} digits: {some}"
 
 
 def machine() -> str:

@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from _benchmark_models import Config
-from _benchmark_peers import ddp, fsdp2, fsdp2_tuned, megatron
+from _benchmark_peers import ddp, fsdp2, fsdp2_float8, fsdp2_tuned, megatron
 from _benchmark_setting import LR, WARMUP, Build, Setting, Step
+from _benchmark_simple_fsdp import simple_fsdp
+from float8 import converted
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -123,6 +125,12 @@ def either(model: nn.Module, setting: Setting) -> Step:
     return (unit_by_unit if setting.config.stages else driven)(model, setting)
 
 
+def float8(model: nn.Module, setting: Setting) -> Step:
+    """Layers whose linears multiply in float8; weights are gathered in the compute dtype."""
+    emulate = setting.mesh.device_type == "cpu"
+    return either(converted(model, (setting.config.layers[:-1],), emulate), setting)
+
+
 def budget(model: nn.Module, setting: Setting) -> Step:
     size = sum(p.numel() for p in model.parameters()) * setting.dtype.itemsize
     return either(model, replace(setting, keep=setting.budget or size // 2))
@@ -219,6 +227,10 @@ CONTESTANTS = {
     "copy engine graph compiled kept": Contestant(
         varied(either, transport="copy_engine", graph=True, compiled=True, keep="all"), group="copies"
     ),
+    "float8": Contestant(float8, group="float8"),
+    "copy engine graph compiled float8": Contestant(
+        varied(float8, transport="copy_engine", graph=True, compiled=True), group="float8"
+    ),
     "symmetric": Contestant(varied(either, transport="symmetric"), group="symmetric"),
     "symmetric graph compiled": Contestant(
         varied(either, transport="symmetric", graph=True, compiled=True), group="symmetric"
@@ -233,6 +245,8 @@ CONTESTANTS = {
     "FSDP2 float32": Contestant(varied(fsdp2, wire=torch.float32), "peer", "peers"),
     "FSDP2 compiled": Contestant(varied(fsdp2, compiled=True), "peer", "peers compiled"),
     "FSDP2 tuned compiled": Contestant(varied(fsdp2_tuned, compiled=True), "peer", "peers compiled"),
+    "FSDP2 float8 compiled": Contestant(varied(fsdp2_float8, compiled=True), "peer", "peers compiled"),
+    "SimpleFSDP": Contestant(simple_fsdp, "peer", "SimpleFSDP"),
     "DDP": Contestant(ddp, "peer", "peers"),
     "DDP compiled": Contestant(varied(ddp, compiled=True), "peer", "peers compiled"),
     "Megatron-FSDP": Contestant(megatron, "peer", "Megatron-FSDP"),
@@ -264,6 +278,10 @@ def missing(name: str, model: str, config: Config, cuda: bool, placement: str) -
         return f"{model} is no chain of stages; driven takes any module"
     if ("graph" in name or "symmetric" in name or "zero-CTA" in name) and not cuda:
         return "needs GPUs"
+    if "float8" in name and find_spec("torchao") is None:
+        return "needs torchao (pip install torchao)"
+    if name in ("SimpleFSDP", "FSDP2 float8 compiled") and placement != "zero3":
+        return f"has no row for {placement} here"
     if name.startswith("DDP") and model == "6.7b":
         return "6.7 B parameters with their AdamW state take 100 GiB and more on every rank"
     if name.startswith("Megatron-FSDP"):

@@ -29,6 +29,10 @@
 | FSDP2 kept      | `reshard_after_forward=False` everywhere                                                         |
 | FSDP2 float32   | `MixedPrecisionPolicy(reduce_dtype=torch.float32)`                                               |
 | FSDP2 compiled  | with `layer.compile()`; also "FSDP2 tuned compiled"                                              |
+| float8          | layers whose linears multiply in float8, by torchao, gathered in the compute dtype; also "copy   |
+|                 | engine graph compiled float8" and, with its gathers in float8, "FSDP2 float8 compiled"           |
+| SimpleFSDP      | parameters as DTensors behind properties, the whole model one graph, collectives joined and      |
+|                 | moved by torch's manual overlap pass: `_benchmark_simple_fsdp.py`                                |
 | DDP             | `DistributedDataParallel`; with bfloat16, of a bfloat16 copy, and float32 main weights beside it |
 | DDP compiled    | with `layer.compile()`                                                                           |
 | Megatron-FSDP   | `megatron_fsdp.fully_shard_model` where that package is installed, and GPUs; also with layers'   |
@@ -66,7 +70,7 @@ yardsticks once, and notes have their times in the other sets.
 |              | rows --yardsticks none`)                                                                             |
 | device       | likewise, what the driver has less for it: NCCL and symmetric memory included, which the caching     |
 |              | allocator does not see; what the first one of a process loads is on its account (GPU only)           |
-| loss         | mean over ranks at the last step; the rows must agree to 3 digits                                    |
+| loss         | mean over ranks at the last step; the rows must agree to 3 digits, those in float8 to 2              |
 | FSDP2 / this | FSDP2's time by this row's in the same round, the median over rounds; above 1: faster than FSDP2     |
 | best / this  | the same with the fastest peer there, if it is not FSDP2; a note names it                            |
 | this / bound | this row's time by that of "resident graph compiled", or the next there is; 1 is what no sharding    |

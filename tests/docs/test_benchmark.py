@@ -155,6 +155,18 @@ def test_losses_must_agree_to_3_digits() -> None:
     agree([row("driven", 5, loss=2.001), row("FSDP2", 6), row("resident", 4, loss=3.0)])
     with pytest.raises(AssertionError, match="the losses do not agree to 3 digits"):
         agree([row("driven", 5, loss=2.01), row("FSDP2", 6)])
+    agree([row("driven", 5, loss=2.01), row("float8", 6), row("FSDP2", 6, loss=2.01)])
+    with pytest.raises(AssertionError, match="the losses do not agree to 2 digits"):
+        agree([row("driven", 5), row("float8", 6, loss=2.03)])
+
+
+@pytest.mark.large
+def test_the_compiled_peer_and_float8_have_the_losses_of_the_others(tmp_path: Path) -> None:
+    rows = "driven,float8,FSDP2,SimpleFSDP"
+    found = benchmark(tmp_path, "--only", rows, "--batch", "2", "--seq", "32")["rows"]  # which compares them
+    assert [*found] == rows.split(",")
+    assert found["SimpleFSDP"]["loss"] == pytest.approx(found["driven"]["loss"], rel=1e-5)
+    assert found["float8"]["loss"] != found["driven"]["loss"]
 
 
 @pytest.mark.large

@@ -1,0 +1,90 @@
+"""Float8 linears of torchao, emulated: sharded as they are, beside the same ones in a plain module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import float8
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from support.problems import mesh_and_placement
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+
+STEPS, RANKS = 3, 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(16, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inp(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return h
+
+
+def made(float8s: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return float8.converted(Net(), emulate=True) if float8s else Net()
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(32, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x).float() - torch.sin(x).repeat(1, 2)).square().mean()
+    return loss
+
+
+def sharded(preset: str, compile: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    mesh, placement = mesh_and_placement(preset)
+    params, skeleton = fsdp.functionalize(made())
+    state = fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.sgd(lr=0.05))
+    forward_backward, losses = T.forward_backward(skeleton, loss_fn, compile=compile), []
+    for step in range(STEPS):
+        state, loss = forward_backward(state, batch(step, dist.get_rank()))
+        state = fsdp.step(state)
+        losses.append(loss.item())
+    return losses, fsdp.full_params(state)
+
+
+def plain() -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """The losses of each rank's batches, and the weights after steps on the mean of the gradients."""
+    model, losses = made(), []
+    for step in range(STEPS):
+        found = [loss_fn(model, batch(step, rank)) for rank in range(RANKS)]
+        grads = [torch.autograd.grad(loss, [*model.parameters()]) for loss in found]
+        losses.append([loss.item() for loss in found])
+        with torch.no_grad():
+            for p, *summands in zip(model.parameters(), *grads, strict=True):
+                p -= 0.05 * torch.stack(summands).mean(0)
+    return [*map(list, zip(*losses, strict=True))], dict(model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("preset", "compile"), [("zero3", False), ("zero2", False), ("zero3", {"backend": "aot_eager"})]
+)
+def test_sharded_as_in_a_plain_module(preset: str, compile: Any) -> None:
+    losses, weights = plain()
+    for rank, (found, theirs) in enumerate(launch(sharded, (preset, compile), nprocs=RANKS)):
+        assert found == pytest.approx(losses[rank], rel=1e-5)
+        for path, weight in weights.items():
+            torch.testing.assert_close(theirs[path], weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_only_these_parts_multiply_in_float8() -> None:
+    kinds = {path: type(part).__name__ for path, part in made().named_modules() if isinstance(part, nn.Linear)}
+    assert {path for path, kind in kinds.items() if kind == "Float8Linear"} == {p for p in kinds if p != "inp"}
+    x = batch(0, 0)
+    exact, found = loss_fn(made(False), x).item(), loss_fn(made(), x).item()
+    assert exact != found
+    assert found == pytest.approx(exact, rel=1e-2)
