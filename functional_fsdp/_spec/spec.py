@@ -38,8 +38,10 @@ class Spec:
         placement: a `Placement`, or rules `{pattern: Placement}` (first match wins). Default: `zero3` over all axes.
         precision: a `Precision`, or rules `{pattern: Precision}` (first match wins; what matches none has the default).
         units: how leaves are grouped. None finds them from the paths: the outermost repeated blocks (`blocks.0`,
-            `blocks.1`, ...), and of the rest the largest parts that contain no block. A list of patterns makes one unit
-            of each distinct prefix that a pattern matches, and of each tuple of patterns one unit.
+            `blocks.1`, ...), and of the rest the largest parts that contain no block. Numbered layers that hold their
+            leaves themselves (a convolution, a norm) join the part that they are in, where that is no larger than the
+            largest block. A list of patterns makes one unit of each distinct prefix that a pattern matches, and of each
+            tuple of patterns one unit.
             `{name: pattern or patterns}` names them. What matches nothing is grouped as the rest. A function from a
             leaf's path to the name of its unit, or to None for the rest, as `lambda path: path.split(".")[0]`; the same
             one on every rank.
@@ -196,7 +198,7 @@ class Spec:
             ("mesh", " × ".join(f"{axis} {size}" for axis, size in self.axes.items())),
             ("placement", str(self.placements[0][1]) if whole else rules(self.placements)),
             ("precision", rules(self.precisions) if self.precisions[0][0] != "*" else str(self.precisions[0][1])),
-            ("units", "found from the paths" if self.units is None else str(self.units)),
+            ("units", "found from the paths, small numbered layers joined" if self.units is None else str(self.units)),
             ("labels", rules(self.labels) or "default"),
             ("trainable", rules(self.trainable) or "as given"),
             ("gradients", f"{self.average} over data ranks{''.join(apart)}"),

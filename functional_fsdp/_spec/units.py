@@ -4,6 +4,8 @@ model.embed.weight          model.embed        the largest part that contains no
 model.blocks.0.attn.qkv     model.blocks.0     the outermost repeated blocks (an integer in the path)
 model.blocks.0.mlp.up       model.blocks.0
 model.blocks.1.attn.qkv     model.blocks.1
+model.stem.0.weight         model.stem         small numbered layers, joined (a convolution and a norm)
+model.stem.1.weight         model.stem
 model.norm.weight           model.norm         the largest part that contains no block
 head.proj.weight            head               the same
 head.weight = model.embed   (no unit)          a tied leaf is a unit of its own, called by its first path
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -148,10 +151,8 @@ def find_units(
         above.update(_ancestors(prefix))
 
     if patterns is None:
-        for i in free:
-            block = next((p for p in prefixes(paths[i]) if p.rsplit(".", 1)[-1].isdigit()), None)
-            if block is not None and block != paths[i]:
-                claim(i, _Owner("part", block), block)
+        for i, block in _blocks(paths, nbytes, free).items():
+            claim(i, _Owner("part", block), block)
     elif callable(patterns):
         for i in free:
             name = patterns(paths[i])
@@ -188,6 +189,25 @@ def find_units(
     parts = {names[unit] for unit in found if unit.kind == "part" and unit not in blocks}
     _weigh(groups, nbytes, {names[unit] for unit in blocks if unit.kind != "leaf"}, parts)
     return groups
+
+
+def _blocks(paths: Sequence[str], nbytes: Sequence[int], free: Sequence[int]) -> dict[int, str]:
+    """For leaves below an integer in the path, by index, the block that they are in.
+
+    A numbered layer that holds its leaves itself (a convolution, a norm) is small beside others where layers differ: it
+    joins the largest part above that holds no larger blocks and is no larger itself than the largest block of all.
+    """
+    numbered = {i: next((p for p in prefixes(paths[i]) if p.rsplit(".", 1)[-1].isdigit()), paths[i]) for i in free}
+    blocks = {i: block for i, block in numbered.items() if block != paths[i]}
+    size: Counter[str] = Counter()
+    for i in free:
+        size.update(dict.fromkeys(prefixes(paths[i]), nbytes[i]))
+    deep = {block for i, block in blocks.items() if "." in paths[i][len(block) + 1 :]}  # they hold modules
+    around = {prefix for block in deep for prefix in prefixes(block)}
+    layers = Counter(part for block in {*blocks.values()} - deep for part in _ancestors(block))
+    largest = max((size[block] for block in blocks.values()), default=0)
+    joins = {part for part, count in layers.items() if count > 1 and part not in around and size[part] <= largest}
+    return {i: next((part for part in prefixes(block) if part in joins), block) for i, block in blocks.items()}
 
 
 def _names(units: Sequence[_Owner], first: dict[_Owner, str], where: str) -> dict[_Owner, str]:

@@ -49,6 +49,37 @@ def test_repeated_blocks_and_top_level_names() -> None:
     assert found["head"] == ("head.weight",)
 
 
+UNET = {
+    "inc.0.weight": 200, "inc.1.weight": 8, "inc.3.weight": 400, "inc.4.weight": 16, "down.0.weight": 800,
+    "down.1.weight": 16, "down.3.weight": 1600, "down.4.weight": 32, "deep.0.weight": 3200, "deep.1.weight": 32,
+    "deep.3.weight": 6400, "deep.4.weight": 64, "up.up.weight": 1600, "up.conv.0.weight": 1600, "up.conv.1.weight": 32,
+    "outc.weight": 16,
+}  # fmt: skip
+
+
+def test_small_numbered_layers_join_the_part_that_they_are_in() -> None:
+    tree = {path: torch.empty(n, device="meta") for path, n in UNET.items()}
+    found = grouped(tree)
+    alone = [path.removesuffix(".weight") for path in UNET if path.startswith("deep")]  # together they outweigh all
+    assert list(found) == ["inc", "down", *alone, "up", "outc"]
+    assert found["up"] == ("up.up.weight", "up.conv.0.weight", "up.conv.1.weight")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"h.0.w": 9, "h.1.w": 9, "head.w": 90}, ["h.0", "h.1", "head"]),  # equal ones, as layers are
+        ({"h.0.a.w": 90, "mlp.0.w": 40, "mlp.2.w": 50}, ["h.0", "mlp"]),
+        ({"h.0.a.w": 90, "mlp.0.w": 40, "mlp.2.w": 51}, ["h.0", "mlp.0", "mlp.2"]),  # larger than the largest block
+        ({"h.0.a.w": 90, "net.0.w": 4, "net.1.a.w": 5}, ["h.0", "net.0", "net.1"]),  # a block is in between
+        ({"h.0.a.w": 90, "net.0.w": 4, "net.0.b": 1}, ["h.0", "net.0"]),  # one alone
+        ({"0.w": 4, "1.w": 1, "2.w": 9}, ["0", "1", "2"]),  # the model itself is no part
+    ],
+)
+def test_what_numbered_layers_join(sizes: dict[str, int], expected: list[str]) -> None:
+    assert list(grouped({path: torch.empty(n, device="meta") for path, n in sizes.items()})) == expected
+
+
 def test_the_outermost_repetition_counts() -> None:
     tree = leaves("stages.0.layers.0.w", "stages.0.layers.1.w", "stages.1.layers.0.w")
     assert list(grouped(tree)) == ["stages.0", "stages.1"]
