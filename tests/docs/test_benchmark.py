@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +159,15 @@ def test_losses_must_agree_to_3_digits() -> None:
     agree([row("driven", 5, loss=2.01), row("float8", 6), row("FSDP2", 6, loss=2.01)])
     with pytest.raises(AssertionError, match="the losses do not agree to 2 digits"):
         agree([row("driven", 5), row("float8", 6, loss=2.03)])
+
+
+def test_driving_beside_the_plain_module() -> None:
+    flags = ("--width", "64", "--depth", "1", "--batch", "1", "--seq", "8", "--steps", "1")
+    done = command(sys.executable, EXAMPLES / "benchmark_driving.py", *flags)
+    assert done.returncode == 0, done.stderr
+    found = re.fullmatch(r"width 64, .* driven / plain \d+\.\d{3}; the last losses differ by (\S+)\n", done.stdout)
+    assert found
+    assert float(found[1]) < 1e-5
 
 
 @pytest.mark.large
