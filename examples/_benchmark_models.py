@@ -6,13 +6,16 @@
 | llama, tiny-llama | Hugging Face's Llama from a configuration (1.1 B): rows that take any module         |
 | moe, tiny-moe     | Hugging Face's Mixtral from a configuration (1.0 B, two of eight experts a token),   |
 |                   | every expert on every rank, sharded as all else is: rows that take any module        |
+| hf:Qwen3, ...     | any other causal language model of Hugging Face's, by the name that its classes begin |
+|                   | with, of Llama's sizes (on CPUs of tiny-llama's)                                     |
 
 Units are the same for every contestant: the embedding, each layer, and the last norm with the head.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,9 +33,9 @@ class Config:
     hidden: int
     batch: int  # sequences a rank
     seq: int  # tokens a sequence
-    kind: str = "gpt"  # or of Hugging Face's: "llama", "mixtral"
+    kind: str = "gpt"  # or of Hugging Face's: "Llama", "Mixtral"
     kv_heads: int = 0  # of Hugging Face's
-    experts: int = 0  # of mixtral; two of them a token
+    experts: int = 0  # of Mixtral; two of them a token
 
     @property
     def stages(self) -> bool:
@@ -42,11 +45,11 @@ class Config:
     @property
     def layers(self) -> str:
         """The pattern of the layers' paths: what is compiled where blocks are compiled."""
-        return "blocks.*" if self.kind == "gpt" else "model.layers.*"
+        return f"{parts(self)[1]}.*"
 
     def units(self) -> dict[str, tuple[str, ...]]:
         """The paths of the modules of each unit, in order of use."""
-        first, last = ("embed", ("head",)) if self.kind == "gpt" else ("model.embed_tokens", ("model.norm", "lm_head"))
+        first, _, last = parts(self)
         layers = [self.layers.replace("*", str(i)) for i in range(self.depth)]
         return {first: (first,), **{path: (path,) for path in layers}, "head": last}
 
@@ -65,12 +68,10 @@ class Config:
             "num_hidden_layers": self.depth, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
             "max_position_embeddings": self.seq, "tie_word_embeddings": False, "attn_implementation": "causal",
         }  # fmt: skip
-        model: nn.Module
-        if self.kind == "llama":
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
-        else:
-            mixtral = transformers.MixtralConfig(**settings, num_local_experts=self.experts, num_experts_per_tok=2)
-            model = transformers.MixtralForCausalLM(mixtral)
+        if self.experts:
+            settings |= {"num_local_experts": self.experts, "num_experts_per_tok": 2}
+        config = getattr(transformers, f"{self.kind}Config")(**settings, pad_token_id=0)
+        model: nn.Module = getattr(transformers, f"{self.kind}ForCausalLM")(config)
         return model.train()
 
     def loss(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -92,19 +93,50 @@ MODELS = {
     "1.2b": Config(vocab=32000, width=2048, depth=20, heads=16, hidden=5632, batch=2, seq=2048),
     "6.7b": Config(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, batch=1, seq=4096),
     "tiny-llama": Config(
-        vocab=4096, width=128, depth=3, heads=4, hidden=384, batch=4, seq=64, kind="llama", kv_heads=2
+        vocab=4096, width=128, depth=3, heads=4, hidden=384, batch=4, seq=64, kind="Llama", kv_heads=2
     ),
     "llama": Config(
-        vocab=32000, width=2048, depth=22, heads=32, hidden=5632, batch=2, seq=2048, kind="llama", kv_heads=4
+        vocab=32000, width=2048, depth=22, heads=32, hidden=5632, batch=2, seq=2048, kind="Llama", kv_heads=4
     ),
     "tiny-moe": Config(
-        vocab=4096, width=128, depth=3, heads=4, hidden=128, batch=4, seq=64, kind="mixtral", kv_heads=2, experts=4
+        vocab=4096, width=128, depth=3, heads=4, hidden=128, batch=4, seq=64, kind="Mixtral", kv_heads=2, experts=4
     ),
     "moe": Config(
-        vocab=32000, width=1024, depth=18, heads=16, hidden=2048, batch=2, seq=2048, kind="mixtral", kv_heads=4,
+        vocab=32000, width=1024, depth=18, heads=16, hidden=2048, batch=2, seq=2048, kind="Mixtral", kv_heads=4,
         experts=8,
     ),
 }  # fmt: skip
+
+
+def named(model: str, cuda: bool) -> Config:
+    """The model that `--model` names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if model in MODELS:
+        return MODELS[model]
+    kind = model.removeprefix("hf:")
+    import transformers
+
+    if kind == model or not hasattr(transformers, f"{kind}ForCausalLM"):
+        raise ValueError(f"{model!r}: expected one of {', '.join(MODELS)}, or hf: and a family, as hf:Qwen3")
+    return replace(MODELS["llama" if cuda else "tiny-llama"], kind=kind)
+
+
+@cache
+def parts(c: Config) -> tuple[str, str, tuple[str, ...]]:
+    """The paths of the embedding, of the list of layers, and of what comes after them, the last norm and the head."""
+    if c.kind == "gpt":
+        return "embed", "blocks", ("head",)
+    with torch.device("meta"):
+        model: Any = c.build()
+    named = dict(model.named_modules())
+    first = next(path for path, part in named.items() if part is model.get_input_embeddings())
+    layers = next(path for path, part in named.items() if isinstance(part, nn.ModuleList) and len(part) == c.depth)
+    own = [path.rpartition(".")[0] for path, _ in model.named_parameters()]
+    last = [path for path in dict.fromkeys(own) if path != first and not path.startswith(f"{layers}.")]
+    return first, layers, tuple(last)
 
 
 class Embed(nn.Module):

@@ -97,7 +97,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from _benchmark_meter import Meter
-from _benchmark_models import MODELS, Config, batches
+from _benchmark_models import MODELS, Config, batches, named
 from _benchmark_report import Row, Table, agree, chart, merged
 from _benchmark_rows import BOUNDS, BY_HAND, CONTESTANTS, PEER, default, missing
 from _benchmark_setting import WARMUP, Setting
@@ -200,7 +200,7 @@ def measure(args: Namespace) -> Table:
     if not cuda:
         torch.set_num_threads(1)
     meter = Meter(torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"))
-    base = MODELS[args.model]
+    base = named(args.model, cuda)
     config = replace(base, batch=args.batch or base.batch, seq=args.seq or base.seq)
     dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
     setting = Setting(mesh, config, args.placement, dtype, budget=int(2**20 * (args.budget or 0)))
@@ -225,7 +225,7 @@ def measure(args: Namespace) -> Table:
 def arguments() -> Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--model", choices=MODELS, default="tiny")
+    add("--model", default="tiny", metavar="NAME", help=f"{', '.join(MODELS)}, or hf:Qwen3 and the like")
     add("--ranks", type=int, help="default: one for each GPU, or 2 on the CPU; torchrun decides for itself")
     add("--device", choices=("cpu", "cuda"), help="default: CUDA where there is any")
     add("--batch", type=int, help="sequences a rank; default by model")
@@ -263,19 +263,23 @@ def names(text: str) -> list[str]:
 def chosen(args: Namespace, parser: argparse.ArgumentParser) -> None:
     """Settle `args.only`, `args.yardsticks` and `args.notes`, which says what is left out and why."""
     cuda = (args.device or ("cuda" if torch.cuda.device_count() else "cpu")) == "cuda"
-    named = [*CONTESTANTS] if args.only == ["all"] else args.only or []
-    rows = named or default(args.model, cuda, bool(args.apart))
+    wanted = [*CONTESTANTS] if args.only == ["all"] else args.only or []
+    rows = wanted or default(args.model, cuda, bool(args.apart))
     asked = [name for name in args.yardsticks or [] if name != "none"]
     for option, given in (("--only", rows), ("--yardsticks", asked)):
         for name in given:
             if name not in CONTESTANTS:
                 parser.error(f"{option}: {name!r} is none of {','.join(CONTESTANTS)}")
-    why = {name: missing(name, args.model, MODELS[args.model], cuda, args.placement) for name in CONTESTANTS}
+    try:
+        config = named(args.model, cuda)
+    except ValueError as error:
+        parser.error(f"--model: {error}")
+    why = {name: missing(name, args.model, config, cuda, args.placement) for name in CONTESTANTS}
     bound = [name for name in BOUNDS if name in rows and not why[name]][:1]
     beside = asked if args.yardsticks else [PEER, *bound]
     args.only = [name for name in rows if not why[name]]
     args.yardsticks = [name for name in beside if not why[name]]
-    args.notes = [f"{name} is left out: {why[name]}." for name in dict.fromkeys([*named, *beside]) if why[name]]
+    args.notes = [f"{name} is left out: {why[name]}." for name in dict.fromkeys([*wanted, *beside]) if why[name]]
     args.failed = False
     if not args.only:
         parser.error("--only: no row is left. " + " ".join(args.notes))

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.commands import EXAMPLES, command
 
+import _benchmark_models  # isort: skip
 import _benchmark_report  # isort: skip
 from _benchmark_report import Row, Table, agree, merged  # isort: skip
 import benchmark as command_line  # isort: skip
@@ -168,6 +170,24 @@ def test_driving_beside_the_plain_module() -> None:
     found = re.fullmatch(r"width 64, .* driven / plain \d+\.\d{3}; the last losses differ by (\S+)\n", done.stdout)
     assert found
     assert float(found[1]) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "GPTNeoX", "Gemma2"])
+def test_units_of_other_families_are_found(family: str) -> None:
+    config = _benchmark_models.named(f"hf:{family}", False)
+    with torch.device("meta"):
+        model = config.build()
+    units, paths = config.units(), [path for path, _ in model.named_parameters()]
+    begins = [tuple(f"{part}." for part in some) for some in units.values()]
+    inside = [[path for path in paths if path.startswith(some)] for some in begins]
+    assert sorted(path for some in inside for path in some) == sorted(paths)  # each in one
+    assert [len(some) for some in inside[1:-1]] == [len(inside[1])] * config.depth
+    assert type(model).__name__ == f"{family}ForCausalLM"
+
+
+def test_a_model_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match=r"'hf:Qwen': expected one of tiny, .*, or hf: and a family, as hf:Qwen3"):
+        _benchmark_models.named("hf:Qwen", False)
 
 
 @pytest.mark.large
