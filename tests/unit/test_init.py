@@ -363,6 +363,28 @@ def test_literals_and_plain_attributes_have_values() -> None:
     assert model.scaled.tolist() == [0.0, 0.5, 1.0]
 
 
+def test_a_literal_that_is_changed_in_place_is_changed_once_for_each_who_asks() -> None:
+    """What led to each parameter is replayed from the literal as it was, however often that was done before."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            base = torch.tensor([1.0, 2.0])
+            base.mul_(3)
+            assert base.sum().item() == 9  # a replay on the spot
+            self.first = nn.Linear(1, 2, bias=False)
+            self.second = nn.Linear(1, 2, bias=False)
+            self.first.weight.data.copy_(base[:, None])
+            self.second.weight.data.copy_(base[:, None] + 1)
+            self.register_buffer("base", base)
+
+    state, model = init(Model, units=["first", "second"])
+    found = fsdp.full_params(state)
+    assert found["first.weight"].flatten().tolist() == [3, 6]
+    assert found["second.weight"].flatten().tolist() == [4, 7]
+    assert model.base.tolist() == [3, 6]
+
+
 def test_no_tensor_of_the_model_stays_without_values() -> None:
     class Lists(nn.Module):
         def __init__(self) -> None:
