@@ -544,6 +544,17 @@ def test_construction_that_fake_tensors_cannot_follow(look: Callable[[torch.Tens
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def test_a_tensor_that_was_made_beside_the_recording_is_refused() -> None:
+    beside = torch.randn(3)
+
+    def look(w: torch.Tensor) -> None:
+        fake: Any = w.data
+        w.data = fake.fake_mode.from_tensor(beside)
+
+    with pytest.raises(SpecError, match=r"a tensor of shape \(3,\) was made where it could not be recorded\..*shard"):
+        init(lambda: One(look, 3))
+
+
 def test_errors_of_the_constructor_are_the_users() -> None:
     def make() -> nn.Module:
         raise ValueError("mine")
