@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from functional_fsdp._common.device import forks_after_inductor
 from functional_fsdp._launch import server
 from functional_fsdp._launch.launch import stop_workers
 
@@ -29,7 +30,9 @@ WHOLE = ("test_examples", "test_notebooks")  # long, but tests share what a test
 def pytest_configure() -> None:
     gc.disable()  # what is imported now stays for good: looking for garbage in it would take a third of the time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without it
-    server.PRELOAD[:] = ["pytest", "hypothesis", "transformers.models.llama.modeling_llama", "support.problems"]
+    server.PRELOAD[:] = ["pytest", "hypothesis", "support.problems"]
+    if forks_after_inductor():  # where there are GPUs, whatever may ask about them is each rank's own to import
+        server.PRELOAD.append("transformers.models.llama.modeling_llama")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
