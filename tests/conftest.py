@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
+import hypothesis
 import pytest
 
 from functional_fsdp._common.device import forks_after_inductor
@@ -25,6 +26,9 @@ LONG = (
     "test_parity", "test_interrupts", "test_workers",
 )  # fmt: skip
 WHOLE = ("test_examples", "test_notebooks")  # long, but tests share what a test before them has made
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for anything
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:
