@@ -434,6 +434,15 @@ def test_the_bits_do_not_depend_on_placement_units_or_labels(spec: dict[str, Any
     assert equal(values(GPT), values(GPT, **spec))
 
 
+def test_a_generator_of_the_modules_own_decides_nothing() -> None:
+    generator = torch.Generator().manual_seed(7)
+    before = generator.get_state()
+    one, same = (values(lambda: One(lambda w: w.data.normal_(2.0, 0.1, generator=generator), 30)) for _ in range(2))
+    assert equal(one, same)
+    assert torch.equal(generator.get_state(), before)
+    assert one["w"].mean().item() == pytest.approx(2, abs=0.1)
+
+
 def test_the_global_generator_is_left_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
