@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
+import hypothesis
 import pytest
 
+from functional_fsdp._common.device import forks_after_inductor
 from functional_fsdp._launch import server
 from functional_fsdp._launch.launch import stop_workers
 
 # Files that take longest come first, and processes share each of them a function at a time, all others a file at a
 # time: so processes are done at about the same time.
 LONG = (
-    "test_notebooks", "test_traced", "test_traced_graph", "test_ways_in_turn", "test_ways", "test_extend",
+    "test_traced", "test_traced_graph", "test_ways_in_turn", "test_ways", "test_extend",
     "test_attack", "test_whole_step", "test_compile_units", "test_traced_errors", "test_schedule", "test_benchmark",
     "test_launch", "test_cuda_graph", "test_models", "test_uses_beside_the_plan", "test_groups",
     "test_missing_gradients", "test_cursor", "test_transactions", "test_per_sample", "test_copy_engine",
     "test_parity", "test_interrupts", "test_workers",
 )  # fmt: skip
-WHOLE = ("test_examples",)  # long, but tests share what a test before them has made
+WHOLE = ("test_examples", "test_notebooks")  # long, but tests share what a test before them has made
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one may take a second for anything
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:
+    gc.disable()  # what is imported now stays for good: looking for garbage in it would take a third of the time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what runs in the background without it
-    server.PRELOAD[:] = ["pytest", "support.problems"]
+    server.PRELOAD[:] = ["pytest", "hypothesis", "support.problems"]
+    if forks_after_inductor():  # where there are GPUs, whatever may ask about them is each rank's own to import
+        server.PRELOAD.append("transformers.models.llama.modeling_llama")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {name: place for place, name in enumerate((*WHOLE, *LONG))}
         items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # nor is it looked at again by each full collection
+    gc.enable()
+    gc.set_threshold(20_000, 20, 20)  # full ones are rare: a test that needs one asks for it
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,4 +1,5 @@
-"""The examples as a user runs them: as commands, in processes of their own, with warnings as errors."""
+"""The examples as a user runs them: as commands, in processes of their own, with warnings as errors. Those that show
+something else than how they are started run in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _report import Log
 from safetensors.torch import load_file
-from support.commands import EXAMPLES, command
+from support.commands import EXAMPLES, command, here
 from support.watched import SCRIPT as WATCHED
 from support.watched import hashes, windows
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -34,13 +35,22 @@ def torchrun(ranks: int, *flags: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *flags]
 
 
-def train(out: Path, *flags: str, by: list[str] = PYTHON, **env: str) -> dict[str, Any]:
-    """Figures of a run of train_gpt with 8 steps and a tiny model."""
-    done = command(*by, EXAMPLES / "train_gpt.py", "--tiny", "--steps", "8", "--out", out, *flags, **env)
+def run(script: str, *flags: str | Path, by: list[str] | None, **env: str) -> str:
+    """What it prints; by None, in this process."""
+    if by is None:
+        assert not env
+        return here(script, *flags)
+    done = command(*by, EXAMPLES / script, *flags, **env)
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def train(out: Path, *flags: str, by: list[str] | None = PYTHON, **env: str) -> dict[str, Any]:
+    """Figures of a run of train_gpt with 8 steps and a tiny model."""
+    printed = run("train_gpt.py", "--tiny", "--steps", "8", "--out", out, *flags, by=by, **env)
     figures: dict[str, Any] = json.loads((out / "result.json").read_text())
-    assert figures["weights"] in done.stdout.splitlines()[-1]
-    return figures | {"printed": done.stdout}
+    assert figures["weights"] in printed.splitlines()[-1]
+    return figures | {"printed": printed}
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +150,7 @@ def test_train_gpt_under_torchrun_with_ddp_gives_the_bits_of_zero3(
 
 
 def test_train_gpt_equals_unsharded_training(tmp_path: Path) -> None:
-    figures = train(tmp_path, "--ranks", "2", "--placement", "hfsdp", "--check", "--dtype", "float64")
+    figures = train(tmp_path, "--ranks", "2", "--placement", "hfsdp", "--check", "--dtype", "float64", by=None)
     assert figures["check"]["losses"] < 1e-9
     assert figures["check"]["weights"] < 1e-9
     assert "check      largest differences from unsharded training" in figures["printed"]
@@ -153,13 +163,12 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def finetune(out: Path, *flags: str | Path, by: list[str] = PYTHON, **env: str) -> dict[str, Any]:
+def finetune(out: Path, *flags: str | Path, by: list[str] | None = PYTHON, **env: str) -> dict[str, Any]:
     """Figures of a run of finetune_hf with 8 steps."""
     sizes = ["--steps", "8", "--batch", "12", "--context", "32", "--lr", "1e-2"]
-    done = command(*by, EXAMPLES / "finetune_hf.py", *sizes, "--out", out, *flags, **env)
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = run("finetune_hf.py", *sizes, "--out", out, *flags, by=by, **env)
     figures: dict[str, Any] = json.loads((out / "result.json").read_text())
-    return figures | {"printed": done.stdout}
+    return figures | {"printed": printed}
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +178,7 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
 
     out = tmp_path_factory.mktemp("finetuned")
     transformers.LlamaConfig(**TINY).save_pretrained(out / "model")
-    return out, finetune(out, "--model", out / "model", *FULL, "--ranks", "2", "--save", out / "saved")
+    return out, finetune(out, "--model", out / "model", *FULL, "--ranks", "2", "--save", out / "saved", by=None)
 
 
 def saved_model(folder: Path) -> Any:

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -18,25 +21,37 @@ SHORTER = {
     "hessian_vector": ("steps=300", "steps=20"),
     "gradient_penalty": ("steps=150", "steps=15"),
 }
+QUICK = ("per_sample_gradients", "gradient_penalty")  # `make test` runs these, in one kernel: starting one takes long
 as_stored = pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.large)])
 
 
-def execute(name: str, stored: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
-    """What a notebook printed, and how many pictures it drew."""
+@cache
+def executed(names: tuple[str, ...], stored: bool) -> dict[str, tuple[str, int]]:
+    """What notebooks printed, and how many pictures they drew. One kernel runs them; each finds no names of others."""
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
-    for key, value in {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}.items():
-        monkeypatch.setenv(key, value)
-    book = nbformat.read(ROOT / "examples" / f"{name}.ipynb", 4)
-    if not stored:
-        (cell,) = (cell for cell in book.cells if SHORTER[name][0] in cell.source)
-        cell.source = cell.source.replace(*SHORTER[name])
+    books = {name: nbformat.read(ROOT / "examples" / f"{name}.ipynb", 4) for name in names}
+    whole = nbformat.v4.new_notebook()
+    for name, book in books.items():
+        if not stored:
+            (cell,) = (cell for cell in book.cells if SHORTER[name][0] in cell.source)
+            cell.source = cell.source.replace(*SHORTER[name])
+        whole.cells += [*book.cells, nbformat.v4.new_code_cell("%reset -f")]
     where = {"metadata": {"path": str(ROOT / "examples")}}
-    nbclient.NotebookClient(book, timeout=250, kernel_name="python3", resources=where).execute()
-    outputs: list[Any] = [output for cell in book.cells for output in cell.get("outputs", ())]
-    assert not [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
-    text = "".join(output.text for output in outputs if output.output_type == "stream")
-    return text, sum("image/png" in output.get("data", {}) for output in outputs)
+    with patch.dict(os.environ, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}):
+        nbclient.NotebookClient(whole, timeout=250, kernel_name="python3", resources=where).execute()
+    found = {}
+    for name, book in books.items():
+        outputs: list[Any] = [output for cell in book.cells for output in cell.get("outputs", ())]
+        assert not [output.text for output in outputs if output.output_type == "stream" and output.name == "stderr"]
+        text = "".join(output.text for output in outputs if output.output_type == "stream")
+        found[name] = text, sum("image/png" in output.get("data", {}) for output in outputs)
+    return found
+
+
+def execute(name: str, stored: bool) -> tuple[str, int]:
+    """What a notebook printed, and how many pictures it drew."""
+    return executed((name,) if stored or name not in QUICK else QUICK, stored)[name]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -58,8 +73,8 @@ pytestmark = [
 
 
 @as_stored
-def test_per_sample_gradients(stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, pictures = execute("per_sample_gradients", stored, monkeypatch)
+def test_per_sample_gradients(stored: bool) -> None:
+    text, pictures = execute("per_sample_gradients", stored)
     assert (
         len(re.findall(r"rank \d: the norms of 150 samples agree with torch.func to \de-0[6-9], relative", text)) == 2
     )
@@ -72,8 +87,8 @@ def test_per_sample_gradients(stored: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.large
 @as_stored
-def test_hessian_vector(stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, pictures = execute("hessian_vector", stored, monkeypatch)
+def test_hessian_vector(stored: bool) -> None:
+    text, pictures = execute("hessian_vector", stored)
     agree = r"rank \d: H·v agrees with torch.func to \de-0[5-9]; by hand and T.hvp the same bits: True"
     assert len(re.findall(agree, text)) == 2
     found = re.findall(r"lr ([\d.]+): ([\d.]+) by power iteration .*; of the whole Hessian ([\d.]+)", text)
@@ -85,8 +100,8 @@ def test_hessian_vector(stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @as_stored
-def test_gradient_penalty(stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, pictures = execute("gradient_penalty", stored, monkeypatch)
+def test_gradient_penalty(stored: bool) -> None:
+    text, pictures = execute("gradient_penalty", stored)
     agree = r"rank \d: loss [\d.]+, and the gradient agrees with the plain module's to \de-0[6-9]"
     assert len(re.findall(agree, text)) == 2
     assert "without second_order: a gradient of a gradient was asked for" in text

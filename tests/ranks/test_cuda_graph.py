@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from support.choices import choices
+from support.choices import choices, logged
 from support.driven import raised
 from support.presets import PRESETS, ranks_of
 from support.problems import LOOPS, Stack, mesh_and_placement, reference, sharded, through_the_stack
@@ -350,6 +349,49 @@ def test_a_rank_that_alone_could_not_capture_what_all_had_voted_for_says_so() ->
     stop_workers()  # these two have parted for good
 
 
+def given_up(where: str) -> tuple[int, int, bool]:
+    """A capture is given up while gathers are under way, in the middle of the step or after it. How many marks these
+    have, how many of them something waits for from then on, and whether the step can be taken again."""
+    state, _ = train_step(made(), data())
+    capture = Capture(state)
+    executor, lanes = state._executor, capture.run.lanes
+    marks: list[Any] = []
+
+    def begin(state: fsdp.State) -> None:
+        fsdp.unshard(state, "layers.0")
+        marks.extend([executor.newest, *(place.gathered for place in executor.flying.values())])
+
+    waited: list[Any] = []
+    real = lanes.wait
+
+    def wait(mark: Any, relents: bool = False) -> bool:
+        waited.extend(one for one in marks if one is mark and not relents)  # a queue's own order is no wait
+        return real(mark, relents)
+
+    executor.run.lanes.wait = wait  # type: ignore[method-assign]
+    try:
+        with suppress(ValueError), capture.recording():
+            if where == "in its middle":
+                begin(state)
+                raise ValueError("a host sync, say")
+            begin(train_step(state, data(1))[0])
+        found = len(marks)
+        capture.abandon()  # the end of the capture fails, say
+        state, _ = train_step(state, data(2))
+    finally:
+        del executor.run.lanes.wait  # the class's
+    return found, len(waited), state.steps == 2
+
+
+@pytest.mark.parametrize("where", ["in its middle", "after it"])
+def test_nothing_waits_for_what_a_capture_that_is_given_up_has_under_way(where: str) -> None:
+    """It was captured, and on a GPU it never runs."""
+    for marks, waited, again in launch(given_up, (where,), nprocs=2):
+        assert marks > 1
+        assert waited == 0
+        assert again
+
+
 def one_captures() -> bool:
     """One rank captures a step that the other takes eagerly."""
     state, twin = made(), made()
@@ -641,15 +683,13 @@ def test_what_is_asked_of_the_driver_is_there() -> None:
         assert callable(getattr(driver(), name)), name
 
 
-def test_without_the_drivers_module_memsets_stay(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_drivers_module_memsets_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     driver.cache_clear()
-    with caplog.at_level(logging.INFO):
+    with logged("functional_fsdp.transforms._cuda_graph.memsets") as said:
         as_kernels(cast(torch.cuda.CUDAGraph, None), 0)  # which nobody looks at
     driver.cache_clear()
-    assert "small memsets stay memsets" in caplog.text
+    assert "small memsets stay memsets" in " ".join(said)
 
 
 def test_zero_cta_is_symmetrics() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.utils._pytree as pytree
 from support.presets import PRESETS
-from support.problems import Tree, batch, loss_fn, mesh_and_placement, net
+from support.problems import LOOPS, Tree, batch, loss_fn, mesh_and_placement, net
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -307,6 +307,35 @@ def test_gradients_of_another_state() -> None:
     with pytest.raises(fsdp.ScheduleError, match="has the gradients of a whole round"):
         forward_backward(middle, batch(0, 0))
     assert largest(fsdp.full_params(fsdp.step(middle)), expected) == 0
+
+
+def put_in_between() -> dict[str, list[torch.Tensor]]:
+    """This rank's gradients of two microbatches, each alone, and of both where the first's are replaced in between."""
+    state, model = begin("zero3", fsdp.sgd(lr=1.0))
+    found = {}
+
+    def gradients(state: fsdp.State, micro: int) -> fsdp.State:
+        return fsdp.finish_reductions(LOOPS["by_unit"](model, state, batch(0, dist.get_rank(), micro), True)[0])
+
+    def local(state: fsdp.State) -> list[torch.Tensor]:
+        return [buffer.local.clone() for buffer in state.grads.values()]
+
+    for micro in range(2):
+        found[f"alone {micro}"] = local(gradients(copy.deepcopy(state), micro))
+    state = gradients(state, 0)
+    others = {name: buffer.but(buffer.local * 4) for name, buffer in state.grads.items()}
+    state, _ = fsdp.unshard(fsdp.extend.evolve(state, grads=others), state.units[0])
+    found["seen"] = local(state)
+    found["both"] = local(gradients(fsdp.release(state, state.units[0]), 1))
+    return found
+
+
+def test_gradients_that_were_put_into_a_state_are_those_that_the_next_ones_add_to() -> None:
+    for found in launch(put_in_between, nprocs=2):
+        assert any(first.abs().max() > 1e-3 for first in found["alone 0"] if first.numel())
+        for first, second, seen, both in zip(*found.values(), strict=True):
+            assert torch.equal(seen, 4 * first)
+            torch.testing.assert_close(both, 4 * first + second, rtol=0, atol=1e-12)
 
 
 def test_which_leaves_got_a_gradient_comes_along() -> None:

@@ -1,4 +1,4 @@
-"""What `auto` chooses, on any device."""
+"""What the library logs: anything, and what `auto` chooses, on any device."""
 
 from __future__ import annotations
 
@@ -10,20 +10,31 @@ from functional_fsdp._transports import auto
 
 
 @contextmanager
-def choices() -> Iterator[list[str]]:
-    """What is logged of `Spec(transport="auto")`, and afterwards all is as it was."""
+def logged(name: str) -> Iterator[list[str]]:
+    """What this logger says from INFO on; afterwards it is as it was."""
     said: list[str] = []
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             said.append(record.getMessage())
 
-    log, handler = logging.getLogger("functional_fsdp._transports.auto"), Handler()
-    before = log.level, auto.LARGE
+    log, handler = logging.getLogger(name), Handler()
+    before = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
         yield said
     finally:
         log.removeHandler(handler)
-        log.level, auto.LARGE = before
+        log.setLevel(before)
+
+
+@contextmanager
+def choices() -> Iterator[list[str]]:
+    """What is logged of `Spec(transport="auto")`, and afterwards all is as it was."""
+    before = auto.LARGE
+    try:
+        with logged("functional_fsdp._transports.auto") as said:
+            yield said
+    finally:
+        auto.LARGE = before

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest.mock import patch
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -29,6 +35,22 @@ def command(*line: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*map(str, line)], env=env, capture_output=True, text=True, timeout=250)
 
 
+def here(script: str, *flags: object) -> str:
+    """What an example prints that runs as `__main__` of this process, as a command would but for GPUs; its ranks are
+    forked where those of other tests are, and so need not import torch first."""
+    printed = io.StringIO()
+    with patch.object(sys, "argv", [script, *map(str, flags)]), contextlib.redirect_stdout(printed):
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return printed.getvalue()
+
+
+def as_command(script: str, *flags: object) -> str:
+    """What it prints in a process of its own, which must end well, with warnings as errors."""
+    done = command(sys.executable, "-W", "error", EXAMPLES / script, *map(str, flags))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def run_script(text: str, *command: str, path: Path = ROOT) -> str:
     """What a script prints, in a process of its own (from stdin unless a command is given)."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
@@ -43,3 +65,7 @@ def run_script(text: str, *command: str, path: Path = ROOT) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+#: how an example is run: `make test-all` does it as a user does, too
+run_as = pytest.mark.parametrize("run", [here, pytest.param(as_command, marks=pytest.mark.large)])

@@ -363,6 +363,28 @@ def test_literals_and_plain_attributes_have_values() -> None:
     assert model.scaled.tolist() == [0.0, 0.5, 1.0]
 
 
+def test_a_literal_that_is_changed_in_place_is_changed_once_for_each_who_asks() -> None:
+    """What led to each parameter is replayed from the literal as it was, however often that was done before."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            base = torch.tensor([1.0, 2.0])
+            base.mul_(3)
+            assert base.sum().item() == 9  # a replay on the spot
+            self.first = nn.Linear(1, 2, bias=False)
+            self.second = nn.Linear(1, 2, bias=False)
+            self.first.weight.data.copy_(base[:, None])
+            self.second.weight.data.copy_(base[:, None] + 1)
+            self.register_buffer("base", base)
+
+    state, model = init(Model, units=["first", "second"])
+    found = fsdp.full_params(state)
+    assert found["first.weight"].flatten().tolist() == [3, 6]
+    assert found["second.weight"].flatten().tolist() == [4, 7]
+    assert model.base.tolist() == [3, 6]
+
+
 def test_no_tensor_of_the_model_stays_without_values() -> None:
     class Lists(nn.Module):
         def __init__(self) -> None:
@@ -410,6 +432,15 @@ def test_another_seed_gives_other_bits() -> None:
 )
 def test_the_bits_do_not_depend_on_placement_units_or_labels(spec: dict[str, Any]) -> None:
     assert equal(values(GPT), values(GPT, **spec))
+
+
+def test_a_generator_of_the_modules_own_decides_nothing() -> None:
+    generator = torch.Generator().manual_seed(7)
+    before = generator.get_state()
+    one, same = (values(lambda: One(lambda w: w.data.normal_(2.0, 0.1, generator=generator), 30)) for _ in range(2))
+    assert equal(one, same)
+    assert torch.equal(generator.get_state(), before)
+    assert one["w"].mean().item() == pytest.approx(2, abs=0.1)
 
 
 def test_the_global_generator_is_left_alone() -> None:
@@ -520,6 +551,17 @@ def test_construction_that_fake_tensors_cannot_follow(look: Callable[[torch.Tens
     with pytest.raises(SpecError, match=r"values yet \(.+\)\. .* use functionalize\(module\) and shard") as caught:
         init(lambda: One(look, 3))
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_tensor_that_was_made_beside_the_recording_is_refused() -> None:
+    beside = torch.randn(3)
+
+    def look(w: torch.Tensor) -> None:
+        fake: Any = w.data
+        w.data = fake.fake_mode.from_tensor(beside)
+
+    with pytest.raises(SpecError, match=r"a tensor of shape \(3,\) was made where it could not be recorded\..*shard"):
+        init(lambda: One(look, 3))
 
 
 def test_errors_of_the_constructor_are_the_users() -> None:
