@@ -32,7 +32,7 @@ def measured(width: int, depth: int, batch: int, seq: int, steps: int) -> tuple[
     torch.manual_seed(0)
     model = GPT(Config(width=width, depth=depth, heads=width // 64))
     params, skeleton = fsdp.functionalize(model)
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(lr=1e-3, weight_decay=0.01))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.adamw(lr=1e-3, weight_decay=0.01))
     forward_backward = T.forward_backward(skeleton, loss_fn)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
     tokens = torch.randint(256, (batch, seq + 1))

@@ -1,0 +1,100 @@
+"""One rank on a GPU: sharded weights are lent as they are stored, and gradients are written where they stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from gpu.machine import check_gpus
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+from functional_fsdp._launch.launch import stop_workers
+
+pytestmark = pytest.mark.timeout(200)
+
+WIDTH, LAYERS, STEPS = 512, 6, 12
+UNIT = 2 * WIDTH * WIDTH * 4  # bytes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers() -> Iterator[None]:
+    check_gpus(1)
+    stop_workers()
+    yield
+    stop_workers()
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.GELU(), nn.Linear(WIDTH, WIDTH, bias=False))
+                for _ in range(LAYERS)
+            )
+        )
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(step)).cuda()
+
+
+def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x) - x.roll(1, -1)).square().mean()
+    return loss
+
+
+def trained(way: str, schedule: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses, the last weights, and the bytes that a step took beside the state in its forward."""
+    params, skeleton = fsdp.functionalize(made())
+    spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(**schedule))
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-3, weight_decay=0.01))
+    del params
+    forward_backward = T.forward_backward(skeleton, loss_fn)
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+        for last in (False, True):  # of two microbatches the second is added
+            state, loss = forward_backward(state, x, last_microbatch=last)
+        return fsdp.step(state), loss
+
+    run: Any = T.cuda_graph(train_step) if way == "graph" else train_step
+    losses = []
+    for step in range(STEPS):
+        state, loss = run(state, batch(step))
+        losses.append(loss.clone())
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    state, _ = fsdp.unshard(state, "0")
+    lent = torch.cuda.memory_allocated() - before
+    state = fsdp.release(state, "0")
+    return [*map(float, losses)], {path: p.cpu() for path, p in fsdp.full_params(state).items()}, lent
+
+
+def plain() -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
+    losses = []
+    for step in range(STEPS):
+        for _ in range(2):
+            loss = loss_fn(model, batch(step))
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {path: p.detach().cpu() for path, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("way", ["eager", "graph"])
+@pytest.mark.parametrize("schedule", [{}, {"overlap_update": True}, {"debug": True}], ids=str)
+def test_steps_are_the_plain_modules(way: str, schedule: dict[str, Any]) -> None:
+    ((losses, weights, lent),) = launch(trained, (way, schedule), nprocs=1)
+    ((expected, theirs),) = launch(plain, nprocs=1)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    for path, weight in theirs.items():
+        torch.testing.assert_close(weights[path], weight, rtol=0, atol=2e-4)
+    assert (lent >= UNIT) is bool(schedule.get("debug"))  # there a copy is lent, which is poisoned afterwards
