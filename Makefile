@@ -5,6 +5,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
 TORCH   = $(shell grep -m1 '^torch==' constraints.txt)
+TORCHAO = torchao==0.18.0
 
 N     ?= 500
 SEED  ?= 0
@@ -58,6 +59,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,examples]'
+	# apart, for what names it: transformers would import it wherever it finds it
+	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/float8 $(TORCHAO)
 	touch $@
 
 clean:

@@ -47,7 +47,7 @@ def fsdp2(model: nn.Module, setting: Setting, tune: Callable[[Any, list[Any], Se
 
 def fsdp2_float8(model: nn.Module, setting: Setting) -> Step:
     """torchao's linears, gathered in float8, the scales of all of them by one reduction a step."""
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # type: ignore[import-untyped]
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # type: ignore[import-not-found]
 
     model = converted(model, (setting.config.layers[:-1],), setting.mesh.device_type == "cpu", fsdp2_gathers=True)
     step = fsdp2(model, setting)

@@ -1,5 +1,6 @@
 """Float8 training: linears that multiply in float8, by torchao, in a step that is otherwise the same.
 
+    pip install torchao
     python examples/float8.py                    # every GPU (compute capability 8.9 and up), or 2 processes, emulated
     python examples/float8.py --steps 300 --compile
 
@@ -34,7 +35,7 @@ def converted(
     emulate: compute in float32 what float8 would give, where no device has it. fsdp2_gathers: FSDP2's gathers are in
     float8, too; of no account here.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-untyped]
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
 
     def chosen(part: nn.Module, path: str) -> bool:
         return path.startswith(parts)

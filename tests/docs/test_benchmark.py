@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.commands import EXAMPLES, command
+from support.commands import EXAMPLES, TORCHAO, command
 
 import _benchmark_models  # isort: skip
 import _benchmark_report  # isort: skip
@@ -21,9 +22,9 @@ import benchmark as command_line  # isort: skip
 SHORT = ["--ranks", "2", "--rounds", "1", "--steps", "1", "--warmup", "1"]
 
 
-def benchmark(folder: Path, *flags: str) -> dict[str, Any]:
+def benchmark(folder: Path, *flags: str, **env: str) -> dict[str, Any]:
     """What a short run wrote and printed, its rows by name."""
-    done = command(sys.executable, EXAMPLES / "benchmark.py", *SHORT, *flags, "--json", folder / "table.json")
+    done = command(sys.executable, EXAMPLES / "benchmark.py", *SHORT, *flags, "--json", folder / "table.json", **env)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads((folder / "table.json").read_text())
     return found | {"printed": done.stdout, "rows": {row["name"]: row for row in found["rows"]}}
@@ -193,7 +194,8 @@ def test_a_model_that_there_is_not() -> None:
 @pytest.mark.large
 def test_the_compiled_peer_and_float8_have_the_losses_of_the_others(tmp_path: Path) -> None:
     rows = "driven,float8,FSDP2,SimpleFSDP"
-    found = benchmark(tmp_path, "--only", rows, "--batch", "2", "--seq", "32")["rows"]  # which compares them
+    path = os.pathsep.join([str(TORCHAO), os.environ.get("PYTHONPATH", "")])
+    found = benchmark(tmp_path, "--only", rows, "--batch", "2", "--seq", "32", PYTHONPATH=path)["rows"]  # compares them
     assert [*found] == rows.split(",")
     assert found["SimpleFSDP"]["loss"] == pytest.approx(found["driven"]["loss"], rel=1e-5)
     assert found["float8"]["loss"] != found["driven"]["loss"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+from unittest.mock import patch
 
 import float8
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.commands import TORCHAO
 from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
@@ -33,7 +36,10 @@ class Net(nn.Module):
 
 def made(float8s: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    return float8.converted(Net(), emulate=True) if float8s else Net()
+    if not float8s:
+        return Net()
+    with patch.object(sys, "path", [*sys.path, str(TORCHAO)]):
+        return float8.converted(Net(), emulate=True)
 
 
 def batch(step: int, rank: int) -> torch.Tensor:

@@ -17,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+#: installed apart by `make`, since transformers imports it wherever it finds it: slower, and it has much to say
+TORCHAO = Path(sys.prefix) / "float8"
 
 
 def code_under(heading: str, of: str = "CONTRIBUTING.md") -> str:
