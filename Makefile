@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 READY   = $(VENV)/.ready
 TORCH   = $(shell grep -m1 '^torch==' constraints.txt)
-TORCHAO = torchao==0.18.0
+TORCHAO = $(shell grep -m1 '^torchao==' constraints.txt)
 
 N     ?= 500
 SEED  ?= 0

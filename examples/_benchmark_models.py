@@ -67,10 +67,11 @@ class Config:
             "vocab_size": self.vocab, "hidden_size": self.width, "intermediate_size": self.hidden,
             "num_hidden_layers": self.depth, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
             "max_position_embeddings": self.seq, "tie_word_embeddings": False, "attn_implementation": "causal",
+            "pad_token_id": None,
         }  # fmt: skip
         if self.experts:
             settings |= {"num_local_experts": self.experts, "num_experts_per_tok": 2}
-        config = getattr(transformers, f"{self.kind}Config")(**settings, pad_token_id=0)
+        config = getattr(transformers, f"{self.kind}Config")(**settings)
         model: nn.Module = getattr(transformers, f"{self.kind}ForCausalLM")(config)
         return model.train()
 
@@ -131,9 +132,9 @@ def parts(c: Config) -> tuple[str, str, tuple[str, ...]]:
         return "embed", "blocks", ("head",)
     with torch.device("meta"):
         model: Any = c.build()
-    named = dict(model.named_modules())
-    first = next(path for path, part in named.items() if part is model.get_input_embeddings())
-    layers = next(path for path, part in named.items() if isinstance(part, nn.ModuleList) and len(part) == c.depth)
+    modules, embedding = dict(model.named_modules()), model.get_input_embeddings()
+    first = next(path for path, part in modules.items() if part is embedding)
+    layers = next(path for path, part in modules.items() if isinstance(part, nn.ModuleList) and len(part) == c.depth)
     own = [path.rpartition(".")[0] for path, _ in model.named_parameters()]
     last = [path for path in dict.fromkeys(own) if path != first and not path.startswith(f"{layers}.")]
     return first, layers, tuple(last)

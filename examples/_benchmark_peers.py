@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from _benchmark_setting import LR, Setting, Step
-from float8 import converted
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,7 +48,7 @@ def fsdp2_float8(model: nn.Module, setting: Setting) -> Step:
     """torchao's linears, gathered in float8, the scales of all of them by one reduction a step."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # type: ignore[import-not-found]
 
-    model = converted(model, (setting.config.layers[:-1],), setting.mesh.device_type == "cpu", fsdp2_gathers=True)
+    model = setting.in_float8(model, fsdp2_gathers=True)
     step = fsdp2(model, setting)
 
     def scaled(tokens: torch.Tensor) -> torch.Tensor:

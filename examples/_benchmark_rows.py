@@ -19,7 +19,6 @@ from _benchmark_models import Config
 from _benchmark_peers import ddp, fsdp2, fsdp2_float8, fsdp2_tuned, megatron
 from _benchmark_setting import LR, WARMUP, Build, Setting, Step
 from _benchmark_simple_fsdp import simple_fsdp
-from float8 import converted
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -127,8 +126,7 @@ def either(model: nn.Module, setting: Setting) -> Step:
 
 def float8(model: nn.Module, setting: Setting) -> Step:
     """Layers whose linears multiply in float8; weights are gathered in the compute dtype."""
-    emulate = setting.mesh.device_type == "cpu"
-    return either(converted(model, (setting.config.layers[:-1],), emulate), setting)
+    return either(setting.in_float8(model), setting)
 
 
 def budget(model: nn.Module, setting: Setting) -> Step:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from _benchmark_models import Config
+from float8 import converted
 from torch.distributed.device_mesh import DeviceMesh
 
 import functional_fsdp as fsdp
@@ -57,6 +58,10 @@ class Setting:
     def modules(self, model: nn.Module) -> list[list[nn.Module]]:
         """Those of each unit."""
         return [[model.get_submodule(path) for path in paths] for paths in self.config.units().values()]
+
+    def in_float8(self, model: nn.Module, fsdp2_gathers: bool = False) -> nn.Module:
+        """The model with its layers' linears in float8, emulated on CPUs."""
+        return converted(model, (self.config.layers[:-1],), self.mesh.device_type == "cpu", fsdp2_gathers)
 
     def to_compile(self, model: nn.Module) -> list[nn.Module]:
         """The layers, which peers compile their way; none where nothing is compiled."""

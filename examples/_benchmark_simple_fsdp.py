@@ -32,7 +32,7 @@ ORDERED = ("allow_buffer_reuse", "reorder_for_peak_memory", "reorder_for_compute
 
 
 def simple_fsdp(model: nn.Module, setting: Setting) -> Step:
-    """fully sharded (zero3), the whole model compiled."""
+    """Fully sharded (zero3), the whole model compiled."""
     from torch._inductor import config
     from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
 
@@ -62,9 +62,7 @@ def shard(part: nn.Module, setting: Setting) -> None:
 
         def given(name: str) -> property:
             def whole(self: nn.Module) -> Any:
-                return checkpoint(
-                    gathered, self._parameters[name], setting, use_reentrant=False, context_fn=policy
-                )  # fmt: skip
+                return checkpoint(gathered, self._parameters[name], setting, use_reentrant=False, context_fn=policy)
 
             return property(whole)
 
@@ -79,7 +77,5 @@ def again(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 def gathered(parameter: DTensor, setting: Setting) -> torch.Tensor:
     """[n / ranks, ...] -> [n, ...] in the compute dtype; its gradient is reduced in the wire's, to the mean."""
     wire = setting.wire or setting.dtype
-    whole = parameter.redistribute(
-        placements=[Replicate()], forward_dtype=setting.dtype, backward_dtype=wire
-    )  # fmt: skip
+    whole = parameter.redistribute(placements=[Replicate()], forward_dtype=setting.dtype, backward_dtype=wire)
     return whole.to_local(grad_placements=[Partial("avg")])

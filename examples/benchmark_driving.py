@@ -16,14 +16,10 @@ import time
 
 import torch
 from _gpt import GPT, Config
-from torch import nn
+from train_gpt import loss_fn
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
-
-
-def loss_fn(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def measured(width: int, depth: int, batch: int, seq: int, steps: int) -> tuple[float, float, float]:

@@ -15,7 +15,7 @@ from .._runtime.runtime import Runtime
 from .._storage.flat import templates
 from .._storage.gradients import refuse_meta
 
-__all__ = ["LARGE", "Slot", "StagingPlace", "Values", "apart"]
+__all__ = ["LARGE", "Slot", "StagingPlace", "Values", "apart", "leaves_and_gaps"]
 
 LARGE = 1 << 23  # bytes of a gradient that a kernel of its own copies faster than one for all of a unit
 
@@ -41,10 +41,8 @@ class Slot(NamedTuple):
 
     def on(self, whole: torch.Tensor) -> Slot:
         """The same with other bytes of as many elements."""
-        pieces, leaves = unflatten_dense_tensors(whole, templates(self.bucket)), set(self.bucket.leaf_pieces)
-        found = [pieces[i] for i, leaf in zip(self.bucket.leaf_pieces, self.bucket.leaves, strict=True) if leaf.numel]
-        gaps = [piece for i, piece in enumerate(pieces) if i not in leaves]
-        return self._replace(whole=whole, leaves=found, gaps=gaps)
+        leaves, gaps = leaves_and_gaps(self.bucket, whole)
+        return self._replace(whole=whole, leaves=leaves, gaps=gaps)
 
     def write(self, values: Values) -> None:
         """Copy and cast a unit's gradients; no values means zeros."""
@@ -105,6 +103,13 @@ class StagingPlace:
         """Whether both lie in a peer memory or window, on the same bytes."""
         a, b = self.span, other.span
         return a is not None and b is not None and a.start < b.stop and b.start < a.stop
+
+
+def leaves_and_gaps(bucket: Bucket, whole: torch.Tensor) -> tuple[Tensors, Tensors]:
+    """Views of a whole bucket [numel]: its leaves that have elements, and what lies between leaves."""
+    pieces, held = unflatten_dense_tensors(whole, templates(bucket)), set(bucket.leaf_pieces)
+    leaves = [pieces[i] for i, leaf in zip(bucket.leaf_pieces, bucket.leaves, strict=True) if leaf.numel]
+    return leaves, [piece for i, piece in enumerate(pieces) if i not in held]
 
 
 def apart(leaves: Tensors, values: Tensors) -> tuple[Tensors, Tensors]:

@@ -34,7 +34,7 @@ from .._plan.route import Route, states_of
 from .._runtime.runtime import Runtime
 from .._storage.flat import FlatBuffer, write_leaves
 from .._transports.carrier import Carrier
-from .stage import LARGE, Slot, StagingPlace, Values
+from .stage import LARGE, Slot, StagingPlace, Values, leaves_and_gaps
 from .sum import ordered_sum
 
 __all__ = ["Staging"]
@@ -281,11 +281,9 @@ class Staging:
             if stays is not None:
                 ways = {last: self.carrier.reduces(way) for last, way in ways.items()}
             which = tuple(unit.paths.index(leaf.path) for leaf in bucket.leaves if leaf.numel)
-            large = (
-                self.run.lanes.copies_on_lanes
-                and max(leaf.numel for leaf in bucket.leaves) * bucket.wire.itemsize >= LARGE
-            )
-            slots.append(Slot(bucket, whole, spare, [], which, [], ways, large).on(whole))
+            leaves, gaps = leaves_and_gaps(bucket, whole)
+            large = self.run.lanes.copies_on_lanes and any(leaf.nbytes >= LARGE for leaf in leaves)
+            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, ways, large))
         self.stages[index] = StagingPlace(memory, slots, span)
         return self.stages[index]
 

@@ -78,6 +78,11 @@ class Bucket:
         copy of main weights."""
         return bool(self.placement.weights) and self.slices("main") == 1 and self.compute is self.main
 
+    def gathers(self, debug: bool) -> bool:
+        """Whether weights are gathered, or copied, for a use; else the state's own are lent. In debug mode what is
+        released is poisoned, so what would be lent as it is stored is copied."""
+        return bool(self.placement.weights) and (debug or not self.lent_as_stored)
+
     @property
     def staged(self) -> int:
         """Bytes of staging: what is sent; for an exact sum what comes in, too, and the sum if it stays whole."""

@@ -277,11 +277,7 @@ def make_plan(layout: Layout, schedule: Schedule | None = None, forward: int | N
     schedule = schedule or Schedule()
     found = program(layout, schedule)
     where = found.uses
-    lends = not schedule.debug  # the state's own: what is released would be poisoned
-    buckets = {
-        name: [b for b in layout.by_name[name].buckets if b.placement.weights and not (b.lent_as_stored and lends)]
-        for name in where
-    }
+    buckets = {name: [b for b in layout.by_name[name].buckets if b.gathers(schedule.debug)] for name in where}
     sizes = {name: _total(buckets[name], _nbytes) for name in where}
     kept = choose_kept(schedule, found, sizes)
     held = simulate(schedule, found, sizes, kept)

@@ -41,10 +41,9 @@ class Spec:
             `blocks.1`, ...), and of the rest the largest parts that contain no block. Numbered layers that hold their
             leaves themselves (a convolution, a norm) join the part that they are in, where that is no larger than the
             largest block. A list of patterns makes one unit of each distinct prefix that a pattern matches, and of each
-            tuple of patterns one unit.
-            `{name: pattern or patterns}` names them. What matches nothing is grouped as the rest. A function from a
-            leaf's path to the name of its unit, or to None for the rest, as `lambda path: path.split(".")[0]`; the same
-            one on every rank.
+            tuple of patterns one unit. `{name: pattern or patterns}` names them. What matches nothing is grouped as the
+            rest. A function from a leaf's path to the name of its unit, or to None for the rest, as
+            `lambda path: path.split(".")[0]`; the same one on every rank.
         labels: `{pattern: label}` for optimizers (weight decay, learning rate); first match wins, else "default".
         trainable: `{pattern: bool}`, first match wins. Otherwise parameters of modules go by their `requires_grad`,
             plain tensors are trainable when they are of a floating dtype.

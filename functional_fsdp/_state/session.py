@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from .._spec.schedule import Order
-from .._storage.weights import own_of
 from .state import State
 
 __all__ = ["Session"]
@@ -148,10 +147,6 @@ class Session:
     def spoil(self, state: State, units: Iterable[str], why: str) -> None:
         """What was lent of these units was changed. Where it is the state's own (replicated weights), its lineage is of
         no more use: from here on every use raises a StaleStateError that says why."""
-        layout = state.layout
-        buckets, debug = (
-            [bucket for unit in units for bucket in layout.by_name[unit].buckets],
-            state.spec.schedule.debug,
-        )
-        if any(own_of(state, bucket, debug) is not None for bucket in buckets):
+        layout, debug = state.layout, state.spec.schedule.debug
+        if not all(bucket.gathers(debug) for unit in units for bucket in layout.by_name[unit].buckets):
             self._lineage.broken = why

@@ -69,14 +69,8 @@ def whole_of(state: Stored, bucket: Bucket) -> torch.Tensor | None:
 
 
 def own_of(state: Stored, bucket: Bucket, debug: bool) -> torch.Tensor | None:
-    """The state's own tensor, where that is what is lent as the whole bucket and nothing is gathered, else None.
-
-    Weights that are sharded along axes of one rank are whole, too. In debug mode a copy of them is lent, as what is
-    released is poisoned.
-    """
-    if debug or not bucket.lent_as_stored:
-        return whole_of(state, bucket)
-    return state.main[bucket.name].local
+    """The state's own tensor, where that is what is lent as the whole bucket, see `Bucket.gathers`, else None."""
+    return None if bucket.gathers(debug) else read(state, bucket).local
 
 
 def gather(state: Stored, bucket: Bucket, whole: torch.Tensor | None = None, lane: str = "side") -> torch.Tensor:

@@ -34,8 +34,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 Options = Mapping[str, Any]
 KNOWN = ("backend", "dynamic", "fullgraph", "mode", "options")
-LOWERS = {"force_non_lazy_backward_lowering": True}
-NO_LIMIT = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}
+LOWERS = "force_non_lazy_backward_lowering"
+NO_LIMIT = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}  # layers may differ, all of them
 
 
 @overload
@@ -138,13 +138,6 @@ class Compiler:
             self.codes[key] = torch.compile(own, **self.options)
         return self.codes[key]
 
-    @staticmethod
-    def backwards_too() -> AbstractContextManager[Any]:
-        """Within, a backward is compiled with its forward, so that the next layer, if its graph is the same, finds both
-        in torch's cache; else all forwards come first, and each of them is compiled."""
-        config = torch_private.functorch_config()
-        return config.patch(LOWERS) if all(hasattr(config, name) for name in LOWERS) else nullcontext()
-
     def twin(self, module: nn.Module, cls: type[nn.Module]) -> nn.Module:
         """The same module as an instance of its own class, without a unit call, not compiled; kept: guards know it."""
         twin = self.twins.get(module)
@@ -191,10 +184,7 @@ class Compiled:
         try:
             if mode in self.seen:
                 return code(self, what, *args, **kwargs)
-            with (
-                dynamo.config.patch(NO_LIMIT),
-                self.compiler.backwards_too(),
-            ):  # layers may differ, as many as there are
+            with dynamo.config.patch(NO_LIMIT), backwards_too():
                 out = code(self, what, *args, **kwargs)
             self.seen.add(mode)
             return out
@@ -210,6 +200,13 @@ class Compiled:
                 "code, allow graph breaks with fullgraph=False, or compile other modules only: "
                 "T.compile_units(model, 'blocks.*')."
             ) from error
+
+
+def backwards_too() -> AbstractContextManager[Any]:
+    """Within, a backward is compiled with its forward, so that the next layer, if its graph is the same, finds both in
+    torch's cache; else all forwards come first, and each of them is compiled."""
+    config = torch_private.functorch_config()
+    return config.patch({LOWERS: True}) if hasattr(config, LOWERS) else nullcontext()
 
 
 def _why(error: Exception) -> str:
