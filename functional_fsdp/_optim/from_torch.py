@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from .._common.device import being_captured, lies_on_host
+from .._common.device import being_captured, lies_on_host, zeros_as
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.tracing import traced_as
 from .._plan.bucket import Bucket
@@ -103,7 +103,7 @@ class FromTorch(UpdatesSome):
                 if first.number:
                     new = no_counts(buffer, first.dtype or torch.float32)
                 else:
-                    new = buffer.but(torch.zeros_like(buffer.local, dtype=first.dtype))
+                    new = buffer.but(zeros_as(buffer.local, first.dtype))
                 parts = new.local.unbind() if first.number else _parts(new)
                 opt.setdefault(what, {})[name] = new
                 for part, weights, of in zip(parts, _parts(buffer), kept, strict=False):

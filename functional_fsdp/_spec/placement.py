@@ -8,6 +8,9 @@
 | zero3("data")               | data    | data  | data           | optim_grads_params  | ZeRO-3      |
 | hsdp("replica", "shard")    | shard   | shard | shard          | HSDP                | MiCS        |
 | hfsdp("replica", "shard")   | shard   | shard | replica, shard | HFSDP               | hpZ         |
+
+Each takes `memory_kind="pinned_host"`, JAX's word (jax.sharding, "memory_kind"): main weights and what the optimizer
+keeps for them then lie in pinned memory of the host, and compute weights on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from itertools import pairwise
 
 from .._common.errors import SpecError
 
-__all__ = ["Placement", "ddp", "hfsdp", "hsdp", "zero1", "zero2", "zero3"]
+__all__ = ["MEMORY_KINDS", "Placement", "ddp", "hfsdp", "hsdp", "zero1", "zero2", "zero3"]
+
+MEMORY_KINDS = ("device", "pinned_host")
 
 
 @dataclass(frozen=True)
@@ -31,10 +36,13 @@ class Placement:
         grads: axes that shard what is accumulated; contains `weights`.
         main: axes that shard main weights and optimizer state; contains `grads`.
         data: the axes over which gradients are averaged; contains `main` (default: `main`).
+        memory_kind: where main weights and optimizer state lie: "device", or "pinned_host", the host's memory. There
+            they take none of a GPU's memory but two buffers; `step` brings each bucket to the device, updates it, and
+            takes it back. Compute weights then persist on the device, sharded as `weights` says.
         name: what tables print.
 
     Raises:
-        SpecError: if `weights ⊆ grads ⊆ main ⊆ data` does not hold.
+        SpecError: if `weights ⊆ grads ⊆ main ⊆ data` does not hold; another kind of memory.
 
     >>> Placement(grads=("data",), main=("data",)) == zero2("data")
     True
@@ -44,6 +52,7 @@ class Placement:
     grads: tuple[str, ...] = ()
     main: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
+    memory_kind: str = "device"
     name: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -65,6 +74,10 @@ class Placement:
                     f"sharded over {extra} and {large}={getattr(self, large)} is not. Add {extra} to {large}, or drop "
                     f"it from {small}."
                 )
+        if self.memory_kind not in MEMORY_KINDS:
+            raise SpecError(
+                f"Placement(memory_kind={self.memory_kind!r}): expected one of {', '.join(map(repr, MEMORY_KINDS))}."
+            )
 
     def apart(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of a mesh along which ranks have leaves of their own (experts, replicas that train apart): those of
@@ -82,54 +95,51 @@ class Placement:
             order += [a for a in reversed(axes) if a not in order]
         return tuple(order)
 
-    def __fsdp_settings__(self) -> dict[str, tuple[str, ...]]:
-        return {kind: getattr(self, kind) for kind in ("weights", "grads", "main", "data")}
+    def __fsdp_settings__(self) -> dict[str, object]:
+        return {kind: getattr(self, kind) for kind in ("weights", "grads", "main", "data", "memory_kind")}
 
     def __str__(self) -> str:
         if self.name:
             return self.name
-        return ", ".join(f"{k}={'×'.join(getattr(self, k)) or '-'}" for k in ("weights", "grads", "main"))
+        said = ", ".join(f"{k}={'×'.join(getattr(self, k)) or '-'}" for k in ("weights", "grads", "main"))
+        return said if self.memory_kind == "device" else f"{said}, memory_kind={self.memory_kind}"
 
 
-def ddp(*axes: str) -> Placement:
+def ddp(*axes: str, memory_kind: str = "device") -> Placement:
     """Everything replicated over `axes`; gradients all-reduced. DDP, ZeRO-0, Megatron's `no_shard`."""
-    return Placement(data=_axes("ddp", axes), name=_call("ddp", axes))
+    return _preset("ddp", axes, memory_kind)
 
 
-def zero1(*axes: str) -> Placement:
+def zero1(*axes: str, memory_kind: str = "device") -> Placement:
     """Main weights and optimizer state sharded over `axes`. ZeRO-1, Megatron's `optim`."""
-    return Placement(main=_axes("zero1", axes), name=_call("zero1", axes))
+    return _preset("zero1", axes, memory_kind, main=axes)
 
 
-def zero2(*axes: str) -> Placement:
+def zero2(*axes: str, memory_kind: str = "device") -> Placement:
     """Main weights, optimizer state and gradients sharded over `axes`. ZeRO-2, Megatron's `optim_grads`."""
-    return Placement(grads=_axes("zero2", axes), main=axes, name=_call("zero2", axes))
+    return _preset("zero2", axes, memory_kind, grads=axes, main=axes)
 
 
-def zero3(*axes: str) -> Placement:
+def zero3(*axes: str, memory_kind: str = "device") -> Placement:
     """Everything sharded over `axes`, weights gathered on use. ZeRO-3, FSDP, Megatron's `optim_grads_params`."""
-    return Placement(weights=_axes("zero3", axes), grads=axes, main=axes, name=_call("zero3", axes))
+    return _preset("zero3", axes, memory_kind, weights=axes, grads=axes, main=axes)
 
 
-def hsdp(replica: str, shard: str) -> Placement:
+def hsdp(replica: str, shard: str, *, memory_kind: str = "device") -> Placement:
     """Everything sharded over `shard` (inner) and replicated over `replica` (outer). HSDP."""
     s = (shard,)
-    return Placement(
-        weights=s, grads=s, main=s, data=_axes("hsdp", (replica, shard)), name=_call("hsdp", (replica, shard))
-    )
+    return _preset("hsdp", (replica, shard), memory_kind, weights=s, grads=s, main=s)
 
 
-def hfsdp(replica: str, shard: str) -> Placement:
+def hfsdp(replica: str, shard: str, *, memory_kind: str = "device") -> Placement:
     """As `hsdp`, with main weights and optimizer state sharded over both axes. HFSDP."""
-    both = _axes("hfsdp", (replica, shard))
-    return Placement(weights=(shard,), grads=(shard,), main=both, name=_call("hfsdp", both))
+    s, both = (shard,), (replica, shard)
+    return _preset("hfsdp", both, memory_kind, weights=s, grads=s, main=both)
 
 
-def _axes(preset: str, axes: tuple[str, ...]) -> tuple[str, ...]:
+def _preset(preset: str, axes: tuple[str, ...], memory_kind: str, **kinds: tuple[str, ...]) -> Placement:
+    """The placement over these data axes, named by its call."""
     if not axes or not all(isinstance(a, str) for a in axes):
         raise SpecError(f"{preset}{axes!r}: expected names of mesh axes, as {preset}('data').")
-    return axes
-
-
-def _call(preset: str, axes: tuple[str, ...]) -> str:
-    return f"{preset}({', '.join(axes)})"
+    more = "" if memory_kind == "device" else f", memory_kind={memory_kind}"
+    return Placement(**kinds, data=axes, memory_kind=memory_kind, name=f"{preset}({', '.join(axes)}{more})")

@@ -16,6 +16,7 @@ import torch
 
 from .._common.calls import ordinary, verb
 from .._common.checksum import checksum
+from .._common.device import clone_as
 from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
 from .._common.tracing import traced_as
@@ -112,7 +113,7 @@ def renewed(state: State, trees: dict[str, Any], optimizer: bool, steps: int | N
 
 
 def _copied(x: Any) -> Any:
-    return x.clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x)
+    return clone_as(x) if isinstance(x, torch.Tensor) else copy.deepcopy(x)
 
 
 def _fill(state: State, params: Any, main: dict[str, FlatBuffer]) -> Values | None:
