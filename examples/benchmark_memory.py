@@ -9,7 +9,8 @@
 | plain               | driven, zero3, everything on the device                                               |
 | recomputed          | `T.remat(model, "blocks.*")`: of a block its input is kept, the rest computed again   |
 | mlp offloaded       | `T.remat(model, "blocks.*", save=("attn",), offload=("mlp",))`                        |
-| host memory         | `zero3(memory_kind="pinned_host")`: main weights and optimizer state                  |
+| main on host        | `zero3(memory_kind={"main": "pinned_host"})`: main weights and optimizer state        |
+| host memory         | `zero3(memory_kind="pinned_host")`: those, main gradients and compute shards          |
 | all of it           | host memory, recomputed                                                               |
 | FSDP2               | `fully_shard` of embedding, blocks and head                                           |
 | FSDP2 recomputed    | with torch's `checkpoint_wrapper` around each block                                   |
@@ -131,12 +132,14 @@ class Way:
     recomputed: bool = False
     offloaded: bool = False
     on_host: bool = False
+    only_main: bool = False
 
 
 WAYS = {
     "plain": Way(),
     "recomputed": Way(recomputed=True),
     "mlp offloaded": Way(offloaded=True),
+    "main on host": Way(on_host=True, only_main=True),
     "host memory": Way(on_host=True),
     "all of it": Way(recomputed=True, on_host=True),
     "FSDP2": Way(peer=True),
@@ -147,7 +150,8 @@ WAYS = {
 
 
 def ours(way: Way, shape: Shape, device: str) -> tuple[Step, fsdp.State]:
-    placement = fsdp.zero3("data", memory_kind="pinned_host" if way.on_host else "device")
+    where: Any = {"main": "pinned_host"} if way.only_main else "pinned_host" if way.on_host else "device"
+    placement = fsdp.zero3("data", memory_kind=where)
     precision, schedule = fsdp.Precision(compute=torch.bfloat16), fsdp.Schedule(overlap_update=True)
     spec = fsdp.Spec(fsdp.local_mesh(device), placement, precision=precision, schedule=schedule)
     state, model = fsdp.init(lambda: GPT(shape), spec, fsdp.adamw(lr=LR), seed=0)
@@ -202,13 +206,14 @@ def fsdp2(way: Way, shape: Shape, device: str) -> Step:
 
 
 def predicted(way: Way, shape: Shape, ranks: int, state: fsdp.State) -> tuple[float, float]:
-    """Bytes that the peak falls by, and seconds that the step takes longer, beside "plain"."""
+    """Bytes that the peak falls by, and seconds that the step takes longer at most, beside "plain"."""
     saved, longer = 0.0, 0.0
-    if way.on_host:
-        transfer = fsdp.host_transfer(state)
-        plan = max(shape.block, shape.vocab * shape.width) // ranks
-        saved += (12 - 2) * shape.parameters / ranks - 2 * 12 * plan
-        longer += transfer.seconds
+    if (
+        way.on_host and not way.only_main
+    ):  # main weights, two moments, main gradients; less two buffers, each for a part of 32 MiB
+        part = min(1 << 23, max(shape.block, shape.vocab * shape.width) // ranks)
+        saved += 16 * shape.parameters / ranks - 2 * (16 + 2) * part
+        longer += fsdp.host_transfer(state).seconds
     return saved, longer
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .._common.calls import alone, outside_inference
+from .._common.device import empty_as
 from .._common.errors import CheckpointError, RestartError, SpecError
 from .._common.torch_names import pytree
 from .._runtime.joint import Joint
@@ -251,7 +252,7 @@ def _filled(
     fresh, steps = made[0], int(note["step"])
     weights: dict[str, Any] = {}
     if state.weights:
-        weights = pytree.tree_map(torch.empty_like, state.weights)
+        weights = pytree.tree_map(empty_as, state.weights)
         for name, copy in weights.items():
             refresh(fresh.main[name], copy)
     lineage = Lineage(joint.run, state.layout, state.spec, steps, fresh.count)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count as counter
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -87,6 +87,8 @@ class FromTorch(UpdatesSome):
         """Not where numbers cross to the host, which would wait for each part."""
         there = [known for (_, kind), known in self.seen.items() if kind != HOST.type]
         return not any(known.staged or not known.rates for known in there)
+
+    elementwise: ClassVar[bool] = True
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         return labels_in(name_of(self.cls), self.options)

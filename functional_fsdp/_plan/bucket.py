@@ -75,7 +75,19 @@ class Bucket:
     @cached_property
     def on_host(self) -> bool:
         """Whether main weights, and what an optimizer keeps for them, lie in the host's memory."""
-        return self.placement.memory_kind == "pinned_host"
+        return "main" in self.placement.on_host
+
+    @cached_property
+    def copy_on_host(self) -> bool:
+        """Whether the compute copy does, which gathers read. One that is whole, or that ranks refresh by a collective,
+        stays on the device."""
+        alike = {*self.placement.weights} == {*self.placement.main}
+        return "weights" in self.placement.on_host and bool(self.placement.weights) and alike
+
+    @cached_property
+    def grads_on_host(self) -> bool:
+        """Whether main gradients do."""
+        return "grads" in self.placement.on_host
 
     @cached_property
     def lent_as_stored(self) -> bool:

@@ -9,8 +9,8 @@
 | hsdp("replica", "shard")    | shard   | shard | shard          | HSDP                | MiCS        |
 | hfsdp("replica", "shard")   | shard   | shard | replica, shard | HFSDP               | hpZ         |
 
-Each takes `memory_kind="pinned_host"`, JAX's word (jax.sharding, "memory_kind"): main weights and what the optimizer
-keeps for them then lie in pinned memory of the host, and compute weights on the device.
+Each takes `memory_kind="pinned_host"`, JAX's word (jax.sharding, "memory_kind"): what persists then lies in pinned
+memory of the host.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from .._common.errors import SpecError
 
 __all__ = ["MEMORY_KINDS", "Placement", "ddp", "hfsdp", "hsdp", "zero1", "zero2", "zero3"]
 
 MEMORY_KINDS = ("device", "pinned_host")
+KINDS = ("weights", "grads", "main")
+Memory = str | Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,10 @@ class Placement:
         grads: axes that shard what is accumulated; contains `weights`.
         main: axes that shard main weights and optimizer state; contains `grads`.
         data: the axes over which gradients are averaged; contains `main` (default: `main`).
-        memory_kind: where main weights and optimizer state lie: "device", or "pinned_host", the host's memory. There
-            they take none of a GPU's memory but two buffers; `step` brings each bucket to the device, updates it, and
-            takes it back. Compute weights then persist on the device, sharded as `weights` says.
+        memory_kind: "device", or "pinned_host": all of the state lies in the host's memory, and a GPU has two buffers,
+            through which `step` updates it. A mapping chooses: `{"main": "pinned_host"}` is main weights and optimizer
+            state, without which there are no others; "grads" main gradients; "weights" the compute copy that gathers
+            then read. Where that is not sharded as main weights are, it stays on the device.
         name: what tables print.
 
     Raises:
@@ -52,7 +56,7 @@ class Placement:
     grads: tuple[str, ...] = ()
     main: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
-    memory_kind: str = "device"
+    memory_kind: str | Mapping[str, str] | tuple[str, ...] = "device"
     name: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,10 +78,13 @@ class Placement:
                     f"sharded over {extra} and {large}={getattr(self, large)} is not. Add {extra} to {large}, or drop "
                     f"it from {small}."
                 )
-        if self.memory_kind not in MEMORY_KINDS:
-            raise SpecError(
-                f"Placement(memory_kind={self.memory_kind!r}): expected one of {', '.join(map(repr, MEMORY_KINDS))}."
-            )
+        object.__setattr__(self, "memory_kind", _on_host(self.memory_kind))
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """The kinds that lie in the host's memory."""
+        kinds: tuple[str, ...] = KINDS if self.memory_kind == "pinned_host" else ()
+        return self.memory_kind if isinstance(self.memory_kind, tuple) else kinds
 
     def apart(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of a mesh along which ranks have leaves of their own (experts, replicas that train apart): those of
@@ -102,44 +109,75 @@ class Placement:
         if self.name:
             return self.name
         said = ", ".join(f"{k}={'×'.join(getattr(self, k)) or '-'}" for k in ("weights", "grads", "main"))
-        return said if self.memory_kind == "device" else f"{said}, memory_kind={self.memory_kind}"
+        return f"{said}{_said(self.memory_kind)}"
 
 
-def ddp(*axes: str, memory_kind: str = "device") -> Placement:
+def ddp(*axes: str, memory_kind: Memory = "device") -> Placement:
     """Everything replicated over `axes`; gradients all-reduced. DDP, ZeRO-0, Megatron's `no_shard`."""
     return _preset("ddp", axes, memory_kind)
 
 
-def zero1(*axes: str, memory_kind: str = "device") -> Placement:
+def zero1(*axes: str, memory_kind: Memory = "device") -> Placement:
     """Main weights and optimizer state sharded over `axes`. ZeRO-1, Megatron's `optim`."""
     return _preset("zero1", axes, memory_kind, main=axes)
 
 
-def zero2(*axes: str, memory_kind: str = "device") -> Placement:
+def zero2(*axes: str, memory_kind: Memory = "device") -> Placement:
     """Main weights, optimizer state and gradients sharded over `axes`. ZeRO-2, Megatron's `optim_grads`."""
     return _preset("zero2", axes, memory_kind, grads=axes, main=axes)
 
 
-def zero3(*axes: str, memory_kind: str = "device") -> Placement:
+def zero3(*axes: str, memory_kind: Memory = "device") -> Placement:
     """Everything sharded over `axes`, weights gathered on use. ZeRO-3, FSDP, Megatron's `optim_grads_params`."""
     return _preset("zero3", axes, memory_kind, weights=axes, grads=axes, main=axes)
 
 
-def hsdp(replica: str, shard: str, *, memory_kind: str = "device") -> Placement:
+def hsdp(replica: str, shard: str, *, memory_kind: Memory = "device") -> Placement:
     """Everything sharded over `shard` (inner) and replicated over `replica` (outer). HSDP."""
     s = (shard,)
     return _preset("hsdp", (replica, shard), memory_kind, weights=s, grads=s, main=s)
 
 
-def hfsdp(replica: str, shard: str, *, memory_kind: str = "device") -> Placement:
+def hfsdp(replica: str, shard: str, *, memory_kind: Memory = "device") -> Placement:
     """As `hsdp`, with main weights and optimizer state sharded over both axes. HFSDP."""
     s, both = (shard,), (replica, shard)
     return _preset("hfsdp", both, memory_kind, weights=s, grads=s, main=both)
 
 
-def _preset(preset: str, axes: tuple[str, ...], memory_kind: str, **kinds: tuple[str, ...]) -> Placement:
+def _on_host(memory_kind: Any) -> str | tuple[str, ...]:
+    """ "device", "pinned_host", or the kinds that lie in the host's memory where only some do."""
+    if memory_kind in MEMORY_KINDS or (isinstance(memory_kind, tuple) and memory_kind and {*memory_kind} < {*KINDS}):
+        return memory_kind  # type: ignore[no-any-return]
+    if not isinstance(memory_kind, Mapping):
+        raise SpecError(
+            f"Placement(memory_kind={memory_kind!r}): expected one of {', '.join(map(repr, MEMORY_KINDS))}, or a "
+            "mapping, as {'main': 'pinned_host'}."
+        )
+    for kind, memory in memory_kind.items():
+        if kind not in KINDS or memory not in MEMORY_KINDS:
+            raise SpecError(
+                f"Placement(memory_kind={{{kind!r}: {memory!r}}}): expected one of {', '.join(map(repr, KINDS))}, and "
+                f"one of {', '.join(map(repr, MEMORY_KINDS))}."
+            )
+    there = tuple(kind for kind in KINDS if memory_kind.get(kind) == "pinned_host")
+    if there and "main" not in there:
+        raise SpecError(
+            f"Placement(memory_kind={dict(memory_kind)!r}): main weights would lie on the device, and "
+            f"{', '.join(there)} would not. Add 'main': 'pinned_host', which is the largest part."
+        )
+    return "device" if not there else "pinned_host" if there == KINDS else there
+
+
+def _said(memory_kind: Any) -> str:
+    if memory_kind == "device":
+        return ""
+    some = memory_kind if isinstance(memory_kind, str) else f"pinned_host of {' and '.join(memory_kind)}"
+    return f", memory_kind={some}"
+
+
+def _preset(preset: str, axes: tuple[str, ...], memory_kind: Memory, **kinds: tuple[str, ...]) -> Placement:
     """The placement over these data axes, named by its call."""
     if not axes or not all(isinstance(a, str) for a in axes):
         raise SpecError(f"{preset}{axes!r}: expected names of mesh axes, as {preset}('data').")
-    more = "" if memory_kind == "device" else f", memory_kind={memory_kind}"
-    return Placement(**kinds, data=axes, memory_kind=memory_kind, name=f"{preset}({', '.join(axes)}{more})")
+    name = f"{preset}({', '.join(axes)}{_said(_on_host(memory_kind))})"
+    return Placement(**kinds, data=axes, memory_kind=memory_kind, name=name)

@@ -107,6 +107,7 @@ def moved(state: State, spec: Spec, allow: Collection[str], trains: bool = False
         opt = pytree.tree_map(mover.node, state.opt, is_leaf=is_buffers)
         mover.may_leave = False
         extras = pytree.tree_map(mover.node, state.extras, is_leaf=is_buffers)
+        mover.may_leave = True
     if hasattr(state.optimizer, "placed") and not trains:
         opt = state.optimizer.placed(opt)
     copies = {name: mover.made(bucket, "weights", bucket.compute) for name, bucket in layout.buckets.items()
@@ -295,7 +296,7 @@ class Mover:
     def made(self, bucket: Bucket, kind: str, dtype: torch.dtype) -> FlatBuffer:
         """Zeros for this rank's shard of a bucket."""
         numel, device = bucket.numel // bucket.slices(kind), self.run.device
-        stays = kind == "main" and bucket.on_host and self.may_leave
+        stays = (bucket.on_host if kind == "main" else bucket.copy_on_host) and self.may_leave
         local = host_memory(numel, dtype, device) if stays else torch.zeros(numel, dtype=dtype, device=device)
         return FlatBuffer(local, bucket, states_of(bucket, kind), self.spec.mesh)
 

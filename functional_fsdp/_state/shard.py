@@ -287,7 +287,7 @@ def _empty(bucket: Bucket, kind: str, spec: Spec, device: torch.device) -> FlatB
     make = torch.zeros if kind == "main" else torch.empty
     dtype = bucket.main if kind == "main" else bucket.compute
     numel = bucket.numel // bucket.slices(kind)
-    stays = kind == "main" and bucket.on_host
+    stays = bucket.on_host if kind == "main" else bucket.copy_on_host
     local = host_memory(numel, dtype, device) if stays else make(numel, dtype=dtype, device=device)
     return FlatBuffer(local, bucket, states_of(bucket, kind), spec.mesh)
 

@@ -181,7 +181,7 @@ class State:
         lineage = Lineage(runtime_of(spec.mesh), kept["layout"], spec, kept.pop("steps"), kept["count"])
         version = Version(lineage, 0)
         kept["treedef"] = pytree.tree_structure(kept["treedef"])
-        kept.update(main=at_home(kept["main"]), opt=at_home(kept["opt"]))
+        kept.update(main=at_home(kept["main"]), opt=at_home(kept["opt"]), weights=at_home(kept["weights"], True))
         for name, value in {**kept, "version": version}.items():
             object.__setattr__(self, name, ordinary(value) if name in CHILDREN else value)
 

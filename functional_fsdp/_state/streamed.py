@@ -1,13 +1,13 @@
-"""The update of what lies in the host's memory: bucket by bucket through two buffers on the device.
+"""The update of what lies in the host's memory: part by part through two buffers on the device.
 
     fetch lane   ── 3 to buffer 0 ── 2 to buffer 1 ──          ── 1 to buffer 0 ──
     update       ─────────────────── update 3 ─────── update 2 ─────────────────── update 1 ──
     store lane                                ── 3 to the host ── 2 to the host ──          ── 1 to the host ──
 
-A portion is some buckets: main weights and what the optimizer keeps for them, which are as many bytes each way. The
-optimizer sees tensors of the device. Compute copies are brought up to date from them, so nothing is fetched twice.
-With `Schedule(overlap_update=True)` the middle row is a lane, too, and a portion starts when its gradients are there;
-else it is compute, after the backward. On the CPU everything happens in a row.
+A portion is some buckets, or parts of them: main weights, what the optimizer keeps for them, and their gradients where
+those are in the host's memory, too. The optimizer sees tensors of the device. Compute copies are brought up to date
+from these, so nothing is fetched twice. With `Schedule(overlap_update=True)` the middle row is a lane, too, and a
+portion starts when its gradients are there; else it is compute, after the backward. On the CPU it is all in a row.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from .._common.device import host_bandwidth, in_host_memory
 from .._common.torch_names import pytree
 from .._common.tree import bytes_text
 from .._distributed.lanes import Mark, Steps
-from .._optim.optimizer import FILL, portions
-from .._plan.bucket import STAGED, aligned
+from .._optim.optimizer import FILL
+from .._plan.bucket import ALIGN, STAGED, Bucket, aligned
+from .._storage.cut import Cut
 from .._storage.flat import FlatBuffer
 
 if TYPE_CHECKING:
@@ -31,63 +32,91 @@ if TYPE_CHECKING:
 __all__ = ["HostTransfer", "Streamed", "host_transfer"]
 
 BUFFERS = 2
-Update = Callable[[dict[str, FlatBuffer], Any], None]  # of main weights and optimizer state on the device
+Tree = dict[str, FlatBuffer]
+Update = Callable[[Tree, Any, Tree], None]  # of main weights and optimizer state on the device, by these gradients
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (of the device, of the host)
+
+
+class Part(NamedTuple):
+    """The elements [start, stop) of what a rank holds of a bucket; whether they are its last ones."""
+
+    name: str
+    start: int
+    stop: int
+    last: bool
 
 
 class Portion(NamedTuple):
-    """Some buckets on the device. pairs: (of the device, of the host), what is copied in and back. own: (main weights,
-    their place in the compute copy)."""
+    """What is on the device at once. both: copied in and back. fetched: copied in only. cast: (main weights, where they
+    go in the compute dtype). stored: copied back only. grads: by bucket, room for gradients, if they are fetched."""
 
-    main: dict[str, FlatBuffer]
+    parts: tuple[Part, ...]
+    main: Tree
     opt: Any
-    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    own: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    both: Pairs
+    fetched: Pairs
+    cast: Pairs
+    stored: Pairs
+    grads: dict[str, torch.Tensor]
 
 
 def _is_buffer(x: Any) -> bool:
     return isinstance(x, FlatBuffer)
 
 
-def _kept(opt: Any, name: str) -> list[torch.Tensor]:
+def _kept(opt: Any, name: str) -> list[FlatBuffer]:
     """What an optimizer keeps for a bucket in the host's memory."""
     nodes = pytree.tree_leaves(opt, is_leaf=_is_buffer)
-    return [n.local for n in nodes if _is_buffer(n) and n.bucket.name == name and in_host_memory(n.local)]
+    return [n for n in nodes if _is_buffer(n) and n.bucket.name == name and in_host_memory(n.local)]
 
 
 class HostTransfer(NamedTuple):
-    """What `step` moves between the host's memory and the device, on this rank.
+    """What a step moves between the host's memory and the device, on this rank, in bytes.
 
-    nbytes: to the device, and as many back. bandwidth: bytes a second each way, both ways at once.
+    update: by `step`, to the device; nearly as many go back. beside: in the forward and the backward, to the device,
+    for gathers. gradients: in the backward, to the host. bandwidth: bytes a second each way, both ways at once.
     """
 
-    nbytes: int
+    update: int
+    beside: int
+    gradients: int
     bandwidth: float
 
     @property
     def seconds(self) -> float:
-        """What a step takes longer, where nothing else hides it."""
-        return self.nbytes / self.bandwidth
+        """What a step takes longer at most, where nothing is hidden by compute."""
+        return (self.update + self.beside + self.gradients) / self.bandwidth
 
     def __repr__(self) -> str:
+        sizes = [f"{bytes_text(n)} {what}" for what, n in zip(self._fields[:3], self[:3], strict=True) if n]
         rate = f"{self.bandwidth / 1e9:.1f} GB/s each way"
-        return f"{bytes_text(self.nbytes)} to the device and back in a step, {self.seconds:.3f} s at {rate}"
+        return f"a step moves {', '.join(sizes) or 'nothing'}: at most {self.seconds:.3f} s at {rate}"
 
 
 def host_transfer(state: State) -> HostTransfer:
-    """What it costs that main weights and optimizer state lie in the host's memory (`memory_kind="pinned_host"`).
+    """What it costs that a state lies in the host's memory (`memory_kind="pinned_host"`), by plan.
 
-    The bandwidth is measured, on the first call for a device: two copies of 64 MiB each way. Others that use the same
+    The bandwidth is measured, on the first call for a device: four copies of 64 MiB each way. Others that use the same
     bus at the same time are not counted.
 
-    Example: `print(fsdp.host_transfer(state))` gives "13.8 GiB to the device and back in a step, 0.295 s at 50.4 GB/s
-    each way".
-
     Collective: none.
+
+    Example: `print(fsdp.host_transfer(state))` gives "a step moves 13.8 GiB update, 4.6 GiB beside: at most 0.396 s at
+    50.4 GB/s each way".
     """
-    some = [name for name in state.layout.trainable if state.layout.buckets[name].on_host]
-    nodes = [n for n in pytree.tree_leaves(state.opt, is_leaf=_is_buffer) if _is_buffer(n) and in_host_memory(n.local)]
-    moved = {t.data_ptr(): t.nbytes for t in (*(state.main[name].local for name in some), *(n.local for n in nodes))}
-    return HostTransfer(sum(moved.values()), host_bandwidth(state.count.device))
+    far = {name: bucket for name, bucket in state.layout.trainable.items() if bucket.on_host}
+    sizes = {name: state.main[name].local.numel() for name in far}
+    kept = {t.local.data_ptr(): t.local.nbytes for name in far for t in (state.main[name], *_kept(state.opt, name))}
+    gradients = sum(sizes[name] * bucket.grads.itemsize for name, bucket in far.items() if bucket.grads_on_host)
+    gathers: dict[str, int] = {}
+    for gather in state.cursor.plan.gathers:
+        gathers[gather.unit] = gathers.get(gather.unit, 0) + 1
+    beside = sum(
+        buffer.local.nbytes * gathers.get(buffer.bucket.unit, 0)
+        for buffer in state.weights.values()
+        if buffer.bucket.copy_on_host
+    )
+    return HostTransfer(sum(kept.values()) + gradients, beside, gradients, host_bandwidth(state.count.device))
 
 
 class Streamed:
@@ -95,6 +124,7 @@ class Streamed:
 
     def __init__(self, device: torch.device) -> None:
         self.buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self.fresh = False  # whether compute may still do something in the buffers' memory
         self.done: set[str] = set()  # whose update, in this step, has brought its compute copy along
         self.opt: Any = None  # for which the portions are
         self.found: dict[tuple[str, ...], tuple[Portion, ...]] = {}
@@ -110,60 +140,80 @@ class Streamed:
         done, self.done = self.done, set()
         return set() if put_back else done
 
+    # ---------------------------------------------------------------- who lies where
+
     def portions(self, state: State, names: Sequence[str]) -> tuple[Portion, ...]:
         """Those of these buckets, in this order: the same ones in every step of the same optimizer state."""
         if self.opt is not state.opt:
             self.opt, self.found = state.opt, {}
         key = tuple(names)
         if key not in self.found:
-            sizes = {name: state.main[name].local.nbytes for name in names}
-            groups = portions(sizes, getattr(state.optimizer, "fill", FILL))
-            self._make_room(max((self._bytes(state, some) for some in groups), default=0))
+            groups = _groups(state, names)
+            self._make_room(max((sum(_nbytes(state, part) for part in some) for some in groups), default=0))
             self.found[key] = tuple(self._portion(state, some, i % BUFFERS) for i, some in enumerate(groups))
         return self.found[key]
-
-    @staticmethod
-    def _bytes(state: State, names: Sequence[str]) -> int:
-        kept = (t for name in names for t in (state.main[name].local, *_kept(state.opt, name)))
-        return sum(aligned(t.nbytes, STAGED) for t in kept)
 
     def _make_room(self, nbytes: int) -> None:
         if self.buffers[0].nbytes < nbytes:
             device, self.found = self.buffers[0].device, {}
             self.buffers.clear()
             self.buffers += [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+            self.fresh = True
 
-    def _portion(self, state: State, names: Sequence[str], which: int) -> Portion:
-        at, seen, pairs = 0, dict[int, torch.Tensor](), []
+    def _portion(self, state: State, parts: Sequence[Part], which: int) -> Portion:
+        at = 0
+        seen: dict[tuple[int, int], torch.Tensor] = {}
+        both, fetched, cast, stored = ([] for _ in range(4))
+        by_name = {part.name: part for part in parts}
 
-        def there(tensor: torch.Tensor) -> torch.Tensor:
+        def room(numel: int, dtype: torch.dtype) -> torch.Tensor:
             nonlocal at
-            if tensor.data_ptr() not in seen or not tensor.numel():
-                view = self.buffers[which][at : at + tensor.nbytes].view(tensor.dtype)
-                at += aligned(tensor.nbytes, STAGED)
-                seen[tensor.data_ptr()] = view
-                pairs.append((view, tensor))
-            return seen[tensor.data_ptr()]
+            begin, at = at, at + aligned(numel * dtype.itemsize, STAGED)
+            return self.buffers[which][begin : begin + numel * dtype.itemsize].view(dtype)
 
-        main = {name: state.main[name].but(there(state.main[name].local)) for name in names}
+        def there(buffer: FlatBuffer, part: Part) -> FlatBuffer:
+            """This part of a buffer on the device; of one with a number a leaf, a copy for all updates but the last."""
+            if buffer.bucket.by_leaf:
+                if part.last or not buffer.local.numel():
+                    return buffer
+                fetched.append((room(buffer.local.numel(), buffer.local.dtype), buffer.local))
+                return buffer.but(fetched[-1][0])
+            far = buffer.local[part.start : part.stop]
+            key = (far.data_ptr(), far.numel())
+            if key not in seen or not far.numel():
+                seen[key] = room(far.numel(), far.dtype)
+                both.append((seen[key], far))
+            return Cut(seen[key], buffer, part.start) if far.numel() < buffer.local.numel() else buffer.but(seen[key])
 
         def moved(x: Any) -> Any:
-            mine = _is_buffer(x) and x.bucket.name in main and in_host_memory(x.local)
-            return x.but(there(x.local)) if mine else x
+            mine = _is_buffer(x) and x.bucket.name in by_name and (x.bucket.by_leaf or in_host_memory(x.local))
+            return there(x, by_name[x.bucket.name]) if mine else x
 
+        main = {part.name: there(state.main[part.name], part) for part in parts}
         opt = pytree.tree_map(moved, state.opt, is_leaf=_is_buffer)
-        own = []
-        for name, buffer in main.items():
-            copy = state.weights[name]
-            start = buffer.span()[0] - copy.span()[0]
-            own.append((buffer.local, copy.local[start : start + buffer.local.numel()]))
-        return Portion(main, opt, tuple(pairs), tuple(own))
+        grads = {}
+        for part in parts:
+            bucket, copy, size = state.layout.buckets[part.name], state.weights[part.name], part.stop - part.start
+            first = state.main[part.name].span()[0] - copy.span()[0] + part.start
+            own = copy.local[first : first + size]
+            if in_host_memory(own):
+                stored.append((room(size, bucket.compute), own))
+                own = stored[-1][0]
+            cast.append((main[part.name].local, own))
+            if bucket.grads_on_host:
+                grads[part.name] = room(size, bucket.grads)
+        return Portion(tuple(parts), main, opt, both, fetched, cast, stored, grads)
 
-    def run(self, lanes: Any, some: Sequence[Portion], update: Update, marks: Mapping[str, Mark] | None) -> Mark:
+    # ---------------------------------------------------------------- a step
+
+    def run(
+        self, lanes: Any, some: Sequence[Portion], grads: Tree, update: Update, marks: Mapping[str, Mark] | None
+    ) -> Mark:
         """Carry portions out.
 
         Args:
-            update: the optimizer's, of the buckets that a portion has.
+            grads: main gradients.
+            update: the optimizer's, of what a portion has.
             marks: by bucket, when its gradients are there, in their order: the update goes beside compute. None: they
                 are there, and compute updates.
 
@@ -171,37 +221,93 @@ class Streamed:
             the mark at the end of the store lane.
         """
         stored: list[Mark] = [None] * BUFFERS
-        here = lanes.mark() if marks is None else None
+        here = lanes.mark() if marks is None or self.fresh else None
+        self.fresh = False
         last: Mark = None
         for i, portion in enumerate(some):
-            ready = [] if marks is None else [marks[name] for name in portion.main]
-            free, begun = stored[i % BUFFERS], here if marks is None else marks[next(iter(some[max(i - 1, 0)].main))]
-            fetched = lanes.beside("fetch", _copies(lanes, [free, begun], portion, 0))
-            taken = _taken(lanes, [fetched, *ready], portion, update)
+            before = some[max(i - 1, 0)].parts[0].name
+            ready = [] if marks is None else [marks[part.name] for part in portion.parts]
+            begun = [stored[i % BUFFERS], here, None if marks is None else marks[before]]
+            slopes, came = _gradients(portion, grads)
+            fetched = lanes.beside("fetch", _copies(lanes, begun, [*portion.both, *portion.fetched], 0))
+            if came:  # what they wait for, updates would wait for anyhow
+                fetched = lanes.beside("fetch", _copies(lanes, ready, came, 0))
+            taken = _taken(lanes, [fetched, *ready], portion, slopes, update)
             if marks is None:
                 for _ in taken:
                     pass
                 updated = lanes.mark()
             else:
                 updated = lanes.beside("update", taken)
-            last = stored[i % BUFFERS] = lanes.beside("store", _copies(lanes, [updated], portion, 1))
-            self.done.update(portion.main)
+            back = _copies(lanes, [updated], [*portion.both, *portion.stored], 1)
+            last = stored[i % BUFFERS] = lanes.beside("store", back)
+            self.done.update(part.name for part in portion.parts if part.last)
         return last
 
 
-def _copies(lanes: Any, after: Sequence[Mark], portion: Portion, back: int) -> Steps:
+def _groups(state: State, names: Sequence[str]) -> list[list[Part]]:
+    """Parts in a row, in groups of so many bytes of main weights as an update has at least."""
+    fill = getattr(state.optimizer, "fill", FILL)
+    found: list[list[Part]] = []
+    left = 0
+    for name in names:
+        local = state.main[name].local
+        most = aligned(max(1, fill // local.element_size()), ALIGN) if _cuts(state) else max(1, local.numel())
+        for start in range(0, max(1, local.numel()), most):
+            stop = min(start + most, local.numel())
+            if left <= 0:
+                found.append([])
+                left = fill
+            if any(part.name == name for part in found[-1]):  # one part of a bucket at a time
+                found.append([])
+                left = fill
+            found[-1].append(Part(name, start, stop, stop == local.numel()))
+            left -= (stop - start) * local.element_size()
+    return found
+
+
+def _cuts(state: State) -> bool:
+    return bool(getattr(state.optimizer, "elementwise", False))
+
+
+def _nbytes(state: State, part: Part) -> int:
+    """Bytes that a part takes in a buffer."""
+    size = part.stop - part.start
+    bucket: Bucket = state.layout.buckets[part.name]
+    dtypes = [buffer.local.dtype for buffer in (state.main[part.name], *_kept(state.opt, part.name))]
+    dtypes += [bucket.compute] * bucket.copy_on_host + [bucket.grads] * bucket.grads_on_host
+    nodes = pytree.tree_leaves(state.opt, is_leaf=_is_buffer)
+    counts = [n.local.nbytes for n in nodes if _is_buffer(n) and n.bucket.by_leaf and n.bucket.name == part.name]
+    return sum(aligned(size * dtype.itemsize, STAGED) for dtype in dtypes) + sum(aligned(n, STAGED) for n in counts)
+
+
+def _gradients(portion: Portion, grads: Tree) -> tuple[Tree, Pairs]:
+    """A portion's gradients, and how those come to the device that lie in the host's memory."""
+    found: Tree = {}
+    pairs: Pairs = []
+    for name, start, stop, _ in portion.parts:
+        buffer = grads[name]
+        local = buffer.local[start:stop]
+        if name in portion.grads and in_host_memory(local):
+            pairs.append((portion.grads[name], local))
+            local = portion.grads[name]
+        found[name] = Cut(local, buffer, start) if local.numel() < buffer.local.numel() else buffer.but(local)
+    return found, pairs
+
+
+def _copies(lanes: Any, after: Sequence[Mark], pairs: Pairs, back: int) -> Steps:
     """To the device, or back. No kernel runs: these are copies of equal dtype, which the copy engines make."""
     for mark in after:
         lanes.wait(mark)
-    for pair in portion.pairs:
+    for pair in pairs:
         pair[back].copy_(pair[1 - back], non_blocking=True)
     yield from ()
 
 
-def _taken(lanes: Any, after: Sequence[Mark], portion: Portion, update: Update) -> Steps:
+def _taken(lanes: Any, after: Sequence[Mark], portion: Portion, grads: Tree, update: Update) -> Steps:
     for mark in after:
         lanes.wait(mark)
-    update(portion.main, portion.opt)
-    for main, own in portion.own:
+    update(portion.main, portion.opt, grads)
+    for main, own in portion.cast:
         own.copy_(main)
     yield from ()

@@ -177,19 +177,30 @@ def _stream(state: State, names: Sequence[str], skip: torch.Tensor | None, given
     now = partial(_on_device, state, skip, given)
     marks = {name: staging.reduced[name] for name in names} if beside else None
     some = executor.streamed.portions(state, names)
-    staging.marks["store"] = executor.streamed.run(lanes, some, now, marks)
+    staging.marks["store"] = executor.streamed.run(lanes, some, executor.grads, now, marks)
     if not beside:
         lanes.wait(staging.marks["store"])
 
 
-def _on_device(state: State, skip: torch.Tensor | None, given: Leaves, main: dict[str, FlatBuffer], opt: Any) -> None:
-    _in_place(state._evolve(opt=opt), main, skip, given)
+def _on_device(
+    state: State,
+    skip: torch.Tensor | None,
+    given: Leaves,
+    main: dict[str, FlatBuffer],
+    opt: Any,
+    grads: dict[str, FlatBuffer],
+) -> None:
+    _in_place(state._evolve(opt=opt), main, skip, given, grads)
 
 
 def _in_place(
-    state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None = None, given: Leaves = NOTHING
+    state: State,
+    main: dict[str, FlatBuffer],
+    skip: torch.Tensor | None = None,
+    given: Leaves = NOTHING,
+    grads: Any = None,
 ) -> None:
-    new, _ = update(state, state._executor.grads, main, skip, given)
+    new, _ = update(state, state._executor.grads if grads is None else grads, main, skip, given)
     if new is not main and any(new[name].local is not buffer.local for name, buffer in main.items()):
         raise TreeError(
             f"step: {type(state.optimizer).__name__} says by_bucket = True, and its update returned other tensors than "

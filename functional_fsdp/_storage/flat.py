@@ -217,14 +217,17 @@ def zeros(like: dict[str, FlatBuffer], trees: int = 1) -> list[dict[str, FlatBuf
     return [{name: b.but(zeros_as(b.local)) for name, b in like.items()} for _ in range(trees)]
 
 
-def at_home(tree: Any) -> Any:
+def at_home(tree: Any, weights: bool = False) -> Any:
     """A tree of main weights, or of what an optimizer keeps, with FlatBuffers in the memory that their placement names:
-    those that an optimizer has made elsewhere, or that a file or a copy brings, are moved."""
+    those that an optimizer has made elsewhere, or that a file or a copy brings, are moved.
+
+    weights: of compute copies.
+    """
 
     def moved(x: Any) -> Any:
-        if not isinstance(x, FlatBuffer) or not x.bucket.on_host or x.bucket.by_leaf or x.local.device.type == "meta":
+        if not isinstance(x, FlatBuffer) or x.bucket.by_leaf or x.local.device.type == "meta":
             return x
-        if in_host_memory(x.local):
+        if not (x.bucket.copy_on_host if weights else x.bucket.on_host) or in_host_memory(x.local):
             return x
         return x.but(host_memory(x.local.numel(), x.local.dtype, x.local.device).copy_(x.local))
 

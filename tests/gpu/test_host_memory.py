@@ -111,7 +111,6 @@ def test_what_lies_there_is_no_memory_of_the_device() -> None:
         launch(trained, ("zero3", HOST, False, "eager"), nprocs=RANKS),
         strict=True,
     ):
-        numel = LAYERS * WIDTH * WIDTH // RANKS
-        saved = 12 * numel - 2 * numel  # main weights and two moments in float32, less a compute copy
-        assert abs(theirs["alive"] - ours["alive"] - saved) < 4 << 20
+        saved = 16 * LAYERS * WIDTH * WIDTH // RANKS  # main weights, two moments and main gradients in float32
+        assert abs(theirs["alive"] - ours["alive"] - saved * 3 // 4) < 4 << 20
         assert abs(theirs["peak"] - ours["peak"] - saved + ours["buffers"]) < 64 << 20

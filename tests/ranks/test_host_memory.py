@@ -20,6 +20,8 @@ import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import in_host_memory
+from functional_fsdp._optim.optimizer import FILL
+from functional_fsdp._state import streamed
 
 HOST = "pinned_host"
 OPTIMIZERS = {
@@ -41,13 +43,9 @@ def _descent(grads: Any, opt: Any, main: Any) -> Any:
     return pytree.tree_map(lambda p, m: p - 0.01 * m, main, moved), moved
 
 
-def placed(preset: str, kind: str) -> tuple[Any, Any]:
+def spec_of(preset: str, kind: Any, **more: Any) -> fsdp.Spec:
     mesh, _ = mesh_and_placement(preset)
-    return mesh, getattr(fsdp, preset)(*AXES[preset], memory_kind=kind)
-
-
-def spec_of(preset: str, kind: str, **more: Any) -> fsdp.Spec:
-    mesh, placement = placed(preset, kind)
+    placement = getattr(fsdp, preset)(*AXES[preset], memory_kind=kind)
     labels = {"blocks.*.up.weight": "matrix", "blocks.*.down.weight": "matrix"}
     return fsdp.Spec(mesh, placement, labels=labels, **more)
 
@@ -78,15 +76,22 @@ def same(a: Any, b: Any) -> bool:
     return x.keys() == y.keys() != set() and all(torch.equal(x[path], y[path]) for path in x)
 
 
-def both(preset: str, optimizer: str, precision: Any, micro: int, schedule: Any = None) -> list[Trees]:
+def both(preset: str, optimizer: str, precision: Any, micro: int) -> list[Trees]:
+    """On the device; all of it on the host, in parts of 128 elements; main weights and optimizer state only."""
     params, model = fsdp.functionalize(net(torch.float32))
     found = []
-    for kind in ("device", HOST):
-        spec = spec_of(preset, kind, precision=precision, schedule=schedule)
+    for kind, fill in (("device", 1), (HOST, 512), ({"main": HOST}, 1 << 20)):
+        streamed.FILL = fill
+        spec = spec_of(preset, kind, precision=precision)
         state = trained(fsdp.shard(params, spec, OPTIMIZERS[optimizer]()), model, 3, micro=micro)
-        assert {in_host_memory(x.local) for x in buffers(state)} == {kind == HOST}
-        assert not any(in_host_memory(x.local) for x in state.weights.values())
-        found.append(kept(state))
+        assert {in_host_memory(x.local) for x in buffers(state)} == {kind != "device"}
+        copies = {in_host_memory(x.local) for x in state.weights.values() if x.local.numel()}
+        assert copies <= {kind == HOST and preset in ("zero3", "hsdp")}
+        state, _ = T.forward_backward(model, loss_fn)(state, batch(3, dist.get_rank()))
+        state = fsdp.finish_reductions(state)
+        assert {in_host_memory(x.local) for x in state.grads.values() if x.local.numel()} == {kind == HOST}
+        found.append(kept(fsdp.drop_gradients(state)))
+    streamed.FILL = FILL
     return found
 
 
@@ -102,8 +107,8 @@ def test_three_steps_have_the_device_s_bits(preset: str, optimizer: str, micro: 
     if optimizer == "radam" and preset in ("hsdp", "hfsdp"):
         micro = 1
     precision = None if micro == 1 else BF16
-    for device, host in launch(both, (preset, optimizer, precision, micro), nprocs=ranks_of(preset)):
-        assert same(device, host)
+    for device, *others in launch(both, (preset, optimizer, precision, micro), nprocs=ranks_of(preset)):
+        assert all(same(device, other) for other in others)
 
 
 def other_ways(preset: str) -> Trees:
@@ -190,19 +195,42 @@ def by_pattern() -> Trees:
         there = {leaf.path for x in state.main.values() if in_host_memory(x.local) for leaf in x.bucket.leaves}
         assert there == ({path for path in params if ".up." in path} if kind == HOST else set())
         far = sum(x.local.nbytes for x in buffers(state) if in_host_memory(x.local))
-        found[kind] = kept(state), fsdp.host_transfer(state).nbytes, far, repr(state)
+        found[kind] = kept(state), fsdp.host_transfer(state), far, state.layout.nbytes("weights"), repr(state)
     return found
 
 
 def test_some_leaves_by_pattern_and_what_they_cost() -> None:
     for found in launch(by_pattern, nprocs=2):
-        (device, none, _, _), (host, moved, far, said) = found["device"], found[HOST]
+        (device, none, *_), (host, moved, far, weights, said) = found["device"], found[HOST]
         assert same(device, host)
-        assert none == 0
-        assert moved == far > 0  # each byte there and back
+        assert none[:3] == (0, 0, 0)
+        assert moved.update == far + moved.gradients  # each byte there and back; gradients there only
+        assert moved.gradients == far // 3  # beside main weights and two moments
+        assert 0 < moved.beside < 2 * weights
         assert "in host memory" in said
-        assert "GB/s" in repr(fsdp.HostTransfer(1 << 30, 50e9))
-        assert fsdp.HostTransfer(10, 5.0).seconds == 2
+        assert "GB/s" in repr(moved)
+        assert fsdp.HostTransfer(10, 4, 6, 5.0).seconds == 4
+
+
+def held_gradients() -> bool:
+    """Main gradients in the host's memory are used again, unless somebody holds them."""
+    params, model = fsdp.functionalize(net(torch.float32))
+    state = fsdp.shard(params, spec_of("zero3", HOST), fsdp.adamw(lr=1e-2))
+    forward_backward = T.forward_backward(model, loss_fn)
+    places, held, copies = [], [], []
+    for i in range(4):
+        state, _ = forward_backward(state, batch(i, dist.get_rank()))
+        state = fsdp.finish_reductions(state)
+        places.append([x.local.data_ptr() for x in state.grads.values()])
+        if i == 1:
+            held, copies = [x.local for x in state.grads.values()], [x.local.clone() for x in state.grads.values()]
+        state = fsdp.step(state)
+    assert places[0] == places[1] != places[2] == places[3]
+    return all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
+
+
+def test_gradients_that_somebody_holds_stay() -> None:
+    assert all(launch(held_gradients, nprocs=2))
 
 
 def buffers_stay() -> tuple[list[int], int, int]:
@@ -211,21 +239,32 @@ def buffers_stay() -> tuple[list[int], int, int]:
     seen = []
     for i in range(3):
         state = trained(state, model, 1, first=i)
-        streamed = state._executor.streamed
-        seen.append(streamed.buffers[0].data_ptr())
+        there = state._executor.streamed
+        seen.append(there.buffers[0].data_ptr())
     sizes = [sum(x.local.nbytes for x in buffers(state) if x.bucket.name == name) for name in state.layout.trainable]
-    return seen, streamed.nbytes, sum(sizes)
+    return seen, there.nbytes, sum(sizes)
 
 
 def test_two_buffers_are_made_once() -> None:
     for seen, nbytes, state in launch(buffers_stay, nprocs=2):
         assert len(set(seen)) == 1
-        assert 0 < nbytes <= 2 * (state + 64 * 512)  # a portion is at most all that there is
+        assert 0 < nbytes <= 2 * (2 * state + 128 * 512)  # a portion is at most all that there is, with gradients
 
 
 def test_another_kind_of_memory_is_refused() -> None:
     with pytest.raises(fsdp.SpecError, match="expected one of 'device', 'pinned_host'"):
         fsdp.zero3("data", memory_kind="host")
+    with pytest.raises(fsdp.SpecError, match="expected one of 'weights', 'grads', 'main'"):
+        fsdp.zero3("data", memory_kind={"opt": HOST})
+    with pytest.raises(fsdp.SpecError, match="Add 'main': 'pinned_host'"):
+        fsdp.zero3("data", memory_kind={"grads": HOST})
+    everything = dict.fromkeys(("main", "grads", "weights"), HOST)
+    assert fsdp.zero3("data", memory_kind=everything) == fsdp.zero3("data", memory_kind=HOST)
+    assert fsdp.zero3("data", memory_kind={"main": "device"}) == fsdp.zero3("data")
+    some = fsdp.zero3("data", memory_kind={"main": HOST, "grads": HOST})
+    assert str(some) == "zero3(data, memory_kind=pinned_host of grads and main)"
+    assert pickle.loads(pickle.dumps(some)) == some
+    assert hash(some) == hash(pickle.loads(pickle.dumps(some)))
     assert str(fsdp.zero2("data", memory_kind=HOST)) == "zero2(data, memory_kind=pinned_host)"
     plain = fsdp.Placement(main=("data",), memory_kind=HOST)
     assert "memory_kind=pinned_host" in str(plain)
