@@ -131,10 +131,23 @@ class Streamed:
 
     @property
     def nbytes(self) -> int:
-        """Of the device."""
+        """Of the device, while a step updates; where updates go beside the backward, always."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def take(self, put_back: Sequence[Any]) -> set[str]:
+    def take(self) -> None:
+        """Have memory for the buffers. Where it is new, compute may still do something there."""
+        for buffer in self.buffers:
+            storage = buffer.untyped_storage()
+            if not storage.size():
+                storage.resize_(buffer.nbytes)
+                self.fresh = True
+
+    def give(self) -> None:
+        """Compute has waited for all that was done in the buffers: give their memory back."""
+        for buffer in self.buffers:
+            buffer.untyped_storage().resize_(0)
+
+    def along(self, put_back: Sequence[Any]) -> set[str]:
         """The buckets of which the update has brought compute copies along, once. None where some of main weights were
         put back as they were."""
         done, self.done = self.done, set()

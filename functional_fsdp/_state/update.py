@@ -177,9 +177,12 @@ def _stream(state: State, names: Sequence[str], skip: torch.Tensor | None, given
     now = partial(_on_device, state, skip, given)
     marks = {name: staging.reduced[name] for name in names} if beside else None
     some = executor.streamed.portions(state, names)
+    executor.streamed.take()
     staging.marks["store"] = executor.streamed.run(lanes, some, executor.grads, now, marks)
     if not beside:
         lanes.wait(staging.marks["store"])
+        if not state.spec.schedule.overlap_update:
+            executor.streamed.give()
 
 
 def _on_device(

@@ -315,7 +315,7 @@ def _take(
             _, opt = _install((main, opt), (new_main, new_opt))
         put_back(before)
         if state.weights:
-            cast = executor.streamed.take(before) if executor.streamed is not None else ()
+            cast = executor.streamed.along(before) if executor.streamed is not None else ()
             for name, copies in state.weights.items():
                 if state.layout.buckets[name].trainable:
                     refresh(state.main[name], copies, name not in cast)

@@ -81,7 +81,7 @@ def both(preset: str, optimizer: str, precision: Any, micro: int) -> list[Trees]
     params, model = fsdp.functionalize(net(torch.float32))
     found = []
     for kind, fill in (("device", 1), (HOST, 512), ({"main": HOST}, 1 << 20)):
-        streamed.FILL = fill
+        setattr(streamed, "FILL", fill)  # noqa: B010
         spec = spec_of(preset, kind, precision=precision)
         state = trained(fsdp.shard(params, spec, OPTIMIZERS[optimizer]()), model, 3, micro=micro)
         assert {in_host_memory(x.local) for x in buffers(state)} == {kind != "device"}
@@ -91,7 +91,7 @@ def both(preset: str, optimizer: str, precision: Any, micro: int) -> list[Trees]
         state = fsdp.finish_reductions(state)
         assert {in_host_memory(x.local) for x in state.grads.values() if x.local.numel()} == {kind == HOST}
         found.append(kept(fsdp.drop_gradients(state)))
-    streamed.FILL = FILL
+    setattr(streamed, "FILL", FILL)  # noqa: B010
     return found
 
 
@@ -240,14 +240,14 @@ def buffers_stay() -> tuple[list[int], int, int]:
     for i in range(3):
         state = trained(state, model, 1, first=i)
         there = state._executor.streamed
-        seen.append(there.buffers[0].data_ptr())
+        seen.append(sum(buffer.untyped_storage().size() for buffer in there.buffers))
     sizes = [sum(x.local.nbytes for x in buffers(state) if x.bucket.name == name) for name in state.layout.trainable]
     return seen, there.nbytes, sum(sizes)
 
 
-def test_two_buffers_are_made_once() -> None:
+def test_two_buffers_have_memory_while_a_step_updates() -> None:
     for seen, nbytes, state in launch(buffers_stay, nprocs=2):
-        assert len(set(seen)) == 1
+        assert seen == [0, 0, 0]
         assert 0 < nbytes <= 2 * (2 * state + 128 * 512)  # a portion is at most all that there is, with gradients
 
 
