@@ -37,7 +37,7 @@ Update = Callable[[Tree, Any, Tree], None]  # of main weights and optimizer stat
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (of the device, of the host)
 
 
-class Part(NamedTuple):
+class BucketPart(NamedTuple):
     """The elements [start, stop) of what a rank holds of a bucket; whether they are its last ones."""
 
     name: str
@@ -50,7 +50,7 @@ class Portion(NamedTuple):
     """What is on the device at once. both: copied in and back. fetched: copied in only. cast: (main weights, where they
     go in the compute dtype). stored: copied back only. grads: by bucket, room for gradients, if they are fetched."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BucketPart, ...]
     main: Tree
     opt: Any
     both: Pairs
@@ -173,7 +173,7 @@ class Streamed:
             self.buffers += [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
             self.fresh = True
 
-    def _portion(self, state: State, parts: Sequence[Part], which: int) -> Portion:
+    def _portion(self, state: State, parts: Sequence[BucketPart], which: int) -> Portion:
         at = 0
         seen: dict[tuple[int, int], torch.Tensor] = {}
         both, fetched, cast, stored = ([] for _ in range(4))
@@ -184,7 +184,7 @@ class Streamed:
             begin, at = at, at + aligned(numel * dtype.itemsize, STAGED)
             return self.buffers[which][begin : begin + numel * dtype.itemsize].view(dtype)
 
-        def there(buffer: FlatBuffer, part: Part) -> FlatBuffer:
+        def there(buffer: FlatBuffer, part: BucketPart) -> FlatBuffer:
             """This part of a buffer on the device; of one with a number a leaf, a copy for all updates but the last."""
             if buffer.bucket.by_leaf:
                 if part.last or not buffer.local.numel():
@@ -258,10 +258,10 @@ class Streamed:
         return last
 
 
-def _groups(state: State, names: Sequence[str]) -> list[list[Part]]:
+def _groups(state: State, names: Sequence[str]) -> list[list[BucketPart]]:
     """Parts in a row, in groups of so many bytes of main weights as an update has at least."""
     fill = getattr(state.optimizer, "fill", FILL)
-    found: list[list[Part]] = []
+    found: list[list[BucketPart]] = []
     left = 0
     for name in names:
         local = state.main[name].local
@@ -274,7 +274,7 @@ def _groups(state: State, names: Sequence[str]) -> list[list[Part]]:
             if any(part.name == name for part in found[-1]):  # one part of a bucket at a time
                 found.append([])
                 left = fill
-            found[-1].append(Part(name, start, stop, stop == local.numel()))
+            found[-1].append(BucketPart(name, start, stop, stop == local.numel()))
             left -= (stop - start) * local.element_size()
     return found
 
@@ -283,7 +283,7 @@ def _cuts(state: State) -> bool:
     return bool(getattr(state.optimizer, "elementwise", False))
 
 
-def _nbytes(state: State, part: Part) -> int:
+def _nbytes(state: State, part: BucketPart) -> int:
     """Bytes that a part takes in a buffer."""
     size = part.stop - part.start
     bucket: Bucket = state.layout.buckets[part.name]
