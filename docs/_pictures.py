@@ -119,10 +119,10 @@ def state(path: Path) -> None:
     colours = colours_of(held.units)
     grads = {name: bucket.nbytes("grads") for name, bucket in held.layout.trainable.items()}
     rows = {
-        "main": [(b, one.nbytes) for b, one in held.main.items()],
-        "weights": [(b, one.nbytes) for b, one in held.weights.items()],
+        "main": [(b, one.local.nbytes) for b, one in held.main.items()],
+        "weights": [(b, one.local.nbytes) for b, one in held.weights.items()],
         "grads": [*grads.items()],
-        "opt": [(b, 2 * one.nbytes) for b, one in held.main.items()],
+        "opt": [(b, 2 * one.local.nbytes) for b, one in held.main.items()],
     }
     most = max(sum(size for _, size in row) for row in rows.values()) / 1024
     page = Page(13.0)
