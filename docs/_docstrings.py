@@ -1,12 +1,12 @@
 """Docstrings of the package, as the reference needs them: mkdocs.yml names this extension of griffe.
 
-    Raises:                                        Raises:
-        SpecError: a pattern matches nothing,          SpecError: a pattern matches nothing,
-        or two do. TreeError: a leaf is missing.           or two do.
-                                                       TreeError: a leaf is missing.
-    Returns:                                       **Returns:** the `Plan`: ...
-        the `Plan`: ...
-    Example: `f(x)`.                               **Example:** `f(x)`.
+Raises:                                        Raises:
+    SpecError: a pattern matches nothing,          SpecError: a pattern matches nothing,
+    or two do. TreeError: a leaf is missing.           or two do.
+                                                   TreeError: a leaf is missing.
+Returns:                                       **Returns:** the `Plan`: ...
+    the `Plan`: ...
+Example: `f(x)`.                               **Example:** `f(x)`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ OUTSIDE = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=[\"']?(?:
 def on_files(files: Files, config: Any) -> Files:
     """Add the pictures, and a page for each file outside of docs/ that a page links to, and that those link to."""
     pictures = importlib.util.spec_from_file_location("_pictures", DOCS / "_pictures.py")
-    assert pictures and pictures.loader
+    assert pictures
+    assert pictures.loader
     pictures.loader.exec_module(_pictures := importlib.util.module_from_spec(pictures))
     for name, drawn in _pictures.drawn().items():
         files.append(File.generated(config, f"pictures/{name}", content=drawn))

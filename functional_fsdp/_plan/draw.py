@@ -3,7 +3,7 @@
 | of                    | shows                                                                                        |
 |-----------------------|----------------------------------------------------------------------------------------------|
 | `Spec`, `{title: Spec}` | for each rank, which part of weights, gradients and main weights it keeps                  |
-| `{title: Layout}`     | bytes a rank keeps of each, beside each other                                                |
+| `{title: Layout}`     | bytes on a rank: main weights, gradients, compute copies, arena                              |
 | `Layout`              | each bucket to scale: its leaves, its padding, and where it is cut into slices               |
 | `Plan`                | use by use: which units are gathered, where they lie in the arena                            |
 | `Cursor`              | the same, and which use comes next                                                           |
@@ -27,15 +27,18 @@ from .._common.tree import bytes_text
 from .._spec.placement import Placement
 from .._spec.spec import Spec
 from .bucket import ALIGN, Bucket
-from .canvas import EXPOSED, FAINT, GREY, INK, Page, binary_scale, colours_of
+from .canvas import EXPOSED, GREY, INK, Page, binary_scale, colours_of
 from .cursor import Cursor
 from .layout import Layout, LeafInfo, plan_layout
-from .plan import Plan
+from .plan import Plan, make_plan
+from .records import keeps_copy
 
 __all__ = ["draw"]
 
 KINDS = {"weights": "weights, as compute sees them", "grads": "gradients", "main": "main weights, optimizer state"}
 COLOURS = dict(zip(KINDS, ("#5b8fc9", "#e09a4f", "#6aa56c"), strict=True))
+STORED = {"main weights": COLOURS["main"], "gradients": COLOURS["grads"],
+          "a copy of weights for compute": COLOURS["weights"], "the arena, for gathered units": "#b9d0ea"}  # fmt: skip
 OF_KINDS = {"all_gather": "#5b8fc9", "reduce_scatter": "#e09a4f", "all_reduce": "#d9737b", "all_to_all": "#8d6ab8",
             "barrier": "#9aa0ab"}  # fmt: skip
 RANKS, BUCKETS = 16, 40  # that can be told apart
@@ -49,7 +52,7 @@ def draw(what: Any, path: Path) -> None:
     | `what`                | the picture                                                                          |
     |-----------------------|--------------------------------------------------------------------------------------|
     | `Spec`, `{title: Spec}` | the part of weights, gradients and main weights that each rank keeps; 16 ranks at most |
-    | `{title: Layout}`     | the bytes of each that a rank keeps, beside each other                               |
+    | `{title: Layout}`     | the bytes that each takes on a rank, the arena included                              |
     | `Layout`              | each bucket to scale: leaves, padding, slices                                        |
     | `Plan`, `state.cursor` | for each use, the units that are gathered and where they lie in the arena           |
     | `Lowered`             | the collectives of a step in order of issue                                          |
@@ -62,7 +65,7 @@ def draw(what: Any, path: Path) -> None:
         TypeError: a value of another kind. SpecError: a spec of more ranks than can be told apart.
         ImportError: matplotlib is missing: `pip install "functional-fsdp[plots]"`.
 
-    Example: `fsdp.draw({"ZeRO-1": fsdp.Spec({"data": 4}, fsdp.zero1("data")), "FSDP": fsdp.Spec({"data": 4})}, "a.png")`.
+    Example: `fsdp.draw({"ZeRO-3": fsdp.Spec({"data": 4}), "DDP": fsdp.Spec({"data": 4}, fsdp.ddp("data"))}, "a.png")`.
     """
     page = Page(13.0)
     _picture_of(what)(what, page)
@@ -139,23 +142,28 @@ def _kept(rule: Placement, kind: str, axes: Mapping[str, int], here: dict[str, i
 
 
 def _bytes_of_layouts(layouts: Mapping[str, Layout], page: Page) -> None:
-    found = {title: {kind: layout.nbytes(kind) for kind in KINDS} for title, layout in layouts.items()}
-    size, unit = binary_scale(max(max(kinds.values()) for kinds in found.values()))
-    most = max(sum(kinds.values()) for kinds in found.values()) / size or 1.0
-    page.text("Bytes a rank keeps", 15, INK, 0.36, weight="bold")
-    page.text("without optimizer state, which lies as main weights do; of weights, what a step gathers or keeps")
+    found = {title: _kept_bytes(layout) for title, layout in layouts.items()}
+    most = max(sum(kinds.values()) for kinds in found.values())
+    size, unit = binary_scale(most)
+    page.text("Bytes on a rank", 15, INK, 0.36, weight="bold")
+    page.text("without optimizer state, which lies as main weights do; staging and activations come beside it")
     page.indent(list(found))
-    panel = page.panel(0.42 * len(found), (most * 1.02, len(found)), below=0.55)
+    panel = page.panel(0.42 * len(found), (most / size * 1.02 or 1.0, len(found)), below=0.55)
     for y, kinds in enumerate(reversed(found.values())):
         at = 0.0
         for kind, nbytes in kinds.items():
-            width = nbytes / size
-            panel.box(at, y + 0.14, width, 0.72, bytes_text(nbytes), facecolor=COLOURS[kind])
-            at += width
+            panel.box(at, y + 0.14, nbytes / size, 0.72, bytes_text(nbytes), facecolor=STORED[kind])
+            at += nbytes / size
     panel.rows({title: len(found) - i - 0.5 for i, title in enumerate(found)})
     panel.ticked = "xy"
     panel.axes.set_xlabel(unit, fontsize=10, color=INK)
-    page.key({KINDS[kind]: colour for kind, colour in COLOURS.items()})
+    page.key(STORED)
+
+
+def _kept_bytes(layout: Layout) -> dict[str, int]:
+    copies = sum(bucket.nbytes("weights") for bucket in layout.buckets.values() if keeps_copy(bucket))
+    kept = (layout.nbytes("main"), layout.nbytes("grads"), copies, make_plan(layout).arena)
+    return {kind: nbytes for kind, nbytes in zip(STORED, kept, strict=True) if nbytes}
 
 
 # ---------------------------------------------------------------- buckets
@@ -170,7 +178,9 @@ def _layout(layout: Layout, page: Page) -> None:
             alike.append([bucket])
     shown, most = alike[:BUCKETS], max((some[0].numel for some in alike), default=1)
     page.text(f"{len(layout.buckets)} buckets of {len(layout.units)} units", 15, INK, 0.36, weight="bold")
-    page.text(f"to scale, in elements; {layout.padding():.2%} of them are padding (hatched); between the ticks lies what one rank keeps")
+    page.text(
+        f"to scale, in elements; {layout.padding():.2%} are padding (hatched); a rank keeps what is between two ticks"
+    )
     colours = colours_of([some[0].name for some in shown])
     for some in shown:
         bucket, last = some[0], some[-1]
