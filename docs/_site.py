@@ -34,18 +34,17 @@ def on_files(files: Files, config: Any) -> Files:
     pictures.loader.exec_module(_pictures := importlib.util.module_from_spec(pictures))
     for name, drawn in _pictures.drawn().items():
         files.append(File.generated(config, f"pictures/{name}", content=drawn))
-    todo = [(file.src_uri, _text(DOCS / file.src_uri)) for file in files.documentation_pages()]
+    todo = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
     done: set[str] = set()
     while todo:
-        place, text = todo.pop()
-        for target in _targets(f"docs/{place}", text):
+        place = todo.pop()
+        for target in _targets(place, _prose(ROOT / place)):
             page = _page_of(target)
             if target.startswith("docs/") or page in done or not (ROOT / target).exists():
                 continue
             done.add(page)
-            found = _as_page(target)
-            files.append(File.generated(config, page, content=found))
-            todo += [(page, found)] if target.endswith(".md") else []
+            files.append(File.generated(config, page, content=_as_page(target)))
+            todo += [target]
     return files
 
 
@@ -61,8 +60,16 @@ def on_post_build(config: Any, **_: Any) -> None:
             raise PluginError(f"{page.relative_to(config.site_dir)} loads something from elsewhere: {found[0]}")
 
 
-def _text(path: Path) -> str:
-    return path.read_text() if path.is_file() else ""
+def _cells(path: Path) -> list[tuple[str, bool]]:
+    """(text, whether it is code) of a notebook's cells."""
+    return [("".join(cell["source"]), cell["cell_type"] == "code") for cell in json.loads(path.read_text())["cells"]]
+
+
+def _prose(path: Path) -> str:
+    """What of a file may have links."""
+    if path.suffix == ".ipynb":
+        return "\n\n".join(text for text, code in _cells(path) if not code)
+    return path.read_text() if path.suffix == ".md" and path.is_file() else ""
 
 
 def _targets(place: str, text: str) -> list[str]:
@@ -102,7 +109,6 @@ def _as_page(target: str) -> str:
     if target.endswith(".md"):
         return _relinked(path.read_text(), target, posixpath.dirname(_page_of(target)))
     if target.endswith(".ipynb"):
-        cells = json.loads(path.read_text())["cells"]
-        texts = (("".join(cell["source"]), cell["cell_type"] == "code") for cell in cells)
-        return "\n\n".join(f"```python\n{text}\n```" if code else text for text, code in texts)
+        text = "\n\n".join(f"```python\n{text}\n```" if code else text for text, code in _cells(path))
+        return _relinked(text, target, posixpath.dirname(_page_of(target)))
     return f"# {target}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}\n````\n"

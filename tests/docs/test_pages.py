@@ -43,31 +43,38 @@ def blocks(path: Path) -> list[str]:
     return [text for language, text in fences(path) if language == "python"]
 
 
-def run(path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, Any]:
-    """Run the blocks of a page; what its names are then."""
+def run(path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[dict[str, Any]]:
+    """Run the blocks of a page in one namespace; what its names are after each."""
     script = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", script)  # where the compiler looks for what functions refer to
     monkeypatch.chdir(folder)
     torch.manual_seed(0)  # of its random batches, whatever ran in this process before
-    text = path.read_text()
+    text, found, at = path.read_text(), [], 0
     for block in blocks(path):
-        line = text[: text.index(block)].count("\n")
-        exec(compile("\n" * line + block, str(path), "exec"), script.__dict__)
-    return script.__dict__
+        at = text.index(block, at)
+        lines = "\n" * text.count("\n", 0, at)  # an error names the line of the page
+        exec(compile(lines + block, str(path), "exec"), script.__dict__)
+        found.append({**script.__dict__})
+    return found
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
 def test_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    space = run(page, monkeypatch, tmp_path)
-    losses = [value for key, value in space.items() if key == "loss" and isinstance(value, torch.Tensor)]
-    assert all(math.isfinite(float(loss.mean())) for loss in losses)
-    assert any(
-        value is fsdp or getattr(value, "__module__", "").startswith("functional_fsdp") for value in space.values()
-    )
+    found = run(page, monkeypatch, tmp_path)
+    assert found[-1]["fsdp"] is fsdp
+    losses = [float(one["loss"]) for one in found if isinstance(one.get("loss"), torch.Tensor | float)]
+    assert all(map(math.isfinite, losses))
+
+
+def test_every_optimizer_of_the_guide_learns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = run(ROOT / "docs" / "guide" / "optimizers.md", monkeypatch, tmp_path)
+    losses = {id(one["state"]): float(one["loss"]) for one in found if "state" in one}
+    assert len(losses) >= 5
+    assert all(loss < 3.9 for loss in losses.values())  # it begins at log 50
 
 
 def test_the_readme_runs(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    space = run(ROOT / "README.md", monkeypatch, tmp_path)
+    *_, space = run(ROOT / "README.md", monkeypatch, tmp_path)
     printed = capsys.readouterr().out
     assert "zero3(data)" in printed
     assert "between steps" in printed
@@ -120,7 +127,7 @@ def test_links_lead_somewhere(path: Path) -> None:
     for file, anchor in links(path):
         target = (path.parent / file) if file else path
         if file.endswith(".svg"):
-            assert target.parent == ROOT / "docs" / "pictures", f"{file}: pictures are drawn into docs/pictures"
+            assert target.parent.resolve() == ROOT / "docs" / "pictures", f"{file}: pictures are drawn into docs/pictures"
             assert target.stem in pictures().PICTURES, f"{file}: docs/_pictures.py draws no such picture"
             continue
         assert target.exists(), f"{file}: there is no such file"
