@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,12 +28,16 @@ STRATEGIES = {
     'hfsdp("replica", "shard")': fsdp.Spec(TWO, fsdp.hfsdp("replica", "shard")),
 }
 BFLOAT16 = fsdp.Precision(compute=torch.bfloat16)
-SPEEDS = {"gather": 60e9, "reduce": 60e9, "compute": {"embed": 3e-5, "norm": 3e-5, "head": 5e-4, "blocks.*": 6e-4}}
+SPEEDS: dict[str, Any] = {
+    "gather": 60e9,
+    "reduce": 60e9,
+    "compute": {"embed": 3e-5, "norm": 3e-5, "head": 5e-4, "blocks.*": 6e-4},
+}
 
 
 def gpt(width: int, depth: int, vocabulary: int) -> dict[str, torch.Tensor]:
     """The shapes of a GPT."""
-    shapes = {"embed.weight": (vocabulary, width)}
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (vocabulary, width)}
     for i in range(depth):
         shapes |= {
             f"blocks.{i}.norm.weight": (width,),

