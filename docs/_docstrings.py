@@ -17,7 +17,9 @@ from typing import Any
 
 import griffe
 
-SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Example)\b[^\n]*?:[ ]*(.*\n(?:(?:[ ]{4}.*)?\n)*)", re.MULTILINE)
+SECTION = re.compile(
+    r"^((?:Args|Attributes|Raises|Returns|Example)\b[^\n]*?):[ ]*(.*\n(?:(?:[ ]{4}.*)?\n)*)", re.MULTILINE
+)
 ITEM = re.compile(r"[*`\w]+(?:, [*`\w]+)*(?: \([^)]*\))?: ")
 NAMES = r"(?:\w+Error|Vetoed)"
 ERROR = re.compile(rf"(?:^|(?<=[.,;:)]) )(?:\(\w[^)]*\) )?({NAMES}(?:, {NAMES})*): ")
@@ -31,9 +33,9 @@ def rewritten(text: str) -> str:
 
 
 def _section(found: re.Match[str]) -> str:
-    name, body = found[1], cleandoc(f"\n{found[2]}")
+    name, body = found[1].split()[0].rstrip(","), cleandoc(f"\n{found[2]}")
     if name in ("Returns", "Example"):
-        return f"**{name}:**{chr(10) * 2 if body.startswith('>>>') else ' '}{body}\n\n"
+        return f"**{found[1]}:**{chr(10) * 2 if body.startswith('>>>') else ' '}{body}\n\n"
     if name == "Raises":
         body = ERROR.sub(r"\n\1: ", " ".join(body.split())).strip()
     lines = [line if not line or ITEM.match(line) else f"    {line}" for line in body.split("\n")]

@@ -125,7 +125,7 @@ def state(path: Path) -> None:
         "opt": [(b, 2 * one.local.nbytes) for b, one in held.main.items()],
     }
     most = max(sum(size for _, size in row) for row in rows.values()) / 1024
-    page = Page(13.0)
+    page = Page()
     page.text("The state of one rank of four, by zero2 with AdamW", 15, INK, 0.36, weight="bold")
     page.text("KiB of each field; main float32, weights bfloat16. There are gradients from reduce to step only")
     panel = page.panel(2.0, (most * 1.02, len(rows)), below=0.55)
@@ -145,7 +145,7 @@ def units(path: Path) -> None:
     """Paths of leaves, and the units in which they go."""
     made = fsdp.make_layout(SMALL, fsdp.Spec(FOUR))
     colours = colours_of([unit.name for unit in made.units])
-    page = Page(13.0, left=0.4)
+    page = Page(left=0.3)
     page.text("Leaves by path, and the units that are found from the paths", 15, INK, 0.36, weight="bold")
     page.text("a unit is gathered, released and reduced as one")
     panel = page.panel(2.2, (len(made.units), 6.2), below=0.1)
@@ -159,7 +159,7 @@ def units(path: Path) -> None:
 @picture
 def axes(path: Path) -> None:
     """A mesh of two axes, and who communicates along each."""
-    page = Page(13.0, left=0.4)
+    page = Page(left=0.3)
     page.text("A mesh of 8 ranks: replica 2 × shard 4", 15, INK, 0.36, weight="bold")
     page.text("an axis has a name and a number of ranks; a collective goes along one axis")
     panel = page.panel(2.6, (13.0, 5.0), below=0.1)
@@ -182,7 +182,7 @@ def axes(path: Path) -> None:
 @picture
 def transaction(path: Path) -> None:
     """What is valid when, from one state between steps to the next."""
-    page = Page(13.0, left=0.4)
+    page = Page(left=0.3)
     page.text("A step is a transaction", 15, INK, 0.36, weight="bold")
     page.text("until the ranks have voted in step, the state that the step started from stays valid")
     panel = page.panel(3.0, (26, 6.4), below=0.1)

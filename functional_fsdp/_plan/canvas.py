@@ -1,6 +1,6 @@
 """What pictures are made of: pages measured in inches, boxes with labels that fit, a colour for each unit, a key.
 
-    page = Page(13.0)                       13 inches wide; as high as what is put on it
+    page = Page()                           10 inches wide; as high as what is put on it
     axes = page.panel(2.0, (10, 3))         2 inches high, from (0, 0) to (10, 3) in its own units
     axes.box(0, 1, 4, 1, "blocks.0")        the label is written across, or upright, or not at all: `axes.unnamed`
     page.save("picture.svg")                the ending says the format; without one it is a PNG
@@ -13,13 +13,14 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
+from textwrap import wrap
 from typing import Any
 
 __all__ = ["EXPOSED", "FAINT", "GREY", "INK", "Page", "Panel", "binary_scale", "colours_of"]
 
 Colour = str | tuple[float, float, float]
 INK, GREY, FAINT, EXPOSED = "#22262e", "#5b6270", "#e4e6eb", "#c9414b"
-LEAST, MOST = 5.0, 9.0  # points, of a label
+LEAST, MOST = 6.0, 9.0  # points, of a label
 
 
 def colours_of(names: Sequence[str]) -> dict[str, Colour]:
@@ -49,7 +50,7 @@ def _figure(width: float, height: float) -> Any:
         raise ImportError(
             'drawing a plan needs matplotlib, which is not installed: pip install "functional-fsdp[plots]".'
         ) from error
-    return Figure(figsize=(width, height), dpi=150, facecolor="white")
+    return Figure(figsize=(width, height), dpi=180, facecolor="white")
 
 
 class Panel:
@@ -70,7 +71,7 @@ class Panel:
             return
         long = 0.62 * len(label) + 0.6  # of a line, in sizes of its font
         across, upright = min(MOST, height * 0.7, width / long), min(MOST, width * 0.7, height / long)
-        size, turned = (across, 0) if across >= min(LEAST + 1, upright) else (upright, 90)
+        size, turned = (across, 0) if across >= min(LEAST + 0.5, upright) else (upright, 90)
         if size < LEAST:
             self.unnamed.append(label)
             return
@@ -85,7 +86,7 @@ class Panel:
 class Page:
     """Panels and lines of text, from above to below. Heights are inches."""
 
-    def __init__(self, width: float, left: float = 0.95, right: float = 0.3) -> None:
+    def __init__(self, width: float = 10.0, left: float = 0.95, right: float = 0.25) -> None:
         _figure(width, 1.0)  # whoever lacks matplotlib hears of it before anything is worked out
         self.width, self.left, self.across = width, left, width - left - right
         self.at = 0.3
@@ -99,8 +100,9 @@ class Page:
         self.left, self.across = self.left + wider, self.across - wider
 
     def text(self, said: str, size: float = 10.5, color: str = GREY, height: float = 0.3, **style: Any) -> None:
-        """A line, or some."""
-        lines = said.count("\n") + 1
+        """A text, in as many lines as it takes."""
+        parts = wrap(said, int(self.across * 72 / (0.56 * size)))
+        said, lines = "\n".join(parts), len(parts)
         style = {"fontsize": size, "color": color, "va": "center", "linespacing": 1.35, **style}
         self.texts.append((self.left, self.at + height * lines / 2, said, style))
         self.at += height * lines

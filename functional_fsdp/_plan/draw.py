@@ -67,7 +67,7 @@ def draw(what: Any, path: Path) -> None:
 
     Example: `fsdp.draw({"ZeRO-3": fsdp.Spec({"data": 4}), "DDP": fsdp.Spec({"data": 4}, fsdp.ddp("data"))}, "a.png")`.
     """
-    page = Page(13.0)
+    page = Page()
     _picture_of(what)(what, page)
     page.save(path)
 
@@ -190,7 +190,7 @@ def _layout(layout: Layout, page: Page) -> None:
         leaves = f"{len(bucket.leaves)} {'leaf' if len(bucket.leaves) == 1 else 'leaves'}"
         page.text(f"{names}: {leaves}, {bucket.numel:,} elements, {sliced}", 9.5, INK, 0.26)
         panel = page.panel(0.5, (most * 1.002, 1.0), below=0.1)
-        panel.box(0, 0.1, bucket.numel, 0.8, facecolor="white", edgecolor=GREY, hatch="////", alpha=0.35)
+        panel.box(0, 0.1, bucket.numel, 0.8, facecolor="white", edgecolor=GREY, hatch="////", alpha=0.75)
         for leaf in bucket.leaves:
             if leaf.numel:
                 panel.box(leaf.offset, 0.1, leaf.numel, 0.8, leaf.key, facecolor=colours[bucket.name])

@@ -164,7 +164,7 @@ def draw_timeline(plan: Plan, timeline: Timeline, path: str | PathLike[str]) -> 
     Raises:
         ImportError: matplotlib is missing; the text names the extra to install.
     """
-    page = Page(13.0)
+    page = Page()
     scale, unit_of_time = next(((s, name) for s, name in SCALES if timeline.seconds * s >= 1), SCALES[-1])
     end = timeline.seconds * scale or 1.0
     size, unit_of_size = binary_scale(plan.arena)
@@ -175,7 +175,7 @@ def draw_timeline(plan: Plan, timeline: Timeline, path: str | PathLike[str]) -> 
     page.text(title, 15, INK, 0.36, weight="bold")
     shares = (f"{timeline.hidden(lane):.0%} of the {lane} lane" for lane in ("gather", "reduce"))
     page.text(f"compute hides {' and '.join(shares)}; it waits where hatched")
-    head = page.panel(1.95, (end * 1.01, 3.0))
+    head = page.panel(2.3, (end * 1.01, 3.0))
     rows = {"gather": 2.0, "compute": 1.0, "reduce": 0.0}
     for name, y in rows.items():
         head.box(0, y + 0.14, end, 0.72, facecolor="#f4f5f7", edgecolor="none")

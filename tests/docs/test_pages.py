@@ -130,7 +130,9 @@ def test_links_lead_somewhere(path: Path) -> None:
     for file, anchor in links(path):
         target = (path.parent / file) if file else path
         if file.endswith(".svg"):
-            assert target.parent.resolve() == ROOT / "docs" / "pictures", f"{file}: pictures are drawn into docs/pictures"
+            assert target.parent.resolve() == ROOT / "docs" / "pictures", (
+                f"{file}: pictures are drawn into docs/pictures"
+            )
             assert target.stem in pictures().PICTURES, f"{file}: docs/_pictures.py draws no such picture"
             continue
         assert target.exists(), f"{file}: there is no such file"

@@ -714,13 +714,13 @@ def test_labels_are_whole_in_the_middle_of_their_boxes_and_fit() -> None:
     axes = SimpleNamespace(add_patch=lambda patch: None)
     axes.text = lambda x, y, said, fontsize, rotation, **_: seen.append((x, y, said, fontsize, rotation))
     panel = Panel(axes, lambda *args, **style: None, (10.0, 5.0), (100.0, 10.0))  # a page of 100 by 10 in inches
-    for width in (10, 5, 1, 0.5):
+    for width in (10, 5, 1.2, 0.5):
         panel.box(20, 4, width, 2, "layers.mlp")
-    narrow = pytest.approx(0.7 * 72 / 10)
+    narrow = pytest.approx(0.7 * 1.2 * 72 / 10)
     assert seen == [
         (25, 5, "layers.mlp", 9.0, 0),
         (22.5, 5, "layers.mlp", 9.0, 90),
-        (20.5, 5, "layers.mlp", narrow, 90),
+        (20.6, 5, "layers.mlp", narrow, 90),
     ]
     assert panel.unnamed == ["layers.mlp"]
 
