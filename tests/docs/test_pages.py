@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.commands import TORCHAO
 
 import functional_fsdp as fsdp
 from functional_fsdp import extend, transforms
@@ -60,6 +61,8 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[dict[
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
 def test_a_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if page.stem == "float8":
+        monkeypatch.syspath_prepend(str(TORCHAO))
     found = run(page, monkeypatch, tmp_path)
     assert found[-1]["fsdp"] is fsdp
     losses = [float(one["loss"]) for one in found if isinstance(one.get("loss"), torch.Tensor | float)]
