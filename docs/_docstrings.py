@@ -47,8 +47,15 @@ def _indented(text: str) -> str:
 
 
 class Sections(griffe.Extension):
-    """Rewrites each docstring before it is parsed."""
+    """Rewrites each docstring before it is parsed, and takes functions for what they are where a file has their name."""
 
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring:
             obj.docstring.value = rewritten(obj.docstring.value)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """`transforms.vjp` is the function of `transforms/vjp.py`, as it is when it is imported."""
+        transforms = pkg["transforms"]
+        for name, file in [*transforms.modules.items()]:
+            if name in file.members and name in transforms.exports:
+                transforms.members[name] = griffe.Alias(name, file[name], parent=transforms)

@@ -154,6 +154,7 @@ def draw(
         points: held-out losses by step. rates, norms: learning rate and norm of the gradients, drawn below, by step.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     steps = range(1, len(losses) + 1)
     figure = Figure(figsize=(8, 6.4 if norms else 4.8), dpi=150, layout="constrained")
@@ -185,6 +186,9 @@ def draw(
         norm.plot(steps, norms, color="#7a0177", linewidth=0.8, alpha=0.7)
         norm.set(yscale="log")
         norm.set_ylabel("gradient norm", color="#7a0177")
+        norm.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        norm.yaxis.set_minor_locator(NullLocator())
+        norm.yaxis.set_major_formatter("{x:g}")
         parts += [rate, norm]
     for part in parts:
         part.spines["top"].set_visible(False)

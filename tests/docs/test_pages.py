@@ -211,3 +211,33 @@ def test_the_glossary_has_the_words_of_the_library_and_no_others() -> None:
         "placement main compute driven borrowed unplanned resident held live kept awaited issued",
     ):
         assert [term for term in terms if word in term], word  # fmt: skip
+
+
+def test_docstrings_become_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("griffe")
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    rewritten = importlib.import_module("_docstrings").rewritten
+    given = """First.
+
+    Args:
+        a, b: numbers, of which one
+        is small.
+
+    Raises:
+        SpecError: too many, as
+        7: or so. TreeError, OSError: none.
+
+    Returns:
+        the sum: of both.
+
+    Example, a short one:
+        >>> f(1)
+        2
+    """
+    assert rewritten(given).splitlines() == [
+        "First.", "",
+        "Args:", "    a, b: numbers, of which one", "        is small.", "",
+        "Raises:", "    SpecError: too many, as 7: or so.", "    TreeError, OSError: none.", "",
+        "**Returns:** the sum: of both.", "",
+        "**Example, a short one:**", "", "```pycon", ">>> f(1)", "2", "```",
+    ]  # fmt: skip
