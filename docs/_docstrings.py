@@ -47,7 +47,7 @@ def _indented(text: str) -> str:
 
 
 class Sections(griffe.Extension):
-    """Rewrites each docstring before it is parsed, and takes functions for what they are where a file has their name."""
+    """Rewrites each docstring before it is parsed; takes functions for what they are where a file has their name."""
 
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring:
