@@ -213,6 +213,19 @@ def test_the_glossary_has_the_words_of_the_library_and_no_others() -> None:
         assert [term for term in terms if word in term], word  # fmt: skip
 
 
+def test_the_glossary_has_what_tables_say() -> None:
+    """Heads of printed tables, and what they say of units."""
+    state = fsdp.shard({"a": {"w": torch.ones(4)}, "b": {"w": torch.ones(4)}}, fsdp.Spec(fsdp.local_mesh()))
+    plan = fsdp.make_plan(fsdp.make_layout({"w": torch.ones(4)}, fsdp.Spec({"data": 2})))
+    middle, _ = fsdp.unshard(state, "a")
+    heads = [str(table).split("---")[0] for table in (plan, middle.cursor, state.layout)]
+    heads += [str(state).splitlines()[1], *(middle.cursor.status(unit) for unit in state.units), plan.rule]
+    glossary = (ROOT / "docs" / "glossary.md").read_text().lower()
+    words = {word for head in heads for word in re.findall(r"[a-z]{3,}", head)} - {"now", "placed"}
+    assert len(words) > 20
+    assert not [word for word in words if word.removesuffix("s") not in glossary]
+
+
 def test_docstrings_become_sections(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("griffe")
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
