@@ -54,6 +54,7 @@ from ._state.redistribute import redistribute
 from ._state.rounds import drop_gradients
 from ._state.shard import make_layout, shard
 from ._state.state import State
+from ._state.streamed import HostTransfer, host_transfer
 from ._storage.conversions import Concatenated, Sliced, Stacked, Transposed
 from ._storage.flat import FlatBuffer
 from ._storage.hugging_face import conversions_of
@@ -75,6 +76,7 @@ __all__ = [
     "FlatBuffer",
     "FsdpError",
     "Handle",
+    "HostTransfer",
     "LaunchError",
     "Layout",
     "Leaf",
@@ -117,6 +119,7 @@ __all__ = [
     "full_params",
     "functionalize",
     "hfsdp",
+    "host_transfer",
     "hsdp",
     "init",
     "latest_checkpoint",

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from .._common.calls import alone, outside_inference
+from .._common.device import empty_as
 from .._common.errors import CheckpointError, RestartError, SpecError
 from .._common.torch_names import pytree
 from .._runtime.joint import Joint
@@ -29,7 +30,7 @@ from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
 from .._state.shard import needs_spec
 from .._state.state import Lineage, State, Version
-from .._storage.flat import FlatBuffer
+from .._storage.flat import FlatBuffer, at_home
 from .._storage.weights import refresh
 from .about import ALLOWED, about_of, as_there, check_same, fits
 from .folder import Claim, check_shared, may_keep, partial, reading, unfinished
@@ -244,14 +245,14 @@ def _filled(
         read_tensors(path, note, there, chosen)
         if anew:
             main = {name: fresh.main[name] for name in state.layout.trainable}
-            fresh = fresh._evolve(opt={} if state.optimizer is None else state.optimizer.init(main))
+            fresh = fresh._evolve(opt={} if state.optimizer is None else at_home(state.optimizer.init(main)))
         made.append(fresh)
 
     joint(read, "tensors")
     fresh, steps = made[0], int(note["step"])
     weights: dict[str, Any] = {}
     if state.weights:
-        weights = pytree.tree_map(torch.empty_like, state.weights)
+        weights = pytree.tree_map(empty_as, state.weights)
         for name, copy in weights.items():
             refresh(fresh.main[name], copy)
     lineage = Lineage(joint.run, state.layout, state.spec, steps, fresh.count)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._common.device import empty_as, zeros_as
 from .._common.errors import CheckpointError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import flatten
@@ -31,8 +32,8 @@ def blank(value: Any) -> Any:
     if not isinstance(value, FlatBuffer):
         return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
     if not value.local.is_floating_point():
-        return value.but(torch.zeros_like(value.local))
-    made = value.but(torch.empty_like(value.local))
+        return value.but(zeros_as(value.local))
+    made = value.but(empty_as(value.local))
     start, at = made.span()[0], 0
     for leaf, first, local in leaf_shards(made):
         if local.numel():

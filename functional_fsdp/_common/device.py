@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from .errors import SpecError
+from .torch_names import storage_at
+
 __all__ = [
-    "arrival", "being_captured", "current_device", "default_generator", "device_of", "forked_random",
-    "fused_sgd_takes", "host_buffer", "keeps_released", "lies_on_host", "make_room", "on_host", "pin", "rows_at_once",
-    "runs_triton", "table_may_stay", "unpin",
+    "arrival", "being_captured", "clone_as", "current_device", "default_generator", "device_of", "empty_as",
+    "forked_random", "fused_sgd_takes", "host_bandwidth", "host_buffer", "host_memory", "in_host_memory",
+    "keeps_released", "lies_on_host", "make_room", "on_host", "pin", "rows_at_once", "runs_triton", "table_may_stay",
+    "unpin", "zeros_as",
 ]  # fmt: skip
 
+PROBE = 1 << 26  # bytes
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
 
 
@@ -79,6 +86,99 @@ def pin(host: torch.Tensor) -> bool:
 
 def unpin(host: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+
+
+# ---- host memory as a device's tensors
+
+
+class HostBytes:
+    """Bytes of the host that a device's tensors lie in; it goes when their storage does."""
+
+    def __init__(self, host: torch.Tensor, pinned: bool) -> None:
+        self.host, self.pinned = host, pinned
+
+    def __del__(self) -> None:
+        if self.pinned:
+            with suppress(Exception):  # the process may be ending
+                torch.cuda.synchronize()  # who is given these bytes next shall not meet a kernel that still reads them
+                unpin(self.host)
+
+
+def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros [numel] in pinned memory of the host, as a tensor of `device`: kernels and copies reach the bytes over the
+    bus, in the order of streams, as if they were the device's own (CUDA programming guide, "mapped memory"). What is
+    computed from it lies on the device. On a CPU it is a tensor like any other, but `in_host_memory` knows it."""
+    host = torch.zeros(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
+    if device.type == "cuda":
+        torch.cuda.init()
+        pinned = numel > 0 and pin(host)
+        if numel > 0 and not pinned:
+            raise SpecError(
+                f"memory_kind='pinned_host': {host.nbytes:,} bytes of the host's memory could not be pinned. See the "
+                "system's limit (ulimit -l) and its free memory, or give fewer leaves such a placement."
+            )
+        storage = storage_at(host.data_ptr(), device, host.nbytes) if numel else torch.UntypedStorage(0, device=device)
+        made = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
+    else:
+        made, pinned = host.view(dtype), False
+        host = host.new_empty(0)  # not itself: nobody could free it
+    kept: Any = made.untyped_storage()  # which lives, with its attributes, as long as any view of it
+    kept.host_bytes = HostBytes(host, pinned)
+    return made
+
+
+def in_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether `host_memory` made the bytes of this tensor."""
+    return tensor.device.type != "meta" and hasattr(tensor.untyped_storage(), "host_bytes")
+
+
+def empty_as(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Like `torch.empty_like`, in the same kind of memory."""
+    if in_host_memory(tensor):
+        return host_memory(tensor.numel(), dtype or tensor.dtype, tensor.device)
+    return torch.empty_like(tensor, dtype=dtype)
+
+
+def zeros_as(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Like `torch.zeros_like`, in the same kind of memory."""
+    if in_host_memory(tensor):
+        return host_memory(tensor.numel(), dtype or tensor.dtype, tensor.device)
+    return torch.zeros_like(tensor, dtype=dtype)
+
+
+def clone_as(tensor: torch.Tensor) -> torch.Tensor:
+    """Like `tensor.clone()`, in the same kind of memory."""
+    return empty_as(tensor).copy_(tensor) if in_host_memory(tensor) else tensor.clone()
+
+
+@lru_cache(maxsize=16)
+def host_bandwidth(device: torch.device) -> float:
+    """Bytes a second between host memory and this device, each way, both ways at once: measured, on the first call."""
+    far = [host_memory(PROBE, torch.uint8, device) for _ in range(2)]
+    near = [torch.empty(PROBE, dtype=torch.uint8, device=device) for _ in range(2)]
+    if device.type != "cuda":
+        begun = time.perf_counter()
+        for _ in range(2):
+            near[0].copy_(far[0])
+            far[1].copy_(near[1])
+        return 2 * PROBE / (time.perf_counter() - begun)
+    home, other = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for timed in (False, True):
+        if timed:
+            begin.record(home)
+        other.wait_stream(home)
+        for _ in range(4 if timed else 1):
+            near[0].copy_(far[0], non_blocking=True)
+            with torch.cuda.stream(other):
+                far[1].copy_(near[1], non_blocking=True)
+        home.wait_stream(other)
+    end.record(home)
+    end.synchronize()
+    return 4 * PROBE / (begin.elapsed_time(end) / 1e3)
+
+
+# ---- copies to the host
 
 
 def arrival(sources: Iterable[torch.Tensor]) -> Callable[[], None]:

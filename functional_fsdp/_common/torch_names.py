@@ -34,8 +34,8 @@ __all__ = [
     "functional_collectives", "functorch_config", "fused_adamw_", "fused_sgd_", "gloo_options", "inductor",
     "lift_on_host", "lifts_on_host", "override_stale_capture_stream", "pytree", "raw_stream", "read_objects_by",
     "reduce_scatter_single", "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream",
-    "set_stream", "storage_info", "symmetric_memory", "to_scalar", "unflatten_dense_tensors", "unpickler",
-    "will_execute",
+    "set_stream", "storage_at", "storage_info", "symmetric_memory", "to_scalar", "unflatten_dense_tensors", "unpickler",
+    "uses_of", "will_execute",
 ]  # fmt: skip
 
 # ---- tensors, many at once: one kernel, or few
@@ -63,6 +63,8 @@ lift_on_host = torch._C._set_only_lift_cpu_tensors  # so that modes see the copy
 lifts_on_host = torch._C._only_lift_cpu_tensors
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many are active
 set_grad_enabled = torch._C._set_grad_enabled
+uses_of: Callable[[Any], int] = lambda storage: C._storage_Use_Count(storage._cdata)  # noqa: E731
+storage_at = torch._C._construct_storage_from_data_pointer  # of bytes that somebody else owns: address, device, bytes
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # a context
 
 # ---- CUDA: None in a build without it, and, the last two, before torch 2.13

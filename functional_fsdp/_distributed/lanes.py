@@ -94,8 +94,9 @@ class Lanes:
             mark: an old one that may be used again.
         """
 
-    def update(self, job: Steps) -> Mark:
-        """Start a job without collectives on the update lane, where it goes beside compute. Unlogged."""
+    def beside(self, lane: str, job: Steps) -> Mark:
+        """Start a job without collectives on the lane "update", "fetch" or "store", where it goes beside compute.
+        Unlogged. On the CPU it is done at once."""
 
     def join(self, lane: str) -> None:
         """Compute waits for all that a lane has been given."""

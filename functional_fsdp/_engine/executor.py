@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -60,6 +61,7 @@ class Executor(Gathers, Reductions):
         self.given = Given(layout, run.sizes, run.coordinate)
         self.frozen = {unit.name for unit in layout.units if not unit.trained}
         recorded = isinstance(self.order, RecordedOrder)
+        self.streamed: Any = None  # the buffers through which what lies in the host's memory is updated
         self.shares: tuple[str, int] | None = None  # the plan for which there is what ranks share, and since when
         self._follow(make_plan(layout, spec.schedule.ordered(None) if recorded else spec.schedule))
 

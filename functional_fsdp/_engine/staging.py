@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 
+from .._common.device import host_memory, in_host_memory
 from .._common.record import Collective
+from .._common.torch_names import uses_of
 from .._distributed.lanes import Mark, Steps, together
 from .._plan.layout import STAGED, Bucket, Unit, aligned
 from .._plan.plan import SLOTS, Plan
@@ -40,6 +42,7 @@ from .sum import ordered_sum
 __all__ = ["Staging"]
 
 OLD = 2  # uses
+ALONE = 2  # who knows a storage that is only kept: its tensor, and Python's name for it
 
 
 class Staging:
@@ -51,6 +54,7 @@ class Staging:
         self.carrier = carrier
         self.average = average
         self.stages: dict[int, StagingPlace] = {}
+        self.pool: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}  # of the host's memory, for main gradients
         self.busy: deque[StagingPlace] = deque()
         self.completing = False  # whether something beside them is under way
         self.apart = False  # each reduction has bytes of its own, so that compute waits for none
@@ -87,7 +91,8 @@ class Staging:
             have = grads.get(bucket.name)
             whole = last if have is None else have.states == slot.ways[True].states
             way = slot.ways[whole]
-            if have is None and not way.steps and way.divisor == 1 and bucket.wire is bucket.grads:
+            direct = not way.steps and way.divisor == 1 and bucket.wire is bucket.grads and not bucket.grads_on_host
+            if have is None and direct:
                 slot = slot.on(torch.empty(bucket.numel, dtype=bucket.grads, device=self.run.device))
                 grads[bucket.name] = FlatBuffer(slot.whole, bucket, way.states, mesh)
                 jobs.append(iter(()))  # it is not sent
@@ -113,9 +118,21 @@ class Staging:
             self.complete(bucket, grads)
         return True
 
+    def _main(self, bucket: Bucket, numel: int) -> torch.Tensor:
+        """Memory for main gradients; of the host where their placement says so, and then what nobody holds any more of
+        the steps before."""
+        if not bucket.grads_on_host:
+            return torch.empty(numel, dtype=bucket.grads, device=self.run.device)
+        pool = self.pool.setdefault((numel, bucket.grads), [])
+        for memory in pool:
+            if uses_of(memory.untyped_storage()) == ALONE:
+                return memory.detach()
+        pool.append(host_memory(numel, bucket.grads, self.run.device))
+        return pool[-1].detach()
+
     def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer], mesh: object) -> None:
         """Main gradients of a bucket for which no rank has one: nothing is sent."""
-        local = torch.zeros(bucket.numel // bucket.slices("main"), dtype=bucket.grads, device=self.run.device)
+        local = self._main(bucket, bucket.numel // bucket.slices("main")).zero_()
         grads[bucket.name] = FlatBuffer(local, bucket, states_of(bucket, "main"), mesh)
 
     def age(self) -> None:
@@ -139,8 +156,8 @@ class Staging:
         have = grads.get(bucket.name)
         if have is not None:
             return self._job(way, stage, spare, have.local, True)
-        same = stage.dtype is bucket.grads  # a call without keywords takes half the time
-        local = stage.new_empty(way.numel) if same else stage.new_empty(way.numel, dtype=bucket.grads)
+        same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
+        local = stage.new_empty(way.numel) if same else self._main(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, mesh)
         return self._job(way, stage, spare, local, False)
 
@@ -179,7 +196,7 @@ class Staging:
             return
         self.completing = True
         way = self.records(bucket).finish
-        local = torch.empty(way.numel, dtype=bucket.grads, device=self.run.device)
+        local = self._main(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, have.mesh)
         job = self._complete(bucket, way, have.local, local)
         done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)
@@ -189,7 +206,7 @@ class Staging:
     def _complete(self, bucket: Bucket, way: Route, have: torch.Tensor, out: torch.Tensor) -> Steps:
         if not self.run.lanes.waits_on_host:
             self.run.lanes.wait(self.marks.get("outer"))  # the lane does: what is partial may have ended there
-        wire = have.to(way.collectives[0].dtype) if way.collectives else have
+        wire = have.to(way.collectives[0].dtype, copy=in_host_memory(have)) if way.collectives else have
         spare = wire.new_empty(bucket.staged if way.exact else 0, dtype=torch.uint8)
         yield from self._job(way, wire, spare, out, False)
         self.run.lanes.keep(have, wire, spare)
@@ -212,11 +229,12 @@ class Staging:
         """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added."""
         local = stage
         lane = "reduce"
+        far = in_host_memory(out)  # which collectives do not write to
         for i, (kind, collectives, start, size) in enumerate(way.steps):
             if collectives[0].lane != lane:
                 lane = collectives[0].lane
                 yield lane
-            last = out if not (add or self.carrier.inside) and i == len(way.steps) - 1 else None
+            last = out if not (add or self.carrier.inside or far) and i == len(way.steps) - 1 else None
             if way.exact and i == 0:
                 local = yield from self._sum(kind, collectives, stage, spare, last)
             elif kind == "scatter":

@@ -46,6 +46,7 @@ class AdamW(UpdatesSome):
     eps: Any
     weight_decay: Any
     by_bucket: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         numbers("adamw: lr", self.lr)

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count as counter
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
 
-from .._common.device import being_captured, lies_on_host
+from .._common.device import being_captured, lies_on_host, zeros_as
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.tracing import traced_as
 from .._plan.bucket import Bucket
@@ -88,6 +88,8 @@ class FromTorch(UpdatesSome):
         there = [known for (_, kind), known in self.seen.items() if kind != HOST.type]
         return not any(known.staged or not known.rates for known in there)
 
+    elementwise: ClassVar[bool] = True
+
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         return labels_in(name_of(self.cls), self.options)
 
@@ -103,7 +105,7 @@ class FromTorch(UpdatesSome):
                 if first.number:
                     new = no_counts(buffer, first.dtype or torch.float32)
                 else:
-                    new = buffer.but(torch.zeros_like(buffer.local, dtype=first.dtype))
+                    new = buffer.but(zeros_as(buffer.local, first.dtype))
                 parts = new.local.unbind() if first.number else _parts(new)
                 opt.setdefault(what, {})[name] = new
                 for part, weights, of in zip(parts, _parts(buffer), kept, strict=False):

@@ -36,9 +36,10 @@ class Optimizer(NamedTuple):
 
     `by_bucket = True` says that an update of some buckets of `main` touches those only, in place: then on GPUs `step`
     calls it several times, on some buckets each, as their gradients come; with `Schedule(overlap_update=True)` on
-    another stream. An optimizer may have a third function, `update_unless(skip, grads, opt, main,
-    count)`, which changes nothing where the bool tensor `skip` [] is true; `step(skip=)` else copies what it may have
-    to put back.
+    another stream. `elementwise = True` says besides that each element is updated by itself: what lies in the host's
+    memory it then gets in parts, as FlatBuffers of fewer elements, of which `span`, `by_label` and `by_leaf` tell. An
+    optimizer may have a third function, `update_unless(skip, grads, opt, main, count)`, which changes nothing where the
+    bool tensor `skip` [] is true; `step(skip=)` else copies what it may have to put back.
 
     Where leaves got no gradient, `step` copies the weights of these and the parts of FlatBuffers in the optimizer's
     state before `update`, and puts them back after it. An optimizer may do it itself, with a function

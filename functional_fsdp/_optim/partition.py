@@ -39,6 +39,10 @@ class Partition(UpdatesSome):
         return all(getattr(member, "by_bucket", False) for member in self.members.values())
 
     @property
+    def elementwise(self) -> bool:
+        return all(getattr(member, "elementwise", False) for member in self.members.values())
+
+    @property
     def communicates(self) -> bool:
         return any(getattr(member, "communicates", False) for member in self.members.values())
 

@@ -30,6 +30,7 @@ class Sgd(UpdatesSome):
     weight_decay: Any
     nesterov: bool
     by_bucket: ClassVar[bool] = True
+    elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         numbers("sgd: lr", self.lr)

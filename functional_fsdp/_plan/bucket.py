@@ -96,10 +96,28 @@ class Bucket:
         return self.numel // self.slices(kind) * getattr(self, {"weights": "compute"}.get(kind, kind)).itemsize
 
     @cached_property
+    def on_host(self) -> bool:
+        """Whether main weights, and what an optimizer keeps for them, lie in the host's memory."""
+        return "main" in self.placement.on_host
+
+    @cached_property
+    def copy_on_host(self) -> bool:
+        """Whether the compute copy does, which gathers read. One that is whole, or that ranks refresh by a collective,
+        stays on the device."""
+        alike = {*self.placement.weights} == {*self.placement.main}
+        return "weights" in self.placement.on_host and bool(self.placement.weights) and alike
+
+    @cached_property
+    def grads_on_host(self) -> bool:
+        """Whether main gradients do."""
+        return "grads" in self.placement.on_host
+
+    @cached_property
     def lent_as_stored(self) -> bool:
         """Whether weights are sharded along axes of one rank only, in the dtype that compute wants: a gather would be a
         copy of main weights."""
-        return bool(self.placement.weights) and self.slices("main") == 1 and self.compute is self.main
+        alone = bool(self.placement.weights) and self.slices("main") == 1
+        return alone and self.compute is self.main and not self.on_host
 
     def gathers(self, debug: bool) -> bool:
         """Whether weights are gathered, or copied, for a use; else the state's own are lent. In debug mode what is

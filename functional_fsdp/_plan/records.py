@@ -37,8 +37,11 @@ class Records(NamedTuple):
 
 
 def keeps_copy(bucket: Bucket) -> bool:
-    """Whether compute weights persist beside main weights: they are less sharded, or whole and of another dtype."""
+    """Whether compute weights persist beside main weights: they are less sharded, or whole and of another dtype, or
+    main weights are in the host's memory, from which a gather would have to fetch them twice a step."""
     placement = bucket.placement
+    if bucket.on_host:
+        return True
     sharded_alike = set(placement.weights) == set(placement.main)
     return not sharded_alike or (not placement.weights and bucket.compute is not bucket.main)
 

@@ -106,7 +106,7 @@ class HostLanes(Lanes):
         except RuntimeError as error:
             raise self.run.fail(f"{_said(job)} could not be issued", error) from error
 
-    def update(self, job: Steps) -> Mark:
+    def beside(self, lane: str, job: Steps) -> Mark:
         for _ in job:
             pass
 

@@ -26,7 +26,7 @@ from .restart import twin
 
 __all__ = ["StreamLanes", "lanes_of"]
 
-STREAMS = ("gather", "reduce", "outer", "update")
+STREAMS = ("gather", "reduce", "outer", "update", "fetch", "store")
 
 
 class StreamLanes(HostLanes):
@@ -155,8 +155,8 @@ class StreamLanes(HostLanes):
                     self.skips = 0
             raise
 
-    def update(self, job: Steps) -> Mark:
-        return self.enqueue("update", job)
+    def beside(self, lane: str, job: Steps) -> Mark:
+        return self.enqueue(lane, job)
 
     def enqueue(self, lane: str, job: Steps, after: Mark = None, mark: Mark = None) -> Mark:
         """Issue all of a job on a lane's stream ("side": on the current one). The host waits for nothing."""

@@ -16,6 +16,7 @@ import torch
 
 from .._common.calls import alone
 from .._common.checksum import checksum
+from .._common.device import host_memory
 from .._common.errors import SpecError, TreeError
 from .._common.torch_names import pytree
 from .._plan.layout import Bucket, Layout, Leaf, LeafInfo
@@ -103,7 +104,10 @@ def moved(state: State, spec: Spec, allow: Collection[str], trains: bool = False
         lineage.touched()
         lineage.broken = TAKEN
         main = mover.move(state.main)
-        opt, extras = (pytree.tree_map(mover.node, tree, is_leaf=is_buffers) for tree in (state.opt, state.extras))
+        opt = pytree.tree_map(mover.node, state.opt, is_leaf=is_buffers)
+        mover.may_leave = False
+        extras = pytree.tree_map(mover.node, state.extras, is_leaf=is_buffers)
+        mover.may_leave = True
     if hasattr(state.optimizer, "placed") and not trains:
         opt = state.optimizer.placed(opt)
     copies = {name: mover.made(bucket, "weights", bucket.compute) for name, bucket in layout.buckets.items()
@@ -148,6 +152,7 @@ class Mover:
         self.may_train = trains  # whether leaves may train in one layout only
         self.replicas = replicas  # whether ranks may have leaves of their own along other axes
         self.state, self.old, self.layout, self.spec = state, state.layout, layout, spec
+        self.may_leave = True  # whether what is made may lie in the host's memory, as its placement says
         nodes = pytree.tree_leaves((state.main, state.opt, state.extras), is_leaf=lambda x: isinstance(x, FlatBuffer))
         self.often = Counter(id(node) for node in nodes)  # of one that is in two trees
         self.run: Runtime = runtime_of(spec.mesh)
@@ -290,7 +295,9 @@ class Mover:
 
     def made(self, bucket: Bucket, kind: str, dtype: torch.dtype) -> FlatBuffer:
         """Zeros for this rank's shard of a bucket."""
-        local = torch.zeros(bucket.numel // bucket.slices(kind), dtype=dtype, device=self.run.device)
+        numel, device = bucket.numel // bucket.slices(kind), self.run.device
+        stays = (bucket.on_host if kind == "main" else bucket.copy_on_host) and self.may_leave
+        local = host_memory(numel, dtype, device) if stays else torch.zeros(numel, dtype=dtype, device=device)
         return FlatBuffer(local, bucket, states_of(bucket, kind), self.spec.mesh)
 
 

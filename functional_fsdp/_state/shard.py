@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from .._common.calls import outside_inference
 from .._common.checksum import checksum
-from .._common.device import make_room
+from .._common.device import host_memory, make_room
 from .._common.errors import SpecError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import flatten, match
@@ -24,7 +24,7 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._spec.precision import FLOATS
 from .._spec.settings import describe_settings
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, leaf_shards
+from .._storage.flat import FlatBuffer, at_home, leaf_shards
 from .._storage.weights import refresh
 from .._transports.auto import resolve_transport
 from .spread import check_source, spread
@@ -256,7 +256,7 @@ def build(
     optimizer = as_optimizer(optimizer)
 
     def assemble() -> tuple[Any, list[Topic]]:
-        make_room([bucket.nbytes("main") for bucket in plan.buckets.values()], run.device)
+        make_room([bucket.nbytes("main") for bucket in plan.buckets.values() if not bucket.on_host], run.device)
         main = {name: _empty(bucket, "main", spec, run.device) for name, bucket in plan.buckets.items()}
         sums: dict[str, torch.Tensor] = {}
         for unit in plan.units:
@@ -272,7 +272,7 @@ def build(
         kept = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(run.device), buffers)
         if then is not None:
             then(main, kept)
-        opt = optimizer.init({name: main[name] for name in plan.trainable}) if optimizer is not None else {}
+        opt = at_home(optimizer.init({name: main[name] for name in plan.trainable})) if optimizer is not None else {}
         count = torch.zeros((), dtype=torch.int64, device=run.device)
         rng = torch.tensor(seed, dtype=torch.int64, device="cpu")
         held = _buffers(where, kept, local_buffers, run.size > 1)
@@ -293,7 +293,9 @@ def _empty(bucket: Bucket, kind: str, spec: Spec, device: torch.device) -> FlatB
     """A bucket's shard of main weights, of zeros (its padding stays so), or of compute copies, which are gathered."""
     make = torch.zeros if kind == "main" else torch.empty
     dtype = bucket.main if kind == "main" else bucket.compute
-    local = make(bucket.numel // bucket.slices(kind), dtype=dtype, device=device)
+    numel = bucket.numel // bucket.slices(kind)
+    stays = bucket.on_host if kind == "main" else bucket.copy_on_host
+    local = host_memory(numel, dtype, device) if stays else make(numel, dtype=dtype, device=device)
     return FlatBuffer(local, bucket, states_of(bucket, kind), spec.mesh)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._common.calls import alone, ordinary
+from .._common.device import clone_as
 from .._common.errors import StaleStateError
 from .._common.torch_names import pytree
 from .._common.tree import register
@@ -18,7 +19,7 @@ from .._plan.layout import Layout
 from .._runtime.runtime import runtime_of
 from .._spec.settings import opaque_settings
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, summary
+from .._storage.flat import FlatBuffer, at_home, summary
 from .lineage import Lineage, Version
 
 __all__ = ["Context", "Lineage", "State", "Version"]
@@ -183,6 +184,7 @@ class State:
         lineage = Lineage(runtime_of(spec.mesh), kept["layout"], spec, kept.pop("steps"), kept["count"])
         version = Version(lineage, 0)
         kept["treedef"] = pytree.tree_structure(kept["treedef"])
+        kept.update(main=at_home(kept["main"]), opt=at_home(kept["opt"]), weights=at_home(kept["weights"], True))
         for name, value in {**kept, "version": version}.items():
             object.__setattr__(self, name, ordinary(value) if name in CHILDREN else value)
 
@@ -192,7 +194,7 @@ class State:
         lineage = self.version.lineage
 
         def clone(x: Any) -> Any:
-            return x.clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x, memo)
+            return clone_as(x) if isinstance(x, torch.Tensor) else copy.deepcopy(x, memo)
 
         trees = {name: pytree.tree_map(clone, getattr(self, name)) for name in CHILDREN}
         new = Lineage(lineage.runtime, self.layout, self.spec, self.steps, trees["count"])

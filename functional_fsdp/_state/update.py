@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from .._distributed.lanes import Mark, Steps
 from .._optim.optimizer import FILL, Sender, portions
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._storage.flat import FlatBuffer
+from .streamed import Streamed
 
 if TYPE_CHECKING:
     from .state import State
@@ -136,12 +138,20 @@ def apply_optimizer(
     executor, optimizer = state._executor, state.optimizer
     together = getattr(optimizer, "communicates", False)
     in_parts = getattr(optimizer, "by_bucket", False) and (skip is None or hasattr(optimizer, "update_unless"))
+    far = [name for name in main if main[name].bucket.on_host] if in_parts else []
     if executor.run.lanes.waits_on_host or not in_parts:
         executor.settle()
-        return update(state, executor.grads, main, skip, given)
+        if not far:
+            return update(state, executor.grads, main, skip, given)
+        if near := {name: buffer for name, buffer in main.items() if name not in far}:
+            _in_place(state, near, skip, given)
+        _stream(state, far, skip, given)
+        return main, state.opt
     left = main
     if state.spec.schedule.overlap_update and skip is None:
         left = _beside(state, main, given)
+    far = [name for name in left if name in far]
+    left = {name: buffer for name, buffer in left.items() if name not in far}
     late = executor.staging.late()
     if together:
         late = None  # who communicates does so once
@@ -152,13 +162,45 @@ def apply_optimizer(
     executor.settle()
     if rest := {name: buffer for name, buffer in left.items() if name not in early}:
         _in_place(state, rest, skip, given)
+    if far:
+        _stream(state, far, skip, given)
+        executor.settle()
     return main, state.opt
 
 
-def _in_place(
-    state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None = None, given: Leaves = NOTHING
+def _stream(state: State, names: Sequence[str], skip: torch.Tensor | None, given: Leaves, beside: bool = False) -> None:
+    """Update what lies in the host's memory. `beside`: on lanes, as gradients come."""
+    executor = state._executor
+    lanes, staging = executor.run.lanes, executor.staging
+    if executor.streamed is None:
+        executor.streamed = Streamed(executor.run.device)
+    now = partial(_on_device, state, skip, given)
+    marks = {name: staging.reduced[name] for name in names} if beside else None
+    some = executor.streamed.portions(state, names)
+    staging.marks["store"] = executor.streamed.run(lanes, some, executor.grads, now, marks)
+    if not beside:
+        lanes.wait(staging.marks["store"])
+
+
+def _on_device(
+    state: State,
+    skip: torch.Tensor | None,
+    given: Leaves,
+    main: dict[str, FlatBuffer],
+    opt: Any,
+    grads: dict[str, FlatBuffer],
 ) -> None:
-    new, _ = update(state, state._executor.grads, main, skip, given)
+    _in_place(state._evolve(opt=opt), main, skip, given, grads)
+
+
+def _in_place(
+    state: State,
+    main: dict[str, FlatBuffer],
+    skip: torch.Tensor | None = None,
+    given: Leaves = NOTHING,
+    grads: Any = None,
+) -> None:
+    new, _ = update(state, state._executor.grads if grads is None else grads, main, skip, given)
     if new is not main and any(new[name].local is not buffer.local for name, buffer in main.items()):
         raise TreeError(
             f"step: {type(state.optimizer).__name__} says by_bucket = True, and its update returned other tensors than "
@@ -171,16 +213,20 @@ def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) 
     leaves have no gradient, compute has just made or copied something."""
     lanes, staging = state._executor.run.lanes, state._executor.staging
     shards = (name for name in staging.reduced if main[name].sharded() and not main[name].bucket.lent_as_stored)
-    alone = (name for name in shards if name not in given)  # all others compute reads
-    sizes = {name: main[name].local.nbytes for name in alone}
+    alone = [name for name in shards if name not in given]  # all others compute reads
+    sizes = {name: main[name].local.nbytes for name in alone if not main[name].bucket.on_host}
+    far = [name for name in alone if name not in sizes and main[name].bucket.placement.weights]
     try:
         for some in portions(sizes, getattr(state.optimizer, "fill", FILL)):
             job = _portion(state, {name: main[name] for name in some}, [staging.reduced[name] for name in some])
-            staging.marks["update"] = lanes.update(job)
+            staging.marks["update"] = lanes.beside("update", job)
+        if far:
+            _stream(state, far, None, given, beside=True)
     except BaseException:  # what it has begun writes to the state, which may be let go now
-        lanes.join("update")
+        for lane in ("fetch", "update", "store"):
+            lanes.join(lane)
         raise
-    return {name: buffer for name, buffer in main.items() if name not in sizes}
+    return {name: buffer for name, buffer in main.items() if name not in sizes and name not in far}
 
 
 def _portion(state: State, main: dict[str, FlatBuffer], after: Sequence[Mark]) -> Steps:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._common.device import make_room
+from .._common.device import host_memory, in_host_memory, make_room, zeros_as
 from .._common.errors import SpecError
 from .._common.torch_names import foreach_copy_, foreach_zero_, pytree, unflatten_dense_tensors
 from .._common.tracing import traced_as
@@ -27,8 +27,8 @@ from .._runtime.runtime import runtime_of
 from .gradients import refuse_meta
 
 __all__ = [
-    "FlatBuffer", "LeafShard", "gather_leaves", "leaf_shards", "leaves_of", "no_counts", "summary", "templates",
-    "write_leaves", "zeros",
+    "FlatBuffer", "LeafShard", "at_home", "gather_leaves", "leaf_shards", "leaves_of", "no_counts", "summary",
+    "templates", "write_leaves", "zeros",
 ]  # fmt: skip
 
 
@@ -189,6 +189,8 @@ def summary(trees: Mapping[str, Any]) -> str:
         nodes = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
         buffer = next((node for node in nodes if isinstance(node, FlatBuffer)), None)
         states = ", ".join(f"{axis}: {s}" for axis, s in buffer.states) if buffer else ""
+        far = sum(t.nbytes for t in tensors if in_host_memory(t))
+        states += f"; {bytes_text(far)} in host memory" if far else ""
         size = bytes_text(sum(t.numel() * t.element_size() for t in tensors))
         rows.append((name, len(tensors), size, dtypes or "-", states or "-"))
     return table(("field", "tensors", "bytes a rank", "dtype", "placed"), rows)
@@ -209,9 +211,27 @@ def _coordinate(mesh: Any) -> dict[str, int]:
 
 def zeros(like: dict[str, FlatBuffer], trees: int = 1) -> list[dict[str, FlatBuffer]]:
     """So many trees of zeros: what an optimizer keeps beside main weights."""
-    for device in {buffer.local.device for buffer in like.values()}:
-        make_room([buffer.local.nbytes for buffer in like.values()] * trees, device)
-    return [{name: b.but(torch.zeros_like(b.local)) for name, b in like.items()} for _ in range(trees)]
+    there = [buffer.local for buffer in like.values() if not in_host_memory(buffer.local)]
+    for device in {local.device for local in there}:
+        make_room([local.nbytes for local in there] * trees, device)
+    return [{name: b.but(zeros_as(b.local)) for name, b in like.items()} for _ in range(trees)]
+
+
+def at_home(tree: Any, weights: bool = False) -> Any:
+    """A tree of main weights, or of what an optimizer keeps, with FlatBuffers in the memory that their placement names:
+    those that an optimizer has made elsewhere, or that a file or a copy brings, are moved.
+
+    weights: of compute copies.
+    """
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, FlatBuffer) or x.bucket.by_leaf or x.local.device.type == "meta":
+            return x
+        if not (x.bucket.copy_on_host if weights else x.bucket.on_host) or in_host_memory(x.local):
+            return x
+        return x.but(host_memory(x.local.numel(), x.local.dtype, x.local.device).copy_(x.local))
+
+    return pytree.tree_map(moved, tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
 
 
 def no_counts(like: FlatBuffer, dtype: torch.dtype = torch.int64) -> FlatBuffer:

@@ -86,10 +86,15 @@ def read(state: Stored, bucket: Bucket) -> FlatBuffer:
     return state.weights[bucket.name] if bucket.name in state.weights else state.main[bucket.name]
 
 
-def refresh(main: FlatBuffer, kept: FlatBuffer) -> None:
-    """Bring a persistent compute copy up to date: cast the main shard into its place, gather over the axes between."""
+def refresh(main: FlatBuffer, kept: FlatBuffer, cast: bool = True) -> None:
+    """Bring a persistent compute copy up to date: cast the main shard into its place, gather over the axes between.
+
+    cast: False where the shard is in its place already.
+    """
     start = main.span()[0] - kept.span()[0]
-    own = kept.local[start : start + main.local.numel()].copy_(main.local)
+    own = kept.local[start : start + main.local.numel()]
+    if cast:
+        own.copy_(main.local)
     main.but(own).redistribute(kept.states, out=kept.local)
 
 

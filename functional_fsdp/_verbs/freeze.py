@@ -22,7 +22,7 @@ from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.redistribute import Mover, moved
 from .._state.state import State
-from .._storage.flat import FlatBuffer, leaf_shards
+from .._storage.flat import FlatBuffer, at_home, leaf_shards
 
 __all__ = ["freeze", "unfreeze"]
 
@@ -99,7 +99,7 @@ def _check(verb: str, state: State, patterns: tuple[str, ...]) -> None:
 def _optimizer_state(mover: Mover, new: State, old: Any, trained: set[str]) -> Any:
     """What the optimizer makes for what trains now, with what it kept for leaves that trained before."""
     main = {name: new.main[name] for name in new.layout.trainable}
-    fresh = new.optimizer.init(main)
+    fresh = at_home(new.optimizer.init(main))
     made = _trees(fresh)
     before = {leaf.path for name in trained for leaf in mover.old.buckets[name].leaves}
     if hasattr(new.optimizer, "counting"):

@@ -11,6 +11,7 @@ import torch
 from .._checkpoint.about import as_there
 from .._checkpoint.parts import Node, nodes_of
 from .._common.calls import alone, verb
+from .._common.device import clone_as
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
@@ -109,9 +110,8 @@ def load_optimizer_state(
         if partial:
             kept = [node for node in nodes_of(state.opt) if isinstance(node.value, FlatBuffer)]
             names |= {f"opt.{node.path}.{leaf.path}" for node in kept for leaf in node.value.bucket.leaves}
-        trees.update(
-            copies(as_there(state, names), True), main={name: b.but(b.local.clone()) for name, b in state.main.items()}
-        )
+        main = {name: b.but(clone_as(b.local)) for name, b in state.main.items()}
+        trees.update(copies(as_there(state, names), True), main=main)
         _read(nodes_of(trees["opt"]), there, partial)
         if steps is not None:
             trees["count"].fill_(steps)

@@ -16,6 +16,7 @@ import torch
 
 from .._common.calls import ordinary, verb
 from .._common.checksum import checksum
+from .._common.device import clone_as, empty_as
 from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
 from .._common.tracing import traced_as
@@ -96,7 +97,7 @@ def copies(state: State, optimizer: bool) -> dict[str, Any]:
     """Copies of what goes along with other weights, and room for their compute copies."""
     trees = {name: pytree.tree_map(_copied, getattr(state, name)) for name in ("buffers", "count", "rng", "extras")}
     trees["opt"] = pytree.tree_map(_copied, state.opt) if optimizer else {}
-    return {**trees, "weights": pytree.tree_map(torch.empty_like, state.weights)}
+    return {**trees, "weights": pytree.tree_map(empty_as, state.weights)}
 
 
 def renewed(state: State, trees: dict[str, Any], optimizer: bool, steps: int | None = None) -> State:
@@ -112,7 +113,7 @@ def renewed(state: State, trees: dict[str, Any], optimizer: bool, steps: int | N
 
 
 def _copied(x: Any) -> Any:
-    return x.clone() if isinstance(x, torch.Tensor) else copy.deepcopy(x)
+    return clone_as(x) if isinstance(x, torch.Tensor) else copy.deepcopy(x)
 
 
 def _fill(state: State, params: Any, main: dict[str, FlatBuffer]) -> Values | None:

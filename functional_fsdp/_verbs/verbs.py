@@ -315,9 +315,10 @@ def _take(
             _, opt = _install((main, opt), (new_main, new_opt))
         put_back(before)
         if state.weights:
+            cast = executor.streamed.take(before) if executor.streamed is not None else ()
             for name, copies in state.weights.items():
                 if state.layout.buckets[name].trainable:
-                    refresh(state.main[name], copies)
+                    refresh(state.main[name], copies, name not in cast)
         state.count.add_(1 if kept is None else ~kept)
         if skip is not None and lineage.offset is not None:
             lineage.offset.add_(skip if veto is None else veto.stands(skip))

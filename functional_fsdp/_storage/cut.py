@@ -1,0 +1,42 @@
+"""Cut: some elements of a FlatBuffer in a row, as a FlatBuffer, for updates that go element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import torch
+
+from .._common.tree import register
+from .._plan.route import States
+from .flat import FlatBuffer
+
+__all__ = ["Cut"]
+
+
+class Cut(FlatBuffer):
+    """The elements from `first` on of what a rank holds of a bucket."""
+
+    first: int
+
+    def __init__(self, local: torch.Tensor, like: FlatBuffer, first: int) -> None:
+        super().__init__(local, like.bucket, like.states, like.mesh)
+        self.__dict__["first"] = first
+
+    def but(self, local: torch.Tensor, states: States | None = None) -> Cut:
+        return Cut(local, self, self.first)
+
+    def only(self, labels: Container[str]) -> FlatBuffer | None:
+        found = super().only(labels)
+        return found if found is None or found is self else Cut(self.local, found, self.first)
+
+    def span(self) -> tuple[int, int]:
+        start = super().span()[0] + self.first
+        return start, start + self.local.numel()
+
+
+register(
+    Cut,
+    lambda b: ((b.local,), (FlatBuffer(b.local, b.bucket, b.states, b.mesh).but(b.local[:0]), b.first)),
+    ("local",),
+    lambda context, children: Cut(children[0], *context),
+)
