@@ -14,7 +14,7 @@ SEED  ?= 0
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, os.cpu_count()))")
 PYTEST   = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test test-all laws with-torch attack mutants lint format clean
+.PHONY: train test test-all laws with-torch attack mutants lint format docs clean
 
 train: $(READY)  ## the main job: make train ARGS="--steps 100 --placement ddp"
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -54,14 +54,17 @@ format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+docs: $(READY)  ## the documents as a site, in site/, which needs no network; a warning is an error
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/mkdocs build --strict
+
 # torch first and by exact version: a range would look at, and might fetch, other builds of several GB.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,examples]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,examples,docs]'
 	# apart, for what names it: transformers would import it wherever it finds it
 	$(BIN)/pip install --quiet --no-deps --upgrade --target $(VENV)/float8 $(TORCHAO)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -29,12 +29,14 @@ class Log:
     out/
       run.json        what decides the course of a run, whatever the layout: steps, seed and batch
       checkpoints/    step_N, each complete
-      losses.txt      one a line, up to the newest checkpoint
+      curve.json      losses, norms of gradients, held-out losses by step, up to the newest checkpoint
       loss.png, result.json
     """
 
     def __init__(self, args: argparse.Namespace, rank: int) -> None:
         self.out, self.rank = args.out, rank
+        self.norms: list[Any] = []  # of the gradients, one a step
+        self.held_out: dict[int, float] = {}  # the loss on held-out text after so many steps
         self.checkpoints = self.out / "checkpoints"
         self.run = {name: getattr(args, name) for name in ("steps", "seed", "batch")}
         self.bar: Any = None
@@ -61,7 +63,10 @@ class Log:
         """The losses of the steps before `start`."""
         if start:
             self.say(f"resumed    after step {start} from {self.out}")
-            return [float(line) for line in (self.out / "losses.txt").read_text().split()[:start]]
+            curve = json.loads((self.out / "curve.json").read_text())
+            self.norms = curve["norms"][:start]
+            self.held_out = {int(step): loss for step, loss in curve["held_out"].items() if int(step) <= start}
+            return curve["losses"][:start]
         if self.rank == 0:
             self.out.mkdir(parents=True, exist_ok=True)
             (self.out / "run.json").write_text(json.dumps(self.run))
@@ -87,9 +92,10 @@ class Log:
 
     def save(self, losses: Sequence[Any]) -> None:
         if self.rank == 0:
-            new = self.out / "losses.new"
-            new.write_text("".join(f"{float(loss)!r}\n" for loss in losses))
-            new.replace(self.out / "losses.txt")  # in one piece, whenever this process is killed
+            new = self.out / "curve.new"
+            curve = {"losses": [*map(float, losses)], "norms": [*map(float, self.norms)], "held_out": self.held_out}
+            new.write_text(json.dumps(curve))
+            new.replace(self.out / "curve.json")  # in one piece, whenever this process is killed
 
     def end(self, **result: Any) -> None:
         """Write result.json, show the sample, then the figures."""
@@ -131,26 +137,60 @@ def digest(params: Mapping[str, Tensor]) -> str:
     return seen.hexdigest()[:16]
 
 
-def draw(losses: Sequence[float], held_out: float, unigram: float, bigram: float, title: str, path: Path) -> None:
-    """The loss curve, and what it has to beat, as PNG."""
+def draw(
+    losses: Sequence[float],
+    held_out: float,
+    unigram: float,
+    bigram: float,
+    title: str,
+    path: Path,
+    points: Mapping[int, float] | None = None,
+    rates: Sequence[float] = (),
+    norms: Sequence[float] = (),
+) -> None:
+    """The loss curve, and what it has to beat, as PNG.
+
+    Args:
+        points: held-out losses by step. rates, norms: learning rate and norm of the gradients, drawn below, by step.
+    """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     steps = range(1, len(losses) + 1)
-    figure = Figure(figsize=(8, 4.8), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
+    figure = Figure(figsize=(8, 6.4 if norms else 4.8), dpi=150, layout="constrained")
+    heights = (3, 1) if norms else (1,)
+    axes, *below = figure.subplots(len(heights), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="training, each step")
     axes.plot(steps, running_mean(losses), color="#08519c", linewidth=2, label="training, running mean")
     label = f"held-out files, at the end: {held_out:.2f}"
-    axes.plot(len(losses), held_out, "o", color="#d94801", markersize=8, zorder=5, clip_on=False, label=label)
+    found = {**(points or {}), len(losses): held_out}
+    look: dict[str, Any] = {"color": "#d94801", "markersize": 7, "zorder": 5, "clip_on": False}
+    axes.plot([*found], [*found.values()], "o-" if points else "o", linewidth=1, label=label, **look)
     for name, entropy, color, line in (("unigram", unigram, "#969696", ":"), ("bigram", bigram, "#525252", "--")):
         label = f"{name} entropy of the held-out text: {entropy:.2f}"
         axes.axhline(entropy, color=color, linestyle=line, linewidth=1.5, label=label)
-    axes.set(xlim=(0, len(losses)), ylim=(0, max(losses[0], unigram) * 1.04), xlabel="step", ylabel="nats a byte")
+    axes.set(xlim=(0, len(losses)), ylim=(0, max(losses[0], unigram) * 1.04), ylabel="nats a byte")
+    (below or [axes])[0].set_xlabel("step")
     bits = axes.twinx()
     bits.set(ylim=[y / math.log(2) for y in axes.get_ylim()], ylabel="bits a byte")
     axes.set_title(f"{title},\nlearns to write Python's standard library", loc="left", fontsize=11)
     axes.grid(axis="y", color="#eeeeee")
-    for part in (axes, bits):
+    parts = [axes, bits]
+    if below:
+        (rate,) = below
+        rate.plot(steps, rates, color="#238b45", linewidth=1.8)
+        rate.set_ylim(bottom=0)
+        rate.set_ylabel("learning rate", color="#238b45")
+        rate.ticklabel_format(axis="y", scilimits=(0, 0))
+        norm = rate.twinx()
+        norm.plot(steps, norms, color="#7a0177", linewidth=0.8, alpha=0.7)
+        norm.set(yscale="log")
+        norm.set_ylabel("gradient norm", color="#7a0177")
+        norm.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        norm.yaxis.set_minor_locator(NullLocator())
+        norm.yaxis.set_major_formatter("{x:g}")
+        parts += [rate, norm]
+    for part in parts:
         part.spines["top"].set_visible(False)
     axes.legend(frameon=False, fontsize=9)
     figure.savefig(path)

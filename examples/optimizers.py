@@ -51,7 +51,7 @@ def sharded(steps: int) -> Losses:
         losses = []
         for step in range(steps):
             batch = _corpus.batch(text, BATCH, CONTEXT, 0, step, mesh.get_rank(), mesh.size())
-            state, loss = train_step(model, state, batch.to(mesh.device_type))
+            state, loss, _ = train_step(model, state, batch.to(mesh.device_type))
             losses.append(loss)
         found[name] = [*map(float, losses)]
     return found

@@ -10,7 +10,8 @@
 What to read: `train_step`, ten lines, and the loop in `main`. The model is in _gpt.py, the text in _corpus.py.
 
     runs/train_gpt/
-      loss.png, result.json    the loss curve; the figures, a hash of the weights, a sample of what it writes
+      loss.png                 losses, learning rate, norms of gradients
+      result.json              the figures, a hash of the weights, a sample of what it writes
       checkpoints/step_N       four a run or one every --save-every steps, by torch.distributed.checkpoint
 
 A run that was ended goes on from its newest checkpoint, on as many processes as there are now. The batch of a step is
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 
 import functional_fsdp as fsdp
 from functional_fsdp import extend
+from functional_fsdp import transforms as T
 
 PLACEMENTS = {
     "ddp": fsdp.ddp("data"),
@@ -57,7 +59,7 @@ def loss_fn(model: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-def train_step(model: nn.Module, state: fsdp.State, batch: Tensor) -> tuple[fsdp.State, Tensor]:
+def train_step(model: nn.Module, state: fsdp.State, batch: Tensor) -> tuple[fsdp.State, Tensor, Tensor]:
     torch.manual_seed(extend.seeds(state)(dist.get_rank()))  # for dropout: the same again when the step is
     state, params = fsdp.unshard(state)  # whole weights, ordinary tensors
 
@@ -66,8 +68,10 @@ def train_step(model: nn.Module, state: fsdp.State, batch: Tensor) -> tuple[fsdp
 
     grads, loss = torch.func.grad_and_value(loss_of)(params)
     state = fsdp.reduce(state, grads)  # averaged over the ranks
+    state, norm = T.global_norm(state)  # of the whole gradient, to look at
     state = fsdp.step(state)  # each rank updates its shard
-    return fsdp.pmean(state, loss)
+    state, loss = fsdp.pmean(state, loss)
+    return state, loss, norm
 
 
 def schedule(steps: int, peak: float = 3e-3) -> Callable[[Tensor], Tensor]:
@@ -118,33 +122,46 @@ def main(args: argparse.Namespace) -> None:
     if args.check:
         beside = Unsharded(GPT(config), fsdp.full_params(state), dtype, rate, optimizer.betas, DECAY)
 
+    windows = _corpus.windows(corpus.held_out, (4 if args.tiny else 64) * args.batch, context)
+
+    def held_out_loss(state: fsdp.State, every: int) -> tuple[fsdp.State, float]:
+        """The loss on files that training never sees; each rank reads its part of every 4th window, say."""
+        trained = fsdp.bind(model.eval(), fsdp.full_params(state))
+        state, loss = fsdp.pmean(state, evaluate(trained, windows[::every][rank::ranks].to(device)))
+        model.train()
+        return state, float(loss)
+
     # Training.
     begin = time.perf_counter()
     for step in log.progress(start, args.steps):
-        state, loss = train_step(model, state, batch_of(step, rank))
+        state, loss, norm = train_step(model, state, batch_of(step, rank))
         losses.append(loss)
+        log.norms.append(norm)
         if beside and rank == 0:
             beside.step(loss_fn, [batch_of(step, r) for r in range(ranks)], loss)
         if (step + 1) % 10 == 0 or step + 1 == args.steps:  # reading a loss waits for the device
             speed = (step + 1 - start) * args.batch * context / (time.perf_counter() - begin)
-            losses[-10:] = map(float, losses[-10:])  # small tensors kept for long would fragment the heap
+            for kept in (losses, log.norms):
+                kept[-10:] = map(float, kept[-10:])  # small tensors kept for long would fragment the heap
             log.show(losses[-1], speed, peak_memory(device))
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+            state, log.held_out[step + 1] = held_out_loss(state, 4)
             log.save(losses)
             fsdp.save(state, log.checkpoints / f"step_{step + 1}")
     seconds = time.perf_counter() - begin
 
-    # What came of it: a loss on files it never saw, each rank reading its part of the windows.
+    # What came of it.
+    state, held_out = held_out_loss(state, 1)
     params = fsdp.full_params(state)
     trained = fsdp.bind(model.eval(), params)
-    windows = _corpus.windows(corpus.held_out, (4 if args.tiny else 64) * args.batch, context)
-    state, held_out = fsdp.pmean(state, evaluate(trained, windows[rank::ranks].to(device)))
     if rank == 0:
+        rates = rate(torch.arange(args.steps)).tolist()
         title = f"GPT of {sum(p.numel() for p in params.values()):,} parameters, {args.placement} on {ranks} ranks"
-        draw(losses, float(held_out), corpus.unigram, corpus.bigram, title, log.out / "loss.png")
+        baselines = (corpus.unigram, corpus.bigram)
+        draw(losses, held_out, *baselines, title, log.out / "loss.png", log.held_out, rates, log.norms)
         text = sample(trained, 32 if args.tiny else 500, context, args.seed, device)
         log.end(
-            steps=args.steps, losses=losses, held_out=float(held_out), bigram=corpus.bigram, unigram=corpus.unigram,
+            steps=args.steps, losses=losses, held_out=held_out, bigram=corpus.bigram, unigram=corpus.unigram,
             seconds=seconds, tokens=(args.steps - start) * args.batch * context, memory=peak_memory(device),
             weights=digest(params), sample=text, check=beside.differences(params) if beside else None,
         )  # fmt: skip

@@ -37,10 +37,11 @@ from ._optim.optimizer import Optimizer
 from ._optim.partition import partition
 from ._optim.sgd import sgd
 from ._optim.updates import from_updates
-from ._plan.draw import timeline
+from ._plan.draw import draw
 from ._plan.layout import Bucket, Layout, Leaf, Unit
 from ._plan.plan import Plan, make_plan
 from ._plan.route import Partial, Replicated, Sharded
+from ._plan.timeline import timeline
 from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._spec.precision import Precision
 from ._spec.schedule import Schedule
@@ -107,6 +108,7 @@ __all__ = [
     "buffers",
     "conversions_of",
     "ddp",
+    "draw",
     "drop_gradients",
     "extend",
     "finish_reductions",

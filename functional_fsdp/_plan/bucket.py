@@ -24,10 +24,18 @@ def aligned(n: int, to: int) -> int:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf's place: `bucket[offset : offset + numel]` (elements) viewed as `shape`."""
+    """A leaf's place: `bucket[offset : offset + numel]` (elements) viewed as `shape`.
+
+    Attributes:
+        path: in the tree of parameters, as "blocks.0.up.weight".
+        key: its name among its unit's weights, as "up.weight".
+        shape: the global shape.
+        offset: elements from the bucket's beginning.
+        label: what the spec calls it for optimizers; "default" where it says nothing.
+    """
 
     path: str
-    key: str  # its name among its unit's weights
+    key: str
     shape: tuple[int, ...]
     offset: int
     label: str
@@ -39,23 +47,38 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat buffer of a unit. `numel` counts elements, padding included; it divides by ranks × 128."""
+    """One flat buffer of a unit: leaves of one dtype, trainability and placement.
+
+    Attributes:
+        name: the unit's, or "unit:0", "unit:1", ... where the unit has several.
+        unit: the unit's name.
+        leaves: in order of their offsets.
+        numel: elements, padding included; it divides by ranks × 128.
+        placement: which axes shard its weights, gradients and main weights.
+        sizes: (axis, ranks) of the data axes, outermost first.
+        main, compute, grads, wire: dtypes, as of `Precision`.
+        exact: whether gradients are summed in float32, in the order of the ranks.
+        share: of a mean over all data ranks: how many ranks there are for each one that this bucket's axes have.
+        trainable: whether its leaves train.
+        by_leaf: whether it has one number for each leaf, and not the leaf's elements.
+        among: whether leaves that are not in `leaves` lie between these.
+    """
 
     name: str
     unit: str
     leaves: tuple[Leaf, ...]
     numel: int
     placement: Placement
-    sizes: tuple[tuple[str, int], ...]  # data axes and their ranks, outermost first
+    sizes: tuple[tuple[str, int], ...]
     main: torch.dtype
     compute: torch.dtype
     grads: torch.dtype
     wire: torch.dtype
-    exact: bool  # whether gradients are summed in float32, in the order of the ranks
-    share: int  # of a mean over all data ranks: how many ranks there are for each one that this bucket's axes have
+    exact: bool
+    share: int
     trainable: bool
-    by_leaf: bool = False  # whether it has one number for each leaf, and not its elements
-    among: bool = False  # whether leaves that are not in `leaves` lie between these
+    by_leaf: bool = False
+    among: bool = False
 
     def __hash__(self) -> int:  # buckets are keys of caches in every verb: leave the leaves out
         return hash((self.name, self.numel, self.placement, self.compute))

@@ -1,262 +1,273 @@
-"""Pictures of plans: what each lane does when, and what lies where in the arena, predicted from bytes and bandwidths.
+"""Pictures of what is asked for and of what follows: a spec, a layout, a plan, a cursor, the collectives of a step.
 
-gather   [a][ b ][ c ]      [ b ]    [a]           one at a time, in plan order; waits for the bytes it reuses
-compute     [ a ][ b ][ c ][ c      ][ b     ][ a     ]     waits for its own gather only
-reduce                              [ c ]     [ b ]  [ a ]  one at a time; compute waits if both slots are taken
+| of                    | shows                                                                                        |
+|-----------------------|----------------------------------------------------------------------------------------------|
+| `Spec`, `{title: Spec}` | for each rank, which part of weights, gradients and main weights it keeps                  |
+| `{title: Layout}`     | bytes on a rank: main weights, gradients, compute copies, arena                              |
+| `Layout`              | each bucket to scale: its leaves, its padding, and where it is cut into slices               |
+| `Plan`                | use by use: which units are gathered, where they lie in the arena                            |
+| `Cursor`              | the same, and which use comes next                                                           |
+| `Lowered`             | its collectives in order of issue: kind, axis, bytes                                         |
 
-arena    addresses over time: pale while a unit is being gathered, full from then until it is released
+All are pure: no ranks, no device, no tensors. Pictures over time are made by `timeline`.
 """
 
 from __future__ import annotations
 
-import colorsys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
+import torch
+
 from .._common.errors import SpecError
+from .._common.record import Collective
 from .._common.tree import bytes_text
-from .plan import SLOTS, Plan, PlannedUnit
+from .._spec.placement import Placement
+from .._spec.spec import Spec
+from .bucket import ALIGN, Bucket
+from .canvas import EXPOSED, GREY, INK, Page, binary_scale, colours_of
+from .cursor import Cursor
+from .layout import Layout, LeafInfo, plan_layout
+from .plan import Plan, make_plan
+from .records import keeps_copy
 
-__all__ = ["Span", "Timeline", "draw", "predict", "timeline"]
+__all__ = ["draw"]
 
-LANES = ("gather", "compute", "reduce")
-INK, FAINT, EXPOSED = "#22262e", "#e4e6eb", "#c9414b"
+KINDS = {"weights": "weights, as compute sees them", "grads": "gradients", "main": "main weights, optimizer state"}
+COLOURS = dict(zip(KINDS, ("#5b8fc9", "#e09a4f", "#6aa56c"), strict=True))
+STORED = {"main weights": COLOURS["main"], "gradients": COLOURS["grads"],
+          "a copy of weights for compute": COLOURS["weights"], "the arena, for gathered units": "#b9d0ea"}  # fmt: skip
+OF_KINDS = {"all_gather": "#5b8fc9", "reduce_scatter": "#e09a4f", "all_reduce": "#d9737b", "all_to_all": "#8d6ab8",
+            "barrier": "#9aa0ab"}  # fmt: skip
+RANKS, BUCKETS = 16, 40  # that can be told apart
 
-
-@dataclass(frozen=True)
-class Span:
-    """What a lane does from `begin` to `end` (seconds), for which unit and which use."""
-
-    lane: str
-    unit: str
-    use: int
-    begin: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A predicted step: every lane's spans in order of time."""
-
-    spans: tuple[Span, ...]
-
-    @property
-    def seconds(self) -> float:
-        """When the last lane is done."""
-        return max((span.end for span in self.spans), default=0.0)
-
-    def lane(self, name: str) -> tuple[Span, ...]:
-        return tuple(span for span in self.spans if span.lane == name)
-
-    def busy(self, name: str) -> float:
-        """Seconds during which a lane works."""
-        return sum(span.seconds for span in self.lane(name))
-
-    def hidden(self, name: str) -> float:
-        """The share of a lane's seconds during which compute works too: 1.0 is all of it."""
-        spans, compute, i, both = self.lane(name), self.lane("compute"), 0, 0.0
-        for span in spans:
-            while i and compute[i - 1].end > span.begin:
-                i -= 1
-            while i < len(compute) and compute[i].begin < span.end:
-                both += max(0.0, min(span.end, compute[i].end) - max(span.begin, compute[i].begin))
-                i += 1
-        return both / self.busy(name) if self.busy(name) else 1.0
+Path = str | PathLike[str]
 
 
-def predict(
-    plan: Plan, *, gather: float, reduce: float, compute: float | Mapping[str, float], backward: float = 2.0
-) -> Timeline:
-    """Run a plan on three lanes, each one thing at a time.
+def draw(what: Any, path: Path) -> None:
+    """Draw a value that decides what happens in a step. Pure: needs no ranks and no GPU.
 
-    A use that reduces is a backward. Gathers are issued as the plan says, when compute comes to the use that starts
-    them; a host that runs ahead of the device does no worse.
+    | `what`                | the picture                                                                          |
+    |-----------------------|--------------------------------------------------------------------------------------|
+    | `Spec`, `{title: Spec}` | the part of weights, gradients and main weights that each rank keeps; 16 ranks at most |
+    | `{title: Layout}`     | the bytes that each takes on a rank, the arena included                              |
+    | `Layout`              | each bucket to scale: leaves, padding, slices                                        |
+    | `Plan`, `state.cursor` | for each use, the units that are gathered and where they lie in the arena           |
+    | `Lowered`             | the collectives of a step in order of issue                                          |
 
     Args:
-        gather, reduce: bandwidths, in bytes of the whole unit (of its staging) a second.
-        compute: seconds of a unit's forward, for each unit (0 where a unit is missing) or for all.
-        backward: seconds of a backward for each second of the forward.
+        what: one of these values.
+        path: a PNG, or what its ending says: .svg, .pdf.
 
     Raises:
-        SpecError: a bandwidth that is not positive, or times that are negative.
+        TypeError: a value of another kind. SpecError: a spec of more ranks than can be told apart.
+        ImportError: matplotlib is missing: `pip install "functional-fsdp[plots]"`.
+
+    Example: `fsdp.draw({"ZeRO-3": fsdp.Spec({"data": 4}), "DDP": fsdp.Spec({"data": 4}, fsdp.ddp("data"))}, "a.png")`.
     """
-    for what, rate in (("gather", gather), ("reduce", reduce)):
-        if not rate > 0:
-            raise SpecError(f"timeline({what}={rate!r}): expected bytes a second, more than 0, as 300e9 for 300 GB/s.")
-    times = compute if isinstance(compute, Mapping) else {unit.name: compute for unit in plan.units}
-    slow = {name: time for name, time in {**times, "backward": backward}.items() if not time >= 0}
-    if slow:
-        raise SpecError(f"timeline(compute): {slow} is negative; expected seconds of at least 0.")
-    spans: list[Span] = []
-    free = dict.fromkeys(LANES, 0.0)
-    ready: dict[int, float] = {}
-    reduced: list[float] = []  # when each reduction is done
-    for k, use in enumerate(plan.uses):
-        here = free["compute"]
-        for item in plan.gathers[len(ready) : plan.due[k]]:
-            begin = max(here, free["gather"])
-            ready[item.first] = free["gather"] = begin + plan.by_name[item.unit].nbytes / gather
-            spans.append(Span("gather", item.unit, item.first, begin, ready[item.first]))
-        begin = max(here, ready.get(k, 0.0))
-        factor = backward if use.reduces else 1.0
-        free["compute"] = done = begin + times.get(use.unit, 0.0) * factor
-        spans.append(Span("compute", use.unit, k, begin, done))
-        for reduction in plan.reductions[len(reduced) :]:
-            if reduction.use > k:
-                break
-            if len(reduced) >= SLOTS:  # the copy into staging waits for the bytes of the last but one
-                free["compute"] = done = max(done, reduced[-SLOTS])
-            begin = max(done, free["reduce"])
-            free["reduce"] = begin + reduction.nbytes / reduce
-            reduced.append(free["reduce"])
-            spans.append(Span("reduce", reduction.unit, k, begin, free["reduce"]))
-    return Timeline(tuple(sorted(spans, key=lambda span: (span.begin, span.end, LANES.index(span.lane)))))
+    page = Page()
+    _picture_of(what)(what, page)
+    page.save(path)
 
 
-def _colour(i: int, count: int) -> tuple[float, float, float]:
-    """One hue a unit, in forward order, neighbours apart in lightness too."""
-    hue = 0.58 + 0.72 * i / max(count - 1, 1)
-    return colorsys.hls_to_rgb(hue % 1.0, 0.56 if i % 2 else 0.68, 0.52)
+def _picture_of(what: Any) -> Callable[[Any, Page], None]:
+    values = list(what.values()) if isinstance(what, Mapping) else []
+    if isinstance(what, Spec):
+        return lambda spec, page: _specs({"": spec}, page)
+    if values and all(isinstance(one, Spec) for one in values):
+        return _specs
+    if values and all(isinstance(one, Layout) for one in values):
+        return _bytes_of_layouts
+    if isinstance(what, Layout):
+        return _layout
+    if isinstance(what, Plan):
+        return _plan
+    if isinstance(what, Cursor):
+        return lambda cursor, page: _plan(cursor.plan, page, cursor)
+    if isinstance(getattr(what, "collectives", None), tuple):
+        return _collectives
+    raise TypeError(
+        f"draw: got {type(what).__name__}; expected a Spec, a Layout, a dict of one of these by title, a Plan, a "
+        f"state's cursor, or what `fsdp.lower` returns."
+    )
 
 
-def _matplotlib() -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Rectangle
-    except ImportError as error:
-        raise ImportError(
-            'drawing a plan needs matplotlib, which is not installed: pip install "functional-fsdp[plots]".'
-        ) from error
-    return Figure, Rectangle
+# ---------------------------------------------------------------- what each rank keeps
 
 
-class _Canvas:
-    """Boxes with labels that fit, and nothing else."""
+def _specs(specs: Mapping[str, Spec], page: Page) -> None:
+    many = next((spec for spec in specs.values() if _ranks(spec) > RANKS), None)
+    if many is not None:
+        raise SpecError(
+            f"draw: a spec of {_ranks(many):,} ranks; expected at most {RANKS}, which a picture can tell apart. Fewer "
+            f'ranks show the same: Spec({{"data": 4}}, ...).'
+        )
+    rows: list[tuple[str, Spec, Placement]] = []
+    for title, spec in specs.items():
+        alone = len(spec.placements) == 1
+        for pattern, rule in spec.placements:
+            name = title or str(rule)
+            rows.append((name if alone else f"{title + ': ' if title else ''}{pattern}: {rule}", spec, rule))
+    page.text("What each rank keeps", 15, INK, 0.36, weight="bold")
+    page.text("a bar is the whole of it; what is filled lies on that rank")
+    for title, spec, rule in rows:
+        ranks = [*itertools.product(*(range(size) for size in spec.axes.values()))]
+        page.text(title, 11, INK, 0.3, weight="bold")
+        panel = page.panel(0.9, (len(ranks), 4.0), below=0.12)
+        for i, place in enumerate(ranks):
+            here = dict(zip(spec.axes, place, strict=True))
+            panel.axes.text(i, 3.5, ", ".join(f"{axis} {n}" for axis, n in here.items()), fontsize=8, color=GREY)
+            for (kind, colour), y in zip(COLOURS.items(), (2.18, 1.13, 0.08), strict=True):
+                begin, end = _kept(rule, kind, spec.axes, here)
+                panel.box(i, y, 0.93, 0.9, facecolor="none", edgecolor="#c9cdd6")
+                panel.box(i + 0.93 * begin, y, 0.93 * (end - begin), 0.9, facecolor=colour)
+    page.key({KINDS[kind]: colour for kind, colour in COLOURS.items()})
 
-    def __init__(self, axes: Any, rectangle: Any, inches: tuple[float, float], extent: tuple[float, float]) -> None:
-        self.axes, self.rectangle = axes, rectangle
-        self.inches = inches[0] / extent[0], inches[1] / extent[1]  # of a unit of x, of y
 
-    def box(self, x: float, y: float, w: float, h: float, label: str = "", **style: Any) -> None:
-        width, height = w * self.inches[0] * 72, h * self.inches[1] * 72  # in points
-        line = min(0.6, width / 8)
-        self.axes.add_patch(self.rectangle((x, y), w, h, **{"linewidth": line, "edgecolor": "white", **style}))
-        for text, least in ((label, 7.5), (label.rsplit(".", 1)[-1], 5.0)):
-            size = min(9.0, height * 0.7, width / (0.62 * max(len(text), 1) + 0.6))
-            if text and size >= least:
-                self.axes.text(x + w / 2, y + h / 2, text, ha="center", va="center", fontsize=size, color=INK)
-                return
-
-
-def timeline(
-    plan: Plan,
-    path: str | PathLike[str],
-    *,
-    gather: float,
-    reduce: float,
-    compute: float | Mapping[str, float],
-    backward: float = 2.0,
-) -> Timeline:
-    """Draw the predicted step of a plan as a PNG: lanes over time above, arena addresses over time below. Needs no GPU.
-
-    Args:
-        gather, reduce: bandwidths, in bytes of the whole unit (of its staging) a second.
-        compute: seconds of a unit's forward, for each unit or for all.
-        backward: seconds of a backward for each second of the forward.
-
-    Returns:
-        The `Timeline` that was drawn: its spans in seconds, and how much of each lane compute hides.
-
-    Raises:
-        SpecError: a bandwidth or a time that is not above 0. ImportError: matplotlib is missing:
-        `pip install "functional-fsdp[plots]"`.
-
-    Example: `fsdp.timeline(plan, "step.png", gather=200e9, reduce=200e9, compute=2e-3)`.
-    """
-    found = predict(plan, gather=gather, reduce=reduce, compute=compute, backward=backward)
-    draw(plan, found, path)
+def _ranks(spec: Spec) -> int:
+    found = 1
+    for size in spec.axes.values():
+        found *= size
     return found
 
 
-def draw(plan: Plan, timeline: Timeline, path: str | PathLike[str]) -> None:
-    """Write a PNG: lanes over time above, arena addresses over time below, one colour a unit.
+def _kept(rule: Placement, kind: str, axes: Mapping[str, int], here: dict[str, int]) -> tuple[float, float]:
+    """Where what a rank keeps begins and ends, in parts of the whole."""
+    leaf = LeafInfo("w", (ALIGN * RANKS,), torch.float32)
+    (bucket,) = plan_layout([leaf], Spec(dict(axes), rule)).buckets.values()
+    begin, end = bucket.span(getattr(rule, kind), here)
+    return begin / bucket.numel, end / bucket.numel
 
-    Raises:
-        ImportError: matplotlib is missing; the text names the extra to install.
-    """
-    figure_type, rectangle = _matplotlib()
-    scale, unit_of_time = (1e3, "ms") if timeline.seconds < 10 else (1.0, "s")
-    end = timeline.seconds * scale or 1.0
-    size = next((s for s in (1 << 30, 1 << 20, 1 << 10) if plan.arena >= 2 * s), 1)
-    unit_of_size = {1 << 30: "GiB", 1 << 20: "MiB", 1 << 10: "KiB", 1: "B"}[size]
-    top = plan.arena / size or 1.0
-    colours = {unit.name: _colour(i, len(plan.units)) for i, unit in enumerate(plan.units)}
 
-    width, height = 13.0, 7.4
-    figure = figure_type(figsize=(width, height), dpi=150, facecolor="white")
-    left, right = 0.075, 0.975
-    lanes = figure.add_axes((left, 0.595, right - left, 0.265))
-    arena = figure.add_axes((left, 0.085, right - left, 0.435), sharex=lanes)
-    across = (right - left) * width
-    head = _Canvas(lanes, rectangle, (across, 0.265 * height), (end * 1.01, 3.0))
-    body = _Canvas(arena, rectangle, (across, 0.435 * height), (end * 1.01, top * 1.04))
+def _bytes_of_layouts(layouts: Mapping[str, Layout], page: Page) -> None:
+    found = {title: _kept_bytes(layout) for title, layout in layouts.items()}
+    most = max(sum(kinds.values()) for kinds in found.values())
+    size, unit = binary_scale(most)
+    page.text("Bytes on a rank", 15, INK, 0.36, weight="bold")
+    page.text("without optimizer state, which lies as main weights do; staging and activations come beside it")
+    page.indent(list(found))
+    panel = page.panel(0.42 * len(found), (most / size * 1.02 or 1.0, len(found)), below=0.55)
+    for y, kinds in enumerate(reversed(found.values())):
+        at = 0.0
+        for kind, nbytes in kinds.items():
+            panel.box(at, y + 0.14, nbytes / size, 0.72, bytes_text(nbytes), facecolor=STORED[kind])
+            at += nbytes / size
+    panel.rows({title: len(found) - i - 0.5 for i, title in enumerate(found)})
+    panel.ticked = "xy"
+    panel.axes.set_xlabel(unit, fontsize=10, color=INK)
+    page.key(STORED)
 
-    rows = {"gather": 2.0, "compute": 1.0, "reduce": 0.0}
-    for name, y in rows.items():
-        head.box(0, y + 0.14, end, 0.72, facecolor="#f4f5f7", edgecolor="none")
-        for span in timeline.lane(name):
-            label = span.unit if span.seconds else ""
-            x, w = span.begin * scale, span.seconds * scale
-            head.box(x, y + 0.14, w, 0.72, label, facecolor=colours[span.unit])
-    at = 0.0
-    for span in timeline.lane("compute"):
-        if span.seconds and span.begin - at > 1e-4 * timeline.seconds:
-            wait = (at * scale, 1.14, (span.begin - at) * scale, 0.72)
-            head.box(*wait, facecolor="none", edgecolor=EXPOSED, hatch="////")
-        at = span.end if span.seconds else at
-    lanes.set_yticks([y + 0.5 for y in rows.values()], list(rows), fontsize=11)
-    lanes.set_ylim(0, 3)
-    lanes.tick_params(axis="x", labelbottom=False)
 
-    for unit in plan.units:
-        for begin, loaded, done in _lives(unit, timeline):
-            y, h = unit.address / size, unit.nbytes / size
-            colour = colours[unit.name]
-            body.box(begin * scale, y, (loaded - begin) * scale, h, facecolor=colour, alpha=0.32)
-            body.box(loaded * scale, y, (done - loaded) * scale, h, unit.name, facecolor=colour)
-    arena.axhline(top, color=INK, linewidth=0.9)
-    arena.set_ylim(0, top * 1.04)
-    arena.set_xlim(0, end * 1.01)
-    arena.set_ylabel(f"arena address ({unit_of_size})", fontsize=10, color=INK)
-    arena.set_xlabel(f"predicted time ({unit_of_time})", fontsize=10, color=INK)
-    for axes in (lanes, arena):
-        axes.set_axisbelow(True)
-        axes.grid(axis="x", color=FAINT, linewidth=0.7)
-        axes.tick_params(length=0, labelcolor=INK)
-        for side in axes.spines.values():
-            side.set_visible(False)
+def _kept_bytes(layout: Layout) -> dict[str, int]:
+    copies = sum(bucket.nbytes("weights") for bucket in layout.buckets.values() if keeps_copy(bucket))
+    kept = (layout.nbytes("main"), layout.nbytes("grads"), copies, make_plan(layout).arena)
+    return {kind: nbytes for kind, nbytes in zip(STORED, kept, strict=True) if nbytes}
 
-    title = f"One step: {timeline.seconds * scale:,.3g} {unit_of_time}, arena {bytes_text(plan.arena)}"
-    figure.text(left, 0.945, title, fontsize=15, color=INK, weight="bold", va="center")
-    shares = (f"{timeline.hidden(lane):.0%} of the {lane} lane" for lane in ("gather", "reduce"))
-    hidden = f"compute hides {' and '.join(shares)}; it waits where hatched"
-    figure.text(left, 0.9, hidden, fontsize=10.5, color="#5b6270", va="center")
-    note = (
-        f"pale: being gathered; full: ready, until released    ·    {plan.rule}, {plan.excess:+.1f} % over the lower "
-        f"bound    ·    staging {bytes_text(plan.staging)} beside it"
+
+# ---------------------------------------------------------------- buckets
+
+
+def _layout(layout: Layout, page: Page) -> None:
+    alike: list[list[Bucket]] = []
+    for bucket in layout.buckets.values():
+        if alike and _shape(alike[-1][0]) == _shape(bucket):
+            alike[-1].append(bucket)
+        else:
+            alike.append([bucket])
+    shown, most = alike[:BUCKETS], max((some[0].numel for some in alike), default=1)
+    page.text(f"{len(layout.buckets)} buckets of {len(layout.units)} units", 15, INK, 0.36, weight="bold")
+    page.text(
+        f"to scale, in elements; {layout.padding():.2%} are padding (hatched); a rank keeps what is between two ticks"
     )
-    figure.text(left, 0.545, note, fontsize=10.5, color="#5b6270", va="center")
-    figure.savefig(path, format="png")
+    colours = colours_of([some[0].name for some in shown])
+    for some in shown:
+        bucket, last = some[0], some[-1]
+        names = bucket.name if last is bucket else f"{bucket.name} … {last.name} ({len(some)} alike)"
+        cuts = bucket.slices("main")
+        sliced = f"{cuts} slices of {bucket.numel // cuts:,}" if cuts > 1 else "whole on each rank"
+        leaves = f"{len(bucket.leaves)} {'leaf' if len(bucket.leaves) == 1 else 'leaves'}"
+        page.text(f"{names}: {leaves}, {bucket.numel:,} elements, {sliced}", 9.5, INK, 0.26)
+        panel = page.panel(0.5, (most * 1.002, 1.0), below=0.1)
+        panel.box(0, 0.1, bucket.numel, 0.8, facecolor="white", edgecolor=GREY, hatch="////", alpha=0.75)
+        for leaf in bucket.leaves:
+            if leaf.numel:
+                panel.box(leaf.offset, 0.1, leaf.numel, 0.8, leaf.key, facecolor=colours[bucket.name])
+        for k in range(1, cuts if cuts <= 8 * RANKS else 1):
+            for ends in ([0, 0.14], [0.86, 1]):
+                panel.axes.plot([k * bucket.numel / cuts] * 2, ends, color=INK, linewidth=1.3)
+    if len(alike) > BUCKETS:
+        page.text(f"and {len(alike) - BUCKETS} kinds of buckets more")
 
 
-def _lives(unit: PlannedUnit, timeline: Timeline) -> list[tuple[float, float, float]]:
-    """(gather begins, gather ends, bytes are free) in seconds, for each life of a unit."""
-    gathers = [span for span in timeline.lane("gather") if span.unit == unit.name]
-    done = {span.use: span.end for span in timeline.lane("compute")}
-    return [(span.begin, span.end, done[end]) for span, (_, end) in zip(gathers, unit.lives, strict=True)]
+def _shape(bucket: Bucket) -> tuple[Any, ...]:
+    leaves = tuple((leaf.key, leaf.shape, leaf.offset) for leaf in bucket.leaves)
+    return leaves, bucket.numel, bucket.placement, bucket.main, bucket.compute, bucket.trainable
+
+
+# ---------------------------------------------------------------- uses, and the arena
+
+
+def _plan(plan: Plan, page: Page, cursor: Cursor | None = None) -> None:
+    uses = len(plan.uses)
+    size, unit_of_size = binary_scale(plan.arena)
+    top = plan.arena / size or 1.0
+    colours = colours_of([unit.name for unit in plan.units])
+    page.text(f"{uses} uses, {len(plan.gathers)} gathers, arena {bytes_text(plan.arena)}", 15, INK, 0.36, weight="bold")
+    said = "the arena, use by use: pale, being gathered; half full, ready and waiting; full, in use"
+    at = None if cursor is None else cursor.at % uses
+    if at is not None:
+        said += f"    ·    the cursor: use {at} comes next ({plan.uses[at].unit})"
+    page.text(said)
+    head = page.panel(0.62, (uses, 1.0), below=0.08)
+    for k, use in enumerate(plan.uses):
+        head.box(k, 0.12, 1, 0.76, use.unit, facecolor=colours[use.unit])
+        if use.reduces:
+            head.axes.plot([k + 0.08, k + 0.92], [0.02, 0.02], color=EXPOSED, linewidth=2)
+    head.rows({"use": 0.5})
+    head.ticked = "y"
+    body = page.panel(2.8, (uses, top * 1.04), below=0.6)
+    for unit in plan.units:
+        y, h, colour = unit.address / size, unit.nbytes / size, colours[unit.name]
+        gathers = [gather for gather in plan.gathers if gather.unit == unit.name]
+        for gather in gathers:
+            body.box(gather.start, y, gather.first - gather.start, h, facecolor=colour, alpha=0.25)
+            body.box(gather.first, y, gather.last + 1 - gather.first, h, facecolor=colour, alpha=0.55)
+            for k in unit.uses:
+                if gather.first <= k <= gather.last:
+                    body.box(k, y, 1, h, unit.name, facecolor=colour)
+    for panel in (head, body):
+        panel.axes.axvline(plan.turn, color=INK, linewidth=0.9, linestyle=":")
+        if at is not None:
+            panel.axes.axvline(at, color=EXPOSED, linewidth=2.5)
+    body.axes.axhline(top, color=INK, linewidth=0.9)
+    body.axes.set_ylabel(f"arena address ({unit_of_size})", fontsize=10, color=INK)
+    body.axes.set_xlabel("use; dotted: the backward begins; red below a use: its gradient is reduced", fontsize=10)
+    body.ticked = "xy" if plan.arena else "x"
+    if head.unnamed or body.unnamed:
+        page.key(colours)
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+def _collectives(lowered: Any, page: Page) -> None:
+    sent: Sequence[Collective] = lowered.collectives
+    size, unit = binary_scale(max((one.nbytes for one in sent), default=0))
+    most = max((one.nbytes for one in sent), default=1) / size or 1.0
+    total = sum(one.nbytes for one in sent)
+    page.text(f"{len(sent)} collectives, {bytes_text(total)}", 15, INK, 0.36, weight="bold")
+    page.text("in order of issue; as high as the larger side has bytes")
+    panel = page.panel(2.6, (max(len(sent), 1), most * 1.05), below=0.6)
+    for i, one in enumerate(sent):
+        colour = OF_KINDS.get(one.kind, GREY)
+        panel.box(i + 0.05, 0, 0.9, one.nbytes / size, one.bucket, facecolor=colour)
+    panel.ticked = "xy"
+    panel.axes.set_ylabel(unit, fontsize=10, color=INK)
+    panel.axes.set_xlabel("collective", fontsize=10, color=INK)
+    kinds = dict.fromkeys((one.kind, one.axis) for one in sent)
+    for kind, axis in kinds:
+        some = [one for one in sent if (one.kind, one.axis) == (kind, axis)]
+        said = f"{kind} along {axis or 'all axes'}: {len(some)}, {bytes_text(sum(one.nbytes for one in some))}"
+        page.key({said: OF_KINDS.get(kind, GREY)})

@@ -56,7 +56,14 @@ class LeafInfo:
 
 @dataclass(frozen=True)
 class Unit:
-    """An ordered group of leaves gathered and reduced together. `keys` name its weights, in the tree's order."""
+    """An ordered group of leaves that are gathered, released and reduced together.
+
+    Attributes:
+        name: as `state.units` has it.
+        keys: names of its weights, in the tree's order: their paths from the unit on.
+        paths: the whole paths, in the same order.
+        buckets: one for each dtype, trainability and placement among the leaves.
+    """
 
     name: str
     keys: Paths
@@ -85,10 +92,14 @@ class Unit:
 
 @dataclass(frozen=True, repr=False)
 class Layout:
-    """Where every leaf of a tree lives. Printing it gives a table.
+    """Where every leaf of a tree lives. Frozen, equal by value; printing it gives a table.
 
-    `paths` lists the tree's leaves in its own order; `source` maps each to the path that holds it (tied leaves share
-    one).
+    Attributes:
+        units: in order of use in a forward.
+        paths: of the tree's leaves, in its own order.
+        source: for each of these the path that holds it; tied leaves share one.
+
+    Example: `fsdp.make_layout(params, fsdp.Spec({"data": 1024})).nbytes("main")`, bytes a rank.
     """
 
     units: tuple[Unit, ...]

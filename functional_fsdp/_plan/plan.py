@@ -261,11 +261,10 @@ def make_plan(layout: Layout, schedule: Schedule | None = None, forward: int | N
         SpecError: the order, `prefetch` or `keep` names what the layout does not have.
         ScheduleError: the order is "recorded": it is not known before the first step.
 
-    >>> from ._layout import LeafInfo, plan_layout
-    >>> from ._spec import Spec
     >>> import torch
-    >>> leaves = [LeafInfo(f"{name}.w", (1024,), torch.float32) for name in "abc"]
-    >>> print(make_plan(plan_layout(leaves, Spec({"data": 4}))))
+    >>> import functional_fsdp as fsdp
+    >>> params = {name: {"w": torch.empty(1024)} for name in "abc"}
+    >>> print(fsdp.make_plan(fsdp.make_layout(params, fsdp.Spec({"data": 4}))))
     unit    bytes  address  gathered in uses  gathers  kept  reduces
     ----  -------  -------  ----------------  -------  ----  -------
     a     4.0 KiB        0            0, 4–5        2  -           1

@@ -54,7 +54,12 @@ class Axis(Enum):
     __repr__ = __str__
 
 
-Sharded, Replicated, Partial = Axis.SHARD, Axis.REPLICATE, Axis.PARTIAL
+Sharded = Axis.SHARD
+"""Along this mesh axis each rank has its slice."""
+Replicated = Axis.REPLICATE
+"""Along this mesh axis each rank has all of it, the same."""
+Partial = Axis.PARTIAL
+"""Along this mesh axis each rank has a summand of all of it."""
 States = tuple[tuple[str, Axis], ...]
 Coordinate = tuple[tuple[str, int], ...]  # a rank's place on each axis
 ALLOWED = ((Sharded, Replicated), (Partial, Replicated), (Partial, Sharded), (Replicated, Sharded))

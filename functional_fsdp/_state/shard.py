@@ -93,8 +93,15 @@ def _identity(leaf: torch.Tensor, path: str) -> Any:
 
 
 def make_layout(params: Any, spec: Spec) -> Layout:
-    """The layout that `shard(params, spec)` would use; `params` may be on the meta device. Pure, needs no process
-    group.
+    """The layout that `shard(params, spec)` would use. Pure, needs no process group.
+
+    Args:
+        params: a pytree of tensors, on the meta device or not; only shapes, dtypes and what is tied count.
+        spec: on a mesh, or on axis sizes, `Spec({"data": 1024})`.
+
+    Raises:
+        SpecError: a pattern that matches nothing, a leaf in two units or without a placement. TreeError: a leaf that is
+            no tensor.
 
     >>> print(make_layout({"w": torch.empty(1000, 1000, device="meta")}, Spec({"data": 1024})).padding() < 0.05)
     True

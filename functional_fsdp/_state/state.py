@@ -53,8 +53,10 @@ def _empty() -> Any:
 class State:
     """Parameters, gradients and optimizer state, sharded. A pytree; frozen; verbs return a new one.
 
-    Attributes (b: bucket name; n_b: padded elements of the bucket; all tensors are flat local shards; where there is
-    nothing, a dict is empty):
+    Below, b is a bucket's name and n_b its elements, padding included. All tensors are flat local shards. Where there
+    is nothing, a dict is empty.
+
+    Attributes:
         main: {b: FlatBuffer}, main weights, [n_b / ranks of main] elements of `Precision.main`.
         weights: {b: FlatBuffer}, compute copies that persist between steps, [n_b / ranks of weights] elements of
             `Precision.compute`; only where the placement needs one.
@@ -64,7 +66,8 @@ class State:
         count: int64 tensor [], steps taken.
         rng: int64 tensor [], the seed that everything random derives from.
         extras: {name: pytree}, what transforms carry along.
-        spec, layout, optimizer, treedef: static. version: which state of its lineage this is.
+        spec, layout, optimizer, treedef: static.
+        version: which state of its lineage this is.
 
     Printing a State gives a table. Between steps it can be pickled and deep-copied (the copy is a lineage of its own).
     """

@@ -67,6 +67,11 @@ def test_train_gpt_learns_and_leaves_its_figures(straight: tuple[Path, dict[str,
     assert len(figures["losses"]) == 8
     assert figures["losses"][-1] < figures["losses"][0]
     assert 1 < figures["bigram"] < figures["unigram"] < 5
+    curve = json.loads((out / "curve.json").read_text())
+    assert curve["losses"] == figures["losses"]
+    assert len([norm for norm in curve["norms"] if 0.1 < norm < 100]) == 8
+    assert sorted(map(int, curve["held_out"])) == [2, 4, 6, 8]
+    assert curve["held_out"]["8"] < curve["held_out"]["2"]
     assert f"held out   {figures['held_out']:.3f} nats" in figures["printed"]
     assert f"bigram entropy {figures['bigram']:.3f}" in figures["printed"]
     assert figures["sample"].startswith("def ")

@@ -20,10 +20,11 @@ from hypothesis import strategies as st
 
 import functional_fsdp as fsdp
 from functional_fsdp import Layout, Precision, ScheduleError, Spec, SpecError
-from functional_fsdp._plan.draw import _Canvas, predict
+from functional_fsdp._plan.canvas import Panel
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.pack import pack
 from functional_fsdp._plan.plan import ALIGN, Gather, Plan, PlannedUnit, Reduction, make_plan
+from functional_fsdp._plan.timeline import _lives, predict
 from functional_fsdp._spec.schedule import Schedule
 
 MIB = 1 << 20
@@ -708,15 +709,26 @@ def test_the_timeline_is_drawn(tmp_path: Path) -> None:
     assert len(values) > 100
 
 
-def test_labels_are_in_the_middle_of_their_boxes_and_fit() -> None:
+def test_labels_are_whole_in_the_middle_of_their_boxes_and_fit() -> None:
     seen: list[tuple[Any, ...]] = []
     axes = SimpleNamespace(add_patch=lambda patch: None)
-    axes.text = lambda x, y, said, fontsize, **_: seen.append((x, y, said, fontsize))
-    canvas = _Canvas(axes, lambda *args, **style: None, (10.0, 5.0), (100.0, 10.0))  # a page of 100 by 10 in inches
-    for width in (10, 5, 2, 1):
-        canvas.box(20, 4, width, 2, "layers.mlp")
-    narrow = 2 * 72 / 10 / (0.62 * len("mlp") + 0.6)
-    assert seen == [(25, 5, "layers.mlp", 9.0), (22.5, 5, "mlp", 9.0), (21, 5, "mlp", pytest.approx(narrow))]
+    axes.text = lambda x, y, said, fontsize, rotation, **_: seen.append((x, y, said, fontsize, rotation))
+    panel = Panel(axes, lambda *args, **style: None, (10.0, 5.0), (100.0, 10.0))  # a page of 100 by 10 in inches
+    for width in (10, 5, 1.2, 0.5):
+        panel.box(20, 4, width, 2, "layers.mlp")
+    narrow = pytest.approx(0.7 * 1.2 * 72 / 10)
+    assert seen == [
+        (25, 5, "layers.mlp", 9.0, 0),
+        (22.5, 5, "layers.mlp", 9.0, 90),
+        (20.6, 5, "layers.mlp", narrow, 90),
+    ]
+    assert panel.unnamed == ["layers.mlp"]
+
+
+def test_times_go_by_names_and_patterns() -> None:
+    p = make_plan(stack([4, 4, 4]))
+    found = predict(p, gather=4096, reduce=4096, compute={"u[01]": 2.0, "u1": 3.0})
+    assert [(span.unit, span.seconds) for span in found.lane("compute")][:3] == [("u0", 2.0), ("u1", 3.0), ("u2", 0.0)]
 
 
 def test_bandwidths_and_times_are_checked(tmp_path: Path) -> None:
@@ -725,6 +737,16 @@ def test_bandwidths_and_times_are_checked(tmp_path: Path) -> None:
         fsdp.timeline(p, tmp_path / "x.png", gather=0, reduce=1, compute=1.0)
     with pytest.raises(SpecError, match=r"timeline\(compute\): \{'u0': -1.0\} is negative"):
         fsdp.timeline(p, tmp_path / "x.png", gather=1, reduce=1, compute={"u0": -1.0})
+
+
+def test_bytes_lie_in_the_arena_as_long_as_the_plan_says() -> None:
+    """What is drawn of a unit: gathered, waiting, and as wide as its compute."""
+    p = make_plan(stack([4, 4]))
+    found = predict(p, gather=4096, reduce=4096, compute=2.0)
+    drawn = [
+        (begin, loaded, done, [s.seconds for s in spans]) for begin, loaded, done, spans in _lives(p.units[0], found)
+    ]
+    assert drawn == [(0, 1, 3, [2.0]), (5, 6, 13, [4.0])]
 
 
 def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
