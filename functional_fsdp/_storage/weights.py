@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -24,6 +24,7 @@ __all__ = [
     "Loan",
     "alias_of",
     "gather",
+    "is_lent",
     "loan_of",
     "own_of",
     "owned",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _LOANS: WeakValueDictionary[int, Loan] = WeakValueDictionary()
+_STORAGES: dict[int, WeakSet[Loan]] = {}  # by storage, the loans whose tensors lie on it
 
 
 class Loan:
@@ -49,6 +51,8 @@ class Loan:
         self.held = False
         for tensor in weights.values():  # they live as long as the loan, so an id means one tensor
             _LOANS[id(tensor)] = self
+            if tensor.layout is torch.strided:
+                _STORAGES.setdefault(tensor.untyped_storage()._cdata, WeakSet()).add(self)
 
 
 def owned(values: Sequence[torch.Tensor | None], loan: Loan | None) -> list[torch.Tensor | None]:
@@ -60,6 +64,15 @@ def owned(values: Sequence[torch.Tensor | None], loan: Loan | None) -> list[torc
 def loan_of(tensor: Any) -> Loan | None:
     """The loan of a tensor that `unshard(state, unit)` gave, None for every other tensor."""
     return _LOANS.get(id(tensor))
+
+
+def is_lent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies where weights are lent: it is one, a view of one, or what autograd made of one. Its bytes
+    are somebody else's, and are there again when the unit is gathered again.
+
+    Example: `extend.is_lent(weights["weight"].t())`.
+    """
+    return bool(_STORAGES.get(tensor.untyped_storage()._cdata))
 
 
 def whole_of(state: Stored, bucket: Bucket) -> torch.Tensor | None:
