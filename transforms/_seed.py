@@ -67,15 +67,15 @@ def _standing_in(ranks: Ranks, microbatch: int, seed: int) -> Iterator[None]:
         default.graphsafe_set_state(before)
 
 
-def reseed(state: State, again: Mapping[Place, torch.Generator] | None = None, at: Mapping[Place, int] | None = None) -> None:
+def reseed(state: State, again: Mapping[Place, torch.Generator], draws: Mapping[Place, int]) -> None:
     """Before the replay of a step from `state`: what its microbatches draw, and draw again, from these offsets."""
     ranks = ranks_of(state)
     seed = seeds(state)
     for microbatch, generator in ranks.generators.items():
         generator.manual_seed(seed(microbatch, ranks.index))
-    for place, generator in (again or {}).items():
+    for place, generator in again.items():
         generator.manual_seed(seed(place[0], ranks.index))
-        generator.set_offset((at or {})[place])
+        generator.set_offset(draws[place])
 
 
 # ---------------------------------------------------------------- numbers that are drawn again
@@ -138,7 +138,7 @@ class DrawPosition:
 
     def __init__(self, device: torch.device) -> None:
         self.host = torch.default_generator.get_state()
-        self.generator = default_generator(device)
+        self.generator: Any = default_generator(device)
         self.place: Place | None = None
         self.state: Any = None
         if self.generator is None:
@@ -171,16 +171,15 @@ class DrawPosition:
     def resumed(self) -> Iterator[None]:
         """Within, numbers come from here on; afterwards generators go on where they were."""
         host = torch.default_generator.get_state()
+        own: Any = self.generator
         captured = self.place is not None and self.state is None
-        before = None if self.generator is None else (
-            self.generator.graphsafe_get_state() if captured else self.generator.get_state()
-        )
+        before = own and (own.graphsafe_get_state() if captured else own.get_state())
         self.go()
         try:
             yield
         finally:
             torch.default_generator.set_state(host)
             if captured:
-                self.generator.graphsafe_set_state(before)
-            elif before is not None:
-                self.generator.set_state(before)
+                own.graphsafe_set_state(before)
+            elif own is not None:
+                own.set_state(before)

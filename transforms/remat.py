@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar, cast, overload
 
-import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,8 +22,8 @@ __all__ = ["offload", "remat", "saved"]
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
 PARTS = (
-    "remat: save= and offload= name parts of a model's modules by their paths, and this is a function. In it wrap what is "
-    "not to run again: T.saved(attn)(w, h), T.offload(mlp)(w, h)."
+    "remat: save= and offload= name parts of a model's modules by their paths, and this is a function. In it wrap what "
+    "is not to run again: T.saved(attn)(w, h), T.offload(mlp)(w, h)."
 )
 
 
@@ -44,8 +43,8 @@ def remat(
         patterns: of a model, the paths of the modules that recompute (`"blocks.*"`; the outermost that match).
         save: parts of these modules that do not run again, by their paths in the module (`"attn"`; the outermost that
             match). What such a part keeps for its own backward stays, and its output.
-        offload: the same, in the host's memory: it is copied there during the forward, and comes back while the
-            backward is at the module before. In a function the same is said by `T.saved(fn)` and `T.offload(fn)`.
+        offload: the same, in the host's memory: it is copied there when the part has run, and comes back while the
+            backward is at the module after this one. In a function the same is said by `T.saved(fn)` and `T.offload(fn)`.
         preserve_rng_state: random numbers come again in the recomputation. False saves time where there are none (no
             dropout), and is what a captured step by hand needs; in `T.forward_backward` both work in CUDA graphs.
 
@@ -66,20 +65,20 @@ def remat(
     not, and are never moved; nor is what lies on a storage of the module's inputs, or has less than 1024 bytes. Until
     the next module that moves something has ended its forward, what a module has moved is still on the device; in the
     backward that of two modules is. Buffers in the host's memory are pinned (on the CPU they are plain memory), used
-    from step to step, and are as many as are full at once. A part whose output others change in place is run again, once;
-    from then on a copy of its output is kept.
+    from step to step, and are as many as are full at once. A part whose output others change in place is run again
+    once; from then on a copy of its output is kept.
 
     In compiled code (`T.compile`, `torch.compile`, `compile=True`, T.compile_units around the module) what is kept is
     the compiler's choice: `remat` and `save` mean nothing, `offload` is an error. A part may be compiled itself.
 
     Raises:
         SpecError: a pattern that matches no module, or no part of a module; a part that is saved and moved; parts of a
-            function. When it runs: SpecError with `second_order=True`, if parts are moved; ScheduleError for such a model
-            bound by hand, for torch.func around a checkpoint (torch forbids saved-tensor hooks there), for `offload`
-            in compiled code, and for what was changed in place after it was saved.
+            function. When it runs: SpecError with `second_order=True`, if parts are moved; ScheduleError for such a
+            model bound by hand, for torch.func around a checkpoint (torch forbids saved-tensor hooks there), for
+            `offload` in compiled code, and for what was changed in place after it was saved.
 
-    Source: torch.utils.checkpoint, `use_reentrant=False`; the idea is Chen et al. 2016 (arXiv:1604.06174), which parts to
-    choose Korthikanti et al. 2022 (arXiv:2205.05198), to move what is kept Rhu et al. 2016 (vDNN, arXiv:1602.08124).
+    Source: torch.utils.checkpoint, `use_reentrant=False`; the idea is Chen et al. 2016 (arXiv:1604.06174), which parts
+    to choose Korthikanti et al. 2022 (arXiv:2205.05198), to move what is kept Rhu et al. 2016 (arXiv:1602.08124).
 
     Example:
         >>> out, pullback = T.vjp(T.remat(stage), w, h)  # doctest: +SKIP
@@ -119,9 +118,9 @@ def offload(what: F) -> F: ...
 def offload(what: Any, *patterns: str) -> Any:
     """Move what a function, or some of a model's modules, keep for their backward to the host's memory meanwhile.
 
-    Nothing is computed again: of a call that is so wrapped autograd saves what it always does, and all of it is copied to
-    the host during the forward, and back while the backward is at the call before. What is moved, and when memory is
-    free, is said at `T.remat`; here inputs are moved, too, where they have gradients.
+    Nothing is computed again: of a call that is so wrapped autograd saves what it always does. It is copied to the host
+    at the end of the call, and back while the backward is at the call after it. What is moved, and when memory is free,
+    is said at `T.remat`; here inputs are moved, too, where they have gradients.
 
     Args:
         what: a function, as a stage that goes to `T.vjp`, or a part of one; or a model, as `init` or `functionalize`
@@ -129,7 +128,7 @@ def offload(what: Any, *patterns: str) -> Any:
         patterns: of a model, the paths of the modules (`"blocks.*.mlp"`; the outermost that match).
 
     Returns:
-        the function, or a copy of the model (a skeleton), that does so; of modules that recompute, the inputs are moved:
+        the function, or a copy of the model (a skeleton), that does so. Of modules that recompute the inputs are moved:
         `T.offload(T.remat(model, "blocks.*"), "blocks.*")` keeps next to nothing on the device.
 
     Raises:
@@ -174,8 +173,8 @@ def _check(path: str, save: list[str], offload: list[str]) -> None:
         for other in offload:
             if one == other or one.startswith(f"{other}.") or other.startswith(f"{one}."):
                 raise SpecError(
-                    f"remat: in {path!r} the part {one!r} is saved and {other!r} is moved, which are one, or lie in each "
-                    "other. Name each part once."
+                    f"remat: in {path!r} the part {one!r} is saved and {other!r} is moved, which are one, or one lies "
+                    "in the other. Name each part once."
                 )
 
 
@@ -233,8 +232,8 @@ def _part_in_graph(part: Part, fn: Callable[..., Any], args: Any, kwargs: Any, m
 def _part(part: Part, fn: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module | None = None) -> Any:
     if part.fate == "offload" and torch_private.func_interpreter() is not None:
         raise ScheduleError(
-            "offload: torch.func's transforms (grad, vjp, ...) forbid saved-tensor hooks, by which tensors are moved. Use "
-            "T.vjp or T.forward_backward."
+            "offload: torch.func's transforms (grad, vjp, ...) forbid saved-tensor hooks, by which tensors are moved. "
+            "Use T.vjp or T.forward_backward."
         )
     return part(fn, args, kwargs, module)
 

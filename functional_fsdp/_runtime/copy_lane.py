@@ -106,7 +106,7 @@ class HostBuffers:
         if lane.captured():
             raise ScheduleError(
                 f"a step that is captured moves a tensor of {nbytes:,} bytes to the host's memory, for which the steps "
-                "before have pinned no buffer. Have every step move the same: more warm-up steps, T.cuda_graph(warmup=)."
+                "before have pinned no buffer. Have every step move the same, or warm up more: T.cuda_graph(warmup=)."
             )
         buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if lane.stream is not None and pin(buffer):  # else copies wait, and are as right

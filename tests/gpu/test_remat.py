@@ -28,8 +28,8 @@ def trained(name: str, graph: bool, preset: str = "zero3") -> tuple[list[float],
     try:
         spec = fsdp.Spec(fsdp.local_mesh(), getattr(fsdp, preset)("data"))
         state, model = fsdp.init(lambda: Blocks(64), spec, fsdp.adamw(lr=1e-2), seed=0)
-        model = CHANGES[name][0](model) if name else model
-        forward_backward = T.accumulate(T.forward_backward(model, lambda model, x: model(x).square().mean()), 2)
+        changed = CHANGES[name][0](model) if name else model
+        forward_backward = T.accumulate(T.forward_backward(changed, lambda model, x: model(x).square().mean()), 2)
 
         def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
             state, loss = forward_backward(state, x)

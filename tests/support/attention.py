@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from functional_fsdp import transforms as T
 
-__all__ = ["CHANGES", "Blocks", "CALLS", "calls_of"]
+__all__ = ["CALLS", "CHANGES", "Blocks", "calls_of"]
 
 CALLS: Counter[str] = Counter()
 DEPTH = 3

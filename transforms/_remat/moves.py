@@ -1,8 +1,8 @@
 """Moves: what a call keeps for its backward, in the host's memory meanwhile.
 
-    forward of call i     packed: (storage, version) ─▶ one copy a storage, however many views of it are kept
-    end of call i + 1     compute waits for the copies of call i, and their memory on the device is free
-    backward of call i    compute waits for what has come back; the lane brings what call i - 1 has moved
+forward of call i     packed: (storage, version) ─▶ one copy a storage, however many views of it are kept
+end of call i + 1     compute waits for the copies of call i, and their memory on the device is free
+backward of call i    compute waits for what has come back; the lane brings what call i - 1 has moved
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class MoveGroup:
     def _begin(self, device: torch.device) -> None:
         self.device, self.lane = device, copy_lane(device)
         self.captured = self.lane.captured()
-        before = self.lane.latest and self.lane.latest()
+        before = self.lane.latest() if self.lane.latest is not None else None
         if before is not None and before.captured is self.captured:
             self.before = weakref.ref(before)
         self.lane.latest = weakref.ref(self)
@@ -179,7 +179,7 @@ class MoveGroup:
         """The forward of the call is over: what the call before it has moved is free on the device."""
         self.send()
         self.known = {}
-        before = self.before and self.before()
+        before = self.before() if self.before is not None else None
         if before is not None:
             before.settle()
 
@@ -197,7 +197,7 @@ class MoveGroup:
             return
         self.send()  # a backward inside the call
         self.bring()
-        before = self.before and self.before()
+        before = self.before() if self.before is not None else None
         if before is not None:
             before.bring()
         self.lane.wait(self.mark)
@@ -225,5 +225,3 @@ class MoveGroup:
     def hooks(self) -> Any:
         """A context: what is saved inside is packed here."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, MoveGroup.unpack)
-
-

@@ -128,7 +128,7 @@ class PartCall:
         """At the end of the forward: keep what there is of it, or move it."""
 
         def keep(t: torch.Tensor) -> torch.Tensor:
-            self.kept.append((moves and moves.take(t) or t.detach(), t._version))
+            self.kept.append(((moves and moves.take(t)) or t.detach(), t._version))
             return t.new_empty(0)
 
         self.out = map_tensors(keep, self.out)
@@ -155,7 +155,13 @@ class PartCall:
         """An output whose tensors have gradients where they had them."""
         which = iter(self.trains)
         found: list[torch.Tensor] = []
-        map_tensors(lambda t: (found.append(t) if next(which) else None, t)[1], out)
+
+        def look(t: torch.Tensor) -> torch.Tensor:
+            if next(which):
+                found.append(t)
+            return t
+
+        map_tensors(look, out)
         if not found:
             return out
         through = Again.apply(torch.zeros((), device="cpu", requires_grad=True), *found)
@@ -193,7 +199,7 @@ class Region:
         if self.draws:
             self.device = _device_in((args, kwargs))
             self.start = self.now = DrawPosition(self.device)
-        self.inputs = args, kwargs
+        self.inputs: Any = args, kwargs
         with running(self):
             out = self.fn(*args, **kwargs)
         self.inputs = self.hooks = None
@@ -280,5 +286,10 @@ def _whole(t: torch.Tensor) -> Any:
 def _device_in(tree: Any) -> torch.device:
     """Where the first tensor in this is."""
     found: list[torch.device] = []
-    map_tensors(lambda t: (found.append(t.device), t)[1], tree)  # type: ignore[func-returns-value]
+
+    def look(t: torch.Tensor) -> torch.Tensor:
+        found.append(t.device)
+        return t
+
+    map_tensors(look, tree)
     return next((device for device in found if device.type != "meta"), torch.device("cpu"))
