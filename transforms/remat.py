@@ -44,7 +44,7 @@ def remat(
         save: parts of these modules that do not run again, by their paths in the module (`"attn"`; the outermost that
             match). What such a part keeps for its own backward stays, and its output.
         offload: the same, in the host's memory: it is copied there when the part has run, and comes back while the
-            backward is at the module after this one. In a function the same is said by `T.saved(fn)` and `T.offload(fn)`.
+            backward is at the module after this one. In a function say `T.saved(fn)` and `T.offload(fn)` of its parts.
         preserve_rng_state: random numbers come again in the recomputation. False saves time where there are none (no
             dropout), and is what a captured step by hand needs; in `T.forward_backward` both work in CUDA graphs.
 
