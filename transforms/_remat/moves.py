@@ -193,7 +193,7 @@ class MoveGroup:
 
     def arrive(self) -> None:
         """The backward has come to this call: it has what it moved, and the call before it begins to bring its own."""
-        if self.here:
+        if self.here or self.device is None:
             return
         self.send()  # a backward inside the call
         self.bring()

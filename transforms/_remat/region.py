@@ -115,37 +115,45 @@ class PartCall:
     def __init__(self, part: Part, out: Any, packed: int, after: DrawPosition | None) -> None:
         self.part, self.packed, self.after = part, packed, after
         self.trains: list[bool] = []  # which of its tensors have gradients
-        self.kept: list[tuple[Moved | torch.Tensor, int]] = []  # and each of them, with its version
+        self.versions: list[int] = []
+        self.kept: list[Moved | torch.Tensor] = []
         self.lost = False
 
         def look(t: torch.Tensor) -> torch.Tensor:
             self.trains.append(t.requires_grad)
-            return t.detach().clone() if part.copies else t
+            t = t.detach().clone() if part.copies else t
+            self.versions.append(t._version)
+            return t
 
         self.out = map_tensors(look, out)
 
     def keep(self, moves: MoveGroup | None) -> None:
-        """At the end of the forward: keep what there is of it, or move it."""
+        """At the end of the forward: keep what there is of it, or move it, unless others have changed it meanwhile."""
+        versions = iter(self.versions)
 
         def keep(t: torch.Tensor) -> torch.Tensor:
-            self.kept.append(((moves and moves.take(t)) or t.detach(), t._version))
+            if t._version != next(versions):
+                self.lost = self.part.copies = True  # from the next call on
+            self.kept.append((moves and not self.lost and moves.take(t)) or t.detach())
             return t.new_empty(0)
 
         self.out = map_tensors(keep, self.out)
+        if self.lost:
+            self.let_go()
 
     def let_go(self) -> None:
         """Nothing that is computed again comes after it."""
-        self.out, self.lost = None, True
+        self.out, self.kept, self.lost = None, [], True
 
     def again(self) -> Any:
         """The output once more; None if it is not there as it was."""
         if self.lost:
             return None
         values = []
-        for one, version in self.kept:
+        for one, version in zip(self.kept, self.versions, strict=True):
             t = one.value() if isinstance(one, Moved) else one if one._version == version else None
             if t is None:
-                self.part.copies = True  # from the next step on
+                self.part.copies = True
                 return None
             values.append(t)
         left = iter(values)
@@ -273,7 +281,8 @@ class Region:
         out = call.again()
         if out is None:
             with torch.no_grad(), running(None):
-                out = call.differentiable(fn(*args, **kwargs))
+                out = fn(*args, **kwargs)
+            out = call.differentiable(out)
         if call.after is not None:
             call.after.go()
         return out
