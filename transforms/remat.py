@@ -14,7 +14,7 @@ from functional_fsdp.extend import refuse, skeleton_of, torch_private, traced_as
 
 from ._modules.patterns import outermost
 from ._remat.moves import storage_of
-from ._remat.region import Owner, Part, Region
+from ._remat.region import KeptPart, Owner, Region
 from ._remat.runs import Runs
 
 __all__ = ["offload", "remat", "saved"]
@@ -104,7 +104,7 @@ def remat(
         _check(path, [one for one, _ in parts["save"]], [one for one, _ in parts["offload"]])
         for fate, found in parts.items():
             for _, part in found:
-                _become_part(part, Part(fate, owner))  # type: ignore[arg-type]
+                _become_part(part, KeptPart(fate, owner))  # type: ignore[arg-type]
         module.__dict__["_remat"] = owner
         module.__dict__["_remat_stays"] = set()  # buffers, by number, that its forward leaves as they are
         module.__class__ = _recomputed(type(module), preserve_rng_state)
@@ -143,12 +143,12 @@ def offload(what: Any, *patterns: str) -> Any:
     if not isinstance(what, nn.Module):
         if patterns:
             raise SpecError(f"offload: {', '.join(map(repr, patterns))} are paths in a model, and this is a function.")
-        return _wrapped(what, Part("offload", owner))
+        return _wrapped(what, KeptPart("offload", owner))
     if not patterns:
         raise SpecError("offload(model): name the modules, as offload(model, 'blocks.*').")
     model = skeleton_of(what)
     for _, module in outermost("offload", model, patterns):
-        _become_part(module, Part("offload", owner))
+        _become_part(module, KeptPart("offload", owner))
     return model
 
 
@@ -165,7 +165,7 @@ def saved(fn: F) -> F:
     """
     if isinstance(fn, nn.Module):
         raise SpecError("saved: this is a module. Name it by its path: T.remat(model, 'blocks.*', save=('attn',)).")
-    return cast(F, _wrapped(fn, Part("save", Owner())))
+    return cast(F, _wrapped(fn, KeptPart("save", Owner())))
 
 
 def _check(path: str, save: list[str], offload: list[str]) -> None:
@@ -218,7 +218,7 @@ def _module(cls: type[nn.Module], preserve_rng_state: bool, module: nn.Module, /
     return _checkpointed(run, module.__dict__["_remat"], preserve_rng_state, *args, **kwargs)
 
 
-def _part_in_graph(part: Part, fn: Callable[..., Any], args: Any, kwargs: Any, module: Any = None) -> Any:
+def _part_in_graph(part: KeptPart, fn: Callable[..., Any], args: Any, kwargs: Any, module: Any = None) -> Any:
     if part.fate == "offload":
         said = (
             "offload: compiled code keeps what its compiler chooses, and moves nothing to the host's memory. Leave "
@@ -229,7 +229,7 @@ def _part_in_graph(part: Part, fn: Callable[..., Any], args: Any, kwargs: Any, m
 
 
 @traced_as(_part_in_graph)
-def _part(part: Part, fn: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module | None = None) -> Any:
+def _part(part: KeptPart, fn: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module | None = None) -> Any:
     if part.fate == "offload" and torch_private.func_interpreter() is not None:
         raise ScheduleError(
             "offload: torch.func's transforms (grad, vjp, ...) forbid saved-tensor hooks, by which tensors are moved. "
@@ -238,7 +238,7 @@ def _part(part: Part, fn: Callable[..., Any], args: Any, kwargs: Any, module: nn
     return part(fn, args, kwargs, module)
 
 
-def _wrapped(fn: Callable[..., Any], part: Part) -> Callable[..., Any]:
+def _wrapped(fn: Callable[..., Any], part: KeptPart) -> Callable[..., Any]:
     @wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         return _part(part, fn, args, kwargs)
@@ -265,7 +265,7 @@ def _recomputed(cls: type[nn.Module], preserve_rng_state: bool) -> type[nn.Modul
     return _RECOMPUTED[cls, preserve_rng_state]
 
 
-def _become_part(module: nn.Module, part: Part) -> None:
+def _become_part(module: nn.Module, part: KeptPart) -> None:
     """Have a module's calls be those of a part."""
     cls = type(module)
     if cls not in _PARTS:

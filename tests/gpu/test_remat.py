@@ -66,7 +66,7 @@ def test_the_same_bits_as_without(name: str, graph: bool, plain: Any) -> None:
 
 # ---------------------------------------------------------------- memory
 
-WIDTH, TOKENS, DEEP = 1024, 16384, 8
+WIDTH, TOKENS, DEEP = 256, 65536, 8  # few weights, whose gradients would blur it
 KEPT = 9 * WIDTH * TOKENS * 4  # bytes that an MLP saves: its input, and what goes into gelu and the second layer
 
 

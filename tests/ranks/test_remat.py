@@ -92,10 +92,10 @@ def test_on_one_rank_and_on_three(name: str, ranks: int) -> None:
 # ---------------------------------------------------------------- bytes
 
 
-def noting(model: nn.Module, kept: list[list[tuple[StorageWeakRef, int]]]) -> None:
+def noting(model: Any, kept: list[list[tuple[StorageWeakRef, int]]]) -> None:
     """Have each MLP of a model note its input, and what goes into its dropout and its second layer."""
 
-    class Noted(type(model.blocks[0].mlp)):  # type: ignore[misc, index, union-attr]
+    class Noted(type(model.blocks[0].mlp)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             up = self.up(x)
             wide = F.gelu(up)
@@ -301,7 +301,9 @@ def test_an_output_that_others_change_in_place(fate: str) -> None:
             return super().forward(x)
 
     found = []
-    for change in (lambda m: m, lambda m: T.remat(m, "*", **{fate: ("up",)})):
+    parts: dict[str, Any] = {fate: ("up",)}
+    changes: list[Callable[[Any], Any]] = [lambda m: m, lambda m: T.remat(m, "*", **parts)]
+    for change in changes:
         torch.manual_seed(0)
         module = nn.Sequential(InPlace(), InPlace())
         for part in module:
@@ -439,7 +441,8 @@ def test_a_part_that_is_compiled_itself(fate: str) -> None:
         model.eval()
         model = T.compile_units(model, "blocks.*.mlp", backend="aot_eager")
         if remat:
-            model = T.remat(model, "blocks.*", **{fate: ("mlp",)})
+            parts: dict[str, Any] = {fate: ("mlp",)}
+            model = T.remat(model, "blocks.*", **parts)
         torch._dynamo.reset()
         state, loss = T.forward_backward(model, mean_square)(state, batch(0))
         found.append((loss, [b.local.clone() for b in fsdp.finish_reductions(state).grads.values()]))

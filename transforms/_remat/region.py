@@ -25,7 +25,7 @@ from .._modules.outputs import map_tensors
 from .._seed import DrawPosition
 from .moves import Moved, MoveGroup, storage_of
 
-__all__ = ["Fate", "Owner", "Part", "Region", "storages_in"]
+__all__ = ["Fate", "KeptPart", "Owner", "Region", "storages_in"]
 
 Fate = Literal["save", "offload"]
 
@@ -56,7 +56,7 @@ class Owner:
         self.buffers = HostBuffers()
 
 
-class Part:
+class KeptPart:
     """A module or a function that is not run again in a region: what becomes of what it keeps."""
 
     def __init__(self, fate: Fate, owner: Owner) -> None:
@@ -112,7 +112,7 @@ class Again(torch.autograd.Function):
 class PartCall:
     """One call of a part: its output, as it came and then as it is kept, and where random numbers go on after it."""
 
-    def __init__(self, part: Part, out: Any, packed: int, after: DrawPosition | None) -> None:
+    def __init__(self, part: KeptPart, out: Any, packed: int, after: DrawPosition | None) -> None:
         self.part, self.packed, self.after = part, packed, after
         self.trains: list[bool] = []  # which of its tensors have gradients
         self.versions: list[int] = []
@@ -230,7 +230,7 @@ class Region:
         with running(self), self.start.resumed() if self.start else nullcontext():
             return self.fn(*args, **kwargs)
 
-    def keep(self, part: Part, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def keep(self, part: KeptPart, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A part's call in the forward: what is saved in it is no matter of torch's checkpoint."""
         if self.now is not None:
             self.now.end()
@@ -269,7 +269,7 @@ class Region:
         finally:
             torch_private.push_saved_hooks(*top)
 
-    def repeat(self, part: Part, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def repeat(self, part: KeptPart, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A part's call in a recomputation: its output, or if that is not there, the same again."""
         if self.at == len(self.calls):
             raise ScheduleError(
