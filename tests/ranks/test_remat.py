@@ -103,7 +103,7 @@ def noting(model: Any, kept: list[list[tuple[StorageWeakRef, int]]]) -> None:
             y: torch.Tensor = self.down(wide)
             return y
 
-    for block in model.blocks:  # type: ignore[union-attr]
+    for block in model.blocks:
         block.mlp.__class__ = Noted
 
 
