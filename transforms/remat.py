@@ -57,8 +57,8 @@ def remat(
     Bytes that a module which recomputes keeps on the device between its forward and its backward:
 
         remat(model, "blocks.*")    its inputs
-        save=("attn",)              its inputs, what `attn` saves for its backward (its input and weights' inputs, the
-                                    outcome of its kernels), and its output if something after it is computed again
+        save=("attn",)              its inputs, what `attn` saves for its backward (what its linear layers are given,
+                                    queries, keys and values), and its output if something after it is computed again
         offload=("mlp",)            its inputs. In the host's memory: what `mlp` saves, and its output, as above
 
     Of what is saved a storage counts once, whatever views of it there are. Weights and buffers do not count, lent or

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -35,7 +35,13 @@ __all__ = [
 ]
 
 _LOANS: WeakValueDictionary[int, Loan] = WeakValueDictionary()
-_STORAGES: dict[int, WeakSet[Loan]] = {}  # by storage, the loans whose tensors lie on it
+
+
+class LentStorage:
+    """A storage on which tensors are lent: what their loans hold, so that it is known as long as one of them is."""
+
+
+_STORAGES: WeakValueDictionary[int, LentStorage] = WeakValueDictionary()
 
 
 class Loan:
@@ -49,10 +55,11 @@ class Loan:
         self.unit = unit
         self.weights = weights
         self.held = False
+        self.storages: list[LentStorage] = []
         for tensor in weights.values():  # they live as long as the loan, so an id means one tensor
             _LOANS[id(tensor)] = self
             if tensor.layout is torch.strided:
-                _STORAGES.setdefault(tensor.untyped_storage()._cdata, WeakSet()).add(self)
+                self.storages.append(_STORAGES.setdefault(tensor.untyped_storage()._cdata, LentStorage()))
 
 
 def owned(values: Sequence[torch.Tensor | None], loan: Loan | None) -> list[torch.Tensor | None]:
@@ -72,7 +79,7 @@ def is_lent(tensor: torch.Tensor) -> bool:
 
     Example: `extend.is_lent(weights["weight"].t())`.
     """
-    return bool(_STORAGES.get(tensor.untyped_storage()._cdata))
+    return tensor.untyped_storage()._cdata in _STORAGES
 
 
 def whole_of(state: Stored, bucket: Bucket) -> torch.Tensor | None:
