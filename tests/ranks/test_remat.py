@@ -21,7 +21,7 @@ from support.tables import marked
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
+from functional_fsdp import extend, launch
 from functional_fsdp import transforms as T
 
 WIDTH, ROWS = 32, (2, 16)
@@ -203,6 +203,39 @@ def test_views_of_a_storage_are_moved_once_and_come_back_as_they_were() -> None:
         assert torch.equal(t, u)
         assert place == there
     assert len({u.untyped_storage()._cdata for u, *_ in after}) == 1
+
+
+def test_what_was_moved_comes_back_one_block_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    lane = extend.copy_lane(torch.device("cpu"))
+    begin, homes, events = lane.copy, set(), []
+
+    def noted(pairs: Any) -> Any:
+        pairs = [*pairs]
+        goes = not any(source.data_ptr() in homes for _, source in pairs)
+        homes.update(into.data_ptr() for into, _ in pairs if goes)
+        events.append("out" if goes else "back")
+        return begin(pairs)
+
+    state, made_of = made(depth=4)
+    model: Any = made_of
+
+    class Named(type(model.blocks[0])):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            events.append(self.name)
+            y: torch.Tensor = super().forward(x)
+            return y
+
+    for i, one in enumerate(model.blocks):
+        one.__class__, one.name = Named, i
+    forward_backward = T.forward_backward(T.remat(model, "blocks.*", offload=("mlp",)), mean_square)
+    monkeypatch.setattr(lane, "copy", noted)
+    for step in range(2):
+        events.clear()
+        homes.clear()
+        state, _ = forward_backward(state, batch(step))
+        state = fsdp.step(state)
+        out = ["out", "out"]  # what the MLP saves, and its output
+        assert events == [0, *out, 1, *out, 2, *out, 3, *out, "back", 3, "back", 2, "back", 1, 0]  # the last never left
 
 
 def test_weights_buffers_and_inputs_of_a_region_are_not_moved() -> None:
