@@ -207,7 +207,9 @@ def test_views_of_a_storage_are_moved_once_and_come_back_as_they_were() -> None:
 
 def test_what_was_moved_comes_back_one_block_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     lane = extend.copy_lane(torch.device("cpu"))
-    begin, homes, events = lane.copy, set(), []
+    begin = lane.copy
+    homes: set[int] = set()
+    events: list[Any] = []
 
     def noted(pairs: Any) -> Any:
         pairs = [*pairs]
