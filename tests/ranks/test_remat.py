@@ -19,10 +19,12 @@ from support.presets import PRESETS, ranks_of
 from support.problems import mesh_and_placement
 from support.tables import marked
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import functional_fsdp as fsdp
 from functional_fsdp import extend, launch
 from functional_fsdp import transforms as T
+from functional_fsdp.extend import torch_private
 
 WIDTH, ROWS = 32, (2, 16)
 SIZE = ROWS[0] * ROWS[1] * WIDTH * 4  # bytes of what goes from block to block
@@ -404,6 +406,52 @@ def test_a_forward_without_its_backward_gives_buffers_back() -> None:
     del forward_backward, buffers
     gc.collect()
     assert dead() is None
+
+
+@pytest.mark.parametrize("fate", ["save", "offload"])
+def test_after_an_error_in_a_part_tensors_are_saved_as_before(fate: str) -> None:
+    state, model = made(depth=2)
+    parts: dict[str, Any] = {fate: ("mlp",)}
+    fails = [True]
+
+    class Fails(type(model.blocks[0].mlp)):  # type: ignore[misc, index, union-attr]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if fails[0]:
+                raise ValueError("bad data")
+            y: torch.Tensor = super().forward(x)
+            return y
+
+    model.blocks[1].mlp.__class__ = Fails  # type: ignore[index, union-attr]
+    forward_backward = T.forward_backward(T.remat(model, "blocks.*", **parts), mean_square)
+    with pytest.raises(ValueError, match="bad data"):
+        forward_backward(state, batch(0))
+    assert torch_private.top_saved_hooks() is None
+    fails[0] = False
+    _, loss = forward_backward(state, batch(0))
+    _, right = T.forward_backward(model, mean_square)(state, batch(0))
+    assert torch.equal(loss, right)
+
+
+def test_a_recomputation_that_goes_on_to_its_end_runs_a_part_whose_output_was_let_go() -> None:
+    runs: list[int] = []
+
+    class Ends(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
+            return x + super().forward(x.tanh())
+
+    found = []
+    for stops in (True, False):
+        torch.manual_seed(0)
+        params, model = fsdp.functionalize(nn.Sequential(nn.Sequential(nn.LayerNorm(WIDTH), Ends(WIDTH, WIDTH))))
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+        runs.clear()
+        with set_checkpoint_early_stop(stops):
+            state, _ = T.forward_backward(T.remat(model, "0", save=("1",)), mean_square)(state, batch(0))
+        found.append((fsdp.full_params(fsdp.step(state)), len(runs)))
+    (right, once), (mine, twice) = found
+    assert all(torch.equal(mine[path], right[path]) for path in right)
+    assert (once, twice) == (1, 2)
 
 
 def test_evaluation_keeps_and_moves_nothing() -> None:
