@@ -13,12 +13,13 @@ CONTRIBUTING.md has one in full.
 |-----------------------|----------------------------------------------------------------------------------------------|
 | changes to a state    | `change`, `change_weights`, `separate_gradients`, `evolve`, and `fsdp.replace_extras`        |
 | shards                | `shards`, `leaf_shards`, `LeafShard`, `gather_leaves`, `by_unit`                             |
-| numbers of all ranks  | `total`, `over_shards`, `all_reduce`, `ranks_of`, `Ranks`, `seeds`                           |
+| numbers of all ranks  | `total`, `over_shards`, `all_reduce`, `ranks_of`, `Ranks`, `seeds`, `default_generator`      |
 | calls                 | `alone`, `begin_round`, `end_round`, `check_between_steps`, `traced_as`, `tracing`, `refuse` |
 | modules               | `skeleton_of`, `Placeholder`, `every_buffer`, `refuse_meta`                                  |
 | trees by path         | `match`, `flatten`                                                                           |
 | the host's memory     | `bytes_of`                                                                                   |
-| borrowed weights      | `Loan`, `loan_of`                                                                            |
+| borrowed weights      | `Loan`, `loan_of`, `is_lent`                                                                 |
+| copies to the host    | `copy_lane`, `CopyLane`, `HostBuffers`                                                       |
 | driving a module      | `Session`, `Collision`                                                                       |
 | optimizers            | `Sender`: what an update gets that communicates, see `fsdp.Optimizer`                        |
 | transports            | `Transport`, `Traits`, `Carrier`, `Collective`, `Route`, `BucketPlace`, `Place`, `Steps`     |
@@ -38,6 +39,7 @@ from typing import Any
 
 from ._common import torch_names as torch_private
 from ._common.calls import alone, outside_inference
+from ._common.device import default_generator
 from ._common.record import Collective
 from ._common.tracing import KEEPING, GraphBuild, keep_residuals, refuse, traced_as, tracing, tracing_now
 from ._common.tree import flatten, match
@@ -50,6 +52,7 @@ from ._nn.skeleton import Placeholder, every_buffer, refuse_meta, skeleton_of
 from ._optim.optimizer import Sender
 from ._plan.route import Route
 from ._plan.walk import Collision
+from ._runtime.copy_lane import CopyLane, HostBuffers, copy_lane
 from ._runtime.given import NewCounts
 from ._spec.transport import Traits, Transport
 from ._state.capture import Capture
@@ -63,7 +66,7 @@ from ._state.veto import Veto, Vetoed
 from ._storage.flat import LeafShard, gather_leaves, leaf_shards
 from ._storage.place import BucketPlace, Place
 from ._storage.safetensors import bytes_of
-from ._storage.weights import Loan, loan_of
+from ._storage.weights import Loan, is_lent, loan_of
 from ._transports.carrier import Carrier
 from ._verbs.change import change, change_weights, separate_gradients
 from ._verbs.metrics import all_reduce
@@ -75,8 +78,10 @@ __all__ = [
     "Carrier",
     "Collective",
     "Collision",
+    "CopyLane",
     "Graph",
     "GraphBuild",
+    "HostBuffers",
     "LeafShard",
     "Lineage",
     "Loan",
@@ -102,13 +107,16 @@ __all__ = [
     "change_weights",
     "check_between_steps",
     "coordinate_of",
+    "copy_lane",
     "cuda_driver",
+    "default_generator",
     "end_round",
     "every_buffer",
     "evolve",
     "flatten",
     "gather_leaves",
     "graph_of",
+    "is_lent",
     "keep_residuals",
     "leaf_shards",
     "lineage_of",

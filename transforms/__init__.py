@@ -13,7 +13,7 @@ from .divide import divide
 from .hvp import hvp
 from .nonfinite import Nonfinite, NonfiniteError, any_nonfinite, find_nonfinite, skip_nonfinite
 from .norms import dot, global_norm, norms
-from .remat import remat
+from .remat import offload, remat, saved
 from .vjp import vjp
 
 __all__ = [
@@ -36,9 +36,11 @@ __all__ = [
     "global_norm",
     "hvp",
     "norms",
+    "offload",
     "per_sample_norms",
     "per_sample_vjp",
     "remat",
+    "saved",
     "skip_nonfinite",
     "vjp",
 ]

@@ -1,39 +1,52 @@
-"""remat: recompute in the backward instead of keeping activations, by torch's activation checkpointing."""
+"""remat: recompute in the backward instead of keeping activations; some of them kept, or moved to the host's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, TypeVar, cast, overload
 
-import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from functional_fsdp import ScheduleError, SpecError, TreeError
-from functional_fsdp.extend import skeleton_of, torch_private, traced_as
+from functional_fsdp.extend import refuse, skeleton_of, torch_private, traced_as
 
-from ._drive.watch import version
 from ._modules.patterns import outermost
+from ._remat.moves import storage_of
+from ._remat.region import KeptPart, Owner, Region
+from ._remat.runs import Runs
 
-__all__ = ["remat"]
+__all__ = ["offload", "remat", "saved"]
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
+PARTS = (
+    "remat: save= and offload= name parts of a model's modules by their paths, and this is a function. In it wrap what "
+    "is not to run again: T.saved(attn)(w, h), T.offload(mlp)(w, h)."
+)
 
 
 @overload
-def remat(what: M, *patterns: str, preserve_rng_state: bool = True) -> M: ...
+def remat(
+    what: M, *patterns: str, save: Sequence[str] = (), offload: Sequence[str] = (), preserve_rng_state: bool = True
+) -> M: ...
 @overload
 def remat(what: F, *, preserve_rng_state: bool = True) -> F: ...
-def remat(what: Any, *patterns: str, preserve_rng_state: bool = True) -> Any:
+def remat(
+    what: Any, *patterns: str, save: Sequence[str] = (), offload: Sequence[str] = (), preserve_rng_state: bool = True
+) -> Any:
     """Keep only the inputs of a function, or of some of a model's modules; the rest is computed again in the backward.
 
     Args:
         what: a function, as a stage that goes to `T.vjp`; or a model, as `init` or `functionalize` gave it.
         patterns: of a model, the paths of the modules that recompute (`"blocks.*"`; the outermost that match).
-        preserve_rng_state: random numbers come again in the recomputation. False saves time where there are none
-            (no dropout), and is what `T.cuda_graph` needs.
+        save: parts of these modules that do not run again, by their paths in the module (`"attn"`; the outermost that
+            match). What such a part keeps for its own backward stays, and its output.
+        offload: the same, in the host's memory: it is copied there when the part has run, and comes back while the
+            backward is at the module after this one. In a function say `T.saved(fn)` and `T.offload(fn)` of its parts.
+        preserve_rng_state: random numbers come again in the recomputation. False saves time where there are none (no
+            dropout), and is what a captured step by hand needs; in `T.forward_backward` both work in CUDA graphs.
 
     Returns:
         the function, or a copy of the model (a skeleton), that does so. Values and gradients are the same, and so are
@@ -41,38 +54,148 @@ def remat(what: Any, *patterns: str, preserve_rng_state: bool = True) -> Any:
         the weights that are gathered for its backward anyway. Such a model is for `T.forward_backward` and `T.apply`;
         around `bind`, wrap the function that binds.
 
-    Raises:
-        SpecError: a pattern that matches no module. When it runs: ScheduleError for such a model bound by hand, and
-            for torch.func around a checkpoint.
+    Bytes that a module which recomputes keeps on the device between its forward and its backward:
 
-    Source: torch.utils.checkpoint, `use_reentrant=False`; the idea is Chen et al. 2016 (arXiv:1604.06174).
+        remat(model, "blocks.*")    its inputs
+        save=("attn",)              its inputs, what `attn` saves for its backward (what its linear layers are given,
+                                    queries, keys and values), and its output if something after it is computed again
+        offload=("mlp",)            its inputs. In the host's memory: what `mlp` saves, and its output, as above
+
+    Of what is saved a storage counts once, whatever views of it there are. Weights and buffers do not count, lent or
+    not, and are never moved; nor is what lies on a storage of the module's inputs, or has less than 1024 bytes. Until
+    the next module that moves something has ended its forward, what a module has moved is still on the device; in the
+    backward that of two modules is. Buffers in the host's memory are pinned (on the CPU they are plain memory), used
+    from step to step, and are as many as are full at once. A part whose output others change in place is run again
+    once; from then on a copy of its output is kept.
+
+    In compiled code (`T.compile`, `torch.compile`, `compile=True`, T.compile_units around the module) what is kept is
+    the compiler's choice: `remat` and `save` mean nothing, `offload` is an error. A part may be compiled itself.
+
+    Raises:
+        SpecError: a pattern that matches no module, or no part of a module; a part that is saved and moved; parts of a
+            function. When it runs: SpecError with `second_order=True`, if parts are moved; ScheduleError for such a
+            model bound by hand, for torch.func around a checkpoint (torch forbids saved-tensor hooks there), for
+            `offload` in compiled code, and for what was changed in place after it was saved.
+
+    Source: torch.utils.checkpoint, `use_reentrant=False`; the idea is Chen et al. 2016 (arXiv:1604.06174), which parts
+    to choose Korthikanti et al. 2022 (arXiv:2205.05198), to move what is kept Rhu et al. 2016 (arXiv:1602.08124).
 
     Example:
         >>> out, pullback = T.vjp(T.remat(stage), w, h)  # doctest: +SKIP
-        >>> forward_backward = T.forward_backward(T.remat(model, "blocks.*"), loss_fn)  # doctest: +SKIP
+        >>> model = T.remat(model, "blocks.*", save=("attn",), offload=("mlp",))  # doctest: +SKIP
+        >>> forward_backward = T.forward_backward(model, loss_fn)  # doctest: +SKIP
     """
+    for name, given in (("save", save), ("offload", offload)):
+        if isinstance(given, str):
+            raise SpecError(f"remat({name}={given!r}): expected several patterns, as {name}=({given!r},).")
+    owner = Owner()
     if not isinstance(what, nn.Module):
         if patterns:
             raise SpecError(f"remat: {', '.join(map(repr, patterns))} are paths in a model, and this is a function.")
-        return partial(_checkpointed, what, preserve_rng_state)
+        if save or offload:
+            raise SpecError(PARTS)
+        return partial(_checkpointed, what, owner, preserve_rng_state)
     model = skeleton_of(what)
     if not patterns:
         raise SpecError("remat(model): name the modules that recompute, as remat(model, 'blocks.*').")
-    for _, module in outermost("remat", model, patterns):
+    for path, module in outermost("remat", model, patterns):
+        parts = {name: outermost(f"remat({name}=) in {path!r}", module, (*given,))
+                 for name, given in (("save", save), ("offload", offload))}  # fmt: skip
+        _check(path, [one for one, _ in parts["save"]], [one for one, _ in parts["offload"]])
+        for fate, found in parts.items():
+            for _, part in found:
+                _become_part(part, KeptPart(fate, owner))  # type: ignore[arg-type]
+        module.__dict__["_remat"] = owner
         module.__dict__["_remat_stays"] = set()  # buffers, by number, that its forward leaves as they are
         module.__class__ = _recomputed(type(module), preserve_rng_state)
     return model
 
 
-@traced_as(lambda fn, preserve_rng_state, /, *args, **kwargs: fn(*args, **kwargs))
-def _checkpointed(fn: Callable[..., Any], preserve_rng_state: bool, /, *args: Any, **kwargs: Any) -> Any:
+@overload
+def offload(what: M, *patterns: str) -> M: ...
+@overload
+def offload(what: F) -> F: ...
+def offload(what: Any, *patterns: str) -> Any:
+    """Move what a function, or some of a model's modules, keep for their backward to the host's memory meanwhile.
+
+    Nothing is computed again: of a call that is so wrapped autograd saves what it always does. It is copied to the host
+    at the end of the call, and back while the backward is at the call after it. What is moved, and when memory is free,
+    is said at `T.remat`; here inputs are moved, too, where they have gradients.
+
+    Args:
+        what: a function, as a stage that goes to `T.vjp`, or a part of one; or a model, as `init` or `functionalize`
+            gave it. In a function that recomputes (`T.remat(stage)`) what is so wrapped does not run again.
+        patterns: of a model, the paths of the modules (`"blocks.*.mlp"`; the outermost that match).
+
+    Returns:
+        the function, or a copy of the model (a skeleton), that does so. Of modules that recompute the inputs are moved:
+        `T.offload(T.remat(model, "blocks.*"), "blocks.*")` keeps next to nothing on the device.
+
+    Raises:
+        SpecError: a pattern that matches no module. When it runs: ScheduleError under torch.func and in compiled code,
+        and for what was changed in place after it was saved; SpecError with `second_order=True`.
+
+    Example:
+        >>> model = T.offload(model, "blocks.*.mlp")  # doctest: +SKIP
+        >>> stage = T.remat(lambda w, h: T.offload(mlp)(w["mlp"], T.saved(attn)(w["attn"], h)))  # doctest: +SKIP
+    """
+    owner = Owner()
+    if not isinstance(what, nn.Module):
+        if patterns:
+            raise SpecError(f"offload: {', '.join(map(repr, patterns))} are paths in a model, and this is a function.")
+        return _wrapped(what, KeptPart("offload", owner))
+    if not patterns:
+        raise SpecError("offload(model): name the modules, as offload(model, 'blocks.*').")
+    model = skeleton_of(what)
+    for _, module in outermost("offload", model, patterns):
+        _become_part(module, KeptPart("offload", owner))
+    return model
+
+
+def saved(fn: F) -> F:
+    """A function that is not run again in one that recomputes: what it keeps for its backward stays, and its output.
+
+    It is for parts of a stage, `T.remat(stage)`; elsewhere it is the function itself. Of a model's modules say so by
+    `T.remat(model, "blocks.*", save=("attn",))`.
+
+    Example:
+        >>> def stage(w, h):  # doctest: +SKIP
+        ...     return mlp(w["mlp"], h + T.saved(attn)(w["attn"], h))
+        >>> out, pullback = T.vjp(T.remat(stage), w, h)  # doctest: +SKIP
+    """
+    if isinstance(fn, nn.Module):
+        raise SpecError("saved: this is a module. Name it by its path: T.remat(model, 'blocks.*', save=('attn',)).")
+    return cast(F, _wrapped(fn, KeptPart("save", Owner())))
+
+
+def _check(path: str, save: list[str], offload: list[str]) -> None:
+    for one in save:
+        for other in offload:
+            if one == other or one.startswith(f"{other}.") or other.startswith(f"{one}."):
+                raise SpecError(
+                    f"remat: in {path!r} the part {one!r} is saved and {other!r} is moved, which are one, or one lies "
+                    "in the other. Name each part once."
+                )
+
+
+# ---------------------------------------------------------------- calls
+
+
+def _in_graph(fn: Callable[..., Any], owner: Owner, draws: bool, /, *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
+
+
+@traced_as(_in_graph)
+def _checkpointed(fn: Callable[..., Any], owner: Owner, draws: bool, /, *args: Any, **kwargs: Any) -> Any:
     """In a graph `T.vjp` and the compiler say what is kept, and torch has no checkpoints."""
     if torch_private.func_interpreter() is not None:
         raise ScheduleError(
             "remat: torch's checkpoints do not run under torch.func's transforms (grad, vjp, ...). Use T.vjp(T.remat("
             "stage), w, h), or T.forward_backward."
         )
-    return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+    buffers: set[int] = {storage_of(t) for t in fn.now() if t is not None} if isinstance(fn, Runs) else set()
+    region = Region(fn, owner, buffers, draws)
+    return checkpoint(region, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _bound(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -90,54 +213,44 @@ def _bound(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any
 
 @traced_as(lambda cls, preserve_rng_state, /, *args, **kwargs: _bound(cls, *args, **kwargs))
 def _module(cls: type[nn.Module], preserve_rng_state: bool, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    run = Runs(cls, module) if any(part._buffers for part in module.modules()) else partial(_bound, cls, module)
-    return _checkpointed(run, preserve_rng_state, *args, **kwargs)
+    call: Any = partial(_bound, cls, module)
+    run = Runs(call, module) if any(part._buffers for part in module.modules()) else call
+    return _checkpointed(run, module.__dict__["_remat"], preserve_rng_state, *args, **kwargs)
 
 
-class Runs:
-    """One call of a module that recomputes: its forward, and the same again, which leaves the buffers as they are.
+def _part_in_graph(part: KeptPart, fn: Callable[..., Any], args: Any, kwargs: Any, module: Any = None) -> Any:
+    if part.fate == "offload":
+        said = (
+            "offload: compiled code keeps what its compiler chooses, and moves nothing to the host's memory. Leave "
+            "offload out, compile the part itself (T.compile_units), or run this eagerly."
+        )
+        refuse("ScheduleError", said)
+    return fn(*args, **kwargs)
 
-    What the forward made of them (running statistics, the vectors of a power iteration) must not be made of them
-    twice, and the recomputation must find them as the forward did.
-    """
 
-    def __init__(self, cls: type[nn.Module], module: nn.Module) -> None:
-        self.cls, self.module = cls, module
-        self.places = [(part._buffers, name, part.training) for part in module.modules() for name in part._buffers]
-        self.before: list[torch.Tensor | None] | None = None  # the buffers as the forward found them
+@traced_as(_part_in_graph)
+def _part(part: KeptPart, fn: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module | None = None) -> Any:
+    if part.fate == "offload" and torch_private.func_interpreter() is not None:
+        raise ScheduleError(
+            "offload: torch.func's transforms (grad, vjp, ...) forbid saved-tensor hooks, by which tensors are moved. "
+            "Use T.vjp or T.forward_backward."
+        )
+    return part(fn, args, kwargs, module)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        now = [held.get(name) for held, name, _ in self.places]
-        if self.before is None:
-            return self._forward(now, args, kwargs)
-        for t, old, (held, name, _) in zip(now, self.before, self.places, strict=True):
-            held[name] = old.clone() if old is not None and old is not t else old
-        try:
-            return _bound(self.cls, self.module, *args, **kwargs)
-        finally:
-            for t, (held, name, _) in zip(now, self.places, strict=True):
-                held[name] = t
 
-    def _forward(self, now: list[torch.Tensor | None], args: Any, kwargs: Any) -> Any:
-        """Keeps copies of what may change: of all buffers in the module's first call, then of those that did change,
-        and of floating ones in training mode, which kernels write without telling."""
-        stays: set[int] = self.module.__dict__["_remat_stays"]
-        self.before = [
-            t if t is None or (i in stays and not (trains and t.is_floating_point())) else t.clone()
-            for i, (t, (_, _, trains)) in enumerate(zip(now, self.places, strict=True))
-        ]
-        versions = [t if t is None else version(t) for t in now]
-        first = not stays
-        out = _bound(self.cls, self.module, *args, **kwargs)
-        for i, (t, before, (held, name, _)) in enumerate(zip(now, versions, self.places, strict=True)):
-            if held.get(name) is not t or (t is not None and version(t) != before):
-                stays.discard(i)
-            elif first:
-                stays.add(i)
-        return out
+def _wrapped(fn: Callable[..., Any], part: KeptPart) -> Callable[..., Any]:
+    @wraps(fn, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _part(part, fn, args, kwargs)
+
+    return call
+
+
+# ---------------------------------------------------------------- classes
 
 
 _RECOMPUTED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
+_PARTS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _recomputed(cls: type[nn.Module], preserve_rng_state: bool) -> type[nn.Module]:
@@ -150,3 +263,17 @@ def _recomputed(cls: type[nn.Module], preserve_rng_state: bool) -> type[nn.Modul
         body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
         _RECOMPUTED[cls, preserve_rng_state] = type(cls.__name__, (cls,), body)
     return _RECOMPUTED[cls, preserve_rng_state]
+
+
+def _become_part(module: nn.Module, part: KeptPart) -> None:
+    """Have a module's calls be those of a part."""
+    cls = type(module)
+    if cls not in _PARTS:
+
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return _part(vars(self)["_part"], partial(cls.__call__, self), args, kwargs, self)
+
+        body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _PARTS[cls] = type(cls.__name__, (cls,), body)
+    module.__dict__["_part"] = part
+    module.__class__ = _PARTS[cls]

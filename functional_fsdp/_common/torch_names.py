@@ -32,10 +32,10 @@ __all__ = [
     "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div_", "foreach_lerp",
     "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_zero_", "func_interpreter",
     "functional_collectives", "functorch_config", "fused_adamw_", "fused_sgd_", "gloo_options", "inductor",
-    "lift_on_host", "lifts_on_host", "override_stale_capture_stream", "pytree", "raw_stream", "read_objects_by",
-    "reduce_scatter_single", "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream",
-    "set_stream", "storage_at", "storage_info", "symmetric_memory", "to_scalar", "unflatten_dense_tensors", "unpickler",
-    "uses_of", "will_execute",
+    "lift_on_host", "lifts_on_host", "override_stale_capture_stream", "pop_saved_hooks", "push_saved_hooks",
+    "pytree", "raw_stream", "read_objects_by", "reduce_scatter_single", "reparametrize_module", "set_grad_enabled",
+    "set_override_stale_capture_stream", "set_stream", "storage_at", "storage_info", "symmetric_memory",
+    "to_scalar", "top_saved_hooks", "unflatten_dense_tensors", "unpickler", "uses_of", "will_execute",
 ]  # fmt: skip
 
 # ---- tensors, many at once: one kernel, or few
@@ -65,7 +65,16 @@ dispatch_modes = torch._C._len_torch_dispatch_stack  # how many are active
 set_grad_enabled = torch._C._set_grad_enabled
 uses_of: Callable[[Any], int] = lambda storage: C._storage_Use_Count(storage._cdata)  # noqa: E731
 storage_at = torch._C._construct_storage_from_data_pointer  # of bytes that somebody else owns: address, device, bytes
+pop_saved_hooks = C._autograd._pop_saved_tensors_default_hooks  # the innermost saved_tensors_hooks
+push_saved_hooks = C._autograd._push_saved_tensors_default_hooks
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # a context
+
+
+def top_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """The innermost saved_tensors_hooks that is under way: (pack, unpack)."""
+    found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = C._autograd._top_saved_tensors_default_hooks(True)
+    return found
+
 
 # ---- CUDA: None in a build without it, and, the last two, before torch 2.13
 current_stream: Any = getattr(C, "_cuda_getCurrentStream", None)

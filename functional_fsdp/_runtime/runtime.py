@@ -63,6 +63,8 @@ class Runtime(Agreement):
         self.spare: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # windows that no lineage uses, by number
         self.windows = 0  # how many were made
         self.generators: dict[int, torch.Generator] = {}  # on GPUs, by microbatch
+        self.draws: dict[tuple[int, int], int] = {}  # what a step draws again: offsets, by microbatch and place
+        self.again: dict[tuple[int, int], torch.Generator] = {}  # that a captured step draws them from
         self.given_rows: dict[tuple[str, bytes], list[bytes]] = {}  # of traced steps, see `_state.graph_plan`
         self.lanes = lanes_of(self)
         self.users: dict[int, int] = {}  # under 0 the thread that is in a call, see `_common.calls`

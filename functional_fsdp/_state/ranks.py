@@ -21,15 +21,16 @@ class Ranks:
         device: where this rank's tensors are.
         size: how many ranks there are; index: which of them this is; rank: its number in torch.distributed.
         coordinate: {axis: this rank's place along it}.
-        generators: {microbatch: torch.Generator} that captured steps draw from; lanes: those of the mesh, which on GPUs
-            have `joined` and `catch_up`. For what captures graphs.
+        generators: {microbatch: torch.Generator} that captured steps draw from; draws: {(microbatch, place): offset}
+            of what a step draws again, in a recomputation; again: generators for it. lanes: those of the mesh, which on
+            GPUs have `joined` and `catch_up`. For what captures graphs.
     """
 
     def __init__(self, run: Runtime) -> None:
         self._run = run
         self.device, self.size, self.coordinate = run.device, run.size, run.coordinate
         self.index, self.rank = run.rank, run.ranks[run.rank]
-        self.generators = run.generators
+        self.generators, self.draws, self.again = run.generators, run.draws, run.again
         self.lanes: Any = run.lanes
 
     @property

@@ -24,6 +24,7 @@ __all__ = [
     "Loan",
     "alias_of",
     "gather",
+    "is_lent",
     "loan_of",
     "own_of",
     "owned",
@@ -34,6 +35,13 @@ __all__ = [
 ]
 
 _LOANS: WeakValueDictionary[int, Loan] = WeakValueDictionary()
+
+
+class LentStorage:
+    """A storage on which tensors are lent: what their loans hold, so that it is known as long as one of them is."""
+
+
+_STORAGES: WeakValueDictionary[int, LentStorage] = WeakValueDictionary()
 
 
 class Loan:
@@ -47,8 +55,11 @@ class Loan:
         self.unit = unit
         self.weights = weights
         self.held = False
+        self.storages: list[LentStorage] = []
         for tensor in weights.values():  # they live as long as the loan, so an id means one tensor
             _LOANS[id(tensor)] = self
+            if tensor.layout is torch.strided:
+                self.storages.append(_STORAGES.setdefault(tensor.untyped_storage()._cdata, LentStorage()))
 
 
 def owned(values: Sequence[torch.Tensor | None], loan: Loan | None) -> list[torch.Tensor | None]:
@@ -60,6 +71,15 @@ def owned(values: Sequence[torch.Tensor | None], loan: Loan | None) -> list[torc
 def loan_of(tensor: Any) -> Loan | None:
     """The loan of a tensor that `unshard(state, unit)` gave, None for every other tensor."""
     return _LOANS.get(id(tensor))
+
+
+def is_lent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies where weights are lent: it is one, a view of one, or what autograd made of one. Its bytes
+    are somebody else's, and are there again when the unit is gathered again.
+
+    Example: `extend.is_lent(weights["weight"].t())`.
+    """
+    return tensor.untyped_storage()._cdata in _STORAGES
 
 
 def whole_of(state: Stored, bucket: Bucket) -> torch.Tensor | None:

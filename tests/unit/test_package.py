@@ -196,8 +196,9 @@ def test_nobody_asks_which_transport_it_is(file: Path) -> None:
 #: each of these is about CUDA: lanes that are streams, the device, memory that GPUs share, processes that are given a
 #: GPU, and graphs
 CUDA = {
-    "_runtime/stream_lanes.py", "_common/device.py", "_transports/auto.py", "_distributed/signals.py",
-    "_distributed/peer_memory.py", "_transports/symmetric.py", "_launch/launch.py", "_launch/workers.py",
+    "_runtime/stream_lanes.py", "_runtime/copy_lane.py", "_common/device.py", "_transports/auto.py",
+    "_distributed/signals.py", "_distributed/peer_memory.py", "_transports/symmetric.py", "_launch/launch.py",
+    "_launch/workers.py",
     "_cuda_graph/graphed.py", "_cuda_graph/capturing.py", "_cuda_graph/memsets.py", "_cuda_graph/guarding.py",
     "_cuda_graph/host_traffic.py", "_cuda_graph/questions.py",
 }  # fmt: skip

@@ -5,6 +5,7 @@ The state keeps its tensors: a captured step writes what a step makes anew (buff
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,11 +31,16 @@ class CapturedStep:
         self.structure: Any = None
         self.constants: Any = None  # what the step copies from the host
         self.kind: type = State  # of what the step returns
+        self.again: dict[tuple[int, int], torch.Generator] = {}  # what recomputations draw from
+        self.draws: dict[tuple[int, int], int] = {}  # and from which offsets on
         self.peak = 0  # bytes that a replay uses at most, beside the state and the batch
         self.reserved = 0  # bytes that stay reserved for it
 
-    def launch(self, state: State) -> None:
+    def launch(self, state: State, launched: Callable[[], None] = lambda: None) -> None:
         """Replay it from this state's values.
+
+        Args:
+            launched: is called when it has been put in motion.
 
         Raises:
             Vetoed: the host has read something else than before, on some rank.
@@ -46,6 +52,7 @@ class CapturedStep:
         with lanes.joined():
             self.graph.replay()
         self.home.changed()
+        launched()
         if self.guard is not None:
             self.guard.after()
 

@@ -28,8 +28,8 @@ WAITS = (
     "Keep it on the device, or return it and look at it outside"
 )
 RANDOM = (
-    "random state is read or set on the host, or a generator of its own is drawn from. Of activation checkpointing "
-    "take preserve_rng_state=False; draw with torch's default generator"
+    "random state is read or set on the host, or a generator of its own is drawn from. Draw with torch's default "
+    "generator. Activation checkpointing: use T.remat in T.forward_backward, or preserve_rng_state=False"
 )
 COMPILED = (
     "a part is compiled while it is captured, and that failed. Often it is called with something else than in the "
@@ -70,7 +70,7 @@ def captured(ranks: Ranks, pool: Any) -> Iterator[Any]:
     """
     ranks.lanes.catch_up()
     graph = torch.cuda.CUDAGraph(keep_graph=True)
-    for generator in ranks.generators.values():
+    for generator in (*ranks.generators.values(), *ranks.again.values()):
         graph.register_generator_state(generator)
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
@@ -105,7 +105,7 @@ def _abandon(ranks: Ranks, graph: Any, pool: Any) -> None:
     with suppress(RuntimeError):
         torch_private.end_allocate_to_pool(index, pool)
     again = torch.cuda.CUDAGraph()  # torch believes that its generators are still captured, until they have been
-    for generator in ranks.generators.values():
+    for generator in (*ranks.generators.values(), *ranks.again.values()):
         again.register_generator_state(generator)
     byte = torch.zeros(1, dtype=torch.uint8, device=ranks.device)
     again.capture_begin(capture_error_mode="thread_local")

@@ -56,9 +56,10 @@ def cuda_graph(
 
     Whatever else Python decides (a branch, a learning rate that is a number) is decided when the step is captured. A
     schedule is a function of the count, `fsdp.adamw(lr=lambda count: ...)`. Random numbers of `T.forward_backward` are
-    those of the eager step; those of a step by hand go on in torch's default generator, as they do eagerly. Activation
-    checkpointing needs `preserve_rng_state=False` (`T.remat(..., preserve_rng_state=False)`). What is drawn on the host
-    is what it was when the step was captured, and a warning says so.
+    those of the eager step, also in what `T.remat` computes again; those of a step by hand go on in torch's default
+    generator, as they do eagerly. There, and with torch's own activation checkpointing, nothing is drawn again:
+    `preserve_rng_state=False`. What is drawn on the host is what it was when the step was captured, and a warning says
+    so.
 
     While it is captured a step goes the way it went in warm-up. Libraries that ask whether the stream is captured hear
     "no" (torch hears the truth). A tensor that is made on the host and copied to the device is a constant: it must be

@@ -32,7 +32,7 @@ from functional_fsdp.extend import (
     torch_private,
 )
 
-from .._seed import reseed
+from .._seed import again_from, check_draws, reseed
 from .captured_step import CapturedStep
 from .capturing import GraphBuffers, captured, stale_streams_followed
 from .guarding import Guard, Randoms, Steadiness
@@ -58,6 +58,7 @@ class Warmed:
         self.owner: Callable[[], Any] = lambda: None  # whose steps they were
         self.reads = Steadiness(compares=guards)
         self.graphs: dict[Any, CapturedStep] = {}  # by what the host reads
+        self.draws: dict[tuple[int, int], int] = {}  # what the last step drew again, see `_seed.Microbatch`
 
 
 class Graphed:
@@ -185,10 +186,12 @@ class Graphed:
         args, kwargs = pytree.tree_unflatten(_on(ranks, leaves), treedef)
         with self._aside(ranks), record or nullcontext():
             steps = _commits(state)
+            ranks.draws.clear()
             out = self.train_step(state, *args, **kwargs)
         _one_step(_parts(out)[0], steps)
         if known is not None:
             known.warm += 1
+            known.draws = dict(ranks.draws)
             if record is not None:
                 known.reads.ran(record)
         return out
@@ -213,7 +216,8 @@ class Graphed:
         inputs = _on(ranks, leaves, copy=True)
         args, kwargs = pytree.tree_unflatten(inputs, treedef)
         steps = _commits(state)
-        reseed(state)
+        draws, again = known.draws, again_from(known.draws, ranks.device)
+        reseed(state, again, draws)
         randoms = Randoms(ranks)
         gc.collect()
         torch.cuda.synchronize(ranks.device)
@@ -230,6 +234,7 @@ class Graphed:
         graph: CapturedStep | None = None
         out: Any = None
         new: Any = None
+        ranks.again.update(again)
         try:
             with self._aside(ranks), captured(ranks, self.pool) as made, capture.recording():
                 if guard is not None:
@@ -243,11 +248,12 @@ class Graphed:
                     raise ScheduleError(WHOLE)
                 home.keep(new, veto)
             one = graph = CapturedStep(made, capture, home, guard)
+            graph.again, graph.draws = again, draws
             graph.inputs = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
             outputs, graph.structure = pytree.tree_flatten(results)
             graph.outputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
             graph.kind, graph.constants = type(out), (traffic.there, traffic.expected)
-            capture.first(lambda: one.launch(state))
+            capture.first(lambda: one.launch(state, lambda: check_draws(ranks, draws)))
         except Vetoed:
             vetoed = True
         except BaseException as error:
@@ -256,6 +262,8 @@ class Graphed:
             if not isinstance(error, NewCounts):
                 raise
             log.info("cuda_graph: this step is taken eagerly. %s", error)
+        finally:
+            ranks.again.clear()
         if graph is None:
             return self._eagerly(ranks, known, state, leaves, treedef)
         graph.peak = torch.cuda.max_memory_allocated(ranks.device) - before[0]
@@ -283,7 +291,7 @@ class Graphed:
         drawn = ranks.generator.get_state() if graph.guard else None  # the host draws nothing in a replay
 
         def launch() -> None:
-            reseed(state)
+            reseed(state, graph.again, graph.draws)
             graph.launch(state)
 
         with torch.no_grad():

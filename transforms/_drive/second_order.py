@@ -41,6 +41,12 @@ class Whole:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = skeleton_of(model)
+        for path, part in self.model.named_modules():
+            if "_part" in vars(part) and vars(part)["_part"].fate == "offload":
+                raise SpecError(
+                    f"forward_backward(second_order=True): what {path!r} keeps would be moved to the host's memory "
+                    "(T.offload, T.remat(offload=)), and whole weights with it. Leave one of them out."
+                )
         self.slots = [(path, held, name, held[name]) for path, held, name in slots_of(self.model)]
         self.layout: Layout | None = None
         self.watched = False  # whether it ran, and what it does to weights was looked at

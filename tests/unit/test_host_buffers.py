@@ -1,0 +1,52 @@
+"""Buffers in the host's memory, and the lane that copies to them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import functional_fsdp as fsdp
+from functional_fsdp import extend
+
+CPU = torch.device("cpu")
+
+
+def test_buffers_are_used_again_the_smallest_that_is_large_enough() -> None:
+    buffers, lane = extend.HostBuffers(), extend.copy_lane(CPU)
+    taken = [buffers.take(n, lane) for n in (100, 300, 200)]
+    assert [buffer.nbytes for _, _, buffer in taken] == [100, 300, 200]
+    for one in taken:
+        buffers.give(one)
+    assert buffers.take(150, lane)[2] is taken[2][2]
+    assert buffers.take(150, lane)[2] is taken[1][2]
+    assert buffers.take(150, lane)[2].nbytes == 150
+    assert (buffers.made, buffers.nbytes) == (4, 750)
+    assert copy.deepcopy(buffers).made == 0
+
+
+def test_while_a_graph_is_captured_no_buffer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers, lane = extend.HostBuffers(), extend.CopyLane(CPU)
+    buffers.give(buffers.take(100, lane))
+    monkeypatch.setattr(lane, "captured", lambda: True)
+    assert buffers.take(100, lane)[0] == 100
+    with pytest.raises(fsdp.ScheduleError, match=r"moves a tensor of 1,000 bytes .*warmup="):
+        buffers.take(1000, lane)
+
+
+def test_a_lane_belongs_to_a_device_and_copies_bytes() -> None:
+    lane = extend.copy_lane(CPU)
+    assert lane is extend.copy_lane(CPU)
+    x, host = torch.randn(5), torch.empty(5)
+    lane.wait(lane.copy([(host, x)]))
+    assert torch.equal(x, host)
+
+
+def test_what_lies_on_lent_storage_is_known() -> None:
+    state = fsdp.shard({"a": {"w": torch.randn(4, 4)}}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    state, w = fsdp.unshard(state, "a")
+    assert extend.is_lent(w["w"])
+    assert extend.is_lent(w["w"].detach().t()[1:])
+    assert not extend.is_lent(w["w"].clone())
+    assert not extend.is_lent(torch.zeros(3))
