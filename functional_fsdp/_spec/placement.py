@@ -147,7 +147,7 @@ def hfsdp(replica: str, shard: str, *, memory_kind: Memory = "device") -> Placem
 def _on_host(memory_kind: Any) -> str | tuple[str, ...]:
     """ "device", "pinned_host", or the kinds that lie in the host's memory where only some do."""
     if memory_kind in MEMORY_KINDS or (isinstance(memory_kind, tuple) and memory_kind and {*memory_kind} < {*KINDS}):
-        return memory_kind  # type: ignore[no-any-return]
+        return memory_kind
     if not isinstance(memory_kind, Mapping):
         raise SpecError(
             f"Placement(memory_kind={memory_kind!r}): expected one of {', '.join(map(repr, MEMORY_KINDS))}, or a "
