@@ -64,12 +64,17 @@ class Slot(NamedTuple):
 
 
 class StagingPlace:
-    """The staging of one reduction: its bytes, which come and go, the slots in them, and marks."""
+    """The staging of one reduction: its bytes, the slots in them, and marks.
 
-    def __init__(self, memory: torch.Tensor, slots: list[Slot], span: range | None = None) -> None:
-        self.storage, self.nbytes = memory.untyped_storage(), memory.numel()
+    Args:
+        own: what comes and goes with each reduction: its bytes, if they are not `span`, and those beside it.
+        span: the bytes of a peer memory or window, which stay.
+    """
+
+    def __init__(self, own: Sequence[torch.Tensor], slots: list[Slot], span: range | None = None) -> None:
+        self.own = [(memory.untyped_storage(), memory.numel()) for memory in own]
         self.slots = slots
-        self.span = span  # the bytes of a peer memory or window, which stay; else its own, which come and go
+        self.span = span
         self.values: Values | None = None  # what is being copied here
         self.age = 0  # how many units were asked for since
         self.ready: Mark = None  # they are there
@@ -90,14 +95,15 @@ class StagingPlace:
 
     def take(self) -> None:
         """Have the bytes. Views made on them come back to life."""
-        if self.span is None and not self.storage.nbytes():
-            self.storage.resize_(self.nbytes)
+        for storage, nbytes in self.own:
+            if not storage.nbytes():
+                storage.resize_(nbytes)
 
     def give(self) -> None:
         """Give the bytes back: compute has waited for `done`."""
         self.values = None
-        if self.span is None:
-            self.storage.resize_(0)
+        for storage, _ in self.own:
+            storage.resize_(0)
 
     def overlaps(self, other: StagingPlace) -> bool:
         """Whether both lie in a peer memory or window, on the same bytes."""

@@ -8,7 +8,8 @@ next ones come. They are as many bytes as one staging more, so where a reduction
 at a time, and not two.
 
 An exact sum takes an all-to-all in the place of the reduction: what comes in, each rank's summand of the own slice, is
-added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32.
+added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32. What comes in
+lies beside the staging, in memory that comes and goes, also where a transport keeps the staging.
 
 A reduction's staging is there from its copy until compute has waited for it, which it does at the latest when the next
 but one needs some: two at a time, and no more bytes than the plan says. The first reduction of a step lands in the main
@@ -179,7 +180,7 @@ class Staging:
             way = ways[have.states == ways[True].states if have is not None else last]
             stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
             write_leaves(bucket, stage, given)
-            spare = stage.new_empty(bucket.staged if way.exact else 0, dtype=torch.uint8)
+            spare = stage.new_empty(bucket.received if way.exact else 0, dtype=torch.uint8)
             job = self._into(grads, bucket, way, stage, spare, mesh)
             done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)
             self.run.lanes.keep(stage, spare)
@@ -207,7 +208,7 @@ class Staging:
         if not self.run.lanes.waits_on_host:
             self.run.lanes.wait(self.marks.get("outer"))  # the lane does: what is partial may have ended there
         wire = have.to(way.collectives[0].dtype, copy=in_host_memory(have)) if way.collectives else have
-        spare = wire.new_empty(bucket.staged if way.exact else 0, dtype=torch.uint8)
+        spare = wire.new_empty(bucket.received if way.exact else 0, dtype=torch.uint8)
         yield from self._job(way, wire, spare, out, False)
         self.run.lanes.keep(have, wire, spare)
 
@@ -283,10 +284,14 @@ class Staging:
         reduction = self.plan.reductions[index]
         stays = self.carrier.staging(unit, self.plan.staging)
         span = None if stays is None else range(reduction.address, reduction.address + reduction.nbytes)
+        beside = torch.empty(reduction.received, dtype=torch.uint8, device=self.run.device)
+        own = [beside] if reduction.received else []
         if stays is None or span is None:
             memory = torch.empty(reduction.nbytes, dtype=torch.uint8, device=self.run.device)
+            own.append(memory)
         else:
             memory = stays[span.start : span.stop]
+        received = 0
         by_name = {bucket.name: bucket for bucket in unit.buckets}
         slots = []
         for part in reduction.parts:
@@ -294,7 +299,8 @@ class Staging:
             start = part.address - reduction.address
             sent = bucket.numel * bucket.wire.itemsize
             whole = memory[start : start + sent].view(bucket.wire)
-            spare = memory[start + aligned(sent, STAGED) : start + part.nbytes]
+            spare = beside[received : received + bucket.received]
+            received += aligned(bucket.received, STAGED)
             ways = self.records(bucket).reduce
             if stays is not None:
                 ways = {last: self.carrier.reduces(way) for last, way in ways.items()}
@@ -302,7 +308,7 @@ class Staging:
             leaves, gaps = leaves_and_gaps(bucket, whole)
             large = self.run.lanes.copies_on_lanes and any(leaf.nbytes >= LARGE for leaf in leaves)
             slots.append(Slot(bucket, whole, spare, leaves, which, gaps, ways, large))
-        self.stages[index] = StagingPlace(memory, slots, span)
+        self.stages[index] = StagingPlace(own, slots, span)
         return self.stages[index]
 
     def late(self) -> set[str] | None:

@@ -126,11 +126,15 @@ class Bucket:
 
     @property
     def staged(self) -> int:
-        """Bytes of staging: what is sent; for an exact sum what comes in, too, and the sum if it stays whole."""
-        n = aligned(self.numel * self.wire.itemsize, STAGED)
+        """Bytes of staging: what is sent."""
+        return aligned(self.numel * self.wire.itemsize, STAGED)
+
+    @property
+    def received(self) -> int:
+        """Bytes that an exact sum takes beside the staging: what comes in, and the sum if it stays whole."""
         if not self.exact or prod(self.ranks.values()) == 1:
-            return n
-        return 2 * n + (0 if self.slices("main") > 1 else aligned(self.numel * 4, STAGED))
+            return 0
+        return self.staged + (0 if self.slices("main") > 1 else aligned(self.numel * 4, STAGED))
 
     def span(self, axes: Sequence[str], coordinate: dict[str, int]) -> tuple[int, int]:
         """The elements [start, stop) that a rank at `coordinate` holds if sharded over `axes` (a prefix of `order`)."""

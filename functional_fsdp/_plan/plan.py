@@ -98,7 +98,8 @@ class PlannedUnit:
 class Reduction:
     """A reduction's staging: bytes from `use` on. The next but one may take them, at `until` (all uses: nobody does).
 
-    Several may fall on one `use`, of units that are used in the forward only; no two in a row share bytes.
+    Several may fall on one `use`, of units that are used in the forward only; no two in a row share bytes. `received`:
+    bytes that an exact sum takes beside them, which come and go with it whatever the transport.
     """
 
     unit: str
@@ -107,6 +108,7 @@ class Reduction:
     address: int
     nbytes: int
     parts: tuple[Extent, ...]
+    received: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,7 +120,7 @@ class Plan:
         units: every unit of the program in order of first use, with its address and lives.
         reductions: in the order in which they are issued.
         arena: bytes of the arena; `bound`: the largest sum of live bytes, which no packing can beat.
-        staging: bytes of gradient staging.
+        staging: bytes of gradient staging; `received`: the most that exact sums take beside it at once.
         rule: how the addresses were found.
         at_once: every reduction makes its main gradients whole, so that it is the same in each microbatch.
         forward: how many uses the forward has, if that is known; None: `turn` is a guess from the order.
@@ -226,6 +228,11 @@ class Plan:
             return frozenset()
         return frozenset(unit.name for unit in self.units if unit.gathers == 1 and not self.sharing[unit.name])
 
+    @cached_property
+    def received(self) -> int:
+        sizes = [reduction.received for reduction in self.reductions]
+        return max((sum(sizes[i : i + SLOTS]) for i in range(len(sizes))), default=0)
+
     def live(self, use: int) -> tuple[str, ...]:
         """The units whose bytes are live during a use: gathered, or being gathered."""
         return tuple(u.name for u in self.units if any(first <= use <= last for first, last in u.lives))
@@ -246,7 +253,8 @@ class Plan:
                 f"reductions a step; prefetch {depth if isinstance(depth, int) else dict(depth)}"
                 + (", debug" if self.schedule.debug else ""),
                 f"arena {bytes_text(self.arena)} ({self.rule}; lower bound {bytes_text(self.bound)}, "
-                f"{self.excess:+.1f} %), staging {bytes_text(self.staging)}",
+                f"{self.excess:+.1f} %), staging {bytes_text(self.staging)}"
+                + (f", exact sums {bytes_text(self.received)}" if self.received else ""),
             )
         )
 
@@ -321,6 +329,10 @@ def _staged(bucket: Bucket) -> int:
     return bucket.staged
 
 
+def _received(bucket: Bucket) -> int:
+    return bucket.received
+
+
 def _total(buckets: Sequence[Bucket], size: Callable[[Bucket], int]) -> int:
     return sum(aligned(size(bucket), ALIGN) for bucket in buckets)
 
@@ -339,6 +351,8 @@ def _stage(layout: Layout, program: Program, forward: int | None) -> tuple[tuple
     sizes = [nbytes[name] for name, _ in due]
     packing = pack(sizes, [[(i, i + SLOTS - 1)] for i in range(len(due))])  # in order of issue: uses may coincide
     placed = zip(due, until, packing.addresses, sizes, strict=False)
+    beside = {name: _total(buckets, _received) for name, buckets in trains.items()}
     return tuple(
-        Reduction(name, k, end, at, size, _parts(trains[name], at, _staged)) for (name, k), end, at, size in placed
+        Reduction(name, k, end, at, size, _parts(trains[name], at, _staged), beside[name])
+        for (name, k), end, at, size in placed
     ), packing.total

@@ -120,7 +120,7 @@ class AtOnce(HostLanes):
     waits_on_host = False
     jobs = 0
 
-    def update(self, job: Any) -> None:
+    def beside(self, lane: str, job: Any) -> None:
         self.jobs += 1
         assert [*job] == []
 
