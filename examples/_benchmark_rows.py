@@ -225,6 +225,9 @@ CONTESTANTS = {
     "copy engine graph compiled kept": Contestant(
         varied(either, transport="copy_engine", graph=True, compiled=True, keep="all"), group="copies"
     ),
+    "copy engine graph compiled offloaded": Contestant(
+        varied(either, transport="copy_engine", graph=True, compiled=True, offloaded=2), group="copies"
+    ),
     "float8": Contestant(float8, group="float8"),
     "copy engine graph compiled float8": Contestant(
         varied(float8, transport="copy_engine", graph=True, compiled=True), group="float8"

@@ -39,6 +39,7 @@ class Setting:
     graph: bool = False  # the step as a CUDA graph
     keep: Any = None  # `Schedule(keep=)`; FSDP2 keeps everything gathered for "all"
     budget: int = 0  # bytes, of the row "budget"; 0: half of the gathered weights'
+    offloaded: int = 0  # of so many layers, the first ones, activations wait in the host's memory
 
     def spec(self) -> fsdp.Spec:
         placement = getattr(fsdp, self.placement)(*(self.mesh.mesh_dim_names or ()))
@@ -49,7 +50,12 @@ class Setting:
 
     def functionalize(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], Any]:
         params, skeleton = fsdp.functionalize(model)
-        return params, T.compile_units(skeleton, self.config.layers) if self.compiled else skeleton
+        if self.compiled:
+            skeleton = T.compile_units(skeleton, self.config.layers)
+        if self.offloaded:
+            first = [path for path in self.config.units() if path.startswith(self.config.layers[:-1])]
+            skeleton = T.offload(skeleton, *first[: self.offloaded])
+        return params, skeleton
 
     def shard(self, model: nn.Module) -> tuple[fsdp.State, Any]:
         params, skeleton = self.functionalize(model)

@@ -17,7 +17,7 @@ CONTRIBUTING.md has one in full.
 | calls                 | `alone`, `begin_round`, `end_round`, `check_between_steps`, `traced_as`, `tracing`, `refuse` |
 | modules               | `skeleton_of`, `Placeholder`, `every_buffer`, `refuse_meta`                                  |
 | trees by path         | `match`, `flatten`                                                                           |
-| the host's memory     | `bytes_of`                                                                                   |
+| bytes                 | `bytes_of`, `state_bytes`, `find_peak`, `Stretch`, `StepMemory`                              |
 | borrowed weights      | `Loan`, `loan_of`, `is_lent`                                                                 |
 | copies to the host    | `copy_lane`, `CopyLane`, `HostBuffers`                                                       |
 | driving a module      | `Session`, `Collision`                                                                       |
@@ -50,6 +50,7 @@ from ._graph.regather import point_at_second_gathers
 from ._graph.trace import coordinate_of
 from ._nn.skeleton import Placeholder, every_buffer, refuse_meta, skeleton_of
 from ._optim.optimizer import Sender
+from ._plan.peak import StepMemory, Stretch, find_peak
 from ._plan.route import Route
 from ._plan.walk import Collision
 from ._runtime.copy_lane import CopyLane, HostBuffers, copy_lane
@@ -60,6 +61,7 @@ from ._state.lineage import begin_compiled
 from ._state.ranks import Lineage, Ranks, check_between_steps, lineage_of, ranks_of, seeds
 from ._state.rounds import begin_round, end_round
 from ._state.session import Session
+from ._state.sizes import state_bytes
 from ._state.state import FIELDS, State
 from ._state.update import put
 from ._state.veto import Veto, Vetoed
@@ -92,7 +94,9 @@ __all__ = [
     "Route",
     "Sender",
     "Session",
+    "StepMemory",
     "Steps",
+    "Stretch",
     "Traits",
     "Transport",
     "Veto",
@@ -113,6 +117,7 @@ __all__ = [
     "end_round",
     "every_buffer",
     "evolve",
+    "find_peak",
     "flatten",
     "gather_leaves",
     "graph_of",
@@ -135,6 +140,7 @@ __all__ = [
     "separate_gradients",
     "shards",
     "skeleton_of",
+    "state_bytes",
     "torch_private",
     "total",
     "traced_as",

@@ -14,6 +14,7 @@ from .hvp import hvp
 from .nonfinite import Nonfinite, NonfiniteError, any_nonfinite, find_nonfinite, skip_nonfinite
 from .norms import dot, global_norm, norms
 from .remat import offload, remat, saved
+from .step_memory import step_memory
 from .vjp import vjp
 
 __all__ = [
@@ -42,5 +43,6 @@ __all__ = [
     "remat",
     "saved",
     "skip_nonfinite",
+    "step_memory",
     "vjp",
 ]

@@ -8,8 +8,8 @@ next ones come. They are as many bytes as one staging more, so where a reduction
 at a time, and not two.
 
 An exact sum takes an all-to-all in the place of the reduction: what comes in, each rank's summand of the own slice, is
-added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32. What comes in
-lies beside the staging, in memory that comes and goes, also where a transport keeps the staging.
+added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32. What comes
+in lies beside the staging, in memory that comes and goes, also where a transport keeps the staging.
 
 A reduction's staging is there from its copy until compute has waited for it, which it does at the latest when the next
 but one needs some: two at a time, and no more bytes than the plan says. The first reduction of a step lands in the main

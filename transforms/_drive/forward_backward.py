@@ -134,6 +134,7 @@ class ForwardBackward(Generic[Out]):
             )
         self.driver: Driver | Whole = Whole(model) if second_order else Driver(model, compile)
         self.buffers = Buffers(self.driver.model, buffers)
+        self.model = model
         self.settings = Settings("forward_backward", model, self.driver.model)
         self.loss_fn = loss_fn
         self.has_aux = has_aux
@@ -207,6 +208,18 @@ class ForwardBackward(Generic[Out]):
             rest.append(pytree.tree_map(lambda there: next(found) if there else None, like))
         loss = loss.detach()
         return (loss, rest[0] if len(rest) == 1 else (*rest,)) if rest else loss, kept
+
+    def rehearse(self, driver: Driver, args: Any, kwargs: Any) -> None:
+        """A forward and its backward on this driver, of which nothing is kept."""
+        buffers = Buffers(driver.model, self.buffers.rule)
+        buffers.lend(driver.state, driver.device, collects=False)
+        try:
+            with torch.enable_grad():
+                out = values(self.loss_fn(driver.model, *args, **kwargs))
+            loss, _ = self._parts(out)
+            self._differentiate(driver, loss, torch.ones_like(loss), True, [])
+        finally:
+            buffers.restore()
 
     def _result(self, state: State, out: Any, kept: Any) -> tuple[State, Any]:
         return state if kept is state.buffers else evolve(state, buffers=kept), out

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from functional_fsdp import ScheduleError
-from functional_fsdp.extend import CopyLane, HostBuffers, copy_lane, is_lent
+from functional_fsdp.extend import CopyLane, HostBuffers, copy_lane, is_lent, torch_private
 
 __all__ = ["MoveGroup", "Moved", "storage_of", "unchanged"]
 
 SMALL = 1024  # bytes: a storage below stays
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch_private.FakeTensor)  # the last where a step is only planned
 
 
 def storage_of(t: torch.Tensor) -> int:

@@ -1,0 +1,113 @@
+"""Peak: what the largest moment of a step is made of, from a plan and from what a model keeps alive. Pure.
+
+    stretches    forward and loss ──▶ head ──▶ blocks.2 ──▶ blocks.1 ──▶ ... ──▶ the step's end
+                 each ends where the gradients of a unit are complete
+
+In every stretch there are the state, the arena, the staging of the reductions before it, the main gradients that they
+made, and the most bytes of activations and gradients that are alive in it. The peak is the largest sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .._common.tree import bytes_text, table
+from .layout import Layout
+from .plan import SLOTS, Plan
+
+__all__ = ["StepMemory", "Stretch", "find_peak"]
+
+ALWAYS = "always"
+
+
+class Stretch(NamedTuple):
+    """A part of a step. unit: whose gradients are complete at its end; "" for the last one. alive: the most bytes of
+    activations and of gradients that are not reduced yet."""
+
+    unit: str
+    alive: int
+
+
+@dataclass(frozen=True, repr=False)
+class StepMemory:
+    """What a step takes on a rank where it takes most, in bytes. Printing it gives a table.
+
+    Attributes:
+        parts: by name, what it is made of; parts of no bytes are left out.
+        stays: the names of the parts that are there between steps, too.
+        host: bytes in the host's memory, which are not in `peak`.
+        where: the moment of the peak, in words.
+        stretches: what was found of the model, see `Stretch`.
+    """
+
+    parts: Mapping[str, int]
+    stays: frozenset[str]
+    host: int
+    where: str
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the device at the peak."""
+        return sum(self.parts.values())
+
+    @property
+    def pool(self) -> int:
+        """Bytes that come and go with a step: at the peak, what the memory pool of a CUDA graph of it holds."""
+        return sum(size for name, size in self.parts.items() if name not in self.stays)
+
+    def __repr__(self) -> str:
+        rows = [
+            (name, bytes_text(size), ALWAYS if name in self.stays else "in a step")
+            for name, size in self.parts.items()
+        ]  # fmt: skip
+        far = f", and {bytes_text(self.host)} in the host's memory" if self.host else ""
+        return (
+            f"{table(('part', 'bytes', 'when'), rows)}\n"
+            f"peak {bytes_text(self.peak)} a rank, {self.where}{far}; "
+            f"{bytes_text(self.pool)} of it come and go with a step"
+        )
+
+
+def find_peak(
+    layout: Layout,
+    plan: Plan,
+    state: Mapping[str, int],
+    stretches: Sequence[Stretch],
+    *,
+    host: int = 0,
+    keeps_memory: bool = False,
+    one_at_a_time: bool = False,
+) -> StepMemory:
+    """Where a step takes most, and what it is made of there.
+
+    Args:
+        state: bytes a rank of the state on the device, by name of field.
+        stretches: in order, as the model's backward completes gradients.
+        host: bytes a rank of the state in the host's memory.
+        keeps_memory: whether the transport keeps arena and staging between steps.
+        one_at_a_time: whether a reduction of one collective has the staging for itself, as on GPUs.
+    """
+    sizes = {reduction.unit: reduction for reduction in plan.reductions}
+    slots = 1 if one_at_a_time and not plan.received else SLOTS
+    before: list[str] = []  # units whose gradients are complete, newest last
+    found: list[tuple[int, dict[str, int], str]] = []
+    for unit, alive in stretches:
+        busy = [sizes[name] for name in before[-slots:] if name in sizes]
+        trained = [b for name in before for b in layout.by_name[name].buckets if b.trainable and not b.grads_on_host]
+        parts = {
+            **state,
+            "arena": plan.arena,
+            "staging": plan.staging if keeps_memory else sum(one.nbytes for one in busy),
+            "sums": sum(one.received for one in busy),
+            "main gradients": sum(bucket.nbytes("grads") for bucket in trained),
+            "activations": alive,
+        }
+        done = f"after the gradients of {before[-1]!r}" if before else "in the forward, or where the backward begins"
+        found.append((sum(parts.values()), parts, done))
+        before.append(unit)
+    _, parts, where = max(found, key=lambda one: one[0])
+    stays = frozenset(state) | (frozenset(("arena", "staging")) if keeps_memory else frozenset())
+    return StepMemory({name: n for name, n in parts.items() if n}, stays, host, where, tuple(stretches))

@@ -1,0 +1,144 @@
+"""What a step takes where it takes most: added up from a plan, and found of a model without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+import functional_fsdp as fsdp
+from functional_fsdp import transforms as T
+from functional_fsdp._plan.layout import LeafInfo, plan_layout
+from functional_fsdp._plan.peak import Stretch, find_peak
+from functional_fsdp._plan.plan import make_plan
+
+WIDTH, ROWS = 256, 128
+ACTIVATION = ROWS * WIDTH * 4  # bytes
+BLOCK = 512  # bytes of a small tensor
+
+
+def planned(sizes: dict[str, int], **spec: Any) -> tuple[Any, Any]:
+    leaves = [LeafInfo(f"{name}.w", (n,), torch.float32) for name, n in sizes.items()]
+    layout = plan_layout(leaves, fsdp.Spec({"data": 2}, **spec))
+    return layout, make_plan(layout)
+
+
+def test_the_peak_is_the_largest_sum_of_a_stretch() -> None:
+    layout, plan = planned({"a": 1024, "b": 2048, "c": 4096})
+    held = [Stretch("c", 10_000), Stretch("b", 20_000), Stretch("a", 2_000), Stretch("", 0)]
+    found = find_peak(layout, plan, {"main weights": 100}, held)
+    gradients, staging = 4096 * 4 // 2, 4096 * 4  # of c: its shard, and what is sent
+    assert found.peak == 100 + plan.arena + 20_000 + gradients + staging
+    assert found.parts["main gradients"] == gradients
+    assert found.where == "after the gradients of 'c'"
+    assert found.pool == found.peak - 100
+    assert "exact" not in repr(found)
+
+
+def test_memory_that_a_transport_keeps_is_there_in_the_forward_too() -> None:
+    layout, plan = planned({"a": 1024, "b": 2048}, transport="copy_engine")
+    found = find_peak(layout, plan, {}, [Stretch("b", 1 << 20), Stretch("a", 0)], keeps_memory=True)
+    assert found.parts == {"arena": plan.arena, "staging": plan.staging, "activations": 1 << 20}
+    assert found.pool == 1 << 20
+    later = find_peak(layout, plan, {}, [Stretch("b", 0), Stretch("a", 0), Stretch("", 0)], keeps_memory=True)
+    assert later.parts["sums"] == plan.received == (1024 + 2048) * 4  # what exact sums receive, two at once
+
+
+def test_one_reduction_at_a_time_takes_less_staging() -> None:
+    layout, plan = planned({"a": 1024, "b": 1024, "c": 1024})
+    held = [Stretch("c", 0), Stretch("b", 0), Stretch("a", 0), Stretch("", 0)]
+    assert find_peak(layout, plan, {}, held).parts["staging"] == 2 * 4096
+    assert find_peak(layout, plan, {}, held, one_at_a_time=True).parts["staging"] == 4096
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def made(**spec: Any) -> tuple[fsdp.State, nn.Module]:
+    params, model = fsdp.functionalize(Net())
+    return fsdp.abstract_state(params, fsdp.Spec({"data": 4}, **spec), fsdp.adamw(lr=1e-3)), model
+
+
+def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = model(x)
+    return out.sum()
+
+
+def test_activations_are_counted_without_running_the_step() -> None:
+    state, model = made()
+    found = T.step_memory(T.forward_backward(model, loss_fn), state, torch.empty(ROWS, WIDTH, device="meta"))
+    assert [stretch.unit for stretch in found.stretches] == [f"blocks.{i}" for i in reversed(range(6))] + [""]
+    # Kept are the outputs of six tanh, each the input of the next layer. In the backward of a layer come the gradients
+    # of its product and of its weight (two activations); then its tanh's output is free. Two numbers: loss and scale.
+    assert WIDTH * WIDTH * 4 == 2 * ACTIVATION
+    assert [one.alive - 2 * BLOCK for one in found.stretches[:6]] == [(6 - i + 1 + 2) * ACTIVATION for i in range(6)]
+    assert found.parts["main weights"] == 6 * WIDTH * WIDTH * 4 // 4
+    assert found.parts["optimizer state"] == 2 * found.parts["main weights"]
+
+
+def test_what_is_computed_again_is_not_alive() -> None:
+    wide = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh(), nn.Tanh()) for _ in range(4)))
+    params, model = fsdp.functionalize(wide)
+    state = fsdp.abstract_state(params, fsdp.Spec({"data": 4}), fsdp.adamw(lr=1e-3))
+
+    def activations(model: nn.Module) -> int:
+        x = torch.empty(ROWS, WIDTH, device="meta")
+        return T.step_memory(T.forward_backward(model, loss_fn), state, x).parts["activations"]
+
+    assert activations(model) >= 12 * ACTIVATION  # three outputs a block
+    assert activations(model) - activations(T.remat(model, "*")) >= 4 * ACTIVATION
+
+
+def test_a_loss_that_reads_a_value_is_refused() -> None:
+    state, model = made()
+
+    def reads(model: Any, x: torch.Tensor) -> torch.Tensor:
+        out = loss_fn(model, x)
+        return out * float(out.item() > 0)
+
+    with pytest.raises(fsdp.ScheduleError, match="step_memory"):
+        T.step_memory(T.forward_backward(model, reads), state, torch.empty(ROWS, WIDTH, device="meta"))
+    second = T.forward_backward(model, loss_fn, second_order=True)
+    with pytest.raises(fsdp.ScheduleError, match="second_order"):
+        T.step_memory(second, state, torch.empty(ROWS, WIDTH, device="meta"))
+
+
+def test_the_host_has_what_a_placement_puts_there() -> None:
+    state, model = made(placement=fsdp.zero3("data", memory_kind="pinned_host"))
+    found = T.step_memory(T.forward_backward(model, loss_fn), state, torch.empty(ROWS, WIDTH, device="meta"))
+    assert "main weights" not in found.parts
+    assert "main gradients" not in found.parts
+    assert found.host >= 3 * 6 * WIDTH * WIDTH * 4 // 4
+    assert "in the host's memory" in repr(found)
+
+
+def test_a_state_and_a_model_are_as_they_were() -> None:
+    """A rehearsal, a step, a rehearsal, a step: the same losses as two steps."""
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+    spec = fsdp.Spec(fsdp.local_mesh())
+
+    def losses(rehearses: bool) -> list[float]:
+        torch.manual_seed(0)
+        params, model = fsdp.functionalize(Net())
+        state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
+        forward_backward = T.forward_backward(T.offload(T.remat(model, "blocks.*"), "blocks.*"), loss_fn)
+        found = []
+        for _ in range(2):
+            if rehearses:
+                assert T.step_memory(forward_backward, state, x).peak > 0
+            state, loss = forward_backward(state, x)
+            state = fsdp.step(state)
+            found.append(float(loss))
+        return found
+
+    assert losses(True) == losses(False)

@@ -1,0 +1,151 @@
+"""Rehearsal: a forward and a backward of a driven model with tensors that have no memory, to see how much they keep.
+
+Torch's fake tensors stand for weights, inputs and everything that is computed. The driver is the one that trains, so
+activations live as long as in a step: what is recomputed or moved to the host is so here. Nothing is gathered, reduced
+or drawn.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from functional_fsdp import Layout, State
+from functional_fsdp.extend import CopyLane, HostBuffers, Loan, torch_private
+
+from .driver import Driver
+from .unit_uses import Gradients
+
+__all__ = ["Alive", "Rehearsal", "weights_of"]
+
+BLOCK = 512  # bytes: what GPUs' allocators round up to
+
+
+class Alive(torch_private.TorchDispatchMode):
+    """Counts the bytes of tensors that operations make, while they live: `now`, and the most since `lap`."""
+
+    def __init__(self, device: torch.device, known: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.kind = device.type
+        self.now = self.most = 0
+        self.known = {t.untyped_storage()._cdata for t in known}  # which are not counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in torch_private.pytree.tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.device.type == self.kind and t.layout is torch.strided:
+                storage = t.untyped_storage()
+                if storage._cdata not in self.known:
+                    size = -(-storage.nbytes() // BLOCK) * BLOCK
+                    self.known.add(storage._cdata)
+                    self.now += size
+                    self.most = max(self.most, self.now)
+                    weakref.finalize(storage, self._gone, storage._cdata, size)
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+    def lap(self) -> int:
+        """The most bytes alive since the last lap."""
+        most, self.most = self.most, self.now
+        return most
+
+
+class ImaginedBuffers(HostBuffers):
+    """Buffers in the host's memory that have no memory."""
+
+    def take(self, nbytes: int, lane: CopyLane) -> tuple[int, int, torch.Tensor]:
+        return nbytes, 0, torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def give(self, taken: tuple[int, int, torch.Tensor]) -> None:
+        pass
+
+
+@contextmanager
+def imagined_buffers(model: nn.Module) -> Iterator[None]:
+    """Within, what parts of the model move to the host goes to `ImaginedBuffers`."""
+    parts = [vars(module).get("_part") for module in model.modules()]
+    owners = {id(part.owner): part.owner for part in parts if part is not None}
+    before = {key: owner.buffers for key, owner in owners.items()}
+    try:
+        for owner in owners.values():
+            owner.buffers = ImaginedBuffers()
+        yield
+    finally:
+        for key, owner in owners.items():
+            owner.buffers = before[key]
+
+
+class Unconcerned:
+    """What a driver's session is where no schedule is followed."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: ()
+
+    def skip(self, unit: str) -> bool:
+        return True
+
+
+class Rehearsal(Driver):
+    """A driver of weights that are all there: `note(unit)` is called where the gradients of a unit are complete."""
+
+    def __init__(
+        self, model: nn.Module, device: torch.device, weights: dict[str, dict[str, torch.Tensor]], holds: bool
+    ) -> None:
+        super().__init__(model)
+        self.place, self.made, self.holds = device, weights, holds
+        self.loans = [Loan(unit, lent) for unit, lent in weights.items()]  # so that nobody takes them for activations
+        self.held: Gradients = []  # of the unit before: on GPUs they live until they were copied
+        self.completed: Callable[[str], None] = lambda unit: None
+
+    @contextmanager
+    def running(self, state: State, verb: str, trains: bool = False) -> Iterator[int]:
+        self._stop()
+        self.attach(state)
+        self.device = self.place
+        self.debug = False
+        self.token = torch.zeros((), device=self.device, requires_grad=True)
+        try:
+            self.state, self.session = state, Unconcerned()
+            with imagined_buffers(self.model):
+                yield 0
+        finally:
+            self.held = []
+            self._stop()
+
+    def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
+        self.weights.update({unit: self.made[unit] for unit in units})
+
+    def release(self, units: tuple[str, ...] | None = None) -> None:
+        for unit in tuple(self.weights) if units is None else units:
+            del self.weights[unit]
+
+    def expect(self, used: dict[str, int]) -> None:
+        self.pending.update({unit: count for unit, count in used.items() if count})
+
+    def _reduce(self, unit: str, grads: Gradients) -> None:
+        self.completed(unit)
+        self.held = grads if self.holds else []
+
+    def regathered(self, call: Any, grads: Gradients) -> Gradients:
+        return grads
+
+    def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
+        self._unshard(units, False)
+
+
+def weights_of(layout: Layout, device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
+    """Whole weights of every unit in the compute dtype, by name in the unit. Made where fake tensors are."""
+    made: dict[str, dict[str, torch.Tensor]] = {}
+    for unit in layout.units:
+        leaves = {leaf.path: (leaf.shape, b.compute) for b in unit.buckets for leaf in b.leaves}
+        given = [(key, *leaves[path]) for key, path in zip(unit.keys, unit.paths, strict=True)]
+        made[unit.name] = {key: torch.empty(shape, dtype=dtype, device=device) for key, shape, dtype in given}
+    return made

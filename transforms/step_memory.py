@@ -1,0 +1,89 @@
+"""step_memory: what a driven step takes where it takes most, part by part, without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functional_fsdp import ScheduleError, State, make_plan
+from functional_fsdp.extend import StepMemory, Stretch, find_peak, refuse_values, state_bytes, torch_private
+
+from ._drive.driver import Driver
+from ._drive.forward_backward import ForwardBackward
+from ._drive.rehearsal import Alive, Rehearsal, weights_of
+
+__all__ = ["step_memory"]
+
+pytree = torch_private.pytree
+
+
+def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any, **kwargs: Any) -> StepMemory:
+    """Predict the peak of a step on each rank, and what it is made of. Nothing is computed, sent or allocated.
+
+    Args:
+        forward_backward: of `T.forward_backward`; its model may be one of `T.remat` or `T.offload`.
+        state: any State between steps; or an `abstract_state` one, of a mesh of any size. Of that the kernels are those
+            of the GPU where there is one, else of the CPU, which keep other tensors.
+        args, kwargs: a batch, as for `forward_backward`; only shapes and dtypes count.
+
+    Returns:
+        `.peak` in bytes, `.parts` by name, `.where`; printing it gives a table. *activations* is all that the model
+        keeps and makes: activations, temporaries, and gradients until they are on their way. *sums* is what exact sums
+        receive.
+
+    On a CPU the host's memory is the device's, so what is moved there is counted.
+
+    Not counted: what torch's libraries keep for themselves, blocks that the allocator has split badly, what a graph of
+    compiled units spares (compiled units are counted as if they were not), the two buffers of an update that streams
+    from the host's memory. Of a step of several microbatches it is the first.
+
+    Collective: none.
+
+    Raises:
+        ScheduleError: the loss function asks for a tensor's value; with `second_order=True`.
+
+    Example: `print(T.step_memory(forward_backward, state, batch))`.
+
+    Source: torch's FakeTensorMode ("Fake tensor" in PyTorch's documentation).
+    """
+    if not isinstance(forward_backward.driver, Driver):
+        raise ScheduleError("step_memory: of forward_backward(second_order=True) it is not known. Leave that out.")
+    where = _device(state)
+    layout, schedule = state.layout, state.spec.schedule
+    stretches: list[Stretch] = []
+    mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.compiler.set_stance("force_eager"), mode:
+        weights = weights_of(layout, where)
+        given, keywords = pytree.tree_map_only(torch.Tensor, lambda t: _alike(t, where), (args, kwargs))
+        known = [*pytree.tree_leaves((given, keywords)), *(w for one in weights.values() for w in one.values())]
+        rehearsal = Rehearsal(forward_backward.model, where, weights, holds=where.type == "cuda")
+        alive = Alive(where, [t for t in known if isinstance(t, torch.Tensor)])
+        rehearsal.completed = lambda unit: stretches.append(Stretch(unit, alive.lap()))
+        try:
+            with rehearsal.running(state, "step_memory", trains=True), alive:
+                forward_backward.rehearse(rehearsal, given, keywords)
+                forward, backward = rehearsal.trace
+        except RuntimeError as error:
+            refuse_values(error, "step_memory")
+            raise
+    stretches.append(Stretch("", alive.lap()))
+    if schedule.order is None or schedule.order == "recorded":
+        schedule = schedule.ordered([*forward, *backward])
+    plan = make_plan(layout, schedule, len(forward))
+    on_device, on_host = state_bytes(state)
+    return find_peak(
+        layout, plan, on_device, stretches, host=on_host,
+        keeps_memory=state.spec.transport.stays, one_at_a_time=where.type == "cuda",
+    )  # fmt: skip
+
+
+def _device(state: State) -> torch.device:
+    own = {buffer.local.device for buffer in state.main.values()}
+    if all(device.type == "meta" for device in own):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return own.pop()
+
+
+def _alike(t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
