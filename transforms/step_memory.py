@@ -70,11 +70,12 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
     stretches.append(Stretch("", alive.lap()))
     if schedule.order is None or schedule.order == "recorded":
         schedule = schedule.ordered([*forward, *backward])
-    plan = make_plan(layout, schedule, len(forward))
+    keeps = state.spec.transport.stays
+    plan = make_plan(layout, schedule, len(forward), 1 if keeps and where.type == "cuda" else 2)
     on_device, on_host = state_bytes(state)
     return find_peak(
         layout, plan, on_device, stretches, host=on_host,
-        keeps_memory=state.spec.transport.stays, one_at_a_time=where.type == "cuda",
+        keeps_memory=keeps, one_at_a_time=where.type == "cuda",
     )  # fmt: skip
 
 

@@ -24,12 +24,13 @@ from .._distributed.lanes import Mark, Waiting
 from .._plan.cursor import InFlight
 from .._plan.layout import Layout
 from .._plan.order import DefaultOrder, FixedOrder, GuessedOrder, Known, RecordedOrder, known
-from .._plan.plan import Plan, make_plan
+from .._plan.plan import SLOTS, Plan, make_plan
 from .._plan.positions import Move, Positions
 from .._plan.program import Program, combined
+from .._plan.records import records
 from .._runtime.given import Given
 from .._runtime.runtime import Runtime
-from .._spec.schedule import Order
+from .._spec.schedule import Order, Schedule
 from .._spec.spec import Spec
 from .._storage.place import Place
 from .._storage.stored import Stored
@@ -63,7 +64,15 @@ class Executor(Gathers, Reductions):
         recorded = isinstance(self.order, RecordedOrder)
         self.streamed: Any = None  # the buffers through which what lies in the host's memory is updated
         self.shares: tuple[str, int] | None = None  # the plan for which there is what ranks share, and since when
-        self._follow(make_plan(layout, spec.schedule.ordered(None) if recorded else spec.schedule))
+        self._follow(self._plan(spec.schedule.ordered(None) if recorded else spec.schedule))
+
+    def _plan(self, schedule: Schedule, forward: int | None = None) -> Plan:
+        """Where the transport keeps the staging and one lane reduces in order, each lies where the last one lay."""
+        average, traits = self.spec.average, self.carrier.traits
+        ways = [records(b, self.run.position, average, traits).reduce for b in self.layout.trainable.values()]
+        in_order = all(way.ends == "reduce" for both in ways for way in both.values())
+        slots = 1 if self.stays and in_order and self.run.lanes.copies_on_lanes else SLOTS
+        return make_plan(self.layout, schedule, forward, slots)
 
     @whole
     def _follow(self, program: Plan) -> None:
@@ -181,7 +190,7 @@ class Executor(Gathers, Reductions):
         """Follow this order, of which so many uses are the forward, if that is known."""
         schedule = self.spec.schedule.ordered(order)
         if schedule.order != self.plan.schedule.order or isinstance(self.order, RecordedOrder):
-            self._follow(make_plan(self.layout, schedule, forward))
+            self._follow(self._plan(schedule, forward))
 
     # ---------------------------------------------------------------- beside the plan
 

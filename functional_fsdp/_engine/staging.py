@@ -11,6 +11,9 @@ An exact sum takes an all-to-all in the place of the reduction: what comes in, e
 added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32. What comes
 in lies beside the staging, in memory that comes and goes, also where a transport keeps the staging.
 
+Where a transport keeps the staging, on GPUs, and one lane does it all, every reduction lies on the same bytes: it is
+copied there by that lane, after the reduction before it.
+
 A reduction's staging is there from its copy until compute has waited for it, which it does at the latest when the next
 but one needs some: two at a time, and no more bytes than the plan says. The first reduction of a step lands in the main
 gradients, which are allocated then; later ones are added, in their dtype. What was announced with
@@ -77,7 +80,8 @@ class Staging:
             return True
         stage = self.stages.get(index) or self._make(index, unit)
         room = 1 if self.run.lanes.copies_on_lanes and stage.span is None and stage.short else SLOTS
-        while len(self.busy) >= room or stage in self.busy or (stage.span and any(map(stage.overlaps, self.busy))):
+        apart = self.plan.slots > 1  # else they follow each other on one lane
+        while len(self.busy) >= room or stage in self.busy or (apart and any(map(stage.overlaps, self.busy))):
             if not self.run.lanes.wait(self.busy[0].done, relents):
                 return False
             self.busy.popleft().give()

@@ -37,7 +37,7 @@ from .route import Partial, Replicated, states_of
 __all__ = ["SLOTS", "Extent", "Gather", "Plan", "PlannedUnit", "Reduction", "Use", "make_plan"]
 
 ALIGN = STAGED  # bytes: every bucket in the arena and in staging starts at a multiple
-SLOTS = 2  # reductions that may hold staging at once
+SLOTS = 2  # reductions that may be under way at once
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class PlannedUnit:
 class Reduction:
     """A reduction's staging: bytes from `use` on. The next but one may take them, at `until` (all uses: nobody does).
 
-    Several may fall on one `use`, of units that are used in the forward only; no two in a row share bytes. `received`:
+    Several may fall on one `use`, of units that are used in the forward only. No two in a row share bytes, unless the
+    plan has one slot: then all lie on the same, and the next one may take them. `received`:
     bytes that an exact sum takes beside them, which come and go with it whatever the transport.
     """
 
@@ -124,6 +125,7 @@ class Plan:
         rule: how the addresses were found.
         at_once: every reduction makes its main gradients whole, so that it is the same in each microbatch.
         forward: how many uses the forward has, if that is known; None: `turn` is a guess from the order.
+        slots: how many reductions in a row have staging of their own.
     """
 
     schedule: Schedule
@@ -136,6 +138,7 @@ class Plan:
     rule: str
     at_once: bool = True
     forward: int | None = None
+    slots: int = SLOTS
 
     def __hash__(self) -> int:
         return hash(self.hash)
@@ -259,11 +262,13 @@ class Plan:
         )
 
 
-def make_plan(layout: Layout, schedule: Schedule | None = None, forward: int | None = None) -> Plan:
+def make_plan(layout: Layout, schedule: Schedule | None = None, forward: int | None = None, slots: int = SLOTS) -> Plan:
     """Work a schedule out on a layout: lives, addresses, staging. Needs no ranks and no device.
 
     Args:
         forward: how many uses of the order are the forward, if that is known.
+        slots: how many reductions in a row have staging of their own: 2, or 1 where one lane carries them out in order
+            and the staging stays, as with "copy_engine" and "symmetric" on GPUs.
 
     Raises:
         SpecError: the order, `prefetch` or `keep` names what the layout does not have.
@@ -305,7 +310,7 @@ def make_plan(layout: Layout, schedule: Schedule | None = None, forward: int | N
         )
         for name in where
     )
-    reductions, staging = _stage(layout, found, forward)
+    reductions, staging = _stage(layout, found, forward, slots)
     starts = {gather.first: gather.start for gathers in held.values() for gather in gathers}
     ends = {k: g.last for name in where for g in held[name] for k in where[name] if g.first <= k <= g.last}
     reducing = {(reduction.unit, reduction.use) for reduction in reductions}
@@ -316,8 +321,8 @@ def make_plan(layout: Layout, schedule: Schedule | None = None, forward: int | N
     ends_of = (("grads", Partial), ("main", Replicated))
     at_once = all(len({states_of(bucket, *end) for end in ends_of}) == 1 for bucket in layout.trainable.values())
     return Plan(
-        schedule, uses, units, reductions, packing.total, packing.bound, staging, packing.rule, at_once, forward
-    )
+        schedule, uses, units, reductions, packing.total, packing.bound, staging, packing.rule, at_once, forward, slots
+    )  # fmt: skip
 
 
 def _nbytes(bucket: Bucket) -> int:
@@ -342,14 +347,14 @@ def _parts(buckets: Sequence[Bucket], address: int, size: Callable[[Bucket], int
     return tuple(Extent(b.name, at, size(b)) for b, at in zip(buckets, offsets, strict=False))
 
 
-def _stage(layout: Layout, program: Program, forward: int | None) -> tuple[tuple[Reduction, ...], int]:
+def _stage(layout: Layout, program: Program, forward: int | None, slots: int) -> tuple[tuple[Reduction, ...], int]:
     """A reduction of every trainable unit wherever its gradient is complete, and their staging, in the wire's dtype."""
     trains = {name: [b for b in layout.by_name[name].buckets if b.trainable] for name in program.uses}
     nbytes = {name: _total(buckets, _staged) for name, buckets in trains.items()}
     due = [(name, k) for name, k in program.completed(forward) if nbytes[name]]
-    until = [*(k for _, k in due[SLOTS:]), *[len(program.order)] * SLOTS]
+    until = [*(k for _, k in due[slots:]), *[len(program.order)] * slots]
     sizes = [nbytes[name] for name, _ in due]
-    packing = pack(sizes, [[(i, i + SLOTS - 1)] for i in range(len(due))])  # in order of issue: uses may coincide
+    packing = pack(sizes, [[(i, i + slots - 1)] for i in range(len(due))])  # in order of issue: uses may coincide
     placed = zip(due, until, packing.addresses, sizes, strict=False)
     beside = {name: _total(buckets, _received) for name, buckets in trains.items()}
     return tuple(

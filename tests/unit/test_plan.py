@@ -556,6 +556,17 @@ def test_staging_is_sized_by_what_travels() -> None:
         check(p)
 
 
+def test_with_one_slot_every_reduction_lies_on_the_same_bytes() -> None:
+    leaves = [LeafInfo(f"u{i}.w", (n * 1024,), FP32) for i, n in enumerate((3, 8, 5, 1))]
+    layout = plan_layout(leaves, Spec({"data": 2}, transport="copy_engine"))
+    two, one = make_plan(layout), make_plan(layout, slots=1)
+    assert {reduction.address for reduction in one.reductions} == {0}
+    assert (one.staging, two.staging) == (8 * 4096, (5 + 8) * 4096)
+    assert [r.until for r in one.reductions] == [5, 6, 7, 8]
+    assert one.received == two.received == (5 + 8) * 4096  # what exact sums receive lies beside it, two at once
+    assert one.hash != two.hash
+
+
 # -------------------------------------------------------------------------------- values, texts, pictures
 
 
