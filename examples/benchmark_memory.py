@@ -17,8 +17,8 @@
 | FSDP2 host memory   | with `CPUOffloadPolicy`: parameters, gradients and the optimizer on the host          |
 | FSDP2 all of it     | both                                                                                  |
 
-Columns: milliseconds a step (median of `--steps`), the most bytes of tensors alive on the device in a step, what the
-caching allocator reserved, what was predicted of both beside "plain", and bytes of the host that the ranks held.
+Columns: milliseconds a step (median of `--steps`), the most bytes of tensors alive on the device in a step, bytes of
+the host that the ranks held, the peak that `T.step_memory` predicted, and the time at most, if compute hid no copy.
 The model is a GPT of blocks with the parts `attn` and `mlp`; bfloat16 compute, float32 main weights, AdamW.
 """
 
@@ -149,7 +149,7 @@ WAYS = {
 }
 
 
-def ours(way: Way, shape: Shape, device: str) -> tuple[Step, fsdp.State]:
+def ours(way: Way, shape: Shape, device: str) -> tuple[Step, Any, fsdp.HostTransfer]:
     where: Any = {"main": "pinned_host"} if way.only_main else "pinned_host" if way.on_host else "device"
     placement = fsdp.zero3("data", memory_kind=where)
     # of one microbatch main gradients lose nothing in the dtype of the wire
@@ -162,13 +162,15 @@ def ours(way: Way, shape: Shape, device: str) -> tuple[Step, fsdp.State]:
     elif way.recomputed:
         model = T.remat(model, "blocks.*")
     forward_backward, kept = T.forward_backward(model, loss_fn), [state]
+    batch = torch.empty(shape.batch, shape.seq + 1, dtype=torch.int64, device="meta")
+    memory = T.step_memory(forward_backward, state, batch)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         state, loss = forward_backward(kept[0], tokens)
         kept[0] = fsdp.step(state)
         return loss
 
-    return step, state
+    return step, memory, fsdp.host_transfer(state)
 
 
 def fsdp2(way: Way, shape: Shape, device: str) -> Step:
@@ -207,15 +209,6 @@ def fsdp2(way: Way, shape: Shape, device: str) -> Step:
     return step
 
 
-def predicted(way: Way, shape: Shape, ranks: int, state: fsdp.State) -> tuple[float, float]:
-    """Bytes that the peak falls by, and seconds that the step takes longer at most, beside "plain"."""
-    saved, longer = 0.0, 0.0
-    if way.on_host:  # main weights and two moments; where these alone, compute shards are new
-        saved += (10 if way.only_main else 12) * shape.parameters / ranks
-        longer += fsdp.host_transfer(state).seconds
-    return saved, longer
-
-
 # ---------------------------------------------------------------- measuring
 
 
@@ -230,9 +223,9 @@ def measured(name: str, shape: Shape, steps: int, limit: float, device: str) -> 
         if way.peer:
             step = fsdp2(way, shape, device)
         else:
-            step, state = ours(way, shape, device)
-            found["saved"], found["longer"] = predicted(way, shape, dist.get_world_size(), state)
-            del state
+            step, memory, transfer = ours(way, shape, device)
+            found["predicted"], found["table"] = memory.peak, repr(memory)
+            found["longer"] = transfer.seconds + 2 * memory.moved / transfer.bandwidth  # at most: if nothing is hidden
         generator = torch.Generator().manual_seed(dist.get_rank())
         size = (steps + 3, shape.batch, shape.seq + 1)
         data = torch.randint(0, shape.vocab, size, generator=generator).to("cuda" if cuda else "cpu")
@@ -271,10 +264,12 @@ def run(name: str, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
 def line(name: str, found: dict[str, Any], plain: dict[str, Any] | None) -> str:
     if "failed" in found:
         return f"{name:20} {found['failed']}"
-    said = f"{name:20} {found['ms']:9.1f} ms  peak {found['peak'] / GIB:6.2f} GiB  host {found['host'] / GIB:6.1f} GiB"
-    if plain and "failed" not in plain and found.get("saved"):
-        peak, ms = (plain["peak"] - found["saved"]) / GIB, plain["ms"] + 1e3 * found["longer"]
-        said += f"  predicted {peak:6.2f} GiB, at most {ms:.1f} ms"
+    said = f"{name:20} {found['ms']:9.1f} ms  peak {found.get('peak', 0) / GIB:6.2f} GiB  host {found['host'] / GIB:6.1f} GiB"
+    if "predicted" in found:
+        said += f"  predicted {found['predicted'] / GIB:6.2f} GiB"
+    if plain and "failed" not in plain and found.get("longer"):
+        again = plain["ms"] / 3 if WAYS[name].recomputed else 0  # a forward is a third of a step's compute
+        said += f", at most {plain['ms'] + again + 1e3 * found['longer']:.1f} ms"
     return f"{said}  loss {found['losses'][-1]}"
 
 

@@ -74,7 +74,7 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
     plan = make_plan(layout, schedule, len(forward), 1 if keeps and where.type == "cuda" else 2)
     on_device, on_host = state_bytes(state)
     return find_peak(
-        layout, plan, on_device, stretches, host=on_host,
+        layout, plan, on_device, stretches, host=on_host, moved=rehearsal.moved,
         keeps_memory=keeps, one_at_a_time=where.type == "cuda",
     )  # fmt: skip
 

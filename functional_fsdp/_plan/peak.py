@@ -37,7 +37,8 @@ class StepMemory:
     Attributes:
         parts: by name, what it is made of; parts of no bytes are left out.
         stays: the names of the parts that are there between steps, too.
-        host: bytes in the host's memory, which are not in `peak`.
+        host: bytes of the state in the host's memory, which are not in `peak`.
+        moved: bytes of activations that a step moves to the host's memory, and back.
         where: the moment of the peak, in words.
         stretches: what was found of the model, see `Stretch`.
     """
@@ -45,6 +46,7 @@ class StepMemory:
     parts: Mapping[str, int]
     stays: frozenset[str]
     host: int
+    moved: int
     where: str
     stretches: tuple[Stretch, ...]
 
@@ -63,7 +65,8 @@ class StepMemory:
             (name, bytes_text(size), ALWAYS if name in self.stays else "in a step")
             for name, size in self.parts.items()
         ]  # fmt: skip
-        far = f", and {bytes_text(self.host)} in the host's memory" if self.host else ""
+        far = f", and {bytes_text(self.host)} of the state in the host's memory" if self.host else ""
+        far += f"; a step moves {bytes_text(self.moved)} of activations there and back" if self.moved else ""
         return (
             f"{table(('part', 'bytes', 'when'), rows)}\n"
             f"peak {bytes_text(self.peak)} a rank, {self.where}{far}; "
@@ -78,6 +81,7 @@ def find_peak(
     stretches: Sequence[Stretch],
     *,
     host: int = 0,
+    moved: int = 0,
     keeps_memory: bool = False,
     one_at_a_time: bool = False,
 ) -> StepMemory:
@@ -86,7 +90,7 @@ def find_peak(
     Args:
         state: bytes a rank of the state on the device, by name of field.
         stretches: in order, as the model's backward completes gradients.
-        host: bytes a rank of the state in the host's memory.
+        host: bytes a rank of the state in the host's memory. moved: of activations that go there and come back.
         keeps_memory: whether the transport keeps arena and staging between steps.
         one_at_a_time: whether a reduction of one collective has the staging for itself, as on GPUs.
     """
@@ -110,4 +114,4 @@ def find_peak(
         before.append(unit)
     _, parts, where = max(found, key=lambda one: one[0])
     stays = frozenset(state) | (frozenset(("arena", "staging")) if keeps_memory else frozenset())
-    return StepMemory({name: n for name, n in parts.items() if n}, stays, host, where, tuple(stretches))
+    return StepMemory({name: n for name, n in parts.items() if n}, stays, host, moved, where, tuple(stretches))

@@ -62,6 +62,7 @@ class ImaginedBuffers(HostBuffers):
     """Buffers in the host's memory that have no memory."""
 
     def take(self, nbytes: int, lane: CopyLane) -> tuple[int, int, torch.Tensor]:
+        self.nbytes += nbytes
         return nbytes, 0, torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def give(self, taken: tuple[int, int, torch.Tensor]) -> None:
@@ -69,15 +70,16 @@ class ImaginedBuffers(HostBuffers):
 
 
 @contextmanager
-def imagined_buffers(model: nn.Module) -> Iterator[None]:
-    """Within, what parts of the model move to the host goes to `ImaginedBuffers`."""
+def imagined_buffers(model: nn.Module) -> Iterator[ImaginedBuffers]:
+    """Within, what parts of the model move to the host goes to `ImaginedBuffers`, whose `nbytes` says how much."""
+    imagined = ImaginedBuffers()
     parts = [vars(module).get("_part") for module in model.modules()]
     owners = {id(part.owner): part.owner for part in parts if part is not None}
     before = {key: owner.buffers for key, owner in owners.items()}
     try:
         for owner in owners.values():
-            owner.buffers = ImaginedBuffers()
-        yield
+            owner.buffers = imagined
+        yield imagined
     finally:
         for key, owner in owners.items():
             owner.buffers = before[key]
@@ -102,6 +104,7 @@ class Rehearsal(Driver):
         super().__init__(model)
         self.place, self.made, self.holds = device, weights, holds
         self.loans = [Loan(unit, lent) for unit, lent in weights.items()]  # so that nobody takes them for activations
+        self.moved = 0  # bytes of activations that went to the host's memory
         self.held: Gradients = []  # of the unit before: on GPUs they live until they were copied
         self.completed: Callable[[str], None] = lambda unit: None
 
@@ -114,8 +117,9 @@ class Rehearsal(Driver):
         self.token = torch.zeros((), device=self.device, requires_grad=True)
         try:
             self.state, self.session = state, Unconcerned()
-            with imagined_buffers(self.model):
+            with imagined_buffers(self.model) as buffers:
                 yield 0
+                self.moved = buffers.nbytes
         finally:
             self.held = []
             self._stop()
