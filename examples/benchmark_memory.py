@@ -264,7 +264,8 @@ def run(name: str, shape: Shape, args: argparse.Namespace) -> dict[str, Any]:
 def line(name: str, found: dict[str, Any], plain: dict[str, Any] | None) -> str:
     if "failed" in found:
         return f"{name:20} {found['failed']}"
-    said = f"{name:20} {found['ms']:9.1f} ms  peak {found.get('peak', 0) / GIB:6.2f} GiB  host {found['host'] / GIB:6.1f} GiB"
+    peak, host = found.get("peak", 0) / GIB, found["host"] / GIB
+    said = f"{name:20} {found['ms']:9.1f} ms  peak {peak:6.2f} GiB  host {host:6.1f} GiB"
     if "predicted" in found:
         said += f"  predicted {found['predicted'] / GIB:6.2f} GiB"
     if plain and "failed" not in plain and found.get("longer"):
