@@ -32,8 +32,6 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
         keeps and makes: activations, temporaries, and gradients until they are on their way. *sums* is what exact sums
         receive.
 
-    On a CPU the host's memory is the device's, so what is moved there is counted.
-
     Not counted: what torch's libraries keep for themselves, blocks that the allocator has split badly, what a graph of
     compiled units spares (compiled units are counted as if they were not), the two buffers of an update that streams
     from the host's memory. Of a step of several microbatches it is the first.
@@ -52,7 +50,7 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
     where = _device(state)
     layout, schedule = state.layout, state.spec.schedule
     stretches: list[Stretch] = []
-    mode = torch_private.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = torch_private.fakes_that_die()
     with torch.compiler.set_stance("force_eager"), mode:
         weights = weights_of(layout, where)
         given, keywords = pytree.tree_map_only(torch.Tensor, lambda t: _alike(t, where), (args, kwargs))

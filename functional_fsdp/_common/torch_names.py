@@ -29,8 +29,8 @@ __all__ = [
     "CInterpreter", "FakeTensor", "FakeTensorMode", "NoTorchFunction", "OpOverload", "OpOverloadPacket",
     "TorchDispatchMode", "all_gather_single", "autograd_node", "current_stream", "default_store",
     "disable_current_modes", "dispatch_modes", "dynamo", "enable_python_dispatcher", "end_allocate_to_pool",
-    "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div_", "foreach_lerp",
-    "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_zero_", "func_interpreter",
+    "fakes_that_die", "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div_",
+    "foreach_lerp", "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_zero_", "func_interpreter",
     "functional_collectives", "functorch_config", "fused_adamw_", "fused_sgd_", "gloo_options", "inductor",
     "lift_on_host", "lifts_on_host", "override_stale_capture_stream", "pop_saved_hooks", "push_saved_hooks",
     "pytree", "raw_stream", "read_objects_by", "reduce_scatter_single", "reparametrize_module", "set_grad_enabled",
@@ -74,6 +74,13 @@ def top_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | Non
     """The innermost saved_tensors_hooks that is under way: (pack, unpack)."""
     found: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = C._autograd._top_saved_tensors_default_hooks(True)
     return found
+
+
+def fakes_that_die() -> FakeTensorMode:
+    """A mode of fake tensors that keeps none alive: its cache of what operations give would hold storages."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
 
 
 # ---- CUDA: None in a build without it, and, the last two, before torch 2.13

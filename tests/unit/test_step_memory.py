@@ -86,17 +86,27 @@ def test_activations_are_counted_without_running_the_step() -> None:
     assert found.parts["optimizer state"] == 2 * found.parts["main weights"]
 
 
-def test_what_is_computed_again_is_not_alive() -> None:
+def of_wide_blocks(change: Any = lambda model: model) -> Any:
+    """Of four blocks with three outputs of tanh each, changed so."""
     wide = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh(), nn.Tanh()) for _ in range(4)))
     params, model = fsdp.functionalize(wide)
     state = fsdp.abstract_state(params, fsdp.Spec({"data": 4}), fsdp.adamw(lr=1e-3))
+    return T.step_memory(T.forward_backward(change(model), loss_fn), state, torch.empty(ROWS, WIDTH, device="meta"))
 
-    def activations(model: nn.Module) -> int:
-        x = torch.empty(ROWS, WIDTH, device="meta")
-        return T.step_memory(T.forward_backward(model, loss_fn), state, x).parts["activations"]
 
-    assert activations(model) >= 12 * ACTIVATION  # three outputs a block
-    assert activations(model) - activations(T.remat(model, "*")) >= 4 * ACTIVATION
+def test_what_is_computed_again_is_not_alive() -> None:
+    plain, again = of_wide_blocks(), of_wide_blocks(lambda model: T.remat(model, "*"))
+    assert plain.parts["activations"] >= 12 * ACTIVATION
+    assert plain.parts["activations"] - again.parts["activations"] >= 4 * ACTIVATION
+
+
+def test_what_is_moved_to_the_host_is_not_alive_and_is_counted() -> None:
+    plain, moved = of_wide_blocks(), of_wide_blocks(lambda model: T.offload(model, "*"))
+    assert plain.moved == 0
+    # three outputs a block, the last one the next block's input; the first block's input has no gradient, and stays
+    assert 11 * ACTIVATION <= moved.moved <= 15 * ACTIVATION
+    assert plain.parts["activations"] - moved.parts["activations"] >= 4 * ACTIVATION
+    assert "of activations there and back" in repr(moved)
 
 
 def test_a_loss_that_reads_a_value_is_refused() -> None:

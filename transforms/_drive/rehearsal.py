@@ -63,7 +63,8 @@ class ImaginedBuffers(HostBuffers):
 
     def take(self, nbytes: int, lane: CopyLane) -> tuple[int, int, torch.Tensor]:
         self.nbytes += nbytes
-        return nbytes, 0, torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        with torch_private.disable_current_modes():
+            return nbytes, 0, torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
     def give(self, taken: tuple[int, int, torch.Tensor]) -> None:
         pass
