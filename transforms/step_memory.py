@@ -73,7 +73,7 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
     on_device, on_host = state_bytes(state)
     return find_peak(
         layout, plan, on_device, stretches, host=on_host, moved=rehearsal.moved,
-        keeps_memory=keeps, one_at_a_time=where.type == "cuda",
+        keeps_memory=keeps, gpu=where.type == "cuda",
     )  # fmt: skip
 
 

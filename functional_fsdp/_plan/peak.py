@@ -4,7 +4,8 @@
                  each ends where the gradients of a unit are complete
 
 In every stretch there are the state, the arena, the staging of the reductions before it, the main gradients that they
-made, and the most bytes of activations and gradients that are alive in it. The peak is the largest sum.
+made, and the most bytes of activations and gradients that are alive in it. The peak is the largest sum. An arena that
+comes and goes and has two sides is as large as the units that live at the stretch's end.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def find_peak(
     host: int = 0,
     moved: int = 0,
     keeps_memory: bool = False,
-    one_at_a_time: bool = False,
+    gpu: bool = False,
 ) -> StepMemory:
     """Where a step takes most, and what it is made of there.
 
@@ -92,10 +93,12 @@ def find_peak(
         stretches: in order, as the model's backward completes gradients.
         host: bytes a rank of the state in the host's memory. moved: of activations that go there and come back.
         keeps_memory: whether the transport keeps arena and staging between steps.
-        one_at_a_time: whether a reduction of one collective has the staging for itself, as on GPUs.
+        gpu: as on GPUs, where a reduction of one collective has the staging for itself, and what a smaller unit leaves
+            free of the arena is given back.
     """
     sizes = {reduction.unit: reduction for reduction in plan.reductions}
-    slots = 1 if one_at_a_time and not plan.received else SLOTS
+    slots = 1 if gpu and not plan.received else SLOTS
+    comes_and_goes = gpu and not keeps_memory and plan.rule == "two sides"
     before: list[str] = []  # units whose gradients are complete, newest last
     found: list[tuple[int, dict[str, int], str]] = []
     for unit, alive in stretches:
@@ -103,7 +106,7 @@ def find_peak(
         trained = [b for name in before for b in layout.by_name[name].buckets if b.trainable and not b.grads_on_host]
         parts = {
             **state,
-            "arena": plan.arena,
+            "arena": _live(plan, sizes[unit].use if unit in sizes else -1) if comes_and_goes else plan.arena,
             "staging": plan.staging if keeps_memory else sum(one.nbytes for one in busy),
             "sums": sum(one.received for one in busy),
             "main gradients": sum(bucket.nbytes("grads") for bucket in trained),
@@ -115,3 +118,8 @@ def find_peak(
     _, parts, where = max(found, key=lambda one: one[0])
     stays = frozenset(state) | (frozenset(("arena", "staging")) if keeps_memory else frozenset())
     return StepMemory({name: n for name, n in parts.items() if n}, stays, host, moved, where, tuple(stretches))
+
+
+def _live(plan: Plan, use: int) -> int:
+    """Bytes of the units that are live at a use; -1: at the last one."""
+    return sum(plan.by_name[name].nbytes for name in plan.live(use % len(plan.uses)))
