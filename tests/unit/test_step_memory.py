@@ -50,9 +50,7 @@ def test_one_reduction_at_a_time_takes_less_staging() -> None:
     layout, plan = planned({"a": 1024, "b": 1024, "c": 1024})
     held = [Stretch("c", 0), Stretch("b", 0), Stretch("a", 0), Stretch("", 0)]
     assert find_peak(layout, plan, {}, held).parts["staging"] == 2 * 4096
-    gpu = find_peak(layout, plan, {}, held, gpu=True)
-    assert gpu.parts["staging"] == 4096
-    assert gpu.where == "after the gradients of 'b'"  # before, "a" and "b" were live, and now "a" is
+    assert find_peak(layout, plan, {}, held, gpu=True).parts["staging"] == 4096
 
 
 def test_on_gpus_the_arena_is_as_large_as_what_is_live() -> None:
