@@ -58,6 +58,16 @@ def test_a_mixture_of_experts_and_units_that_stay_gathered(tmp_path: Path) -> No
 
 
 @pytest.mark.large
+def test_hybrid_rows_beside_fsdp2s(tmp_path: Path) -> None:
+    """Two replicas of two ranks; losses are compared."""
+    rows = "hsdp,hfsdp,FSDP2 hsdp"
+    found = benchmark(tmp_path, "--ranks", "4", "--only", rows, "--batch", "1", "--seq", "16")["rows"]
+    assert [*found] == rows.split(",")
+    assert found["hfsdp"]["peak_bytes"] < found["hsdp"]["peak_bytes"]  # its optimizer's state is a quarter, not a half
+    assert found["hsdp"]["best_peer"] == "FSDP2 hsdp"
+
+
+@pytest.mark.large
 @pytest.mark.parametrize(("row", "group"), [("copy engine", "copies"), ("traced", "traced")])
 def test_groups_apart_have_the_yardsticks_beside_them(row: str, group: str, tmp_path: Path) -> None:
     flags = ["--ranks", "1", "--apart", "--only", f"{row},DDP", "--batch", "1", "--seq", "16"]
@@ -94,6 +104,8 @@ def test_a_set_of_processes_that_fails_leaves_the_others_tables(
     [
         (["--only", "driven,FSDP3"], "--only: 'FSDP3' is none of whole tree,"),
         (["--only", "driven,none"], "--only: 'none' is none of whole tree,"),
+        (["--only", "hsdp", "--ranks", "3"], "hsdp is left out: 3 ranks are no multiple of 2 replicas (--replicas)."),
+        (["--placement", "hsdp", "--ranks", "4", "--replicas", "3"], "--replicas 3: expected a divisor of the 4 ranks"),
         (["--only", "Megatron-FSDP"], "--only: no row is left. Megatron-FSDP is left out: "),
     ],
 )
