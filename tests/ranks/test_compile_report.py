@@ -105,6 +105,38 @@ def test_each_class_and_the_whole_are_timed_and_nothing_changes() -> None:
         assert quick.eager >= PAUSE / 2 > quick.compiled
 
 
+def of_named_modules() -> tuple[Any, str, int]:
+    """The report of modules that `compile_units` named; and after one that an exception has stopped, its text, and how
+    often compiled code runs in the next step."""
+    module = model(0.0)
+    params, skeleton = fsdp.functionalize(module)
+    spec = fsdp.Spec(fsdp.local_mesh("cpu", data=-1))
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2), buffers=fsdp.buffers(module))
+    fails: list[str] = []
+
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise KeyError(fails.pop())
+        out: torch.Tensor = model(x).square().mean()
+        return out
+
+    run = T.forward_backward(T.compile_units(skeleton, "2", "4", backend=pausing), loss_fn)
+    state, report = T.compile_report(run, state, torch.ones(4, 6), rounds=1)
+    fails.append("the loss function's own")
+    with pytest.raises(KeyError) as error:
+        T.compile_report(run, state, torch.ones(4, 6), rounds=1)
+    state = fsdp.drop_gradients(state)
+    ran = CALLS[1]
+    fsdp.step(run(state, torch.ones(4, 6))[0])
+    return report, str(error.value), CALLS[1] - ran
+
+
+def test_named_modules_and_an_exception_in_the_middle() -> None:
+    ((report, said, ran),) = launch(of_named_modules, nprocs=1)
+    assert [(one.name, one.paths) for one in report.classes] == [("Quick", ("2", "4"))]
+    assert (said, ran) == ('"the loss function\'s own"', 2)
+
+
 def text(eager: float, compiled: float, *classes: tuple[str, float, float]) -> str:
     return str(
         T.CompileReport(tuple(T.ClassTimes(name, ("a", "b"), *times) for name, *times in classes), eager, compiled)
