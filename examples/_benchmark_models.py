@@ -3,6 +3,8 @@
 | `--model`         | what it is                                                                           |
 |-------------------|--------------------------------------------------------------------------------------|
 | tiny, 0.16b, ...  | a GPT written here, a chain of stages (h, tokens) -> h: every row can run it         |
+| mixed, tiny-mixed | state-space, attention and mixture-of-experts blocks in turn (0.75 B, see             |
+|                   | `_benchmark_mixed.py`), a chain of stages, too                                       |
 | llama, tiny-llama | Hugging Face's Llama from a configuration (1.1 B): rows that take any module         |
 | moe, tiny-moe     | Hugging Face's Mixtral from a configuration (1.0 B, two of eight experts a token),   |
 |                   | every expert on every rank, sharded as all else is: rows that take any module        |
@@ -22,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from _benchmark_mixed import Experts, Mamba
 
 
 @dataclass(frozen=True)
@@ -33,14 +36,14 @@ class Config:
     hidden: int
     batch: int  # sequences a rank
     seq: int  # tokens a sequence
-    kind: str = "gpt"  # or of Hugging Face's: "Llama", "Mixtral"
+    kind: str = "gpt"  # or "mixed", or of Hugging Face's: "Llama", "Mixtral"
     kv_heads: int = 0  # of Hugging Face's
-    experts: int = 0  # of Mixtral; two of them a token
+    experts: int = 0  # of Mixtral and "mixed"; two of them a token
 
     @property
     def stages(self) -> bool:
         """Whether units are a chain, so that a loop by hand can be written over them."""
-        return self.kind == "gpt"
+        return self.kind in ("gpt", "mixed")
 
     @property
     def layers(self) -> str:
@@ -55,7 +58,7 @@ class Config:
 
     def build(self) -> nn.Module:
         """With random weights, on the device that is the default now."""
-        if self.kind == "gpt":
+        if self.stages:
             return GPT(self)
         import transformers
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -77,7 +80,7 @@ class Config:
 
     def loss(self, model: Any, tokens: torch.Tensor) -> torch.Tensor:
         """Mean loss [] of predicting each of the tokens [batch, seq + 1] from those before it."""
-        if self.kind == "gpt":
+        if self.stages:
             loss: torch.Tensor = model(tokens)
             return loss
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
@@ -93,6 +96,12 @@ MODELS = {
     "0.16b": Config(vocab=50304, width=768, depth=12, heads=12, hidden=2048, batch=4, seq=1024),
     "1.2b": Config(vocab=32000, width=2048, depth=20, heads=16, hidden=5632, batch=2, seq=2048),
     "6.7b": Config(vocab=32000, width=4096, depth=32, heads=32, hidden=11008, batch=1, seq=4096),
+    "tiny-mixed": Config(
+        vocab=4096, width=128, depth=6, heads=4, hidden=192, batch=4, seq=96, kind="mixed", experts=4
+    ),
+    "mixed": Config(
+        vocab=32000, width=1536, depth=18, heads=12, hidden=2048, batch=2, seq=2048, kind="mixed", experts=8
+    ),
     "tiny-llama": Config(
         vocab=4096, width=128, depth=3, heads=4, hidden=384, batch=4, seq=64, kind="Llama", kv_heads=2
     ),
@@ -128,7 +137,7 @@ def named(model: str, cuda: bool) -> Config:
 @cache
 def parts(c: Config) -> tuple[str, str, tuple[str, ...]]:
     """The paths of the embedding, of the list of layers, and of what comes after them, the last norm and the head."""
-    if c.kind == "gpt":
+    if c.stages:
         return "embed", "blocks", ("head",)
     with torch.device("meta"):
         model: Any = c.build()
@@ -165,6 +174,13 @@ class Block(nn.Module):
         return h + self.down(F.silu(gate) * up)
 
 
+def block(c: Config, i: int) -> nn.Module:
+    """The block at this place of a stack."""
+    if c.kind == "gpt" or i % 3 == 1:
+        return Block(c)
+    return Mamba(c.width) if i % 3 == 0 else Experts(c.width, c.hidden, c.experts)
+
+
 class Head(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -181,7 +197,7 @@ class GPT(nn.Module):
     def __init__(self, c: Config) -> None:
         super().__init__()
         self.embed = Embed(c)
-        self.blocks = nn.ModuleList(Block(c) for _ in range(c.depth))
+        self.blocks = nn.ModuleList(block(c, i) for i in range(c.depth))
         self.head = Head(c)
 
     def forward(self, tokens: torch.Tensor) -> Any:

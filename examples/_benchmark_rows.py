@@ -192,10 +192,18 @@ class Contestant:
     whose: str = "here"  # or "peer", "bound"
     group: str = "eager"  # rows of a group share processes where groups are kept apart
     stages: bool = False  # needs a model that is a chain of stages
+    hybrid: bool = False  # runs on replicas × shards
 
 
 def varied(build: Build, **changes: Any) -> Build:
     return lambda model, setting: build(model, replace(setting, **changes))
+
+
+def hybrid(build: Build, placement: str, **changes: Any) -> Build:
+    """The row on the mesh replica × shard."""
+    return lambda model, setting: build(
+        model, replace(setting, mesh=setting.hybrid or setting.mesh, placement=placement, **changes)
+    )
 
 
 CONTESTANTS = {
@@ -228,6 +236,14 @@ CONTESTANTS = {
     "copy engine graph compiled offloaded": Contestant(
         varied(either, transport="copy_engine", graph=True, compiled=True, offloaded=2), group="copies"
     ),
+    "hsdp": Contestant(hybrid(either, "hsdp"), hybrid=True),
+    "hfsdp": Contestant(hybrid(either, "hfsdp"), hybrid=True),
+    "copy engine graph compiled hsdp": Contestant(
+        hybrid(either, "hsdp", transport="copy_engine", graph=True, compiled=True), group="copies", hybrid=True
+    ),
+    "copy engine graph compiled hfsdp": Contestant(
+        hybrid(either, "hfsdp", transport="copy_engine", graph=True, compiled=True), group="copies", hybrid=True
+    ),
     "float8": Contestant(float8, group="float8"),
     "copy engine graph compiled float8": Contestant(
         varied(float8, transport="copy_engine", graph=True, compiled=True), group="float8"
@@ -244,6 +260,7 @@ CONTESTANTS = {
     "FSDP2 tuned": Contestant(fsdp2_tuned, "peer", "peers"),
     "FSDP2 kept": Contestant(varied(fsdp2, keep="all"), "peer", "peers"),
     "FSDP2 float32": Contestant(varied(fsdp2, wire=torch.float32), "peer", "peers"),
+    "FSDP2 hsdp": Contestant(hybrid(fsdp2, "hsdp"), "peer", "peers", hybrid=True),
     "FSDP2 compiled": Contestant(varied(fsdp2, compiled=True), "peer", "peers compiled"),
     "FSDP2 tuned compiled": Contestant(varied(fsdp2_tuned, compiled=True), "peer", "peers compiled"),
     "FSDP2 float8 compiled": Contestant(varied(fsdp2_float8, compiled=True), "peer", "peers compiled"),
@@ -273,8 +290,10 @@ def default(model: str, cuda: bool, apart: bool) -> list[str]:
     return [*LARGE] if model == "6.7b" and not apart else [*GPU]
 
 
-def missing(name: str, model: str, config: Config, cuda: bool, placement: str) -> str | None:
+def missing(name: str, model: str, config: Config, cuda: bool, placement: str, ranks: int, replicas: int) -> str | None:
     """Why this row cannot run, or None."""
+    if CONTESTANTS[name].hybrid and ranks % replicas:
+        return f"{ranks} ranks are no multiple of {replicas} replicas (--replicas)"
     if CONTESTANTS[name].stages and not config.stages:
         return f"{model} is no chain of stages; driven takes any module"
     if ("graph" in name or "symmetric" in name or "zero-CTA" in name) and not cuda:

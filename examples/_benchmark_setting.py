@@ -29,6 +29,7 @@ class Setting:
     """What a row may vary. Peers read what they have a match for."""
 
     mesh: DeviceMesh
+    hybrid: DeviceMesh | None  # replica × shard, of the rows that are hybrid whatever `--placement` is
     config: Config
     placement: str
     dtype: torch.dtype

@@ -24,11 +24,16 @@
 | symmetric       | unit by unit, NCCL's symmetric memory: `Spec(transport="symmetric")`; "zero-CTA" too         |
 | traced          | unit by unit, the whole step compiled: `T.compile`; also                                         |
 |                 | "traced graph", "driven traced" and "driven traced graph"                                        |
+| hsdp            | unit by unit on a mesh replica × shard (`--replicas`): sharded within each replica; also         |
+|                 | "copy engine graph compiled hsdp"                                                                |
+| hfsdp           | the same, main weights and optimizer state sharded over replicas, too; also "copy engine graph   |
+|                 | compiled hfsdp"                                                                                  |
 | FSDP2           | `fully_shard` of embedding, layers and head; the head stays gathered, as in torchtitan           |
 | FSDP2 tuned     | its own options: two units prefetched explicitly, forward and backward; reductions in a process  |
 |                 | group of their own; where torch has it, two of their inputs in flight                            |
 | FSDP2 kept      | `reshard_after_forward=False` everywhere                                                         |
 | FSDP2 float32   | `MixedPrecisionPolicy(reduce_dtype=torch.float32)`                                               |
+| FSDP2 hsdp      | on the same mesh as "hsdp": `fully_shard(mesh=)` of two dims                                     |
 | FSDP2 compiled  | with `layer.compile()`; also "FSDP2 tuned compiled"                                              |
 | float8          | layers whose linears multiply in float8, by torchao, gathered in the compute dtype; also "copy   |
 |                 | engine graph compiled float8" and, with its gathers in float8, "FSDP2 float8 compiled"           |
@@ -104,8 +109,6 @@ from _benchmark_rows import BOUNDS, BY_HAND, CONTESTANTS, PEER, default, missing
 from _benchmark_setting import WARMUP, Setting
 
 import functional_fsdp as fsdp
-
-HYBRID = {"replica": 2, "shard": -1}
 
 # ---------------------------------------------------------------- measuring
 
@@ -196,7 +199,10 @@ def compared(rows: dict[str, Row], rounds: dict[str, list[float]]) -> list[Row]:
 
 def measure(args: Namespace) -> Table:
     """Run on every rank; the table is the same on all of them."""
-    mesh = fsdp.local_mesh(args.device, **HYBRID if args.placement in ("hsdp", "hfsdp") else {"data": -1})
+    whole = args.placement in ("hsdp", "hfsdp")  # every row
+    hybrid = whole or any(CONTESTANTS[name].hybrid for name in args.only)
+    both = fsdp.local_mesh(args.device, replica=args.replicas, shard=-1) if hybrid else None
+    mesh = both if both and whole else fsdp.local_mesh(args.device, data=-1)
     cuda = mesh.device_type == "cuda"
     if not cuda:
         torch.set_num_threads(1)
@@ -204,7 +210,7 @@ def measure(args: Namespace) -> Table:
     base = named(args.model, cuda)
     config = replace(base, batch=args.batch or base.batch, seq=args.seq or base.seq)
     dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
-    setting = Setting(mesh, config, args.placement, dtype, budget=int(2**20 * (args.budget or 0)))
+    setting = Setting(mesh, both, config, args.placement, dtype, budget=int(2**20 * (args.budget or 0)))
     warmup = max(args.warmup, WARMUP + 1 if any("graph" in name for name in args.only) else 1)
     data = batches(config, warmup + args.rounds * (args.steps + cuda) + 2, meter.device)
 
@@ -242,6 +248,9 @@ def arguments() -> Namespace:
         help="of this project's rows; FSDP2 follows for zero3 and hsdp, keeps weights gathered after forward for zero1 "
         "and zero2, and has no match for ddp (zero3 then) and hfsdp (hsdp then)",
     )
+    add(
+        "--replicas", type=int, default=2, help="of the rows that shard within replicas, and of --placement hsdp, hfsdp"
+    )
     add("--only", type=names, help=f"all, or a choice of {','.join(CONTESTANTS)}")
     add("--budget", type=float, metavar="MIB", help='of "budget"; default: half of the gathered weights')
     add("--apart", nargs="?", const="groups", choices=("groups", "rows"), help="in sets of processes of their own")
@@ -275,7 +284,11 @@ def chosen(args: Namespace, parser: argparse.ArgumentParser) -> None:
         config = named(args.model, cuda)
     except ValueError as error:
         parser.error(f"--model: {error}")
-    why = {name: missing(name, args.model, config, cuda, args.placement) for name in CONTESTANTS}
+    ranks = args.ranks or int(os.environ.get("WORLD_SIZE", 0)) or (torch.cuda.device_count() if cuda else 2)
+    if args.replicas < 1 or (args.placement in ("hsdp", "hfsdp") and ranks % args.replicas):
+        parser.error(f"--replicas {args.replicas}: expected a divisor of the {ranks} ranks")
+    about = (args.model, config, cuda, args.placement, ranks, args.replicas)
+    why = {name: missing(name, *about) for name in CONTESTANTS}
     bound = [name for name in BOUNDS if name in rows and not why[name]][:1]
     beside = asked if args.yardsticks else [PEER, *bound]
     args.only = [name for name in rows if not why[name]]
@@ -294,7 +307,10 @@ def run_apart(args: Namespace) -> list[Table]:
     for name in args.only:
         if name not in args.yardsticks:
             sets.setdefault(name if args.apart == "rows" else CONTESTANTS[name].group, []).append(name)
-    tables, same = [], ("model", "ranks", "device", "batch", "seq", "steps", "rounds", "warmup", "dtype", "placement")
+    tables, same = (
+        [],
+        ("model", "ranks", "device", "batch", "seq", "steps", "rounds", "warmup", "dtype", "placement", "replicas"),
+    )
     given = {name: getattr(args, name) for name in (*same, "budget")}
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
     for number, (group, rows) in enumerate((sets or {"yardsticks": []}).items(), 1):

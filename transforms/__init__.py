@@ -9,6 +9,7 @@ from ._per_sample.clipped import clipped_gradients
 from ._per_sample.per_sample import per_sample_norms, per_sample_vjp
 from .accumulate import accumulate
 from .clip import clip_by_global_norm, clip_by_value
+from .compile_report import ClassTimes, CompileReport, compile_report
 from .divide import divide
 from .hvp import hvp
 from .nonfinite import Nonfinite, NonfiniteError, any_nonfinite, find_nonfinite, skip_nonfinite
@@ -18,6 +19,8 @@ from .step_memory import step_memory
 from .vjp import vjp
 
 __all__ = [
+    "ClassTimes",
+    "CompileReport",
     "ForwardBackward",
     "Nonfinite",
     "NonfiniteError",
@@ -28,6 +31,7 @@ __all__ = [
     "clip_by_value",
     "clipped_gradients",
     "compile",
+    "compile_report",
     "compile_units",
     "cuda_graph",
     "divide",

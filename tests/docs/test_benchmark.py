@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.commands import EXAMPLES, TORCHAO, command
 
+import _benchmark_mixed  # isort: skip
 import _benchmark_models  # isort: skip
 import _benchmark_report  # isort: skip
 from _benchmark_report import Row, Table, agree, merged  # isort: skip
@@ -58,6 +59,16 @@ def test_a_mixture_of_experts_and_units_that_stay_gathered(tmp_path: Path) -> No
 
 
 @pytest.mark.large
+def test_hybrid_rows_beside_fsdp2s(tmp_path: Path) -> None:
+    """Two replicas of two ranks; losses are compared."""
+    rows = "hsdp,hfsdp,FSDP2 hsdp"
+    found = benchmark(tmp_path, "--ranks", "4", "--only", rows, "--batch", "1", "--seq", "16")["rows"]
+    assert [*found] == rows.split(",")
+    assert found["hfsdp"]["peak_bytes"] < found["hsdp"]["peak_bytes"]  # its optimizer's state is a quarter, not a half
+    assert found["hsdp"]["best_peer"] == "FSDP2 hsdp"
+
+
+@pytest.mark.large
 @pytest.mark.parametrize(("row", "group"), [("copy engine", "copies"), ("traced", "traced")])
 def test_groups_apart_have_the_yardsticks_beside_them(row: str, group: str, tmp_path: Path) -> None:
     flags = ["--ranks", "1", "--apart", "--only", f"{row},DDP", "--batch", "1", "--seq", "16"]
@@ -94,6 +105,8 @@ def test_a_set_of_processes_that_fails_leaves_the_others_tables(
     [
         (["--only", "driven,FSDP3"], "--only: 'FSDP3' is none of whole tree,"),
         (["--only", "driven,none"], "--only: 'none' is none of whole tree,"),
+        (["--only", "hsdp", "--ranks", "3"], "hsdp is left out: 3 ranks are no multiple of 2 replicas (--replicas)."),
+        (["--placement", "hsdp", "--ranks", "4", "--replicas", "3"], "--replicas 3: expected a divisor of the 4 ranks"),
         (["--only", "Megatron-FSDP"], "--only: no row is left. Megatron-FSDP is left out: "),
     ],
 )
@@ -199,6 +212,55 @@ def test_the_compiled_peer_and_float8_have_the_losses_of_the_others(tmp_path: Pa
     assert [*found] == rows.split(",")
     assert found["SimpleFSDP"]["loss"] == pytest.approx(found["driven"]["loss"], rel=1e-5)
     assert found["float8"]["loss"] != found["driven"]["loss"]
+
+
+@pytest.mark.large
+def test_a_mixed_stack_beside_fsdp2(tmp_path: Path) -> None:
+    rows = "unit by unit,driven,FSDP2"
+    found = benchmark(tmp_path, "--model", "tiny-mixed", "--only", rows, "--batch", "1", "--seq", "80")["rows"]
+    assert [*found] == rows.split(",")
+    assert found["driven"]["loss"] == pytest.approx(found["FSDP2"]["loss"], rel=1e-5)
+
+
+def test_a_scan_by_chunks_is_the_recurrence() -> None:
+    torch.manual_seed(0)
+    x, b, c = (torch.randn(2, 37, *shape, dtype=torch.float64) for shape in ((3, 5), (4,), (4,)))
+    decay, state, expected = -torch.rand(2, 37, 3, dtype=torch.float64), torch.zeros(2, 3, 5, 4).double(), []
+    for t in range(37):
+        state = decay[:, t, :, None, None].exp() * state + x[:, t, :, :, None] * b[:, t, None, None]
+        expected.append((state * c[:, t, None, None]).sum(-1))
+    for chunk in (8, 64):  # several, the last one shorter; and one
+        found = _benchmark_mixed.scan(x, decay, b, c, chunk)
+        torch.testing.assert_close(found, torch.stack(expected, 1), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("room", "full"), [(4.0, False), (0.5, True)])
+def test_experts_take_as_many_tokens_as_they_have_room_for(room: float, full: bool) -> None:
+    torch.manual_seed(0)
+    layer = _benchmark_mixed.Experts(6, 5, 4, room).double()
+    h = torch.randn(2, 8, 6, dtype=torch.float64)
+    x, most = layer.norm(h).flatten(0, 1), int(room * 2 * 16 / 4)
+    shares, chosen = (t.tolist() for t in layer.router(x).float().softmax(-1).topk(2))
+    expected, taken = h.flatten(0, 1).clone(), [0] * 4
+    for choice in range(2):
+        for i, token in enumerate(x):
+            expert = chosen[i][choice]
+            taken[expert] += 1
+            if taken[expert] <= most:
+                gate, up = (token @ layer.gate_up[expert]).chunk(2)
+                out = (torch.nn.functional.silu(gate) * up) @ layer.down[expert]
+                expected[i] += shares[i][choice] / sum(shares[i]) * out
+    assert (max(taken) > most) == full
+    torch.testing.assert_close(layer(h, None).flatten(0, 1), expected, rtol=1e-6, atol=1e-6)  # shares are float32
+
+
+def test_a_mixed_stack_reads_nothing_on_the_host() -> None:
+    """On the meta device there is nothing to read, and no shape that hangs on values."""
+    config = _benchmark_models.MODELS["mixed"]
+    with torch.device("meta"):
+        model = config.build().to(torch.bfloat16)
+        loss = config.loss(model, torch.empty(config.batch, config.seq + 1, dtype=torch.long))
+    assert all(grad is not None for grad in torch.autograd.grad(loss, [*model.parameters()], allow_unused=True))
 
 
 @pytest.mark.large

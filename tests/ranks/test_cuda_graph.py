@@ -8,7 +8,8 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -32,9 +33,12 @@ from functional_fsdp._launch.launch import stop_workers
 from functional_fsdp._runtime.runtime import runtime_of
 from functional_fsdp._state.capture import Capture
 from functional_fsdp._transports import auto, symmetric
-from functional_fsdp.extend import Ranks
-from functional_fsdp.transforms._cuda_graph.capturing import GraphBuffers
+from functional_fsdp.extend import Ranks, torch_private
+from functional_fsdp.transforms._cuda_graph import graphed as graphs
+from functional_fsdp.transforms._cuda_graph.capturing import GraphBuffers, stale_streams_followed
 from functional_fsdp.transforms._cuda_graph.capturing import _explain as explain
+from functional_fsdp.transforms._cuda_graph.graphed import Graphed
+from functional_fsdp.transforms._cuda_graph.host_traffic import Recording
 from functional_fsdp.transforms._cuda_graph.memsets import as_kernels, edge_functions, words
 from functional_fsdp.transforms._cuda_graph.signature import signature
 
@@ -92,6 +96,80 @@ def test_one_train_step_every_way(loop: str) -> None:
                 assert rank > 0 or loss == pytest.approx(expected, abs=1e-9)
                 for path, weight in after.items():
                     torch.testing.assert_close(weights[path], weight, rtol=0, atol=1e-9)
+
+
+class Switch:
+    """Stands in for torch's, which versions before 2.13 lack. `seen` is what it was each time it was looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+        self.on, self.seen = on, list[bool]()
+        monkeypatch.setattr(torch_private, "override_stale_capture_stream", lambda: self.on)
+        monkeypatch.setattr(torch_private, "set_override_stale_capture_stream", lambda on: setattr(self, "on", on))
+
+    def look(self) -> None:
+        self.seen.append(self.on)
+
+
+def without_streams(monkeypatch: pytest.MonkeyPatch, step: Any) -> Graphed:
+    """What `T.cuda_graph` makes of a step, on a machine without GPUs: its own stream is nobody's."""
+    quiet = {"synchronize", "empty_cache", "reset_peak_memory_stats", "memory_allocated", "memory_reserved"}
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name in quiet:
+        monkeypatch.setattr(torch.cuda, name, lambda *args: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    found = Graphed(step, 1, 1, False, False)
+    found.stream = stream
+    return found
+
+
+@pytest.mark.parametrize("on", [False, True])
+def test_the_switch_for_stale_streams_is_set_in_warm_up_and_capture_and_put_back(
+    on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch, state = Switch(monkeypatch, on), made()
+
+    def step(state: fsdp.State, x: torch.Tensor) -> Any:
+        switch.look()
+        if x is bad:
+            raise KeyError("the step's own")
+        return train_step(state, x)
+
+    def refused(*_: Any) -> Any:
+        switch.look()
+        raise RuntimeError("nothing captures here")
+
+    bad, graphed, known = data(1), without_streams(monkeypatch, step), graphs.Warmed(False)
+    monkeypatch.setattr(graphs, "captured", refused)
+    known.reads.latest = Recording(cast(Any, None))
+    leaves, treedef = pytree.tree_flatten(((data(),), {}))
+    state, _ = graphed._eagerly(fsdp.extend.ranks_of(state), None, state, leaves, treedef)
+    assert (switch.seen, switch.on) == ([True], on)
+    with pytest.raises(KeyError):
+        graphed._eagerly(fsdp.extend.ranks_of(state), None, state, [bad], treedef)
+    assert (switch.seen, switch.on) == ([True, True], on)
+    with pytest.raises(RuntimeError, match="nothing captures here"):
+        graphed._captured(fsdp.extend.ranks_of(state), None, known, state, leaves, treedef)
+    assert (switch.seen, switch.on) == ([True, True, True], on)
+
+
+def test_the_last_thread_puts_the_switch_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    switch = Switch(monkeypatch, False)
+    first, second = stale_streams_followed(), stale_streams_followed()
+    for enter in (first, second):
+        enter.__enter__()
+    first.__exit__(None, None, None)
+    assert switch.on
+    second.__exit__(None, None, None)
+    assert not switch.on
+
+
+def test_the_switch_is_torchs_where_there_is_one() -> None:
+    there = hasattr(torch.autograd.graph, "set_override_stale_capture_stream")  # from 2.13 on
+    assert (torch_private.set_override_stale_capture_stream is not None) is there
+    with stale_streams_followed():
+        assert not there or torch_private.override_stale_capture_stream() is True
+    assert not there or torch_private.override_stale_capture_stream() is False
 
 
 @pytest.mark.parametrize("bad", [{"warmup": 0}, {"graphs": 0}, {"warmup": 1.5}, {"graphs": True}])

@@ -26,6 +26,7 @@ from functional_fsdp.extend import skeleton_of, torch_private, tracing_now
 
 from .._modules.patterns import outermost
 from .._modules.unit_modules import NEVER_CALLED, UnitModule
+from .clock import Clock
 
 __all__ = ["Compiled", "Compiler", "Options", "compile_units", "refuse_around"]
 
@@ -106,6 +107,7 @@ class Compiler:
         self.options = {"fullgraph": True, "dynamic": False, **options}
         self.codes: dict[Any, Callable[..., Any]] = {}
         self.twins: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+        self.clock: Clock | None = None  # while modules are timed
 
     @classmethod
     def of(cls, compile: bool | Options) -> Compiler | None:
@@ -169,6 +171,18 @@ class Compiled:
         """`function(module, *args, **kwargs)`, compiled: `cls.__call__` or `cls.forward`. Its weights are in it."""
         if tracing_now() or _transformed(self):  # a graph is made of all there is
             return function(module, *args, **kwargs)
+        clock = self.compiler.clock
+        if clock is not None:
+            run = self._eager if clock.eager else self._compiled
+            return clock.call(cls, self.path, run, cls, function, module, args, kwargs)
+        return self._compiled(cls, function, module, args, kwargs)
+
+    def _eager(self, cls: Any, function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return function(module, *args, **kwargs)
+
+    def _compiled(
+        self, cls: type[nn.Module], function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         code = self.compiler.code(cls, _forward if function is cls.forward else _call)
         return self._run(code, module.training, self.compiler.twin(module, cls), args, kwargs)
 

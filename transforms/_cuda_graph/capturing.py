@@ -6,6 +6,7 @@ torch leaves its allocator and its generators in the middle of a capture that fa
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -47,18 +48,27 @@ CAUSES = (
 )  # fmt: skip
 
 
+_lock = threading.Lock()
+_before: list[bool] = []  # of each step that is under way, on any thread: what the switch was when it began
+
+
 @contextmanager
 def stale_streams_followed() -> Iterator[None]:
-    """Let a backward run on the stream that captures, where torch has a switch for that. Put back afterwards."""
+    """Let a backward run on the stream that captures, where torch has a switch for that. Put back afterwards.
+
+    The switch is the whole process's, so the last thread to leave puts it back.
+    """
     if torch_private.set_override_stale_capture_stream is None:
         yield
         return
-    before = torch_private.override_stale_capture_stream()
-    torch_private.set_override_stale_capture_stream(True)
+    with _lock:
+        _before.append(torch_private.override_stale_capture_stream())
+        torch_private.set_override_stale_capture_stream(True)
     try:
         yield
     finally:
-        torch_private.set_override_stale_capture_stream(before)
+        with _lock:
+            torch_private.set_override_stale_capture_stream(_before.pop())
 
 
 @contextmanager

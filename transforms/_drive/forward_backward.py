@@ -67,7 +67,7 @@ def forward_backward(
             the "first" rank's, or "local", each rank's own (exports and checkpoints then have the first rank's).
         compile: True, or options of torch.compile: what units compute is compiled, once for all that are alike. Of
             these, units of a class that comes again, as layers do; where none does, all but torch's own layers.
-            `T.compile_units` chooses modules itself.
+            `T.compile_units` chooses modules itself, and `T.compile_report` says whether it pays.
         second_order: `loss_fn` may take gradients itself, with `torch.autograd.grad(..., create_graph=True)`, of inputs
             or of `model.parameters()` (a gradient penalty). Then all units are gathered before the forward, which waits
             for them, and stay until the loss is differentiated: a rank holds the whole model, and for a moment its
