@@ -59,7 +59,9 @@ class State:
     Attributes:
         main: {b: FlatBuffer}, main weights, [n_b / ranks of main] elements of `Precision.main`.
         weights: {b: FlatBuffer}, compute copies that persist between steps, [n_b / ranks of weights] elements of
-            `Precision.compute`; only where the placement needs one.
+            `Precision.compute`, or `gather`; only where the placement needs one, or what is gathered is float8.
+        scales: {b: tensor} of buckets that are gathered in float8, float32 [leaves of b]: by what main weights were
+            multiplied before they were cast.
         grads: {b: FlatBuffer} of trainable buckets, elements of `Precision.grads`.
         opt: whatever the optimizer's `init` returned; `{}` without one.
         buffers: {path: tensor}, what modules keep beside parameters.
@@ -74,6 +76,7 @@ class State:
 
     main: dict[str, FlatBuffer]
     weights: dict[str, FlatBuffer]
+    scales: dict[str, torch.Tensor]
     grads: dict[str, FlatBuffer]
     opt: Any
     buffers: dict[str, torch.Tensor]

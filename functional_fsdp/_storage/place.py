@@ -39,10 +39,12 @@ class Place:
         parts: tuple[BucketPlace, ...],
         resident: tuple[tuple[Bucket, torch.Tensor], ...],
         aliases: list[torch.Tensor],
+        scales: tuple[tuple[str, torch.Tensor], ...] = (),
     ) -> None:
         self.loan = loan
         self.parts = parts
         self.resident = resident
+        self.scales = scales  # of buckets in float8: of the state that the weights are of
         self.aliases = aliases  # of each bucket: the base of what is handed out, with its version counter
         self.issued = tuple(one for part in parts for one, _ in part.steps)
         self.key = loan.unit.encode()  # for the digest that ranks compare
