@@ -180,13 +180,16 @@ class State:
         self._resting("pickle")
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "version"}
         example = self.treedef.unflatten(range(self.treedef.num_leaves))  # torch warns when it unpickles a TreeSpec
-        return {**kept, "treedef": example, "steps": self.steps}
+        plain = {n: b.but(b.local.view(torch.uint8)) if n in self.scales else b for n, b in self.weights.items()}
+        return {**kept, "treedef": example, "steps": self.steps, "weights": plain}  # torch pickles no float8
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         spec = kept["spec"]
         lineage = Lineage(runtime_of(spec.mesh), kept["layout"], spec, kept.pop("steps"), kept["count"])
         version = Version(lineage, 0)
         kept["treedef"] = pytree.tree_structure(kept["treedef"])
+        for name in kept["scales"]:
+            kept["weights"][name] = (buffer := kept["weights"][name]).but(buffer.local.view(buffer.bucket.gather))
         kept.update(main=at_home(kept["main"]), opt=at_home(kept["opt"]), weights=at_home(kept["weights"], True))
         for name, value in {**kept, "version": version}.items():
             object.__setattr__(self, name, ordinary(value) if name in CHILDREN else value)
