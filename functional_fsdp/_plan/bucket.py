@@ -191,6 +191,11 @@ class Bucket:
         return tuple(shapes)
 
     @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Where leaves begin, in rows of 128 elements. A row is of one leaf, and lies in one slice."""
+        return tuple(leaf.offset // ALIGN for leaf in self.leaves)
+
+    @cached_property
     def empty(self) -> tuple[Leaf, ...]:
         """Leaves without elements."""
         return tuple(leaf for leaf in self.leaves if not leaf.numel)

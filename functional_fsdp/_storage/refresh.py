@@ -5,31 +5,34 @@
 Those in float8 get a scale for each leaf first. It follows from the largest number of the whole leaf, and all leaves of
 all buckets ask the other ranks for it at once:
 
-    main ── largest of each 128 ── of each leaf ── all-reduce, max ── scale ──▶ main · scale, cast
-            as compute would see it
+    main ──▶ the largest number of each leaf's part ── all-reduce, max ──▶ scale ──▶ main · scale, cast
 
-Leaves begin at multiples of 128 elements, and so do slices: 128 elements in a row are of one leaf. The numbers are
-those of torchao's dynamic scaling of a whole tensor: gathered in float8, or gathered in the compute dtype and cast at
-use, a weight has the same bits.
+Main weights count as compute would see them, rounded to its dtype, and the numbers are those of torchao's dynamic
+scaling of a whole tensor. So a weight that is gathered in float8 has the bits of one that is gathered in the compute
+dtype and cast where it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._common.record import Collective, over_each_axis
+from .._common.torch_names import foreach_copy_, foreach_norm
 from .._plan.layout import ALIGN, Bucket
 from .._runtime.runtime import runtime_of
 from .flat import FlatBuffer
+from .float8_cast import cast_float8
+from .weights import alias_of
 
 __all__ = ["no_scales", "refresh"]
 
 Tree = Mapping[str, FlatBuffer]
+Span = tuple[int, int]
 LEAST = 1e-12  # of the largest number of a leaf: torchao's, so that a leaf of zeros has a scale
-ROWS = 1 << 17  # rows of 128 elements that are cast at once: what is between is 16 Mi elements
 
 
 def no_scales(bucket: Bucket, device: torch.device) -> torch.Tensor:
@@ -61,7 +64,8 @@ def refresh(
         start = source.span()[0] - kept.span()[0]
         own = kept.local[start : start + source.local.numel()]
         if name in scales:
-            _cast(source, own, scales[name])
+            bucket, rows, begin = source.bucket, source.local.view(-1, ALIGN), source.span()[0] // ALIGN
+            cast_float8(rows, own.view(-1, ALIGN), scales[name], bucket.compute, begin, bucket.rows)
         elif name not in there:
             own.copy_(source.local)
         source.but(own).redistribute(kept.states, out=kept.local)
@@ -77,46 +81,50 @@ def _rescale(buffers: list[FlatBuffer], scales: Mapping[str, torch.Tensor]) -> N
         run.now(Collective("all_reduce", axis, flat.numel(), flat.dtype, "max", "side", ""), flat, flat)
         return flat
 
+    kinds: dict[tuple[torch.dtype, ...], list[FlatBuffer]] = {}
+    for buffer in buffers:  # of one kind, nearly always
+        kinds.setdefault((buffer.bucket.main, buffer.bucket.compute, buffer.bucket.gather), []).append(buffer)
+    ordered = [buffer for some in kinds.values() for buffer in some]
+    largest = [part for some in kinds.values() for part in _largest(some)]
     axes = [axis for axis, ranks in run.sizes.items() if ranks > 1]
-    largest = over_each_axis([*map(_largest, buffers)], [b.sharded() for b in buffers], axes, reduced)
-    for buffer, most in zip(buffers, largest, strict=True):
-        bucket = buffer.bucket
-        seen = most.to(bucket.compute).to(torch.float64)  # as torchao: float32 differs between compilers
-        scales[bucket.name].copy_(torch.finfo(bucket.gather).max / seen.clamp(min=LEAST))
+    found = iter(over_each_axis(largest, [buffer.sharded() for buffer in ordered], axes, reduced))
+    for (_, _, gather), some in kinds.items():
+        most = torch.cat([next(found) for _ in some]).to(torch.float64)  # as torchao: compilers differ in float32
+        new = (torch.finfo(gather).max / most.clamp_(min=LEAST)).to(torch.float32)
+        own = [scales[buffer.bucket.name] for buffer in some]
+        foreach_copy_(own, [*new.split([len(one) for one in own])])
 
 
-def _largest(buffer: FlatBuffer) -> torch.Tensor:
-    """float32 [leaves]: the largest absolute value in this rank's part of each leaf; 0 where it has none.
+def _largest(buffers: list[FlatBuffer]) -> Sequence[torch.Tensor]:
+    """Of buckets of one kind, float32 [leaves] each: the largest number in this rank's part of a leaf, as compute would
+    see it (rounding keeps the order, so it may come after); 0 where this rank has none."""
+    counts = [len(buffer.bucket.leaves) for buffer in buffers]
+    found = torch.zeros(sum(counts), dtype=torch.float32, device=buffers[0].local.device)
+    views = [view for buffer in buffers for view in _views(buffer)]
+    if views:
+        where = _where(tuple([b.bucket for b in buffers]), tuple([b.span() for b in buffers]), found.device)
+        most = torch.stack(foreach_norm(views, float("inf")))
+        found.index_copy_(0, where, most.to(buffers[0].bucket.compute).to(torch.float32))
+    return found.split(counts)
 
-    Rounding to the compute dtype keeps the order, so it may come after.
-    """
-    found = no_scales(buffer.bucket, buffer.local.device)
-    for index, rows, _ in _rows(buffer, buffer.local):
-        most = torch.linalg.vector_norm(rows, float("inf"), dim=1)
-        found.scatter_reduce_(0, index, most.to(torch.float32), "amax")
+
+_VIEWS = WeakTensorKeyDictionary()  # of main weights: made once, and gone with them
+
+
+def _views(buffer: FlatBuffer) -> list[torch.Tensor]:
+    """This rank's part of each leaf of which it has one."""
+    found: list[torch.Tensor] | None = _VIEWS.get(buffer.local)
+    if found is None:
+        found = _VIEWS[buffer.local] = [view for _, view in buffer.but(alias_of(buffer.local)).by_leaf()]
     return found
 
 
-def _cast(buffer: FlatBuffer, own: torch.Tensor, scale: torch.Tensor) -> None:
-    """Main weights, as compute would see them, times their leaf's scale, into the own part of the copy."""
-    most = torch.finfo(own.dtype).max
-    for index, rows, out in _rows(buffer, own):
-        seen = rows.to(buffer.bucket.compute).to(torch.float32)
-        out.copy_((seen * scale.index_select(0, index)[:, None]).clamp_(-most, most))
-
-
-def _rows(buffer: FlatBuffer, beside: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(which leaf [k], main weights [k, 128], the same of `beside`), some rows at a time."""
-    local = buffer.local
-    begin, starts = buffer.span()[0] // ALIGN, _starts(buffer.bucket, local.device)
-    for at in range(0, local.numel() // ALIGN, ROWS):
-        stop = min(at + ROWS, local.numel() // ALIGN)
-        row = torch.arange(begin + at, begin + stop, device=local.device)
-        cut = slice(at * ALIGN, stop * ALIGN)
-        yield torch.bucketize(row, starts, right=True) - 1, local[cut].view(-1, ALIGN), beside[cut].view(-1, ALIGN)
-
-
-@lru_cache(maxsize=1 << 16)
-def _starts(bucket: Bucket, device: torch.device) -> torch.Tensor:
-    """int64 [leaves]: the rows where leaves begin."""
-    return torch.tensor([leaf.offset // ALIGN for leaf in bucket.leaves], dtype=torch.int64, device=device)
+@lru_cache(maxsize=1 << 10)
+def _where(buckets: tuple[Bucket, ...], spans: tuple[Span, ...], device: torch.device) -> torch.Tensor:
+    """int64: of the parts that a rank has, which leaves they are of, if those of all buckets are counted on."""
+    found, at = [], 0
+    for bucket, (start, stop) in zip(buckets, spans, strict=True):
+        held = [max(leaf.offset, start) < min(leaf.offset + leaf.numel, stop) for leaf in bucket.leaves]
+        found += [at + i for i, here in enumerate(held) if here]
+        at += len(held)
+    return torch.tensor(found, dtype=torch.int64, device=device)
