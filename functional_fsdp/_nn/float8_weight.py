@@ -69,7 +69,11 @@ class Float8Weight(torch.Tensor):
         kwargs = kwargs or {}
         if func in VIEWS:
             weight = args[0]
-            return cls(func(weight.bits, *args[1:], **kwargs), weight.scale, weight.dtype)
+            bits = func(weight.bits, *args[1:], **kwargs)
+            if torch.is_inference_mode_enabled() and not weight.is_inference():
+                with torch.inference_mode(False):  # a view is what its base is
+                    return cls(bits, weight.scale, weight.dtype)
+            return cls(bits, weight.scale, weight.dtype)
         if func._schema.is_mutable:
             given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
             for argument in func._schema.arguments:

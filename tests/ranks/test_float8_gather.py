@@ -68,10 +68,13 @@ def start(in_float8: bool, preset: str = "zero3", optimizer: Any = None, **spec:
     return fsdp.shard(params, fsdp.Spec(mesh, placement, precision=precision, **spec), chosen), skeleton
 
 
-def driven(in_float8: bool, preset: str, compile: Any, transport: str, debug: bool = False) -> Result:
+def driven(
+    in_float8: bool, preset: str, compile: Any, transport: str, debug: bool = False, again: bool = False
+) -> Result:
     schedule = fsdp.Schedule(debug=debug)
     state, skeleton = start(in_float8, preset, transport=transport, schedule=schedule)
-    step, losses = T.forward_backward(skeleton, loss_fn, compile=compile), []
+    model = T.remat(skeleton, "blocks.*") if again else skeleton
+    step, losses = T.forward_backward(model, loss_fn, compile=compile), []
     for i in range(STEPS):
         state, loss = step(state, batch(i))
         state = fsdp.step(state)
@@ -79,8 +82,8 @@ def driven(in_float8: bool, preset: str, compile: Any, transport: str, debug: bo
     return losses, fsdp.full_params(state)
 
 
-def by_hand(in_float8: bool) -> Result:
-    state, model = start(in_float8)
+def by_hand(in_float8: bool, order: Any = None) -> Result:
+    state, model = start(in_float8, schedule=fsdp.Schedule(order=order))
     losses = []
 
     def last(w: Any, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -127,7 +130,9 @@ WAYS: dict[str, Any] = {
     "ddp": lambda on: driven(on, "ddp", False, "collective"),
     "compiled units": lambda on: driven(on, "zero3", {"backend": "aot_eager"}, "collective"),
     "copies, poisoned": lambda on: driven(on, "zero3", False, "copy_engine", debug=True),
+    "recomputed": lambda on: driven(on, "zero3", False, "collective", again=True),
     "by hand": by_hand,
+    "recorded": lambda on: by_hand(on, "recorded"),  # in its first step no plan names a use
     "whole": whole,
 }
 
@@ -229,6 +234,8 @@ def everywhere(folder: str) -> dict[str, Any]:
         found[f"redistribute, {preset}"] = right(plain)
     predicted = [T.apply(model)(one, batch(0))[1] for one, model in ((plain, skeleton), start_as(plain))]
     found["apply"] = torch.equal(*predicted)
+    with torch.inference_mode():
+        found["inference"] = torch.equal(T.apply(skeleton)(plain, batch(0))[1], predicted[0])
     return found
 
 
