@@ -55,7 +55,8 @@ def unshard(state: State, unit: str, *, outside: bool = False) -> tuple[State, W
 def unshard(state: State, unit: Sequence[str], *, outside: bool = False) -> tuple[State, dict[str, Weights]]: ...
 @verb(traced.unshard)
 def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: bool = False) -> tuple[State, Any]:
-    """Gather weights: shards [n / ranks] -> leaves of their global shapes, in the compute dtype.
+    """Gather weights: shards [n / ranks] -> leaves of their global shapes, in the compute dtype. What is gathered in
+    float8 is a `Float8Weight`.
 
     Args:
         state: the newest state of a step, or the state between steps.
