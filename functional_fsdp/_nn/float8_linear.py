@@ -68,7 +68,7 @@ def _taking(cls: type[nn.Module]) -> type[nn.Module]:
             dtype, why = self._float8
             if why or weight.bits.dtype is not dtype:
                 _refuse(dtype, why, weight.bits.dtype)
-            return cls.forward(Seen(self, hand_over(weight, self.linear_mm_config)), input)  # type: ignore[arg-type]
+            return cls.forward(Seen(self, hand_over(weight, self.linear_mm_config)), input)
 
         body = {
             "forward": forward,
@@ -115,4 +115,4 @@ def _hand_over() -> Any:
         def backward(ctx: Any, *grads: Any) -> Any:
             return grads[0], None
 
-    return torch.compiler.allow_in_graph(HandOver).apply  # type: ignore[attr-defined]
+    return torch.compiler.allow_in_graph(HandOver).apply

@@ -60,7 +60,7 @@ def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def start(in_float8: bool, preset: str = "zero3", optimizer: Any = None, **spec: Any) -> tuple[fsdp.State, nn.Module]:
+def start(in_float8: bool, preset: str = "zero3", optimizer: Any = None, **spec: Any) -> tuple[fsdp.State, Any]:
     mesh, placement = mesh_and_placement(preset)
     params, skeleton = fsdp.functionalize(made())
     precision = RULES if in_float8 else PLAIN
@@ -86,18 +86,24 @@ def by_hand(in_float8: bool, order: Any = None) -> Result:
     state, model = start(in_float8, schedule=fsdp.Schedule(order=order))
     losses = []
 
-    def last(w: Any, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        h = h + fsdp.bind(model.blocks[2], w)(h)
-        return (h.float() - torch.sin(x.float()).repeat(1, 2)).square().mean()
+    def stage(unit: str, x: torch.Tensor) -> Any:
+        part = model.get_submodule(unit)
+
+        def run(w: Any, h: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = fsdp.bind(part, w)(h)
+            if unit == "inp":
+                return out
+            last = (h + out).float() - torch.sin(x.float()).repeat(1, 2)
+            return last.square().mean() if unit == "blocks.2" else h + out
+
+        return run
 
     for i in range(STEPS):
         x = batch(i)
-        stage = {f"blocks.{k}": (lambda w, h, k=k: h + fsdp.bind(model.blocks[k], w)(h)) for k in range(2)}
-        stage |= {"inp": lambda w, h: fsdp.bind(model.inp, w)(h), "blocks.2": lambda w, h, x=x: last(w, h, x)}
         h, pullbacks = x, {}
         for unit in state.units:
             state, w = fsdp.unshard(state, unit)
-            h, pullbacks[unit] = T.vjp(stage[unit], w, h)
+            h, pullbacks[unit] = T.vjp(stage(unit, x), w, h)
             state = fsdp.release(state, unit)
         losses.append(h.item())
         dh = torch.ones_like(h)
@@ -180,7 +186,7 @@ def test_bits_on_two_axes(preset: str) -> None:
 
 def right(state: fsdp.State) -> bool:
     """Whether copies in float8 are what torchao makes of the main weights, in bfloat16."""
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic  # type: ignore[import-not-found]
 
     want = fsdp.full_params(state)
     _, found = fsdp.unshard(copy.deepcopy(state))
@@ -226,7 +232,7 @@ def everywhere(folder: str) -> dict[str, Any]:
     found["freeze"] = right(frozen)
     frozen, _ = T.forward_backward(skeleton, loss_fn)(frozen, batch(2))
     found["frozen, a step"] = right(fsdp.step(frozen))
-    plain = fsdp.redistribute(state, fsdp.Spec(state.spec.mesh, precision=PLAIN))
+    plain = fsdp.redistribute(state, fsdp.Spec(fsdp.local_mesh(), precision=PLAIN))
     assert not plain.scales
     for preset in ("zero3", "zero1"):
         mesh, placement = mesh_and_placement(preset)
@@ -239,7 +245,7 @@ def everywhere(folder: str) -> dict[str, Any]:
     return found
 
 
-def start_as(state: fsdp.State) -> tuple[fsdp.State, nn.Module]:
+def start_as(state: fsdp.State) -> tuple[fsdp.State, Any]:
     """A state that gathers in bfloat16, with these weights."""
     other, skeleton = start(False)
     return fsdp.replace_params(other, fsdp.full_params(state)), skeleton

@@ -202,10 +202,10 @@ def test_whole_weights_are_the_callers_own() -> None:
 
 def test_lent_bytes_are_known_under_a_wrapper() -> None:
     state, _ = start()
-    state, lent = fsdp.unshard(state, "up")
-    assert all(map(extend.is_lent, (lent["weight"], lent["weight"].t(), lent["weight"].bits[1:])))
-    assert not extend.is_lent(lent["weight"].clone())
-    assert extend.loan_of(lent["weight"]) is not None
+    weight: Any = fsdp.unshard(state, "up")[1]["weight"]
+    assert all(map(extend.is_lent, (weight, weight.t(), weight.bits[1:])))
+    assert not extend.is_lent(weight.clone())
+    assert extend.loan_of(weight) is not None
 
 
 def test_a_weight_that_a_unit_returns_is_copied() -> None:
@@ -217,9 +217,10 @@ def test_a_weight_that_a_unit_returns_is_copied() -> None:
 def test_released_bytes_are_poisoned() -> None:
     state, _ = start(debug=True)
     state, lent = fsdp.unshard(state, "up")
-    assert not lent["weight"].dequantized().isnan().any()
+    weight: Any = lent["weight"]
+    assert not weight.dequantized().isnan().any()
     fsdp.release(state, "up")
-    assert lent["weight"].dequantized().isnan().all()
+    assert weight.dequantized().isnan().all()
 
 
 def test_a_step_that_is_compiled_whole_is_refused() -> None:
