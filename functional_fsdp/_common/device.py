@@ -223,13 +223,13 @@ def runs_triton(tensor: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _has_float8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+def _rounds_once(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)  # 8.9 goes by float16
 
 
 def casts_float8(tensor: torch.Tensor) -> bool:
-    """Whether Triton's kernels take this tensor, and make float8 of it."""
-    return tensor.is_cuda and _has_float8(tensor.device)
+    """Whether Triton's kernels take this tensor, and make the same float8 of it as torch."""
+    return tensor.is_cuda and _rounds_once(tensor.device)
 
 
 def fused_sgd_takes(tensors: Sequence[torch.Tensor]) -> bool:

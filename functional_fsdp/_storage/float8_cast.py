@@ -1,7 +1,7 @@
 """Casts to float8: main weights, as compute would see them, times the scale of their leaf.
 
-On a GPU that has float8 one Triton kernel reads each weight once and writes its byte; without Triton, and elsewhere,
-it is an operation after the other, some rows at a time. Both give the same bits.
+On a GPU of compute capability 9.0 on, one Triton kernel reads each weight once and writes its byte. Without Triton, and
+elsewhere, it is an operation after the other, some rows at a time. Both give the same bits.
 """
 
 from __future__ import annotations
