@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from gpu.machine import own_gpus
 from support.commands import TORCHAO
 
 import functional_fsdp as fsdp
@@ -29,9 +30,10 @@ pytestmark = [
     pytest.mark.skipif(not TORCHAO.exists(), reason=f"needs torchao in {TORCHAO}: make"),
 ]
 RANKS, STEPS, WIDTH, DEPTH = 2, 8, 256, 4
-WAYS = {
+WAYS: dict[str, tuple[str, bool, bool]] = {
     "eager": ("collective", False, False),
     "compiled": ("collective", True, False),
+    "symmetric": ("symmetric", False, False),
     "compiled, copies": ("copy_engine", True, False),
     "compiled, copies, a graph": ("copy_engine", True, True),
 }
@@ -102,7 +104,7 @@ def both(way: str) -> tuple[Any, Any]:
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=own_gpus if way == "symmetric" else ()) for way in WAYS])
 def test_bits_are_those_of_bfloat16_gathers(way: str) -> None:
     for wide, narrow in launch(both, (way,), nprocs=RANKS):
         assert wide[0] == narrow[0]

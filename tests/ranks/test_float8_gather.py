@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -240,6 +242,8 @@ def everywhere(folder: str) -> dict[str, Any]:
         found[f"redistribute, {preset}"] = right(plain)
     predicted = [T.apply(model)(one, batch(0))[1] for one, model in ((plain, skeleton), start_as(plain))]
     found["apply"] = torch.equal(*predicted)
+    again = pickle.loads(pickle.dumps(skeleton))
+    found["a pickled skeleton"] = torch.equal(T.apply(again)(plain, batch(0))[1], predicted[0])
     with torch.inference_mode():
         found["inference"] = torch.equal(T.apply(skeleton)(plain, batch(0))[1], predicted[0])
     return found
@@ -294,3 +298,25 @@ def test_half_of_the_bytes_are_gathered_and_one_reduction_finds_all_scales() -> 
     assert narrow.pop("all_reduce max") == [9 * 4]
     assert "all_reduce max" not in wide
     assert sum(wide["reduce_scatter mean"]) == sum(narrow["reduce_scatter mean"])
+
+
+def test_linears_that_cast_their_weights_otherwise_are_refused() -> None:
+    module = made()
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+
+    recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+    by_rows = convert_to_float8_training(Net(), module_filter_fn=lambda _, path: "blocks" in path, config=recipe)
+    rules = {gather: {**RULES, "blocks.*.weight": replace(RULES["blocks.*.weight"], gather=gather)}
+             for gather in (E4M3, torch.float8_e5m2)}  # fmt: skip
+    for one, gather, said in (
+        (by_rows, E4M3, "the float8 linear 'blocks.0.0' casts its weight dynamic, axiswise; expected one scale"),
+        (
+            module,
+            torch.float8_e5m2,
+            "casts its weight to torch.float8_e4m3fn, and it was gathered as torch.float8_e5m2",
+        ),
+    ):
+        params, skeleton = fsdp.functionalize(one)
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), precision=rules[gather]), fsdp.sgd(lr=0.1))
+        with pytest.raises(fsdp.SpecError, match=re.escape(said)):
+            T.forward_backward(skeleton, loss_fn)(state, torch.randn(4, 16).bfloat16())
