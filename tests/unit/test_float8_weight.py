@@ -13,6 +13,7 @@ import torch.nn as nn
 import functional_fsdp as fsdp
 from functional_fsdp import Float8Weight, Precision, ScheduleError, Spec, SpecError, extend
 from functional_fsdp import transforms as T
+from functional_fsdp._common.torch_names import pytree
 
 E4M3, E5M2, BF16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 RULES = {"*.weight": Precision(compute=BF16, gather=E4M3), "*": Precision(compute=BF16)}
@@ -221,6 +222,29 @@ def test_released_bytes_are_poisoned() -> None:
     assert not weight.dequantized().isnan().any()
     fsdp.release(state, "up")
     assert weight.dequantized().isnan().all()
+
+
+def test_weights_have_the_scales_of_the_tree_that_they_are_of() -> None:
+    state, _ = start()
+    first: Any = fsdp.unshard(state, "up")[1]["weight"]
+    other = pytree.tree_map(torch.clone, state)
+    next(iter(other.scales.values())).mul_(2)
+    second: Any = fsdp.unshard(other, "up")[1]["weight"]
+    assert second.scale == 2 * first.scale
+    assert torch.equal(second.bits.float(), first.bits.float())
+
+
+def test_residuals_are_of_one_step() -> None:
+    """In the next one other numbers lie there."""
+    state, model = start()
+    state = fsdp.step(driven(state, model)[0])  # the first step looks at the order of use
+    weights: Any = fsdp.unshard(state, "up")[1]
+    _, pullback = T.vjp(lambda w, x: fsdp.bind(model.get_submodule("up"), w)(x), weights, X)
+    state = fsdp.step(driven(state, model)[0])
+    again: Any = fsdp.unshard(state, "up")[1]
+    assert again["weight"] is weights["weight"]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        pullback(again, torch.ones(4, 32))
 
 
 def test_a_step_that_is_compiled_whole_is_refused() -> None:
