@@ -129,6 +129,12 @@ def float8(model: nn.Module, setting: Setting) -> Step:
     return either(setting.in_float8(model), setting)
 
 
+def float8_gathered(model: nn.Module, setting: Setting) -> Step:
+    """The same, and the weights of these linears are gathered in float8."""
+    converted = setting.in_float8(model)
+    return either(converted, setting.gathering(converted))
+
+
 def budget(model: nn.Module, setting: Setting) -> Step:
     size = sum(p.numel() for p in model.parameters()) * setting.dtype.itemsize
     return either(model, replace(setting, keep=setting.budget or size // 2))
@@ -247,6 +253,10 @@ CONTESTANTS = {
     "float8": Contestant(float8, group="float8"),
     "copy engine graph compiled float8": Contestant(
         varied(float8, transport="copy_engine", graph=True, compiled=True), group="float8"
+    ),
+    "float8 gathered": Contestant(float8_gathered, group="float8"),
+    "copy engine graph compiled float8 gathered": Contestant(
+        varied(float8_gathered, transport="copy_engine", graph=True, compiled=True), group="float8"
     ),
     "symmetric": Contestant(varied(either, transport="symmetric"), group="symmetric"),
     "symmetric graph compiled": Contestant(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn as nn
 from _benchmark_models import Config
-from float8 import converted
+from float8 import converted, gathered
 from torch.distributed.device_mesh import DeviceMesh
 
 import functional_fsdp as fsdp
@@ -41,10 +41,13 @@ class Setting:
     keep: Any = None  # `Schedule(keep=)`; FSDP2 keeps everything gathered for "all"
     budget: int = 0  # bytes, of the row "budget"; 0: half of the gathered weights'
     offloaded: int = 0  # of so many layers, the first ones, activations wait in the host's memory
+    gather: tuple[str, ...] = ()  # weights that are gathered in float8
 
     def spec(self) -> fsdp.Spec:
         placement = getattr(fsdp, self.placement)(*(self.mesh.mesh_dim_names or ()))
-        precision = fsdp.Precision(torch.float32, compute=self.dtype, wire=self.wire, sum=self.sum)
+        wide = fsdp.Precision(torch.float32, compute=self.dtype, wire=self.wire, sum=self.sum)
+        narrow = replace(wide, gather=torch.float8_e4m3fn)
+        precision = {**dict.fromkeys(self.gather, narrow), "*": wide}
         schedule = fsdp.Schedule(keep=self.keep, overlap_update=True)
         units, transport = self.config.units(), self.transport
         return fsdp.Spec(self.mesh, placement, precision=precision, units=units, schedule=schedule, transport=transport)
@@ -69,6 +72,10 @@ class Setting:
     def in_float8(self, model: nn.Module, fsdp2_gathers: bool = False) -> nn.Module:
         """The model with its layers' linears in float8, emulated on CPUs."""
         return converted(model, (self.config.layers[:-1],), self.mesh.device_type == "cpu", fsdp2_gathers)
+
+    def gathering(self, model: nn.Module) -> Setting:
+        """The same with the weights of a converted model's float8 linears gathered in float8."""
+        return replace(self, gather=tuple(path for path in gathered(model) if path != "*"))
 
     def to_compile(self, model: nn.Module) -> list[nn.Module]:
         """The layers, which peers compile their way; none where nothing is compiled."""

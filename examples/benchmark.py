@@ -37,6 +37,8 @@
 | FSDP2 compiled  | with `layer.compile()`; also "FSDP2 tuned compiled"                                              |
 | float8          | layers whose linears multiply in float8, by torchao, gathered in the compute dtype; also "copy   |
 |                 | engine graph compiled float8" and, with its gathers in float8, "FSDP2 float8 compiled"           |
+| float8 gathered | the same, and these linears' weights are gathered in float8: `Precision(gather=)`; also "copy    |
+|                 | engine graph compiled float8 gathered"                                                           |
 | SimpleFSDP      | parameters as DTensors behind properties, the whole model one graph, collectives joined and      |
 |                 | moved by torch's manual overlap pass: `_benchmark_simple_fsdp.py`                                |
 | DDP             | `DistributedDataParallel`; with bfloat16, of a bfloat16 copy, and float32 main weights beside it |

@@ -28,6 +28,7 @@ from ._common.errors import (
 from ._graph.lower import Lowered, abstract_state, lower
 from ._launch.launch import LaunchError, launch, local_mesh
 from ._launch.workers import Handle, WorkerGroup, workers
+from ._nn.float8_weight import Float8Weight
 from ._nn.module import bind, functionalize
 from ._nn.ties import tie
 from ._optim.adamw import adamw
@@ -74,6 +75,7 @@ __all__ = [
     "CommError",
     "Concatenated",
     "FlatBuffer",
+    "Float8Weight",
     "FsdpError",
     "Handle",
     "HostTransfer",

@@ -31,7 +31,7 @@ from .._spec.spec import Spec
 from .._state.shard import needs_spec
 from .._state.state import Lineage, State, Version
 from .._storage.flat import FlatBuffer, at_home
-from .._storage.weights import refresh
+from .._storage.refresh import refresh
 from .about import ALLOWED, about_of, as_there, check_same, fits
 from .folder import Claim, check_shared, may_keep, partial, reading, unfinished
 from .note import METADATA, NOTE, Tensor, file_of, read_note, sizes, tensors_of, unchanged
@@ -251,13 +251,13 @@ def _filled(
     joint(read, "tensors")
     fresh, steps = made[0], int(note["step"])
     weights: dict[str, Any] = {}
+    scales: dict[str, Any] = {}
     if state.weights:
-        weights = pytree.tree_map(empty_as, state.weights)
-        for name, copy in weights.items():
-            refresh(fresh.main[name], copy)
+        weights, scales = (pytree.tree_map(empty_as, tree) for tree in (state.weights, state.scales))
+        refresh(fresh.main, weights, scales)
     lineage = Lineage(joint.run, state.layout, state.spec, steps, fresh.count)
     lineage.enroll()
-    return fresh._evolve(weights=weights, grads={}, version=Version(lineage, 0))._prepared()
+    return fresh._evolve(weights=weights, scales=scales, grads={}, version=Version(lineage, 0))._prepared()
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:

@@ -14,7 +14,8 @@ from .errors import SpecError
 from .torch_names import storage_at
 
 __all__ = [
-    "arrival", "being_captured", "clone_as", "current_device", "default_generator", "device_of", "empty_as",
+    "arrival", "being_captured", "casts_float8", "clone_as", "current_device", "default_generator", "device_of",
+    "empty_as",
     "forked_random", "fused_sgd_takes", "host_bandwidth", "host_buffer", "host_memory", "in_host_memory",
     "keeps_released", "lies_on_host", "make_room", "on_host", "pin", "rows_at_once", "runs_triton", "table_may_stay",
     "unpin", "zeros_as",
@@ -219,6 +220,16 @@ def forked_random(device: torch.device) -> Any:
 def runs_triton(tensor: torch.Tensor) -> bool:
     """Whether Triton's kernels take this tensor."""
     return tensor.is_cuda
+
+
+@lru_cache(maxsize=16)
+def _rounds_once(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)  # 8.9 goes by float16
+
+
+def casts_float8(tensor: torch.Tensor) -> bool:
+    """Whether Triton's kernels take this tensor, and make the same float8 of it as torch."""
+    return tensor.is_cuda and _rounds_once(tensor.device)
 
 
 def fused_sgd_takes(tensors: Sequence[torch.Tensor]) -> bool:

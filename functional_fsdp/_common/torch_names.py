@@ -28,14 +28,15 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 __all__ = [
     "CInterpreter", "FakeTensor", "FakeTensorMode", "NoTorchFunction", "OpOverload", "OpOverloadPacket",
     "TorchDispatchMode", "all_gather_single", "autograd_node", "current_stream", "default_store",
-    "disable_current_modes", "dispatch_modes", "dynamo", "enable_python_dispatcher", "end_allocate_to_pool",
-    "fakes_that_die", "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_", "foreach_copy_", "foreach_div_",
-    "foreach_lerp", "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_zero_", "func_interpreter",
-    "functional_collectives", "functorch_config", "fused_adamw_", "fused_sgd_", "gloo_options", "inductor",
-    "lift_on_host", "lifts_on_host", "override_stale_capture_stream", "pop_saved_hooks", "push_saved_hooks",
-    "pytree", "raw_stream", "read_objects_by", "reduce_scatter_single", "reparametrize_module", "set_grad_enabled",
-    "set_override_stale_capture_stream", "set_stream", "storage_at", "storage_info", "symmetric_memory",
-    "to_scalar", "top_saved_hooks", "unflatten_dense_tensors", "unpickler", "uses_of", "will_execute",
+    "disable_current_modes", "disabled_torch_function", "dispatch_modes", "dynamo", "enable_python_dispatcher",
+    "end_allocate_to_pool", "fakes_that_die", "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_",
+    "foreach_copy_", "foreach_div_", "foreach_lerp", "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm",
+    "foreach_zero_", "func_interpreter", "functional_collectives", "functorch_config", "fused_adamw_", "fused_sgd_",
+    "gloo_options", "inductor", "lift_on_host", "lifts_on_host", "make_wrapper", "override_stale_capture_stream",
+    "pop_saved_hooks", "push_saved_hooks", "pytree", "raw_stream", "read_objects_by", "reduce_scatter_single",
+    "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream", "set_stream", "storage_at",
+    "storage_info", "symmetric_memory", "to_scalar", "top_saved_hooks", "unflatten_dense_tensors", "unpickler",
+    "uses_of", "will_execute",
 ]  # fmt: skip
 
 # ---- tensors, many at once: one kernel, or few
@@ -68,6 +69,8 @@ storage_at = torch._C._construct_storage_from_data_pointer  # of bytes that some
 pop_saved_hooks = C._autograd._pop_saved_tensors_default_hooks  # the innermost saved_tensors_hooks
 push_saved_hooks = C._autograd._push_saved_tensors_default_hooks
 NoTorchFunction = torch._C.DisableTorchFunctionSubclass  # a context
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl  # of a class that has none
+make_wrapper: Any = torch.Tensor._make_wrapper_subclass  # a tensor without bytes of its own
 
 
 def top_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:

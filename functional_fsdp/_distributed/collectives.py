@@ -47,7 +47,7 @@ def gloo(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Any) ->
     elif hop.kind == "all_reduce" and (hop.lane == "control" or not hop.bucket):
         yield [partial(dist.all_reduce, out, op=OPS[hop.op], **how)]
     elif hop.kind == "all_gather":
-        if not out.is_floating_point():  # integers and booleans travel as bytes
+        if not out.is_floating_point() or out.itemsize == 1:  # integers, booleans and float8 travel as bytes
             out, given = out.view(torch.uint8), given.view(torch.uint8)
         slices = out.chunk(group.size()) if out.numel() else ()
         if slices and slices[own].data_ptr() != given.data_ptr():

@@ -25,14 +25,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from .._common.device import keeps_released
+from .._nn.float8_weight import Float8Weight
 from .._plan.layout import Bucket, Unit
 from .._plan.plan import Plan
 from .._plan.records import records
 from .._runtime.runtime import Runtime
-from .._storage.flat import leaves_of
 from .._storage.place import BucketPlace, Place
 from .._storage.stored import Stored
-from .._storage.weights import Loan, alias_of, own_of, read
+from .._storage.weights import Loan, alias_of, lent_leaves, own_of, read
 from .._transports.carrier import Carrier
 
 __all__ = ["Arena"]
@@ -59,9 +59,13 @@ class Arena:
         if self.stays and not self.places:
             self.memory[0] = self.carrier.arena(self.plan.arena).untyped_storage()
         found = self.places.get(unit)
-        if found is None or (
-            found.resident
-            and any(own_of(state, bucket, self.plan.schedule.debug) is not whole for bucket, whole in found.resident)
+        if (
+            found is None
+            or (
+                found.resident
+                and any(own_of(state, b, self.plan.schedule.debug) is not whole for b, whole in found.resident)
+            )
+            or (found.scales and any(state.scales[name] is not scale for name, scale in found.scales))
         ):
             found = self.places[unit] = self._make(state, state.layout.by_name[unit])
         return found
@@ -129,8 +133,8 @@ class Arena:
         for bucket in unit.buckets:
             if bucket.name in starts:
                 memory, address = self.where[unit.name]
-                whole = torch.empty(0, dtype=bucket.compute, device=self.run.device)
-                at = (address + starts[bucket.name]) // bucket.compute.itemsize
+                whole = torch.empty(0, dtype=bucket.gather, device=self.run.device)
+                at = (address + starts[bucket.name]) // bucket.gather.itemsize
                 whole.set_(self.memory[memory], at, (bucket.numel,), (1,))
                 parts.append(self._part(state, bucket, whole))
             else:
@@ -139,9 +143,11 @@ class Arena:
                 whole = kept
                 resident.append((bucket, whole))
             aliases.append(alias_of(whole))
-            views |= leaves_of(bucket, aliases[-1])
+            views |= lent_leaves(bucket, aliases[-1], state.scales)
+        aliases += [view for view in views.values() if type(view) is Float8Weight]  # which have counters of their own
         weights = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
-        return Place(Loan(unit.name, weights), tuple(parts), tuple(resident), aliases)
+        scales = tuple((b.name, state.scales[b.name]) for b in unit.buckets if b.in_float8)
+        return Place(Loan(unit.name, weights), tuple(parts), tuple(resident), aliases, scales)
 
     def _part(self, state: Stored, bucket: Bucket, whole: torch.Tensor) -> BucketPlace:
         start, stop = read(state, bucket).span()

@@ -24,6 +24,7 @@ from .._spec.spec import Spec
 from .._state.shard import describe, make_layout
 from .._state.state import Lineage, State, Version
 from .._storage.flat import FlatBuffer
+from .._storage.refresh import no_scales
 from .graph import RECORD, Imagined, graph_of, kind_of, refuse_values
 from .regather import is_view, point_at_second_gathers
 
@@ -156,15 +157,16 @@ def abstract_state(
             local = torch.empty(bucket.numel // bucket.slices("main"), dtype=bucket.main, device="meta")
             main[name] = FlatBuffer(local, bucket, states_of(bucket, "main"), spec.mesh)
             if keeps_copy(bucket):
-                copy = torch.empty(bucket.numel // bucket.slices("weights"), dtype=bucket.compute, device="meta")
+                copy = torch.empty(bucket.numel // bucket.slices("weights"), dtype=bucket.gather, device="meta")
                 weights[name] = FlatBuffer(copy, bucket, states_of(bucket, "weights"), spec.mesh)
+        scales = {n: no_scales(b, torch.device("meta")) for n, b in layout.buckets.items() if b.in_float8}
         opt = optimizer.init({name: main[name] for name in layout.trainable}) if optimizer else {}
         kept = pytree.tree_map_only(torch.Tensor, torch.empty_like, dict(buffers or {}))
     run = Imagined(spec.axes, dict.fromkeys(spec.axes, 0))
     lineage = Lineage(run, layout, spec)  # type: ignore[arg-type]
     count, rng = (torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(2))
     version = Version(lineage, 0)
-    return State(main, weights, {}, opt, kept, count, rng, {}, spec, layout, optimizer, treedef, version)
+    return State(main, weights, scales, {}, opt, kept, count, rng, {}, spec, layout, optimizer, treedef, version)
 
 
 # ---------------------------------------------------------------- analysis

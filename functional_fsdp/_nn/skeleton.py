@@ -20,6 +20,7 @@ from .._common.calls import outside_inference
 from .._common.errors import SpecError, TreeError
 from .._common.torch_names import NoTorchFunction
 from .closures import HOOKS, Functions
+from .float8_linear import take_float8
 from .ties import Tie, aliases_of
 
 M = TypeVar("M", bound=nn.Module)
@@ -115,6 +116,7 @@ def skeleton_of(module: M) -> M:
     for path, param in list(skeleton.named_parameters(remove_duplicate=False)):
         owner, _, name = path.rpartition(".")  # a placeholder for each path
         skeleton.get_submodule(owner)._parameters[name] = _placeholder(param, ties.get(aliases.get(path, path)))
+    take_float8(skeleton)
     return skeleton
 
 

@@ -56,7 +56,7 @@ class Bucket:
         numel: elements, padding included; it divides by ranks × 128.
         placement: which axes shard its weights, gradients and main weights.
         sizes: (axis, ranks) of the data axes, outermost first.
-        main, compute, grads, wire: dtypes, as of `Precision`.
+        main, compute, grads, wire, gather: dtypes, as of `Precision`.
         exact: whether gradients are summed in float32, in the order of the ranks.
         share: of a mean over all data ranks: how many ranks there are for each one that this bucket's axes have.
         trainable: whether its leaves train.
@@ -77,6 +77,7 @@ class Bucket:
     exact: bool
     share: int
     trainable: bool
+    gather: torch.dtype
     by_leaf: bool = False
     among: bool = False
 
@@ -93,7 +94,12 @@ class Bucket:
 
     def nbytes(self, kind: str) -> int:
         """Bytes a rank of the bucket's shard of this kind."""
-        return self.numel // self.slices(kind) * getattr(self, {"weights": "compute"}.get(kind, kind)).itemsize
+        return self.numel // self.slices(kind) * getattr(self, {"weights": "gather"}.get(kind, kind)).itemsize
+
+    @cached_property
+    def in_float8(self) -> bool:
+        """Whether what is gathered are bytes and a scale for each leaf, beside the dtype that compute sees."""
+        return self.gather is not self.compute
 
     @cached_property
     def on_host(self) -> bool:
@@ -117,7 +123,7 @@ class Bucket:
         """Whether weights are sharded along axes of one rank only, in the dtype that compute wants: a gather would be a
         copy of main weights."""
         alone = bool(self.placement.weights) and self.slices("main") == 1
-        return alone and self.compute is self.main and not self.on_host
+        return alone and self.gather is self.main and not self.on_host
 
     def gathers(self, debug: bool) -> bool:
         """Whether weights are gathered, or copied, for a use; else the state's own are lent. In debug mode what is
@@ -189,6 +195,11 @@ class Bucket:
         return tuple(shapes)
 
     @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Where leaves begin, in rows of 128 elements. A row is of one leaf, and lies in one slice."""
+        return tuple(leaf.offset // ALIGN for leaf in self.leaves)
+
+    @cached_property
     def empty(self) -> tuple[Leaf, ...]:
         """Leaves without elements."""
         return tuple(leaf for leaf in self.leaves if not leaf.numel)
@@ -211,7 +222,7 @@ class Bucket:
         whole, number = Placement(data=self.placement.data), torch.int64
         return Bucket(
             self.name, self.unit, leaves, len(leaves), whole, self.sizes, number, number, number, number, False,
-            self.share, False, by_leaf=True,
+            self.share, False, number, by_leaf=True,
         )  # fmt: skip
 
     def only(self, labels: Container[str]) -> Bucket | None:

@@ -32,6 +32,7 @@ import torch
 from .._common.errors import SpecError
 from .._common.tree import Paths, bytes_text, first_match, match, table
 from .._spec.placement import Placement
+from .._spec.precision import Dtypes
 from .._spec.spec import Spec
 from .._spec.units import find_units, in_order_of_use, relative_keys
 from .bucket import ALIGN, STAGED, Bucket, Leaf, aligned
@@ -147,7 +148,7 @@ class Layout:
         rows = []
         for unit in self.units:
             for bucket in unit.buckets:
-                dtypes = dict.fromkeys(map(short, (bucket.main, bucket.compute, bucket.grads)))
+                dtypes = dict.fromkeys(map(short, (bucket.main, bucket.compute, bucket.gather, bucket.grads)))
                 size = sum(leaf.numel for leaf in bucket.leaves)
                 sizes = (bytes_text(bucket.nbytes(kind)) for kind in ("main", "weights"))
                 grads = bytes_text(bucket.nbytes("grads")) if bucket.trainable else "frozen"
@@ -217,6 +218,7 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
                 spec.precision_of(leaf.path, *leaf.aliases).resolve(leaf.dtype, spec.transport.exact),
                 _trains(leaf, spec),
             )
+            _refuse_float8(leaf, kind[0], kind[1])
             kinds.setdefault(kind, []).append((leaf, key))
         names = _bucket_names(name, len(kinds), taken)
         taken |= set(names)
@@ -226,6 +228,23 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
         units.append(Unit(name, tuple(keys), tuple(paths[i] for i in members), tuple(buckets)))
     source = {path: leaf.path for leaf in leaves for path in (leaf.path, *leaf.aliases)}
     return Layout(tuple(units), order, tuple(source[path] for path in order))
+
+
+def _refuse_float8(leaf: LeafInfo, placement: Placement, dtypes: Dtypes) -> None:
+    """What cannot be gathered in float8."""
+    if dtypes.gather is dtypes.compute:
+        return
+    said = f"Precision(gather={dtypes.gather}) of the leaf {leaf.path!r}"
+    if len(leaf.shape) != 2:
+        raise SpecError(
+            f"{said}, of shape {leaf.shape}: expected a matrix [n, m], of a linear that multiplies in float8. Name the "
+            f"weights of such linears only, or give this leaf a rule before that one, {{{leaf.path!r}: Precision()}}."
+        )
+    if placement.on_host:
+        raise SpecError(
+            f"{said}: its state lies in the host's memory ({placement}), through which scales cannot follow an update. "
+            'Use memory_kind="device" for it, or leave gather out.'
+        )
 
 
 def _bucket_names(unit: str, count: int, taken: set[str]) -> list[str]:
@@ -269,4 +288,5 @@ def _bucket(
     return Bucket(
         name, unit, tuple(placed), numel, placement, sizes,
         dtypes.main, dtypes.compute, dtypes.grads, dtypes.wire, dtypes.sum == "fp32", share, trainable,
+        dtypes.gather,
     )  # fmt: skip

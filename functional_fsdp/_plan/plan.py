@@ -326,8 +326,8 @@ def make_plan(layout: Layout, schedule: Schedule | None = None, forward: int | N
 
 
 def _nbytes(bucket: Bucket) -> int:
-    """Bytes of the whole bucket in the compute dtype."""
-    return bucket.numel * bucket.compute.itemsize
+    """Bytes of the whole bucket in the dtype in which it is gathered."""
+    return bucket.numel * bucket.gather.itemsize
 
 
 def _staged(bucket: Bucket) -> int:

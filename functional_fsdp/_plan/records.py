@@ -37,10 +37,11 @@ class Records(NamedTuple):
 
 
 def keeps_copy(bucket: Bucket) -> bool:
-    """Whether compute weights persist beside main weights: they are less sharded, or whole and of another dtype, or
-    main weights are in the host's memory, from which a gather would have to fetch them twice a step."""
+    """Whether compute weights persist beside main weights: they are less sharded, or whole and of another dtype, or in
+    float8, with scales that only an update changes; or main weights are in the host's memory, from which a gather would
+    have to fetch them twice a step."""
     placement = bucket.placement
-    if bucket.on_host:
+    if bucket.on_host or bucket.in_float8:
         return True
     sharded_alike = set(placement.weights) == set(placement.main)
     return not sharded_alike or (not placement.weights and bucket.compute is not bucket.main)
@@ -52,8 +53,8 @@ def stored_states(bucket: Bucket) -> States:
 
 
 def gathering(bucket: Bucket, states: States, target: States, here: Coordinate, lane: str) -> Route:
-    """Weights, in the compute dtype."""
-    return route(bucket, states, target, here, How(bucket.compute, bucket.compute, (lane, lane)))
+    """Weights, in the dtype in which they are gathered."""
+    return route(bucket, states, target, here, How(bucket.gather, bucket.gather, (lane, lane)))
 
 
 def reducing(

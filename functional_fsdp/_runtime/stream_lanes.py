@@ -194,7 +194,7 @@ class StreamLanes(HostLanes):
         if hop.kind == "barrier":
             self.signals[hop.axis].barrier(LANES.index(hop.lane))
         elif hop.kind == "all_gather":
-            if not out.is_floating_point():  # integers and booleans travel as bytes
+            if not out.is_floating_point() or out.itemsize == 1:  # integers, booleans and float8 travel as bytes
                 out, given = out.view(torch.uint8), given.view(torch.uint8)
             all_gather_single(out, given, group=group)
         elif hop.kind == "reduce_scatter":

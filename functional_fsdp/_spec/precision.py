@@ -9,9 +9,10 @@ import torch
 
 from .._common.errors import SpecError
 
-__all__ = ["FLOATS", "Dtypes", "Precision"]
+__all__ = ["FLOAT8S", "FLOATS", "Dtypes", "Precision"]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
+FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def _name(dtype: torch.dtype | None) -> str:
@@ -26,9 +27,12 @@ class Dtypes(NamedTuple):
     grads: torch.dtype
     wire: torch.dtype
     sum: str
+    gather: torch.dtype
 
     def __str__(self) -> str:
-        said = (f"{kind} {_name(dtype)}" for kind, dtype in zip(self._fields[:4], self[:4], strict=True))
+        said = [f"{kind} {_name(dtype)}" for kind, dtype in zip(self._fields[:4], self[:4], strict=True)]
+        if self.gather is not self.compute:
+            said.insert(2, f"gather {_name(self.gather)}")
         return f"{', '.join(said)}, sum {self.sum}"
 
 
@@ -45,6 +49,9 @@ class Precision:
     Attributes:
         main: main weights and optimizer state. None: float32, or float64 for float64 leaves.
         compute: gathered weights, and so compute. None: as `main` if that was given, else each leaf's own dtype.
+        gather: torch.float8_e4m3fn or torch.float8_e5m2, for the matrices of linears that multiply in float8: what is
+            gathered is a byte an element, with one scale a matrix. None: as `compute`. Compute sees a `Float8Weight`,
+            whose dtype is `compute`, and so is that of its gradient.
         grads: main gradients, in which reduced gradients are accumulated. None: as `main`. `step` casts them to `main`
             for the optimizer, so fused kernels never see a mix.
         wire: what travels in a reduction: gradients are cast to it once, when they are staged. None: as `compute`.
@@ -70,6 +77,7 @@ class Precision:
     wire: torch.dtype | None = None
     sum: str = "auto"
     inputs: bool = False
+    gather: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for kind in ("main", "compute", "grads", "wire"):
@@ -81,6 +89,11 @@ class Precision:
                 )
             if dtype is not None and dtype not in FLOATS:
                 raise SpecError(f"Precision({kind}={dtype}): expected one of {', '.join(map(str, FLOATS))} or None.")
+        if self.gather is not None and self.gather not in FLOAT8S:
+            raise SpecError(
+                f"Precision(gather={self.gather}): expected one of {', '.join(map(str, FLOAT8S))}, or None: what is "
+                "gathered is then of the dtype `compute`."
+            )
         if self.sum not in ("auto", "native", "fp32"):
             raise SpecError(f"Precision(sum={self.sum!r}): expected 'auto', 'native' or 'fp32'.")
         if not isinstance(self.inputs, bool):
@@ -91,18 +104,19 @@ class Precision:
     def resolve(self, leaf: torch.dtype, exact: bool = False) -> Dtypes:
         """The dtypes of a leaf whose own dtype is `leaf`; nothing is left to be decided."""
         if not leaf.is_floating_point:
-            return Dtypes(leaf, leaf, leaf, leaf, "native")
+            return Dtypes(leaf, leaf, leaf, leaf, "native", leaf)
         main = self.main or torch.promote_types(leaf, torch.float32)
         compute = self.compute or self.main or leaf
         wire = self.wire or compute
         if self.sum == "fp32" and wire is torch.float64:
             raise SpecError(_NO_SUM)
         exact = self.sum == "fp32" or (self.sum == "auto" and exact and wire is not torch.float64)
-        return Dtypes(main, compute, self.grads or main, wire, "fp32" if exact else "native")
+        return Dtypes(main, compute, self.grads or main, wire, "fp32" if exact else "native", self.gather or compute)
 
     def __str__(self) -> str:
         main = _name(self.main) if self.main else "float32 (float64 where leaves are)"
         compute = _name(self.compute) if self.compute else "as main" if self.main else "as the leaf"
         grads, wire = _name(self.grads) if self.grads else "as main", _name(self.wire) if self.wire else "as compute"
         added = "as the transport does" if self.sum == "auto" else self.sum
-        return f"main {main}, compute {compute}{' (inputs too)' * self.inputs}, grads {grads}, wire {wire}, sum {added}"
+        compute += " (inputs too)" * self.inputs + (f", gather {_name(self.gather)}" if self.gather else "")
+        return f"main {main}, compute {compute}, grads {grads}, wire {wire}, sum {added}"

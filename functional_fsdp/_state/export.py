@@ -59,7 +59,8 @@ def local_shards(
     Returns:
         `{path: [elements of this leaf that this rank holds]}`; empty where it holds none. Since a bucket is cut
         whatever the leaf boundaries, a part is a run of the flattened leaf, not whole rows. Tied leaves
-        appear once. Frozen leaves have no gradients; placements without compute copies have no "weights".
+        appear once. Frozen leaves have no gradients; placements without compute copies have no "weights". Of leaves
+        that are gathered in float8 these are the weights times `state.scales`, in float8.
 
     Raises:
         StaleStateError: a state that `step` has consumed. ScheduleError: `unique` gradients that are still partial

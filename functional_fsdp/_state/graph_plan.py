@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from .._common.errors import FsdpError
+from .._common.errors import FsdpError, ScheduleError
 from .._common.torch_names import disable_current_modes
 from .._distributed.lanes import LANES
 from .._plan.layout import Bucket, Layout, Unit
@@ -63,6 +63,13 @@ class GraphPlan:
         self, layout: Layout, spec: Spec, sizes: Mapping[str, int], coordinate: Mapping[str, int], groups: Groups,
         run: Runtime | None = None,
     ) -> None:  # fmt: skip
+        for bucket in layout.buckets.values():
+            if bucket.in_float8:
+                raise ScheduleError(
+                    f"a step that is compiled whole does not gather in float8, as Precision(gather={bucket.gather}) "
+                    f"says of {bucket.leaves[0].path!r}. Compile the units: T.forward_backward(model, loss_fn, "
+                    "compile=True), with T.cuda_graph around the step; or leave gather out."
+                )
         self.sizes, self.coordinate, self.groups = dict(sizes), dict(coordinate), dict(groups)
         self.seats, self.run, self.layout = Seats(layout, sizes, coordinate), run, layout.hash
         self.trained = tuple(self.seats.units)

@@ -27,7 +27,7 @@ from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, LeafShard, leaf_shards
-from .._storage.weights import refresh
+from .._storage.refresh import no_scales, refresh
 from .._transports.auto import resolve_transport
 from .free import free_arena
 from .shard import given, needs_spec
@@ -110,14 +110,14 @@ def moved(state: State, spec: Spec, allow: Collection[str], trains: bool = False
         mover.may_leave = True
     if hasattr(state.optimizer, "placed") and not trains:
         opt = state.optimizer.placed(opt)
-    copies = {name: mover.made(bucket, "weights", bucket.compute) for name, bucket in layout.buckets.items()
+    copies = {name: mover.made(bucket, "weights", bucket.gather) for name, bucket in layout.buckets.items()
               if keeps_copy(bucket)}  # fmt: skip
-    for name, copy in copies.items():
-        refresh(main[name], copy)
+    scales = {name: no_scales(bucket, mover.run.device) for name, bucket in layout.buckets.items() if bucket.in_float8}
+    refresh(main, copies, scales)
     new = Lineage(mover.run, layout, spec, state.steps, state.count)
     new.enroll()
     static = (spec, layout, state.optimizer, state.treedef, Version(new, 0))
-    return State(main, copies, {}, opt, state.buffers, state.count, state.rng, extras, *static)._prepared()
+    return State(main, copies, scales, {}, opt, state.buffers, state.count, state.rng, extras, *static)._prepared()
 
 
 def leaf_infos(layout: Layout, spec: Spec) -> list[LeafInfo]:

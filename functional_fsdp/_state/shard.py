@@ -25,7 +25,7 @@ from .._spec.precision import FLOATS
 from .._spec.settings import describe_settings
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, at_home, leaf_shards
-from .._storage.weights import refresh
+from .._storage.refresh import no_scales, refresh
 from .._transports.auto import resolve_transport
 from .spread import check_source, spread
 from .state import Lineage, State, Version
@@ -269,6 +269,7 @@ def build(
                     sums |= {leaf.path: checksum(values[leaf.path]) for leaf in bucket.leaves}
             del values
         copies = {name: _empty(b, "weights", spec, run.device) for name, b in plan.buckets.items() if keeps_copy(b)}
+        scales = {name: no_scales(b, run.device) for name, b in plan.buckets.items() if b.in_float8}
         kept = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(run.device), buffers)
         if then is not None:
             then(main, kept)
@@ -276,23 +277,23 @@ def build(
         count = torch.zeros((), dtype=torch.int64, device=run.device)
         rng = torch.tensor(seed, dtype=torch.int64, device="cpu")
         held = _buffers(where, kept, local_buffers, run.size > 1)
-        return (main, copies, opt, kept, count, rng), [_values(where, sums, plan, spec), held]
+        return (main, copies, scales, opt, kept, count, rng), [_values(where, sums, plan, spec), held]
 
     with torch.no_grad():
-        main, weights, opt, kept, count, rng = agree(joint, "values", assemble)
-        for name, copy in weights.items() if fetch or then else ():
-            refresh(main[name], copy)
+        main, weights, scales, opt, kept, count, rng = agree(joint, "values", assemble)
+        if fetch or then:
+            refresh(main, weights, scales)
     lineage = Lineage(run, plan, spec, 0, count)
     lineage.enroll()
     static = (spec, plan, optimizer, treedef, Version(lineage, 0))
-    made = State(main, weights, {}, opt, kept, count, rng, {}, *static)
+    made = State(main, weights, scales, {}, opt, kept, count, rng, {}, *static)
     return made._prepared() if fetch or then else made
 
 
 def _empty(bucket: Bucket, kind: str, spec: Spec, device: torch.device) -> FlatBuffer:
     """A bucket's shard of main weights, of zeros (its padding stays so), or of compute copies, which are gathered."""
     make = torch.zeros if kind == "main" else torch.empty
-    dtype = bucket.main if kind == "main" else bucket.compute
+    dtype = bucket.main if kind == "main" else bucket.gather
     numel = bucket.numel // bucket.slices(kind)
     stays = bucket.on_host if kind == "main" else bucket.copy_on_host
     local = host_memory(numel, dtype, device) if stays else make(numel, dtype=dtype, device=device)

@@ -59,7 +59,9 @@ class State:
     Attributes:
         main: {b: FlatBuffer}, main weights, [n_b / ranks of main] elements of `Precision.main`.
         weights: {b: FlatBuffer}, compute copies that persist between steps, [n_b / ranks of weights] elements of
-            `Precision.compute`; only where the placement needs one.
+            `Precision.compute`, or `gather`; only where the placement needs one, or what is gathered is float8.
+        scales: {b: tensor} of buckets that are gathered in float8, float32 [leaves of b]: by what main weights were
+            multiplied before they were cast.
         grads: {b: FlatBuffer} of trainable buckets, elements of `Precision.grads`.
         opt: whatever the optimizer's `init` returned; `{}` without one.
         buffers: {path: tensor}, what modules keep beside parameters.
@@ -74,6 +76,7 @@ class State:
 
     main: dict[str, FlatBuffer]
     weights: dict[str, FlatBuffer]
+    scales: dict[str, torch.Tensor]
     grads: dict[str, FlatBuffer]
     opt: Any
     buffers: dict[str, torch.Tensor]
@@ -177,13 +180,16 @@ class State:
         self._resting("pickle")
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "version"}
         example = self.treedef.unflatten(range(self.treedef.num_leaves))  # torch warns when it unpickles a TreeSpec
-        return {**kept, "treedef": example, "steps": self.steps}
+        plain = {n: b.but(b.local.view(torch.uint8)) if n in self.scales else b for n, b in self.weights.items()}
+        return {**kept, "treedef": example, "steps": self.steps, "weights": plain}  # torch pickles no float8
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         spec = kept["spec"]
         lineage = Lineage(runtime_of(spec.mesh), kept["layout"], spec, kept.pop("steps"), kept["count"])
         version = Version(lineage, 0)
         kept["treedef"] = pytree.tree_structure(kept["treedef"])
+        for name in kept["scales"]:
+            kept["weights"][name] = (buffer := kept["weights"][name]).but(buffer.local.view(buffer.bucket.gather))
         kept.update(main=at_home(kept["main"]), opt=at_home(kept["opt"]), weights=at_home(kept["weights"], True))
         for name, value in {**kept, "version": version}.items():
             object.__setattr__(self, name, ordinary(value) if name in CHILDREN else value)

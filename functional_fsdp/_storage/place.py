@@ -39,11 +39,13 @@ class Place:
         parts: tuple[BucketPlace, ...],
         resident: tuple[tuple[Bucket, torch.Tensor], ...],
         aliases: list[torch.Tensor],
+        scales: tuple[tuple[str, torch.Tensor], ...] = (),
     ) -> None:
         self.loan = loan
         self.parts = parts
         self.resident = resident
-        self.aliases = aliases  # of each bucket: the base of what is handed out, with its version counter
+        self.scales = scales  # of buckets in float8: of the state that the weights are of
+        self.aliases = aliases  # the bases of what is handed out, with their version counters
         self.issued = tuple(one for part in parts for one, _ in part.steps)
         self.key = loan.unit.encode()  # for the digest that ranks compare
         self.single = all(len(part.steps) <= 1 for part in parts) and all(o.kind != "all_reduce" for o in self.issued)

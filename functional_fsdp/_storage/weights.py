@@ -3,18 +3,20 @@
     main [n / ranks of main] ──cast──▶ own place in a whole bucket ──all-gather──▶ whole bucket [n], leaves are views
 
 Placements that replicate weights, or shard them less than main weights, keep a compute copy between steps
-(`State.weights`); it is what gathers read, and `refresh` brings it up to date after an update.
+(`State.weights`); it is what gathers read, and `refresh` brings it up to date after an update. So do those that are
+gathered in float8, whatever the placement: a gather then moves bytes and casts nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from .._common.device import keeps_released
+from .._nn.float8_weight import Float8Weight
 from .._plan.layout import Bucket, Unit
 from .flat import FlatBuffer, leaves_of
 from .stored import Stored
@@ -25,12 +27,12 @@ __all__ = [
     "alias_of",
     "gather",
     "is_lent",
+    "lent_leaves",
     "loan_of",
     "own_of",
     "owned",
     "poison",
     "read",
-    "refresh",
     "whole_of",
 ]
 
@@ -58,13 +60,14 @@ class Loan:
         self.storages: list[LentStorage] = []
         for tensor in weights.values():  # they live as long as the loan, so an id means one tensor
             _LOANS[id(tensor)] = self
-            if tensor.layout is torch.strided:
-                self.storages.append(_STORAGES.setdefault(tensor.untyped_storage()._cdata, LentStorage()))
+            for part in _bytes_of(tensor):
+                self.storages.append(_STORAGES.setdefault(part.untyped_storage()._cdata, LentStorage()))
 
 
 def owned(values: Sequence[torch.Tensor | None], loan: Loan | None) -> list[torch.Tensor | None]:
     """The same values, to be read after the loan is released: of what was lent, and of views of it, copies."""
-    lent = {tensor.data_ptr() for tensor in loan.weights.values() if tensor.numel()} if loan else set()
+    parts = [part for tensor in loan.weights.values() for part in _bytes_of(tensor)] if loan else []
+    lent = {part.data_ptr() for part in parts if part.numel()}
     return [v.clone() if v is not None and (v.data_ptr() in lent or loan_of(v) is not None) else v for v in values]
 
 
@@ -79,13 +82,32 @@ def is_lent(tensor: torch.Tensor) -> bool:
 
     Example: `extend.is_lent(weights["weight"].t())`.
     """
-    return tensor.untyped_storage()._cdata in _STORAGES
+    return any(part.untyped_storage()._cdata in _STORAGES for part in _bytes_of(tensor))
+
+
+def _bytes_of(tensor: Any) -> list[torch.Tensor]:
+    """The tensors that hold its bytes: itself, or what a wrapper wraps, of which the scale is nobody's loan."""
+    if type(tensor) is Float8Weight:
+        return [tensor.bits]
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _bytes_of(getattr(tensor, name))]
+    return [tensor] if tensor.layout is torch.strided else []
+
+
+def lent_leaves(bucket: Bucket, whole: torch.Tensor, scales: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The leaves of a whole bucket by path, as compute sees them; see `leaves_of`."""
+    views = leaves_of(bucket, whole)
+    if not bucket.in_float8:
+        return views
+    each = zip(bucket.leaves, scales[bucket.name].unbind(), strict=True)
+    return {leaf.path: Float8Weight(views[leaf.path], scale, bucket.compute) for leaf, scale in each}
 
 
 def whole_of(state: Stored, bucket: Bucket) -> torch.Tensor | None:
-    """The whole bucket in the compute dtype where the state has it (weights are replicated), else None."""
+    """The whole bucket, in the dtype in which it is gathered, where the state has it (replicated), else None."""
     kept = read(state, bucket)
-    return kept.local if not kept.sharded() and kept.local.dtype is bucket.compute else None
+    return kept.local if not kept.sharded() and kept.local.dtype is bucket.gather else None
 
 
 def own_of(state: Stored, bucket: Bucket, debug: bool) -> torch.Tensor | None:
@@ -97,25 +119,13 @@ def gather(state: Stored, bucket: Bucket, whole: torch.Tensor | None = None, lan
     """Cast the shard into its own place in `whole` (by default a new tensor) and gather in place. All-gather."""
     kept = read(state, bucket)
     if whole is None:
-        whole = kept.local.new_empty(bucket.numel, dtype=bucket.compute)
+        whole = kept.local.new_empty(bucket.numel, dtype=bucket.gather)
     return kept.gather(whole, lane)
 
 
 def read(state: Stored, bucket: Bucket) -> FlatBuffer:
     """What a gather of this bucket reads: the compute copy where there is one, else main weights."""
     return state.weights[bucket.name] if bucket.name in state.weights else state.main[bucket.name]
-
-
-def refresh(main: FlatBuffer, kept: FlatBuffer, cast: bool = True) -> None:
-    """Bring a persistent compute copy up to date: cast the main shard into its place, gather over the axes between.
-
-    cast: False where the shard is in its place already.
-    """
-    start = main.span()[0] - kept.span()[0]
-    own = kept.local[start : start + main.local.numel()]
-    if cast:
-        own.copy_(main.local)
-    main.but(own).redistribute(kept.states, out=kept.local)
 
 
 def alias_of(whole: torch.Tensor) -> torch.Tensor:
@@ -139,8 +149,8 @@ class Gathered:
             resident = own_of(state, bucket, debug)
             if resident is None:
                 local = state.main[bucket.name].local
-                resident = self.whole[bucket.name] = local.new_empty(bucket.numel, dtype=bucket.compute)
-            views |= leaves_of(bucket, alias_of(resident))
+                resident = self.whole[bucket.name] = local.new_empty(bucket.numel, dtype=bucket.gather)
+            views |= lent_leaves(bucket, alias_of(resident), state.scales)
         self.loan = Loan(unit.name, {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)})
 
     def gather(self, state: Stored, lane: str = "side") -> None:
@@ -172,4 +182,7 @@ class Gathered:
 def poison(whole: torch.Tensor) -> None:
     """Fill released bytes with NaN (integers: the largest number), so that a use past the release shows."""
     kind = whole.dtype
+    if kind.is_floating_point and kind.itemsize == 1:
+        whole.view(torch.uint8).fill_(0x7F)  # NaN of both kinds
+        return
     whole.fill_(float("nan") if kind.is_floating_point else 1 if kind is torch.bool else torch.iinfo(kind).max)

@@ -18,7 +18,7 @@ from .._common.tracing import refuse, traced_as
 from .._graph import traced_step
 from .._state.state import State, Version
 from .._storage.flat import FlatBuffer
-from .._storage.weights import refresh
+from .._storage.refresh import refresh
 from .verbs import finish_reductions, has_gradients
 
 __all__ = ["change", "change_weights", "separate_gradients"]
@@ -146,8 +146,7 @@ def _changed(state: State, what: str, work: Callable[[], None], by: Any) -> Stat
     try:
         with lineage.beside(state):
             work()
-            for name, kept in state.weights.items():
-                refresh(state.main[name], kept)
+            refresh(state.main, state.weights, state.scales)
     except BaseException as error:
         if versions != [t._version for t in owned]:
             lineage.broken = (

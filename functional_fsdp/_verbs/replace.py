@@ -29,7 +29,7 @@ from .._runtime.runtime import runtime_of
 from .._state.rounds import end_round
 from .._state.state import Lineage, State, Version
 from .._storage.flat import FlatBuffer, leaf_shards, zeros
-from .._storage.weights import refresh
+from .._storage.refresh import refresh
 from .verbs import finish_reductions
 
 __all__ = ["copies", "renewed", "replace_extras", "replace_grads", "replace_params"]
@@ -97,15 +97,15 @@ def copies(state: State, optimizer: bool) -> dict[str, Any]:
     """Copies of what goes along with other weights, and room for their compute copies."""
     trees = {name: pytree.tree_map(_copied, getattr(state, name)) for name in ("buffers", "count", "rng", "extras")}
     trees["opt"] = pytree.tree_map(_copied, state.opt) if optimizer else {}
-    return {**trees, "weights": pytree.tree_map(empty_as, state.weights)}
+    anew = {name: pytree.tree_map(empty_as, getattr(state, name)) for name in ("weights", "scales")}
+    return {**trees, **anew}
 
 
 def renewed(state: State, trees: dict[str, Any], optimizer: bool, steps: int | None = None) -> State:
     """A State of its own lineage with these trees, and so many steps. Collective: as `refresh`."""
     lineage, run = state.version.lineage, runtime_of(state.spec.mesh)
     with lineage.looking(state):
-        for name, kept in trees["weights"].items():
-            refresh(trees["main"][name], kept)
+        refresh(trees["main"], trees["weights"], trees["scales"])
     new = Lineage(run, state.layout, state.spec, state.steps if steps is None else steps, trees["count"])
     new.enroll()
     changes = {**trees, "grads": {}, "optimizer": state.optimizer if optimizer else None, "version": Version(new, 0)}

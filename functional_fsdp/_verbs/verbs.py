@@ -30,9 +30,10 @@ from .._optim.optimizer import check
 from .._runtime.given import ALL, Leaves
 from .._state.state import State, Version
 from .._state.update import Kept, apply_optimizer, counting, keep, may_step, put, put_back
-from .._storage.flat import FlatBuffer, leaves_of
+from .._storage.flat import FlatBuffer
 from .._storage.gradients import in_order, of_tree, of_unit
-from .._storage.weights import gather, refresh, whole_of
+from .._storage.refresh import refresh
+from .._storage.weights import gather, lent_leaves, whole_of
 
 __all__ = ["finish_reductions", "has_gradients", "newest", "no_unit", "reduce", "release", "step", "unshard"]
 
@@ -54,7 +55,8 @@ def unshard(state: State, unit: str, *, outside: bool = False) -> tuple[State, W
 def unshard(state: State, unit: Sequence[str], *, outside: bool = False) -> tuple[State, dict[str, Weights]]: ...
 @verb(traced.unshard)
 def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: bool = False) -> tuple[State, Any]:
-    """Gather weights: shards [n / ranks] -> leaves of their global shapes, in the compute dtype.
+    """Gather weights: shards [n / ranks] -> leaves of their global shapes, in the compute dtype. What is gathered in
+    float8 is a `Float8Weight`.
 
     Args:
         state: the newest state of a step, or the state between steps.
@@ -83,9 +85,13 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
         views: dict[str, torch.Tensor] = {}
         lineage.touched()
         with lineage.beside(state):
+            own = {name: scale.clone() for name, scale in state.scales.items()}  # those of a state change with it
             for bucket in state.layout.buckets.values():
                 whole = whole_of(state, bucket)
-                views |= leaves_of(bucket, gather(state, bucket) if whole is None else whole)
+                if whole is None:
+                    views |= lent_leaves(bucket, gather(state, bucket), own)
+                else:
+                    views |= lent_leaves(bucket, whole, state.scales)
         return state, state.treedef.unflatten([views[path] for path in state.layout.source])
 
     names = (unit,) if isinstance(unit, str) else tuple(dict.fromkeys(unit))
@@ -247,6 +253,7 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
         StaleStateError: a consumed state.
 
     Collective: what `reduce` left unfinished; an all-gather a bucket where weights are less sharded than main weights;
+    one all-reduce of a number a leaf, along each axis that shards them, for those that are gathered in float8;
     on the host two votes, and if no rank has a gradient for every leaf an all-reduce of a byte a leaf.
     """
     skip = may_step(state, skip)
@@ -315,10 +322,8 @@ def _take(
             _, opt = _install((main, opt), (new_main, new_opt))
         put_back(before)
         if state.weights:
-            cast = executor.streamed.along(before) if executor.streamed is not None else ()
-            for name, copies in state.weights.items():
-                if state.layout.buckets[name].trainable:
-                    refresh(state.main[name], copies, name not in cast)
+            there = executor.streamed.along(before) if executor.streamed is not None else ()
+            refresh(state.main, state.weights, state.scales, trainable_only=True, there=there)
         state.count.add_(1 if kept is None else ~kept)
         if skip is not None and lineage.offset is not None:
             lineage.offset.add_(skip if veto is None else veto.stands(skip))

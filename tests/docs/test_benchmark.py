@@ -206,12 +206,13 @@ def test_a_model_that_there_is_not() -> None:
 
 @pytest.mark.large
 def test_the_compiled_peer_and_float8_have_the_losses_of_the_others(tmp_path: Path) -> None:
-    rows = "driven,float8,FSDP2,SimpleFSDP"
+    rows = "driven,float8,float8 gathered,FSDP2,SimpleFSDP"
     path = os.pathsep.join([str(TORCHAO), os.environ.get("PYTHONPATH", "")])
     found = benchmark(tmp_path, "--only", rows, "--batch", "2", "--seq", "32", PYTHONPATH=path)["rows"]  # compares them
     assert [*found] == rows.split(",")
     assert found["SimpleFSDP"]["loss"] == pytest.approx(found["driven"]["loss"], rel=1e-5)
     assert found["float8"]["loss"] != found["driven"]["loss"]
+    assert found["float8 gathered"]["loss"] == found["float8"]["loss"]  # of float32, cast before it is gathered
 
 
 @pytest.mark.large

@@ -90,6 +90,8 @@ def test_sharded_as_in_a_plain_module(preset: str, compile: Any) -> None:
 def test_only_these_parts_multiply_in_float8() -> None:
     kinds = {path: type(part).__name__ for path, part in made().named_modules() if isinstance(part, nn.Linear)}
     assert {path for path, kind in kinds.items() if kind == "Float8Linear"} == {p for p in kinds if p != "inp"}
+    narrow = {path for path, precision in float8.gathered(made()).items() if precision.gather is not None}
+    assert narrow == {f"{path}.weight" for path, kind in kinds.items() if kind == "Float8Linear"}
     x = batch(0, 0)
     exact, found = loss_fn(made(False), x).item(), loss_fn(made(), x).item()
     assert exact != found

@@ -150,7 +150,9 @@ F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
     ],
 )
 def test_resolve(precision: Precision, leaf: torch.dtype, resolved: tuple[Any, ...]) -> None:
-    assert tuple(precision.resolve(leaf)) == resolved
+    found = precision.resolve(leaf)
+    assert found[:5] == resolved
+    assert found.gather is found.compute  # unless another is named: see test_float8_weight.py
 
 
 @pytest.mark.parametrize("kind", ["main", "compute", "grads", "wire"])

@@ -22,7 +22,7 @@ from .memsets import as_kernels
 
 __all__ = ["GraphBuffers", "captured", "refusal", "stale_streams_followed", "text_of"]
 
-KEPT = ("main", "weights", "opt", "buffers", "count", "extras")
+KEPT = ("main", "weights", "scales", "opt", "buffers", "count", "extras")
 
 WAITS = (
     "the host waits for the device (.item(), .tolist(), .cpu(), print, `if tensor:`, nonzero, a mask as an index). "

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 import torch.nn.modules.module as GLOBAL
 
-from functional_fsdp import ScheduleError
+from functional_fsdp import Float8Weight, ScheduleError
 
 from .._compile.compile_units import Compiled, Compiler
 from .._modules.outputs import map_tensors
@@ -216,7 +216,7 @@ def _out(out: Any, storages: list[int], call: UnitUse | None) -> Any:
     def look(t: torch.Tensor) -> torch.Tensor:
         if type(t) is WeightPlaceholder:
             t = t.value()
-        if t.layout is torch.strided and t.untyped_storage()._cdata in storages:
+        if t.layout is torch.strided and (t.untyped_storage()._cdata in storages or type(t) is Float8Weight):
             t = t.clone()
         if call is not None and t.requires_grad:
             found.append(t)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from functional_fsdp import ScheduleError
+from functional_fsdp import Float8Weight, ScheduleError
 from functional_fsdp.extend import torch_private
 
 __all__ = ["WriteWatch", "changed", "clear", "place", "spoilt", "version", "written"]
@@ -57,6 +57,7 @@ def version(t: torch.Tensor) -> int:
 
 def place(t: torch.Tensor) -> tuple[int, int]:
     """Where a tensor's bytes begin, also of one that has none, as where a graph is made."""
+    t = t.bits if type(t) is Float8Weight else t
     return t.untyped_storage()._cdata, int(t.storage_offset())
 
 

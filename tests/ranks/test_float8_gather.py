@@ -1,0 +1,322 @@
+"""Weights gathered in float8, for torchao's linears (emulated): the bits of bfloat16 gathers that are cast at use."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import float8
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from support.commands import TORCHAO
+from support.problems import mesh_and_placement
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+
+STEPS, E4M3 = 3, torch.float8_e4m3fn
+PLAIN = fsdp.Precision(compute=torch.bfloat16)
+RULES = {"blocks.*.weight": fsdp.Precision(compute=torch.bfloat16, gather=E4M3), "*": PLAIN}
+Result = tuple[list[float], dict[str, torch.Tensor]]
+
+
+class Net(nn.Module):
+    """Of each block one matrix lies on the first of two ranks, one on both, one on the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(16, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32), nn.Linear(32, 32)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inp(x)
+        for block in self.blocks:
+            h = h + block(h)
+        return h
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    with patch.object(sys, "path", [*sys.path, str(TORCHAO)]):
+        return float8.converted(Net(), emulate=True)
+
+
+def batch(step: int) -> torch.Tensor:
+    seeded = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(32, 16, generator=seeded).bfloat16()
+
+
+def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x).float() - torch.sin(x.float()).repeat(1, 2)).square().mean()
+    return loss
+
+
+def start(in_float8: bool, preset: str = "zero3", optimizer: Any = None, **spec: Any) -> tuple[fsdp.State, Any]:
+    mesh, placement = mesh_and_placement(preset)
+    params, skeleton = fsdp.functionalize(made())
+    precision = RULES if in_float8 else PLAIN
+    chosen = optimizer or fsdp.adamw(lr=0.01)
+    return fsdp.shard(params, fsdp.Spec(mesh, placement, precision=precision, **spec), chosen), skeleton
+
+
+def driven(
+    in_float8: bool, preset: str, compile: Any, transport: str, debug: bool = False, again: bool = False
+) -> Result:
+    schedule = fsdp.Schedule(debug=debug)
+    state, skeleton = start(in_float8, preset, transport=transport, schedule=schedule)
+    model = T.remat(skeleton, "blocks.*") if again else skeleton
+    step, losses = T.forward_backward(model, loss_fn, compile=compile), []
+    for i in range(STEPS):
+        state, loss = step(state, batch(i))
+        state = fsdp.step(state)
+        losses.append(loss.item())
+    return losses, fsdp.full_params(state)
+
+
+def by_hand(in_float8: bool, order: Any = None) -> Result:
+    state, model = start(in_float8, schedule=fsdp.Schedule(order=order))
+    losses = []
+
+    def stage(unit: str, x: torch.Tensor) -> Any:
+        part = model.get_submodule(unit)
+
+        def run(w: Any, h: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = fsdp.bind(part, w)(h)
+            if unit == "inp":
+                return out
+            last = (h + out).float() - torch.sin(x.float()).repeat(1, 2)
+            return last.square().mean() if unit == "blocks.2" else h + out
+
+        return run
+
+    for i in range(STEPS):
+        x = batch(i)
+        h, pullbacks = x, {}
+        for unit in state.units:
+            state, w = fsdp.unshard(state, unit)
+            h, pullbacks[unit] = T.vjp(stage(unit, x), w, h)
+            state = fsdp.release(state, unit)
+        losses.append(h.item())
+        dh = torch.ones_like(h)
+        for unit in reversed(state.units):
+            state, w = fsdp.unshard(state, unit)
+            dw, dh = pullbacks.pop(unit)(w, dh)
+            assert all(g.dtype is torch.bfloat16 and type(g) is torch.Tensor for g in dw.values())
+            state = fsdp.reduce(state, dw, unit)
+            state = fsdp.release(state, unit)
+        state = fsdp.step(state)
+    return losses, fsdp.full_params(state)
+
+
+def whole(in_float8: bool) -> Result:
+    state, model = start(in_float8)
+    losses = []
+    for i in range(STEPS):
+        state, params = fsdp.unshard(state)
+        leaves = {path: w.detach().requires_grad_() for path, w in params.items()}
+        loss = loss_fn(fsdp.bind(model, leaves), batch(i))
+        grads = torch.autograd.grad(loss, [*leaves.values()])
+        state = fsdp.step(fsdp.reduce(state, dict(zip(leaves, grads, strict=True))))
+        losses.append(loss.item())
+    return losses, fsdp.full_params(state)
+
+
+WAYS: dict[str, Any] = {
+    "zero3": lambda on: driven(on, "zero3", False, "collective"),
+    "zero2": lambda on: driven(on, "zero2", False, "collective"),
+    "ddp": lambda on: driven(on, "ddp", False, "collective"),
+    "compiled units": lambda on: driven(on, "zero3", {"backend": "aot_eager"}, "collective"),
+    "copies, poisoned": lambda on: driven(on, "zero3", False, "copy_engine", debug=True),
+    "recomputed": lambda on: driven(on, "zero3", False, "collective", again=True),
+    "by hand": by_hand,
+    "recorded": lambda on: by_hand(on, "recorded"),  # in its first step no plan names a use
+    "whole": whole,
+}
+
+
+def same_bits(ways: dict[str, Any]) -> dict[str, tuple[Result, Result]]:
+    """Each way in bfloat16 and in float8, where nothing but torchao's linears may read a weight."""
+
+    def refuse(self: fsdp.Float8Weight) -> torch.Tensor:
+        raise AssertionError("a weight in float8 was cast back")
+
+    with patch.object(fsdp.Float8Weight, "dequantized", refuse):
+        return {name: (way(False), way(True)) for name, way in ways.items()}
+
+
+def compared() -> dict[str, tuple[Result, Result]]:
+    return same_bits(WAYS)
+
+
+def two_axes(preset: str) -> dict[str, tuple[Result, Result]]:
+    return same_bits({preset: lambda on: driven(on, preset, False, "collective")})
+
+
+def differ(found: dict[str, tuple[Result, Result]]) -> list[str]:
+    return [
+        name
+        for name, ((losses, weights), (theirs, others)) in found.items()
+        if losses != theirs or any(not torch.equal(weight, others[path]) for path, weight in weights.items())
+    ]
+
+
+def test_bits_are_those_of_bfloat16_gathers_that_are_cast_at_use() -> None:
+    for found in launch(compared, nprocs=2):
+        assert differ(found) == []
+        assert found["zero3"][0][0][-1] < found["zero3"][0][0][0]
+
+
+@pytest.mark.parametrize("preset", ["hsdp", "hfsdp"])
+def test_bits_on_two_axes(preset: str) -> None:
+    for found in launch(two_axes, (preset,), nprocs=4):
+        assert differ(found) == []
+
+
+# ---------------------------------------------------------------- states
+
+
+def right(state: fsdp.State) -> bool:
+    """Whether copies in float8 are what torchao makes of the main weights, in bfloat16."""
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic  # type: ignore[import-not-found]
+
+    want = fsdp.full_params(state)
+    _, found = fsdp.unshard(copy.deepcopy(state))
+    for path, weight in want.items():
+        in_float8 = path.startswith("blocks.") and path.endswith("weight")
+        assert (type(found[path]) is fsdp.Float8Weight) is in_float8
+        if in_float8:
+            theirs = hp_tensor_to_float8_dynamic(weight.bfloat16(), E4M3, None)
+            same = torch.equal(theirs._data.view(torch.uint8), found[path].bits.view(torch.uint8))
+            if not same or theirs._scale != found[path].scale:
+                return False
+    return True
+
+
+def everywhere(folder: str) -> dict[str, Any]:
+    """Wherever main weights are others than before."""
+    found: dict[str, Any] = {}
+    state, skeleton = start(True)
+    found["shard"] = right(state)
+    step = T.forward_backward(skeleton, loss_fn)
+    state, _ = step(state, batch(0))
+    state = fsdp.step(state)
+    found["step"] = right(state)
+    before, (state, _) = fsdp.full_params(state), step(state, batch(1))
+    state = fsdp.step(state, skip=torch.tensor(True))
+    found["a skipped step"] = right(state) and all(map(torch.equal, before.values(), fsdp.full_params(state).values()))
+    found["a copy"] = right(copy.deepcopy(state)) and right(pickle.loads(pickle.dumps(state)))
+    other = fsdp.replace_params(state, {path: 3 * w for path, w in before.items()})
+    found["replace_params"] = right(other) and not torch.equal(other.scales["blocks.0:0"], state.scales["blocks.0:0"])
+    found["the one replaced"] = right(state)
+
+    def halve() -> None:
+        for buffer in other.main.values():
+            buffer.local.mul_(0.3)
+
+    found["change_weights"] = right(fsdp.extend.change_weights(other, "halve()", halve))
+    found["load_weights"] = right(fsdp.load_weights(state, {path: 5 * w for path, w in before.items()}))
+    fsdp.save(state, Path(folder) / "one")
+    found["saved"] = [name for name in (Path(folder) / "one").iterdir() if "scale" in name.name]
+    found["load"] = right(fsdp.load(Path(folder) / "one", state.spec, fsdp.adamw(lr=0.01)))
+    found["load like"] = right(fsdp.load(Path(folder) / "one", like=state))
+    frozen = fsdp.freeze(copy.deepcopy(state), "blocks.0.*")
+    found["freeze"] = right(frozen)
+    frozen, _ = T.forward_backward(skeleton, loss_fn)(frozen, batch(2))
+    found["frozen, a step"] = right(fsdp.step(frozen))
+    plain = fsdp.redistribute(state, fsdp.Spec(fsdp.local_mesh(), precision=PLAIN))
+    assert not plain.scales
+    for preset in ("zero3", "zero1"):
+        mesh, placement = mesh_and_placement(preset)
+        plain = fsdp.redistribute(plain, fsdp.Spec(mesh, placement, precision=RULES))
+        found[f"redistribute, {preset}"] = right(plain)
+    predicted = [T.apply(model)(one, batch(0))[1] for one, model in ((plain, skeleton), start_as(plain))]
+    found["apply"] = torch.equal(*predicted)
+    again = pickle.loads(pickle.dumps(skeleton))
+    found["a pickled skeleton"] = torch.equal(T.apply(again)(plain, batch(0))[1], predicted[0])
+    with torch.inference_mode():
+        found["inference"] = torch.equal(T.apply(skeleton)(plain, batch(0))[1], predicted[0])
+    return found
+
+
+def start_as(state: fsdp.State) -> tuple[fsdp.State, Any]:
+    """A state that gathers in bfloat16, with these weights."""
+    other, skeleton = start(False)
+    return fsdp.replace_params(other, fsdp.full_params(state)), skeleton
+
+
+def test_scales_follow_main_weights_wherever_these_change(tmp_path: Path) -> None:
+    for found in launch(everywhere, (str(tmp_path),), nprocs=2):
+        assert found.pop("saved") == []
+        assert [name for name, well in found.items() if not well] == []
+
+
+def travelled(in_float8: bool) -> tuple[dict[str, list[int]], int, int]:
+    """Bytes of each collective of a step, by kind; of the arena; of the copies that persist."""
+    state, skeleton = start(in_float8, optimizer=fsdp.sgd(lr=0.1))
+    step = T.forward_backward(skeleton, loss_fn)
+    state = fsdp.step(step(state, batch(0))[0])  # the first step looks at the order of use
+    seen: dict[str, list[int]] = {}
+    lanes: Any = state._executor.run.lanes
+    real = lanes.collective
+
+    def counting(hop: Any, out: torch.Tensor, given: torch.Tensor, group: Any) -> Any:
+        seen.setdefault(f"{hop.kind} {hop.op}".strip(), []).append(hop.nbytes)
+        assert hop.nbytes == max(t.numel() * t.element_size() for t in (out, given))
+        return real(hop, out, given, group)
+
+    lanes.collective = counting
+    try:
+        state = fsdp.step(step(state, batch(1))[0])
+    finally:
+        del lanes.collective
+    return seen, state.cursor.plan.arena, sum(buffer.local.nbytes for buffer in state.weights.values())
+
+
+def both() -> tuple[Any, Any]:
+    return travelled(False), travelled(True)
+
+
+def test_half_of_the_bytes_are_gathered_and_one_reduction_finds_all_scales() -> None:
+    (wide, wide_arena, none), (narrow, narrow_arena, copies) = launch(both, nprocs=2)[0]
+    matrices, rest = 4096, 512  # elements of a block, padding included; 5 of 6 gathers of blocks, see `print(plan)`
+    assert sorted(wide["all_gather"])[-5:] == [2 * (matrices + rest)] * 5
+    assert sorted(narrow["all_gather"])[-5:] == [matrices] * 5
+    assert sum(wide["all_gather"]) - sum(narrow["all_gather"]) == 5 * matrices
+    assert wide_arena - narrow_arena == 2 * matrices
+    assert (none, copies) == (0, 3 * matrices // 2)
+    assert narrow.pop("all_reduce max") == [9 * 4]
+    assert "all_reduce max" not in wide
+    assert sum(wide["reduce_scatter mean"]) == sum(narrow["reduce_scatter mean"])
+
+
+def test_linears_that_cast_their_weights_otherwise_are_refused() -> None:
+    module = made()
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found]
+
+    recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
+    by_rows = convert_to_float8_training(Net(), module_filter_fn=lambda _, path: "blocks" in path, config=recipe)
+    rules = {gather: {**RULES, "blocks.*.weight": replace(RULES["blocks.*.weight"], gather=gather)}
+             for gather in (E4M3, torch.float8_e5m2)}  # fmt: skip
+    for one, gather, said in (
+        (by_rows, E4M3, "the float8 linear 'blocks.0.0' casts its weight dynamic, axiswise; expected one scale"),
+        (
+            module,
+            torch.float8_e5m2,
+            "casts its weight to torch.float8_e4m3fn, and it was gathered as torch.float8_e5m2",
+        ),
+    ):
+        params, skeleton = fsdp.functionalize(one)
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), precision=rules[gather]), fsdp.sgd(lr=0.1))
+        with pytest.raises(fsdp.SpecError, match=re.escape(said)):
+            T.forward_backward(skeleton, loss_fn)(state, torch.randn(4, 16).bfloat16())
