@@ -17,7 +17,7 @@ CONTRIBUTING.md has one in full.
 | calls                 | `alone`, `begin_round`, `end_round`, `check_between_steps`, `traced_as`, `tracing`, `refuse` |
 | modules               | `skeleton_of`, `Placeholder`, `every_buffer`, `refuse_meta`                                  |
 | trees by path         | `match`, `flatten`                                                                           |
-| bytes                 | `bytes_of`, `state_bytes`, `find_peak`, `Stretch`, `StepMemory`                              |
+| bytes                 | `bytes_of`, `state_bytes`, `find_peak`, `Stretch`, `StepMemory`, `computes_on`               |
 | borrowed weights      | `Loan`, `loan_of`, `is_lent`                                                                 |
 | copies to the host    | `copy_lane`, `CopyLane`, `HostBuffers`                                                       |
 | driving a module      | `Session`, `Collision`                                                                       |
@@ -61,7 +61,7 @@ from ._state.lineage import begin_compiled
 from ._state.ranks import Lineage, Ranks, check_between_steps, lineage_of, ranks_of, seeds
 from ._state.rounds import begin_round, end_round
 from ._state.session import Session
-from ._state.sizes import state_bytes
+from ._state.sizes import computes_on, state_bytes
 from ._state.state import FIELDS, State
 from ._state.update import put
 from ._state.veto import Veto, Vetoed
@@ -110,6 +110,7 @@ __all__ = [
     "change",
     "change_weights",
     "check_between_steps",
+    "computes_on",
     "coordinate_of",
     "copy_lane",
     "cuda_driver",

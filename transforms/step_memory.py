@@ -7,7 +7,15 @@ from typing import Any
 import torch
 
 from functional_fsdp import ScheduleError, State, make_plan
-from functional_fsdp.extend import StepMemory, Stretch, find_peak, refuse_values, state_bytes, torch_private
+from functional_fsdp.extend import (
+    StepMemory,
+    Stretch,
+    computes_on,
+    find_peak,
+    refuse_values,
+    state_bytes,
+    torch_private,
+)
 
 from ._drive.driver import Driver
 from ._drive.forward_backward import ForwardBackward
@@ -47,7 +55,7 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
     """
     if not isinstance(forward_backward.driver, Driver):
         raise ScheduleError("step_memory: of forward_backward(second_order=True) it is not known. Leave that out.")
-    where = _device(state)
+    where, gives_back = computes_on(state)
     layout, schedule = state.layout, state.spec.schedule
     stretches: list[Stretch] = []
     mode = torch_private.fakes_that_die()
@@ -55,7 +63,7 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
         weights = weights_of(layout, where)
         given, keywords = pytree.tree_map_only(torch.Tensor, lambda t: _alike(t, where), (args, kwargs))
         known = [*pytree.tree_leaves((given, keywords)), *(w for one in weights.values() for w in one.values())]
-        rehearsal = Rehearsal(forward_backward.model, where, weights, holds=where.type == "cuda")
+        rehearsal = Rehearsal(forward_backward.model, where, weights, holds=gives_back)
         alive = Alive(where, [t for t in known if isinstance(t, torch.Tensor)])
         rehearsal.completed = lambda unit: stretches.append(Stretch(unit, alive.lap()))
         try:
@@ -69,19 +77,12 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
     if schedule.order is None or schedule.order == "recorded":
         schedule = schedule.ordered([*forward, *backward])
     keeps = state.spec.transport.stays
-    plan = make_plan(layout, schedule, len(forward), 1 if keeps and where.type == "cuda" else 2)
+    plan = make_plan(layout, schedule, len(forward), 1 if keeps and gives_back else 2)
     on_device, on_host = state_bytes(state)
     return find_peak(
         layout, plan, on_device, stretches, host=on_host, moved=rehearsal.moved,
-        keeps_memory=keeps, gpu=where.type == "cuda",
+        keeps_memory=keeps, gpu=gives_back,
     )  # fmt: skip
-
-
-def _device(state: State) -> torch.device:
-    own = {buffer.local.device for buffer in state.main.values()}
-    if all(device.type == "meta" for device in own):
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return own.pop()
 
 
 def _alike(t: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -14,11 +14,10 @@ from .errors import SpecError
 from .torch_names import storage_at
 
 __all__ = [
-    "arrival", "being_captured", "casts_float8", "clone_as", "current_device", "default_generator", "device_of",
-    "empty_as",
-    "forked_random", "fused_sgd_takes", "host_bandwidth", "host_buffer", "host_memory", "in_host_memory",
-    "keeps_released", "lies_on_host", "make_room", "on_host", "pin", "rows_at_once", "runs_triton", "table_may_stay",
-    "unpin", "zeros_as",
+    "arrival", "being_captured", "best_device", "casts_float8", "clone_as", "current_device", "default_generator",
+    "device_of", "empty_as", "forked_random", "fused_sgd_takes", "host_bandwidth", "host_buffer", "host_memory",
+    "in_host_memory", "keeps_released", "lies_on_host", "make_room", "on_host", "pin", "rows_at_once",
+    "runs_triton", "table_may_stay", "unpin", "zeros_as",
 ]  # fmt: skip
 
 PROBE = 1 << 26  # bytes
@@ -34,6 +33,11 @@ def device_of(leaves: Iterable[Any]) -> torch.device:
     """Where tensors on the meta device are thought to be: where the others are, a GPU if one of them is."""
     found = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"}
     return max(found, key=lambda device: device.type != "cpu", default=torch.device("cpu"))
+
+
+def best_device() -> torch.device:
+    """A GPU where there is one, else the CPU."""
+    return current_device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def forks_after_inductor() -> bool:

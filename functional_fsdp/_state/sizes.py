@@ -6,16 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._common.device import in_host_memory
+from .._common.device import best_device, in_host_memory, keeps_released
 from .._common.torch_names import pytree
 from .._storage.flat import FlatBuffer
 
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = ["state_bytes"]
+__all__ = ["computes_on", "state_bytes"]
 
 NAMES = {"main": "main weights", "weights": "compute copies", "opt": "optimizer state"}
+
+
+def computes_on(state: State) -> tuple[torch.device, bool]:
+    """The device that computes a state's steps, a GPU for an `abstract_state` where there is one; and whether what a
+    step has released goes back to the allocator there, as on GPUs.
+
+    Example: `extend.computes_on(state)` gives `(device(type='cpu'), False)`.
+    """
+    own = next((buffer.local.device for buffer in state.main.values()), state.count.device)
+    device = best_device() if own.type == "meta" else own
+    return device, not keeps_released(device)
 
 
 def state_bytes(state: State) -> tuple[dict[str, int], int]:
