@@ -213,12 +213,12 @@ def test_what_was_moved_comes_back_one_block_ahead(monkeypatch: pytest.MonkeyPat
     homes: set[int] = set()
     events: list[Any] = []
 
-    def noted(pairs: Any) -> Any:
+    def noted(pairs: Any, made_on: Any = ()) -> Any:
         pairs = [*pairs]
         goes = not any(source.data_ptr() in homes for _, source in pairs)
         homes.update(into.data_ptr() for into, _ in pairs if goes)
         events.append("out" if goes else "back")
-        return begin(pairs)
+        return begin(pairs, made_on)
 
     state, made_of = made(depth=4)
     model: Any = made_of
