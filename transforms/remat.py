@@ -282,6 +282,9 @@ def _recomputed(cls: type[nn.Module], draws: bool) -> type[nn.Module]:
 
 def _become_part(verb: str, path: str, module: nn.Module, part: KeptPart) -> None:
     """Have a module's calls be those of a part."""
+    there = vars(module).get("_part")
+    if there is not None and (there.owner, there.fate) == (part.owner, part.fate):  # shared by two that recompute
+        return
     _refuse(verb, path, module, "_part", "is saved or moved already")
     cls = type(module)
     if cls not in _PARTS:
@@ -298,7 +301,8 @@ def _become_part(verb: str, path: str, module: nn.Module, part: KeptPart) -> Non
 def _refuse(verb: str, path: str, module: nn.Module, mark: str, already: str) -> None:
     if type(module).forward is nn.Module.forward:
         raise SpecError(
-            f"{verb}: {path!r} is a {type(module).__name__}, which is never called. Name what is in it: {path + '.*'!r}."
+            f"{verb}: {path!r} is a {type(module).__name__}, which is never called. Name what is in it, as "
+            f"{path + '.*'!r}."
         )
     if mark in vars(module):
         raise SpecError(f"{verb}: the module {path!r} {already}. Name it once.")

@@ -14,8 +14,8 @@ from .errors import SpecError
 from .torch_names import storage_at
 
 __all__ = [
-    "arrival", "being_captured", "clone_as", "computes_on", "current_device", "default_generator", "device_of", "empty_as",
-    "forked_random", "fused_sgd_takes", "host_bandwidth", "host_buffer", "host_memory", "in_host_memory",
+    "arrival", "being_captured", "clone_as", "computes_on", "current_device", "default_generator", "device_of",
+    "empty_as", "forked_random", "fused_sgd_takes", "host_bandwidth", "host_buffer", "host_memory", "in_host_memory",
     "keeps_released", "lies_on_host", "make_room", "on_host", "pin", "rows_at_once", "runs_triton", "table_may_stay",
     "unpin", "zeros_as",
 ]  # fmt: skip

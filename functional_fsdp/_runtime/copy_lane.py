@@ -78,12 +78,12 @@ class CopyLane:
         """A tensor is read on the stream that computes now, and was made for another: its memory goes to nobody before
         that is over."""
         if self.stream is not None:
-            t.record_stream(self.here())
+            t.record_stream(torch.cuda.current_stream(self.device))
 
     def drop(self, t: torch.Tensor, mark: Any, stream: Any) -> None:
         """A tensor that was made for this stream is let go, while copies up to this mark may be under way: its memory
         goes to nobody before they are over. Where it is called from does not matter."""
-        if mark is None:
+        if mark is None or self.stream is None:
             return
         if mark.captured is self.captured():
             self.wait(mark, stream)

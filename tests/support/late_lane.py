@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -33,11 +34,11 @@ class Bytes(NamedTuple):
 
     @classmethod
     def of(cls, t: torch.Tensor) -> Bytes:
-        return cls(StorageWeakRef(t.untyped_storage()), t.storage_offset(), t.nbytes)
+        return cls(StorageWeakRef(t.untyped_storage()), int(t.storage_offset()), t.nbytes)
 
     def tensor(self) -> torch.Tensor:
         assert not self.storage.expired(), "let go while the lane still needs it"
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)  # type: ignore[attr-defined]
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         return torch.empty(0, dtype=torch.uint8).set_(storage, self.offset, (self.nbytes,), (1,))
 
 
@@ -112,9 +113,6 @@ class LateLane(extend.CopyLane):
 @contextmanager
 def late_lane() -> Iterator[LateLane]:
     """Within, what is moved on the CPU takes this lane."""
-    lane, before = LateLane(), moves.copy_lane
-    moves.copy_lane = lambda device: lane
-    try:
+    lane = LateLane()
+    with mock.patch.object(moves, "copy_lane", return_value=lane):
         yield lane
-    finally:
-        moves.copy_lane = before

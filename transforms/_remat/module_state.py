@@ -76,6 +76,10 @@ class Found(NamedTuple):
         value = place.get()
         return cls(place, value, version(value) if isinstance(value, torch.Tensor) else 0)
 
+    def written(self) -> bool:
+        """Whether it is a tensor that was changed in place."""
+        return isinstance(self.value, torch.Tensor) and version(self.value) != self.version
+
     def same(self) -> bool:
         """Whether the same is there now, as far as can be known."""
         value, counted = Found.now(self.place)[1:]
@@ -118,7 +122,7 @@ class ModuleState:
 
     def begin(self) -> None:
         """The forward begins: note what is there, and copy buffers that it may change."""
-        self.before = self.look(self.module)
+        self.before = self.look()
         for found in self.before:
             value = found.value
             if found.place.buffer and isinstance(value, torch.Tensor) and self._may_change(found):
@@ -128,15 +132,18 @@ class ModuleState:
         known = found.place.name in vars(found.place.part).get(NOTES, ())
         return self.first or known or found.value.nbytes <= SMALL or found.place.silent(found.value)
 
-    def look(self, module: nn.Module) -> list[Found]:
-        """What is in the places of a module of it."""
-        return [Found.now(place) for place in _places(module.modules(), self.first)]
+    def look(self, part: nn.Module | None = None) -> list[Found]:
+        """What is in the places of the module, or of a part of it."""
+        return [Found.now(place) for place in self._places(part)]
 
-    def changed(self, before: list[Found], module: nn.Module) -> list[StatePlace]:
+    def changed(self, before: list[Found], part: nn.Module | None = None) -> list[StatePlace]:
         """Places whose content is, or may be, another one than before."""
         known = {found.place.key for found in before}
-        new = [place for place in _places(module.modules(), self.first) if place.key not in known]
+        new = [place for place in self._places(part) if place.key not in known]
         return [found.place for found in before if not found.same()] + new
+
+    def _places(self, part: nn.Module | None) -> Iterator[StatePlace]:
+        return _places((self.module if part is None else part).modules(), self.first)
 
     def end(self) -> None:
         """The forward is over: note what it changed.
@@ -145,14 +152,13 @@ class ModuleState:
             ScheduleError: it has changed what was not copied.
         """
         found = {one.place.key: one for one in self.before}
-        for place in self.changed(self.before, self.module):
+        for place in self.changed(self.before):
             vars(place.part).setdefault(NOTES, set()).add(place.name)
             old = found.get(place.key)
             if old is None:
                 self.before.append(Found(place, MISSING, 0))
-            elif isinstance(old.value, torch.Tensor) and place.key not in self.copies:
-                if version(old.value) != old.version:
-                    raise self._late(old)
+            elif place.key not in self.copies and old.written():
+                raise self._late(old)
         vars(self.module)[SEEN] = True
 
     def _late(self, old: Found) -> ScheduleError:
@@ -173,7 +179,7 @@ class ModuleState:
             copy = self.copies.get(found.place.key)
             if copy is not None:
                 found.place.put(copy.clone())
-            elif isinstance(found.value, torch.Tensor) and version(found.value) != found.version:
+            elif found.written():
                 raise self._late(found)
             else:
                 found.place.put(found.value)

@@ -76,7 +76,7 @@ class Recomputation:
 
 
 def _run(call: PartCall) -> Any:
-    """Run a part as its forward did, with gradients (some kernels are others without), and keep nothing of its graph."""
+    """Run a part as its forward did, with gradients, since some kernels are others without. Its graph is let go."""
     with running(None), torch.autograd.graph.saved_tensors_hooks(_as_is, MoveGroup.unpack):
         out = call()
     return map_tensors(torch.Tensor.detach, out)

@@ -102,11 +102,10 @@ class RegionForward:
         if self.draws is not None:
             self.draws.end()
         moves = region.moves_of(call.part)
-        module = call.module or (region.state and region.state.module)
-        before = region.state.look(module) if region.state is not None else []
+        before = region.state.look(call.module) if region.state is not None else []
         with running(None), self._outside(), moves.moving(call.module) if moves is not None else nullcontext():
             out = call()
-        places = region.state.changed(before, module) if region.state is not None else []
+        places = region.state.changed(before, call.module) if region.state is not None else []
         self.draws = region.draws()
         self._note(call, out, places)
         return out
