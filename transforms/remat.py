@@ -16,9 +16,8 @@ from functional_fsdp.extend import refuse, skeleton_of, torch_private, traced_as
 from ._modules.outputs import each_leaf
 from ._modules.patterns import outermost
 from ._remat.given import generators_of
-from ._remat.module_state import ModuleState, keeps_state
+from ._remat.habits import Habits
 from ._remat.parts import KeptPart, Owner, of_function, part_of
-from ._remat.records import Habits
 from ._remat.region import Region
 
 __all__ = ["offload", "remat", "saved"]
@@ -97,7 +96,9 @@ def remat(
             raise SpecError(f"remat: {', '.join(map(repr, patterns))} are paths in a model, and this is a function.")
         if save or offload:
             raise SpecError(PARTS)
-        return partial(_checkpointed, what, preserve_rng_state)
+        again = partial(_checkpointed, what, preserve_rng_state)
+        again.__wrapped__ = what  # type: ignore[attr-defined]
+        return again
     model, owner = skeleton_of(what), Owner()
     if not patterns:
         raise SpecError("remat(model): name the modules that recompute, as remat(model, 'blocks.*').")
@@ -189,11 +190,11 @@ def _in_graph(fn: Callable[..., Any], draws: bool, /, *args: Any, **kwargs: Any)
 def _checkpointed(fn: Callable[..., Any], draws: bool, /, *args: Any, **kwargs: Any) -> Any:
     """In a graph `T.vjp` and the compiler say what is kept, and torch has no checkpoints."""
     habits = of_function(fn, "habits", lambda: Habits(Owner()))
-    return _checkpoint(fn, habits, None, generators_of(fn, each_leaf((args, kwargs))) if draws else None, args, kwargs)
+    return _checkpoint(fn, None, habits, generators_of(fn, each_leaf((args, kwargs))) if draws else None, args, kwargs)
 
 
 def _checkpoint(
-    fn: Callable[..., Any], habits: Habits, state: ModuleState | None, generators: list[torch.Generator] | None,
+    fn: Callable[..., Any], module: nn.Module | None, habits: Habits, generators: list[torch.Generator] | None,
     args: Any, kwargs: Any,
 ) -> Any:  # fmt: skip
     if torch_private.func_interpreter() is not None:
@@ -201,7 +202,7 @@ def _checkpoint(
             "remat: torch's checkpoints do not run under torch.func's transforms (grad, vjp, ...). Use T.vjp(T.remat("
             "stage), w, h), or T.forward_backward."
         )
-    region = Region(fn, habits, state, generators)
+    region = Region(fn, module, habits, generators)
     return checkpoint(region, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
@@ -220,10 +221,9 @@ def _bound(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any
 
 @traced_as(lambda cls, draws, /, *args, **kwargs: _bound(cls, *args, **kwargs))
 def _module(cls: type[nn.Module], draws: bool, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    state = ModuleState(module) if torch.is_grad_enabled() and keeps_state(module) else None
-    held = [x for part in module.modules() for x in vars(part).values()] if draws else []
-    generators = generators_of(None, each_leaf((args, kwargs, held))) if draws else None
-    return _checkpoint(partial(_bound, cls, module), vars(module)["_remat"], state, generators, args, kwargs)
+    habits = vars(module)["_remat"]
+    generators = habits.generators(module) + generators_of(None, each_leaf((args, kwargs))) if draws else None
+    return _checkpoint(partial(_bound, cls, module), module, habits, generators, args, kwargs)
 
 
 def _part_in_graph(part: KeptPart, fn: Callable[..., Any], args: Any, kwargs: Any, module: Any = None) -> Any:

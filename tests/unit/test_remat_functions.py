@@ -180,6 +180,26 @@ def test_an_output_that_is_changed_in_place_in_each_recomputation(fate: str) -> 
 
 
 @fates
+def test_of_several_outputs_some_are_changed_in_place(fate: str) -> None:
+    def part(w: Tree, h: torch.Tensor) -> Any:
+        y = h @ w["a"]
+        return y, h @ w["b"], y[:, :3], *(h @ w["c"]).unsafe_chunk(2, -1)
+
+    def make(part: Stage) -> Stage:
+        def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
+            y, z, some, first, second = part(w, h.sin())
+            y += 1
+            z *= y
+            first.mul_(2)
+            out: torch.Tensor = (y.sin() + z.cos()) * some.sum().sin() * torch.cat([first.sin(), second.exp()], -1)
+            return out
+
+        return stage
+
+    same(make, part, fate=fate, times=3)
+
+
+@fates
 def test_a_copy_lies_as_what_it_is_a_copy_of(fate: str) -> None:
     """Kernels add up in an order that strides and overlaps decide; and outputs that share memory go on sharing it."""
     strides: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -209,6 +210,27 @@ def test_numbers_of_a_generator_that_a_module_holds() -> None:
 
     right = trained(lambda: two(Holds), given(lambda m: m))
     assert all(map(torch.equal, right, trained(lambda: two(Holds), given(lambda m: T.remat(m, "*")))))
+
+
+def test_what_only_training_does_is_seen_after_an_evaluation() -> None:
+    class Trains(Recurrent):
+        def use(self, y: torch.Tensor) -> torch.Tensor:
+            return super().use(y * random.random()) if self.training else y
+
+    def changed(change: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor]:
+        random.seed(0)
+        torch.manual_seed(0)
+        params, model = fsdp.functionalize(two(Trains))
+        model = change(model).eval()
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+        forward_backward, x = T.forward_backward(model, mean_square), torch.ones(2, WIDTH)
+        state = fsdp.step(forward_backward(state, x)[0])
+        model.train()
+        for _ in range(2):
+            state = fsdp.step(forward_backward(state, x)[0])
+        return [*fsdp.full_params(state).values()]
+
+    assert all(map(torch.equal, changed(lambda m: m), changed(lambda m: T.remat(m, "*"))))
 
 
 # ---------------------------------------------------------------- calls

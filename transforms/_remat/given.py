@@ -71,8 +71,11 @@ def generators_of(fn: Any, leaves: Iterable[Any]) -> list[torch.Generator]:
 
 
 def code_of(fn: Any) -> Any:
-    """What is the same of a function that is made anew for each call: a lambda, a `partial`, a method."""
-    while isinstance(fn, partial):
-        fn = fn.func
+    """What stays the same of a function that is made anew for each call: a lambda, a `partial`, a method."""
+    while True:
+        inner = getattr(fn, "__wrapped__", None) or (fn.func if isinstance(fn, partial) else None)
+        if inner is None:
+            break
+        fn = inner
     fn = getattr(fn, "__func__", fn)
     return getattr(fn, "__code__", fn)

@@ -25,7 +25,7 @@ __all__ = ["ModuleState", "StatePlace", "keeps_state"]
 SMALL = 1 << 16  # bytes: a buffer that is always copied
 MISSING: Any = object()  # in the place of an attribute that is not there
 NOTES = "_remat_changes"  # in each module: names of buffers and attributes that its calls have changed
-SEEN = "_remat_seen"  # in a module that recomputes: whether it was looked at in a call
+SEEN = "_remat_seen"  # in a module that recomputes: whether it trained, in calls in which all attributes were looked at
 
 Key = tuple[int, str]
 
@@ -88,7 +88,11 @@ class Found(NamedTuple):
 
 def keeps_state(module: nn.Module) -> bool:
     """Whether there is something to look after: buffers, attributes that calls have changed, or nobody knows yet."""
-    return SEEN not in vars(module) or any(part._buffers or vars(part).get(NOTES) for part in module.modules())
+    return _first(module) or any(part._buffers or vars(part).get(NOTES) for part in module.modules())
+
+
+def _first(module: nn.Module) -> bool:
+    return module.training not in vars(module).get(SEEN, ())
 
 
 def _places(modules: Iterable[nn.Module], every: bool) -> Iterator[StatePlace]:
@@ -111,7 +115,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.first = SEEN not in vars(module)  # then all attributes are looked at
+        self.first = _first(module)  # then all attributes are looked at
         self.before: list[Found] = []
         self.copies: dict[Key, torch.Tensor] = {}  # of buffers, as the forward found them
 
@@ -159,7 +163,7 @@ class ModuleState:
                 self.before.append(Found(place, MISSING, 0))
             elif place.key not in self.copies and old.written():
                 raise self._late(old)
-        vars(self.module)[SEEN] = True
+        vars(self.module).setdefault(SEEN, set()).add(self.module.training)
 
     def _late(self, old: Found) -> ScheduleError:
         what = "buffer" if old.place.buffer else "attribute"

@@ -6,29 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from .draws import DrawPoint, DrawSources
 from .given import GivenInputs
+from .habits import Habits
 from .kept_outputs import KeptOutput
-from .module_state import ModuleState, StatePlace
+from .module_state import ModuleState, StatePlace, keeps_state
 from .moves import MoveGroup
-from .parts import KeptPart, Owner, PartCall
+from .parts import KeptPart, PartCall
 from .storage_moves import storage_of
 
-__all__ = ["Habits", "PartRecord", "RegionRecord"]
-
-
-class Habits:
-    """What is known of a module or a function that recomputes, from its calls.
-
-    Attributes:
-        owner: of its host buffers.
-        python: whether it draws random numbers from Python or numpy; None before its first call.
-    """
-
-    def __init__(self, owner: Owner) -> None:
-        self.owner = owner
-        self.python: bool | None = None
+__all__ = ["PartRecord", "RegionRecord"]
 
 
 class PartRecord:
@@ -58,19 +47,21 @@ class RegionRecord:
     """One call of `fn`.
 
     Args:
-        state: of the module whose code `fn` is.
+        module: whose code `fn` is.
         generators: from which it draws, beside the default ones; None if random numbers do not come again.
 
     Attributes:
-        start: where random numbers stood. parts: the calls of parts, in their order. moves: what moves what they keep.
-        over: whether the forward is.
+        state: of the module. trains: whether it is in training mode. start: where random numbers stood. parts: the
+            calls of parts, in their order. moves: what moves what they keep. over: whether the forward is.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], habits: Habits, state: ModuleState | None,
+        self, fn: Callable[..., Any], module: nn.Module | None, habits: Habits,
         generators: list[torch.Generator] | None, given: GivenInputs,
     ) -> None:  # fmt: skip
-        self.fn, self.habits, self.state, self.generators, self.given = fn, habits, state, generators, given
+        self.fn, self.habits, self.generators, self.given = fn, habits, generators, given
+        self.state = ModuleState(module) if module is not None and keeps_state(module) else None
+        self.trains = module is None or module.training
         self.start: DrawPoint | None = None
         self.parts: list[PartRecord] = []
         self.moves: MoveGroup | None = None
@@ -80,7 +71,7 @@ class RegionRecord:
         """Where random numbers stand now, if they come again."""
         if self.generators is None:
             return None
-        return DrawPoint(DrawSources(self.given.device, self.generators, self.habits.python is not False))
+        return DrawPoint(DrawSources(self.given.device, self.generators, self.habits.python.get(self.trains, True)))
 
     def taken(self) -> set[int]:
         """The storages of inputs and buffers, which others keep."""

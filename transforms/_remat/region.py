@@ -14,11 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from .given import GivenInputs
-from .module_state import ModuleState
+from .habits import Habits
 from .recomputation import Recomputation
-from .records import Habits, RegionRecord
+from .records import RegionRecord
 from .region_forward import RegionForward
 
 __all__ = ["Region"]
@@ -28,19 +29,16 @@ class Region:
     """One call of `fn`, for torch's checkpoint: called once for the forward, and again for each recomputation.
 
     Args:
-        habits: of `fn`.
-        state: of the module whose code `fn` is.
+        module: whose code `fn` is.
+        habits: of it, or of the function.
         generators: from which it draws, beside the default ones; None if random numbers do not come again.
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        habits: Habits,
-        state: ModuleState | None,
+        self, fn: Callable[..., Any], module: nn.Module | None, habits: Habits,
         generators: list[torch.Generator] | None,
-    ) -> None:
-        self.fn, self.habits, self.state, self.generators = fn, habits, state, generators
+    ) -> None:  # fmt: skip
+        self.fn, self.module, self.habits, self.generators = fn, module, habits, generators
         self.record: RegionRecord | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +47,7 @@ class Region:
         if self.record is not None:
             return Recomputation(self.record).run(args, kwargs)
         given = GivenInputs(args, kwargs)
-        self.record = RegionRecord(self.fn, self.habits, self.state, self.generators, given)
+        self.record = RegionRecord(self.fn, self.module, self.habits, self.generators, given)
         out = RegionForward(self.record).run(args, kwargs)
         self.record.over = True
         return out

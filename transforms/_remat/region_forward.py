@@ -77,8 +77,8 @@ class RegionForward:
         region = self.region
         if self.draws is not None and region.start is not None:
             self.draws.end()
-            if region.habits.python is None:
-                region.habits.python = region.start.python_moved()
+            if region.trains not in region.habits.python:
+                region.habits.python[region.trains] = region.start.python_moved()
 
     def _keep_outputs(self) -> None:
         """Of the outputs of parts keep what a recomputation will need."""
