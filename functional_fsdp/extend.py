@@ -17,9 +17,9 @@ CONTRIBUTING.md has one in full.
 | calls                 | `alone`, `begin_round`, `end_round`, `check_between_steps`, `traced_as`, `tracing`, `refuse` |
 | modules               | `skeleton_of`, `Placeholder`, `every_buffer`, `refuse_meta`                                  |
 | trees by path         | `match`, `flatten`                                                                           |
-| bytes                 | `bytes_of`, `state_bytes`, `find_peak`, `Stretch`, `StepMemory`, `computes_on`               |
+| bytes                 | `bytes_of`, `state_bytes`, `find_peak`, `Stretch`, `StepMemory`, `steps_on`                  |
 | borrowed weights      | `Loan`, `loan_of`, `is_lent`                                                                 |
-| copies to the host    | `copy_lane`, `CopyLane`, `HostBuffers`                                                       |
+| copies to the host    | `copy_lane`, `CopyLane`, `HostBuffers`, `HostBuffer`, `computes_on`                          |
 | driving a module      | `Session`, `Collision`                                                                       |
 | optimizers            | `Sender`: what an update gets that communicates, see `fsdp.Optimizer`                        |
 | transports            | `Transport`, `Traits`, `Carrier`, `Collective`, `Route`, `BucketPlace`, `Place`, `Steps`     |
@@ -39,7 +39,7 @@ from typing import Any
 
 from ._common import torch_names as torch_private
 from ._common.calls import alone, outside_inference
-from ._common.device import default_generator
+from ._common.device import computes_on, default_generator
 from ._common.record import Collective
 from ._common.tracing import KEEPING, GraphBuild, keep_residuals, refuse, traced_as, tracing, tracing_now
 from ._common.tree import flatten, match
@@ -53,7 +53,7 @@ from ._optim.optimizer import Sender
 from ._plan.peak import StepMemory, Stretch, find_peak
 from ._plan.route import Route
 from ._plan.walk import Collision
-from ._runtime.copy_lane import CopyLane, HostBuffers, copy_lane
+from ._runtime.copy_lane import CopyLane, HostBuffer, HostBuffers, copy_lane
 from ._runtime.given import NewCounts
 from ._spec.transport import Traits, Transport
 from ._state.capture import Capture
@@ -61,7 +61,7 @@ from ._state.lineage import begin_compiled
 from ._state.ranks import Lineage, Ranks, check_between_steps, lineage_of, ranks_of, seeds
 from ._state.rounds import begin_round, end_round
 from ._state.session import Session
-from ._state.sizes import computes_on, state_bytes
+from ._state.sizes import state_bytes, steps_on
 from ._state.state import FIELDS, State
 from ._state.update import put
 from ._state.veto import Veto, Vetoed
@@ -83,6 +83,7 @@ __all__ = [
     "CopyLane",
     "Graph",
     "GraphBuild",
+    "HostBuffer",
     "HostBuffers",
     "LeafShard",
     "Lineage",
@@ -142,6 +143,7 @@ __all__ = [
     "shards",
     "skeleton_of",
     "state_bytes",
+    "steps_on",
     "torch_private",
     "total",
     "traced_as",

@@ -6,16 +6,19 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar, cast, overload
 
+import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from functional_fsdp import ScheduleError, SpecError, TreeError
 from functional_fsdp.extend import refuse, skeleton_of, torch_private, traced_as
 
+from ._modules.outputs import each_leaf
 from ._modules.patterns import outermost
-from ._remat.moves import storage_of
-from ._remat.region import KeptPart, Owner, Region
-from ._remat.runs import Runs
+from ._remat.given import generators_of
+from ._remat.habits import Habits
+from ._remat.parts import KeptPart, Owner, of_function, part_of
+from ._remat.region import Region
 
 __all__ = ["offload", "remat", "saved"]
 
@@ -88,14 +91,15 @@ def remat(
     for name, given in (("save", save), ("offload", offload)):
         if isinstance(given, str):
             raise SpecError(f"remat({name}={given!r}): expected several patterns, as {name}=({given!r},).")
-    owner = Owner()
     if not isinstance(what, nn.Module):
         if patterns:
             raise SpecError(f"remat: {', '.join(map(repr, patterns))} are paths in a model, and this is a function.")
         if save or offload:
             raise SpecError(PARTS)
-        return partial(_checkpointed, what, owner, preserve_rng_state)
-    model = skeleton_of(what)
+        again = partial(_checkpointed, what, preserve_rng_state)
+        again.__wrapped__ = what  # type: ignore[attr-defined]
+        return again
+    model, owner = skeleton_of(what), Owner()
     if not patterns:
         raise SpecError("remat(model): name the modules that recompute, as remat(model, 'blocks.*').")
     for path, module in outermost("remat", model, patterns):
@@ -103,11 +107,9 @@ def remat(
                  for name, given in (("save", save), ("offload", offload))}  # fmt: skip
         _check(path, [one for one, _ in parts["save"]], [one for one, _ in parts["offload"]])
         for fate, found in parts.items():
-            for _, part in found:
-                _become_part(part, KeptPart(fate, owner))  # type: ignore[arg-type]
-        module.__dict__["_remat"] = owner
-        module.__dict__["_remat_stays"] = set()  # buffers, by number, that its forward leaves as they are
-        module.__class__ = _recomputed(type(module), preserve_rng_state)
+            for one, part in found:
+                _become_part(f"remat({fate}=)", f"{path}.{one}", part, KeptPart(fate, owner))  # type: ignore[arg-type]
+        _become_recomputed(path, module, Habits(owner), preserve_rng_state)
     return model
 
 
@@ -139,16 +141,15 @@ def offload(what: Any, *patterns: str) -> Any:
         >>> model = T.offload(model, "blocks.*.mlp")  # doctest: +SKIP
         >>> stage = T.remat(lambda w, h: T.offload(mlp)(w["mlp"], T.saved(attn)(w["attn"], h)))  # doctest: +SKIP
     """
-    owner = Owner()
     if not isinstance(what, nn.Module):
         if patterns:
             raise SpecError(f"offload: {', '.join(map(repr, patterns))} are paths in a model, and this is a function.")
-        return _wrapped(what, KeptPart("offload", owner))
+        return _wrapped(what, part_of(what, "offload"))
     if not patterns:
         raise SpecError("offload(model): name the modules, as offload(model, 'blocks.*').")
-    model = skeleton_of(what)
-    for _, module in outermost("offload", model, patterns):
-        _become_part(module, KeptPart("offload", owner))
+    model, owner = skeleton_of(what), Owner()
+    for path, module in outermost("offload", model, patterns):
+        _become_part("offload", path, module, KeptPart("offload", owner))
     return model
 
 
@@ -165,7 +166,7 @@ def saved(fn: F) -> F:
     """
     if isinstance(fn, nn.Module):
         raise SpecError("saved: this is a module. Name it by its path: T.remat(model, 'blocks.*', save=('attn',)).")
-    return cast(F, _wrapped(fn, KeptPart("save", Owner())))
+    return cast(F, _wrapped(fn, part_of(fn, "save")))
 
 
 def _check(path: str, save: list[str], offload: list[str]) -> None:
@@ -181,20 +182,27 @@ def _check(path: str, save: list[str], offload: list[str]) -> None:
 # ---------------------------------------------------------------- calls
 
 
-def _in_graph(fn: Callable[..., Any], owner: Owner, draws: bool, /, *args: Any, **kwargs: Any) -> Any:
+def _in_graph(fn: Callable[..., Any], draws: bool, /, *args: Any, **kwargs: Any) -> Any:
     return fn(*args, **kwargs)
 
 
 @traced_as(_in_graph)
-def _checkpointed(fn: Callable[..., Any], owner: Owner, draws: bool, /, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(fn: Callable[..., Any], draws: bool, /, *args: Any, **kwargs: Any) -> Any:
     """In a graph `T.vjp` and the compiler say what is kept, and torch has no checkpoints."""
+    habits = of_function(fn, "habits", lambda: Habits(Owner()))
+    return _checkpoint(fn, None, habits, generators_of(fn, each_leaf((args, kwargs))) if draws else None, args, kwargs)
+
+
+def _checkpoint(
+    fn: Callable[..., Any], module: nn.Module | None, habits: Habits, generators: list[torch.Generator] | None,
+    args: Any, kwargs: Any,
+) -> Any:  # fmt: skip
     if torch_private.func_interpreter() is not None:
         raise ScheduleError(
             "remat: torch's checkpoints do not run under torch.func's transforms (grad, vjp, ...). Use T.vjp(T.remat("
             "stage), w, h), or T.forward_backward."
         )
-    buffers: set[int] = {storage_of(t) for t in fn.now() if t is not None} if isinstance(fn, Runs) else set()
-    region = Region(fn, owner, buffers, draws)
+    region = Region(fn, module, habits, generators)
     return checkpoint(region, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
@@ -211,11 +219,11 @@ def _bound(cls: type[nn.Module], module: nn.Module, /, *args: Any, **kwargs: Any
         ) from error
 
 
-@traced_as(lambda cls, preserve_rng_state, /, *args, **kwargs: _bound(cls, *args, **kwargs))
-def _module(cls: type[nn.Module], preserve_rng_state: bool, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    call: Any = partial(_bound, cls, module)
-    run = Runs(call, module) if any(part._buffers for part in module.modules()) else call
-    return _checkpointed(run, module.__dict__["_remat"], preserve_rng_state, *args, **kwargs)
+@traced_as(lambda cls, draws, /, *args, **kwargs: _bound(cls, *args, **kwargs))
+def _module(cls: type[nn.Module], draws: bool, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    habits = vars(module)["_remat"]
+    generators = habits.generators(module) + generators_of(None, each_leaf((args, kwargs))) if draws else None
+    return _checkpoint(partial(_bound, cls, module), module, habits, generators, args, kwargs)
 
 
 def _part_in_graph(part: KeptPart, fn: Callable[..., Any], args: Any, kwargs: Any, module: Any = None) -> Any:
@@ -253,20 +261,31 @@ _RECOMPUTED: dict[tuple[type[nn.Module], bool], type[nn.Module]] = {}
 _PARTS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _recomputed(cls: type[nn.Module], preserve_rng_state: bool) -> type[nn.Module]:
+def _become_recomputed(path: str, module: nn.Module, habits: Habits, draws: bool) -> None:
+    """Have a module's calls be those of one that recomputes."""
+    _refuse("remat", path, module, "_remat", "recomputes already")
+    module.__dict__["_remat"] = habits
+    module.__class__ = _recomputed(type(module), draws)
+
+
+def _recomputed(cls: type[nn.Module], draws: bool) -> type[nn.Module]:
     """The class of a module that recomputes."""
-    if (cls, preserve_rng_state) not in _RECOMPUTED:
+    if (cls, draws) not in _RECOMPUTED:
 
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return _module(cls, preserve_rng_state, self, *args, **kwargs)
+            return _module(cls, draws, self, *args, **kwargs)
 
         body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        _RECOMPUTED[cls, preserve_rng_state] = type(cls.__name__, (cls,), body)
-    return _RECOMPUTED[cls, preserve_rng_state]
+        _RECOMPUTED[cls, draws] = type(cls.__name__, (cls,), body)
+    return _RECOMPUTED[cls, draws]
 
 
-def _become_part(module: nn.Module, part: KeptPart) -> None:
+def _become_part(verb: str, path: str, module: nn.Module, part: KeptPart) -> None:
     """Have a module's calls be those of a part."""
+    there = vars(module).get("_part")
+    if there is not None and (there.owner, there.fate) == (part.owner, part.fate):  # shared by two that recompute
+        return
+    _refuse(verb, path, module, "_part", "is saved or moved already")
     cls = type(module)
     if cls not in _PARTS:
 
@@ -277,3 +296,13 @@ def _become_part(module: nn.Module, part: KeptPart) -> None:
         _PARTS[cls] = type(cls.__name__, (cls,), body)
     module.__dict__["_part"] = part
     module.__class__ = _PARTS[cls]
+
+
+def _refuse(verb: str, path: str, module: nn.Module, mark: str, already: str) -> None:
+    if type(module).forward is nn.Module.forward:
+        raise SpecError(
+            f"{verb}: {path!r} is a {type(module).__name__}, which is never called. Name what is in it, as "
+            f"{path + '.*'!r}."
+        )
+    if mark in vars(module):
+        raise SpecError(f"{verb}: the module {path!r} {already}. Name it once.")

@@ -10,10 +10,10 @@ from functional_fsdp import ScheduleError, State, make_plan
 from functional_fsdp.extend import (
     StepMemory,
     Stretch,
-    computes_on,
     find_peak,
     refuse_values,
     state_bytes,
+    steps_on,
     torch_private,
 )
 
@@ -55,7 +55,7 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
     """
     if not isinstance(forward_backward.driver, Driver):
         raise ScheduleError("step_memory: of forward_backward(second_order=True) it is not known. Leave that out.")
-    where, gives_back = computes_on(state)
+    where, gives_back = steps_on(state)
     layout, schedule = state.layout, state.spec.schedule
     stretches: list[Stretch] = []
     mode = torch_private.fakes_that_die()

@@ -14,10 +14,10 @@ from .errors import SpecError
 from .torch_names import storage_at
 
 __all__ = [
-    "arrival", "being_captured", "best_device", "casts_float8", "clone_as", "current_device", "default_generator",
-    "device_of", "empty_as", "forked_random", "fused_sgd_takes", "host_bandwidth", "host_buffer", "host_memory",
-    "in_host_memory", "keeps_released", "lies_on_host", "make_room", "on_host", "pin", "rows_at_once",
-    "runs_triton", "table_may_stay", "unpin", "zeros_as",
+    "arrival", "being_captured", "best_device", "casts_float8", "clone_as", "computes_on", "current_device",
+    "default_generator", "device_of", "empty_as", "forked_random", "fused_sgd_takes", "host_bandwidth",
+    "host_buffer", "host_memory", "in_host_memory", "keeps_released", "lies_on_host", "make_room", "on_host", "pin",
+    "rows_at_once", "runs_triton", "table_may_stay", "unpin", "zeros_as",
 ]  # fmt: skip
 
 PROBE = 1 << 26  # bytes
@@ -38,6 +38,16 @@ def device_of(leaves: Iterable[Any]) -> torch.device:
 def best_device() -> torch.device:
     """A GPU where there is one, else the CPU."""
     return current_device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def computes_on(leaves: Iterable[Any]) -> torch.device:
+    """Where a call that is given these computes: on a GPU if one of them lies there; if none does, and the process has
+    used one, on its own GPU, where the call's tensors may be made.
+
+    Example: `extend.computes_on([lengths, x])`.
+    """
+    device = device_of(leaves)
+    return current_device("cuda") if device.type == "cpu" and torch.cuda.is_initialized() else device
 
 
 def forks_after_inductor() -> bool:

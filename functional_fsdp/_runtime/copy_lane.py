@@ -8,11 +8,10 @@ A lane belongs to a device, since no rank waits for what it does. On the CPU it 
 
 from __future__ import annotations
 
-import weakref
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,9 +19,16 @@ from .._common.device import being_captured, pin, unpin
 from .._common.errors import ScheduleError
 from .._common.torch_names import disable_current_modes, dispatch_modes
 
-__all__ = ["CopyLane", "HostBuffers", "copy_lane"]
+__all__ = ["CopyLane", "HostBuffer", "HostBuffers", "copy_lane"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # where to, where from
+
+
+class CopyMark(NamedTuple):
+    """The end of copies: an event, and whether it lies in a CUDA graph."""
+
+    event: Any
+    captured: bool
 
 
 class CopyLane:
@@ -30,40 +36,74 @@ class CopyLane:
 
     Attributes:
         device: whose.
-        latest: weakly, what its users have moved last, for them to keep in order.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.latest: weakref.ref[Any] | None = None
+        self.retired: list[torch.Tensor] = []  # pinned memory that nobody uses, for the lane to let go
 
-    def copy(self, pairs: Iterable[Pair]) -> Any:
+    def here(self) -> Any:
+        """The stream that computes now, None on the CPU."""
+        return None if self.stream is None else torch.cuda.current_stream(self.device)
+
+    def copy(self, pairs: Iterable[Pair], made_on: Iterable[Any] = ()) -> Any:
         """Begin these copies. Returns the mark at their end, for `wait`.
 
         Until it has passed, the tensors must live, and sources stay as they are.
+
+        Args:
+            made_on: the streams, as `here` gives them, on which sources were made, beside the one that computes now.
         """
         with torch.no_grad(), disable_current_modes() if dispatch_modes() else nullcontext():
             if self.stream is None:
                 for into, source in pairs:
                     into.copy_(source)
                 return None
-            home, done = torch.cuda.current_stream(self.device), torch.cuda.Event()
-            self.stream.wait_stream(home)
+            for stream in {self.here(), *made_on}:
+                self.stream.wait_stream(stream)
+            done = torch.cuda.Event()
             with torch.cuda.stream(self.stream):
                 for into, source in pairs:
                     into.copy_(source, non_blocking=True)
                 done.record()
-            return done
+            return CopyMark(done, self.captured())
 
-    def wait(self, mark: Any) -> None:
-        """Compute waits for a mark; the host does not."""
+    def wait(self, mark: Any, stream: Any = None) -> None:
+        """A stream, by default the one that computes now, waits for a mark; the host does not."""
         if mark is not None:
-            torch.cuda.current_stream(self.device).wait_event(mark)
+            (stream or self.here()).wait_event(mark.event)
+
+    def lend(self, t: torch.Tensor) -> None:
+        """A tensor is read on the stream that computes now, and was made for another: its memory goes to nobody before
+        that is over."""
+        if self.stream is not None:
+            t.record_stream(torch.cuda.current_stream(self.device))
+
+    def drop(self, t: torch.Tensor, mark: Any, stream: Any) -> None:
+        """A tensor that was made for this stream is let go, while copies up to this mark may be under way: its memory
+        goes to nobody before they are over. Where it is called from does not matter."""
+        if mark is None or self.stream is None:
+            return
+        if mark.captured is self.captured():
+            self.wait(mark, stream)
+        elif not mark.captured:  # which a graph cannot wait for
+            t.record_stream(self.stream)
 
     def captured(self) -> bool:
         """Whether what is done now goes into a CUDA graph."""
         return being_captured(self.device)
+
+    def retire(self, pinned: Iterable[torch.Tensor]) -> None:
+        """Unpin memory that nobody uses any more, when the copies that have begun are over."""
+        self.retired += pinned
+        if self.retired and self.stream is not None and not self.captured():
+            with suppress(RuntimeError):  # where the process ends
+                self.stream.synchronize()
+            while self.retired:
+                with suppress(RuntimeError):
+                    unpin(self.retired[-1])
+                self.retired.pop()
 
 
 _LANES: dict[torch.device, CopyLane] = {}
@@ -79,6 +119,15 @@ def copy_lane(device: torch.device) -> CopyLane:
     return _LANES[device]
 
 
+class HostBuffer(NamedTuple):
+    """A buffer [nbytes], uint8. Those of CUDA graphs are theirs alone: a replay writes to them whenever it comes."""
+
+    nbytes: int
+    number: int
+    memory: torch.Tensor
+    of_graphs: bool = False
+
+
 class HostBuffers:
     """Buffers in the host's memory, pinned where a GPU copies to them: made once, and used again.
 
@@ -89,36 +138,61 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self.made = self.nbytes = 0
-        self.free: list[tuple[int, int, torch.Tensor]] = []  # bytes, number, buffer: the smallest first
-        self.pinned: list[torch.Tensor] = []
+        self.made = self.nbytes = self.number = 0
+        self.idle: list[HostBuffer] = []  # the smallest first
+        self.of_graphs: list[HostBuffer] = []  # the same, for steps that are captured
+        self.returned: list[HostBuffer] = []  # given back, not sorted in yet
+        self.pinned: dict[int, torch.Tensor] = {}
         self.lane: Any = None  # that copies to those
 
-    def take(self, nbytes: int, lane: CopyLane) -> tuple[int, int, torch.Tensor]:
-        """A buffer [at least nbytes], uint8, with its size and its number: the smallest free one, or a new one.
+    def take(self, nbytes: int, lane: CopyLane) -> HostBuffer:
+        """A buffer of at least so many bytes: the smallest free one. A new one, if need be in the place of a free one
+        that is too small.
 
         Raises:
             ScheduleError: a new one would be made while a CUDA graph is captured.
         """
-        at = bisect_left(self.free, (nbytes,))
-        if at < len(self.free):
-            return self.free.pop(at)
-        if lane.captured():
+        free = self.free
+        if not lane.captured():
+            return _smallest(free, nbytes) or self._make(nbytes, lane)
+        found = _smallest(self.of_graphs, nbytes) or _smallest(free, nbytes)
+        if found is None:
             raise ScheduleError(
                 f"a step that is captured moves a tensor of {nbytes:,} bytes to the host's memory, for which the steps "
                 "before have pinned no buffer. Have every step move the same, or warm up more: T.cuda_graph(warmup=)."
             )
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        if lane.stream is not None and pin(buffer):  # else copies wait, and are as right
-            self.pinned.append(buffer)
+        return found._replace(of_graphs=True)
+
+    def give(self, taken: HostBuffer) -> None:
+        """Give a buffer back. It may come from anywhere, as the garbage collector does."""
+        self.returned.append(taken)
+
+    @property
+    def free(self) -> list[HostBuffer]:
+        """Those that nobody has, but for those of graphs."""
+        while self.returned:
+            one = self.returned.pop()
+            insort(self.of_graphs if one.of_graphs else self.idle, one)
+        return self.idle
+
+    def _make(self, nbytes: int, lane: CopyLane) -> HostBuffer:
+        if self.idle:  # all are too small
+            self._drop(self.idle.pop(), lane)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        self.number += 1
+        if lane.stream is not None and pin(memory):  # else copies wait, and are as right
+            self.pinned[self.number] = memory
             self.lane = lane
         self.made += 1
         self.nbytes += nbytes
-        return nbytes, self.made, buffer
+        return HostBuffer(nbytes, self.number, memory)
 
-    def give(self, taken: tuple[int, int, torch.Tensor]) -> None:
-        """Give a buffer back."""
-        insort(self.free, taken)
+    def _drop(self, one: HostBuffer, lane: CopyLane) -> None:
+        self.made -= 1
+        self.nbytes -= one.nbytes
+        pinned = self.pinned.pop(one.number, None)
+        if pinned is not None:
+            lane.retire([pinned])
 
     def __deepcopy__(self, memo: Any) -> HostBuffers:
         """A copy of a model has buffers of its own."""
@@ -127,6 +201,10 @@ class HostBuffers:
     def __del__(self) -> None:
         with suppress(Exception):  # where the process ends
             if self.pinned:
-                self.lane.stream.synchronize()
-            for buffer in self.pinned:
-                unpin(buffer)
+                self.lane.retire(self.pinned.values())
+
+
+def _smallest(free: list[HostBuffer], nbytes: int) -> HostBuffer | None:
+    """Take out the smallest with so many bytes."""
+    at = bisect_left(free, nbytes, key=lambda one: one.nbytes)
+    return free.pop(at) if at < len(free) else None

@@ -13,16 +13,16 @@ from .._storage.flat import FlatBuffer
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = ["computes_on", "state_bytes"]
+__all__ = ["state_bytes", "steps_on"]
 
 NAMES = {"main": "main weights", "weights": "compute copies", "opt": "optimizer state"}
 
 
-def computes_on(state: State) -> tuple[torch.device, bool]:
+def steps_on(state: State) -> tuple[torch.device, bool]:
     """The device that computes a state's steps, a GPU for an `abstract_state` where there is one; and whether what a
     step has released goes back to the allocator there, as on GPUs.
 
-    Example: `extend.computes_on(state)` gives `(device(type='cpu'), False)`.
+    Example: `extend.steps_on(state)` gives `(device(type='cpu'), False)`.
     """
     own = next((buffer.local.device for buffer in state.main.values()), state.count.device)
     device = best_device() if own.type == "meta" else own

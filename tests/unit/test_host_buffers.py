@@ -16,21 +16,45 @@ CPU = torch.device("cpu")
 def test_buffers_are_used_again_the_smallest_that_is_large_enough() -> None:
     buffers, lane = extend.HostBuffers(), extend.copy_lane(CPU)
     taken = [buffers.take(n, lane) for n in (100, 300, 200)]
-    assert [buffer.nbytes for _, _, buffer in taken] == [100, 300, 200]
+    assert [one.memory.nbytes for one in taken] == [100, 300, 200]
     for one in taken:
         buffers.give(one)
-    assert buffers.take(150, lane)[2] is taken[2][2]
-    assert buffers.take(150, lane)[2] is taken[1][2]
-    assert buffers.take(150, lane)[2].nbytes == 150
-    assert (buffers.made, buffers.nbytes) == (4, 750)
+    assert buffers.take(150, lane).memory is taken[2].memory
+    assert buffers.take(150, lane).memory is taken[1].memory
+    assert buffers.made == 3
     assert copy.deepcopy(buffers).made == 0
+
+
+def test_a_buffer_that_is_too_small_makes_room_for_a_larger_one() -> None:
+    """Batches whose lengths differ would else leave buffers of every length behind."""
+    buffers, lane = extend.HostBuffers(), extend.copy_lane(CPU)
+    for nbytes in range(1000, 1010):
+        taken = [buffers.take(nbytes, lane) for _ in range(2)]
+        for one in taken:
+            buffers.give(one)
+    assert (buffers.made, buffers.nbytes) == (2, 2 * 1009)
+
+
+def test_buffers_of_graphs_are_theirs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay writes to them whenever it comes, also while an eager backward is still to come."""
+    buffers, lane = extend.HostBuffers(), extend.CopyLane(CPU)
+    eager = buffers.take(100, lane)
+    buffers.give(eager)
+    monkeypatch.setattr(lane, "captured", lambda: True)
+    captured = buffers.take(100, lane)
+    assert captured.memory is eager.memory
+    buffers.give(captured)
+    assert buffers.take(100, lane).memory is eager.memory  # for the next graph, since graphs do not overlap
+    buffers.give(captured)
+    monkeypatch.setattr(lane, "captured", lambda: False)
+    assert buffers.take(100, lane).memory is not eager.memory
 
 
 def test_while_a_graph_is_captured_no_buffer_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers, lane = extend.HostBuffers(), extend.CopyLane(CPU)
     buffers.give(buffers.take(100, lane))
     monkeypatch.setattr(lane, "captured", lambda: True)
-    assert buffers.take(100, lane)[0] == 100
+    assert buffers.take(100, lane).nbytes == 100
     with pytest.raises(fsdp.ScheduleError, match=r"moves a tensor of 1,000 bytes .*warmup="):
         buffers.take(1000, lane)
 

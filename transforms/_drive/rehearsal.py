@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, State
-from functional_fsdp.extend import CopyLane, HostBuffers, Loan, torch_private
+from functional_fsdp.extend import CopyLane, HostBuffer, HostBuffers, Loan, torch_private
 
 from .driver import Driver
 from .unit_uses import Gradients
@@ -61,12 +61,12 @@ class Alive(torch_private.TorchDispatchMode):
 class ImaginedBuffers(HostBuffers):
     """Buffers in the host's memory that have no memory."""
 
-    def take(self, nbytes: int, lane: CopyLane) -> tuple[int, int, torch.Tensor]:
+    def take(self, nbytes: int, lane: CopyLane) -> HostBuffer:
         self.nbytes += nbytes
         with torch_private.disable_current_modes():
-            return nbytes, 0, torch.empty(nbytes, dtype=torch.uint8, device="meta")
+            return HostBuffer(nbytes, 0, torch.empty(nbytes, dtype=torch.uint8, device="meta"))
 
-    def give(self, taken: tuple[int, int, torch.Tensor]) -> None:
+    def give(self, taken: HostBuffer) -> None:
         pass
 
 

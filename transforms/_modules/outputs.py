@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 
-__all__ = ["map_tensors"]
+__all__ = ["each_leaf", "map_tensors"]
+
+
+PLAIN = (torch.Tensor, str, int, float, type(None))
 
 
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -50,3 +53,20 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
             object.__setattr__(other, name, new)
         return other
     return value
+
+
+def each_leaf(value: Any) -> Iterator[Any]:
+    """What lies in the containers into which `map_tensors` looks, tensors and others."""
+    if isinstance(value, PLAIN):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from each_leaf(item)
+    elif isinstance(value, MutableMapping):
+        for key in list(value.keys()):
+            yield from each_leaf(value[key])
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from each_leaf(getattr(value, field.name, None))
+    else:
+        yield value

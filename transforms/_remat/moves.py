@@ -1,103 +1,30 @@
 """Moves: what a call keeps for its backward, in the host's memory meanwhile.
 
-forward of call i     packed: (storage, version) ─▶ one copy a storage, however many views of it are kept
-end of call i + 1     compute waits for the copies of call i, and their memory on the device is free
-backward of call i    compute waits for what has come back; the lane brings what call i - 1 has moved
+    forward of call i     packed: (storage, version) ─▶ one copy a storage, however many views of it are kept
+    end of call i + 1     compute waits for the copies of call i, and their memory on the device is free
+    backward of call i    compute waits for what has come back; the lane brings what call i - 1 has moved
+
+Calls may lie in each other. Each waits, at its end, for those that were over when it began to move.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn as nn
 
 from functional_fsdp import ScheduleError
-from functional_fsdp.extend import CopyLane, HostBuffers, copy_lane, is_lent, torch_private
+from functional_fsdp.extend import CopyLane, HostBuffers, copy_lane, is_lent
 
-__all__ = ["MoveGroup", "Moved", "storage_of", "unchanged"]
+from .storage_moves import StorageMove, StorageView, storage_of
+
+__all__ = ["MoveGroup", "MovedTensor", "unchanged"]
 
 SMALL = 1024  # bytes: a storage below stays
-PLAIN = (torch.Tensor, torch.nn.Parameter, torch_private.FakeTensor)  # the last where a step is only planned
-
-
-def storage_of(t: torch.Tensor) -> int:
-    """Which storage a tensor lies on, 0 for one that has none of its own."""
-    return t.untyped_storage()._cdata if type(t) in PLAIN and t.layout is torch.strided else 0
-
-
-class StorageMove:
-    """The bytes of one storage: `source` on the device until they are in `home`; `back` when they are brought again."""
-
-    def __init__(self, group: MoveGroup, t: torch.Tensor) -> None:
-        storage = t.untyped_storage()
-        self.group = group
-        self.nbytes = storage.nbytes()
-        self.source: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=t.device).set_(storage)
-        self.probe: torch.Tensor | None = t.detach()  # has the version counter of what was packed
-        self.version = t._version
-        self.home: Any = None  # a host buffer
-        self.out: Any = None  # the mark at the end of the copy there
-        self.back: torch.Tensor | None = None
-        self.spoilt = False  # it was changed in place before its copy had ended
-
-    def look(self) -> None:
-        """Whether the bytes are still those that were packed."""
-        if self.probe is not None and self.probe._version != self.version:
-            self.spoilt = True
-
-    def settle(self) -> None:
-        """Compute waits for the copy, and the device's memory is free."""
-        if self.home is not None and self.source is not None:
-            self.group.lane.wait(self.out)
-            self.look()
-            self.source = self.probe = None
-
-    def bring(self) -> bool:
-        """Have its bytes on the device. Returns whether they have to be copied."""
-        if self.back is not None:
-            return False
-        if self.source is not None:  # they have never left
-            self.group.lane.wait(self.out)
-            self.look()
-            self.back, self.source, self.probe = self.source, None, None
-            self._give()
-            return False
-        self.back = torch.empty(self.nbytes, dtype=torch.uint8, device=self.group.lane.device)
-        return True
-
-    def _give(self) -> None:
-        if self.home is not None:
-            self.group.buffers.give(self.home)
-            self.home = None
-
-    def __del__(self) -> None:
-        """Dropped: what the lane still reads or writes is free when compute has waited for it."""
-        if self.source is not None:
-            self.group.lane.wait(self.out)
-        elif self.back is not None and not self.group.here:
-            self.group.lane.wait(self.group.mark)
-        self._give()
-
-
-class Moved(NamedTuple):
-    """A tensor that was moved: where it lies on a storage."""
-
-    storage: StorageMove
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def value(self) -> torch.Tensor | None:
-        """The tensor, on the device; None if it was changed in place before it was moved."""
-        storage = self.storage
-        storage.group.arrive()
-        if storage.spoilt:
-            return None
-        assert storage.back is not None
-        made = torch.empty(0, dtype=self.dtype, device=storage.back.device)
-        return made.set_(storage.back.untyped_storage(), self.offset, self.shape, self.stride)
 
 
 def unchanged(t: torch.Tensor | None) -> torch.Tensor:
@@ -110,118 +37,187 @@ def unchanged(t: torch.Tensor | None) -> torch.Tensor:
     return t
 
 
+def weights_of(module: nn.Module) -> set[int]:
+    """The storages of a module's parameters and buffers."""
+    return {*map(storage_of, module.parameters()), *map(storage_of, module.buffers())}
+
+
+class MoveOrder:
+    """Of the calls of one device: which comes before which.
+
+    Attributes:
+        latest: the call that has begun to move last. over: how many were over so far. taken: of those whose memory on
+            the device is still taken, the number and the call.
+    """
+
+    def __init__(self) -> None:
+        self.latest: weakref.ref[MoveGroup] | None = None
+        self.over = 0
+        self.taken: list[tuple[int, weakref.ref[MoveGroup]]] = []
+
+    def begin(self, group: MoveGroup) -> weakref.ref[MoveGroup] | None:
+        """A call begins to move. Returns the one before it."""
+        before, self.latest = self.latest, weakref.ref(group)
+        return before
+
+    def end(self, group: MoveGroup) -> None:
+        """A call is over: those that were over when it began have no memory on the device any more."""
+        left = []
+        for number, ref in self.taken:
+            other = ref()
+            if other is None:
+                continue
+            if number < group.began and other.captured is group.captured:
+                other.settle()
+            else:
+                left.append((number, ref))
+        self.taken = [*left, (self.over, weakref.ref(group))]
+        self.over += 1
+
+
+_ORDERS: weakref.WeakKeyDictionary[CopyLane, MoveOrder] = weakref.WeakKeyDictionary()
+
+
+class MovedTensor(NamedTuple):
+    """A tensor that was moved: where it lies on a storage."""
+
+    group: MoveGroup
+    storage: StorageMove
+    view: StorageView
+
+    def value(self) -> torch.Tensor | None:
+        """The tensor, on the device; None if somebody has written to it since it was packed."""
+        self.group.arrive()
+        memory = self.storage.read()
+        return None if memory is None else self.view.on(memory)
+
+
 class MoveGroup:
     """What one call moves.
 
     Args:
-        buffers: whose.
-        stays: storages that others keep, or are small: not moved.
+        buffers: in which host buffers.
+        device: where the call computes: what lies elsewhere is not moved.
+        stays: storages that others keep.
     """
 
-    def __init__(self, buffers: HostBuffers, stays: set[int]) -> None:
-        self.buffers, self.stays = buffers, stays
-        self.known: dict[tuple[int, int], StorageMove] = {}  # of this call, by storage and version
-        self.fresh: list[StorageMove] = []  # not copied yet
-        self.moved: list[weakref.ref[StorageMove]] = []
+    def __init__(self, buffers: HostBuffers, device: torch.device, stays: set[int]) -> None:
+        self.buffers, self.device, self.stays = buffers, device, stays
+        self.lane = copy_lane(device)
+        self.captured = self.lane.captured()
+        self.order = _ORDERS.setdefault(self.lane, MoveOrder())
+        self.began = -1  # how many calls were over when this one began to move
         self.before: weakref.ref[MoveGroup] | None = None
-        self.device: torch.device | None = None
-        self.lane: CopyLane
-        self.mark: Any = None  # at the end of what was brought
-        self.brought = self.here = False  # whether the copies back have begun, and compute has waited for them
+        self.module: nn.Module | None = None  # whose call it is that runs
+        self.known: dict[tuple[int, int], StorageMove] = {}  # of this call, by storage and version
+        self.fresh: list[StorageMove] = []  # not sent yet
+        self.moved: list[weakref.ref[StorageMove]] = []
+        self.over = False  # whether the forward of the call is over
+        self.brought = True  # whether the copies back of all that was sent have begun
+        self.passed = False  # whether the backward has come here, and had the call before it bring its own
 
     # ---- forward
+
+    @contextmanager
+    def moving(self, module: nn.Module | None = None) -> Iterator[None]:
+        """Inside, what is saved is packed here, but for weights of this module. At the end its copies have begun."""
+        self.module = module
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, MoveGroup.unpack):
+                yield
+            self.send()
+        except BaseException:
+            self.known, self.fresh = {}, []
+            raise
+        finally:
+            self.module = None
 
     def pack(self, t: torch.Tensor) -> Any:
         """A saved tensor, as saved_tensors_hooks have it."""
         return self.take(t) or (t.detach(), t._version)
 
-    def take(self, t: torch.Tensor) -> Moved | None:
-        """Have a tensor moved; None if it stays where it is."""
-        where = storage_of(t)
-        if not where or where in self.stays or is_lent(t) or t.is_conj() or t.is_neg():
-            return None
-        key = where, t._version
-        found = self.known.get(key)
-        if found is None:
-            if self.device is None:
-                self._begin(t.device)
-            if t.untyped_storage().nbytes() < SMALL or t.device != self.device:
-                return None
-            found = self.known[key] = StorageMove(self, t)
-            self.fresh.append(found)
-            self.moved.append(weakref.ref(found))
-        return Moved(found, t.dtype, t.shape, t.stride(), int(t.storage_offset()))
+    @staticmethod
+    def unpack(packed: Any) -> torch.Tensor:
+        """What `pack` gave, as a tensor again."""
+        if type(packed) is MovedTensor:
+            return unchanged(packed.value())
+        t, version = packed
+        return unchanged(t if t._version == version else None)
 
-    def _begin(self, device: torch.device) -> None:
-        self.device, self.lane = device, copy_lane(device)
-        self.captured = self.lane.captured()
-        before = self.lane.latest() if self.lane.latest is not None else None
-        if before is not None and before.captured is self.captured:
-            self.before = weakref.ref(before)
-        self.lane.latest = weakref.ref(self)
+    def take(self, t: torch.Tensor) -> MovedTensor | None:
+        """Have a tensor moved; None if it stays where it is."""
+        if self._stays(t):
+            return None
+        key = storage_of(t), t._version
+        if key not in self.known:
+            self._begin()
+            one = self.known[key] = StorageMove(self.lane, self.buffers, t)
+            self.fresh.append(one)
+            self.moved.append(weakref.ref(one))
+            self.brought = False
+        return MovedTensor(self, self.known[key], StorageView.of(t))
+
+    def _stays(self, t: torch.Tensor) -> bool:
+        where = storage_of(t)
+        if not where or t.device != self.device or where in self.stays or t.is_inference():
+            return True
+        if t.untyped_storage().nbytes() < SMALL or t.is_conj() or t.is_neg() or is_lent(t):
+            return True
+        base = t._base if t._is_view() else t  # weights that were not lent are leaves, or views of one
+        return base is not None and base.is_leaf and self.module is not None and where in weights_of(self.module)
+
+    def _begin(self) -> None:
+        if self.began < 0:
+            self.began = self.order.over
+            self.before = self.order.begin(self)
 
     def send(self) -> None:
         """Begin to copy what was packed since the last time."""
-        if not self.fresh:
-            return
-        pairs = []
-        for one in self.fresh:
-            assert one.source is not None
-            one.look()
-            one.home = self.buffers.take(one.nbytes, self.lane)
-            pairs.append((one.home[2][: one.nbytes], one.source))
-        mark = self.lane.copy(pairs)
-        for one in self.fresh:
-            one.out = mark
-        self.fresh = []
+        fresh, self.fresh = [one for one in self.fresh if one.source is not None], []
+        if fresh:
+            pairs = [one.send() for one in fresh]
+            mark = self.lane.copy(pairs, [one.stream for one in fresh])
+            for one in fresh:
+                one.mark = mark
 
     def end(self) -> None:
-        """The forward of the call is over: what the call before it has moved is free on the device."""
+        """The forward of the call is over: what calls before it have moved is free on the device."""
         self.send()
         self.known = {}
-        before = self.before() if self.before is not None else None
-        if before is not None:
-            before.settle()
+        self.over = True
+        if self.began >= 0:
+            self.order.end(self)
 
     def settle(self) -> None:
-        for ref in self.moved:
-            one = ref()
-            if one is not None:
-                one.settle()
+        """Let the device's memory go, when what lies there was copied."""
+        for one in self._living():
+            one.settle()
 
     # ---- backward
 
     def arrive(self) -> None:
         """The backward has come to this call: it has what it moved, and the call before it begins to bring its own."""
-        if self.here or self.device is None:
-            return
-        self.send()  # a backward inside the call
         self.bring()
-        before = self.before() if self.before is not None else None
-        if before is not None:
-            before.bring()
-        self.lane.wait(self.mark)
-        self.here = True
+        if self.over and not self.passed:
+            self.passed = True
+            before = self.before() if self.before is not None else None
+            if before is not None and before.over and before.captured is self.captured:
+                before.bring()
 
     def bring(self) -> None:
         """Begin to copy back what has left the device."""
         if self.brought:
             return
-        self.brought = True
-        coming = [one for one in (ref() for ref in self.moved) if one is not None and one.bring()]
+        living = self._living()
+        for one in living:
+            one.stay()
+        away = [(one, one.home.memory[: one.nbytes]) for one in living if one.home is not None]
+        coming = [(torch.empty(one.nbytes, dtype=torch.uint8, device=self.device), home) for one, home in away]
         if coming:
-            self.mark = self.lane.copy([(one.back, one.home[2][: one.nbytes]) for one in coming])  # type: ignore[misc]
-            for one in coming:
-                one._give()
+            mark = self.lane.copy(coming)
+            for (one, _), (memory, _) in zip(away, coming, strict=True):
+                one.bring(memory, mark)
+        self.brought = True
 
-    @staticmethod
-    def unpack(packed: Any) -> torch.Tensor:
-        """What `pack` gave, as a tensor again."""
-        if type(packed) is Moved:
-            return unchanged(packed.value())
-        t, version = packed
-        return unchanged(t if t._version == version else None)
-
-    def hooks(self) -> Any:
-        """A context: what is saved inside is packed here."""
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, MoveGroup.unpack)
+    def _living(self) -> list[StorageMove]:
+        return [one for one in (ref() for ref in self.moved) if one is not None]

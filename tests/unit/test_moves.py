@@ -1,0 +1,318 @@
+"""What is moved to the host's memory, on a lane that copies as late as it may: orders that only a GPU would show."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.late_lane import LateLane, late_lane
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import functional_fsdp as fsdp
+from functional_fsdp import extend
+from functional_fsdp import transforms as T
+from functional_fsdp.transforms._remat.moves import MovedTensor, MoveGroup
+
+CPU = torch.device("cpu")
+WIDTH = 32
+
+
+@pytest.fixture
+def lane() -> Iterator[LateLane]:
+    with late_lane() as found:
+        yield found
+
+
+def test_the_lane_finds_what_is_let_go_or_written_too_early() -> None:
+    lane = LateLane()
+    source, into = torch.ones(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    mark = lane.copy([(into, source)])
+    assert not torch.equal(into, source)  # nobody has waited
+    lane.wait(mark)
+    assert torch.equal(into, source)
+    mark = lane.copy([(into, source)])
+    source += 1
+    with pytest.raises(AssertionError, match="written to"):
+        lane.wait(mark)
+    mark = lane.copy([(into, source)])
+    del source
+    with pytest.raises(AssertionError, match="let go"):
+        lane.wait(mark)
+
+
+class Program:
+    """A random program of calls that lie in each other, pack tensors, are differentiated, or dropped."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.buffers = extend.HostBuffers()
+        self.packed: list[list[tuple[Any, torch.Tensor]]] = []  # of calls that are over
+
+    def run(self) -> None:
+        for _ in range(self.random.randint(2, 5)):
+            self.call(0)
+        order = [*reversed(self.packed)]
+        if self.random.random() < 0.3:
+            self.random.shuffle(order)
+        self.packed = []
+        for call in order:
+            if self.random.random() < 0.2:
+                call.clear()  # nobody asks for it
+            for _ in range(self.random.choice([1, 1, 2])):
+                self.check(call)
+            call.clear()
+            torch.empty(64).fill_(-1.0)  # what is free is used by others
+        assert len(self.buffers.free) == self.buffers.made
+
+    def call(self, depth: int) -> None:
+        group, kept = MoveGroup(self.buffers, CPU, set()), []
+        for _ in range(self.random.randint(1, 4)):
+            what = self.random.random()
+            if what < 0.5:
+                kept += self.part(group)
+            elif what < 0.7 and depth < 2:
+                self.call(depth + 1)
+            elif what < 0.8 and kept:
+                self.check(kept)  # a gradient inside the call
+            elif kept:
+                kept.pop(self.random.randrange(len(kept)))  # dropped, on its way maybe
+        group.end()
+        self.packed.append(kept)
+
+    def part(self, group: MoveGroup) -> list[tuple[Any, torch.Tensor]]:
+        kept = []
+        for _ in range(self.random.randint(1, 3)):
+            t = torch.randn(self.random.choice([10, 40]), WIDTH, generator=self.generator)
+            for view in self.random.sample([t, t.t(), t[2:, ::3], t[5]], 2):
+                kept.append((group.pack(view), view.clone()))
+            if self.random.random() < 0.3:
+                t += 1  # what comes is another version
+                kept = [(p, v) for p, v in kept if not _lies_on(p, t)]
+                kept.append((group.pack(t), t.clone()))
+            group.send()
+        return kept
+
+    def check(self, kept: list[tuple[Any, torch.Tensor]]) -> None:
+        for packed, value in self.random.sample(kept, len(kept)):
+            assert torch.equal(MoveGroup.unpack(packed), value)
+
+
+def _lies_on(packed: Any, t: torch.Tensor) -> bool:
+    if isinstance(packed, MovedTensor):
+        source = packed.storage.source
+        return source is not None and source.data_ptr() == t.untyped_storage().data_ptr()
+    return bool(packed[0].untyped_storage().data_ptr() == t.untyped_storage().data_ptr())
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_random_programs(block: int, lane: LateLane) -> None:
+    """Every read comes after the copy back, every reuse after the copies that the bytes are in."""
+    for seed in range(50 * block, 50 * block + 50):
+        Program(seed).run()
+        lane.wait(lane.marks)
+    assert lane.copies > 200
+
+
+def blocks(offload: Any) -> Any:
+    def block(w: Any, h: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = h + offload((h @ w["up"]).relu() @ w["down"])
+        return y
+
+    return block
+
+
+def test_a_chain_of_stages_gives_memory_back_after_its_copies(lane: LateLane) -> None:
+    torch.manual_seed(0)
+    part = lambda w, h: (h @ w["a"]).sin().exp()  # noqa: E731
+    w, x = {"a": torch.randn(WIDTH, WIDTH) / 8}, torch.randn(40, WIDTH)
+    found = []
+    make = lambda part: lambda w, h: part(w, h.sin()).cos()  # noqa: E731
+    for stage in (make(part), make(T.offload(part)), T.remat(make(T.offload(part)))):
+        found.append(through(stage, w, x))
+        assert all(map(torch.equal, found[0], found[-1]))
+    assert lane.copies > 20
+    assert not lane.left or lane.left[-1].mark < lane.marks
+
+
+def through(stage: Any, w: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """Outputs and gradients of four stages after each other."""
+    h, pullbacks, seen = x, [], []
+    for _ in range(4):
+        h, pullback = T.vjp(stage, w, h)
+        pullbacks.append(pullback)
+    dh = torch.ones_like(h)
+    seen.append(h)
+    while pullbacks:
+        dw, dh = pullbacks.pop()(w, dh)
+        seen += [dw["a"], dh]
+    return seen
+
+
+# ---------------------------------------------------------------- streams
+
+
+def test_bytes_are_copied_after_the_stream_that_made_them(lane: LateLane) -> None:
+    group = MoveGroup(extend.HostBuffers(), CPU, set())
+    with lane.at("side"):
+        packed = group.pack(torch.randn(40, WIDTH))
+    group.send()
+    assert lane.joined == {"compute", "side"}
+    del packed
+
+
+def test_memory_goes_back_to_the_stream_that_has_it(lane: LateLane) -> None:
+    buffers = extend.HostBuffers()
+    first, second = (MoveGroup(buffers, CPU, set()) for _ in range(2))
+    with lane.at("side"):
+        packed = first.pack(torch.randn(40, WIDTH))
+    first.end()
+    other = second.pack(torch.randn(40, WIDTH))
+    assert "side" not in lane.waited
+    second.end()
+    assert lane.waited["side"] == 1
+    del packed, other
+
+
+def test_each_stream_that_reads_waits_for_itself(lane: LateLane) -> None:
+    buffers = extend.HostBuffers()
+    first, second = (MoveGroup(buffers, CPU, set()) for _ in range(2))
+    packed = first.pack(torch.randn(40, WIDTH))
+    first.end()
+    other = second.pack(torch.randn(40, WIDTH))
+    second.end()
+    MoveGroup.unpack(packed)
+    assert not lane.lent
+    back = lane.marks
+    with lane.at("side"):
+        MoveGroup.unpack(packed)
+        MoveGroup.unpack(packed)
+    assert lane.waited["side"] == back
+    assert lane.lent == ["side"]
+    del other
+
+
+def test_what_is_dropped_on_its_way_back_waits_on_its_own_stream(lane: LateLane) -> None:
+    """The garbage collector comes on any stream."""
+    buffers = extend.HostBuffers()
+    groups = [MoveGroup(buffers, CPU, set()) for _ in range(3)]
+    packed = []
+    for group in groups:
+        packed.append(group.pack(torch.randn(40, WIDTH)))
+        group.end()
+    MoveGroup.unpack(packed[1])  # the first begins to come
+    assert lane.left
+    lane.waited.clear()
+    with lane.at("other"):
+        del packed[0]
+    assert [*lane.waited] == ["compute"]
+    assert not lane.left
+    packed.clear()
+    assert len(buffers.free) == buffers.made
+
+
+# ---------------------------------------------------------------- calls in each other
+
+
+def test_what_an_outer_call_moves_is_let_go_too(lane: LateLane) -> None:
+    """`T.offload(T.remat(model, "blocks.*", offload=("mlp",)), "blocks.*")`: inputs, and what parts keep."""
+    buffers = extend.HostBuffers()
+    alive, packed = [], []
+    for _ in range(3):
+        outer, inner = (MoveGroup(buffers, CPU, set()) for _ in range(2))
+        for group in (outer, inner):
+            t = torch.randn(40, WIDTH)
+            alive.append(StorageWeakRef(t.untyped_storage()))
+            packed.append((group.pack(t), t.clone()))
+            del t
+        inner.end()
+        outer.end()
+    assert [ref.expired() for ref in alive] == [True] * 4 + [False] * 2
+    for one, value in reversed(packed):
+        assert torch.equal(MoveGroup.unpack(one), value)
+
+
+def test_an_address_that_is_used_again_within_a_call_is_another_storage(lane: LateLane) -> None:
+    """An inner call that ends must not have what the open one around it has packed let go: its next tensor may lie
+    where the first one did, with the same version."""
+    buffers = extend.HostBuffers()
+    outer = MoveGroup(buffers, CPU, set())
+    kept = []
+    for i in range(8):
+        t = torch.full((40, WIDTH), float(i))
+        kept.append((outer.pack(t), t.clone()))
+        outer.send()
+        del t
+        inner = MoveGroup(buffers, CPU, set())
+        inner.pack(torch.randn(40, WIDTH))
+        inner.end()
+    outer.end()
+    for packed, value in kept:
+        assert torch.equal(MoveGroup.unpack(packed), value)
+
+
+def test_a_gradient_inside_a_call_brings_nothing_else(lane: LateLane) -> None:
+    buffers = extend.HostBuffers()
+    earlier, outer, inner = (MoveGroup(buffers, CPU, set()) for _ in range(3))
+    kept = [group.pack(torch.randn(40, WIDTH)) for group in (earlier, outer)]
+    earlier.end()
+    outer.send()
+    kept.append(inner.pack(torch.randn(40, WIDTH)))
+    inner.end()
+    copies = lane.copies
+    MoveGroup.unpack(kept[2])
+    MoveGroup.unpack(kept[1])
+    assert lane.copies == copies
+    kept.append(outer.pack(torch.randn(40, WIDTH)))
+    outer.end()
+    MoveGroup.unpack(kept[3])
+    assert lane.copies == copies + 2  # there; and the first one's back
+
+
+# ---------------------------------------------------------------- what does not go well
+
+
+def test_where_no_memory_is_left_nothing_is_lost(lane: LateLane, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = extend.HostBuffers()
+    first, second = (MoveGroup(buffers, CPU, set()) for _ in range(2))
+    values = [torch.randn(40, WIDTH) for _ in range(2)]
+    packed = [first.pack(v.clone()) for v in values]
+    first.end()
+    other = second.pack(torch.randn(40, WIDTH))
+    second.end()
+    empty, calls = torch.empty, []
+
+    def failing(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("dtype") is torch.uint8 and args and args[0]:
+            calls.append(1)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("no memory")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        MoveGroup.unpack(packed[0])
+    for one, value in zip(packed, values, strict=True):
+        assert torch.equal(MoveGroup.unpack(one), value)
+    del other
+
+
+def test_what_is_written_to_on_the_way_is_an_error(lane: LateLane) -> None:
+    group = MoveGroup(extend.HostBuffers(), CPU, set())
+    for when in ("before", "after"):
+        t = torch.randn(40, WIDTH)
+        packed = group.pack(t)
+        if when == "after":
+            assert torch.equal(MoveGroup.unpack(packed), t)  # a gradient inside the call
+        t += 1
+        with pytest.raises(fsdp.ScheduleError, match="changed in place after it was kept"):
+            MoveGroup.unpack(packed)
+
+
+def test_what_lies_elsewhere_is_not_moved(lane: LateLane) -> None:
+    group = MoveGroup(extend.HostBuffers(), CPU, set())
+    assert not isinstance(group.pack(torch.randn(100, 100, device="meta")), MovedTensor)
+    assert isinstance(group.pack(torch.randn(100, 100)), MovedTensor)

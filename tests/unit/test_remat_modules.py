@@ -1,0 +1,337 @@
+"""Modules that recompute, and their parts: what a call makes of buffers and attributes, and what is lent to it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from support.late_lane import LateLane, late_lane
+
+import functional_fsdp as fsdp
+from functional_fsdp import transforms as T
+
+WIDTH = 32
+fates = pytest.mark.parametrize("fate", ["save", "offload"])
+
+
+@pytest.fixture(autouse=True)
+def lane() -> Iterator[LateLane]:
+    with late_lane() as found:
+        yield found
+
+
+def mean_square(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+def trained(
+    make: Callable[[], nn.Module],
+    change: Callable[[nn.Module], nn.Module],
+    loss_fn: Callable[..., torch.Tensor] = mean_square,
+    steps: int = 3,
+    train: bool = True,
+) -> list[torch.Tensor]:
+    """Losses, gradients, buffers and weights of some steps of two microbatches."""
+    torch.manual_seed(0)
+    module = make().train(train)
+    params, model = fsdp.functionalize(module)
+    spec = fsdp.Spec(fsdp.local_mesh(), schedule=fsdp.Schedule(debug=True))
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2), buffers=fsdp.buffers(module, every=True))
+    forward_backward = T.forward_backward(change(model).train(train), loss_fn)
+    seen: list[torch.Tensor] = []
+    for i in range(steps):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(i))
+        for part in (x, x + 1):
+            state, loss = forward_backward(state, part, last_microbatch=part is not x)
+            seen.append(loss)
+        state = fsdp.finish_reductions(state)
+        seen += [buffer.local.clone() for buffer in state.grads.values()]
+        state = fsdp.step(state)
+    return [*seen, *state.buffers.values(), *fsdp.full_params(state).values()]
+
+
+def same(make: Callable[[], nn.Module], fate: str | None, part: str = "part", pattern: str = "*", **how: Any) -> None:
+    """Training has the same bits where modules recompute, without parts and with one."""
+    kept: dict[str, Any] = {fate: (part,)} if fate else {}
+    right = trained(make, lambda m: m, **how)
+    mine = trained(make, lambda m: T.remat(m, pattern, **kept), **how)
+    assert len(mine) == len(right)
+    assert all(map(torch.equal, mine, right))
+
+
+class Block(nn.Module):
+    """`before` and `after` are computed again, `part` is saved or moved."""
+
+    part: Any
+
+    def __init__(self, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.part = nn.Linear(WIDTH, WIDTH) if part is None else part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.part(self.before(x).tanh())
+        out: torch.Tensor = self.after(self.use(y.sin())).tanh()
+        return out
+
+    def use(self, y: torch.Tensor) -> torch.Tensor:
+        return y
+
+
+def two(kind: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(kind(), kind())
+
+
+# ---------------------------------------------------------------- buffers and attributes
+
+
+class Average(nn.Linear):
+    """An average of what it returns, and how often it was called, in buffers; the last output in an attribute."""
+
+    mean: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.last: Any = None
+        self.count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        with torch.no_grad():
+            self.mean.lerp_(y.mean(0), 0.5)
+        self.calls = self.calls + 1
+        self.last = {"out": y.exp()}
+        self.count += 1
+        return y
+
+
+class Averaged(Block):
+    """Reads them between calls of the part."""
+
+    def __init__(self) -> None:
+        super().__init__(Average())
+
+    def use(self, y: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = (y + self.part.mean * self.part.calls).sin() * self.part.count + self.part.last["out"].cos()
+        y = self.part(out).sin()
+        return y * self.part.mean.exp() + self.part.last["out"].tanh() * self.part.count
+
+
+@pytest.mark.parametrize("fate", [None, "save", "offload"])
+def test_what_a_part_makes_of_buffers_and_attributes(fate: str | None) -> None:
+    same(lambda: two(Averaged), fate)
+
+
+class Recurrent(Block):
+    """Goes on from what its last call has left, and does something else every third time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: torch.Tensor | None = None
+        self.turn = 0
+
+    def use(self, y: torch.Tensor) -> torch.Tensor:
+        if self.state is not None:
+            y = y + self.state.sin()
+        self.state = y.detach()
+        self.turn += 1
+        return y.exp() if self.turn % 3 else y.cos()
+
+
+@pytest.mark.parametrize("fate", [None, "save", "offload"])
+def test_attributes_that_change_from_call_to_call(fate: str | None) -> None:
+    same(lambda: two(Recurrent), fate)
+
+
+@pytest.mark.parametrize("numel", [WIDTH, WIDTH << 11])
+def test_a_buffer_that_first_changes_in_a_later_call(numel: int) -> None:
+    """A large one is not copied as long as it is not known to change; then that is an error, once."""
+
+    class Masked(Block):
+        mask: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(numel, dtype=torch.int64))
+            self.turn = 0
+
+        def use(self, y: torch.Tensor) -> torch.Tensor:
+            y = (y * self.mask[:WIDTH].clone()).sin()
+            self.turn += 1
+            if self.turn == 3:
+                self.mask[::2] = 2
+            return y
+
+    if numel == WIDTH:
+        same(lambda: two(Masked), None)
+    else:
+        with pytest.raises(fsdp.ScheduleError, match=r"a Masked changed its buffer 'mask' in place.* Call again"):
+            same(lambda: two(Masked), None)
+
+
+def test_an_attribute_that_is_changed_in_place_is_an_error() -> None:
+    class Counts(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = torch.zeros(WIDTH)
+
+        def use(self, y: torch.Tensor) -> torch.Tensor:
+            out = y * self.total.clone()
+            self.total += 1
+            return out
+
+    with pytest.raises(fsdp.ScheduleError, match=r"a Counts changed its attribute 'total' in place.* Make it a buffer"):
+        same(lambda: two(Counts), None)
+
+
+def test_numbers_of_a_generator_that_a_module_holds() -> None:
+    class Holds(Block):
+        generator: torch.Generator
+
+        def use(self, y: torch.Tensor) -> torch.Tensor:
+            return y * (torch.rand(y.shape, generator=self.generator) < 0.7)
+
+    def given(change: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
+        def whole(model: nn.Module) -> nn.Module:
+            changed = change(model)
+            for i, part in enumerate(changed.children()):
+                vars(part)["generator"] = torch.Generator().manual_seed(i)
+            return changed
+
+        return whole
+
+    right = trained(lambda: two(Holds), given(lambda m: m))
+    assert all(map(torch.equal, right, trained(lambda: two(Holds), given(lambda m: T.remat(m, "*")))))
+
+
+def test_what_only_training_does_is_seen_after_an_evaluation() -> None:
+    class Trains(Recurrent):
+        def use(self, y: torch.Tensor) -> torch.Tensor:
+            return super().use(y * random.random()) if self.training else y
+
+    def changed(change: Callable[[nn.Module], nn.Module]) -> list[torch.Tensor]:
+        random.seed(0)
+        torch.manual_seed(0)
+        params, model = fsdp.functionalize(two(Trains))
+        model = change(model).eval()
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+        forward_backward, x = T.forward_backward(model, mean_square), torch.ones(2, WIDTH)
+        state = fsdp.step(forward_backward(state, x)[0])
+        model.train()
+        for _ in range(2):
+            state = fsdp.step(forward_backward(state, x)[0])
+        return [*fsdp.full_params(state).values()]
+
+    assert all(map(torch.equal, changed(lambda m: m), changed(lambda m: T.remat(m, "*"))))
+
+
+# ---------------------------------------------------------------- calls
+
+
+@fates
+def test_a_part_that_is_run_again_takes_the_kernels_of_its_forward(fate: str) -> None:
+    """torch's attention has a fast path without gradients, whose bits are others."""
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.attend(x, x, x, need_weights=False)[0]
+            return y
+
+    class InPlace(Block):
+        def __init__(self) -> None:
+            super().__init__(Attends())
+
+        def use(self, y: torch.Tensor) -> torch.Tensor:
+            return y
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.part(self.before(x).tanh()[None])
+            y += 1
+            out: torch.Tensor = self.after(y.sin()).tanh()[0]
+            return out
+
+    same(lambda: two(InPlace), fate, train=False)
+
+
+@fates
+def test_forwards_before_one_backward_and_a_part_that_is_shared(fate: str) -> None:
+    class Twice(Block):
+        def use(self, y: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = nn.functional.dropout(self.part(y).exp(), 0.2)
+            return out
+
+    def shared() -> nn.Module:
+        first, second = Twice(), Twice()
+        second.part = first.part
+        return nn.Sequential(first, second)
+
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        first, second = model(x), model(x.cos())
+        loss: torch.Tensor = (first * second.sin()).square().mean() + model[1](first).mean()
+        return loss
+
+    same(shared, fate, loss_fn=loss_fn)
+
+
+@fates
+def test_a_call_without_gradients_before_the_backward(fate: str) -> None:
+    """A teacher's forward between forward and backward, and parts under `no_grad`."""
+
+    class Teacher(Block):
+        def use(self, y: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = self.part(y)
+            return y * target.sin()
+
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        with torch.no_grad():
+            target = model(x + 1)
+        loss: torch.Tensor = (out - target).square().mean()
+        return loss
+
+    same(lambda: two(Teacher), fate, loss_fn=loss_fn)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_weights_that_are_whole_are_not_moved(lane: LateLane) -> None:
+    """Those that `bind` has given a model by hand are leaves, or views of one."""
+    params, model = fsdp.functionalize(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    moved = T.offload(model, "*")
+    x = torch.randn(8, WIDTH)
+    out, pullback = T.vjp(lambda w, x: fsdp.bind(moved, w)(x), params, x)
+    assert lane.copies == 3  # of the first layer its input, tanh's output, which is the third's input
+    dw, dx = pullback(params, out)
+    right, other = T.vjp(lambda w, x: fsdp.bind(model, w)(x), params, x)[1](params, out)
+    assert torch.equal(dx, other)
+    assert all(torch.equal(dw[key], right[key]) for key in right)
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_what_is_never_called_or_named_twice() -> None:
+    _, model = fsdp.functionalize(nn.ModuleDict({"blocks": nn.ModuleList([Block()])}))
+    for change in (T.remat, T.offload):
+        with pytest.raises(fsdp.SpecError, match=r"'blocks' is a ModuleList, which is never called.*'blocks\.\*'"):
+            change(model, "blocks")
+    with pytest.raises(fsdp.SpecError, match=r"remat: the module 'blocks\.0' recomputes already"):
+        T.remat(T.remat(model, "blocks.*"), "blocks.0")
+    with pytest.raises(fsdp.SpecError, match=r"offload: the module 'blocks\.0\.part' is saved or moved already"):
+        T.offload(T.remat(model, "blocks.*", save=("part",)), "blocks.*.part")
+    with pytest.raises(fsdp.SpecError, match=r"remat\(save=\): the module 'blocks\.0\.part' is saved or moved already"):
+        T.remat(T.offload(model, "blocks.*.part"), "blocks.*", save=("part",))

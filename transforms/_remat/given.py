@@ -1,0 +1,81 @@
+"""What a call is given: where it computes, which storages it has, what must stay as it is, which generators it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from functional_fsdp import ScheduleError
+from functional_fsdp.extend import computes_on
+
+from .._drive.watch import version
+from .._modules.outputs import each_leaf
+from .storage_moves import storage_of
+
+__all__ = ["GivenInputs", "code_of", "generators_of", "storages_in"]
+
+
+class GivenInputs:
+    """The inputs of a call that recomputes.
+
+    torch's checkpoint looks after tensors that are arguments by position. What lies deeper, or has a keyword, is
+    looked after here: the recomputation is given the same object.
+
+    Attributes:
+        device: where the call computes.
+        storages: on which tensors among them lie.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        deeper = [x for x in args if not isinstance(x, torch.Tensor)]
+        self.later = [(t, version(t)) for t in each_leaf((deeper, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = [x for x in args if isinstance(x, torch.Tensor)] + [t for t, _ in self.later]
+        self.device = computes_on(tensors)
+        self.storages = {*map(storage_of, tensors)}
+
+    def check(self) -> None:
+        """They are what they were.
+
+        Raises:
+            ScheduleError: one was changed in place.
+        """
+        for t, before in self.later:
+            if version(t) != before:
+                raise ScheduleError(
+                    f"remat: an input of shape {tuple(t.shape)} was changed in place since the forward, and what is "
+                    "computed again from it would be something else. Change a copy: .clone()."
+                )
+
+
+def storages_in(tree: Any, which: Callable[[torch.Tensor], bool] = lambda t: True) -> set[int]:
+    """The storages of tensors in this."""
+    return {storage_of(t) for t in each_leaf(tree) if isinstance(t, torch.Tensor) and which(t)}
+
+
+def generators_of(fn: Any, leaves: Iterable[Any]) -> list[torch.Generator]:
+    """The generators among these leaves, and those that a function brings along, in a closure or as `partial` does."""
+    found = [x for x in leaves if isinstance(x, torch.Generator)]
+    while isinstance(fn, partial):
+        found += [x for x in each_leaf((fn.args, fn.keywords)) if isinstance(x, torch.Generator)]
+        fn = fn.func
+    for cell in getattr(fn, "__closure__", None) or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # nothing is in it yet
+            continue
+        found += [value] if isinstance(value, torch.Generator) else []
+    return found
+
+
+def code_of(fn: Any) -> Any:
+    """What stays the same of a function that is made anew for each call: a lambda, a `partial`, a method."""
+    while True:
+        inner = getattr(fn, "__wrapped__", None) or (fn.func if isinstance(fn, partial) else None)
+        if inner is None:
+            break
+        fn = inner
+    fn = getattr(fn, "__func__", fn)
+    return getattr(fn, "__code__", fn)

@@ -1,0 +1,91 @@
+"""Records: what a region keeps of its forward for its recomputations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .draws import DrawPoint, DrawSources
+from .given import GivenInputs
+from .habits import Habits
+from .kept_outputs import KeptOutput
+from .module_state import ModuleState, StatePlace, keeps_state
+from .moves import MoveGroup
+from .parts import KeptPart, PartCall
+from .storage_moves import storage_of
+
+__all__ = ["PartRecord", "RegionRecord"]
+
+
+class PartRecord:
+    """One call of a part.
+
+    Attributes:
+        who: whose call it was. output: what it returned, and what it made of `places`, the module's state.
+        fresh: whether its output lies where nothing else does. packed: how many tensors had been saved when it was
+            over, to be computed again. draws: where random numbers went on.
+    """
+
+    def __init__(
+        self,
+        call: PartCall,
+        output: KeptOutput,
+        places: list[StatePlace],
+        fresh: bool,
+        packed: int,
+        draws: DrawPoint | None,
+    ) -> None:
+        self.part, self.who = call.part, call.who
+        self.output, self.places, self.fresh = output, places, fresh
+        self.packed, self.draws = packed, draws
+
+
+class RegionRecord:
+    """One call of `fn`.
+
+    Args:
+        module: whose code `fn` is.
+        generators: from which it draws, beside the default ones; None if random numbers do not come again.
+
+    Attributes:
+        state: of the module. trains: whether it is in training mode. start: where random numbers stood. parts: the
+            calls of parts, in their order. moves: what moves what they keep. over: whether the forward is.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], module: nn.Module | None, habits: Habits,
+        generators: list[torch.Generator] | None, given: GivenInputs,
+    ) -> None:  # fmt: skip
+        self.fn, self.habits, self.generators, self.given = fn, habits, generators, given
+        self.state = ModuleState(module) if module is not None and keeps_state(module) else None
+        self.trains = module is None or module.training
+        self.start: DrawPoint | None = None
+        self.parts: list[PartRecord] = []
+        self.moves: MoveGroup | None = None
+        self.over = False
+
+    def draws(self) -> DrawPoint | None:
+        """Where random numbers stand now, if they come again."""
+        if self.generators is None:
+            return None
+        return DrawPoint(DrawSources(self.given.device, self.generators, self.habits.python.get(self.trains, True)))
+
+    def taken(self) -> set[int]:
+        """The storages of inputs and buffers, which others keep."""
+        buffers = self.state.buffers() if self.state is not None else ()
+        return self.given.storages.union(map(storage_of, buffers))
+
+    def moves_of(self, part: KeptPart) -> MoveGroup | None:
+        """What moves what a part keeps, if that is its fate."""
+        if part.fate != "offload":
+            return None
+        if self.moves is None:
+            self.moves = MoveGroup(self.habits.owner.buffers, self.given.device, self.taken())
+        return self.moves
+
+    def forget(self) -> None:
+        """The forward has failed: let go what its graph holds."""
+        self.parts, self.moves, self.start = [], None, None
