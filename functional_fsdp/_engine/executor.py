@@ -29,7 +29,7 @@ from .._plan.positions import Move, Positions
 from .._plan.program import Program, combined
 from .._runtime.given import Given
 from .._runtime.runtime import Runtime
-from .._spec.schedule import Order
+from .._spec.schedule import Order, Schedule
 from .._spec.spec import Spec
 from .._storage.place import Place
 from .._storage.stored import Stored
@@ -40,7 +40,13 @@ from .reductions import Reductions
 from .staging import Staging
 from .unplanned import Unplanned
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "first_plan"]
+
+
+def first_plan(layout: Layout, schedule: Schedule) -> Plan:
+    """What is followed until the order of use is known."""
+    recorded = isinstance(known(schedule), RecordedOrder)
+    return make_plan(layout, schedule.ordered(None) if recorded else schedule)
 
 
 class Executor(Gathers, Reductions):
@@ -60,10 +66,9 @@ class Executor(Gathers, Reductions):
         self.digests = [0, 0]  # of the gathers and of the reductions issued in this step
         self.given = Given(layout, run.sizes, run.coordinate)
         self.frozen = {unit.name for unit in layout.units if not unit.trained}
-        recorded = isinstance(self.order, RecordedOrder)
         self.streamed: Any = None  # the buffers through which what lies in the host's memory is updated
         self.shares: tuple[str, int] | None = None  # the plan for which there is what ranks share, and since when
-        self._follow(make_plan(layout, spec.schedule.ordered(None) if recorded else spec.schedule))
+        self._follow(first_plan(layout, spec.schedule))
 
     @whole
     def _follow(self, program: Plan) -> None:
@@ -222,6 +227,8 @@ class Executor(Gathers, Reductions):
                 self.staging.complete(bucket, self.grads)
             else:  # of a unit that the plan does not name, and so no rank has a gradient
                 self.staging.zeros(bucket, self.grads, self.spec.mesh)
+        for unit in self.flying:
+            self._read_still(self.layout.by_name[unit])
 
     def settle(self) -> None:
         """Compute waits for everything under way."""
