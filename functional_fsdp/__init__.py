@@ -50,12 +50,13 @@ from ._spec.spec import Spec
 from ._spec.units import units
 from ._state.export import buffers, full_params, local_shards, state_dict
 from ._state.free import free_arena
+from ._state.host_transfer import host_transfer
 from ._state.init import init
 from ._state.redistribute import redistribute
 from ._state.rounds import drop_gradients
 from ._state.shard import make_layout, shard
 from ._state.state import State
-from ._state.streamed import HostTransfer, host_transfer
+from ._state.transfer import HostTransfer
 from ._storage.conversions import Concatenated, Sliced, Stacked, Transposed
 from ._storage.flat import FlatBuffer
 from ._storage.hugging_face import conversions_of

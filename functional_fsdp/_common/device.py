@@ -115,8 +115,19 @@ class HostBytes:
     def __del__(self) -> None:
         if self.pinned:
             with suppress(Exception):  # the process may be ending
-                torch.cuda.synchronize()  # who is given these bytes next shall not meet a kernel that still reads them
-                unpin(self.host)
+                _GONE.append(self.host)
+                _let_go()
+
+
+_GONE: list[torch.Tensor] = []  # pinned bytes that nobody uses any more
+
+
+def _let_go() -> None:
+    """Unpin what is gone. While a CUDA graph is captured that would end the capture, so it waits for the next time."""
+    if _GONE and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()  # who is given these bytes next shall not meet a kernel that still reads them
+        while _GONE:
+            unpin(_GONE.pop())
 
 
 def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -126,6 +137,7 @@ def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
     host = torch.zeros(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
     if device.type == "cuda":
         torch.cuda.init()
+        _let_go()
         pinned = numel > 0 and pin(host)
         if numel > 0 and not pinned:
             raise SpecError(
@@ -150,14 +162,14 @@ def in_host_memory(tensor: torch.Tensor) -> bool:
 def empty_as(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Like `torch.empty_like`, in the same kind of memory."""
     if in_host_memory(tensor):
-        return host_memory(tensor.numel(), dtype or tensor.dtype, tensor.device)
+        return host_memory(tensor.numel(), dtype or tensor.dtype, tensor.device).view(tensor.shape)
     return torch.empty_like(tensor, dtype=dtype)
 
 
 def zeros_as(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Like `torch.zeros_like`, in the same kind of memory."""
     if in_host_memory(tensor):
-        return host_memory(tensor.numel(), dtype or tensor.dtype, tensor.device)
+        return host_memory(tensor.numel(), dtype or tensor.dtype, tensor.device).view(tensor.shape)
     return torch.zeros_like(tensor, dtype=dtype)
 
 

@@ -41,7 +41,13 @@ from .reductions import Reductions
 from .staging import Staging
 from .unplanned import Unplanned
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "first_plan"]
+
+
+def first_plan(layout: Layout, schedule: Schedule, slots: int = SLOTS) -> Plan:
+    """What is followed until the order of use is known."""
+    recorded = isinstance(known(schedule), RecordedOrder)
+    return make_plan(layout, schedule.ordered(None) if recorded else schedule, slots=slots)
 
 
 class Executor(Gathers, Reductions):
@@ -61,18 +67,18 @@ class Executor(Gathers, Reductions):
         self.digests = [0, 0]  # of the gathers and of the reductions issued in this step
         self.given = Given(layout, run.sizes, run.coordinate)
         self.frozen = {unit.name for unit in layout.units if not unit.trained}
-        recorded = isinstance(self.order, RecordedOrder)
         self.streamed: Any = None  # the buffers through which what lies in the host's memory is updated
         self.shares: tuple[str, int] | None = None  # the plan for which there is what ranks share, and since when
-        self._follow(self._plan(spec.schedule.ordered(None) if recorded else spec.schedule))
+        self.slots = self._slots()
+        self._follow(first_plan(layout, spec.schedule, self.slots))
 
-    def _plan(self, schedule: Schedule, forward: int | None = None) -> Plan:
-        """Where the transport keeps the staging and one lane reduces in order, each lies where the last one lay."""
+    def _slots(self) -> int:
+        """How many reductions in a row have staging of their own. Where the transport keeps the staging and one lane
+        reduces in order, each lies where the last one lay."""
         average, traits = self.spec.average, self.carrier.traits
         ways = [records(b, self.run.position, average, traits).reduce for b in self.layout.trainable.values()]
         in_order = all(way.ends == "reduce" for both in ways for way in both.values())
-        slots = 1 if self.stays and in_order and self.run.lanes.copies_on_lanes else SLOTS
-        return make_plan(self.layout, schedule, forward, slots)
+        return 1 if self.stays and in_order and self.run.lanes.copies_on_lanes else SLOTS
 
     @whole
     def _follow(self, program: Plan) -> None:
@@ -190,7 +196,7 @@ class Executor(Gathers, Reductions):
         """Follow this order, of which so many uses are the forward, if that is known."""
         schedule = self.spec.schedule.ordered(order)
         if schedule.order != self.plan.schedule.order or isinstance(self.order, RecordedOrder):
-            self._follow(self._plan(schedule, forward))
+            self._follow(make_plan(self.layout, schedule, forward, self.slots))
 
     # ---------------------------------------------------------------- beside the plan
 
@@ -231,6 +237,8 @@ class Executor(Gathers, Reductions):
                 self.staging.complete(bucket, self.grads)
             else:  # of a unit that the plan does not name, and so no rank has a gradient
                 self.staging.zeros(bucket, self.grads, self.spec.mesh)
+        for unit in self.flying:
+            self._read_still(self.layout.by_name[unit])
 
     def settle(self) -> None:
         """Compute waits for everything under way."""

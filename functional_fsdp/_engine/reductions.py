@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .._plan.layout import Unit
 from .._plan.order import RecordedOrder
 from .._plan.positions import Move
 from .._plan.route import states_of
@@ -71,6 +72,7 @@ class Reductions(Engine):
                 if not whole_tree:
                     self.unplanned.agree(unit, "reduce", self._planned)
                 self.staging.outside(self.layout.by_name[unit], values, self.grads, last, self.spec.mesh)
+                self._read_still(self.layout.by_name[unit])
         if unit in self.hollow:
             self.last = last
             for bucket in self.hollow[unit]:
@@ -123,9 +125,15 @@ class Reductions(Engine):
                 if not self.run.left:
                     self.run.left.append(weakref.ref(self))
                 return
+            self._read_still(unit)
             self.digests[1] = zlib.crc32(unit.name.encode(), self.digests[1])
             self.backlog.popleft()
         self.run.left.clear()
+
+    def _read_still(self, unit: Unit) -> None:
+        """A gather for which compute has not waited when the gradient came may read main weights after that."""
+        if unit.name in self.flying:
+            self.staging.touched(unit)
 
     @property
     def waiting(self) -> bool:

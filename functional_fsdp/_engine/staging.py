@@ -58,7 +58,8 @@ class Staging:
         self.carrier = carrier
         self.average = average
         self.stages: dict[int, StagingPlace] = {}
-        self.pool: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}  # of the host's memory, for main gradients
+        #: the host's memory for main gradients: of eager steps, and of those that graphs replay
+        self.pool: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self.busy: deque[StagingPlace] = deque()
         self.completing = False  # whether something beside them is under way
         self.apart = False  # each reduction has bytes of its own, so that compute waits for none
@@ -125,19 +126,27 @@ class Staging:
 
     def _main(self, bucket: Bucket, numel: int) -> torch.Tensor:
         """Memory for main gradients; of the host where their placement says so, and then what nobody holds any more of
-        the steps before."""
+        the steps before. What a captured step has is its graph's from then on: a replay writes there, unasked."""
         if not bucket.grads_on_host:
             return torch.empty(numel, dtype=bucket.grads, device=self.run.device)
-        pool = self.pool.setdefault((numel, bucket.grads), [])
-        for memory in pool:
-            if uses_of(memory.untyped_storage()) == ALONE:
-                return memory.detach()
-        pool.append(host_memory(numel, bucket.grads, self.run.device))
-        return pool[-1].detach()
+        eager, graphs = self.pool.setdefault((numel, bucket.grads), ([], []))
+        mine, also = (graphs, eager) if self.run.capturing else (eager, [])
+        for pool in (mine, also):
+            for i, memory in enumerate(pool):
+                if uses_of(memory.untyped_storage()) == ALONE:
+                    if pool is also:
+                        mine.append(pool.pop(i))
+                    return memory.detach()
+        mine.append(host_memory(numel, bucket.grads, self.run.device))
+        return mine[-1].detach()
 
     def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer], mesh: object) -> None:
         """Main gradients of a bucket for which no rank has one: nothing is sent."""
-        local = self._main(bucket, bucket.numel // bucket.slices("main")).zero_()
+        local = self._main(bucket, bucket.numel // bucket.slices("main"))
+        if bucket.grads_on_host and not self.run.lanes.waits_on_host:
+            for mark in self.marks.values():  # lanes may still read there what was partial in this step
+                self.run.lanes.wait(mark)
+        local.zero_()
         grads[bucket.name] = FlatBuffer(local, bucket, states_of(bucket, "main"), mesh)
 
     def age(self) -> None:

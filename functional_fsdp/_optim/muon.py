@@ -146,6 +146,10 @@ class Muon(UpdatesSome):
         buckets = [buffer.bucket for buffer in opt.momentum.values()]
         return MuonState(opt.momentum, self.owners(buckets), self._groups(buckets))
 
+    def at_once(self, opt: MuonState) -> tuple[tuple[str, ...], ...]:
+        """Matrices of equal shapes are one batch, and have the same bits wherever they lie if that is the same one."""
+        return opt.groups
+
     def update_some(
         self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: MuonState, main: Tree, count: torch.Tensor,
         sender: Sender,

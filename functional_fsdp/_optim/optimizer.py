@@ -25,7 +25,9 @@ from .._common.torch_names import pytree
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer
 
-__all__ = ["FILL", "Optimizer", "Sender", "Tree", "UpdatesSome", "as_optimizer", "check", "check_labels", "portions"]
+__all__ = [
+    "FILL", "Optimizer", "Sender", "Tree", "UpdatesSome", "as_optimizer", "check", "check_labels", "portions", "runs",
+]  # fmt: skip
 
 Tree = dict[str, FlatBuffer]
 FILL = 1 << 25  # bytes of main weights: what an update on the lane takes at least, so that small units share a call
@@ -52,8 +54,9 @@ class Optimizer(NamedTuple):
 
     `communicates = True` says that each of its updates takes one more argument, a `Sender`, by which ranks exchange
     what they have of the buckets, or add it up (`Sender.sum`): every rank calls it for the same buckets. `fill` may
-    say how many bytes of main weights one call should have at least, where there are several. `placed(opt)`, if there
-    is one, gives the same state for the buckets that its FlatBuffers have now: `redistribute` calls it.
+    say how many bytes of main weights one call should have at least, where there are several; or `at_once(opt)`, if
+    there is one, the names of buckets that one call shall have together. `placed(opt)`, if there is one, gives the
+    same state for the buckets that its FlatBuffers have now: `redistribute` calls it.
 
     As one of several (`partition`), an optimizer gets the buckets that have leaves of its labels, and of those these
     leaves only: `buffer.bucket.leaves`, `by_label`, `by_leaf` and `extend.leaf_shards` know no others. `buffer.local`
@@ -145,6 +148,18 @@ def portions(sizes: Mapping[str, int], fill: int) -> list[list[str]]:
         found[-1].append(name)
         room -= nbytes
     return found
+
+
+def runs(optimizer: Any, opt: Any, sizes: Mapping[str, int]) -> list[list[str]]:
+    """Names in a row, divided into what one update has: as the optimizer says, else by bytes of main weights."""
+    own = [[name for name in some if name in sizes] for some in getattr(optimizer, "at_once", _no_runs)(opt)]
+    taken = {name for some in own for name in some}
+    left = {name: nbytes for name, nbytes in sizes.items() if name not in taken}
+    return [*filter(None, own), *portions(left, getattr(optimizer, "fill", FILL))]
+
+
+def _no_runs(opt: Any) -> tuple[()]:
+    return ()
 
 
 def check_labels(optimizer: Any, spec: Spec) -> None:

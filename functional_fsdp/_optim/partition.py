@@ -90,6 +90,16 @@ class Partition(UpdatesSome):
     def placed(self, opt: Opts) -> Opts:
         return {name: m.placed(opt[name]) if hasattr(m, "placed") else opt[name] for name, m in self.members.items()}
 
+    def at_once(self, opt: Opts) -> list[list[str]]:
+        """Of members that say it; what two of them have in common joins theirs."""
+        found: list[list[str]] = []
+        for name, member in self.members.items():
+            for some in member.at_once(opt[name]) if hasattr(member, "at_once") else ():
+                met = [one for one in found if not {*some}.isdisjoint(one)]
+                joined = dict.fromkeys([*(bucket for one in met for bucket in one), *some])
+                found = [*(one for one in found if one not in met), [*joined]]
+        return found
+
     def counted(self, opt: Opts) -> tuple[str, ...]:
         found = [m.counted(opt[name]) for name, m in self.members.items() if hasattr(m, "counted")]
         return tuple(dict.fromkeys([bucket for some in found for bucket in some]))

@@ -108,10 +108,8 @@ class Bucket:
 
     @cached_property
     def copy_on_host(self) -> bool:
-        """Whether the compute copy does, which gathers read. One that is whole, or that ranks refresh by a collective,
-        stays on the device."""
-        alike = {*self.placement.weights} == {*self.placement.main}
-        return "weights" in self.placement.on_host and bool(self.placement.weights) and alike
+        """Whether the compute copy does, which gathers read."""
+        return self.placement.copy_on_host
 
     @cached_property
     def grads_on_host(self) -> bool:

@@ -146,7 +146,9 @@ def _bytes_of_layouts(layouts: Mapping[str, Layout], page: Page) -> None:
     most = max(sum(kinds.values()) for kinds in found.values())
     size, unit = binary_scale(most)
     page.text("Bytes on a rank", 15, INK, 0.36, weight="bold")
-    page.text("without optimizer state, which lies as main weights do; staging and activations come beside it")
+    far = any(layout.host_nbytes("main") for layout in layouts.values())
+    left_out = "optimizer state, which lies as main weights do" + ", and without what lies in the host's memory" * far
+    page.text(f"without {left_out}; staging and activations come beside it")
     page.indent(list(found))
     panel = page.panel(0.42 * len(found), (most / size * 1.02 or 1.0, len(found)), below=0.55)
     for y, kinds in enumerate(reversed(found.values())):
@@ -161,8 +163,9 @@ def _bytes_of_layouts(layouts: Mapping[str, Layout], page: Page) -> None:
 
 
 def _kept_bytes(layout: Layout) -> dict[str, int]:
-    copies = sum(bucket.nbytes("weights") for bucket in layout.buckets.values() if keeps_copy(bucket))
-    kept = (layout.nbytes("main"), layout.nbytes("grads"), copies, make_plan(layout).arena)
+    copies = sum(b.nbytes("weights") for b in layout.buckets.values() if keeps_copy(b) and not b.copy_on_host)
+    main, grads = (layout.nbytes(kind) - layout.host_nbytes(kind) for kind in ("main", "grads"))
+    kept = (main, grads, copies, make_plan(layout).arena)
     return {kind: nbytes for kind, nbytes in zip(STORED, kept, strict=True) if nbytes}
 
 

@@ -136,6 +136,12 @@ class Layout:
         chosen = self.trainable if kind == "grads" else self.buckets
         return sum(bucket.nbytes(kind) for bucket in chosen.values())
 
+    def host_nbytes(self, kind: str) -> int:
+        """Of `nbytes`, what lies in the host's memory (`Placement.memory_kind`). "weights" are compute copies."""
+        chosen = self.trainable if kind == "grads" else self.buckets
+        there = {"main": "on_host", "grads": "grads_on_host", "weights": "copy_on_host"}[kind]
+        return sum(bucket.nbytes(kind) for bucket in chosen.values() if getattr(bucket, there))
+
     def padding(self) -> float:
         """The share of elements that are padding: 0.001 is 0.1 %."""
         total = sum(b.numel for b in self.buckets.values())
@@ -166,7 +172,17 @@ class Layout:
                 )
         sizes_of = ("main/rank", "weights/rank", "grads/rank")
         header = ("bucket", "leaves", "elements", "pad", "placement", "dtypes", *sizes_of)
-        return table(header, rows)
+        return table(header, rows) + self._said_of_host()
+
+    def _said_of_host(self) -> str:
+        sizes = {kind: self.host_nbytes(kind) for kind in ("main", "weights", "grads")}
+        if not any(sizes.values()):
+            return ""
+        said = ", ".join(f"{kind} {bytes_text(nbytes)}" for kind, nbytes in sizes.items() if nbytes)
+        return (
+            f"\nin the host's memory, on a rank: {said}, and what an optimizer keeps; host_transfer(state) says what a "
+            "step moves, of an abstract_state, too"
+        )
 
 
 def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | None = None) -> Layout:

@@ -86,6 +86,12 @@ class Placement:
         kinds: tuple[str, ...] = KINDS if self.memory_kind == "pinned_host" else ()
         return self.memory_kind if isinstance(self.memory_kind, tuple) else kinds
 
+    @property
+    def copy_on_host(self) -> bool:
+        """Whether the compute copy, which gathers read, lies there. One that is whole, or that ranks refresh by a
+        collective, stays on the device."""
+        return "weights" in self.on_host and bool(self.weights) and {*self.weights} == {*self.main}
+
     def apart(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
         """The axes of a mesh along which ranks have leaves of their own (experts, replicas that train apart): those of
         more than one rank that `data` leaves out."""

@@ -204,4 +204,15 @@ class Spec:
             ("schedule", str(self.schedule)),
             ("transport", repr(self.transport)),
         ]
+        if any(rule.on_host for _, rule in self.placements):
+            rows.insert(2, ("host's memory", self._said_of_host(whole)))
         return table(("Spec", ""), rows)
+
+    def _said_of_host(self, whole: bool) -> str:
+        found = []
+        for pattern, rule in self.placements:
+            kinds = ["main weights", "optimizer state"] if rule.on_host else []
+            kinds += ["main gradients"] * ("grads" in rule.on_host) + ["compute shards"] * rule.copy_on_host
+            if kinds:
+                found.append(f"{'' if whole else f'{pattern}: '}{', '.join(kinds)}")
+        return f"{'; '.join(found)} (bytes: print(layout); what a step moves: host_transfer(state))"

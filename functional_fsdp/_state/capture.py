@@ -69,7 +69,8 @@ class Capture:
         self.digest, before = run.voted
         self.remarks = run.remarks[:before], run.remarks[before:]
         self.fixed = self.executor.given.fixed
-        self.held = self.executor.arena, self.executor.staging
+        streamed = self.executor.streamed
+        self.held = self.executor.arena, self.executor.staging, streamed and tuple(streamed.buffers)
 
     @property
     def voted(self) -> bool:

@@ -13,7 +13,7 @@ from .._common.device import clone_as
 from .._common.errors import StaleStateError
 from .._common.torch_names import pytree
 from .._common.tree import register
-from .._engine.executor import Executor
+from .._engine.executor import Executor, first_plan
 from .._plan.cursor import Cursor, InFlight
 from .._plan.layout import Layout
 from .._runtime.runtime import runtime_of
@@ -21,6 +21,7 @@ from .._spec.settings import opaque_settings
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, at_home, summary
 from .lineage import Lineage, Version
+from .transfer import HostTransfer, planned_transfer
 
 __all__ = ["Context", "Lineage", "State", "Version"]
 
@@ -159,6 +160,12 @@ class State:
         lineage.follow()
         return self.version.serial == lineage.base and not self.grads
 
+    def _transfer(self) -> HostTransfer:
+        """What a step moves between the host's memory and the device. Nothing is measured."""
+        executor = self.version.lineage.executor
+        plan = first_plan(self.layout, self.spec.schedule) if executor is None else executor.plan
+        return planned_transfer(self.layout, plan, self.main, self.opt)
+
     def _valid(self, what: str) -> None:
         """Raise StaleStateError if a step has consumed this state."""
         self.version.lineage.valid(self.version.serial, what)
@@ -229,7 +236,8 @@ class State:
         hidden = opaque_settings(self.optimizer, "optimizer")
         more = f" and {len(hidden) - 2} more" if len(hidden) > 2 else ""
         unseen = f"\nranks cannot compare {', '.join(hidden[:2])}{more}" if hidden else ""
-        return f"{what}, mesh {axes}, step {self.steps}, {status}\n{summary(trees)}{unseen}"
+        moves = f"\n{self._transfer()!r}; see host_transfer(state)" if self.layout.host_nbytes("main") else ""
+        return f"{what}, mesh {axes}, step {self.steps}, {status}\n{summary(trees)}{moves}{unseen}"
 
 
 FIELDS = tuple(f.name for f in fields(State))

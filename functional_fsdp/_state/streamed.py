@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .._common.device import host_bandwidth, in_host_memory
+from .._common.device import in_host_memory
 from .._common.torch_names import pytree
-from .._common.tree import bytes_text
 from .._distributed.lanes import Mark, Steps
-from .._optim.optimizer import FILL
+from .._optim.optimizer import FILL, runs
 from .._plan.bucket import ALIGN, STAGED, Bucket, aligned
 from .._storage.cut import Cut
 from .._storage.flat import FlatBuffer
@@ -29,9 +28,10 @@ from .._storage.flat import FlatBuffer
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = ["HostTransfer", "Streamed", "host_transfer"]
+__all__ = ["Streamed"]
 
 BUFFERS = 2
+ORDERS = 8  # of buckets, for which portions are kept
 Tree = dict[str, FlatBuffer]
 Update = Callable[[Tree, Any, Tree], None]  # of main weights and optimizer state on the device, by these gradients
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (of the device, of the host)
@@ -70,55 +70,6 @@ def _kept(opt: Any, name: str) -> list[FlatBuffer]:
     return [n for n in nodes if _is_buffer(n) and n.bucket.name == name and in_host_memory(n.local)]
 
 
-class HostTransfer(NamedTuple):
-    """What a step moves between the host's memory and the device, on this rank, in bytes.
-
-    update: by `step`, to the device; nearly as many go back. beside: in the forward and the backward, to the device,
-    for gathers. gradients: in the backward, to the host. bandwidth: bytes a second each way, both ways at once.
-    """
-
-    update: int
-    beside: int
-    gradients: int
-    bandwidth: float
-
-    @property
-    def seconds(self) -> float:
-        """What a step takes longer at most, where nothing is hidden by compute."""
-        return (self.update + self.beside + self.gradients) / self.bandwidth
-
-    def __repr__(self) -> str:
-        sizes = [f"{bytes_text(n)} {what}" for what, n in zip(self._fields[:3], self[:3], strict=True) if n]
-        rate = f"{self.bandwidth / 1e9:.1f} GB/s each way"
-        return f"a step moves {', '.join(sizes) or 'nothing'}: at most {self.seconds:.3f} s at {rate}"
-
-
-def host_transfer(state: State) -> HostTransfer:
-    """What it costs that a state lies in the host's memory (`memory_kind="pinned_host"`), by plan.
-
-    The bandwidth is measured, on the first call for a device: four copies of 64 MiB each way. Others that use the same
-    bus at the same time are not counted.
-
-    Collective: none.
-
-    Example: `print(fsdp.host_transfer(state))` gives "a step moves 13.8 GiB update, 4.6 GiB beside: at most 0.396 s at
-    50.4 GB/s each way".
-    """
-    far = {name: bucket for name, bucket in state.layout.trainable.items() if bucket.on_host}
-    sizes = {name: state.main[name].local.numel() for name in far}
-    kept = {t.local.data_ptr(): t.local.nbytes for name in far for t in (state.main[name], *_kept(state.opt, name))}
-    gradients = sum(sizes[name] * bucket.grads.itemsize for name, bucket in far.items() if bucket.grads_on_host)
-    gathers: dict[str, int] = {}
-    for gather in state.cursor.plan.gathers:
-        gathers[gather.unit] = gathers.get(gather.unit, 0) + 1
-    beside = sum(
-        buffer.local.nbytes * gathers.get(buffer.bucket.unit, 0)
-        for buffer in state.weights.values()
-        if buffer.bucket.copy_on_host
-    )
-    return HostTransfer(sum(kept.values()) + gradients, beside, gradients, host_bandwidth(state.count.device))
-
-
 class Streamed:
     """What an executor keeps of it between steps: two buffers, and who lies where in them."""
 
@@ -126,7 +77,7 @@ class Streamed:
         self.buffers = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self.fresh = False  # whether compute may still do something in the buffers' memory
         self.done: set[str] = set()  # whose update, in this step, has brought its compute copy along
-        self.opt: Any = None  # for which the portions are
+        self.trees: tuple[Any, ...] = ()  # for which the portions are: main weights, compute copies, what is kept
         self.found: dict[tuple[str, ...], tuple[Portion, ...]] = {}
 
     @property
@@ -156,13 +107,17 @@ class Streamed:
     # ---------------------------------------------------------------- who lies where
 
     def portions(self, state: State, names: Sequence[str]) -> tuple[Portion, ...]:
-        """Those of these buckets, in this order: the same ones in every step of the same optimizer state."""
-        if self.opt is not state.opt:
-            self.opt, self.found = state.opt, {}
+        """Those of these buckets, in this order: the same ones in every step that finds the same tensors. The buffers
+        have memory from here on."""
+        trees = state.main, state.weights, state.opt
         key = tuple(names)
+        others = any(a is not b for a, b in zip(trees, self.trees or (None,) * 3, strict=True))
+        if others or (len(self.found) >= ORDERS and key not in self.found):
+            self.trees, self.found = trees, {}
+        groups = [] if key in self.found else _groups(state, names)
+        self._make_room(max((sum(_nbytes(state, part) for part in some) for some in groups), default=0))
+        self.take()
         if key not in self.found:
-            groups = _groups(state, names)
-            self._make_room(max((sum(_nbytes(state, part) for part in some) for some in groups), default=0))
             self.found[key] = tuple(self._portion(state, some, i % BUFFERS) for i, some in enumerate(groups))
         return self.found[key]
 
@@ -260,27 +215,24 @@ class Streamed:
 
 def _groups(state: State, names: Sequence[str]) -> list[list[BucketPart]]:
     """Parts in a row, in groups of so many bytes of main weights as an update has at least."""
+    sizes = {name: state.main[name].local.numel() for name in names}
+    if not getattr(state.optimizer, "elementwise", False):
+        together = runs(state.optimizer, state.opt, {name: state.main[name].local.nbytes for name in names})
+        return [[BucketPart(name, 0, sizes[name], True) for name in some] for some in together]
     fill = getattr(state.optimizer, "fill", FILL)
     found: list[list[BucketPart]] = []
     left = 0
-    for name in names:
-        local = state.main[name].local
-        most = aligned(max(1, fill // local.element_size()), ALIGN) if _cuts(state) else max(1, local.numel())
-        for start in range(0, max(1, local.numel()), most):
-            stop = min(start + most, local.numel())
-            if left <= 0:
+    for name, size in sizes.items():
+        width = state.main[name].local.element_size()
+        most = aligned(max(1, fill // width), ALIGN)
+        for start in range(0, max(1, size), most):
+            stop = min(start + most, size)
+            if left <= 0 or any(part.name == name for part in found[-1]):  # one part of a bucket at a time
                 found.append([])
                 left = fill
-            if any(part.name == name for part in found[-1]):  # one part of a bucket at a time
-                found.append([])
-                left = fill
-            found[-1].append(BucketPart(name, start, stop, stop == local.numel()))
-            left -= (stop - start) * local.element_size()
+            found[-1].append(BucketPart(name, start, stop, stop == size))
+            left -= (stop - start) * width
     return found
-
-
-def _cuts(state: State) -> bool:
-    return bool(getattr(state.optimizer, "elementwise", False))
 
 
 def _nbytes(state: State, part: BucketPart) -> int:

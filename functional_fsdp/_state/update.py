@@ -23,7 +23,7 @@ from .._common.errors import ScheduleError, TreeError
 from .._common.record import Collective
 from .._common.torch_names import foreach_copy_, pytree
 from .._distributed.lanes import Mark, Steps
-from .._optim.optimizer import FILL, Sender, portions
+from .._optim.optimizer import Sender, runs
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._storage.flat import FlatBuffer
 from .streamed import Streamed
@@ -134,7 +134,19 @@ def apply_optimizer(
     state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None, given: Leaves = NOTHING
 ) -> tuple[Any, Any]:
     """The update of all, eagerly: on GPUs in parts, as gradients come, if the optimizer is one for parts. A stream
-    waits, the host does not. Compute has waited for all of it at the end."""
+    waits, the host does not. Compute has waited for all of it at the end, also where it raises."""
+    executor = state._executor
+    try:
+        return _applied(state, main, skip, given)
+    except BaseException:  # what lanes have begun reads and writes what may be let go now
+        for lane in ("fetch", "update", "store"):
+            executor.run.lanes.join(lane)
+        if executor.streamed is not None:
+            executor.streamed.along(())
+        raise
+
+
+def _applied(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | None, given: Leaves) -> tuple[Any, Any]:
     executor, optimizer = state._executor, state.optimizer
     together = getattr(optimizer, "communicates", False)
     in_parts = getattr(optimizer, "by_bucket", False) and (skip is None or hasattr(optimizer, "update_unless"))
@@ -177,7 +189,6 @@ def _stream(state: State, names: Sequence[str], skip: torch.Tensor | None, given
     now = partial(_on_device, state, skip, given)
     marks = {name: staging.reduced[name] for name in names} if beside else None
     some = executor.streamed.portions(state, names)
-    executor.streamed.take()
     staging.marks["store"] = executor.streamed.run(lanes, some, executor.grads, now, marks)
     if not beside:
         lanes.wait(staging.marks["store"])
@@ -219,16 +230,11 @@ def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) 
     alone = [name for name in shards if name not in given]  # all others compute reads
     sizes = {name: main[name].local.nbytes for name in alone if not main[name].bucket.on_host}
     far = [name for name in alone if name not in sizes and main[name].bucket.placement.weights]
-    try:
-        for some in portions(sizes, getattr(state.optimizer, "fill", FILL)):
-            job = _portion(state, {name: main[name] for name in some}, [staging.reduced[name] for name in some])
-            staging.marks["update"] = lanes.beside("update", job)
-        if far:
-            _stream(state, far, None, given, beside=True)
-    except BaseException:  # what it has begun writes to the state, which may be let go now
-        for lane in ("fetch", "update", "store"):
-            lanes.join(lane)
-        raise
+    for some in runs(state.optimizer, state.opt, sizes):
+        job = _portion(state, {name: main[name] for name in some}, [staging.reduced[name] for name in some])
+        staging.marks["update"] = lanes.beside("update", job)
+    if far:
+        _stream(state, far, None, given, beside=True)
     return {name: buffer for name, buffer in main.items() if name not in sizes and name not in far}
 
 

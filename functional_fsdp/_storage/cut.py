@@ -36,7 +36,7 @@ class Cut(FlatBuffer):
 
 register(
     Cut,
-    lambda b: ((b.local,), (FlatBuffer(b.local, b.bucket, b.states, b.mesh).but(b.local[:0]), b.first)),
+    lambda b: ((b.local,), (b.bucket, b.states, b.mesh, b.first)),
     ("local",),
-    lambda context, children: Cut(children[0], *context),
+    lambda context, children: Cut(children[0], FlatBuffer(children[0], *context[:3]), context[3]),
 )

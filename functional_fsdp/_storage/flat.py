@@ -189,11 +189,23 @@ def summary(trees: Mapping[str, Any]) -> str:
         nodes = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
         buffer = next((node for node in nodes if isinstance(node, FlatBuffer)), None)
         states = ", ".join(f"{axis}: {s}" for axis, s in buffer.states) if buffer else ""
-        far = sum(t.nbytes for t in tensors if in_host_memory(t))
+        far = sum(_far(node, name) for node in nodes)
         states += f"; {bytes_text(far)} in host memory" if far else ""
         size = bytes_text(sum(t.numel() * t.element_size() for t in tensors))
         rows.append((name, len(tensors), size, dtypes or "-", states or "-"))
     return table(("field", "tensors", "bytes a rank", "dtype", "placed"), rows)
+
+
+def _far(node: Any, tree: str) -> int:
+    """Bytes of a node of a tree that lie in the host's memory; of an abstract state, that would."""
+    local = node.local if isinstance(node, FlatBuffer) else node
+    if not isinstance(local, torch.Tensor):
+        return 0
+    there = in_host_memory(local)
+    if local.is_meta and isinstance(node, FlatBuffer):
+        bucket = node.bucket
+        there = {"weights": bucket.copy_on_host, "grads": bucket.grads_on_host}.get(tree, bucket.on_host)
+    return int(local.nbytes) if there else 0
 
 
 def _places(mesh: Any) -> dict[str, int]:

@@ -280,7 +280,8 @@ def _vote_and_take(state: State, skip: Any) -> State:
     vote = lineage.runtime.vote(executor.digest, executor.given.vote())
     trainable = state.layout.trainable
     main = {name: state.main[name] for name in trainable}
-    touched = [buffer.local for buffer in main.values()] + _tensors(state.opt)
+    copies = [state.weights[name].local for name in trainable if name in state.weights]
+    touched = [buffer.local for buffer in main.values()] + _tensors(state.opt) + copies
     versions = [leaf._version for leaf in touched]
     try:
         lacking = executor.given.agree(lineage.runtime, lineage.runtime.compare(vote))
@@ -290,6 +291,8 @@ def _vote_and_take(state: State, skip: Any) -> State:
     if executor.run.lanes.waits_on_host:  # that may fail: before all commit
         executor.settle()
     opt = counting(state, lacking, executor.run.capturing)
+    if opt is not state.opt:  # compute makes counts now, which updates read
+        executor.staging.touched()
     before = keep(state, lacking.given, warns=True)
     return _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
 

@@ -1,0 +1,105 @@
+"""The order of streams that GPUs have, without one, on several ranks: nothing that lanes do races with anything."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from support.presets import PRESETS, ranks_of
+from support.streams import WAYS, ordered, trained
+from support.tables import marked
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+
+HOST = "pinned_host"
+
+
+ROWS = [*itertools.product(PRESETS, ("device", HOST), (True, False), WAYS)]
+QUICK = [
+    *zip(PRESETS[::-1] + PRESETS[::-1], [HOST] * 8, [True, True, False] * 3, WAYS, strict=False),
+    ("zero2", "device", True, "exact"), ("hsdp", "device", True, "microbatches"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "kind", "overlap", "way"), marked(ROWS, QUICK))
+def test_steps_race_with_nothing_and_have_the_same_bits(preset: str, kind: str, overlap: bool, way: str) -> None:
+    seen = launch(trained, (preset, kind, overlap, way, True), nprocs=ranks_of(preset))
+    plain = launch(trained, (preset, "device", overlap, way, False), nprocs=ranks_of(preset))
+    for (found, races), (wanted, _) in zip(seen, plain, strict=True):
+        assert not races
+        assert all(torch.equal(found[path], wanted[path]) for path in wanted)
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def layers(mesh: Any, placement: Any, **schedule: Any) -> fsdp.State:
+    params = {"layers": [{"w": torch.ones(32, 32)} for _ in range(4)]}
+    spec = fsdp.Spec(mesh, placement, schedule=fsdp.Schedule(overlap_update=True, **schedule))
+    return fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
+
+
+def used(state: fsdp.State, unit: str, last: bool = True, released: bool = True) -> fsdp.State:
+    state, _ = fsdp.unshard(state, unit)
+    if not released:
+        state = fsdp.reduce(state, {"w": torch.ones(32, 32)}, unit, last_microbatch=last)
+    state = fsdp.release(state, unit)
+    return fsdp.reduce(state, {"w": torch.ones(32, 32)}, unit, last_microbatch=last) if released else state
+
+
+def partial_gradients() -> list[str]:
+    """Gradients stay partial until `step`, where others become zeros, perhaps in the memory of these."""
+    with ordered() as order:
+        mesh = fsdp.local_mesh(replica=2, shard=-1)
+        state = layers(mesh, fsdp.hsdp("replica", "shard", memory_kind=HOST), order=["layers.0", "layers.1"])
+        for _ in range(2):
+            for unit in ("layers.1", "layers.0"):
+                state = used(state, unit, last=False)
+            state = fsdp.step(state)
+        return order.races
+
+
+def backwards(kind: str, released: bool) -> list[str]:
+    """Only the backward's half of the order of use: units are gathered ahead that nobody waits for."""
+    with ordered() as order:
+        state = layers(fsdp.local_mesh(), fsdp.zero3("data", memory_kind=kind))
+        for _ in range(2):
+            for last in (False, True):
+                for unit in reversed(state.units):
+                    state = used(state, unit, last, released)
+            state = fsdp.step(state)
+        return order.races
+
+
+def experts(kind: str) -> list[str]:
+    """A rank's own leaf gets no gradient, while another rank's does: counts are new on both."""
+    with ordered() as order:
+        mesh = fsdp.local_mesh(expert=2, data=2)
+        mine = mesh.get_local_rank("expert")
+        rules = {"experts": fsdp.zero3("data", memory_kind=kind), "*": fsdp.zero3("expert", "data", memory_kind=kind)}
+        params = {"experts": {"a": torch.ones(300), "b": torch.ones(300)}, "rest": torch.ones(300)}
+        spec = fsdp.Spec(mesh, rules, units=["experts", "rest"], schedule=fsdp.Schedule(overlap_update=True))
+        state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
+        for i in range(3):
+            a = torch.ones(300) if i == 0 or mine else None
+            state = fsdp.reduce(state, {"experts": {"a": a, "b": torch.ones(300)}, "rest": torch.ones(300)})
+            state = fsdp.step(state)
+        return order.races
+
+
+def test_zeros_come_after_what_lanes_still_read_there() -> None:
+    assert launch(partial_gradients, nprocs=4) == [[]] * 4
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("kind", ["device", HOST])
+def test_an_update_comes_after_gathers_that_nobody_waited_for(kind: str, released: bool) -> None:
+    assert launch(backwards, (kind, released), nprocs=2) == [[]] * 2
+
+
+@pytest.mark.parametrize("kind", ["device", HOST])
+def test_an_update_comes_after_counts_that_are_new(kind: str) -> None:
+    assert launch(experts, (kind,), nprocs=4) == [[]] * 4

@@ -1,0 +1,275 @@
+"""GPUs' lanes on the CPU: streams that only remember what comes after what, and every access to memory, checked.
+
+    compute   ── writes a ──┬── mark                                what no wait orders may happen at once on a GPU:
+    update                  └── wait ── reads a ──                  `Order.races` has it
+    fetch     ── reads a ── (a race with the first)
+
+Work is done at once, in the order of the host, by `StreamLanes` itself. Each stream has a vector clock (Mattern 1989,
+"Virtual time and global states of distributed systems"); each access to bytes is held against those before it. Memory
+is made on a stream, and goes back to it: another stream's access has to come after the one and before the other, as the
+caching allocator wants it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from support.presets import AXES
+from support.problems import batch, loss_fn, mesh_and_placement, net
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import functional_fsdp as fsdp
+from functional_fsdp import transforms as T
+from functional_fsdp._common.device import in_host_memory
+from functional_fsdp._distributed.collectives import gloo
+from functional_fsdp._optim.muon import Muon
+from functional_fsdp._runtime import runtime, stream_lanes
+from functional_fsdp._runtime.stream_lanes import STREAMS, StreamLanes
+from functional_fsdp._state import streamed
+
+__all__ = ["WAYS", "Order", "Ordered", "ordered", "trained"]
+
+Clock = dict[str, int]
+COMPUTE = "compute"
+
+
+class Stream:
+    device_index, device_type = 0, 1
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name, self.stream_id = name, number
+        self.clock: Clock = {}
+
+    def wait_event(self, event: Event) -> None:
+        for name, time in event.clock.items():
+            self.clock[name] = max(time, self.clock.get(name, 0))
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(Event(stream.clock))
+
+
+class Event:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = dict(clock or {})
+
+    def record(self, stream: Stream) -> None:
+        self.clock = dict(stream.clock)
+
+    def query(self) -> bool:
+        return True
+
+
+class Memory:
+    """What was done to the bytes of one storage, and by which stream it was made."""
+
+    def __init__(self, home: Stream, pinned: bool) -> None:
+        self.home, self.pinned = home, pinned
+        #: by stream, the bytes from and to, and whether they were written: the last time, and by what
+        self.accesses: dict[tuple[str, int, int, bool], tuple[int, str]] = {}
+        self.recorded = False  # whether the allocator knows who else uses it
+        self.ref: Any = None
+
+
+class Order(TorchDispatchMode):
+    """Who comes after whom. `races` says what no order holds apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = (COMPUTE, *STREAMS)
+        self.streams = {name: Stream(name, number) for number, name in enumerate(names)}
+        self.now = self.streams[COMPUTE]
+        self.known: dict[int, Memory] = {}
+        self.races: list[str] = []
+        self.on = False
+
+    # ---- as torch.cuda
+
+    def current_stream(self, index: Any = None) -> Any:
+        return self.now.stream_id, 0, 1
+
+    def set_stream(self, stream_id: int, **_: Any) -> None:
+        self.now = [*self.streams.values()][stream_id]
+
+    def _stream(self, names: Iterator[str], stream_id: int | None = None, **_: Any) -> Stream:
+        return self.streams[next(names)] if stream_id is None else [*self.streams.values()][stream_id]
+
+    @contextmanager
+    def lanes(self) -> Iterator[None]:
+        """Meshes that are made within have these streams."""
+        names = iter(STREAMS)
+        cuda = SimpleNamespace(
+            Event=Event, is_initialized=lambda: True, current_stream=lambda device: self.now,
+            Stream=lambda *_, **at: self._stream(names, **at),
+        )  # fmt: skip
+        with (
+            mock.patch.object(stream_lanes, "torch", SimpleNamespace(cuda=cuda)),
+            mock.patch.object(stream_lanes, "current_stream", self.current_stream),
+            mock.patch.object(stream_lanes, "set_stream", self.set_stream),
+            mock.patch.object(runtime, "lanes_of", lambda run: Ordered(run, self)),
+            mock.patch.dict(runtime._RUNTIMES, clear=True),
+            mock.patch.object(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_)),
+        ):
+            self.on = True
+            try:
+                yield
+            finally:
+                self.on = False
+
+    # ---- accesses
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        returned = [one.alias_info for one in schema.returns]
+        views = returned and all(alias is not None and not alias.is_write for alias in returned)
+        looks = self.on and not (views or func.namespace == "c10d" or str(func).startswith("aten.set_."))
+        given = {**dict(zip([one.name for one in schema.arguments], args, strict=False)), **kwargs}
+        for argument in schema.arguments if looks else ():
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            self.access(given.get(argument.name), written, str(func))
+        out = func(*args, **kwargs)
+        if looks:
+            self.access(out, not any(returned), str(func))
+        return out
+
+    def access(self, value: Any, written: bool, what: str) -> None:
+        """The current stream reads or writes these tensors."""
+        for tensor in torch.utils._pytree.tree_leaves(value):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.layout is torch.strided:
+                memory = self._memory(tensor)
+                size, begin = tensor.element_size(), int(tensor.storage_offset()) * tensor.element_size()
+                extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+                span = range(begin, begin + (extent * size if tensor.numel() else 0))
+                self._note(memory, span, written, f"{what} {tuple(tensor.shape)}")
+
+    def _memory(self, tensor: torch.Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self.known.get(key)
+        if found is None:
+            found = self.known[key] = Memory(self.now, in_host_memory(tensor))
+            found.ref = weakref.ref(storage, lambda _: self._gone(key))
+            self._note(found, range(1 << 62), True, "made")
+        return found
+
+    def _note(self, memory: Memory, span: range, written: bool, what: str) -> None:
+        name, clock = self.now.name, self.now.clock
+        for (other, start, stop, wrote), (time, by) in [*memory.accesses.items()]:
+            before = other == name or clock.get(other, 0) >= time
+            if before and written and span.start <= start and stop <= span.stop:
+                del memory.accesses[other, start, stop, wrote]  # who comes after this one comes after that one
+            elif not before and (written or wrote) and span.start < stop and start < span.stop:
+                self._race(f"{what} on {name}, {by} on {other}")
+        clock[name] = clock.get(name, 0) + 1
+        memory.accesses[name, span.start, span.stop, written] = clock[name], what
+
+    def _gone(self, key: int) -> None:
+        memory = self.known.pop(key, None)
+        if memory is None or not self.on or memory.pinned or memory.recorded:
+            return
+        for (other, *_), (time, by) in memory.accesses.items():
+            if other != memory.home.name and memory.home.clock.get(other, 0) < time:
+                self._race(f"memory of {memory.home.name} goes, and {by} on {other}")
+
+    def _race(self, said: str) -> None:
+        if said not in self.races:
+            self.races.append(said)
+
+    def _resizing(self, resize: Any) -> Any:
+        def resized(storage: Any, nbytes: int) -> Any:
+            memory = self.known.get(storage._cdata)
+            if memory is not None and self.on and storage.nbytes() != nbytes:
+                before, self.now = self.now, memory.home
+                self._note(memory, range(1 << 62), True, f"resize_({nbytes})")
+                self.now = before
+            return resize(storage, nbytes)
+
+        return resized
+
+
+class Ordered(StreamLanes):
+    """The lanes of GPUs, on the streams of an `Order`; collectives by gloo."""
+
+    backend = "gloo"
+
+    def __init__(self, run: Any, order: Order) -> None:
+        self.order = order
+        super().__init__(run)
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            self.order._memory(tensor).recorded = True
+
+    def synchronize(self) -> None:
+        pass
+
+    def collective(self, hop: Any, out: Any, given: Any, group: Any) -> Any:
+        if self.skips:
+            self.skips -= 1
+            return
+        self.issues += 1
+        self.order.access(given, hop.kind in ("reduce_scatter", "all_reduce"), hop.kind)
+        self.order.access(out, True, hop.kind)
+        yield from gloo(hop, out, given, group)
+
+
+@contextmanager
+def ordered() -> Iterator[Order]:
+    """Meshes that are made within have lanes of GPUs, and what they do is checked, as if released memory went."""
+    order = Order()
+    gone = "functional_fsdp._engine.arena.keeps_released", "functional_fsdp._storage.weights.keeps_released"
+    with order.lanes(), order, mock.patch(gone[0], return_value=False), mock.patch(gone[1], return_value=False):
+        yield order
+
+
+# ---------------------------------------------------------------- steps
+
+WAYS = ("", "microbatches", "lacking", "skipping", "clipping", "matrices", "from torch", "exact")
+
+
+def part_of(model: Any, data: Any) -> torch.Tensor:
+    """Some units get no gradient."""
+    found: torch.Tensor = model.tail(model.head(model.blocks[1](model.embed(data[0])))).float().square().mean()
+    return found
+
+
+def trained(
+    preset: str, kind: Any, overlap: bool, way: str, watched: bool
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Weights after three steps, in parts of 128 elements, and what raced, if that is watched."""
+    small = mock.patch.object(streamed, "FILL", 512), mock.patch.object(Muon, "fill", 512)
+    with small[0], small[1], ordered() if watched else nullcontext() as order:
+        params, model = fsdp.functionalize(net(torch.float32))
+        mesh, _ = mesh_and_placement(preset)
+        spec = fsdp.Spec(
+            mesh,
+            getattr(fsdp, preset)(*AXES[preset], memory_kind=kind),
+            precision=fsdp.Precision(compute=torch.bfloat16, sum="fp32" if way == "exact" else "native"),
+            schedule=fsdp.Schedule(overlap_update=overlap),
+            labels={"blocks.*.up.weight": "matrix", "blocks.*.down.weight": "matrix"},
+        )
+        optimizer: Any = fsdp.adamw(lr=1e-2)
+        if way == "matrices":
+            optimizer = fsdp.partition({"matrix": fsdp.muon(lr=1e-2), "default": optimizer})
+        elif way == "from torch":
+            optimizer = fsdp.from_torch(torch.optim.RAdam, lr=1e-2)
+        state = fsdp.shard(params, spec, optimizer)
+        assert isinstance(state._executor.run.lanes, Ordered) == watched
+        whole, some = (T.forward_backward(model, fn) for fn in (loss_fn, part_of))
+        step = T.skip_nonfinite(fsdp.step) if way == "skipping" else fsdp.step
+        micro = 2 if way == "microbatches" else 1
+        for i in range(3):
+            for k in range(micro):
+                call = some if way == "lacking" and i else whole
+                state, _ = call(state, batch(i, mesh.get_rank(), k), last_microbatch=k == micro - 1)
+            if way == "clipping":
+                state, _ = T.clip_by_global_norm(state, 0.1)
+            state = step(state)
+        found = {path: leaf.clone() for path, leaf in fsdp.full_params(state).items()}
+        return found, [] if order is None else order.races

@@ -1,0 +1,204 @@
+"""The update of what lies in the host's memory, in a world of one: stopped anywhere, of other tensors, by optimizers of
+one's own, and while a step is captured."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from support.streams import ordered
+
+import functional_fsdp as fsdp
+from functional_fsdp import extend
+from functional_fsdp._common.device import clone_as, empty_as, host_memory, in_host_memory, zeros_as
+from functional_fsdp._state import streamed, update
+from functional_fsdp._state.capture import Capture
+
+HOST = "pinned_host"
+CPU = torch.device("cpu")
+PARAMS = {"a": torch.arange(200.0), "b": torch.ones(7, 10)}  # three parts
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "FILL", 512)
+
+
+def made(kind: Any = HOST, optimizer: Any = None, **more: Any) -> fsdp.State:
+    placement = fsdp.zero3("data", memory_kind=kind)
+    spec = fsdp.Spec(fsdp.local_mesh(), placement, precision=fsdp.Precision(compute=torch.bfloat16), **more)
+    return fsdp.shard(PARAMS, spec, optimizer or fsdp.adamw(lr=0.1))
+
+
+def reduced(state: fsdp.State, by: float = 1.0) -> fsdp.State:
+    return fsdp.reduce(state, pytree.tree_map(lambda p: by * (1 + torch.arange(p.numel()).view(p.shape) % 3), PARAMS))
+
+
+def values(state: fsdp.State) -> list[torch.Tensor]:
+    leaves = pytree.tree_leaves((state.main, state.weights, state.opt, state.count))
+    return [leaf.clone() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+# ---------------------------------------------------------------- stopped
+
+
+class StoppedError(BaseException):
+    pass
+
+
+@contextmanager
+def stopped_at(line: int) -> Iterator[list[int]]:
+    """Raise before this line of the update's, in the order in which lines run. Gives how many there were."""
+    names, seen = {streamed.__name__, update.__name__}, [0]
+
+    def called(frame: FrameType, event: str, arg: Any) -> Any:
+        return inside if frame.f_globals.get("__name__") in names else None
+
+    def inside(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            seen[0] += 1
+            if seen[0] - 1 == line:
+                sys.settrace(None)
+                raise StoppedError
+        return inside
+
+    before = sys.gettrace()
+    sys.settrace(called)
+    try:
+        yield seen
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize(("watched", "overlap"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("kind", [HOST, {"main": HOST}], ids=str)
+def test_a_step_that_is_stopped_anywhere_costs_nothing_or_says_so(kind: Any, watched: bool, overlap: bool) -> None:
+    with ordered() if watched else nullcontext() as order:
+
+        def begun() -> fsdp.State:
+            return fsdp.step(reduced(made(kind, schedule=fsdp.Schedule(overlap_update=overlap))))
+
+        middle = reduced(begun(), 2)
+        with stopped_at(-1) as lines:
+            wanted = values(fsdp.step(middle))
+        ends = {"whole": 0, "broken": 0}
+        for line in range(0, lines[0], 13 if watched else 5):
+            state = begun()
+            before = values(state)
+            middle = reduced(state, 2)
+            with pytest.raises(StoppedError), stopped_at(line):
+                fsdp.step(middle)
+            if state.version.lineage.broken:
+                ends["broken"] += 1
+                with pytest.raises(fsdp.StaleStateError, match="this State is half updated"):
+                    reduced(state)
+            else:
+                ends["whole"] += 1
+                assert same(values(state), before)
+                assert same(values(fsdp.step(reduced(state, 2))), wanted)
+            del state, middle
+            gc.collect()
+        assert min(ends.values()) > 3
+        assert order is None or not order.races
+
+
+# ---------------------------------------------------------------- of other tensors
+
+
+class Descent:
+    """Gradient descent by elements, by `tree_map`, that keeps nothing: what it keeps is the same object everywhere."""
+
+    by_bucket = elementwise = True
+
+    def init(self, main: Any) -> Any:
+        return ()
+
+    def update(self, grads: Any, opt: Any, main: Any, count: torch.Tensor) -> Any:
+        pytree.tree_map(lambda p, g: p.sub_(g), main, grads)
+        return main, opt
+
+
+@pytest.mark.parametrize("kind", ["device", HOST])
+def test_an_optimizer_of_one_s_own_is_given_parts_as_trees(kind: Any) -> None:
+    state = fsdp.step(reduced(made(kind, Descent())))
+    found = fsdp.full_params(state)
+    assert torch.equal(found["a"], PARAMS["a"] - (1 + torch.arange(200) % 3))
+
+
+def test_a_state_with_other_main_weights_is_updated_there() -> None:
+    state = fsdp.step(reduced(made(HOST, Descent())))
+    old = {name: buffer.local.clone() for name, buffer in state.main.items()}
+    main = {name: buffer.but(clone_as(buffer.local)) for name, buffer in state.main.items()}
+    new = fsdp.step(reduced(extend.evolve(state, main=main)))
+    assert all(torch.equal(state.main[name].local, old[name]) for name in old)
+    assert torch.equal(fsdp.full_params(new)["a"], PARAMS["a"] - 2 * (1 + torch.arange(200) % 3))
+    copies = {name: buffer.local.clone() for name, buffer in new.weights.items()}
+    assert all(torch.equal(copies[name], new.main[name].local.bfloat16()) for name in copies)
+
+
+def test_what_is_kept_may_come_in_other_trees() -> None:
+    """As a compiled step returns it. The buffers have given their memory back by then."""
+    state, twin = (fsdp.step(reduced(made())) for _ in range(2))
+    state = extend.evolve(state, opt=pytree.tree_map(lambda t: t, state.opt))
+    assert same(values(fsdp.step(reduced(state))), values(fsdp.step(reduced(twin))))
+
+
+def test_what_is_known_of_orders_of_buckets_is_bounded() -> None:
+    state = made()
+    there = streamed.Streamed(CPU)
+    for names in [["a"], ["b"], ["a", "b"], ["b", "a"]] * 3 + [["a"] * i for i in range(1, 20)]:
+        assert [part.name for one in there.portions(state, dict.fromkeys(names)) for part in one.parts]  # type: ignore[arg-type]
+        assert len(there.found) <= streamed.ORDERS
+
+
+@pytest.mark.parametrize("like", [empty_as, zeros_as, clone_as])
+def test_tensors_like_those_of_the_host_have_their_shape(like: Any) -> None:
+    far = host_memory(6, torch.float32, CPU).view(2, 3)
+    found = like(far)
+    assert found.shape == far.shape
+    assert in_host_memory(found)
+    assert found.data_ptr() != far.data_ptr()
+
+
+def test_a_copy_shares_nothing_and_goes_on_alike() -> None:
+    state = fsdp.step(reduced(made()))
+    twin = copy.deepcopy(state)
+    assert {in_host_memory(buffer.local) for buffer in (*twin.main.values(), *twin.weights.values())} == {True}
+    new = fsdp.step(reduced(state))
+    assert not same(values(new), values(twin))
+    assert same(values(new), values(fsdp.step(reduced(twin))))
+
+
+# ---------------------------------------------------------------- while a step is captured
+
+
+def places(state: fsdp.State) -> set[int]:
+    return {buffer.local.data_ptr() for buffer in fsdp.finish_reductions(state).grads.values()}
+
+
+def test_what_a_graph_writes_no_eager_step_is_given() -> None:
+    state = fsdp.step(reduced(made()))
+    capture = Capture(state)
+    with capture.recording():
+        mine = places(reduced(state))
+        state = fsdp.step(reduced(state))
+    eager = places(middle := reduced(state))
+    assert mine.isdisjoint(eager)  # a replay writes there, whoever holds what an eager step has left
+    state = fsdp.step(middle)
+    again = Capture(state)
+    with again.recording():
+        assert places(reduced(state)) == mine
+        fsdp.step(reduced(state))
+    assert {id(buffer) for buffer in state._executor.streamed.buffers} <= {id(one) for one in capture.held[2]}
