@@ -133,7 +133,7 @@ def lower(fn: Callable[..., Any], state: State, *args: Any, recompute: bool = Fa
 def abstract_state(
     params: Any, spec: Spec, optimizer: Any = None, *, buffers: Mapping[str, torch.Tensor] | None = None
 ) -> State:
-    """A State of shapes only, for `lower`: no process group, no memory, any mesh.
+    """A State of shapes only, for `lower` and `T.step_memory`: no process group, no memory, any mesh.
 
     Args:
         params: a pytree of tensors, on the meta device or not.
@@ -141,7 +141,8 @@ def abstract_state(
         optimizer, buffers: as for `shard`.
 
     Returns:
-        a State whose tensors are on the meta device. It can be printed and lowered, and nothing else.
+        a State whose tensors are on the meta device. It can be printed, lowered and given to `T.step_memory`, and
+        nothing else.
 
     Example:
         >>> abstract_state({"w": torch.empty(8, 8, device="meta")}, Spec({"data": 2})).main["w"].local.device

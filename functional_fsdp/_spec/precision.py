@@ -57,8 +57,9 @@ class Precision:
         wire: what travels in a reduction: gradients are cast to it once, when they are staged. None: as `compute`.
         sum: where a reduction is added up. "native": by the backend, in the wire's dtype and its own order. "fp32":
             each rank gets the summands of its part (an all-to-all) and adds them up in float32 in the order of the
-            ranks, ((r0 + r1) + r2) + ..., the same bits in every run; further axes carry float32. It doubles the
-            staging. "auto": "fp32" where the transport adds up itself, as copy_engine does, else "native".
+            ranks, ((r0 + r1) + r2) + ..., the same bits in every run; further axes carry float32. What a rank gets
+            takes as many bytes as the staging once more. "auto": "fp32" where the transport adds up itself, as
+            copy_engine does, else "native".
         inputs: cast floating inputs of a driven model's parts to the dtype that they compute in, as FSDP2 does.
 
     Integer and boolean leaves keep their dtype throughout.

@@ -1,7 +1,7 @@
 """README and the pages of docs/: their Python runs as it stands, and their links lead somewhere.
 
 The blocks of a page run in order, in one namespace, as one script in an empty folder. What is not to be run is no
-block of Python: ```text, or ```sh for commands.
+block of Python: ```text, or ```sh for commands. An ```output block shows lines that the block before it prints.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import io
 import math
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 FENCE = re.compile(r"^( *)(`{3,})([^\n`]*)\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
-LANGUAGES = {"python", "text", "sh", "toml", "pycon"}
+LANGUAGES = {"python", "output", "text", "sh", "toml", "pycon"}
 
 
 def name(path: Path) -> str:
@@ -45,17 +47,24 @@ def blocks(path: Path) -> list[str]:
 
 
 def run(path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[dict[str, Any]]:
-    """Run the blocks of a page in one namespace; what its names are after each."""
+    """Run the blocks of a page in one namespace; what its names are after each. What a page shows as printed is."""
     script = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", script)  # where the compiler looks for what functions refer to
     monkeypatch.chdir(folder)
     torch.manual_seed(0)  # of its random batches, whatever ran in this process before
-    text, found, at = path.read_text(), [], 0
-    for block in blocks(path):
+    text, found, at, said = path.read_text(), [], 0, ""
+    for language, block in fences(path):
         at = text.index(block, at)
+        if language == "output":
+            assert block in said, f"{name(path)}: expected to print\n{block}\nand printed\n{said}"
+        if language != "python":
+            continue
         lines = "\n" * text.count("\n", 0, at)  # an error names the line of the page
-        exec(compile(lines + block, str(path), "exec"), script.__dict__)
+        with redirect_stdout(io.StringIO()) as out:
+            exec(compile(lines + block, str(path), "exec"), script.__dict__)
         found.append({**script.__dict__})
+        said = re.sub(r" +$", "", out.getvalue(), flags=re.MULTILINE)
+        print(said, end="")
     return found
 
 
@@ -117,9 +126,13 @@ def documented(path: Path) -> list[str]:
     return re.findall(r"^::: (\S+)$", path.read_text(), re.MULTILINE)
 
 
+DEFINED = re.compile(r"^\[([^\]\n]+)\]: (\S+)$", re.MULTILINE)  # at the end of a page: [fsdp.save]: file#anchor
+
+
 def links(path: Path) -> Iterator[tuple[str, str]]:
     """(file, anchor) of each link within the repository."""
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(path)):
+    text = prose(path)
+    for target in [*re.findall(r"\]\(([^)\s]+)\)", text), *(target for _, target in DEFINED.findall(text))]:
         if "://" not in target:
             file, _, anchor = target.partition("#")
             yield file, anchor
@@ -137,9 +150,24 @@ def test_links_lead_somewhere(path: Path) -> None:
             continue
         assert target.exists(), f"{file}: there is no such file"
         assert not anchor or anchor in anchors(target), f"{file}#{anchor}: expected one of {sorted(anchors(target))}"
-    named = [key for page in PAGES for key in documented(page)]
-    for key in re.findall(r"\]\[(functional_fsdp[\w.]*)\]", path.read_text()):
-        assert key in named, f"[...][{key}]: the reference has no such name"
+    text = FENCE.sub("", path.read_text())
+    defined = [label for label, _ in DEFINED.findall(text)]
+    assert sorted(defined) == sorted({*re.findall(r"`\]\[([^\]\n]+)\]", text)}), "labels are defined, once, and used"
+
+
+GUIDE = [page for page in PAGES if page.parent.name == "guide"]
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=name)
+def test_the_guide_links_to_the_reference_where_a_name_first_appears(page: Path) -> None:
+    """As [`fsdp.save`][fsdp.save], which is readable as it stands, with [fsdp.save]: ... at the end of the page."""
+    text = FENCE.sub("", page.read_text())
+    defined = dict(DEFINED.findall(text))
+    for label, target in defined.items():
+        assert target.rpartition(".")[2] == label.rpartition(".")[2], f"{label} leads to {target}"
+    said = {*re.findall(r"`((?:fsdp|T)\.[a-z]\w+)", re.sub(r"^#+ .*$|\[[^\]]*\]\([^)]*\)", "", text, flags=re.MULTILINE))}
+    public = {f"fsdp.{one}" for one in fsdp.__all__} | {f"T.{one}" for one in transforms.__all__}
+    assert not (said & public) - {*defined}, "no link to the reference"
 
 
 def pictures() -> ModuleType:
@@ -175,7 +203,7 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     public.remove("functional_fsdp.extend")  # has a page of its own
     found = [key for page in PAGES for key in documented(page)]
     assert sorted(found) == sorted(public)
-    listed = re.findall(r"\]\[(functional_fsdp[\w.]*)\]", (ROOT / "docs" / "reference" / "index.md").read_text())
+    listed = re.findall(r"\]\(\w+\.md#(functional_fsdp[\w.]*)\)", (ROOT / "docs" / "reference" / "index.md").read_text())
     assert sorted(listed) == sorted(public)
 
 
