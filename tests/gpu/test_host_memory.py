@@ -15,7 +15,7 @@ from gpu.machine import RANKS, check_gpus
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._common.device import clone_as, host_memory, in_host_memory
+from functional_fsdp._common.device import _GONE, clone_as, host_memory, in_host_memory
 from functional_fsdp._launch.launch import stop_workers
 
 pytestmark = pytest.mark.timeout(400)
@@ -49,6 +49,23 @@ def memory_of_the_host() -> list[bool]:
 
 def test_a_tensor_of_the_device_over_the_host_s_bytes() -> None:
     assert all(all(found) for found in launch(memory_of_the_host, nprocs=RANKS))
+
+
+def gone_while_captured() -> list[bool]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    held, x = [host_memory(1 << 20, torch.float32, device)], torch.ones(8, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        held.clear()
+    waits = len(_GONE)
+    graph.replay()
+    host_memory(8, torch.float32, device)
+    return [waits == 1, not _GONE, bool((x == 2).all())]
+
+
+def test_what_goes_while_a_graph_is_captured_does_not_end_the_capture() -> None:
+    assert all(all(found) for found in launch(gone_while_captured, nprocs=RANKS))
 
 
 def layers() -> nn.Module:

@@ -195,7 +195,13 @@ def by_pattern() -> Trees:
         there = {leaf.path for x in state.main.values() if in_host_memory(x.local) for leaf in x.bucket.leaves}
         assert there == ({path for path in params if ".up." in path} if kind == HOST else set())
         far = sum(x.local.nbytes for x in buffers(state) if in_host_memory(x.local))
-        found[kind] = kept(state), fsdp.host_transfer(state), far, state.layout.nbytes("weights"), repr(state)
+        moved = fsdp.host_transfer(state)
+        with torch.device("meta"):
+            shapes, _ = fsdp.functionalize(net(torch.float32))
+        planned = fsdp.host_transfer(fsdp.abstract_state(shapes, fsdp.Spec({"data": 2}, rules), fsdp.adamw()))
+        assert planned[:4] == moved[:4]
+        assert moved.bandwidth > 0
+        found[kind] = kept(state), moved, far, state.layout.nbytes("weights"), repr(state)
     return found
 
 
@@ -203,13 +209,14 @@ def test_some_leaves_by_pattern_and_what_they_cost() -> None:
     for found in launch(by_pattern, nprocs=2):
         (device, none, *_), (host, moved, far, weights, said) = found["device"], found[HOST]
         assert same(device, host)
-        assert none[:3] == (0, 0, 0)
+        assert none[:4] == (0, 0, 0, 0)
         assert moved.update == far + moved.gradients  # each byte there and back; gradients there only
+        assert far < moved.stored < 2 * far  # and compute shards back only
         assert moved.gradients == far // 3  # beside main weights and two moments
         assert 0 < moved.beside < 2 * weights
         assert "in host memory" in said
         assert "GB/s" in repr(moved)
-        assert fsdp.HostTransfer(10, 4, 6, 5.0).seconds == 4
+        assert fsdp.HostTransfer(10, 9, 4, 6, 5.0).seconds == 4
 
 
 def held_gradients() -> bool:

@@ -9,6 +9,7 @@ import torch
 
 import functional_fsdp as fsdp
 from functional_fsdp import extend
+from functional_fsdp._common import device
 
 CPU = torch.device("cpu")
 
@@ -74,3 +75,16 @@ def test_what_lies_on_lent_storage_is_known() -> None:
     assert extend.is_lent(w["w"].detach().t()[1:])
     assert not extend.is_lent(w["w"].clone())
     assert not extend.is_lent(torch.zeros(3))
+
+
+def test_bytes_that_go_while_a_graph_is_captured_are_unpinned_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, unpinned = [True], []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: unpinned.append("the host waits"))
+    monkeypatch.setattr(device, "unpin", lambda host: unpinned.append(host.numel()))
+    one, two = (device.HostBytes(torch.zeros(n), pinned=True) for n in (3, 4))
+    del one  # in a capture neither may be asked for
+    assert unpinned == []
+    captured[0] = False
+    del two
+    assert unpinned == ["the host waits", 4, 3]

@@ -109,6 +109,19 @@ def test_steps_race_with_nothing_and_have_the_same_bits(kind: Any, overlap: bool
     assert all(torch.equal(found[path], plain[path]) for path in plain)
 
 
+def test_two_lineages_share_lanes_and_race_with_nothing() -> None:
+    with ordered() as order:
+        schedule = fsdp.Schedule(overlap_update=True)
+        spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data", memory_kind=HOST), schedule=schedule)
+        params = {"a": torch.ones(300), "b": torch.ones(200)}
+        one, two = (fsdp.shard(params, spec, fsdp.adamw(lr=0.1)) for _ in range(2))
+        for _ in range(3):
+            first, second = fsdp.reduce(one, params), fsdp.reduce(two, params)
+            two, one = fsdp.step(second), fsdp.step(first)
+        assert torch.equal(fsdp.full_params(one)["a"], fsdp.full_params(two)["a"])
+        assert not order.races
+
+
 # ---------------------------------------------------------------- each wait is needed
 
 

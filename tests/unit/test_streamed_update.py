@@ -94,7 +94,7 @@ def test_a_step_that_is_stopped_anywhere_costs_nothing_or_says_so(kind: Any, wat
         with stopped_at(-1) as lines:
             wanted = values(fsdp.step(middle))
         ends = {"whole": 0, "broken": 0}
-        for line in range(0, lines[0], 13 if watched else 5):
+        for line in range(0, lines[0], 13 if watched else 7):
             state = begun()
             before = values(state)
             middle = reduced(state, 2)
@@ -108,8 +108,8 @@ def test_a_step_that_is_stopped_anywhere_costs_nothing_or_says_so(kind: Any, wat
                 ends["whole"] += 1
                 assert same(values(state), before)
                 assert same(values(fsdp.step(reduced(state, 2))), wanted)
-            del state, middle
-            gc.collect()
+        del state, middle
+        gc.collect()
         assert min(ends.values()) > 3
         assert order is None or not order.races
 
@@ -179,6 +179,53 @@ def test_a_copy_shares_nothing_and_goes_on_alike() -> None:
     new = fsdp.step(reduced(state))
     assert not same(values(new), values(twin))
     assert same(values(new), values(fsdp.step(reduced(twin))))
+
+
+class Updates:
+    """A pair that returns updates, with momentum."""
+
+    def init(self, params: Any) -> Any:
+        return pytree.tree_map(torch.zeros_like, params)
+
+    def update(self, grads: Any, opt: Any, params: Any) -> Any:
+        moved = pytree.tree_map(lambda m, g: 0.9 * m + g, opt, grads)
+        return pytree.tree_map(lambda m: -0.01 * m, moved), moved
+
+
+def falling(count: torch.Tensor) -> torch.Tensor:
+    return 0.1 / (1 + count)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "float64": lambda: fsdp.adamw(lr=0.1),
+    "a learning rate that falls": lambda: fsdp.adamw(lr=falling, betas=(0.8, 0.99)),
+    "from updates": lambda: fsdp.from_updates(Updates()),
+    "from torch": lambda: fsdp.from_torch(torch.optim.Rprop, lr=0.1),
+    "a partition": lambda: fsdp.partition(
+        {"one": fsdp.from_torch(torch.optim.Adamax, lr=0.1), "default": fsdp.sgd(0.1, 0.9)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_has_the_device_s_bits(name: str) -> None:
+    found = []
+    for kind in ("device", HOST):
+        params = {**PARAMS, "c": torch.ones(300)}
+        if name == "float64":
+            params = {path: leaf.double() for path, leaf in params.items()}
+        spec = fsdp.Spec(
+            fsdp.local_mesh(), fsdp.zero3("data", memory_kind=kind), labels={"c": "one"}, units=["[ab]", "c"]
+        )
+        state = fsdp.shard(params, spec, OPTIMIZERS[name]())
+        for i in range(5):
+            grads = {path: (leaf + 1).cos() * (i + 1) for path, leaf in params.items()}
+            state = fsdp.reduce(state, grads | {"a": None} if i == 2 else grads)
+            state = fsdp.step(state, skip=torch.tensor(i == 3))
+            if i == 1:
+                state = copy.deepcopy(state)
+        found.append([*fsdp.full_params(state).values()])
+    assert same(*found)
 
 
 # ---------------------------------------------------------------- while a step is captured
