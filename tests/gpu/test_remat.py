@@ -22,13 +22,11 @@ MIB = 2**20
 STEPS = 8
 
 
-def trained(
-    name: str, graph: bool, preset: str = "zero3", kind: Any = Blocks
-) -> tuple[list[float], list[torch.Tensor]]:
+def trained(name: str, graph: bool, kind: Any = Blocks) -> tuple[list[float], list[torch.Tensor]]:
     """Losses and weights after some steps of two microbatches, in batches of two shapes."""
     torch.use_deterministic_algorithms(True)
     try:
-        spec = fsdp.Spec(fsdp.local_mesh(), getattr(fsdp, preset)("data"))
+        spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data"))
         state, model = fsdp.init(lambda: kind(64), spec, fsdp.adamw(lr=1e-2), seed=0)
         changed = change_of(name)(model)
         forward_backward = T.accumulate(T.forward_backward(changed, lambda model, x: model(x).square().mean()), 2)
@@ -54,7 +52,8 @@ def trained(
 def change_of(name: str) -> Any:
     """Of `CHANGES`, or with a part that is saved or moved."""
     if name.startswith("part "):
-        return lambda m: T.remat(m, "blocks.*", **{name.split()[1]: ("part",)})
+        parts: dict[str, Any] = {name.split()[1]: ("part",)}
+        return lambda m: T.remat(m, "blocks.*", **parts)
     return CHANGES[name][0] if name else lambda m: m
 
 
@@ -107,7 +106,7 @@ class ChangedBlocks(nn.Module):
 @pytest.mark.parametrize("fate", ["save", "offload"])
 def test_a_part_that_is_run_again_draws_again(fate: str) -> None:
     """Eagerly, and where each place from which numbers come again has a generator in the graph."""
-    found = [launch(trained, (name, graph, "zero3", ChangedBlocks), nprocs=RANKS)
+    found = [launch(trained, (name, graph, ChangedBlocks), nprocs=RANKS)
              for name, graph in (("", False), (f"part {fate}", False), (f"part {fate}", True))]  # fmt: skip
     for (losses, weights), *others in zip(*found, strict=True):
         for mine, changed in others:
