@@ -19,7 +19,7 @@ CONTRIBUTING.md has one in full.
 | trees by path         | `match`, `flatten`                                                                           |
 | the host's memory     | `bytes_of`                                                                                   |
 | borrowed weights      | `Loan`, `loan_of`, `is_lent`                                                                 |
-| copies to the host    | `copy_lane`, `CopyLane`, `HostBuffers`, `computes_on`                                        |
+| copies to the host    | `copy_lane`, `CopyLane`, `HostBuffers`, `HostBuffer`, `computes_on`                          |
 | driving a module      | `Session`, `Collision`                                                                       |
 | optimizers            | `Sender`: what an update gets that communicates, see `fsdp.Optimizer`                        |
 | transports            | `Transport`, `Traits`, `Carrier`, `Collective`, `Route`, `BucketPlace`, `Place`, `Steps`     |
@@ -52,7 +52,7 @@ from ._nn.skeleton import Placeholder, every_buffer, refuse_meta, skeleton_of
 from ._optim.optimizer import Sender
 from ._plan.route import Route
 from ._plan.walk import Collision
-from ._runtime.copy_lane import CopyLane, HostBuffers, copy_lane
+from ._runtime.copy_lane import CopyLane, HostBuffer, HostBuffers, copy_lane
 from ._runtime.given import NewCounts
 from ._spec.transport import Traits, Transport
 from ._state.capture import Capture
@@ -81,6 +81,7 @@ __all__ = [
     "CopyLane",
     "Graph",
     "GraphBuild",
+    "HostBuffer",
     "HostBuffers",
     "LeafShard",
     "Lineage",

@@ -19,7 +19,7 @@ from .._common.device import being_captured, pin, unpin
 from .._common.errors import ScheduleError
 from .._common.torch_names import disable_current_modes, dispatch_modes
 
-__all__ = ["CopyLane", "HostBuffers", "copy_lane"]
+__all__ = ["CopyLane", "HostBuffer", "HostBuffers", "copy_lane"]
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # where to, where from
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_fsdp.extend import CopyLane, HostBuffers
+from functional_fsdp.extend import CopyLane, HostBuffer, HostBuffers
 
 __all__ = ["StorageMove", "StorageView", "copied", "memory_of", "storage_of"]
 
@@ -70,7 +70,7 @@ class StorageMove:
     """The way of one storage.
 
     Attributes:
-        source: its bytes before they are settled. home: where they are from sent to brought. back: its bytes again.
+        source: its bytes before they are settled. home: a host buffer, from sent to brought. back: its bytes again.
         spoilt: whether somebody has written to them on the way.
     """
 
@@ -82,7 +82,7 @@ class StorageMove:
         self.version = t._version
         self.spoilt = False
         self.stream = lane.here()  # for which the memory was made
-        self.home: Any = None  # a host buffer
+        self.home: HostBuffer | None = None
         self.mark: Any = None  # at the end of the lane's last copy
         self.back: torch.Tensor | None = None
         self.back_version = 0
