@@ -153,10 +153,14 @@ class DrawPosition:
 
     def end(self) -> None:
         """Numbers that are drawn from now on do not count."""
+        if self.place is not None and self.state is not None and self.generator.get_offset() != self.offset:
+            self.keep()
+
+    def keep(self) -> None:
+        """Numbers may be drawn from here again, whether some were so far or not."""
         if self.place is not None and self.state is not None:
             assert self.microbatch is not None
-            if self.generator.get_offset() != self.offset:
-                self.microbatch.note(self.place, self.offset)
+            self.microbatch.note(self.place, self.offset)
 
     def go(self) -> None:
         """Draw from here again. On a device within `resumed`."""

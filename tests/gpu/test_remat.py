@@ -22,13 +22,13 @@ MIB = 2**20
 STEPS = 8
 
 
-def trained(name: str, graph: bool, preset: str = "zero3") -> tuple[list[float], list[torch.Tensor]]:
+def trained(name: str, graph: bool, kind: Any = Blocks) -> tuple[list[float], list[torch.Tensor]]:
     """Losses and weights after some steps of two microbatches, in batches of two shapes."""
     torch.use_deterministic_algorithms(True)
     try:
-        spec = fsdp.Spec(fsdp.local_mesh(), getattr(fsdp, preset)("data"))
-        state, model = fsdp.init(lambda: Blocks(64), spec, fsdp.adamw(lr=1e-2), seed=0)
-        changed = CHANGES[name][0](model) if name else model
+        spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data"))
+        state, model = fsdp.init(lambda: kind(64), spec, fsdp.adamw(lr=1e-2), seed=0)
+        changed = change_of(name)(model)
         forward_backward = T.accumulate(T.forward_backward(changed, lambda model, x: model(x).square().mean()), 2)
 
         def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
@@ -49,6 +49,14 @@ def trained(name: str, graph: bool, preset: str = "zero3") -> tuple[list[float],
         torch.use_deterministic_algorithms(False)
 
 
+def change_of(name: str) -> Any:
+    """Of `CHANGES`, or with a part that is saved or moved."""
+    if name.startswith("part "):
+        parts: dict[str, Any] = {name.split()[1]: ("part",)}
+        return lambda m: T.remat(m, "blocks.*", **parts)
+    return CHANGES[name][0] if name else lambda m: m
+
+
 @pytest.fixture(scope="module")
 def plain() -> Any:
     return launch(trained, ("", False), nprocs=RANKS)
@@ -62,6 +70,48 @@ def test_the_same_bits_as_without(name: str, graph: bool, plain: Any) -> None:
         assert losses == expected
         assert len({*losses}) == STEPS
         assert all(map(torch.equal, weights, right))
+
+
+class DropsInPlace(nn.Module):
+    """Returns its input, too, which others change in place: it has to be run again."""
+
+    def forward(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return h.detach(), nn.functional.dropout(h, 0.2)
+
+
+class ChangedBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.part = nn.Linear(width, width), DropsInPlace()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        there, y = self.part(h)
+        with torch.no_grad():
+            h.mul_(2)
+        out: torch.Tensor = x + nn.functional.dropout((y * there).tanh(), 0.1)
+        return out
+
+
+class ChangedBlocks(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(ChangedBlock(width), ChangedBlock(width)), nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.blocks(x))
+        return y
+
+
+@pytest.mark.parametrize("fate", ["save", "offload"])
+def test_a_part_that_is_run_again_draws_again(fate: str) -> None:
+    """Eagerly, and where each place from which numbers come again has a generator in the graph."""
+    found = [launch(trained, (name, graph, ChangedBlocks), nprocs=RANKS)
+             for name, graph in (("", False), (f"part {fate}", False), (f"part {fate}", True))]  # fmt: skip
+    for (losses, weights), *others in zip(*found, strict=True):
+        for mine, changed in others:
+            assert mine == losses
+            assert all(map(torch.equal, changed, weights))
 
 
 def by_hand(graph: bool) -> tuple[list[float], list[torch.Tensor]]:

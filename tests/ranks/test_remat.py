@@ -507,8 +507,7 @@ def test_a_second_gradient() -> None:
         losses.append(loss)
         found.append([buffer.local.clone() for buffer in fsdp.finish_reductions(after).grads.values()])
     assert torch.equal(*losses)
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
+    assert all(map(torch.equal, *found))
     for one in (T.remat(model, "a", offload=("2",)), T.offload(model, "a.2")):
         with pytest.raises(fsdp.SpecError, match=r"'a\.2' keeps would be moved"):
             T.forward_backward(one, penalty, second_order=True)

@@ -109,6 +109,19 @@ def test_in_a_captured_step_each_place_has_a_generator(default: Device) -> None:
         check_draws(ranks, eager.draws)
 
 
+def test_a_place_is_kept_from_which_a_part_will_draw_again(default: Device) -> None:
+    """A part whose output others change is run again: its numbers come after those of what was before it, if any."""
+    ranks, own = ranks_with(default, False), Device(seed=3, offset=8)
+    default.graphsafe_set_state(own)
+    _seed.RUNNING.append(Microbatch(ranks, 0, own))
+    before = DrawPosition(CPU)
+    before.end()
+    default.draw()  # of the part
+    before.keep()
+    _seed.RUNNING.pop()
+    assert ranks.draws == {(0, 1): 8}
+
+
 def test_by_hand_a_generator_is_set_back(default: Device) -> None:
     start = DrawPosition(CPU)
     host = torch.rand(3)

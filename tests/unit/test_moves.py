@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.late_lane import LateLane, late_lane
+from support.move_program import MoveProgram
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import functional_fsdp as fsdp
@@ -43,76 +43,11 @@ def test_the_lane_finds_what_is_let_go_or_written_too_early() -> None:
         lane.wait(mark)
 
 
-class Program:
-    """A random program of calls that lie in each other, pack tensors, are differentiated, or dropped."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.buffers = extend.HostBuffers()
-        self.packed: list[list[tuple[Any, torch.Tensor]]] = []  # of calls that are over
-
-    def run(self) -> None:
-        for _ in range(self.random.randint(2, 5)):
-            self.call(0)
-        order = [*reversed(self.packed)]
-        if self.random.random() < 0.3:
-            self.random.shuffle(order)
-        self.packed = []
-        for call in order:
-            if self.random.random() < 0.2:
-                call.clear()  # nobody asks for it
-            for _ in range(self.random.choice([1, 1, 2])):
-                self.check(call)
-            call.clear()
-            torch.empty(64).fill_(-1.0)  # what is free is used by others
-        assert len(self.buffers.free) == self.buffers.made
-
-    def call(self, depth: int) -> None:
-        group, kept = MoveGroup(self.buffers, CPU, set()), []
-        for _ in range(self.random.randint(1, 4)):
-            what = self.random.random()
-            if what < 0.5:
-                kept += self.part(group)
-            elif what < 0.7 and depth < 2:
-                self.call(depth + 1)
-            elif what < 0.8 and kept:
-                self.check(kept)  # a gradient inside the call
-            elif kept:
-                kept.pop(self.random.randrange(len(kept)))  # dropped, on its way maybe
-        group.end()
-        self.packed.append(kept)
-
-    def part(self, group: MoveGroup) -> list[tuple[Any, torch.Tensor]]:
-        kept = []
-        for _ in range(self.random.randint(1, 3)):
-            t = torch.randn(self.random.choice([10, 40]), WIDTH, generator=self.generator)
-            for view in self.random.sample([t, t.t(), t[2:, ::3], t[5]], 2):
-                kept.append((group.pack(view), view.clone()))
-            if self.random.random() < 0.3:
-                t += 1  # what comes is another version
-                kept = [(p, v) for p, v in kept if not _lies_on(p, t)]
-                kept.append((group.pack(t), t.clone()))
-            group.send()
-        return kept
-
-    def check(self, kept: list[tuple[Any, torch.Tensor]]) -> None:
-        for packed, value in self.random.sample(kept, len(kept)):
-            assert torch.equal(MoveGroup.unpack(packed), value)
-
-
-def _lies_on(packed: Any, t: torch.Tensor) -> bool:
-    if isinstance(packed, MovedTensor):
-        source = packed.storage.source
-        return source is not None and source.data_ptr() == t.untyped_storage().data_ptr()
-    return bool(packed[0].untyped_storage().data_ptr() == t.untyped_storage().data_ptr())
-
-
 @pytest.mark.parametrize("block", range(4))
 def test_random_programs(block: int, lane: LateLane) -> None:
     """Every read comes after the copy back, every reuse after the copies that the bytes are in."""
     for seed in range(50 * block, 50 * block + 50):
-        Program(seed).run()
+        assert MoveProgram(seed, CPU).run()
         lane.wait(lane.marks)
     assert lane.copies > 200
 

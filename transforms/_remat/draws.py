@@ -56,6 +56,10 @@ class DrawPoint:
         """Numbers that are drawn from now on do not count."""
         self.default.end()
 
+    def keep(self) -> None:
+        """Numbers may be drawn from here again, whether some were so far or not."""
+        self.default.keep()
+
     def go(self) -> None:
         """Draw from here again. On a device within `resumed`."""
         self.default.go()

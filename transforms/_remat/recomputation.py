@@ -51,8 +51,8 @@ class Recomputation:
             out, values = again
             for place, value in zip(record.places, values, strict=True):
                 place.put(value)
-        if record.draws is not None:
-            record.draws.go()
+        if record.after is not None:
+            record.after.go()
         return out
 
     def _next(self, call: PartCall) -> PartRecord | None:

@@ -23,24 +23,27 @@ __all__ = ["PartRecord", "RegionRecord"]
 class PartRecord:
     """One call of a part.
 
-    Attributes:
-        who: whose call it was. output: what it returned, and what it made of `places`, the module's state.
-        fresh: whether its output lies where nothing else does. packed: how many tensors had been saved when it was
-            over, to be computed again. draws: where random numbers went on.
+    Args:
+        output: what it returned, and what it made of `places`, the module's state.
+        fresh: whether the output lies where nothing else does.
+        packed: how many tensors had been saved when it was over, to be computed again.
+        before, after: from where random numbers were drawn before it, and are after it.
     """
 
     def __init__(
-        self,
-        call: PartCall,
-        output: KeptOutput,
-        places: list[StatePlace],
-        fresh: bool,
-        packed: int,
-        draws: DrawPoint | None,
-    ) -> None:
+        self, call: PartCall, output: KeptOutput, places: list[StatePlace], fresh: bool, packed: int,
+        before: DrawPoint | None, after: DrawPoint | None,
+    ) -> None:  # fmt: skip
         self.part, self.who = call.part, call.who
-        self.output, self.places, self.fresh = output, places, fresh
-        self.packed, self.draws = packed, draws
+        self.output, self.places, self.fresh, self.packed = output, places, fresh, packed
+        self.before, self.after = before, after
+
+    def run_again(self) -> None:
+        """Others have changed its output: recomputations have to run it."""
+        self.output.let_go()
+        self.part.copies = self.fresh  # from the next call on
+        if self.before is not None:
+            self.before.keep()
 
 
 class RegionRecord:

@@ -87,8 +87,7 @@ class RegionForward:
             if record.packed == self.packed:  # it stops before
                 record.output.let_go()
             elif record.output.changed():
-                record.output.let_go()
-                record.part.copies = record.fresh  # from the next call on
+                record.run_again()
             else:
                 record.output.keep(region.moves_of(record.part))
         if region.moves is not None:
@@ -106,7 +105,6 @@ class RegionForward:
         with running(None), self._outside(), moves.moving(call.module) if moves is not None else nullcontext():
             out = call()
         places = region.state.changed(before, call.module) if region.state is not None else []
-        self.draws = region.draws()
         self._note(call, out, places)
         return out
 
@@ -130,4 +128,5 @@ class RegionForward:
         fresh = not storages & (self.taken | storages_in((call.args, call.kwargs)))
         self.taken |= storages
         output = KeptOutput((out, [place.copy() for place in places]), copies=call.part.copies and fresh)
-        self.region.parts.append(PartRecord(call, output, places, fresh, self.packed, self.draws))
+        before, self.draws = self.draws, self.region.draws()
+        self.region.parts.append(PartRecord(call, output, places, fresh, self.packed, before, self.draws))
