@@ -9,6 +9,11 @@ Such a function runs eagerly, inside torch.compile and `T.compile`, and in `T.cu
 state first out, nothing that waits for the device, and no number of the host that changes from step to step.
 CONTRIBUTING.md has one in full.
 
+- `seeds`, `Ranks.everyone` and `Ranks.any` do wait: they are for eager steps, and for what comes between steps. In a
+  graph compute draws from the tensors `state.rng` and `state.count`.
+- `finish_reductions` comes before `state.grads` is read. Without it a reduction that is under way overwrites a change.
+- `total` and `over_shards` take the keys that `shards` gives. Another key is no error: it is added up along no axis.
+
 | for                   |                                                                                              |
 |-----------------------|----------------------------------------------------------------------------------------------|
 | changes to a state    | `change`, `change_weights`, `separate_gradients`, `evolve`, and `fsdp.replace_extras`        |

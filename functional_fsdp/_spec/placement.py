@@ -9,6 +9,9 @@
 | hsdp("replica", "shard")    | shard   | shard | shard          | HSDP                | MiCS        |
 | hfsdp("replica", "shard")   | shard   | shard | replica, shard | HFSDP               | hpZ         |
 
+A new preset is a function here. `docs/guide/strategies.md` and `docs/concepts.md` have this table, too. CONTRIBUTING.md
+says which tables of tests name presets. All else follows from the four tuples: nobody asks for a preset by its name.
+
 Each takes `memory_kind="pinned_host"`, JAX's word (jax.sharding, "memory_kind"): what persists then lies in pinned
 memory of the host.
 """

@@ -1,4 +1,4 @@
-"""Transport: what carries the gathers and reductions of eager steps, as a value in a Spec. Pure.
+"""Transport: what carries the gathers of a plan and exact sums in eager steps, as a value in a Spec. Pure.
 
     Spec(transport=...)   Transport   which one, its options, what of it shows in a layout and in records
                               │ on(run, layout)
@@ -27,7 +27,8 @@ class Traits(NamedTuple):
 
 
 class Transport:
-    """What carries the gathers and reductions of eager steps. Equal by class and options, which are its attributes.
+    """What carries the gathers of a plan, and exact sums, in eager steps. Equal by class and options, which are its
+    attributes. The top of `_transports.carrier` says what goes by it, and what never does.
 
     Attributes:
         name: what it is called in `Spec(transport=...)` and where specs are printed.
@@ -47,7 +48,8 @@ class Transport:
         """What one lineage of states has of it, on this rank of a mesh of several ranks: a `Carrier`.
 
         Args:
-            run: the Runtime of the mesh. layout: the Layout of the states.
+            run: the Runtime of the mesh: `run.sizes` and `run.coordinate` by axis, `run.collective`.
+            layout: the Layout of the states.
         """
         raise NotImplementedError(f"{type(self).__name__} has no on(run, layout). Write one that returns a Carrier.")
 

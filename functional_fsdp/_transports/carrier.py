@@ -5,8 +5,10 @@
 
 Its memory comes and goes with a step, unless it keeps an arena, or `staging` gives bytes that stay.
 
-What a transport of one's own can change: every gather (`gathers`, and `gather` or `fill`), and the first collective of
-an exact sum (`reduces` and `exchange`). All other reductions are collectives of a route, issued by `_engine.staging`.
+What a transport of one's own can change: every gather that the plan names (`gathers`, and `gather` or `fill`), and the
+first collective of an exact sum (`reduces` and `exchange`). All other reductions are collectives of a route, issued by
+`_engine.staging`. What no plan names is gathered by collectives: whole trees, and units in a driven step before its
+order of use is known. Steps that are compiled whole have collectives only.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ PLAIN = Traits()
 
 class Carrier:
     """Collectives, and memory that comes and goes.
+
+    Where this rank is: `self.run.sizes[axis]` ranks along an axis of the mesh, `self.run.coordinate[axis]` among them.
 
     Attributes:
         inside: whether collectives read and write its own memory only: a shard is copied there first, whatever its
@@ -75,8 +79,19 @@ class Carrier:
         """The collectives that bring a bucket to its place `whole`, in the place of those that were planned.
 
         Args:
-            steps: (record, where it lands), one for each axis, in this order. What is returned is `part.steps`
-                in `gather`, which has to issue just these records in this order; nothing checks that it does.
+            steps: (record, where it lands), one for each axis, in this order. It lands in the slices of all ranks along
+                that axis, in their order. The own slice is there before: of the first axis it is `part.own`, of a later
+                one what the axis before has completed.
+
+        Returns:
+            `part.steps` of `gather`, which has to issue just these records in this order. Nothing checks that it does.
+            A step may become several, or none; its place may come back as it is, or as any tensor that `gather` needs.
+
+        A record's kind is one of those of `Collective`; another one is not refused, but taken for a reduction. What one
+        rank sends to one other is an "all_to_all" with `splits`. Its `numel` is the most that comes or goes on any
+        rank. `splits` is a value, whose `at(coordinate)` gives (elements that come, elements that go), by rank along
+        the axis. It prints the same on every rank, can be pickled and has a hash, as a NamedTuple does: ranks compare
+        records by how they print.
         """
         return steps
 
@@ -95,7 +110,8 @@ class Carrier:
         Args:
             part: the bucket, its `whole` place, this rank's `own` slice of that, and the `steps` of `gathers`.
             source: this rank's shard, in the dtype that is stored; it may have to be cast.
-            first: whether the bucket is the first of its unit.
+            first: whether the bucket is the first of its unit. After its cast `place.cast` may be marked: from there on
+                the job only communicates, and on GPUs compute may begin. Without a mark it begins later.
         """
         given = part.own
         if source.dtype is part.whole.dtype and not self.inside:
