@@ -129,7 +129,7 @@ class NeverFresh(streamed.Streamed):
     """Its buffers are used as if compute had never had their memory."""
 
     @property
-    def fresh(self) -> bool:  # type: ignore[override]
+    def fresh(self) -> bool:
         return False
 
     @fresh.setter
