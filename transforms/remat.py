@@ -48,13 +48,16 @@ def remat(
             match). What such a part keeps for its own backward stays, and its output.
         offload: the same, in the host's memory: it is copied there when the part has run, and comes back while the
             backward is at the module after this one. In a function say `T.saved(fn)` and `T.offload(fn)` of its parts.
-        preserve_rng_state: random numbers come again in the recomputation. False saves time where there are none (no
-            dropout), and is what a captured step by hand needs; in `T.forward_backward` both work in CUDA graphs.
+        preserve_rng_state: random numbers come again in the recomputation: those of torch's default generators, of
+            generators that are given or that a module holds, and of Python's and numpy's where the first call draws
+            from them. False saves time where there are none (no dropout), and is what a captured step by hand needs;
+            in `T.forward_backward` both work in CUDA graphs.
 
     Returns:
         the function, or a copy of the model (a skeleton), that does so. Values and gradients are the same, and so are
-        random numbers and buffers: what the forward makes of them is made once. Within a unit the recomputation uses
-        the weights that are gathered for its backward anyway. Such a model is for `T.forward_backward` and `T.apply`;
+        random numbers, buffers and attributes: what the forward makes of them is made once. Attributes are those that
+        the first call in training, or in evaluation, gives another value. Within a unit the recomputation uses the
+        weights that are gathered for its backward anyway. Such a model is for `T.forward_backward` and `T.apply`;
         around `bind`, wrap the function that binds.
 
     Bytes that a module which recomputes keeps on the device between its forward and its backward:
@@ -68,17 +71,21 @@ def remat(
     not, and are never moved; nor is what lies on a storage of the module's inputs, or has less than 1024 bytes. Until
     the next module that moves something has ended its forward, what a module has moved is still on the device; in the
     backward that of two modules is. Buffers in the host's memory are pinned (on the CPU they are plain memory), used
-    from step to step, and are as many as are full at once. A part whose output others change in place is run again
-    once; from then on a copy of its output is kept.
+    from step to step, and are as many as are full at once; CUDA graphs have their own. A part whose output others
+    change in place is run again; from the next call on a copy of its output is kept, if it shares no memory with what
+    the part was given.
 
     In compiled code (`T.compile`, `torch.compile`, `compile=True`, T.compile_units around the module) what is kept is
     the compiler's choice: `remat` and `save` mean nothing, `offload` is an error. A part may be compiled itself.
 
     Raises:
-        SpecError: a pattern that matches no module, or no part of a module; a part that is saved and moved; parts of a
-            function. When it runs: SpecError with `second_order=True`, if parts are moved; ScheduleError for such a
-            model bound by hand, for torch.func around a checkpoint (torch forbids saved-tensor hooks there), for
-            `offload` in compiled code, and for what was changed in place after it was saved.
+        SpecError: a pattern that matches no module, or no part of a module; a module that is never called, as a
+            ModuleList; one that is named twice; parts of a function. When it runs: with `second_order=True`, if parts
+            are moved.
+        ScheduleError: when it runs, for such a model bound by hand; for torch.func around a checkpoint (torch forbids
+            saved-tensor hooks there); for `offload` in compiled code; for what was changed in place after it was saved,
+            inputs among it; for parts that are called in another order the second time; for a gradient that is taken
+            in what is computed again, through a part that is not; for a large buffer that no call has changed before.
 
     Source: torch.utils.checkpoint, `use_reentrant=False`; the idea is Chen et al. 2016 (arXiv:1604.06174), which parts
     to choose Korthikanti et al. 2022 (arXiv:2205.05198), to move what is kept Rhu et al. 2016 (arXiv:1602.08124).
