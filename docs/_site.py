@@ -4,6 +4,9 @@
     docs/guide/optimizers.md  [Lion](../../examples/lion.py) becomes a page of its own, `source/examples/lion.py`
 
 So every link works twice: in a checkout, and in the site. mkdocs.yml names this file as its hook.
+
+The site works as a folder, opened by file://, search included: Material's plugin "offline" writes the index as a
+script, and iframe-worker.js runs the search in a frame, since such a page may start no worker.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 FENCED = re.compile(r"^(```+).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+UNSEARCHED = "---\nsearch: {exclude: true}\n---\n\n"  # whole files would come before the pages that speak of them
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".txt": "text"}
 OUTSIDE = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=[\"']?(?:https?:)?//[^>]*>")
 
@@ -49,15 +54,24 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links that lead out of docs/ lead to the pages made of those files."""
+    """Links that lead out of docs/ lead to the pages made of those files. In a search the guide comes first."""
+    if page.file.src_uri.startswith(("reference/", "source/")):
+        page.meta.setdefault("search", {"boost": 0.5})
     return _relinked(markdown, f"docs/{page.file.src_uri}", posixpath.dirname(page.file.src_uri))
 
 
+@event_priority(-200)  # after "offline"
 def on_post_build(config: Any, **_: Any) -> None:
-    """The site has to work where there is no network."""
-    for page in Path(config.site_dir).rglob("*.html"):
-        if found := OUTSIDE.search(page.read_text()):
-            raise PluginError(f"{page.relative_to(config.site_dir)} loads something from elsewhere: {found[0]}")
+    """The site has to work where there is no network, and no server."""
+    site = Path(config.site_dir)
+    if not (site / "search" / "search_index.js").exists():
+        raise PluginError("there is no search/search_index.js, which search in a folder reads: see mkdocs.yml, plugins")
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        if found := OUTSIDE.search(text):
+            raise PluginError(f"{page.relative_to(site)} loads something from elsewhere: {found[0]}")
+        if "iframe-worker.js" not in text:
+            raise PluginError(f"{page.relative_to(site)} does not load iframe-worker.js: see mkdocs.yml, polyfills")
 
 
 def _cells(path: Path) -> list[tuple[str, bool]]:
@@ -111,4 +125,4 @@ def _as_page(target: str) -> str:
     if target.endswith(".ipynb"):
         text = "\n\n".join(f"```python\n{text}\n```" if code else text for text, code in _cells(path))
         return _relinked(text, target, posixpath.dirname(_page_of(target)))
-    return f"# {target}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}\n````\n"
+    return f"{UNSEARCHED}# {target}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}\n````\n"
