@@ -11,7 +11,7 @@ CONTRIBUTING.md has one in full.
 
 - `seeds`, `Ranks.everyone` and `Ranks.any` do wait: they are for eager steps, and for what comes between steps. In a
   graph compute draws from the tensors `state.rng` and `state.count`.
-- `finish_reductions` comes before `state.grads` is read. Without it a reduction that is under way overwrites a change.
+- `finish_reductions` comes before `state.grads` is read: without it a reduction may still be under way.
 - `total` and `over_shards` take the keys that `shards` gives. Another key is no error: it is added up along no axis.
 
 | for                   |                                                                                              |

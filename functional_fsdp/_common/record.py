@@ -11,7 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Collective", "over_each_axis"]
+from .errors import ScheduleError
+
+__all__ = ["Collective", "check_kinds", "over_each_axis"]
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "barrier")
 
 
 class Collective(NamedTuple):
@@ -48,6 +52,20 @@ class Collective(NamedTuple):
         if self.kind == "barrier":
             return 0
         return self.nbytes * (ranks - 1) // ranks * (2 if self.kind == "all_reduce" else 1)
+
+
+def check_kinds(some: Iterable[Collective]) -> None:
+    """Refuse records, as a transport says them, that nobody can carry out.
+
+    Raises:
+        ScheduleError: naming the kind, and those that there are.
+    """
+    for one in some:
+        if one.kind not in KINDS:
+            raise ScheduleError(
+                f"a collective of kind {one.kind!r} for {one.bucket!r}, on the lane {one.lane!r}: expected one of "
+                f"{', '.join(map(repr, KINDS))}. A transport's `gathers` and `reduces` say records of these kinds only."
+            )
 
 
 def over_each_axis(

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from .._common.device import keeps_released
+from .._common.record import check_kinds
 from .._nn.float8_weight import Float8Weight
 from .._plan.layout import Bucket, Unit
 from .._plan.plan import Plan
@@ -153,4 +154,6 @@ class Arena:
         start, stop = read(state, bucket).span()
         way = records(bucket, self.run.position, "mean", self.carrier.traits).unshard
         steps = tuple((one, whole[at : at + size]) for _, (one,), at, size in way.steps)
-        return BucketPlace(bucket, whole, whole[start:stop], self.carrier.gathers(bucket, whole, steps))
+        steps = self.carrier.gathers(bucket, whole, steps)
+        check_kinds(one for one, _ in steps)
+        return BucketPlace(bucket, whole, whole[start:stop], steps)

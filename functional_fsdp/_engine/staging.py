@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from .._common.device import host_memory, in_host_memory
-from .._common.record import Collective
+from .._common.record import Collective, check_kinds
 from .._common.torch_names import uses_of
 from .._distributed.lanes import Mark, Steps, together
 from .._plan.layout import STAGED, Bucket, Unit, aligned
@@ -317,6 +317,7 @@ class Staging:
             ways = self.records(bucket).reduce
             if stays is not None:
                 ways = {last: self.carrier.reduces(way) for last, way in ways.items()}
+                check_kinds(one for way in ways.values() for one in way.collectives)
             which = tuple(unit.paths.index(leaf.path) for leaf in bucket.leaves if leaf.numel)
             leaves, gaps = leaves_and_gaps(bucket, whole)
             large = self.run.lanes.copies_on_lanes and any(leaf.nbytes >= LARGE for leaf in leaves)

@@ -32,7 +32,8 @@ def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, e
     to begin anew.
 
     Args:
-        state: the newest state of a step, after `finish_reductions`: its gradients are whole.
+        state: the newest state of a step, after `finish_reductions`: its gradients are whole. `work` begins when no
+            reduction is under way.
         what: the transform's name, for errors and for the other ranks: the vote of `step` compares what ranks did.
         work: changes them, through `shards` or `leaf_shards`.
         by: a number that has to be the same on every rank; of a tensor only that it is one.
@@ -54,6 +55,7 @@ def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, e
         raise ScheduleError(f"{what}: not all gradients are whole. Call state = finish_reductions(state) first.")
     _remark(state, what, by)
     with torch.no_grad(), lineage.call:
+        executor.settle()  # what is under way would write over what `work` does
         work()
         if every_leaf:
             executor.given.fill()

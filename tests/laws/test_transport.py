@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from support.commands import code_under
 from support.presets import PRESETS, ranks_of
 from support.problems import LOOPS, batch, loss_fn, net, reference, sharded
-from support.tables import product
+from support.tables import marked
 
 import functional_fsdp as fsdp
 from functional_fsdp import SpecError, extend, launch
@@ -39,7 +40,13 @@ def steps_of(preset: str, loop: str, name: str) -> tuple[list[Any], str]:
     return sharded(preset, loop, 3, 2, transport=transport), repr(fsdp.Spec({"data": 2}, transport=transport))
 
 
-@pytest.mark.parametrize(("transport", "preset", "loop"), product(TRANSPORTS, PRESETS, LOOPS))
+ROWS = [*itertools.product(TRANSPORTS, PRESETS, LOOPS)]
+#: those in which a transport gathers; and of those in which it does not, one for each preset
+QUICK = [*itertools.product(TRANSPORTS, ("zero3", "hsdp", "hfsdp"), ("by_unit",))]
+QUICK += [*zip(itertools.cycle(TRANSPORTS), PRESETS, itertools.cycle(LOOPS), strict=False)]
+
+
+@pytest.mark.parametrize(("transport", "preset", "loop"), marked(ROWS, QUICK))
 def test_steps_are_the_plain_modules(transport: str, preset: str, loop: str) -> None:
     ranks = ranks_of(preset)
     for seen, said in launch(steps_of, (preset, loop, transport), nprocs=ranks):
@@ -47,6 +54,34 @@ def test_steps_are_the_plain_modules(transport: str, preset: str, loop: str) -> 
         for (_, mine, _), (_, grads, _) in zip(seen, reference(ranks, 3, 2), strict=True):
             for path, grad in grads.items():
                 torch.testing.assert_close(mine[path], grad, rtol=1e-12, atol=1e-12)
+
+
+class InARing(extend.Carrier):
+    """Says records of a kind that there is not."""
+
+    def gathers(self, bucket: Any, whole: Any, steps: Any) -> Any:
+        return tuple((one._replace(kind="ring"), out) for one, out in steps)
+
+
+class Ring(extend.Transport):
+    name = "ring"
+
+    def on(self, run: Any, layout: Any) -> Any:
+        return InARing(run, layout)
+
+
+def of_an_unknown_kind() -> str:
+    params, _ = fsdp.functionalize(net(torch.float64))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), transport=Ring()))
+    with pytest.raises(fsdp.ScheduleError) as found:
+        fsdp.unshard(state, state.units[0])
+    return str(found.value)
+
+
+def test_a_record_of_an_unknown_kind_is_refused() -> None:
+    for said in launch(of_an_unknown_kind, nprocs=2):
+        assert "kind 'ring'" in said
+        assert "'all_gather', 'reduce_scatter'" in said
 
 
 def driven(own: bool) -> tuple[Any, list[tuple[str, ...]]]:

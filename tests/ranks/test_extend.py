@@ -53,6 +53,28 @@ def test_the_guides_transform_is_short() -> None:
     assert "_" not in {name[0] for name in re.findall(r"(?:fsdp|extend)\.(\w+)", block)}
 
 
+def zeroed(preset: str) -> tuple[bool, bool]:
+    """Whether gradients were there, and weights are what they were after a step without any, unfinished reductions or
+    not."""
+    state, model = made(preset)
+    before = fsdp.full_params(state)
+    state, _ = by_unit(model, state, batch(0, dist.get_rank()), True)
+    there = bool(state.grads)
+
+    def work() -> None:
+        for buffers in extend.shards(state).values():
+            for buffer in buffers:
+                buffer.local.zero_()
+
+    after = fsdp.full_params(fsdp.step(extend.change(state, "zeroed()", work)))
+    return there, all(torch.equal(before[path], leaf) for path, leaf in after.items())
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+def test_no_reduction_that_is_under_way_overwrites_a_change(preset: str) -> None:
+    assert launch(zeroed, (preset,), nprocs=2) == [(True, True)] * 2
+
+
 def centralized(preset: str, way: str, loop: Any) -> tuple[list[float], Tree, int]:
     centralize = of_the_guide()
     state, model = made(preset)
