@@ -153,13 +153,20 @@ class Agreement(Peers):
 
         Raises:
             RestartError: a peer has withdrawn, so nobody takes the step.
+            ScheduleError: a peer cannot come here: it has issued other collectives than this rank.
         """
         if self.size > 1:
             self.stage = "confirming"
             try:
-                self.tally(self.ballot(0, "confirm"))
+                most, _ = self.tally(self.ballot(0, "confirm"))
             finally:
                 self.stage = ""
+            if most >= APART:
+                raise ScheduleError(
+                    "a rank issued other collectives in this step than the others, so the step was not taken. Call "
+                    "unshard and reduce for the same units, in the same order and with the same last_microbatch, on "
+                    "every rank. The state before the step is valid."
+                )
         self.votes += 1
 
     @whole

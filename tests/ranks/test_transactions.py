@@ -54,6 +54,33 @@ def test_an_interrupt_between_two_verbs(who: list[int]) -> None:
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
+def unequal_flags(preset: str) -> tuple[str, bool, int]:
+    """Two microbatches, of which rank 1 says already at the first one that it is the last. What `step` raises, whether
+    weights stay, and the steps of the same state after that, with equal flags."""
+    base, model = start(preset)
+    before = {path: leaf.clone() for path, leaf in fsdp.full_params(base).items()}
+
+    def step(first: bool) -> fsdp.State:
+        state = base
+        for k, last in enumerate((first, True)):
+            state, _ = LOOPS["whole"](model, state, batch(k, dist.get_rank()), last)
+        return fsdp.step(state)
+
+    said = ""
+    try:
+        step(dist.get_rank() == 1)
+    except fsdp.ScheduleError as error:
+        said = str(error)
+    same = all(torch.equal(before[path], leaf) for path, leaf in fsdp.full_params(base).items())
+    return said, same, step(False).steps
+
+
+def test_no_rank_takes_a_step_whose_flags_are_not_equal() -> None:
+    for said, same, steps in launch(unequal_flags, ("ddp",), nprocs=2):
+        assert "The state before the step is valid" in said
+        assert (same, steps) == (True, 1)
+
+
 def stops_at_different_units() -> tuple[str, bool]:
     """Rank 0 stops after two units, rank 1 after four; both begin again, by another route, on clean lanes."""
     state, _ = start()
