@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import functional_fsdp as fsdp
+from functional_fsdp import transforms as T
 from functional_fsdp.transforms import _seed
 from functional_fsdp.transforms._seed import DrawPosition, Microbatch, check_draws
 
@@ -119,6 +120,30 @@ def test_a_place_is_kept_from_which_a_part_will_draw_again(default: Device) -> N
     default.draw()  # of the part
     before.keep()
     _seed.RUNNING.pop()
+    assert ranks.draws == {(0, 1): 8}
+
+
+def test_the_place_before_a_part_that_is_run_again_is_noted(default: Device) -> None:
+    def part(h: torch.Tensor) -> torch.Tensor:
+        drawn.append(default.draw())
+        return h.detach()
+
+    def stage(x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        there = kept(h)
+        with torch.no_grad():
+            h.mul_(2)  # which `there` lies on
+        return (h * there).sin()
+
+    drawn: list[Any] = []
+    kept = T.saved(part)
+    ranks, own = ranks_with(default, False), Device(seed=3, offset=8)
+    default.graphsafe_set_state(own)
+    _seed.RUNNING.append(Microbatch(ranks, 0, own))
+    x = torch.ones(3, requires_grad=True)
+    torch.autograd.grad(T.remat(stage)(x).sum(), x)
+    _seed.RUNNING.pop()
+    assert drawn == [(3, 12)] * 2
     assert ranks.draws == {(0, 1): 8}
 
 

@@ -224,18 +224,19 @@ def test_a_copy_lies_as_what_it_is_a_copy_of(fate: str) -> None:
 
 @fates
 def test_an_output_that_lies_on_the_parts_input(fate: str) -> None:
-    """It changes with the input, which no copy would do."""
+    """It changes with the input, which no copy would do; the same part's next output may lie on memory of its own."""
 
-    def part(w: Tree, h: torch.Tensor) -> torch.Tensor:
-        return h.detach().view(-1)
+    def part(w: Tree, h: torch.Tensor, own: bool) -> torch.Tensor:
+        return (h @ w["b"]).view(-1) if own else h.detach().view(-1)
 
     def make(part: Stage) -> Stage:
         def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
             y = h @ w["a"]
-            flat = part(w, y)
+            flat, other = part(w, y, False), part(w, h.sin(), True)
             with torch.no_grad():
                 y.mul_(2)
-            return y.sin() * flat.view_as(y).cos()
+            other += 1
+            return y.sin() * flat.view_as(y).cos() + other.view_as(y).exp()
 
         return stage
 
@@ -447,16 +448,16 @@ def test_after_an_error_nothing_waits_for_the_garbage_collector(fate: str, where
 
     def part(w: Tree, h: torch.Tensor) -> torch.Tensor:
         y = (h @ w["a"]).tanh()
-        refs.append(StorageWeakRef(y.untyped_storage()))
         z = y.sin().cos()
-        if where == "in the part":
+        refs.extend(StorageWeakRef(t.untyped_storage()) for t in (y, z))
+        if where == "in the part" and len(refs) % 4 == 0:
             raise ValueError
         return z
 
     wrapped = FATES[fate](part)
 
     def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
-        wrapped(w, h).sin()
+        wrapped(w, wrapped(w, h).sin()).sin()
         raise ValueError
 
     def run(stage: Stage) -> None:
@@ -468,7 +469,8 @@ def test_after_an_error_nothing_waits_for_the_garbage_collector(fate: str, where
     try:
         for one in (stage, T.remat(stage)):
             run(one)
-            assert refs[-1].expired()
+            assert len(refs) % 4 == 0
+            assert all(ref.expired() for ref in refs)
     finally:
         gc.enable()
 
@@ -478,8 +480,9 @@ def test_a_step_that_is_over_leaves_nothing_for_the_garbage_collector() -> None:
 
     def part(w: Tree, h: torch.Tensor) -> torch.Tensor:
         y = (h @ w["a"]).tanh()
-        refs.append(StorageWeakRef(y.untyped_storage()))
-        return y.sin()
+        z = y.sin()
+        refs.extend(StorageWeakRef(t.untyped_storage()) for t in (y, z))
+        return z
 
     stage = T.remat(lambda w, h: T.offload(part)(w, T.saved(part)(w, h.sin()).cos()).cos())
     gc.collect()
@@ -487,7 +490,7 @@ def test_a_step_that_is_over_leaves_nothing_for_the_garbage_collector() -> None:
     try:
         results(stage, 2)
         T.vjp(stage, weights(), inputs())  # whose backward never comes
-        assert len(refs) == 6
+        assert len(refs) == 12
         assert all(ref.expired() for ref in refs)
     finally:
         gc.enable()

@@ -102,6 +102,7 @@ class Average(nn.Linear):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.last: Any = None
         self.count = 0
+        self.seen: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -110,6 +111,7 @@ class Average(nn.Linear):
         self.calls = self.calls + 1
         self.last = {"out": y.exp()}
         self.count += 1
+        self.seen.append(y.detach().mean())
         return y
 
 
@@ -122,12 +124,46 @@ class Averaged(Block):
     def use(self, y: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = (y + self.part.mean * self.part.calls).sin() * self.part.count + self.part.last["out"].cos()
         y = self.part(out).sin()
-        return y * self.part.mean.exp() + self.part.last["out"].tanh() * self.part.count
+        y = y * self.part.mean.exp() + self.part.last["out"].tanh() * self.part.count
+        return (y + self.part.seen[-1] * len(self.part.seen)).sin() * self.part.seen[0]
 
 
 @pytest.mark.parametrize("fate", [None, "save", "offload"])
 def test_what_a_part_makes_of_buffers_and_attributes(fate: str | None) -> None:
     same(lambda: two(Averaged), fate)
+
+
+def test_what_is_computed_again_twice_finds_buffers_as_they_were() -> None:
+    """A gradient of a gradient needs the forward's tensors two times."""
+
+    class Counts(Block):
+        calls: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(WIDTH))
+
+        def use(self, y: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return (y + self.calls).sin()
+
+    def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        loss: torch.Tensor = dx.square().mean()
+        return loss
+
+    found = []
+    for change in (lambda m: m, lambda m: T.remat(m, "*"), lambda m: T.remat(m, "*", save=("part",))):
+        torch.manual_seed(0)
+        params, model = fsdp.functionalize(two(Counts))
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1), buffers=fsdp.buffers(model))
+        forward_backward = T.forward_backward(change(model), penalty, second_order=True)
+        for _ in range(2):
+            state = fsdp.step(forward_backward(state, torch.ones(2, WIDTH))[0])
+        found.append([*state.buffers.values(), *fsdp.full_params(state).values()])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
 
 
 class Recurrent(Block):

@@ -9,6 +9,7 @@ them as its forward did: also after a part that is not run again.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ SMALL = 1 << 16  # bytes: a buffer that is always copied
 MISSING: Any = object()  # in the place of an attribute that is not there
 NOTES = "_remat_changes"  # in each module: names of buffers and attributes that its calls have changed
 SEEN = "_remat_seen"  # in a module that recomputes: whether it trained, in calls in which all attributes were looked at
+
+OWN = frozenset({*vars(nn.Module()), NOTES, SEEN})  # attributes that are torch's, or ours
 
 Key = tuple[int, str]
 
@@ -55,26 +58,39 @@ class StatePlace(NamedTuple):
             self.held[self.name] = value
 
     def copy(self) -> Any:
-        """What is there, to be put there again: of a buffer a copy, since it may go on."""
+        """What is there, to be put there again: of a buffer or a container a copy, since it may go on."""
         value = self.get()
-        return value.clone() if self.buffer and isinstance(value, torch.Tensor) else value
+        return value.clone() if self.buffer and isinstance(value, torch.Tensor) else _content(value)
 
     def silent(self, value: Any) -> bool:
         """Whether kernels may write to it without telling, as to running statistics."""
         return self.buffer and self.part.training and isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
+def _content(value: Any) -> Any:
+    """A copy of a container, anything else as it is."""
+    return copy.copy(value) if type(value) in (list, dict, set) else value
+
+
+def _parts(value: Any) -> list[int]:
+    """What a container has in it, by identity."""
+    if type(value) is dict:
+        return [id(x) for pair in value.items() for x in pair]
+    return [*map(id, value)] if type(value) in (list, set) else []
+
+
 class Found(NamedTuple):
-    """What was in a place, and the version of a tensor."""
+    """What was in a place, the version of a tensor, and a copy of a container."""
 
     place: StatePlace
     value: Any
-    version: int
+    version: int = 0
+    content: Any = None
 
     @classmethod
     def now(cls, place: StatePlace) -> Found:
         value = place.get()
-        return cls(place, value, version(value) if isinstance(value, torch.Tensor) else 0)
+        return cls(place, value, version(value) if isinstance(value, torch.Tensor) else 0, _content(value))
 
     def written(self) -> bool:
         """Whether it is a tensor that was changed in place."""
@@ -82,8 +98,9 @@ class Found(NamedTuple):
 
     def same(self) -> bool:
         """Whether the same is there now, as far as can be known."""
-        value, counted = Found.now(self.place)[1:]
-        return value is self.value and counted == self.version and not self.place.silent(value)
+        now = Found.now(self.place)
+        same = now.value is self.value and now.version == self.version and _parts(now.content) == _parts(self.content)
+        return same and not self.place.silent(now.value)
 
 
 def keeps_state(module: nn.Module) -> bool:
@@ -102,7 +119,7 @@ def _places(modules: Iterable[nn.Module], every: bool) -> Iterator[StatePlace]:
         for name in part._buffers:
             yield StatePlace(part, part._buffers, name)
         for name in [*held] if every else held.get(NOTES, ()):
-            if name not in part._buffers and name not in (NOTES, SEEN):
+            if name not in part._buffers and name not in OWN:
                 yield StatePlace(part, held, name)
 
 
@@ -160,7 +177,7 @@ class ModuleState:
             vars(place.part).setdefault(NOTES, set()).add(place.name)
             old = found.get(place.key)
             if old is None:
-                self.before.append(Found(place, MISSING, 0))
+                self.before.append(Found(place, MISSING, content=MISSING))
             elif place.key not in self.copies and old.written():
                 raise self._late(old)
         vars(self.module).setdefault(SEEN, set()).add(self.module.training)
@@ -180,13 +197,13 @@ class ModuleState:
         """Within, all is as the forward found it; afterwards as it is now."""
         now = [found.place.get() for found in self.before]
         for found in self.before:
-            copy = self.copies.get(found.place.key)
-            if copy is not None:
-                found.place.put(copy.clone())
+            kept = self.copies.get(found.place.key)
+            if kept is not None:
+                found.place.put(kept.clone())
             elif found.written():
                 raise self._late(found)
-            else:
-                found.place.put(found.value)
+            elif not found.same():
+                found.place.put(_content(found.content))
         try:
             yield
         finally:

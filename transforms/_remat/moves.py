@@ -125,12 +125,9 @@ class MoveGroup:
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, MoveGroup.unpack):
                 yield
-            self.send()
-        except BaseException:
-            self.known, self.fresh = {}, []
-            raise
         finally:
             self.module = None
+        self.send()
 
     def pack(self, t: torch.Tensor) -> Any:
         """A saved tensor, as saved_tensors_hooks have it."""
