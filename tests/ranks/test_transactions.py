@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from support.transactions import (
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
+from functional_fsdp._runtime.agreement import Agreement
+from functional_fsdp._runtime.ballots import APART
 
 PLACES = ("before", "unshard", "grad", "reduce")
 
@@ -79,6 +82,16 @@ def test_no_rank_takes_a_step_whose_flags_are_not_equal() -> None:
     for said, same, steps in launch(unequal_flags, ("ddp",), nprocs=2):
         assert "The state before the step is valid" in said
         assert (same, steps) == (True, 1)
+
+
+def test_a_rank_does_not_commit_where_a_peer_cannot_come() -> None:
+    """The second round of a vote, to which a peer has come that waits for a collective of this rank's."""
+    agreement: Any = object.__new__(Agreement)
+    agreement.size, agreement.votes = 2, 0
+    agreement.ballot, agreement.tally = (lambda number, what: None), (lambda vote: (APART, 0))
+    with pytest.raises(fsdp.ScheduleError, match="so the step was not taken"):
+        agreement.confirm()
+    assert (agreement.votes, agreement.stage) == (0, "")
 
 
 def stops_at_different_units() -> tuple[str, bool]:
