@@ -63,7 +63,7 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
         weights = weights_of(layout, where)
         given, keywords = pytree.tree_map_only(torch.Tensor, lambda t: _alike(t, where), (args, kwargs))
         known = [*pytree.tree_leaves((given, keywords)), *(w for one in weights.values() for w in one.values())]
-        rehearsal = Rehearsal(forward_backward.model, where, weights, holds=gives_back)
+        rehearsal = Rehearsal(forward_backward.driver.bare(), where, weights, holds=gives_back)
         alive = Alive(where, [t for t in known if isinstance(t, torch.Tensor)])
         rehearsal.completed = lambda unit: stretches.append(Stretch(unit, alive.lap()))
         try:

@@ -81,7 +81,7 @@ class Staging:
             return True
         stage = self.stages.get(index) or self._make(index, unit)
         room = 1 if self.run.lanes.copies_on_lanes and stage.span is None and stage.short else SLOTS
-        apart = self.plan.slots > 1  # else they follow each other on one lane
+        apart = self.plan.slots > 1 and stage.span is not None  # else they follow each other on one lane
         while len(self.busy) >= room or stage in self.busy or (apart and any(map(stage.overlaps, self.busy))):
             if not self.run.lanes.wait(self.busy[0].done, relents):
                 return False

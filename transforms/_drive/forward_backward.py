@@ -134,7 +134,6 @@ class ForwardBackward(Generic[Out]):
             )
         self.driver: Driver | Whole = Whole(model) if second_order else Driver(model, compile)
         self.buffers = Buffers(self.driver.model, buffers)
-        self.model = model
         self.settings = Settings("forward_backward", model, self.driver.model)
         self.loss_fn = loss_fn
         self.has_aux = has_aux
