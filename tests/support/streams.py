@@ -128,9 +128,11 @@ class Order(TorchDispatchMode):
         schema = func._schema
         returned = [one.alias_info for one in schema.returns]
         views = returned and all(alias is not None and not alias.is_write for alias in returned)
-        looks = self.on and not (views or func.namespace == "c10d" or str(func).startswith("aten.set_."))
+        name = func.overloadpacket.__name__
+        looks = self.on and not (views or func.namespace == "c10d" or name == "set_")
         given = {**dict(zip([one.name for one in schema.arguments], args, strict=False)), **kwargs}
-        for argument in schema.arguments if looks else ():
+        reads = looks and not (name.startswith("new_") or name.endswith("_like"))  # those look at shapes only
+        for argument in schema.arguments if reads else ():
             written = argument.alias_info is not None and argument.alias_info.is_write
             self.access(given.get(argument.name), written, str(func))
         out = func(*args, **kwargs)

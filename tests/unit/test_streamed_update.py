@@ -19,6 +19,8 @@ from support.streams import ordered
 import functional_fsdp as fsdp
 from functional_fsdp import extend
 from functional_fsdp._common.device import clone_as, empty_as, host_memory, in_host_memory, zeros_as
+from functional_fsdp._optim.muon import Muon
+from functional_fsdp._optim.optimizer import runs
 from functional_fsdp._state import streamed, update
 from functional_fsdp._state.capture import Capture
 
@@ -226,6 +228,37 @@ def test_every_optimizer_has_the_device_s_bits(name: str) -> None:
                 state = copy.deepcopy(state)
         found.append([*fsdp.full_params(state).values()])
     assert same(*found)
+
+
+class Together:
+    """Says which buckets one update has together."""
+
+    init = update = staticmethod(len)
+
+    def __init__(self, *groups: str) -> None:
+        self.groups = groups
+
+    def at_once(self, opt: Any) -> Any:
+        return [[*some] for some in self.groups]
+
+
+def test_an_update_has_together_what_its_optimizer_says() -> None:
+    sizes = dict.fromkeys("abcde", 1 << 25)
+    assert runs(Together("ca", "xb"), None, sizes) == [["c", "a"], ["b"], ["d"], ["e"]]
+    assert runs(fsdp.sgd(), None, sizes) == [[name] for name in sizes]
+    several = fsdp.partition({"one": Together("ab", "cd"), "two": Together("e", "bc"), "default": fsdp.sgd()})
+    assert runs(several, dict.fromkeys(several.members), sizes) == [["e"], ["a", "b", "c", "d"]]
+
+
+def test_matrices_that_are_one_batch_are_so_in_the_host_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Muon, "fill", 2 * 4 * 32 * 32)  # two of these
+    params = {f"m{i}": torch.ones(32, 32) for i in range(5)} | {"v": torch.ones(8)}
+    spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data", memory_kind=HOST), labels={"m*": "matrix"})
+    optimizer = fsdp.partition({"matrix": fsdp.muon(), "default": fsdp.adamw()})
+    state = fsdp.shard(params, spec, optimizer)
+    found = streamed.Streamed(CPU).portions(state, tuple(state.main))
+    names = [[part.name for part in one.parts] for one in found]
+    assert names == [*map(list, state.opt["matrix"].groups), ["v"]] == [["m4", "m3"], ["m2", "m1"], ["m0"], ["v"]]
 
 
 # ---------------------------------------------------------------- while a step is captured
