@@ -132,18 +132,9 @@ class Rehearsal(Driver):
         for unit in tuple(self.weights) if units is None else units:
             del self.weights[unit]
 
-    def expect(self, used: dict[str, int]) -> None:
-        self.pending.update({unit: count for unit, count in used.items() if count})
-
     def _reduce(self, unit: str, grads: Gradients) -> None:
         self.completed(unit)
         self.held = grads if self.holds else []
-
-    def regathered(self, call: Any, grads: Gradients) -> Gradients:
-        return grads
-
-    def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
-        self._unshard(units, False)
 
 
 def weights_of(layout: Layout, device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
