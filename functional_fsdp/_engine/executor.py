@@ -222,6 +222,10 @@ class Executor(Gathers, Reductions):
             move = self.move(kind)
             self.carry_out(state, move)
             moved |= bool(move[1])
+        left = len(self.backlog)
+        if left and "reduce" in awaited:
+            self._go_on(relents=True)
+            moved |= len(self.backlog) < left
         return moved
 
     # ---------------------------------------------------------------- the end of a step
@@ -239,6 +243,13 @@ class Executor(Gathers, Reductions):
                 self.staging.zeros(bucket, self.grads, self.spec.mesh)
         for unit in self.flying:
             self._read_still(self.layout.by_name[unit])
+
+    def look(self, state: Stored) -> None:
+        """For who looks at gradients in the middle of a step: all that are due are there, and compute has waited."""
+        self.adopt(state.grads)
+        with self.beside(state):
+            self._issue((), relents=False)
+            self.settle()
 
     def settle(self) -> None:
         """Compute waits for everything under way."""

@@ -96,6 +96,7 @@ class Reductions(Engine):
                 values = [total.get(path) for path in unit.paths]
                 self.reduce(state, name, values, last, self.came(name, " tree"), whole_tree=True)
         self.carry_out(state, self.move("round"))
+        self._issue((), relents=False)  # whoever reads the tree's gradients finds all of them
 
     def skip(self, unit: str) -> bool:
         """On this rank no gradient of this unit will come in this pass. False: there is no plan, say so by `reduce`."""

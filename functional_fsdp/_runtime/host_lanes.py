@@ -35,7 +35,7 @@ from .restart import POLL, twin
 __all__ = ["HostLanes"]
 
 AHEAD = {"gather", "side", "control"}  # lanes on which peers may have to be ahead of this rank's reductions
-BESIDE = {"side", "control"}  # lanes of what no plan names
+BESIDE = {"side", "control", "reduce"}  # lanes on which it is waited for in the middle of what no plan names
 FIRST = timedelta(seconds=0.005)  # one turn of waiting, which then double up to POLL
 SAME = (
     "Use the same units in the same order on every rank; only units of the schedule may be left out, and only where "

@@ -73,11 +73,13 @@ def local_shards(
     state._valid("local_shards")
     if kind not in ("main", "weights", "grads"):
         raise TreeError(f"local_shards(state, {kind!r}): expected one of 'main', 'weights', 'grads'.")
-    tree = getattr(state, kind)
-    if kind == "grads" and tree:
-        state.version.lineage.enter(state.version.serial, "local_shards")
-        with state.version.lineage.call:
-            state._executor.settle()
+    tree, lineage = getattr(state, kind), state.version.lineage
+    newest = state.version.serial == lineage.head
+    if kind == "grads" and (tree or (newest and lineage.executor and lineage.executor.waiting)):
+        lineage.enter(state.version.serial, "local_shards")
+        with lineage.call:
+            state._executor.look(state)
+        tree = state._executor.grads
     at = runtime_of(state.spec.mesh).coordinate
     found: dict[str, torch.Tensor] = {}
     for name, buffer in (tree or {}).items():

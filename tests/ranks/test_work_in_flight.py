@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -191,6 +193,57 @@ def test_ranks_that_wait_for_each_other_say_so_at_once() -> None:
     assert [values for _, values in found] == [[-1.5], [-1.5]]
 
 
+# ---------------------------------------------------------------- reductions that are left for later
+
+
+@contextmanager
+def leaves_reductions(state: fsdp.State, rank: int) -> Iterator[list[Any]]:
+    """On this rank no staging comes free for as long as a reduction may be left for later. What it left."""
+    lanes: Any = state.version.lineage.runtime.lanes
+    wait, left = type(lanes).wait, []
+
+    def relent(self: Any, mark: Any, relents: bool = False) -> bool:
+        if relents and mark is not None and mark.lane == "reduce" and dist.get_rank() == rank:
+            left.append(mark)
+            return False
+        return bool(wait(self, mark, relents))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(lanes), "wait", relent)
+        yield left
+
+
+def looked_at(who: int, whole_tree: bool) -> tuple[int, list[float], bool]:
+    """A look at gradients, some of which one rank had left for later; then another look, in which ranks communicate.
+
+    Returns:
+        of how many units the state has gradients once `reduce` is over, the sums of what the look finds, and whether
+        this rank had left some.
+    """
+    params = {f"u{i}.w": torch.zeros(300) for i in range(4)}
+    state = one_step(fsdp.shard(params, Spec(fsdp.local_mesh(), units=["u*"]), fsdp.sgd(lr=1.0)))
+    with leaves_reductions(state, who) as left:
+        if whole_tree:
+            state = fsdp.reduce(state, {path: torch.ones(300) for path in params})
+        else:
+            for unit in reversed(state.units):
+                state = fsdp.reduce(state, {"w": torch.ones(300)}, unit)
+        units = len(state.grads)
+        found = fsdp.local_shards(state, "grads")
+        fsdp.full_params(state)
+        fsdp.step(state)
+    return units, [float(part.sum()) for part in found.values()], bool(left)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("whole_tree", [False, True])
+def test_a_look_at_gradients_finds_those_that_were_left_for_later(who: int, whole_tree: bool) -> None:
+    for rank, (units, sums, left) in enumerate(launch(looked_at, (who, whole_tree), nprocs=2)):
+        assert left == (rank == who)
+        assert units == (2 if left and not whole_tree else 4)
+        assert sum(sums) == (256.0 if rank == 0 else 44.0) * 4
+
+
 # ---------------------------------------------------------------- two states
 
 
@@ -202,17 +255,7 @@ def interleaved(first: bool) -> tuple[list[float], bool]:
     for state in (one, two):  # from here on the order is known
         one_step(state)
     one, two = fsdp.newest(one), fsdp.newest(two)
-    lanes: Any = one.version.lineage.runtime.lanes
-    wait, left = type(lanes).wait, []
-
-    def relent(self: Any, mark: Any, relents: bool = False) -> bool:
-        if relents and mark is not None and mark.lane == "reduce" and dist.get_rank() == int(first):
-            left.append(mark)
-            return False
-        return bool(wait(self, mark, relents))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(lanes), "wait", relent)
+    with leaves_reductions(one, int(first)) as left:
         for unit in reversed(one.units):
             one = fsdp.reduce(one, {"w": torch.ones(300)}, unit)
         two = one_step(two)
