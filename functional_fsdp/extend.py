@@ -12,7 +12,7 @@ CONTRIBUTING.md has one in full.
 - `seeds`, `Ranks.everyone` and `Ranks.any` do wait: they are for eager steps, and for what comes between steps. In a
   graph compute draws from the tensors `state.rng` and `state.count`.
 - `finish_reductions` comes before `state.grads` is read: without it a reduction may still be under way.
-- `total` and `over_shards` take the keys that `shards` gives. Another key is no error: it is added up along no axis.
+- `total` and `over_shards` take the keys that `shards` gives: tuples of axes along which ranks hold other elements.
 
 | for                   |                                                                                              |
 |-----------------------|----------------------------------------------------------------------------------------------|
@@ -22,7 +22,7 @@ CONTRIBUTING.md has one in full.
 | calls                 | `alone`, `begin_round`, `end_round`, `check_between_steps`, `traced_as`, `tracing`, `refuse` |
 | modules               | `skeleton_of`, `Placeholder`, `every_buffer`, `refuse_meta`                                  |
 | trees by path         | `match`, `flatten`                                                                           |
-| bytes                 | `bytes_of`, `state_bytes`, `find_peak`, `Stretch`, `StepMemory`, `steps_on`                  |
+| bytes                 | `bytes_of`, `state_bytes`, `find_peak`, `Stretch`, `StepMemory`, `steps_on`, `plan_for`      |
 | borrowed weights      | `Loan`, `loan_of`, `is_lent`                                                                 |
 | copies to the host    | `copy_lane`, `CopyLane`, `HostBuffers`, `HostBuffer`, `computes_on`                          |
 | driving a module      | `Session`, `Collision`                                                                       |
@@ -66,7 +66,7 @@ from ._state.lineage import begin_compiled
 from ._state.ranks import Lineage, Ranks, check_between_steps, lineage_of, ranks_of, seeds
 from ._state.rounds import begin_round, end_round
 from ._state.session import Session
-from ._state.sizes import state_bytes, steps_on
+from ._state.sizes import plan_for, state_bytes, steps_on
 from ._state.state import FIELDS, State
 from ._state.update import put
 from ._state.veto import Veto, Vetoed
@@ -136,6 +136,7 @@ __all__ = [
     "match",
     "outside_inference",
     "over_shards",
+    "plan_for",
     "point_at_second_gathers",
     "put",
     "ranks_of",

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from functional_fsdp import ScheduleError, State, make_plan
+from functional_fsdp import ScheduleError, State
 from functional_fsdp.extend import (
     StepMemory,
     Stretch,
     find_peak,
+    plan_for,
     refuse_values,
     state_bytes,
     steps_on,
@@ -76,8 +77,7 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
     stretches.append(Stretch("", alive.lap()))
     if schedule.order is None or schedule.order == "recorded":
         schedule = schedule.ordered([*forward, *backward])
-    keeps = state.spec.transport.stays
-    plan = make_plan(layout, schedule, len(forward), 1 if keeps and gives_back else 2)
+    plan, keeps = plan_for(state, schedule, len(forward))
     on_device, on_host = state_bytes(state)
     return find_peak(
         layout, plan, on_device, stretches, host=on_host, moved=rehearsal.moved,

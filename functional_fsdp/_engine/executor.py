@@ -27,7 +27,7 @@ from .._plan.order import DefaultOrder, FixedOrder, GuessedOrder, Known, Recorde
 from .._plan.plan import SLOTS, Plan, make_plan
 from .._plan.positions import Move, Positions
 from .._plan.program import Program, combined
-from .._plan.records import records
+from .._plan.records import staging_slots
 from .._runtime.given import Given
 from .._runtime.runtime import Runtime
 from .._spec.schedule import Order, Schedule
@@ -69,16 +69,10 @@ class Executor(Gathers, Reductions):
         self.frozen = {unit.name for unit in layout.units if not unit.trained}
         self.streamed: Any = None  # the buffers through which what lies in the host's memory is updated
         self.shares: tuple[str, int] | None = None  # the plan for which there is what ranks share, and since when
-        self.slots = self._slots()
+        self.slots = staging_slots(
+            layout, run.position, spec.average, self.carrier.traits, self.stays and run.lanes.copies_on_lanes
+        )
         self._follow(first_plan(layout, spec.schedule, self.slots))
-
-    def _slots(self) -> int:
-        """How many reductions in a row have staging of their own. Where the transport keeps the staging and one lane
-        reduces in order, each lies where the last one lay."""
-        average, traits = self.spec.average, self.carrier.traits
-        ways = [records(b, self.run.position, average, traits).reduce for b in self.layout.trainable.values()]
-        in_order = all(way.ends == "reduce" for both in ways for way in both.values())
-        return 1 if self.stays and in_order and self.run.lanes.copies_on_lanes else SLOTS
 
     @whole
     def _follow(self, program: Plan) -> None:

@@ -20,6 +20,7 @@ import torch
 from .._plan.layout import Unit
 from .._plan.order import RecordedOrder
 from .._plan.positions import Move
+from .._plan.records import stays_partial
 from .._plan.route import states_of
 from .._storage.flat import FlatBuffer
 from .._storage.stored import Stored
@@ -37,6 +38,8 @@ class Reductions(Engine):
         """Nothing has come yet."""
         trained = {unit.name: [b for b in unit.buckets if b.trainable] for unit in self.layout.units}
         self.hollow = {name: some for name, some in trained.items() if not any(bucket.numel for bucket in some)}
+        #: units whose gradients stay partial with `last_microbatch=False`: ranks have to agree on that
+        self.partial = {name for name, some in trained.items() if any(map(stays_partial, some))}
         self.grads: dict[str, FlatBuffer] = {}
         self.early: dict[int, Values] = {}  # gradients whose turn has not come
         self.backlog: deque[tuple[int, Values, bool]] = deque()  # due reductions, their gradients and `last`
@@ -128,7 +131,8 @@ class Reductions(Engine):
                 return
             if unit.name in self.flying:  # a gather for which compute has not waited may read main weights after this
                 self.staging.touched(unit)
-            self.digests[1] = zlib.crc32(unit.name.encode(), self.digests[1])
+            said = f"{unit.name} is whole" if last and unit.name in self.partial else unit.name
+            self.digests[1] = zlib.crc32(said.encode(), self.digests[1])
             self.backlog.popleft()
         self.run.left.clear()
 

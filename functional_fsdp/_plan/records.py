@@ -19,10 +19,20 @@ from typing import NamedTuple
 import torch
 
 from .._spec.transport import Traits
-from .layout import Bucket
+from .layout import Bucket, Layout
+from .plan import SLOTS
 from .route import Coordinate, How, Partial, Route, States, partial_states, route, states_of, whole_states
 
-__all__ = ["Records", "gathering", "keeps_copy", "records", "reducing", "stored_states"]
+__all__ = [
+    "Records",
+    "gathering",
+    "keeps_copy",
+    "records",
+    "reducing",
+    "staging_slots",
+    "stays_partial",
+    "stored_states",
+]
 
 
 class Records(NamedTuple):
@@ -45,6 +55,11 @@ def keeps_copy(bucket: Bucket) -> bool:
         return True
     sharded_alike = set(placement.weights) == set(placement.main)
     return not sharded_alike or (not placement.weights and bucket.compute is not bucket.main)
+
+
+def stays_partial(bucket: Bucket) -> bool:
+    """Whether gradients of `last_microbatch=False` are reduced less far than those of the last one."""
+    return states_of(bucket, "grads", Partial) != states_of(bucket, "main")
 
 
 def stored_states(bucket: Bucket) -> States:
@@ -84,3 +99,10 @@ def records(bucket: Bucket, here: Coordinate, average: str, traits: Traits) -> R
         reducing(bucket, rest, final, here, average, traits),
         gathering(bucket, final, stored, here, "side"),
     )
+
+
+def staging_slots(layout: Layout, here: Coordinate, average: str, traits: Traits, kept: bool) -> int:
+    """How many reductions in a row have staging of their own. Where the transport keeps the staging (on lanes that copy
+    it there) and one lane reduces in order, each lies where the last one lay."""
+    ways = [records(bucket, here, average, traits).reduce for bucket in layout.trainable.values()] if kept else []
+    return 1 if kept and all(way.ends == "reduce" for both in ways for way in both.values()) else SLOTS

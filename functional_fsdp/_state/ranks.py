@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._common.device import default_generator
+from .._common.tracing import refuse, traced_as
 from .._runtime.runtime import Runtime, runtime_of
 from .lineage import Lineage
 from .state import State
@@ -74,6 +75,10 @@ def ranks_of(state: State) -> Ranks:
     return Ranks(runtime_of(state.spec.mesh))
 
 
+NO_HOST = "reads state.rng on the host, which a compiled step cannot. Call it outside torch.compile."
+
+
+@traced_as(lambda state, *what, step=None: refuse("ScheduleError", f"seeds: {NO_HOST}"))
 def seeds(state: State, *what: Any, step: int | None = None) -> Callable[..., int]:
     """A function from names to seeds, the same whenever the step is taken again: from (what, state.rng, steps, names).
 
@@ -81,6 +86,9 @@ def seeds(state: State, *what: Any, step: int | None = None) -> Callable[..., in
 
     Args:
         step: how many steps were taken, where the lineage does not know.
+
+    Raises:
+        ScheduleError: in a compiled step.
 
     Example: `generator.manual_seed(extend.seeds(state, "noise")(leaf.path))`.
     """

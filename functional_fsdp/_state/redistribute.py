@@ -36,7 +36,6 @@ from .state import Lineage, State, Version
 __all__ = ["Mover", "leaf_infos", "moved", "redistribute"]
 
 Buffers = dict[str, FlatBuffer]
-TAKEN = "redistribute() has taken what this state held. Use the State that it returned, or load the last checkpoint."
 
 
 @alone
@@ -73,9 +72,10 @@ def redistribute(state: State, spec: Spec, *, allow: Collection[str] = ()) -> St
     return moved(state, spec, allow)
 
 
-def moved(state: State, spec: Spec, allow: Collection[str], trains: bool = False) -> State:
-    """`redistribute`. `trains`: leaves may train by one spec only; then there is no optimizer's state in it."""
-    state._resting("redistribute")
+def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistribute", trains: bool = False) -> State:
+    """`redistribute`, or what this verb has of it. `trains`: leaves may train by one spec only; then there is no
+    optimizer's state in it."""
+    state._resting(verb)
     spec, run = needs_spec("redistribute", spec), runtime_of(state.spec.mesh)
 
     def look() -> tuple[Any, list[Topic]]:
@@ -93,7 +93,7 @@ def moved(state: State, spec: Spec, allow: Collection[str], trains: bool = False
         infos = leaf_infos(state.layout, state.spec)
         return infos, given(infos, state.layout.paths, spec, state.optimizer, 0)
 
-    with Joint(run, "redistribute") as joint:
+    with Joint(run, verb) as joint:
         infos = agree(joint, "what is given", look)
         spec, layout = resolve_transport(spec, infos, state.layout.paths)
         mover = Mover(state, layout, spec, "replicas" in allow, trains)
@@ -102,7 +102,9 @@ def moved(state: State, spec: Spec, allow: Collection[str], trains: bool = False
     lineage = state.version.lineage
     with lineage.looking(state):
         lineage.touched()
-        lineage.broken = TAKEN
+        lineage.broken = (
+            f"{verb}() has taken what this state held. Use the State that it returned, or load the last checkpoint."
+        )
         main = mover.move(state.main)
         opt = pytree.tree_map(mover.node, state.opt, is_leaf=is_buffers)
         mover.may_leave = False

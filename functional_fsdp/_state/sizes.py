@@ -1,19 +1,23 @@
-"""Sizes: the bytes of a state on a rank, by field, on the device and in the host's memory."""
+"""Sizes: the bytes of a state on a rank, by field, on the device and in the host's memory; and what its steps keep."""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._common.device import best_device, in_host_memory, keeps_released
 from .._common.torch_names import pytree
+from .._plan.plan import Plan, make_plan
+from .._plan.records import staging_slots
+from .._spec.schedule import Schedule
 from .._storage.flat import FlatBuffer
 
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = ["state_bytes", "steps_on"]
+__all__ = ["plan_for", "state_bytes", "steps_on"]
 
 NAMES = {"main": "main weights", "weights": "compute copies", "opt": "optimizer state"}
 
@@ -27,6 +31,22 @@ def steps_on(state: State) -> tuple[torch.device, bool]:
     own = next((buffer.local.device for buffer in state.main.values()), state.count.device)
     device = best_device() if own.type == "meta" else own
     return device, not keeps_released(device)
+
+
+def plan_for(state: State, schedule: Schedule, forward: int | None = None) -> tuple[Plan, bool]:
+    """The plan that steps of a state follow by this schedule, and whether its transport keeps arena and staging between
+    them. `forward`: as for `make_plan`.
+
+    Collective: none.
+
+    Example: `plan, keeps_memory = extend.plan_for(state, state.spec.schedule)`.
+    """
+    spec = state.spec
+    keeps = spec.transport.stays and math.prod(spec.axes.values()) > 1
+    first = tuple((axis, 0) for axis in spec.axes)  # lanes are the same for every rank
+    kept = keeps and steps_on(state)[1]
+    slots = staging_slots(state.layout, first, spec.average, spec.transport.traits, kept)
+    return make_plan(state.layout, schedule, forward, slots), keeps
 
 
 def state_bytes(state: State) -> tuple[dict[str, int], int]:

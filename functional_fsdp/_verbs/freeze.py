@@ -79,7 +79,7 @@ def _changed(verb: str, state: State, patterns: tuple[str, ...], trains: bool) -
     spec = state.spec.with_trainable({**rules, **{p: on for p, on in state.spec.trainable if p not in rules}})
     old = state
     opt: Any = state.opt
-    new = moved(state._evolve(opt={}), spec, (), trains=True)
+    new = moved(state._evolve(opt={}), spec, (), verb, trains=True)
     if new.optimizer is None:
         return new
     mover = Mover(old, new.layout, new.spec, False, trains=True)

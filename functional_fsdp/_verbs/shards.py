@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._common.errors import TreeError
 from .._common.record import over_each_axis
 from .._state.state import State
 from .._storage.flat import FlatBuffer
@@ -58,6 +59,9 @@ def over_shards(state: State, values: Mapping[Axes, torch.Tensor], op: Op = "sum
     Returns:
         the same keys and shapes; each shard has counted once, and every rank has the same.
 
+    Raises:
+        TreeError: a key that is no tuple of axes of the mesh.
+
     Collective: one all-reduce for each axis that shards something, of all tensors together. Nothing waits for the
     device.
 
@@ -65,6 +69,12 @@ def over_shards(state: State, values: Mapping[Axes, torch.Tensor], op: Op = "sum
     for b in buffers]) for axes, buffers in extend.shards(state).items()}, "max")`.
     """
     along, axes = [*values], axes_of(state)[1]
+    for key in along:
+        if not isinstance(key, tuple) or any(axis not in axes for axis in key):
+            raise TreeError(
+                f"over_shards: the key {key!r} is no tuple of axes of the mesh, which are {[*axes]}. Give the keys of "
+                "extend.shards(state): {axes: ... for axes, buffers in extend.shards(state).items()}."
+            )
     found = over_each_axis(
         [*values.values()], along, axes, lambda axis, flat: over_axes(state, flat, (axis,), op, "total")
     )
@@ -76,6 +86,9 @@ def total(state: State, values: Mapping[Axes, torch.Tensor]) -> torch.Tensor:
 
     Args:
         values: `{axes: tensor []}`, with the keys of `shards`; on every rank.
+
+    Raises:
+        TreeError: as `over_shards`.
 
     Collective: as `over_shards`.
 

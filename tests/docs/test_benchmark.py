@@ -177,6 +177,7 @@ def test_losses_must_agree_to_3_digits() -> None:
         agree([row("driven", 5), row("float8", 6, loss=2.03)])
 
 
+@pytest.mark.large
 def test_driving_beside_the_plain_module() -> None:
     flags = ("--width", "64", "--depth", "1", "--batch", "1", "--seq", "8", "--steps", "1")
     done = command(sys.executable, EXAMPLES / "benchmark_driving.py", *flags)

@@ -86,7 +86,7 @@ def of_eight_steps() -> dict[int, Counter[str]]:
 @pytest.mark.parametrize(
     ("killed", "resumed"),
     [
-        pytest.param("1 5", 4, id="another-rank"),
+        pytest.param("1 5", 4, id="another-rank", marks=pytest.mark.large),
         pytest.param("0 6 save", 4, id="the-writer-in-a-save", marks=pytest.mark.large),
         pytest.param("0 1", 0, id="before-a-checkpoint", marks=pytest.mark.large),
     ],

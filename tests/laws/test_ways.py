@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from support.presets import PRESETS, ranks_of
 from support.problems import LOOPS, batch, loss_fn, mesh_and_placement, net, on
-from support.tables import marked
+from support.tables import FULL, marked
 from support.traced import BLOCKS
 
 import functional_fsdp as fsdp
@@ -90,7 +90,8 @@ ROWS = [
     for transform in TRANSFORMS for preset in PRESETS for how in (*LOOPS, "driven") for way in WAYS
     if (how, way) != ("driven", "torch.compile")
 ]  # fmt: skip
-ONCE = [("norms", "zero3", "whole", way) for way in WAYS[:3]]  # torch.compile is traced as T.compile is
+ONCE = [(transform, "zero3", "whole", way) for transform in TRANSFORMS for way in ("graph", "lower")]
+ONCE.append(("norms", "zero3", "whole", "torch.compile"))  # T.compile is traced as that is
 
 
 def taken(transform: str, preset: str, how: str, way: str) -> Any:
@@ -111,7 +112,7 @@ def taken(transform: str, preset: str, how: str, way: str) -> Any:
     torch._dynamo.reset()
     ways: dict[str, Any] = {
         "eager": lambda step: step,
-        "torch.compile": lambda step: torch.compile(step, fullgraph=True, backend="aot_eager"),
+        "torch.compile": lambda step: torch.compile(step, fullgraph=True, backend="aot_eager" if FULL else "eager"),
         "T.compile": lambda step: T.compile(step, "aot_eager"),
         "graph": lambda step: T.cuda_graph(step, pass_through=True),
     }

@@ -172,6 +172,14 @@ def counted(preset: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("key", [("dta",), "data", ("data", "model"), 0])
+def test_sums_are_along_axes_of_the_mesh(key: Any) -> None:
+    state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh()))
+    for verb in (extend.total, extend.over_shards):
+        with pytest.raises(fsdp.TreeError, match=r"is no tuple of axes of the mesh, which are \['data'\]"):
+            verb(state, {("data",): torch.ones(()), key: torch.ones(())})
+
+
 @pytest.mark.parametrize(("ranks", "preset"), [*((2, preset) for preset in PRESETS), (4, "hsdp"), (4, "hfsdp")])
 def test_each_element_counts_once(ranks: int, preset: str) -> None:
     for found in launch(counted, (preset,), nprocs=ranks):
@@ -467,6 +475,8 @@ def refused(which: str) -> str:
 
     def train_step(state: fsdp.State, data: Any) -> Any:
         state, loss = whole_tree(model, state, data, True)
+        if which == "seeds":
+            extend.seeds(state, "noise")
         if which == "weights":
             state, _ = fsdp.unshard(state, "tail")
             return extend.change_weights(state, "clamp()", lambda: None), loss
@@ -479,6 +489,8 @@ def refused(which: str) -> str:
 def test_what_a_compiled_step_cannot_do_is_said() -> None:
     for said in launch(refused, ("apart",), nprocs=2):
         assert said.startswith("ScheduleError: penalty keeps gradients apart, which a compiled step cannot")
+    for said in launch(refused, ("seeds",), nprocs=2):
+        assert said.startswith("ScheduleError: seeds: reads state.rng on the host, which a compiled step cannot")
     for said in launch(refused, ("weights",), nprocs=2):
         assert said.startswith("ScheduleError: clamp() changes weights, and this State is in the middle of a step")
 

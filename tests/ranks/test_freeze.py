@@ -50,7 +50,7 @@ def trained(preset: str, folder: str) -> Any:
     for step, what in STEPS.items():
         if what == "freeze":
             old, state = state, fsdp.freeze(state, *FROZEN)
-            assert "redistribute() has taken" in raised(lambda: fsdp.full_params(old))  # noqa: B023
+            assert "freeze() has taken" in raised(lambda: fsdp.full_params(old))  # noqa: B023
         elif what == "unfreeze":
             state = fsdp.unfreeze(state, *FROZEN)
         elif what == "save":  # it goes on from files

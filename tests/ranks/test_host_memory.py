@@ -135,13 +135,13 @@ def other_ways(preset: str) -> Trees:
             grads = torch.func.grad(lambda p: loss_fn(fsdp.bind(model, p), data))(p)
             return fsdp.step(fsdp.reduce(state, grads))
 
-        state = T.compile(whole, "aot_eager")(state, batch(4, dist.get_rank()))
+        state = torch.compile(whole, fullgraph=True, backend="eager")(state, batch(4, dist.get_rank()))
         assert {in_host_memory(x.local) for x in buffers(state)} == {kind == HOST}
         found[kind] = kept(state)
     return found
 
 
-@pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero3",), ("zero1",)]))
+@pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero3",)]))
 def test_steps_that_are_skipped_lack_gradients_or_are_compiled(preset: str) -> None:
     for found in launch(other_ways, (preset,), nprocs=ranks_of(preset)):
         assert same(found["device"], found[HOST])
@@ -180,7 +180,7 @@ def moved_about(folder: str, preset: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero3",), ("ddp",)]))
+@pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero3",)]))
 def test_checkpoints_redistribution_and_copies(preset: str, tmp_path: Path) -> None:
     assert all(launch(moved_about, (str(tmp_path), preset), nprocs=ranks_of(preset)))
 

@@ -18,14 +18,14 @@ import functional_fsdp as fsdp
 from functional_fsdp import Spec, SpecError, launch
 
 Tree = dict[str, torch.Tensor]
-WAYS = ("eager", "overlapped", "torch.compile", "T.compile", "aot_eager")
+WAYS = ("eager", "overlapped", "torch.compile", "T.compile", "aot_eager", "compiled")
 ROWS = [
     (preset, way, ranks) for preset in PRESETS for way in WAYS for ranks in ((4,) if preset in TWO_AXES else (1, 2, 4))
 ]
 QUICK = [
     ("zero3", "eager", 2),
     ("hfsdp", "eager", 4),
-    ("zero2", "aot_eager", 2),
+    ("zero2", "compiled", 2),
 ]
 
 

@@ -53,7 +53,7 @@ def compilers() -> bool:
     return "torch._inductor.compile_fx" in sys.modules
 
 
-@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("gpus", [pytest.param(0, marks=pytest.mark.large), 2])
 def test_the_server_imports_compilers_only_where_it_may_fork_after_that(
     gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 #: installed apart by `make`, since transformers imports it wherever it finds it: slower, and it has much to say
-TORCHAO = Path(sys.prefix) / "float8"
+#: (or beside another interpreter, where the checkout was copied to it)
+_PLACES = [Path(sys.prefix) / "float8", ROOT / ".venv" / "float8"]
+TORCHAO = next(filter(Path.exists, _PLACES), _PLACES[0])
 
 
 def code_under(heading: str, of: str = "CONTRIBUTING.md") -> str:

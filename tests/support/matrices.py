@@ -147,6 +147,7 @@ def trained(
     wraps: dict[str, Any] = {
         "torch.compile": lambda f: torch.compile(f, fullgraph=True),
         "aot_eager": lambda f: torch.compile(f, fullgraph=True, backend="aot_eager"),
+        "compiled": lambda f: torch.compile(f, fullgraph=True, backend="eager"),
         "T.compile": T.compile,
         "graph": T.cuda_graph,
     }

@@ -13,6 +13,7 @@ from functional_fsdp import transforms as T
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.peak import Stretch, find_peak
 from functional_fsdp._plan.plan import make_plan
+from functional_fsdp._plan.records import staging_slots
 
 WIDTH, ROWS = 256, 128
 ACTIVATION = ROWS * WIDTH * 4  # bytes
@@ -51,6 +52,15 @@ def test_one_reduction_at_a_time_takes_less_staging() -> None:
     held = [Stretch("c", 0), Stretch("b", 0), Stretch("a", 0), Stretch("", 0)]
     assert find_peak(layout, plan, {}, held).parts["staging"] == 2 * 4096
     assert find_peak(layout, plan, {}, held, gpu=True).parts["staging"] == 4096
+
+
+@pytest.mark.parametrize(("preset", "axes"), [("zero3", ("data",)), ("hsdp", ("replica", "data"))])
+def test_staging_that_stays_has_one_slot_where_one_lane_reduces_in_order(preset: str, axes: tuple[str, ...]) -> None:
+    spec = fsdp.Spec(dict.fromkeys(axes, 2), getattr(fsdp, preset)(*axes), transport="copy_engine")
+    layout = plan_layout([LeafInfo("w", (4096,), torch.float32)], spec)
+    here = tuple((axis, 0) for axis in axes)
+    one, none = (staging_slots(layout, here, "mean", spec.transport.traits, kept) for kept in (True, False))
+    assert (one, none) == (1 if preset == "zero3" else 2, 2)
 
 
 def test_on_gpus_the_arena_is_as_large_as_what_is_live() -> None:
