@@ -69,7 +69,8 @@ def both(folder: str, preset: str) -> tuple[bool, bool, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "ranks"), [("zero3", 1), ("zero3", 2), pytest.param("hsdp", 4, marks=pytest.mark.large)]
+    ("preset", "ranks"),
+    [pytest.param("zero3", 1, marks=pytest.mark.large), ("zero3", 2), pytest.param("hsdp", 4, marks=pytest.mark.large)],
 )
 def test_it_writes_what_save_writes_while_the_state_is_trained_on(preset: str, ranks: int, tmp_path: Path) -> None:
     for same, equal, files in launch(both, (str(tmp_path), preset), nprocs=ranks):

@@ -245,6 +245,7 @@ def numbered() -> tuple[int, int, int]:
     return counters["stats"]["unique_graphs"], found["autograd_cache_miss"], found["autograd_cache_hit"]
 
 
+@pytest.mark.large
 def test_layers_whose_graphs_are_equal_are_compiled_once() -> None:
     assert launch(numbered, nprocs=1) == [(4, 1, 3)]
 

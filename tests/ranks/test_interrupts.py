@@ -20,9 +20,14 @@ from functional_fsdp._runtime.agreement import Agreement
 from functional_fsdp._runtime.runtime import runtime_of
 from functional_fsdp._verbs import verbs as _verbs
 
+ROWS = [
+    pytest.param(ranks, who, way, id=f"{said}-{way}", marks=[pytest.mark.large] * (said == "both" and way != "driven"))
+    for ranks, who, said in ((1, [0], "alone"), (2, [1], "one of two"), (2, [0, 1], "both"))
+    for way in WAYS
+]
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("ranks", "who"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=["alone", "one of two", "both"])
+
+@pytest.mark.parametrize(("ranks", "who", "way"), ROWS)
 def test_an_interrupt_at_any_bytecode_costs_nothing(ranks: int, who: list[int], way: str) -> None:
     preset = "zero3" if ranks == 1 else "zero2"
     assert launch(disturbed, (way, preset, 12, 3, who), nprocs=ranks) == [[]] * ranks

@@ -695,6 +695,7 @@ def test_a_world_of_one_needs_no_set_up() -> None:
     assert printed.split()[:2] == ["('data',)", "1"]
 
 
+@pytest.mark.large
 def test_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -23,7 +23,6 @@ ROWS = [
     (preset, way, ranks) for preset in PRESETS for way in WAYS for ranks in ((4,) if preset in TWO_AXES else (1, 2, 4))
 ]
 QUICK = [
-    ("zero3", "eager", 2),
     ("hfsdp", "eager", 4),
     ("zero2", "compiled", 2),
 ]

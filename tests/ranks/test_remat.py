@@ -100,7 +100,6 @@ ONCE = [
     ("offload inputs", "zero1", 2, "eager"),
     ("both", "zero3", 2, "parts"),
     ("save mlp", "zero2", 1, "units"),
-    ("save attn", "zero3", 2, "whole"),
 ]
 
 

@@ -101,7 +101,7 @@ ROWS = [
 ]  # fmt: skip
 
 
-LARGE = ("checkpoint around a layer", "adapters", "t5", "resnet", "other entry points", "lstm")
+LARGE = ("checkpoint around a layer", "adapters", "t5", "resnet", "other entry points", "lstm", "loose parameters")
 
 
 @pytest.mark.parametrize(

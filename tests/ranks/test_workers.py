@@ -66,6 +66,7 @@ def test_the_server_imports_compilers_only_where_it_may_fork_after_that(
     _pool.end_all()
 
 
+@pytest.mark.large
 def test_a_function_may_read_a_configuration_of_torch() -> None:
     """A module of a class of its own, which goes by name as any other does."""
     config = importlib.import_module("torch._dynamo.config")
