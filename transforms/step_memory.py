@@ -54,27 +54,35 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
 
     Source: torch's FakeTensorMode ("Fake tensor" in PyTorch's documentation).
     """
-    if not isinstance(forward_backward.driver, Driver):
+    driver = forward_backward.driver
+    if not isinstance(driver, Driver):
         raise ScheduleError("step_memory: of forward_backward(second_order=True) it is not known. Leave that out.")
     where, gives_back = steps_on(state)
     layout, schedule = state.layout, state.spec.schedule
-    stretches: list[Stretch] = []
     mode = torch_private.fakes_that_die()
     with torch.compiler.set_stance("force_eager"), mode:
         weights = weights_of(layout, where)
         given, keywords = pytree.tree_map_only(torch.Tensor, lambda t: _alike(t, where), (args, kwargs))
         known = [*pytree.tree_leaves((given, keywords)), *(w for one in weights.values() for w in one.values())]
-        rehearsal = Rehearsal(forward_backward.driver.bare(), where, weights, holds=gives_back)
-        alive = Alive(where, [t for t in known if isinstance(t, torch.Tensor)])
-        rehearsal.completed = lambda unit: stretches.append(Stretch(unit, alive.lap()))
-        try:
+
+        rehearsal = Rehearsal(driver.bare(), where, weights, holds=gives_back)
+
+        def rehearse() -> tuple[list[Stretch], tuple[list[Any], list[Any]]]:
+            stretches: list[Stretch] = []
+            alive = Alive(where, [t for t in known if isinstance(t, torch.Tensor)])
+            rehearsal.completed = lambda unit: stretches.append(Stretch(unit, alive.lap()))
             with rehearsal.running(state, "step_memory", trains=True), alive:
                 forward_backward.rehearse(rehearsal, given, keywords)
-                forward, backward = rehearsal.trace
+                trace = rehearsal.trace
+            return [*stretches, Stretch("", alive.lap())], trace
+
+        try:
+            stretches, (forward, backward) = rehearse()
+            if rehearsal.moved:  # where there is room for it is known from the second step on
+                stretches, (forward, backward) = rehearse()
         except RuntimeError as error:
             refuse_values(error, "step_memory")
             raise
-    stretches.append(Stretch("", alive.lap()))
     if schedule.order is None or schedule.order == "recorded":
         schedule = schedule.ordered([*forward, *backward])
     plan, keeps = plan_for(state, schedule, len(forward))

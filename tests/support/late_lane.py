@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from functional_fsdp import extend
 from functional_fsdp.transforms._remat import moves
+from functional_fsdp.transforms._uses import USES
 
 __all__ = ["LateLane", "late_lane"]
 
@@ -114,5 +115,5 @@ class LateLane(extend.CopyLane):
 def late_lane() -> Iterator[LateLane]:
     """Within, what is moved on the CPU takes this lane."""
     lane = LateLane()
-    with mock.patch.object(moves, "copy_lane", return_value=lane):
+    with mock.patch.object(moves, "copy_lane", return_value=lane), mock.patch.dict(USES, clear=True):
         yield lane

@@ -9,9 +9,16 @@ import torch
 
 from functional_fsdp import extend
 from functional_fsdp.transforms._remat.moves import MovedTensor, MoveGroup
+from functional_fsdp.transforms._uses import USES
 
-__all__ = ["MoveProgram"]
+__all__ = ["MoveProgram", "Pass"]
 
+
+class Pass:
+    """Who drives a pass: what is known of one is wrong of the next."""
+
+
+DRIVER = Pass()
 Kept = list[tuple[Any, torch.Tensor]]  # what a tensor was packed to, and a copy of it
 
 
@@ -32,13 +39,18 @@ class MoveProgram:
 
     def run(self) -> bool:
         """Whether all that came back was what had been packed."""
-        for _ in range(self.random.randint(2, 5)):
-            self.call(0)
+        uses = self.random.randint(2, 5)
+        driven = self.random.random() < 0.7  # by a driver, whose passes before had other numbers of uses and calls
+        for i in range(uses):
+            self.used(driven, i + 1, 0)
+            if self.random.random() < 0.8:
+                self.call(0)
         order = [*reversed(self.over)]
         self.over = []
         if self.random.random() < 0.3:
             self.random.shuffle(order)
-        for kept in order:
+        for i, kept in enumerate(order):
+            self.used(driven, uses, i + 1)
             if self.random.random() < 0.2:
                 kept.clear()  # nobody asks for it
             for _ in range(self.random.choice([1, 1, 2])):
@@ -47,6 +59,10 @@ class MoveProgram:
             self.use_what_is_free()
         assert len(self.buffers.free) == self.buffers.made
         return all(map(bool, self.right))
+
+    def used(self, driven: bool, forward: int, backward: int) -> None:
+        if driven and self.device in USES:
+            USES[self.device](DRIVER, forward, backward)
 
     def call(self, depth: int) -> None:
         group, kept = MoveGroup(self.buffers, self.device, set()), []

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from support.late_lane import LateLane, late_lane
-from support.move_program import MoveProgram
+from support.move_program import MoveProgram, Pass
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import functional_fsdp as fsdp
 from functional_fsdp import extend
 from functional_fsdp import transforms as T
 from functional_fsdp.transforms._remat.moves import MovedTensor, MoveGroup
+from functional_fsdp.transforms._uses import USES
 
 CPU = torch.device("cpu")
 WIDTH = 32
@@ -147,6 +148,73 @@ def test_what_is_dropped_on_its_way_back_waits_on_its_own_stream(lane: LateLane)
     assert not lane.left
     packed.clear()
     assert len(buffers.free) == buffers.made
+
+
+# ---------------------------------------------------------------- where a driver says how far a pass is
+
+N = 8  # uses
+
+
+def driven(driver: Any, moved: set[int]) -> tuple[list[int], list[int]]:
+    """One pass of so many uses, some of which move a tensor. By use, of how many the memory is taken: at the end of the
+    use in the forward, at its beginning in the backward."""
+    buffers, packed, alive, taken, back = extend.HostBuffers(), {}, [], [], []
+    for use in range(1, N + 1):
+        if CPU in USES:
+            USES[CPU](driver, use, 0)
+        if use in moved:
+            group, t = MoveGroup(buffers, CPU, set()), torch.randn(40, WIDTH)
+            alive.append(StorageWeakRef(t.untyped_storage()))
+            packed[use] = group, group.pack(t), t.clone()
+            del t
+            group.end()
+        taken.append(sum(not ref.expired() for ref in alive))
+    for use in range(N, 0, -1):
+        USES[CPU](driver, N, N - use + 1)
+        back.append(sum(group.brought for group, _, _ in packed.values()))
+        if use in moved:
+            _, one, value = packed.pop(use)
+            assert torch.equal(MoveGroup.unpack(one), value)
+    return taken, back
+
+
+def test_what_few_uses_have_moved_is_away_only_where_others_need_its_room(lane: LateLane) -> None:
+    driver = Pass()
+    first, _ = driven(driver, {1, 2})
+    assert first == [1, 1, 1, 1, 1, 1, 1, 1]  # nobody knows yet what comes
+    for _ in range(2):
+        taken, back = driven(driver, {1, 2})
+        assert taken == [1, 2, 2, 2, 2, 2, 1, 0]
+        assert back == [0, 0, 1, 2, 2, 2, 2, 1]
+        kept = [0, 0, 1, 2, 3, 4, 5, 6]
+        assert max(map(sum, zip(taken, kept, strict=True))) == N - 2
+    assert not lane.left
+
+
+def test_what_is_known_of_one_model_is_not_of_another(lane: LateLane) -> None:
+    few, whole = Pass(), Pass()
+    for _ in range(2):
+        driven(few, {1, 2})
+    for _ in range(2):
+        assert max(driven(whole, {*range(1, N + 1)})[0]) == 1
+        assert driven(few, {1, 2})[0] == [1, 2, 2, 2, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("moved", [{*range(1, N + 1)}, {*range(2, N)}], ids=["all", "all but the ends"])
+def test_where_nearly_all_is_moved_copies_have_one_use_to_hide_behind(moved: set[int], lane: LateLane) -> None:
+    driver = Pass()
+    first = driven(driver, moved)
+    assert driven(driver, moved) == first
+    assert max(first[0]) == 1
+
+
+def test_passes_of_other_sizes_follow_each_other(lane: LateLane) -> None:
+    """What was known is not so any more: another number of calls, none, and then all."""
+    driver = Pass()
+    for moved in ({1, 2}, {5, 6, 7, 8}, set(), {1}, {*range(1, N + 1)}, {8}):
+        if moved or CPU in USES:
+            driven(driver, moved)
+    assert lane.copies > 16  # all went, and not all were still there
 
 
 # ---------------------------------------------------------------- calls in each other

@@ -130,6 +130,14 @@ def test_what_is_moved_to_the_host_is_not_alive_and_is_counted() -> None:
     assert "of activations there and back" in repr(moved)
 
 
+def test_what_few_blocks_move_is_away_at_the_peak() -> None:
+    """All that two blocks keep, but for what the third one keeps, too, is away where the backward begins."""
+    plain, moved = of_wide_blocks(), of_wide_blocks(lambda model: T.offload(T.offload(model, "0"), "1"))
+    assert moved.moved >= 5 * ACTIVATION
+    assert plain.stretches[0].alive - moved.stretches[0].alive >= 5 * ACTIVATION - BLOCK
+    assert plain.parts["activations"] - moved.parts["activations"] >= 3 * ACTIVATION
+
+
 def test_a_loss_that_reads_a_value_is_refused() -> None:
     state, model = made()
 

@@ -26,6 +26,7 @@ from functional_fsdp.extend import Collision, Session, refuse, skeleton_of, torc
 
 from .._compile.compile_units import Compiler, Options, refuse_around
 from .._modules.unit_modules import Leaf, find_unit_modules, leaves_of, order_of, slots_of
+from .._uses import USES
 from .inputs import precisions
 from .placeholders import WeightPlaceholder
 from .unit_calls import Slot, UnitCall
@@ -209,6 +210,8 @@ class Driver:
             if stale:
                 self.release(stale)
             self.trace[self.differentiating].append(units if len(units) > 1 else units[0])
+            if self.device in USES:
+                USES[self.device](self, len(self.trace[0]), len(self.trace[1]))
             by_plan = units if not outside else tuple(unit for unit in units if unit not in outside)
             others = tuple(unit for unit in units if unit not in by_plan)
             self.fetch(units, by_plan, others)

@@ -5,6 +5,13 @@
     backward of call i    compute waits for what has come back; the lane brings what call i - 1 has moved
 
 Calls may lie in each other. Each waits, at its end, for those that were over when it began to move.
+
+A driver says where it is in a pass, by uses of units. From the second one on it is known how many there are, and of how
+many what is kept stays. So what was moved has to be away only where others need its room:
+
+    forward     uses of which all stays, until its end      compute waits for the oldest copies once what is there
+                ├──── there ────┤├──── to come ────┤        comes to more than those that are still to come
+    backward    as many calls are brought back at a time as there are uses whose memory is free again
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ import torch.nn as nn
 from functional_fsdp import ScheduleError
 from functional_fsdp.extend import CopyLane, HostBuffers, copy_lane, is_lent
 
+from .._uses import USES
 from .storage_moves import StorageMove, StorageView, storage_of
 
 __all__ = ["MoveGroup", "MovedTensor", "unchanged"]
@@ -42,18 +50,33 @@ def weights_of(module: nn.Module) -> set[int]:
     return {*map(storage_of, module.parameters()), *map(storage_of, module.buffers())}
 
 
+class Progress(NamedTuple):
+    """How far a forward is: uses of units, and calls that moved something."""
+
+    uses: int
+    calls: int
+
+
 class MoveOrder:
     """Of the calls of one device: which comes before which.
 
     Attributes:
         latest: the call that has begun to move last. over: how many were over so far. taken: of those whose memory on
             the device is still taken, the number and the call.
+        wholes: by driver, the last forward that has come to its end, if something was moved in it. whole: that of the
+            one that runs. now: how far this one is. moved: its calls that moved something, with the use in which they
+            were over.
     """
 
     def __init__(self) -> None:
         self.latest: weakref.ref[MoveGroup] | None = None
         self.over = 0
         self.taken: list[tuple[int, weakref.ref[MoveGroup]]] = []
+        self.wholes: weakref.WeakKeyDictionary[Any, Progress] = weakref.WeakKeyDictionary()
+        self.whole: Progress | None = None
+        self.now = Progress(0, 0)
+        self.moved: list[tuple[int, weakref.ref[MoveGroup]]] = []
+        self.differentiating = False
 
     def begin(self, group: MoveGroup) -> weakref.ref[MoveGroup] | None:
         """A call begins to move. Returns the one before it."""
@@ -61,18 +84,73 @@ class MoveOrder:
         return before
 
     def end(self, group: MoveGroup) -> None:
-        """A call is over: those that were over when it began have no memory on the device any more."""
-        left = []
-        for number, ref in self.taken:
-            other = ref()
-            if other is None:
-                continue
-            if number < group.began and other.captured is group.captured:
-                other.settle()
-            else:
-                left.append((number, ref))
-        self.taken = [*left, (self.over, weakref.ref(group))]
+        """A call is over: those that were over when it began have no memory on the device any more, unless there is
+        room for it."""
+        if not self.differentiating:
+            if not self.now.uses:  # nobody has said where a pass begins
+                self.moved = [one for one in self.moved if one[1]() is not None]
+            self.now = Progress(self.now.uses, self.now.calls + 1)
+            self.moved.append((self.now.uses, weakref.ref(group)))
+            group.at = self.now.uses
+        room = max(1, self._room())
+        self._settle([one for one in self._taken() if one[0] < group.began], room - 1, group.captured)
+        self.taken.append((self.over, weakref.ref(group)))
         self.over += 1
+
+    def used(self, driver: Any, forward: int, backward: int) -> None:
+        """A unit is used in a driven pass, the so many-th one in its forward and in its backward."""
+        self.differentiating = backward > 0
+        if backward:
+            if backward == 1:
+                self.whole = self.now if self.now.calls else None
+                if self.whole is not None:
+                    self.wholes[driver] = self.whole
+            self._bring(forward - backward + 1)
+            return
+        if forward == 1:
+            self.now, self.moved, self.whole = Progress(0, 0), [], self.wholes.get(driver)
+        self.now = Progress(forward, self.now.calls)
+        if self.whole is not None and self.taken:
+            some = [one for one in self._taken() if one[1].at < forward - 1]  # else copies have only just begun
+            captured = some[0][1].lane.captured() if some else False
+            self._settle(some, max(0, self._room()), captured)
+
+    def _room(self) -> int:
+        """Of how many calls there is room for what they have moved: of as many as there are uses to come of which all
+        stays."""
+        if self.whole is None:
+            return 0
+        return (self.whole.uses - self.whole.calls) - (self.now.uses - self.now.calls)
+
+    def _taken(self) -> list[tuple[int, MoveGroup]]:
+        """Of the calls whose memory is taken, those that live, the oldest first."""
+        found = [(number, ref, ref()) for number, ref in self.taken]
+        self.taken = [(number, ref) for number, ref, group in found if group is not None]
+        return [(number, group) for number, _, group in found if group is not None]
+
+    def _settle(self, some: list[tuple[int, MoveGroup]], room: int, captured: bool) -> None:
+        """Settle the oldest of these, until there is room for what is taken."""
+        for number, group in some:
+            if len(self.taken) <= room:
+                break
+            if group.captured is captured:
+                group.settle()
+                self.taken = [one for one in self.taken if one[0] != number]
+
+    def _bring(self, use: int) -> None:
+        """The backward has come to this use of the forward: bring back what there is room for again."""
+        if self.whole is None:
+            return
+        there = [(at, group) for at, ref in self.moved if (group := ref()) is not None]
+        before = sum(at <= use for at, _ in self.moved)
+        room = (self.whole.uses - self.whole.calls) - (use - before) - 1  # which gradients take that are on their way
+        room -= sum(group.brought and not group.passed for _, group in there)
+        for _, group in reversed(there):
+            if room <= 0:
+                break
+            if not group.brought and group.over and group.captured is group.lane.captured():
+                group.bring()
+                room -= 1
 
 
 _ORDERS: weakref.WeakKeyDictionary[CopyLane, MoveOrder] = weakref.WeakKeyDictionary()
@@ -106,7 +184,9 @@ class MoveGroup:
         self.lane = copy_lane(device)
         self.captured = self.lane.captured()
         self.order = _ORDERS.setdefault(self.lane, MoveOrder())
+        USES[device] = self.order.used
         self.began = -1  # how many calls were over when this one began to move
+        self.at = 0  # the use of a driven forward in which it was over
         self.before: weakref.ref[MoveGroup] | None = None
         self.module: nn.Module | None = None  # whose call it is that runs
         self.known: dict[tuple[int, int], StorageMove] = {}  # of this call, by storage and version

@@ -1,0 +1,16 @@
+"""Uses: how far a driven pass is, for what goes by that. A driver says it at each use of a unit.
+
+USES[device](driver, forward, backward)     the so many-th use of its forward, and of its backward (0: not yet)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["USES"]
+
+#: who is told, by the device that computes
+USES: dict[torch.device, Callable[[Any, int, int], None]] = {}
