@@ -18,7 +18,8 @@ import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp._distributed import groups as _groups
 from functional_fsdp._distributed import host_vote as _board
-from functional_fsdp._distributed.host_vote import HostVote
+from functional_fsdp._distributed.host_vote import RING, HostVote
+from functional_fsdp._distributed.lanes import QUEUES
 from functional_fsdp._distributed.watch import ProcessWatch
 from functional_fsdp._runtime.runtime import Runtime, runtime_of
 
@@ -89,6 +90,19 @@ def test_a_process_that_ended_is_told_from_one_that_is_late() -> None:
         posted.wait(timedelta(seconds=5))
     assert posted.is_completed()
     os.waitpid(pid, 0)
+
+
+def test_of_each_lane_the_last_jobs_are_remembered_and_no_others() -> None:
+    memory = mmap.mmap(-1, HostVote.nbytes(2, len(QUEUES)))
+    one, two = (HostVote(memory, rank, 2, ProcessWatch({}), timedelta(seconds=1)) for rank in range(2))
+    last = 1000 * RING + 7  # far beyond the memory, had each job bytes of its own
+    for job in range(last - RING + 1, last + 1):
+        for lane in range(len(QUEUES)):
+            assert one.differs(lane, job, 3, [0, 1]) is None
+    for lane in range(len(QUEUES)):
+        assert two.differs(lane, last - RING + 1, 4, [0, 1]) == 0  # another code, as long as it is remembered
+        assert two.differs(lane, last - RING + 1, 3, [0, 1]) is None
+        assert two.differs(lane, last - RING, 4, [0, 1]) is None  # forgotten
 
 
 def described() -> list[int]:

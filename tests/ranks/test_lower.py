@@ -206,6 +206,10 @@ def lowered_and_run() -> tuple[int, list[float]]:
     later, first = by_unit(state, x)
     with pytest.raises(StaleStateError):
         fsdp.lower(by_unit, state, x)
+    begun = fsdp.unshard(later, later.units[0])[0]
+    with pytest.raises(StaleStateError, match="lower: this State is in the middle of a step"):
+        fsdp.lower(by_unit, begun, x)
+    later = fsdp.release(begun, later.units[0])
     return len(lowered.collectives), [first.item(), by_unit(later, x)[1].item()]
 
 

@@ -156,11 +156,11 @@ def test_a_claim_that_an_interrupt_left_behind_keeps_nobody_out(name: str) -> No
     users = begin().version.lineage.runtime.users
     at, kept, struck = 0, 0, True
     while struck:
-        state, strike = begin(1), Strike(at)
+        state, other, strike = begin(1), begin(1), Strike(at)
         with contextlib.suppress(KeyboardInterrupt), torch.enable_grad(), strike:
             call(state)
         at, kept, struck = at + 1, kept + bool(users), strike.left < 0
-        found = in_thread(lambda: call(begin(1)))
+        found = in_thread(lambda: call(other))  # noqa: B023
         assert not isinstance(found, Exception), (at, found)
         assert not users
     assert at > 50

@@ -136,6 +136,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "dim": (Transposed("a", 0, 2), r"Transposed has dim 2 of \[3, 4\], which has 2 dims"),
     "beyond": (Sliced("a", 2, of=4), r"Sliced takes 3 elements from 2 on along dim 0, of 4"),
     "several": (Sliced(Stacked(["a", "b", "c"]), 0, of=4), r"a slice along dim 0 of Stacked is of several leaves"),
+    "concatenated": (
+        Sliced(Concatenated(["a", "b", "c"], 0, [4, 4, 4]), 0, of=12),
+        r"a slice along dim 0 of Concatenated",
+    ),
     "kind": (7, r"'w' is \[3, 4\], and a int is said of it; expected a name in the file, Stacked"),
 }
 

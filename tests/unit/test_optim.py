@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 
 import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, Spec, SpecError, TreeError
+from functional_fsdp._optim.probe import Kept, states_of
 
 Tree = dict[str, Any]
 SHAPES = {
@@ -668,3 +669,17 @@ def test_what_cannot_say_whether_to_skip(skip: Any, text: str) -> None:
     with pytest.raises(TreeError, match=text):
         fsdp.step(ready, skip=skip)
     assert int(fsdp.step(ready, skip=False).count) == 1
+
+
+def test_what_a_class_keeps_has_its_own_dtype_or_the_parameters() -> None:
+    kept = {
+        "own": Kept(False, 0.5, torch.float64),
+        "theirs": Kept(False, 0.5, None),
+        "weights": Kept(False, None, None),
+    }
+    found = states_of(kept, torch.ones(3, dtype=torch.bfloat16))
+    assert {name: value.dtype for name, value in found.items()} == {
+        "own": torch.float64, "theirs": torch.bfloat16, "weights": torch.bfloat16,
+    }  # fmt: skip
+    assert found["own"].tolist() == [0.5] * 3
+    assert found["weights"].tolist() == [1.0] * 3

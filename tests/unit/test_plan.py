@@ -22,6 +22,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import Layout, Precision, ScheduleError, Spec, SpecError
 from functional_fsdp._plan.canvas import Panel
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
+from functional_fsdp._plan.order import DefaultOrder, FixedOrder, RecordedOrder, known
 from functional_fsdp._plan.pack import pack
 from functional_fsdp._plan.plan import ALIGN, Gather, Plan, PlannedUnit, Reduction, make_plan
 from functional_fsdp._plan.timeline import _lives, predict
@@ -764,3 +765,10 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'pip install "functional-fsdp\[plots\]"'):
         fsdp.timeline(make_plan(stack([1])), tmp_path / "x.png", gather=1, reduce=1, compute=1.0)
+
+
+def test_what_a_schedule_says_of_the_order_before_the_first_step() -> None:
+    assert known(Schedule()) == DefaultOrder()
+    assert known(Schedule(order=["a"])) == FixedOrder()
+    assert known(Schedule(order="recorded")) == RecordedOrder()
+    assert len({DefaultOrder(), FixedOrder(), RecordedOrder()}) == 3

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -112,6 +113,7 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
     "enum": (Colour.RED, Colour.BLUE, "Colour.BLUE"),
     "dtype": (torch.float32, torch.float64, "dtype torch.float64"),
     "path": (Path("a"), Path("b"), "'b'"),
+    "array": (np.array([1.0, 2.0]), np.array([2.0, 1.0]), "numpy.ndarray (2,) float64"),
     "tensor": (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0]), "tensor (2,) torch.float32 [2.0, 1.0]"),
     "shape": (torch.zeros(2, 3), torch.zeros(3, 2), "tensor (3, 2)"),
     "class": (Rate, Slotted, "type test_settings.Slotted"),
