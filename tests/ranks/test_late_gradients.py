@@ -102,7 +102,7 @@ def several(cases: list[Program]) -> list[float]:
     return [trained(case) for case in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.large), 3])
 def test_gradients_come_at_other_times_on_each_rank(ranks: int) -> None:
     cases = [program(seed, ranks) for seed in range(24)]
     for found in launch(several, (cases,), nprocs=ranks, timeout=60):

@@ -195,7 +195,8 @@ DEFINITIONS_AFTER_THE_WORKERS = """
 """
 
 
-@pytest.mark.parametrize("stdin", [False, pytest.param(True, marks=pytest.mark.large)])  # `test_in_a_notebook`, too
+@pytest.mark.large  # see `test_in_a_notebook`, too
+@pytest.mark.parametrize("stdin", [False, True])
 def test_definitions_in_main_after_the_workers_started(stdin: bool, tmp_path: Path) -> None:
     if stdin:
         run_script(DEFINITIONS_AFTER_THE_WORKERS)

@@ -237,7 +237,10 @@ def resumed(presets: tuple[str, ...], folder: str) -> list[tuple[int, bool, list
     return found
 
 
-@pytest.mark.parametrize(("ranks", "presets"), [(1, ("zero3",)), (4, ("ddp", "zero2", "hfsdp"))])
+COUNTS = [(1, ("zero3",)), (2, ("zero2",)), (4, ("ddp", "zero2", "hfsdp"))]
+
+
+@pytest.mark.parametrize(("ranks", "presets"), marked(COUNTS, COUNTS[:2]))
 def test_counts_of_missed_steps_are_copied_and_saved(ranks: int, presets: tuple[str, ...], tmp_path: Path) -> None:
     for found in launch(resumed, (presets, str(tmp_path)), nprocs=ranks):
         assert len(found) == len(presets)
