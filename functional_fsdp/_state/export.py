@@ -52,6 +52,8 @@ def local_shards(
     """This rank's part of every leaf, as 1-D views of the state's own buffers: no copy, no communication.
 
     Args:
+        kind: of "grads", reductions that are due are waited for, and no others. A unit whose gradient has come too
+            early for its turn is not in it before `finish_reductions`.
         unique: where several ranks hold the same part (ddp, hsdp, compute copies), all but the first of them get empty
             views. Then each element of a leaf is on one rank, and a sum over ranks counts it once. (Experts of which
             ranks have their own are not the same part: each counts.)
