@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.problems import batch, loss_fn, net
 from support.tables import product
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, Spec, launch
+from functional_fsdp import transforms as T
 from functional_fsdp._common.record import Collective
 from functional_fsdp._runtime.host_lanes import HostLanes
 
@@ -196,3 +198,31 @@ def slow_ranks(steps: int) -> list[Any]:
 
 def test_who_is_slow_leaves_nothing_out() -> None:
     assert launch(slow_ranks, (6,), nprocs=4, timeout=30) == [[{}]] * 4
+
+
+def elsewhere() -> tuple[str, int]:
+    """One rank drives its first pass, in which ranks agree on each use; the other goes by the plan."""
+    params, model = fsdp.functionalize(net(torch.float32))
+    state = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    forward_backward, said = T.forward_backward(model, loss_fn), ""
+    try:
+        if dist.get_rank():
+            begun = state
+            for unit in state.units:
+                begun = fsdp.release(fsdp.unshard(begun, unit)[0], unit)
+        else:
+            forward_backward(state, batch(0, 0))
+    except fsdp.FsdpError as error:
+        said = f"{type(error).__name__}: {error}"
+    while True:
+        try:
+            return said, fsdp.step(forward_backward(state, batch(0, dist.get_rank()))[0]).steps
+        except fsdp.RestartError:
+            continue
+
+
+def test_ranks_of_which_one_agrees_on_uses_and_one_does_not_hear_of_it() -> None:
+    (first, one), (second, two) = launch(elsewhere, nprocs=2, timeout=60)
+    assert first.startswith(("ScheduleError: ranks came to unshard 'embed.weight'", "ScheduleError: rank 1 says"))
+    assert second.startswith("ScheduleError: this rank waits for all_gather of 'embed.weight'")
+    assert one == two == 1
