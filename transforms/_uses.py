@@ -1,6 +1,9 @@
 """Uses: how far a driven pass is, for what goes by that. A driver says it at each use of a unit.
 
-USES[device](driver, forward, backward)     the so many-th use of its forward, and of its backward (0: not yet)
+USES[device](driver, forward, backward)     the so many-th use of its forward, and of its backward
+                                            (0: not yet); (0, 0): the pass is over
+
+Only units that have at least half of the mean of weights count: what a norm keeps is no measure of what a block does.
 """
 
 from __future__ import annotations

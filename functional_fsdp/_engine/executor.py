@@ -217,7 +217,7 @@ class Executor(Gathers, Reductions):
             self.carry_out(state, move)
             moved |= bool(move[1])
         left = len(self.backlog)
-        if left and "reduce" in awaited:
+        if left and "reduce" in awaited and state.grads is self.grads:
             self._go_on(relents=True)
             moved |= len(self.backlog) < left
         return moved
@@ -239,10 +239,11 @@ class Executor(Gathers, Reductions):
             self._read_still(self.layout.by_name[unit])
 
     def look(self, state: Stored) -> None:
-        """For who looks at gradients in the middle of a step: all that are due are there, and compute has waited."""
-        self.adopt(state.grads)
+        """For who looks at gradients in the middle of a step: all that are due are there, and compute has waited. (Not
+        those of a state that has been given others: there they would be lost.)"""
         with self.beside(state):
-            self._issue((), relents=False)
+            if state.grads is self.grads:
+                self._issue((), relents=False)
             self.settle()
 
     def settle(self) -> None:

@@ -20,7 +20,6 @@ import torch
 from .._plan.layout import Unit
 from .._plan.order import RecordedOrder
 from .._plan.positions import Move
-from .._plan.records import stays_partial
 from .._plan.route import states_of
 from .._storage.flat import FlatBuffer
 from .._storage.stored import Stored
@@ -38,8 +37,6 @@ class Reductions(Engine):
         """Nothing has come yet."""
         trained = {unit.name: [b for b in unit.buckets if b.trainable] for unit in self.layout.units}
         self.hollow = {name: some for name, some in trained.items() if not any(bucket.numel for bucket in some)}
-        #: units whose gradients stay partial with `last_microbatch=False`: ranks have to agree on that
-        self.partial = {name for name, some in trained.items() if any(map(stays_partial, some))}
         self.grads: dict[str, FlatBuffer] = {}
         self.early: dict[int, Values] = {}  # gradients whose turn has not come
         self.backlog: deque[tuple[int, Values, bool]] = deque()  # due reductions, their gradients and `last`
@@ -99,7 +96,8 @@ class Reductions(Engine):
                 values = [total.get(path) for path in unit.paths]
                 self.reduce(state, name, values, last, self.came(name, " tree"), whole_tree=True)
         self.carry_out(state, self.move("round"))
-        self._issue((), relents=False)  # whoever reads the tree's gradients finds all of them
+        with self.beside(state):  # whoever reads the tree's gradients finds all of them
+            self._issue((), relents=False)
 
     def skip(self, unit: str) -> bool:
         """On this rank no gradient of this unit will come in this pass. False: there is no plan, say so by `reduce`."""
@@ -131,8 +129,7 @@ class Reductions(Engine):
                 return
             if unit.name in self.flying:  # a gather for which compute has not waited may read main weights after this
                 self.staging.touched(unit)
-            said = f"{unit.name} is whole" if last and unit.name in self.partial else unit.name
-            self.digests[1] = zlib.crc32(said.encode(), self.digests[1])
+            self.digests[1] = zlib.crc32(unit.name.encode(), self.digests[1])
             self.backlog.popleft()
         self.run.left.clear()
 

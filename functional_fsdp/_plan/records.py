@@ -30,7 +30,6 @@ __all__ = [
     "records",
     "reducing",
     "staging_slots",
-    "stays_partial",
     "stored_states",
 ]
 
@@ -55,11 +54,6 @@ def keeps_copy(bucket: Bucket) -> bool:
         return True
     sharded_alike = set(placement.weights) == set(placement.main)
     return not sharded_alike or (not placement.weights and bucket.compute is not bucket.main)
-
-
-def stays_partial(bucket: Bucket) -> bool:
-    """Whether gradients of `last_microbatch=False` are reduced less far than those of the last one."""
-    return states_of(bucket, "grads", Partial) != states_of(bucket, "main")
 
 
 def stored_states(bucket: Bucket) -> States:

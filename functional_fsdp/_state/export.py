@@ -81,7 +81,6 @@ def local_shards(
         lineage.enter(state.version.serial, "local_shards")
         with lineage.call:
             state._executor.look(state)
-        tree = state._executor.grads
     at = runtime_of(state.spec.mesh).coordinate
     found: dict[str, torch.Tensor] = {}
     for name, buffer in (tree or {}).items():

@@ -200,6 +200,51 @@ def test_what_is_known_of_one_model_is_not_of_another(lane: LateLane) -> None:
         assert driven(few, {1, 2})[0] == [1, 2, 2, 2, 2, 2, 1, 0]
 
 
+def test_a_pass_in_which_another_one_began_says_nothing(lane: LateLane) -> None:
+    """A teacher in the student's loss, say: what stays on the device in the next step is what stayed in the first."""
+    student, teacher = Pass(), Pass()
+    buffers = extend.HostBuffers()
+    for _ in range(3):
+        packed, most = [], 0
+        for use in range(1, N + 1):
+            if CPU in USES:
+                USES[CPU](student, use, 0)
+            group = MoveGroup(buffers, CPU, set())
+            packed.append((group, group.pack(torch.randn(40, WIDTH))))
+            group.end()
+            most = max(most, len(group.order._taken()))
+        USES[CPU](teacher, 1, 0)
+        USES[CPU](teacher, 0, 0)
+        late = MoveGroup(buffers, CPU, set())
+        packed.append((late, late.pack(torch.randn(40, WIDTH))))
+        late.end()
+        for i, (_, one) in enumerate(reversed(packed)):
+            USES[CPU](student, N, i + 1)
+            MoveGroup.unpack(one)
+        assert most == 1
+        USES[CPU](student, 0, 0)
+
+
+def test_by_hand_after_a_driven_pass_that_was_stopped_memory_is_given_back(lane: LateLane) -> None:
+    driver, buffers = Pass(), extend.HostBuffers()
+    for _ in range(2):
+        driven(driver, {1, 2})
+    USES[CPU](driver, 1, 0)
+    USES[CPU](driver, 0, 0)  # it has raised
+    packed = []
+    for _ in range(30):
+        group = MoveGroup(buffers, CPU, set())
+        packed.append((group, group.pack(torch.randn(40, WIDTH))))
+        group.end()
+        assert len(group.order._taken()) == 1
+    del group
+    packed.clear()
+    last = MoveGroup(buffers, CPU, set())
+    packed.append((last, last.pack(torch.randn(40, WIDTH))))
+    last.end()
+    assert len(last.order.moved) == 1
+
+
 @pytest.mark.parametrize("moved", [{*range(1, N + 1)}, {*range(2, N)}], ids=["all", "all but the ends"])
 def test_where_nearly_all_is_moved_copies_have_one_use_to_hide_behind(moved: set[int], lane: LateLane) -> None:
     driver = Pass()

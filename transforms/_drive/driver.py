@@ -88,6 +88,8 @@ class Driver:
         self.model = skeleton_of(model)
         self.layout: Layout | None = None
         self.unit_calls: list[UnitCall] = []
+        self.device: Any = None
+        self.large: set[str] = set()  # units that count for what is moved
         self.state: Any = None
         self.session: Any = None  # of the call that runs
         self.caller: FrameType | None = None  # whose `with` it is that runs
@@ -105,6 +107,7 @@ class Driver:
         self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
         self.sums: dict[str, Gradients] = {}
         self.trace: tuple[list[Any], list[Any]] = ([], [])  # the order of use, forward and backward
+        self.uses = [0, 0]  # of large units
         self.differentiating = False  # whether the forward is over
         self.backward = False  # whether the backward has begun
         self.token: torch.Tensor | None = None
@@ -146,6 +149,8 @@ class Driver:
         self.loose = [(held, name, held[name]) for path, (held, name) in slots.items() if path not in inside]
         self.order = order_of(unit_modules, state.layout)
         self.keys = {unit.name: unit.keys for unit in state.layout.units}
+        sizes = {unit.name: sum(bucket.numel for bucket in unit.buckets) for unit in state.layout.units}
+        self.large = {name for name, size in sizes.items() if 2 * size * len(sizes) >= sum(sizes.values())}
         self.layout = state.layout
 
     @contextmanager
@@ -180,6 +185,8 @@ class Driver:
             call.tensors, call.shared = [], []
         self._clear()
         self.state = self.session = self.caller = None
+        if self.device in USES:
+            USES[self.device](self, 0, 0)
 
     def bare(self) -> nn.Module:
         """A copy of the copy, as it was before it was fitted to a layout."""
@@ -210,8 +217,9 @@ class Driver:
             if stale:
                 self.release(stale)
             self.trace[self.differentiating].append(units if len(units) > 1 else units[0])
-            if self.device in USES:
-                USES[self.device](self, len(self.trace[0]), len(self.trace[1]))
+            if self.device in USES and not self.large.isdisjoint(units):
+                self.uses[self.differentiating] += 1
+                USES[self.device](self, *self.uses)
             by_plan = units if not outside else tuple(unit for unit in units if unit not in outside)
             others = tuple(unit for unit in units if unit not in by_plan)
             self.fetch(units, by_plan, others)

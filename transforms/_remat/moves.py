@@ -77,6 +77,8 @@ class MoveOrder:
         self.now = Progress(0, 0)
         self.moved: list[tuple[int, weakref.ref[MoveGroup]]] = []
         self.differentiating = False
+        self.driver: weakref.ref[Any] | None = None  # whose pass it is
+        self.fresh = True  # nobody has driven yet: the pass in which something is moved first has begun before this
 
     def begin(self, group: MoveGroup) -> weakref.ref[MoveGroup] | None:
         """A call begins to move. Returns the one before it."""
@@ -98,7 +100,17 @@ class MoveOrder:
         self.over += 1
 
     def used(self, driver: Any, forward: int, backward: int) -> None:
-        """A unit is used in a driven pass, the so many-th one in its forward and in its backward."""
+        """A unit is used in a driven pass, the so many-th one in its forward and in its backward; (0, 0) ends it."""
+        fresh, self.fresh = self.fresh, False
+        if fresh and forward > 1:
+            self.driver = weakref.ref(driver)
+        elif forward <= 1 and not backward:
+            self.driver = weakref.ref(driver) if forward else None
+            self.now, self.moved = Progress(0, 0), []
+            self.whole = self.wholes.get(driver) if forward else None
+        elif self.driver is None or self.driver() is not driver:  # another pass came in between
+            self.driver, self.whole = None, None
+            return
         self.differentiating = backward > 0
         if backward:
             if backward == 1:
@@ -107,8 +119,6 @@ class MoveOrder:
                     self.wholes[driver] = self.whole
             self._bring(forward - backward + 1)
             return
-        if forward == 1:
-            self.now, self.moved, self.whole = Progress(0, 0), [], self.wholes.get(driver)
         self.now = Progress(forward, self.now.calls)
         if self.whole is not None and self.taken:
             some = [one for one in self._taken() if one[1].at < forward - 1]  # else copies have only just begun
