@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 
 import functional_fsdp as fsdp
 from functional_fsdp import Precision, Spec, launch
@@ -242,6 +243,43 @@ def test_a_look_at_gradients_finds_those_that_were_left_for_later(who: int, whol
         assert left == (rank == who)
         assert units == (2 if left and not whole_tree else 4)
         assert sum(sums) == (256.0 if rank == 0 else 44.0) * 4
+
+
+def rebuilt(look: bool) -> tuple[list[float], bool]:
+    """A State that somebody has rebuilt while reductions were left for later, with a look at it or without."""
+    params = {f"u{i}.w": torch.zeros(300) for i in range(4)}
+    state = one_step(fsdp.shard(params, Spec(fsdp.local_mesh(), units=["u*"]), fsdp.sgd(lr=1.0)))
+    with leaves_reductions(state, 0) as left:
+        for unit in reversed(state.units):
+            state = fsdp.reduce(state, {"w": torch.ones(300)}, unit)
+        state = pytree.tree_map(lambda t: t, state)
+        if look:
+            fsdp.local_shards(state, "grads")
+        state = fsdp.step(state)
+    return [float(w.sum()) for w in fsdp.full_params(state).values()], bool(left)
+
+
+@pytest.mark.parametrize("look", [False, True])
+def test_a_look_at_a_rebuilt_state_loses_nothing(look: bool) -> None:
+    for rank, (sums, left) in enumerate(launch(rebuilt, (look,), nprocs=2)):
+        assert left == (rank == 0)
+        assert sums == [-600.0] * 4
+
+
+def whole_tree_after(skips: int) -> list[float]:
+    """One rank leaves out the last units of a forward; then all reduce a whole tree."""
+    params = {f"u{i}.w": torch.zeros(300) for i in range(4)}
+    state = fsdp.shard(params, Spec(fsdp.local_mesh(), units=["u*"]), fsdp.sgd(lr=1.0))
+    for used in (4, 4 - skips * (dist.get_rank() == 0)):
+        for unit in state.units[:used]:
+            state = fsdp.release(fsdp.unshard(state, unit)[0], unit)
+        state = fsdp.step(fsdp.reduce(state, {path: torch.ones(300) for path in params}))
+    return [float(w.sum()) for w in fsdp.full_params(state).values()]
+
+
+@pytest.mark.parametrize("skips", [2, 3])
+def test_a_whole_tree_starts_what_a_peer_waits_for(skips: int) -> None:
+    assert launch(whole_tree_after, (skips,), nprocs=2, timeout=60) == [[-600.0] * 4] * 2
 
 
 # ---------------------------------------------------------------- two states
