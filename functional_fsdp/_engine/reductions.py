@@ -96,8 +96,6 @@ class Reductions(Engine):
                 values = [total.get(path) for path in unit.paths]
                 self.reduce(state, name, values, last, self.came(name, " tree"), whole_tree=True)
         self.carry_out(state, self.move("round"))
-        with self.beside(state):  # whoever reads the tree's gradients finds all of them
-            self._issue((), relents=False)
 
     def skip(self, unit: str) -> bool:
         """On this rank no gradient of this unit will come in this pass. False: there is no plan, say so by `reduce`."""

@@ -26,7 +26,7 @@ def held(preset: str, compute: torch.dtype) -> dict[str, int]:
     params = {f"blocks.{i}.weight": torch.randn(64, 33, generator=torch.Generator().manual_seed(i)) for i in range(3)}
     spec = fsdp.Spec(mesh, placement, precision=fsdp.Precision(compute=compute))
     state = fsdp.shard(params, spec, fsdp.adamw())
-    state = fsdp.reduce(state, params)
+    state = fsdp.finish_reductions(fsdp.reduce(state, params))
     found = {kind: _bytes(getattr(state, kind)) for kind in ("main", "grads", "opt", "weights")}
     planned = {kind: state.layout.nbytes(kind) for kind in ("main", "grads")}
     after = fsdp.step(state)
