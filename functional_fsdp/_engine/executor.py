@@ -208,16 +208,15 @@ class Executor(Gathers, Reductions):
         """Peers wait for what this rank would start later. Whether it could start some of it now."""
         if isinstance(self.order, RecordedOrder):
             return False
-        kinds = ["peer gathers"] if "gather" in awaited else []
-        if "reduce" in awaited and state.grads is self.grads:
-            kinds.append("peer reduces")
+        reduces = "reduce" in awaited and state.grads is self.grads
+        kinds = ["peer gathers"] * ("gather" in awaited) + ["peer reduces"] * reduces
         moved = False
         for kind in kinds:
             move = self.move(kind)
             self.carry_out(state, move)
             moved |= bool(move[1])
         left = len(self.backlog)
-        if left and "reduce" in awaited and state.grads is self.grads:
+        if left and reduces:
             self._go_on(relents=True)
             moved |= len(self.backlog) < left
         return moved

@@ -6,18 +6,12 @@ addition for each rank. Both give the same bits.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from .._common.device import runs_triton
-
-try:
-    triton: Any = import_module("triton")
-    tl: Any = import_module("triton.language")
-except ImportError:  # torch for the CPU comes without
-    triton = tl = None
+from .._common.triton import tl, triton
 
 __all__ = ["ordered_sum"]
 

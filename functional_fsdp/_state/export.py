@@ -76,8 +76,7 @@ def local_shards(
     if kind not in ("main", "weights", "grads"):
         raise TreeError(f"local_shards(state, {kind!r}): expected one of 'main', 'weights', 'grads'.")
     tree, lineage = getattr(state, kind), state.version.lineage
-    newest = state.version.serial == lineage.head
-    if kind == "grads" and (tree or (newest and lineage.executor and lineage.executor.waiting)):
+    if kind == "grads" and tree:
         lineage.enter(state.version.serial, "local_shards")
         with lineage.call:
             state._executor.look(state)

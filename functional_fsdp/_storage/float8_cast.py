@@ -7,18 +7,12 @@ elsewhere, it is an operation after the other, some rows at a time. Both give th
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from .._common.device import casts_float8
-
-try:
-    triton: Any = import_module("triton")
-    tl: Any = import_module("triton.language")
-except ImportError:  # torch for the CPU comes without
-    triton = tl = None
+from .._common.triton import tl, triton
 
 __all__ = ["cast_float8"]
 

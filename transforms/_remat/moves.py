@@ -64,7 +64,7 @@ class MoveOrder:
         latest: the call that has begun to move last. over: how many were over so far. taken: of those whose memory on
             the device is still taken, the number and the call.
         wholes: by driver, the last forward that has come to its end, if something was moved in it. whole: that of the
-            one that runs. now: how far this one is. moved: its calls that moved something, with the use in which they
+            one that runs. uses: how far this one is. moved: its calls that moved something, with the use in which they
             were over.
     """
 
@@ -74,7 +74,7 @@ class MoveOrder:
         self.taken: list[tuple[int, weakref.ref[MoveGroup]]] = []
         self.wholes: weakref.WeakKeyDictionary[Any, Progress] = weakref.WeakKeyDictionary()
         self.whole: Progress | None = None
-        self.now = Progress(0, 0)
+        self.uses = 0
         self.moved: list[tuple[int, weakref.ref[MoveGroup]]] = []
         self.differentiating = False
         self.driver: weakref.ref[Any] | None = None  # whose pass it is
@@ -89,11 +89,10 @@ class MoveOrder:
         """A call is over: those that were over when it began have no memory on the device any more, unless there is
         room for it."""
         if not self.differentiating:
-            if not self.now.uses:  # nobody has said where a pass begins
+            if not self.uses:  # nobody has said where a pass begins
                 self.moved = [one for one in self.moved if one[1]() is not None]
-            self.now = Progress(self.now.uses, self.now.calls + 1)
-            self.moved.append((self.now.uses, weakref.ref(group)))
-            group.at = self.now.uses
+            self.moved.append((self.uses, weakref.ref(group)))
+            group.at = self.uses
         room = max(1, self._room())
         self._settle([one for one in self._taken() if one[0] < group.began], room - 1, group.captured)
         self.taken.append((self.over, weakref.ref(group)))
@@ -106,7 +105,7 @@ class MoveOrder:
             self.driver = weakref.ref(driver)
         elif forward <= 1 and not backward:
             self.driver = weakref.ref(driver) if forward else None
-            self.now, self.moved = Progress(0, 0), []
+            self.uses, self.moved = 0, []
             self.whole = self.wholes.get(driver) if forward else None
         elif self.driver is None or self.driver() is not driver:  # another pass came in between
             self.driver, self.whole = None, None
@@ -114,12 +113,12 @@ class MoveOrder:
         self.differentiating = backward > 0
         if backward:
             if backward == 1:
-                self.whole = self.now if self.now.calls else None
-                if self.whole is not None:
-                    self.wholes[driver] = self.whole
+                self.whole = None
+                if self.moved:
+                    self.whole = self.wholes[driver] = Progress(self.uses, len(self.moved))
             self._bring(forward - backward + 1)
             return
-        self.now = Progress(forward, self.now.calls)
+        self.uses = forward
         if self.whole is not None and self.taken:
             some = [one for one in self._taken() if one[1].at < forward - 1]  # else copies have only just begun
             captured = some[0][1].lane.captured() if some else False
@@ -130,7 +129,7 @@ class MoveOrder:
         stays."""
         if self.whole is None:
             return 0
-        return (self.whole.uses - self.whole.calls) - (self.now.uses - self.now.calls)
+        return (self.whole.uses - self.whole.calls) - (self.uses - len(self.moved))
 
     def _taken(self) -> list[tuple[int, MoveGroup]]:
         """Of the calls whose memory is taken, those that live, the oldest first."""
