@@ -2,6 +2,7 @@
 
     python examples/benchmark_memory.py --model 1.2b                        # all ways, each in processes of its own
     python examples/benchmark_memory.py --largest 80 --ranks 1              # the deepest GPT that trains in 80 GB
+    python examples/benchmark_memory.py --ways "both memories" --model 6.7b --depth 70 --near 25 --ranks 1
     python examples/benchmark_memory.py --model tiny --ranks 2 --device cpu
 
 | way                 | what it is                                                                            |
@@ -12,10 +13,12 @@
 | main on host        | `zero3(memory_kind={"main": "pinned_host"})`: main weights and optimizer state        |
 | host memory         | `zero3(memory_kind="pinned_host")`: those, main gradients and compute shards          |
 | all of it           | host memory, recomputed                                                               |
+| both memories       | the same, but `--near` blocks are on the device: a placement by pattern               |
 | FSDP2               | `fully_shard` of embedding, blocks and head                                           |
 | FSDP2 recomputed    | with torch's `checkpoint_wrapper` around each block                                   |
 | FSDP2 host memory   | with `CPUOffloadPolicy`: parameters, gradients and the optimizer on the host          |
 | FSDP2 all of it     | both                                                                                  |
+| FSDP2 both memories | the same, `--near` blocks without `CPUOffloadPolicy`                                  |
 
 Columns: milliseconds a step (median of `--steps`), the most bytes of tensors alive on the device in a step, bytes of
 the host that the ranks held, the peak that `T.step_memory` predicted, and the time at most, if compute hid no copy.
@@ -55,6 +58,7 @@ class Shape:
     batch: int
     seq: int
     vocab: int = 32000
+    near: int = 0  # blocks whose state is on the device, where a way has both memories
 
     @property
     def block(self) -> int:
@@ -133,6 +137,7 @@ class Way:
     offloaded: bool = False
     on_host: bool = False
     only_main: bool = False
+    near: bool = False  # whether some blocks' state is on the device
 
 
 WAYS = {
@@ -142,19 +147,23 @@ WAYS = {
     "main on host": Way(on_host=True, only_main=True),
     "host memory": Way(on_host=True),
     "all of it": Way(recomputed=True, on_host=True),
+    "both memories": Way(recomputed=True, on_host=True, near=True),
     "FSDP2": Way(peer=True),
     "FSDP2 recomputed": Way(peer=True, recomputed=True),
     "FSDP2 host memory": Way(peer=True, on_host=True),
     "FSDP2 all of it": Way(peer=True, recomputed=True, on_host=True),
+    "FSDP2 both memories": Way(peer=True, recomputed=True, on_host=True, near=True),
 }
 
 
 def ours(way: Way, shape: Shape, device: str) -> tuple[Step, Any, fsdp.HostTransfer]:
     where: Any = {"main": "pinned_host"} if way.only_main else "pinned_host" if way.on_host else "device"
-    placement = fsdp.zero3("data", memory_kind=where)
+    placement: Any = fsdp.zero3("data", memory_kind=where)
+    if way.near:
+        placement = {f"blocks.{i}.*": fsdp.zero3("data") for i in range(shape.near)} | {"*": placement}
     # of one microbatch main gradients lose nothing in the dtype of the wire
     precision = fsdp.Precision(compute=torch.bfloat16, grads=torch.bfloat16 if way.on_host else None)
-    schedule = fsdp.Schedule(overlap_update=not way.on_host)  # which would keep the buffers of the update
+    schedule = fsdp.Schedule(overlap_update=way.near or not way.on_host)  # on the host it keeps buffers of its own
     spec = fsdp.Spec(fsdp.local_mesh(device), placement, precision=precision, schedule=schedule)
     state, model = fsdp.init(lambda: GPT(shape), spec, fsdp.adamw(lr=LR), seed=0)
     if way.offloaded:
@@ -186,17 +195,22 @@ def fsdp2(way: Way, shape: Shape, device: str) -> Step:
     more: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-        "offload_policy": CPUOffloadPolicy() if way.on_host else OffloadPolicy(),
     }
-    for block in model.blocks:
-        fully_shard(block, **more)
-    fully_shard(model, **more)
-    model.to_empty(device="cpu" if way.on_host else mesh.device_type)
+    here, there = (OffloadPolicy(), mesh.device_type), (CPUOffloadPolicy(), "cpu")
+    far = there if way.on_host else here
+    for i, block in enumerate(model.blocks):
+        policy, home = here if way.near and i < shape.near else far
+        fully_shard(block, offload_policy=policy, **more)
+        block.to_empty(device=home)
+    fully_shard(model, offload_policy=far[0], **more)
+    for part in (model.embed, model.norm, model.head):
+        part.to_empty(device=far[1])
     torch.manual_seed(0)
     with torch.no_grad():
         for name, p in model.named_parameters():
             own = p.to_local()  # type: ignore[attr-defined]
-            own.fill_(1) if "norm" in name else own.normal_(0, 0.02)
+            drawn = torch.empty_like(own, device=mesh.device_type)  # drawing there is faster
+            own.copy_(drawn.fill_(1) if "norm" in name else drawn.normal_(0, 0.02))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -304,10 +318,13 @@ def main() -> None:
     add(
         "--largest", type=float, default=0, metavar="GB", help="look for the most blocks that train in so many GB a GPU"
     )
-    add("--depth", type=int, help="blocks to begin with")
+    add("--depth", type=int, help="blocks; with --largest, to begin with")
+    add("--near", type=int, default=0, help='of the ways "both memories": blocks whose state is on the device')
     add("--json", type=Path)
     args = parser.parse_args()
-    shape, rows = MODELS[args.model], {}
+    shape, rows = replace(MODELS[args.model], near=args.near), {}
+    if args.depth and not args.largest:
+        shape = replace(shape, depth=args.depth)
     for name in args.ways:
         if args.largest:
             depth, found = largest(name, shape, args)
