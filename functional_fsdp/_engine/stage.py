@@ -27,7 +27,8 @@ class Slot(NamedTuple):
     """A bucket's staging in one reduction: the whole, in the wire's dtype, its leaves, which of a unit's gradients they
     are, and the gaps.
 
-    ways: how it gets to the main gradients; True: to their final place, False: as far as it needs be now.
+    ways: how it gets to the main gradients; True: to their final place, False: as far as it needs be now. parts:
+    whether these are two.
     """
 
     bucket: Bucket
@@ -37,6 +38,7 @@ class Slot(NamedTuple):
     which: tuple[int, ...]
     gaps: list[torch.Tensor]
     ways: dict[bool, Route]
+    parts: bool
     large: bool  # whether there are large leaves, and they are copied beside compute
 
     def on(self, whole: torch.Tensor) -> Slot:

@@ -22,6 +22,7 @@ gradients, which are allocated then; later ones are added, in their dtype. What 
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Generator, Iterable
 from itertools import chain
@@ -50,13 +51,19 @@ ALONE = 2  # who knows a storage that is only kept: its tensor, and Python's nam
 
 
 class Staging:
-    """Every reduction's stage, and those that are under way, oldest first."""
+    """Every reduction's stage, and those that are under way, oldest first.
 
-    def __init__(self, run: Runtime, plan: Plan, average: str, carrier: Carrier) -> None:
+    Args:
+        digests: the last one is of how far reductions went, where they may stay partial. Votes compare it, since on
+            GPUs nobody else sees that ranks send other collectives.
+    """
+
+    def __init__(self, run: Runtime, plan: Plan, average: str, carrier: Carrier, digests: list[int]) -> None:
         self.run = run
         self.plan = plan
         self.carrier = carrier
         self.average = average
+        self.digests = digests
         self.stages: dict[int, StagingPlace] = {}
         #: the host's memory for main gradients: of eager steps, and of those that graphs replay
         self.pool: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -109,6 +116,8 @@ class Staging:
             ways.append(way)
             if last and not whole:
                 partial.append(bucket)
+            if slot.parts:
+                self._note(bucket, whole)
         first = None
         if self.run.lanes.copies_on_lanes:
             stage.values, stage.age, stage.ready = values, 0, self.run.lanes.mark(stage.ready)
@@ -123,6 +132,9 @@ class Staging:
         for bucket in partial:
             self.complete(bucket, grads)
         return True
+
+    def _note(self, bucket: Bucket, whole: bool) -> None:
+        self.digests[-1] = zlib.crc32(f"{bucket.name} {whole}".encode(), self.digests[-1])
 
     def _main(self, bucket: Bucket, numel: int) -> torch.Tensor:
         """Memory for main gradients; of the host where their placement says so, and then what nobody holds any more of
@@ -190,7 +202,10 @@ class Staging:
                 continue
             have = grads.get(bucket.name)
             ways = self.records(bucket).reduce
-            way = ways[have.states == ways[True].states if have is not None else last]
+            whole = have.states == ways[True].states if have is not None else last
+            way = ways[whole]
+            if ways[True] != ways[False]:
+                self._note(bucket, whole)
             stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
             write_leaves(bucket, stage, given)
             spare = stage.new_empty(bucket.received if way.exact else 0, dtype=torch.uint8)
@@ -209,6 +224,7 @@ class Staging:
         if have.states == final:
             return
         self.completing = True
+        self._note(bucket, True)
         way = self.records(bucket).finish
         local = self._main(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, have.mesh)
@@ -321,7 +337,7 @@ class Staging:
             which = tuple(unit.paths.index(leaf.path) for leaf in bucket.leaves if leaf.numel)
             leaves, gaps = leaves_and_gaps(bucket, whole)
             large = self.run.lanes.copies_on_lanes and any(leaf.nbytes >= LARGE for leaf in leaves)
-            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, ways, large))
+            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, ways, ways[True] != ways[False], large))
         self.stages[index] = StagingPlace(own, slots, span)
         return self.stages[index]
 

@@ -134,7 +134,8 @@ class Agreement(Peers):
                 "ranks issued different collectives in this step, or changed its gradients in other ways, as by "
                 f"clipping to another norm (this rank's digest is {mine}, the digests lie between {lowest} and "
                 f"{highest}), so the step was not taken. Call unshard and reduce for the same units, in the same order "
-                "on every rank; only units of the schedule may be left out. The state before the step is valid."
+                "and with the same last_microbatch, on every rank; only units of the schedule may be left out. The "
+                "state before the step is valid."
             )
         return least & (1 << GIVEN) - 1, most & (1 << GIVEN) - 1
 

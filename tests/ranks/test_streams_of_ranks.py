@@ -103,3 +103,32 @@ def test_an_update_comes_after_gathers_that_nobody_waited_for(kind: str, release
 @pytest.mark.parametrize("kind", ["device", HOST])
 def test_an_update_comes_after_counts_that_are_new(kind: str) -> None:
     assert launch(experts, (kind,), nprocs=4) == [[]] * 4
+
+
+def other_flags(lasts: tuple[bool, bool]) -> list[str]:
+    """Ranks reduce with these flags, each its own, in the second of three steps. What each step says."""
+    with ordered():
+        mesh, said = fsdp.local_mesh(replica=2, shard=-1), []
+        state = layers(mesh, fsdp.hsdp("replica", "shard"))
+        for flags in ((True, True), lasts, (True, True)):
+            at = state
+            for unit in state.units:
+                at, _ = fsdp.unshard(at, unit)
+                at = fsdp.release(at, unit)
+            for unit in reversed(state.units):
+                at = used(at, unit, flags[mesh.get_local_rank("replica")])
+            try:
+                state = fsdp.step(at)
+                said.append("")
+            except fsdp.ScheduleError as error:
+                said.append(str(error))
+        return said
+
+
+def test_ranks_that_differ_in_last_microbatch_take_no_step() -> None:
+    """On GPUs, where nobody compares collectives as they are issued, sums of other units would be taken for these."""
+    for found in launch(other_flags, ((True, False),), nprocs=2):
+        assert "last_microbatch" in found[1]
+        assert found[::2] == ["", ""]
+    for flags in ((True, True), (False, False)):
+        assert launch(other_flags, (flags,), nprocs=2) == [["", "", ""]] * 2
