@@ -240,7 +240,7 @@ CONTESTANTS = {
         varied(either, transport="copy_engine", graph=True, compiled=True, keep="all"), group="copies"
     ),
     "copy engine graph compiled offloaded": Contestant(
-        varied(driven, transport="copy_engine", graph=True, compiled=True, offloaded=2), group="copies"
+        varied(driven, transport="copy_engine", graph=True, compiled=True, offloaded=8), group="copies"
     ),
     "hsdp": Contestant(hybrid(either, "hsdp"), hybrid=True),
     "hfsdp": Contestant(hybrid(either, "hfsdp"), hybrid=True),

@@ -40,7 +40,7 @@ class Setting:
     graph: bool = False  # the step as a CUDA graph
     keep: Any = None  # `Schedule(keep=)`; FSDP2 keeps everything gathered for "all"
     budget: int = 0  # bytes, of the row "budget"; 0: half of the gathered weights'
-    offloaded: int = 0  # of so many layers, the first ones, activations wait in the host's memory
+    offloaded: int = 0  # one of so many layers, the first ones: their activations wait in the host's memory
     gather: tuple[str, ...] = ()  # weights that are gathered in float8
 
     def spec(self) -> fsdp.Spec:
@@ -58,7 +58,7 @@ class Setting:
             skeleton = T.compile_units(skeleton, self.config.layers)
         if self.offloaded:
             first = [path for path in self.config.units() if path.startswith(self.config.layers[:-1])]
-            skeleton = T.offload(skeleton, *first[: self.offloaded])
+            skeleton = T.offload(skeleton, *first[: max(1, len(first) // self.offloaded)])
         return params, skeleton
 
     def shard(self, model: nn.Module) -> tuple[fsdp.State, Any]:

@@ -20,7 +20,7 @@
 |                 | engine compiled"                                                                                 |
 | graph           | unit by unit, the whole step as a CUDA graph: `T.cuda_graph`; also "graph compiled", and after   |
 |                 | the names of transports: "copy engine graph compiled", also "... kept", and "... offloaded":     |
-|                 | driven, activations of the first two layers wait in the host's memory: `T.offload`               |
+|                 | driven, activations of the first eighth of layers wait in the host's memory: `T.offload`         |
 | symmetric       | unit by unit, NCCL's symmetric memory: `Spec(transport="symmetric")`; "zero-CTA" too         |
 | traced          | unit by unit, the whole step compiled: `T.compile`; also                                         |
 |                 | "traced graph", "driven traced" and "driven traced graph"                                        |

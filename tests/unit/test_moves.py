@@ -155,13 +155,13 @@ def test_what_is_dropped_on_its_way_back_waits_on_its_own_stream(lane: LateLane)
 N = 8  # uses
 
 
-def driven(driver: Any, moved: set[int]) -> tuple[list[int], list[int]]:
+def driven(driver: Any, moved: set[int], leaves: int = 0) -> tuple[list[int], list[int]]:
     """One pass of so many uses, some of which move a tensor. By use, of how many the memory is taken: at the end of the
     use in the forward, at its beginning in the backward."""
     buffers, packed, alive, taken, back = extend.HostBuffers(), {}, [], [], []
     for use in range(1, N + 1):
         if CPU in USES:
-            USES[CPU](driver, use, 0)
+            USES[CPU](driver, use, 0, leaves)
         if use in moved:
             group, t = MoveGroup(buffers, CPU, set()), torch.randn(40, WIDTH)
             alive.append(StorageWeakRef(t.untyped_storage()))
@@ -170,7 +170,7 @@ def driven(driver: Any, moved: set[int]) -> tuple[list[int], list[int]]:
             group.end()
         taken.append(sum(not ref.expired() for ref in alive))
     for use in range(N, 0, -1):
-        USES[CPU](driver, N, N - use + 1)
+        USES[CPU](driver, N, N - use + 1, leaves)
         back.append(sum(group.brought for group, _, _ in packed.values()))
         if use in moved:
             _, one, value = packed.pop(use)
@@ -191,6 +191,22 @@ def test_what_few_uses_have_moved_is_away_only_where_others_need_its_room(lane: 
     assert not lane.left
 
 
+@pytest.mark.parametrize(("leaves", "back"), [(0, [0, 0, 1, 2]), (20, [0, 0, 0, 1]), (40, [0, 0, 0, 1])])
+def test_main_gradients_take_some_of_what_is_free_again(lane: LateLane, leaves: int, back: list[int]) -> None:
+    """Of 40 rows, each use leaves so many. What comes back when the backward comes to it is there all the same."""
+    driver = Pass()
+    size = 4 * WIDTH
+    driven(driver, {1, 2}, leaves * size)
+    taken, found = driven(driver, {1, 2}, leaves * size)
+    assert found[:4] == back
+    assert found[-2:] == ([2, 1] if leaves < 40 else [1, 1])
+    kept = [0, 0, 1, 2, 3, 4, 5, 6]
+    assert max(map(sum, zip(taken, kept, strict=True))) == N - 2
+    gradients = [k * leaves / 40 for k in range(N)]
+    after = [6 - min(k, 6) + found[k] - max(0, k - 6) + gradients[k] for k in range(N)]
+    assert max(after) <= (N - 2 if leaves < 40 else N)
+
+
 def test_what_is_known_of_one_model_is_not_of_another(lane: LateLane) -> None:
     few, whole = Pass(), Pass()
     for _ in range(2):
@@ -208,29 +224,29 @@ def test_a_pass_in_which_another_one_began_says_nothing(lane: LateLane) -> None:
         packed, most = [], 0
         for use in range(1, N + 1):
             if CPU in USES:
-                USES[CPU](student, use, 0)
+                USES[CPU](student, use, 0, 0)
             group = MoveGroup(buffers, CPU, set())
             packed.append((group, group.pack(torch.randn(40, WIDTH))))
             group.end()
             most = max(most, len(group.order._taken()))
-        USES[CPU](teacher, 1, 0)
-        USES[CPU](teacher, 0, 0)
+        USES[CPU](teacher, 1, 0, 0)
+        USES[CPU](teacher, 0, 0, 0)
         late = MoveGroup(buffers, CPU, set())
         packed.append((late, late.pack(torch.randn(40, WIDTH))))
         late.end()
         for i, (_, one) in enumerate(reversed(packed)):
-            USES[CPU](student, N, i + 1)
+            USES[CPU](student, N, i + 1, 0)
             MoveGroup.unpack(one)
         assert most == 1
-        USES[CPU](student, 0, 0)
+        USES[CPU](student, 0, 0, 0)
 
 
 def test_by_hand_after_a_driven_pass_that_was_stopped_memory_is_given_back(lane: LateLane) -> None:
     driver, buffers = Pass(), extend.HostBuffers()
     for _ in range(2):
         driven(driver, {1, 2})
-    USES[CPU](driver, 1, 0)
-    USES[CPU](driver, 0, 0)  # it has raised
+    USES[CPU](driver, 1, 0, 0)
+    USES[CPU](driver, 0, 0, 0)  # it has raised
     packed = []
     for _ in range(30):
         group = MoveGroup(buffers, CPU, set())

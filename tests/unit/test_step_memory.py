@@ -107,6 +107,20 @@ def test_activations_are_counted_without_running_the_step() -> None:
     assert found.parts["optimizer state"] == 2 * found.parts["main weights"]
 
 
+def test_what_was_moved_comes_back_in_the_room_that_main_gradients_leave() -> None:
+    """Of 24 blocks each keeps five activations, and leaves main gradients of three: where three blocks are over there
+    is room for one that was moved. Fourteen are away where the backward begins; coming back as soon as one block is
+    over, they would be there where the sum is largest."""
+    deep = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), *(nn.Tanh() for _ in range(5))) for _ in range(24)))
+    params, model = fsdp.functionalize(deep)
+    state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}), fsdp.adamw(lr=1e-3))
+    rows = torch.empty(40, WIDTH, device="meta")
+    plain = T.step_memory(T.forward_backward(model, loss_fn), state, rows)
+    few = T.offload(T.offload(T.offload(model, "0"), "1"), "2")
+    moved = T.step_memory(T.forward_backward(few, loss_fn), state, rows)
+    assert plain.peak - moved.peak >= 12 * 40 * WIDTH * 4
+
+
 def of_wide_blocks(change: Any = lambda model: model) -> Any:
     """Of four blocks with three outputs of tanh each, changed so."""
     wide = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh(), nn.Tanh()) for _ in range(4)))

@@ -90,6 +90,7 @@ class Driver:
         self.unit_calls: list[UnitCall] = []
         self.device: Any = None
         self.large: set[str] = set()  # units that count for what is moved
+        self.gradient_bytes = 0  # of main gradients that one of them leaves on the device
         self.state: Any = None
         self.session: Any = None  # of the call that runs
         self.caller: FrameType | None = None  # whose `with` it is that runs
@@ -151,6 +152,8 @@ class Driver:
         self.keys = {unit.name: unit.keys for unit in state.layout.units}
         sizes = {unit.name: sum(bucket.numel for bucket in unit.buckets) for unit in state.layout.units}
         self.large = {name for name, size in sizes.items() if 2 * size * len(sizes) >= sum(sizes.values())}
+        trained = [b for b in state.layout.trainable.values() if b.unit in self.large and not b.grads_on_host]
+        self.gradient_bytes = sum(b.nbytes("grads") for b in trained) // max(len(self.large), 1)
         self.layout = state.layout
 
     @contextmanager
@@ -186,7 +189,7 @@ class Driver:
         self._clear()
         self.state = self.session = self.caller = None
         if self.device in USES:
-            USES[self.device](self, 0, 0)
+            USES[self.device](self, 0, 0, 0)
 
     def bare(self) -> nn.Module:
         """A copy of the copy, as it was before it was fitted to a layout."""
@@ -219,7 +222,8 @@ class Driver:
             self.trace[self.differentiating].append(units if len(units) > 1 else units[0])
             if self.device in USES and not self.large.isdisjoint(units):
                 self.uses[self.differentiating] += 1
-                USES[self.device](self, *self.uses)
+                forward, backward = self.uses
+                USES[self.device](self, forward, backward, self.gradient_bytes)
             by_plan = units if not outside else tuple(unit for unit in units if unit not in outside)
             others = tuple(unit for unit in units if unit not in by_plan)
             self.fetch(units, by_plan, others)

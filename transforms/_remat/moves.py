@@ -11,7 +11,8 @@ many what is kept stays. So what was moved has to be away only where others need
 
     forward     uses of which all stays, until its end      compute waits for the oldest copies once what is there
                 ├──── there ────┤├──── to come ────┤        comes to more than those that are still to come
-    backward    as many calls are brought back at a time as there are uses whose memory is free again
+    backward    as many calls are brought back as have room in what uses before them have freed, less the main gradients
+                that these leave
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .storage_moves import StorageMove, StorageView, storage_of
 __all__ = ["MoveGroup", "MovedTensor", "unchanged"]
 
 SMALL = 1024  # bytes: a storage below stays
+SOON = 3  # uses before the backward comes to it a call is brought back, whatever room there is
 
 
 def unchanged(t: torch.Tensor | None) -> torch.Tensor:
@@ -98,8 +100,12 @@ class MoveOrder:
         self.taken.append((self.over, weakref.ref(group)))
         self.over += 1
 
-    def used(self, driver: Any, forward: int, backward: int) -> None:
-        """A unit is used in a driven pass, the so many-th one in its forward and in its backward; (0, 0) ends it."""
+    def used(self, driver: Any, forward: int, backward: int, gradients: int) -> None:
+        """A unit is used in a driven pass, the so many-th one in its forward and in its backward; (0, 0) ends it.
+
+        Args:
+            gradients: bytes of main gradients that the backward of a use leaves on the device.
+        """
         fresh, self.fresh = self.fresh, False
         if fresh and forward > 1:
             self.driver = weakref.ref(driver)
@@ -116,7 +122,7 @@ class MoveOrder:
                 self.whole = None
                 if self.moved:
                     self.whole = self.wholes[driver] = Progress(self.uses, len(self.moved))
-            self._bring(forward - backward + 1)
+            self._bring(forward - backward + 1, gradients)
             return
         self.uses = forward
         if self.whole is not None and self.taken:
@@ -146,14 +152,17 @@ class MoveOrder:
                 group.settle()
                 self.taken = [one for one in self.taken if one[0] != number]
 
-    def _bring(self, use: int) -> None:
+    def _bring(self, use: int, gradients: int) -> None:
         """The backward has come to this use of the forward: bring back what there is room for again."""
-        if self.whole is None:
-            return
         there = [(at, group) for at, ref in self.moved if (group := ref()) is not None]
+        if self.whole is None or not there:
+            return
         before = sum(at <= use for at, _ in self.moved)
-        room = (self.whole.uses - self.whole.calls) - (use - before) - 1  # which gradients take that are on their way
-        room -= sum(group.brought and not group.passed for _, group in there)
+        freed = (self.whole.uses - self.whole.calls) - (use - before)  # uses of which all stayed
+        each = sum(group.nbytes for _, group in there) // len(there)
+        room = freed * max(0, each - gradients) // max(each, 1) - 1  # one for gradients that are on their way
+        coming = sum(group.brought and not group.passed for _, group in there)
+        room = max(room - coming, int(not coming and freed > 0 and use - there[-1][0] <= SOON))
         for _, group in reversed(there):
             if room <= 0:
                 break
@@ -201,6 +210,7 @@ class MoveGroup:
         self.known: dict[tuple[int, int], StorageMove] = {}  # of this call, by storage and version
         self.fresh: list[StorageMove] = []  # not sent yet
         self.moved: list[weakref.ref[StorageMove]] = []
+        self.nbytes = 0  # of these
         self.over = False  # whether the forward of the call is over
         self.brought = True  # whether the copies back of all that was sent have begun
         self.passed = False  # whether the backward has come here, and had the call before it bring its own
@@ -240,6 +250,7 @@ class MoveGroup:
             one = self.known[key] = StorageMove(self.lane, self.buffers, t)
             self.fresh.append(one)
             self.moved.append(weakref.ref(one))
+            self.nbytes += one.nbytes
             self.brought = False
         return MovedTensor(self, self.known[key], StorageView.of(t))
 
