@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.commands import code_under
+from support.copies import abandoned
 from support.presets import PRESETS, ranks_of
 from support.problems import LOOPS, batch, loss_fn, net, reference, sharded
 from support.tables import marked
@@ -35,8 +36,12 @@ def test_the_guides_transport_is_short() -> None:
     assert block().count("\n") <= 30
 
 
+def transport_of(name: str) -> Any:
+    return by_sums() if name == "by_sums" else name
+
+
 def steps_of(preset: str, loop: str, name: str) -> tuple[list[Any], str]:
-    transport = by_sums() if name == "by_sums" else name
+    transport = transport_of(name)
     return sharded(preset, loop, 3, 2, transport=transport), repr(fsdp.Spec({"data": 2}, transport=transport))
 
 
@@ -54,6 +59,18 @@ def test_steps_are_the_plain_modules(transport: str, preset: str, loop: str) -> 
         for (_, mine, _), (_, grads, _) in zip(seen, reference(ranks, 3, 2), strict=True):
             for path, grad in grads.items():
                 torch.testing.assert_close(mine[path], grad, rtol=1e-12, atol=1e-12)
+
+
+def parted(name: str) -> tuple[int, bool, bool]:
+    return abandoned(transport_of(name))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_parted_meet_again(transport: str) -> None:
+    for met, same, resting in launch(parted, (transport,), nprocs=2):
+        assert met >= 4
+        assert same
+        assert resting
 
 
 class InARing(extend.Carrier):

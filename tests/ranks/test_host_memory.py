@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from support.presets import AXES, PRESETS, ranks_of
+from support.presets import AXES, PRESETS, TWO_AXES, placement_of, ranks_of
 from support.problems import batch, loss_fn, mesh_and_placement, net
 from support.tables import marked
 
@@ -86,7 +86,8 @@ def both(preset: str, optimizer: str, precision: Any, micro: int) -> list[Trees]
         state = trained(fsdp.shard(params, spec, OPTIMIZERS[optimizer]()), model, 3, micro=micro)
         assert {in_host_memory(x.local) for x in buffers(state)} == {kind != "device"}
         copies = {in_host_memory(x.local) for x in state.weights.values() if x.local.numel()}
-        assert copies <= {kind == HOST and preset in ("zero3", "hsdp")}
+        placement = placement_of(preset)
+        assert copies <= {kind == HOST and bool(placement.weights) and {*placement.weights} == {*placement.main}}
         state, _ = T.forward_backward(model, loss_fn)(state, batch(3, dist.get_rank()))
         state = fsdp.finish_reductions(state)
         assert {in_host_memory(x.local) for x in state.grads.values() if x.local.numel()} == {kind == HOST}
@@ -104,7 +105,7 @@ QUICK = [*zip(PRESETS, itertools.cycle(OPTIMIZERS), itertools.cycle((1, 2)), str
 
 @pytest.mark.parametrize(("preset", "optimizer", "micro"), marked(ROWS, QUICK))
 def test_three_steps_have_the_device_s_bits(preset: str, optimizer: str, micro: int) -> None:
-    if optimizer == "radam" and preset in ("hsdp", "hfsdp"):
+    if optimizer == "radam" and preset in TWO_AXES:
         micro = 1
     precision = None if micro == 1 else BF16
     for device, *others in launch(both, (preset, optimizer, precision, micro), nprocs=ranks_of(preset)):

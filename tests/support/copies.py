@@ -83,10 +83,11 @@ def other_weights() -> list[float]:
     return seen
 
 
-def abandoned() -> tuple[int, bool, bool]:
+def abandoned(transport: Any) -> tuple[int, bool, bool]:
     """Rank 1 gives up in the middle of four steps, at several places; all go on from the state before it."""
     params, model = fsdp.functionalize(net(torch.float32))
-    state = fsdp.shard(params, Spec(fsdp.local_mesh(), **COPIES), fsdp.adamw(lr=1e-2))
+    spec = Spec(fsdp.local_mesh(), schedule=Schedule(debug=True), transport=transport)
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
     plain = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.adamw(lr=1e-2))
     met = 0
     for step in range(4):
