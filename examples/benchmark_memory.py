@@ -2,7 +2,7 @@
 
     python examples/benchmark_memory.py --model 1.2b                        # all ways, each in processes of its own
     python examples/benchmark_memory.py --largest 80 --ranks 1              # the deepest GPT that trains in 80 GB
-    python examples/benchmark_memory.py --ways "both memories" --model 6.7b --depth 70 --near 25 --ranks 1
+    python examples/benchmark_memory.py --ways "both memories" --model 6.7b --depth 63 --near 27 --ranks 1
     python examples/benchmark_memory.py --model tiny --ranks 2 --device cpu
 
 | way                 | what it is                                                                            |
@@ -160,7 +160,8 @@ def ours(way: Way, shape: Shape, device: str) -> tuple[Step, Any, fsdp.HostTrans
     where: Any = {"main": "pinned_host"} if way.only_main else "pinned_host" if way.on_host else "device"
     placement: Any = fsdp.zero3("data", memory_kind=where)
     if way.near:
-        placement = {f"blocks.{i}.*": fsdp.zero3("data") for i in range(shape.near)} | {"*": placement}
+        near = [f"blocks.{i}.*" for i in range(min(shape.near, shape.depth))]
+        placement = {**dict.fromkeys(near, fsdp.zero3("data")), "*": placement}
     # of one microbatch main gradients lose nothing in the dtype of the wire
     precision = fsdp.Precision(compute=torch.bfloat16, grads=torch.bfloat16 if way.on_host else None)
     schedule = fsdp.Schedule(overlap_update=way.near or not way.on_host)  # on the host it keeps buffers of its own
@@ -319,12 +320,13 @@ def main() -> None:
         "--largest", type=float, default=0, metavar="GB", help="look for the most blocks that train in so many GB a GPU"
     )
     add("--depth", type=int, help="blocks; with --largest, to begin with")
-    add("--near", type=int, default=0, help='of the ways "both memories": blocks whose state is on the device')
+    add("--near", type=int, help='of the ways "both memories": blocks whose state is on the device; default: half')
     add("--json", type=Path)
     args = parser.parse_args()
-    shape, rows = replace(MODELS[args.model], near=args.near), {}
+    shape, rows = MODELS[args.model], {}
     if args.depth and not args.largest:
         shape = replace(shape, depth=args.depth)
+    shape = replace(shape, near=shape.depth // 2 if args.near is None else args.near)
     for name in args.ways:
         if args.largest:
             depth, found = largest(name, shape, args)

@@ -71,11 +71,11 @@ def remat(
     not, and are never moved; nor is what lies on a storage of the module's inputs, or has less than 1024 bytes. Until
     the next module that moves something has ended its forward, what a module has moved is still on the device; in the
     backward that of two modules is. Where only some units of a driven model move something, it stays there as long as
-    the units that move nothing leave room for it, and comes back as soon as they do, beside the main gradients: known
-    from the second step on, and counted in units. Buffers in the host's memory are pinned (on the CPU they are plain memory), used
-    from step to step, and are as many as are full at once; CUDA graphs have their own. A part whose output others
-    change in place is run again; from the next call on a copy of its output is kept, if it shares no memory with what
-    the part was given.
+    the units that move nothing leave room for it, and comes back as soon as they and the main gradients do: known from
+    the second step on, and counted in units. Buffers in the host's memory are pinned (on the CPU they are plain
+    memory), used from step to step, and are as many as are full at once; CUDA graphs have their own. A part whose
+    output others change in place is run again; from the next call on a copy of its output is kept, if it shares no
+    memory with what the part was given.
 
     In compiled code (`T.compile`, `torch.compile`, `compile=True`, T.compile_units around the module) what is kept is
     the compiler's choice: `remat` and `save` mean nothing, `offload` is an error. A part may be compiled itself.

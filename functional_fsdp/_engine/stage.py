@@ -15,7 +15,7 @@ from .._runtime.runtime import Runtime
 from .._storage.flat import templates
 from .._storage.gradients import refuse_meta
 
-__all__ = ["LARGE", "Slot", "StagingPlace", "Values", "apart", "leaves_and_gaps"]
+__all__ = ["LARGE", "Slot", "StagingPlace", "Values", "apart", "differ", "leaves_and_gaps"]
 
 LARGE = 1 << 23  # bytes of a gradient that a kernel of its own copies faster than one for all of a unit
 
@@ -28,7 +28,7 @@ class Slot(NamedTuple):
     are, and the gaps.
 
     ways: how it gets to the main gradients; True: to their final place, False: as far as it needs be now. parts:
-    whether these are two.
+    whether these differ in what they send.
     """
 
     bucket: Bucket
@@ -111,6 +111,11 @@ class StagingPlace:
         """Whether both lie in a peer memory or window, on the same bytes."""
         a, b = self.span, other.span
         return a is not None and b is not None and a.start < b.stop and b.start < a.stop
+
+
+def differ(ways: dict[bool, Route]) -> bool:
+    """Whether it matters for peers how far a bucket's gradients go."""
+    return ways[True].collectives != ways[False].collectives
 
 
 def leaves_and_gaps(bucket: Bucket, whole: torch.Tensor) -> tuple[Tensors, Tensors]:

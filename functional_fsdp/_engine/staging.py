@@ -41,7 +41,7 @@ from .._plan.route import Route, states_of
 from .._runtime.runtime import Runtime
 from .._storage.flat import FlatBuffer, write_leaves
 from .._transports.carrier import Carrier
-from .stage import LARGE, Slot, StagingPlace, Values, leaves_and_gaps
+from .stage import LARGE, Slot, StagingPlace, Values, differ, leaves_and_gaps
 from .sum import ordered_sum
 
 __all__ = ["Staging"]
@@ -204,7 +204,7 @@ class Staging:
             ways = self.records(bucket).reduce
             whole = have.states == ways[True].states if have is not None else last
             way = ways[whole]
-            if ways[True] != ways[False]:
+            if differ(ways):
                 self._note(bucket, whole)
             stage = torch.empty(bucket.numel, dtype=bucket.wire, device=self.run.device)
             write_leaves(bucket, stage, given)
@@ -224,8 +224,9 @@ class Staging:
         if have.states == final:
             return
         self.completing = True
-        self._note(bucket, True)
         way = self.records(bucket).finish
+        if way.collectives:
+            self._note(bucket, True)
         local = self._main(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, have.mesh)
         job = self._complete(bucket, way, have.local, local)
@@ -337,7 +338,7 @@ class Staging:
             which = tuple(unit.paths.index(leaf.path) for leaf in bucket.leaves if leaf.numel)
             leaves, gaps = leaves_and_gaps(bucket, whole)
             large = self.run.lanes.copies_on_lanes and any(leaf.nbytes >= LARGE for leaf in leaves)
-            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, ways, ways[True] != ways[False], large))
+            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, ways, differ(ways), large))
         self.stages[index] = StagingPlace(own, slots, span)
         return self.stages[index]
 

@@ -145,7 +145,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
         unit: None for the whole tree, or the unit that `grads` belong to.
         last_microbatch: False says that more microbatches follow, so that a placement which keeps whole gradients
             (`ddp`, `zero1`, and the outer axis of `hsdp` and `hfsdp`) can add them up locally first. A wrong flag costs
-            time only: `step` finishes whatever is still partial.
+            time only, if it is the same on every rank: `step` finishes whatever is still partial.
 
     Returns:
         The new state: leaves of global shape -> shards [n / ranks of grads] in `Precision.grads`. Calls add up.

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.presets import PRESETS, ranks_of
 from support.streams import WAYS, ordered, trained
 from support.tables import marked
@@ -105,10 +106,10 @@ def test_an_update_comes_after_counts_that_are_new(kind: str) -> None:
     assert launch(experts, (kind,), nprocs=4) == [[]] * 4
 
 
-def other_flags(lasts: tuple[bool, bool]) -> list[str]:
+def other_flags(lasts: tuple[bool, bool], replicas: int) -> list[str]:
     """Ranks reduce with these flags, each its own, in the second of three steps. What each step says."""
     with ordered():
-        mesh, said = fsdp.local_mesh(replica=2, shard=-1), []
+        mesh, said = fsdp.local_mesh(replica=replicas, shard=-1), []
         state = layers(mesh, fsdp.hsdp("replica", "shard"))
         for flags in ((True, True), lasts, (True, True)):
             at = state
@@ -116,7 +117,7 @@ def other_flags(lasts: tuple[bool, bool]) -> list[str]:
                 at, _ = fsdp.unshard(at, unit)
                 at = fsdp.release(at, unit)
             for unit in reversed(state.units):
-                at = used(at, unit, flags[mesh.get_local_rank("replica")])
+                at = used(at, unit, flags[dist.get_rank()])
             try:
                 state = fsdp.step(at)
                 said.append("")
@@ -127,8 +128,12 @@ def other_flags(lasts: tuple[bool, bool]) -> list[str]:
 
 def test_ranks_that_differ_in_last_microbatch_take_no_step() -> None:
     """On GPUs, where nobody compares collectives as they are issued, sums of other units would be taken for these."""
-    for found in launch(other_flags, ((True, False),), nprocs=2):
+    for found in launch(other_flags, ((True, False), 2), nprocs=2):
         assert "last_microbatch" in found[1]
         assert found[::2] == ["", ""]
-    for flags in ((True, True), (False, False)):
-        assert launch(other_flags, (flags,), nprocs=2) == [["", "", ""]] * 2
+
+
+@pytest.mark.parametrize(("flags", "replicas"), [((True, True), 2), ((False, False), 2), ((True, False), 1)])
+def test_flags_count_only_where_ranks_send_others(flags: tuple[bool, bool], replicas: int) -> None:
+    """One replica sends the same either way."""
+    assert launch(other_flags, (flags, replicas), nprocs=2) == [["", "", ""]] * 2

@@ -151,6 +151,7 @@ def trained(
         "T.compile": T.compile,
         "graph": T.cuda_graph,
     }
+    torch.compiler.reset()  # the rows of a table compile the same code, which torch does eight times and no more
     train_step = wraps.get(way, lambda f: f)(step_of(skeleton, skipped >= 0))
     for step in range(steps):
         x = batch(step, dist.get_rank(), dtype).to(state.count.device)

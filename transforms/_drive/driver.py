@@ -91,6 +91,7 @@ class Driver:
         self.device: Any = None
         self.large: set[str] = set()  # units that count for what is moved
         self.gradient_bytes = 0  # of main gradients that one of them leaves on the device
+        self.fresh = True  # whether it does: later microbatches add to what there is
         self.state: Any = None
         self.session: Any = None  # of the call that runs
         self.caller: FrameType | None = None  # whose `with` it is that runs
@@ -153,7 +154,8 @@ class Driver:
         sizes = {unit.name: sum(bucket.numel for bucket in unit.buckets) for unit in state.layout.units}
         self.large = {name for name, size in sizes.items() if 2 * size * len(sizes) >= sum(sizes.values())}
         trained = [b for b in state.layout.trainable.values() if b.unit in self.large and not b.grads_on_host]
-        self.gradient_bytes = sum(b.nbytes("grads") for b in trained) // max(len(self.large), 1)
+        finished = sum(b.numel // b.slices("main") * b.grads.itemsize for b in trained)
+        self.gradient_bytes = finished // max(len(self.large), 1)
         self.layout = state.layout
 
     @contextmanager
@@ -169,6 +171,7 @@ class Driver:
         if trains:
             state = session.begin(state)  # gradients may have waited for this
         self.debug = state.spec.schedule.debug
+        self.fresh = not state.grads
         try:
             self.caller, self.state, self.session = caller(), state, session
             yield session.number
@@ -223,7 +226,7 @@ class Driver:
             if self.device in USES and not self.large.isdisjoint(units):
                 self.uses[self.differentiating] += 1
                 forward, backward = self.uses
-                USES[self.device](self, forward, backward, self.gradient_bytes)
+                USES[self.device](self, forward, backward, self.fresh * self.gradient_bytes)
             by_plan = units if not outside else tuple(unit for unit in units if unit not in outside)
             others = tuple(unit for unit in units if unit not in by_plan)
             self.fetch(units, by_plan, others)

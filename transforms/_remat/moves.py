@@ -34,7 +34,7 @@ from .storage_moves import StorageMove, StorageView, storage_of
 __all__ = ["MoveGroup", "MovedTensor", "unchanged"]
 
 SMALL = 1024  # bytes: a storage below stays
-SOON = 3  # uses before the backward comes to it a call is brought back, whatever room there is
+SOON = 3  # uses before the backward comes to it a call is brought back as soon as it raises no peak
 
 
 def unchanged(t: torch.Tensor | None) -> torch.Tensor:
@@ -160,9 +160,12 @@ class MoveOrder:
         before = sum(at <= use for at, _ in self.moved)
         freed = (self.whole.uses - self.whole.calls) - (use - before)  # uses of which all stayed
         each = sum(group.nbytes for _, group in there) // len(there)
-        room = freed * max(0, each - gradients) // max(each, 1) - 1  # one for gradients that are on their way
+        gain = max(0, each - gradients)  # 0: the peak is where the backward ends
+        room = freed * gain // each - 1  # one for gradients that are on their way
         coming = sum(group.brought and not group.passed for _, group in there)
-        room = max(room - coming, int(not coming and freed > 0 and use - there[-1][0] <= SOON))
+        if freed and not coming and use - there[-1][0] <= SOON and (room == 0 or not gain):
+            room = 1
+        room -= coming
         for _, group in reversed(there):
             if room <= 0:
                 break
@@ -298,8 +301,12 @@ class MoveGroup:
         if self.over and not self.passed:
             self.passed = True
             before = self.before() if self.before is not None else None
-            if before is not None and before.over and before.captured is self.captured:
+            if before is not None and before.over and before.captured is self.captured and self._follows(before):
                 before.bring()
+
+    def _follows(self, before: MoveGroup) -> bool:
+        """Whether this call comes soon after that one; if not it is brought back when there is room."""
+        return self.order.whole is None or self.at - before.at <= SOON
 
     def bring(self) -> None:
         """Begin to copy back what has left the device."""
