@@ -19,6 +19,7 @@ from .._storage.place import Place
 from .._storage.stored import Stored
 from .._transports.carrier import Carrier
 from .arena import Arena
+from .arrival import Arrival
 from .staging import Staging
 from .unplanned import Unplanned
 
@@ -42,6 +43,7 @@ class Engine:
     carrier: Carrier
     stays: bool
     digests: list[int]
+    arrivals: dict[str, Arrival]
     skipped: set[str]
     grads: dict[str, FlatBuffer]
     fence: bool

@@ -36,6 +36,7 @@ from .._storage.place import Place
 from .._storage.stored import Stored
 from .._transports.carrier import Carrier
 from .arena import Arena
+from .arrival import Arrival
 from .gathers import Gathers
 from .reductions import Reductions
 from .staging import Staging
@@ -65,6 +66,8 @@ class Executor(Gathers, Reductions):
         self.begins, self.whole = 0, False  # forwards of this step; whether gradients are whole, see `_state.rounds`
         self.skipped: set[str] = set()  # units that were used in this step, and get no gradient on this rank
         self.digests = [0, 0, 0]  # of the gathers and the reductions issued in this step, and of how far these went
+        self.arrivals: dict[str, Arrival] = {}  # of a step that is captured: buckets that are updated on arrival
+        self.beside_backward: tuple[str, ...] = ()  # that the last eager step reduced once and updated on a lane
         self.given = Given(layout, run.sizes, run.coordinate)
         self.frozen = {unit.name for unit in layout.units if not unit.trained}
         self.streamed: Any = None  # the buffers through which what lies in the host's memory is updated
@@ -84,7 +87,7 @@ class Executor(Gathers, Reductions):
     def _fill(self) -> None:
         """An arena and staging, in which there is nothing yet."""
         self.arena = Arena(self.run, self.plan, self.carrier)
-        self.staging = Staging(self.run, self.plan, self.spec.average, self.carrier, self.digests)
+        self.staging = Staging(self.run, self.plan, self.spec.average, self.carrier, self.digests, self.arrivals)
         self.fence = True  # the next gather waits for all that compute has done
         self.newest: Mark = None  # the end of the newest gather
         self.flying: dict[str, Place] = {}  # gathers that compute has not waited for
@@ -265,6 +268,7 @@ class Executor(Gathers, Reductions):
         """Back to the state between steps, whether the step was taken or abandoned."""
         self.settle()
         self.staging.apart = False
+        self.staging.several.clear()
         self.grads, self.digests[:] = {}, (0, 0, 0)
         self.last, self.whole = True, False
         self.given.begin()

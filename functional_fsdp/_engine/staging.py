@@ -30,9 +30,8 @@ from typing import Any
 
 import torch
 
-from .._common.device import host_memory, in_host_memory
+from .._common.device import in_host_memory
 from .._common.record import Collective, check_kinds
-from .._common.torch_names import uses_of
 from .._distributed.lanes import Mark, Steps, together
 from .._plan.layout import STAGED, Bucket, Unit, aligned
 from .._plan.plan import SLOTS, Plan
@@ -41,13 +40,14 @@ from .._plan.route import Route, states_of
 from .._runtime.runtime import Runtime
 from .._storage.flat import FlatBuffer, write_leaves
 from .._transports.carrier import Carrier
+from .arrival import Arrival
+from .gradient_memory import GradientMemory
 from .stage import LARGE, Slot, StagingPlace, Values, differ, leaves_and_gaps
 from .sum import ordered_sum
 
 __all__ = ["Staging"]
 
 OLD = 2  # uses
-ALONE = 2  # who knows a storage that is only kept: its tensor, and Python's name for it
 
 
 class Staging:
@@ -56,17 +56,21 @@ class Staging:
     Args:
         digests: the last one is of how far reductions went, where they may stay partial. Votes compare it, since on
             GPUs nobody else sees that ranks send other collectives.
+        arrivals: of the buckets that are updated where their gradients arrive; none in eager steps.
     """
 
-    def __init__(self, run: Runtime, plan: Plan, average: str, carrier: Carrier, digests: list[int]) -> None:
+    def __init__(
+        self, run: Runtime, plan: Plan, average: str, carrier: Carrier, digests: list[int],
+        arrivals: dict[str, Arrival],
+    ) -> None:  # fmt: skip
         self.run = run
         self.plan = plan
         self.carrier = carrier
         self.average = average
         self.digests = digests
+        self.arrivals = arrivals
         self.stages: dict[int, StagingPlace] = {}
-        #: the host's memory for main gradients: of eager steps, and of those that graphs replay
-        self.pool: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self.memory = GradientMemory(run)
         self.busy: deque[StagingPlace] = deque()
         self.completing = False  # whether something beside them is under way
         self.apart = False  # each reduction has bytes of its own, so that compute waits for none
@@ -74,6 +78,7 @@ class Staging:
         #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients. Where
         #: updates do not overlap it stays empty
         self.reduced: dict[str, Mark] = {}
+        self.several: set[str] = set()  # buckets whose gradients of this step came in several parts
 
     def reduce(
         self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object,
@@ -136,25 +141,9 @@ class Staging:
     def _note(self, bucket: Bucket, whole: bool) -> None:
         self.digests[-1] = zlib.crc32(f"{bucket.name} {whole}".encode(), self.digests[-1])
 
-    def _main(self, bucket: Bucket, numel: int) -> torch.Tensor:
-        """Memory for main gradients; of the host where their placement says so, and then what nobody holds any more of
-        the steps before. What a captured step has is its graph's from then on: a replay writes there, unasked."""
-        if not bucket.grads_on_host:
-            return torch.empty(numel, dtype=bucket.grads, device=self.run.device)
-        eager, graphs = self.pool.setdefault((numel, bucket.grads), ([], []))
-        mine, also = (graphs, eager) if self.run.capturing else (eager, [])
-        for pool in (mine, also):
-            for i, memory in enumerate(pool):
-                if uses_of(memory.untyped_storage()) == ALONE:
-                    if pool is also:
-                        mine.append(pool.pop(i))
-                    return memory.detach()
-        mine.append(host_memory(numel, bucket.grads, self.run.device))
-        return mine[-1].detach()
-
     def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer], mesh: object) -> None:
         """Main gradients of a bucket for which no rank has one: nothing is sent."""
-        local = self._main(bucket, bucket.numel // bucket.slices("main"))
+        local = self.memory.make(bucket, bucket.numel // bucket.slices("main"))
         if bucket.grads_on_host and not self.run.lanes.waits_on_host:
             for mark in self.marks.values():  # lanes may still read there what was partial in this step
                 self.run.lanes.wait(mark)
@@ -181,9 +170,14 @@ class Staging:
         """What is staged on its way into the main gradients: the first one allocates them, later ones are added."""
         have = grads.get(bucket.name)
         if have is not None:
+            self.several.add(bucket.name)
             return self._job(way, stage, spare, have.local, True)
+        arrival = self.arrivals.get(bucket.name)
+        if arrival is not None and way.states == states_of(bucket, "main"):
+            grads[bucket.name] = FlatBuffer(arrival.begin(way.ends), bucket, way.states, mesh)
+            return self._job(way, stage, spare, None, False, arrival)
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
-        local = stage.new_empty(way.numel) if same else self._main(bucket, way.numel)
+        local = stage.new_empty(way.numel) if same else self.memory.make(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, mesh)
         return self._job(way, stage, spare, local, False)
 
@@ -223,11 +217,12 @@ class Staging:
         final = states_of(bucket, "main")
         if have.states == final:
             return
+        self.several.add(bucket.name)
         self.completing = True
         way = self.records(bucket).finish
         if way.collectives:
             self._note(bucket, True)
-        local = self._main(bucket, way.numel)
+        local = self.memory.make(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, have.mesh)
         job = self._complete(bucket, way, have.local, local)
         done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)
@@ -256,16 +251,23 @@ class Staging:
         done = self.marks[ends] = self.run.lanes.submit("reduce", issued, job, after, single, ordered, mark)
         return done
 
-    def _job(self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor, add: bool) -> Steps:
-        """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added."""
+    def _job(
+        self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None, add: bool,
+        arrival: Arrival | None = None,
+    ) -> Steps:  # fmt: skip
+        """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added. Or they
+        end with an arrival."""
         local = stage
         lane = "reduce"
-        far = in_host_memory(out)  # which collectives do not write to
+        far = out is not None and in_host_memory(out)  # which collectives do not write to
         for i, (kind, collectives, start, size) in enumerate(way.steps):
             if collectives[0].lane != lane:
                 lane = collectives[0].lane
                 yield lane
             last = out if not (add or self.carrier.inside or far) and i == len(way.steps) - 1 else None
+            if arrival is not None and way.exact and arrival.sums and kind == "scatter" and len(way.steps) == 1:
+                came, ranks, own = yield from self._exchanged(collectives, stage, spare)
+                return arrival.add_up(came, ranks, self.average == "mean", own)
             if way.exact and i == 0:
                 local = yield from self._sum(kind, collectives, stage, spare, last)
             elif kind == "scatter":
@@ -276,25 +278,36 @@ class Staging:
                 yield from self.run.collective(collectives[0], local, local)
         if way.divisor > 1:
             local.div_(way.divisor)
-        if add:
+        if arrival is not None:
+            arrival.take(local)
+        elif out is not None and add:
             out.add_(local)
-        elif local is not out:
+        elif out is not None and local is not out:
             out.copy_(local)
+        return None
+
+    def _exchanged(
+        self, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor
+    ) -> Generator[Any, None, tuple[torch.Tensor, int, tuple[int, torch.Tensor] | None]]:
+        """What each rank along the first axis has sent [ranks · n], how many these are, and the own place and summand
+        where it is not among them."""
+        axis = collectives[0].axis
+        ranks, mine = self.run.sizes[axis], self.run.coordinate[axis]
+        came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
+        n = stage.numel() // ranks
+        apart = yield from self.carrier.exchange(collectives, stage, came)
+        return came, ranks, (mine, stage[mine * n : (mine + 1) * n]) if apart else None
 
     def _sum(
         self, kind: str, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor,
         out: torch.Tensor | None,
     ) -> Generator[Any, None, torch.Tensor]:  # fmt: skip
         """The exact sum over the first axis, float32: this rank's part of it, or all of it where it stays whole."""
-        axis = collectives[0].axis
-        ranks, mine = self.run.sizes[axis], self.run.coordinate[axis]
         out = out if out is not None and out.dtype is torch.float32 else None
-        came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
-        n, own = stage.numel() // ranks, None
-        if (yield from self.carrier.exchange(collectives, stage, came)):
-            own = mine, stage[mine * n : (mine + 1) * n]
-            if out is None:  # the sum may take its place
-                own = mine, came[mine * n : (mine + 1) * n].copy_(own[1])
+        came, ranks, own = yield from self._exchanged(collectives, stage, spare)
+        n, mine = stage.numel() // ranks, self.run.coordinate[collectives[0].axis]
+        if own is not None and out is None:  # the sum may take its place
+            own = mine, came[mine * n : (mine + 1) * n].copy_(own[1])
         if kind == "scatter":
             whole = part = stage.view(torch.uint8)[: 4 * n].view(torch.float32) if out is None else out  # it was sent
         else:
@@ -350,10 +363,18 @@ class Staging:
         """The gradients of these are there from this mark on."""
         for bucket in buckets:
             self.reduced.pop(bucket.name, None)
-            self.reduced[bucket.name] = mark
+            if not self.arrived(bucket):
+                self.reduced[bucket.name] = mark
+
+    def arrived(self, bucket: Bucket) -> bool:
+        """Whether its gradients were used up where they arrived."""
+        return bucket.name in self.arrivals and self.arrivals[bucket.name].used
 
     def touched(self, unit: Unit | None = None) -> None:
         """The main weights of a unit, or all of the state, are read once more: an update has to wait for that, too."""
+        for arrival in self.arrivals.values():
+            if arrival.used and (unit is None or any(bucket.name == arrival.name for bucket in unit.buckets)):
+                arrival.refuse("weights were read, or gradients replaced,")
         if unit is None:
             self.reduced.clear()
         elif self.reduced:

@@ -19,20 +19,23 @@ BLOCK = 2048  # elements
 
 
 def ordered_sum(
-    came: torch.Tensor, ranks: int, out: torch.Tensor, mean: bool, own: tuple[int, torch.Tensor] | None = None
-) -> None:
+    came: torch.Tensor, ranks: int, out: torch.Tensor, mean: bool, own: tuple[int, torch.Tensor] | None = None,
+    first: int = 0,
+) -> None:  # fmt: skip
     """`came` [ranks · n] -> `out` [n], float32: the sum over ranks, in their order, or that divided by their number.
 
-    own: a rank and its summand [n], where that is not in `came`.
+    own: a rank and its summand [n], where that is not in `came`. first: `out` is the sum of the elements from here on,
+    and may be fewer than n.
     """
-    n = out.numel()
-    place, mine = own or (0, came[:n])
+    stride, size = came.numel() // ranks, out.numel()
+    place, mine = own or (0, came[:stride])
     if triton is not None and runs_triton(out):
-        if n:
-            _kernel()[(triton.cdiv(n, BLOCK),)](came, mine, out, n, place, ranks, mean, BLOCK)
+        if size:
+            grid = (triton.cdiv(size, BLOCK),)
+            _kernel()[grid](came[first:], mine[first:], out, size, stride, place, ranks, mean, BLOCK)
         return
     for rank in range(ranks):
-        summand = mine if rank == place else came[rank * n : (rank + 1) * n]
+        summand = (mine if rank == place else came[rank * stride :])[first : first + size]
         out.add_(summand) if rank else out.copy_(summand)
     if mean:
         out.div_(ranks)
@@ -47,13 +50,14 @@ def _kernel() -> Any:
 
         @triton.jit  # type: ignore[untyped-decorator]
         def summed(  # type: ignore[no-untyped-def]
-            came, mine, out, n, PLACE: tl.constexpr, RANKS: tl.constexpr, MEAN: tl.constexpr, SIZE: tl.constexpr
-        ):
+            came, mine, out, size, stride, PLACE: tl.constexpr, RANKS: tl.constexpr, MEAN: tl.constexpr,
+            SIZE: tl.constexpr
+        ):  # fmt: skip
             at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-            inside = at < n
+            inside = at < size
             total = tl.load((mine if PLACE == 0 else came) + at, mask=inside).to(tl.float32)
             for rank in tl.static_range(1, RANKS):
-                came += n
+                came += stride
                 total += tl.load((mine if rank == PLACE else came) + at, mask=inside).to(tl.float32)
             if MEAN:
                 total = tl.math.div_rn(total, tl.full(total.shape, RANKS, tl.float32))

@@ -9,7 +9,7 @@ or replays a step that another takes eagerly, with the same collectives and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from .._common.interrupts import arrive, whole
 from .._common.record import Collective
 from .._distributed.lanes import Log
 from .._runtime.given import Fixed
+from .arrivals import arrivals
 from .lineage import Lineage
 from .state import State, Version
 from .veto import StepStart, Vetoed
@@ -29,9 +30,15 @@ def _same(state: State) -> State:
 
 
 class Capture:
-    """One step as it was captured: the collectives it issues by lane, and what it votes with."""
+    """One step as it was captured: the collectives it issues by lane, and what it votes with.
 
-    def __init__(self, state: State) -> None:
+    Args:
+        beside: buckets that an eager step like it updated beside its backward (`Lineage.beside_backward`): these are
+            updated where their gradients arrive.
+    """
+
+    def __init__(self, state: State, beside: Iterable[str] = ()) -> None:
+        self.state, self.beside = state, tuple(beside)
         self.lineage = state.version.lineage
         self.run = self.lineage.runtime
         self.traced = False  # whether what was captured is a compiled step: nothing is logged, and ranks do not vote
@@ -54,6 +61,7 @@ class Capture:
         run.logs = {**logs, "control": run.issued["control"]}
         run.capturing, run.remarks = True, []
         run.forms.came = self.forms
+        self.executor.arrivals.update(arrivals(self.state, self.beside))
         try:
             yield
         except BaseException:
@@ -64,6 +72,8 @@ class Capture:
         finally:
             run.logs, run.capturing = run.issued, False
             run.forms.came = None
+            self.executor.arrivals.clear()
+            del self.state  # which may be consumed now
         self.traced = self.lineage.graphed or self.lineage.taken is None
         self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
         self.digest, before = run.voted

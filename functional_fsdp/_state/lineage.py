@@ -71,7 +71,7 @@ class Lineage:
     `executor` has what the lineage has in flight, `graph_plan` what traced steps go by; each is made when it is first
     needed. Of use to transforms that capture or trace (`extend.lineage_of`): commits, how many steps were taken, as far
     as the host knows (of compiled ones in a row it knows one); broken, why its states are of no more use, or "";
-    offset; `follow` and `stepped`.
+    offset; `follow` and `stepped`; beside_backward and arriving, see `_state.arrivals`.
     """
 
     def __init__(
@@ -116,6 +116,17 @@ class Lineage:
         return "", ""
 
     for_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result's mark
+
+    @property
+    def beside_backward(self) -> tuple[str, ...]:
+        """The buckets that the last eager step reduced once, and updated beside its backward."""
+        return self.executor.beside_backward if self.executor else ()
+
+    @property
+    def arriving(self) -> bool:
+        """Whether a step is being captured that updates weights where their gradients arrive, and keeps no main
+        gradients of these."""
+        return bool(self.executor and self.executor.arrivals)
 
     @property
     def graphed(self) -> bool:

@@ -35,6 +35,7 @@ __all__ = [
     "apply_optimizer",
     "counted",
     "counting",
+    "in_place",
     "keep",
     "may_step",
     "put",
@@ -136,8 +137,11 @@ def apply_optimizer(
     """The update of all, eagerly: on GPUs in parts, as gradients come, if the optimizer is one for parts. A stream
     waits, the host does not. Compute has waited for all of it at the end, also where it raises."""
     executor = state._executor
+    executor.beside_backward = ()
+    left = {n: b for n, b in main.items() if not executor.staging.arrived(b.bucket)} if executor.arrivals else main
     try:
-        return _applied(state, main, skip, given)
+        new, opt = _applied(state, left, skip, given)
+        return main if new is left else new, opt
     except BaseException:  # what lanes have begun reads and writes what may be let go now
         for lane in ("fetch", "update", "store"):
             executor.run.lanes.join(lane)
@@ -156,7 +160,7 @@ def _applied(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | Non
         if not far:
             return update(state, executor.grads, main, skip, given)
         if near := {name: buffer for name, buffer in main.items() if name not in far}:
-            _in_place(state, near, skip, given)
+            in_place(state, near, skip, given)
         _stream(state, far, skip, given)
         return main, state.opt
     left = main
@@ -170,10 +174,10 @@ def _applied(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | Non
     early = {name: buffer for name, buffer in left.items() if late is not None and name not in late}
     if early:  # while the others are on their way
         executor.run.lanes.wait(executor.newest)  # a gather may be reading weights still
-        _in_place(state, early, skip, given)
+        in_place(state, early, skip, given)
     executor.settle()
     if rest := {name: buffer for name, buffer in left.items() if name not in early}:
-        _in_place(state, rest, skip, given)
+        in_place(state, rest, skip, given)
     if far:
         _stream(state, far, skip, given)
         executor.settle()
@@ -204,10 +208,10 @@ def _on_device(
     opt: Any,
     grads: dict[str, FlatBuffer],
 ) -> None:
-    _in_place(state._evolve(opt=opt), main, skip, given, grads)
+    in_place(state._evolve(opt=opt), main, skip, given, grads)
 
 
-def _in_place(
+def in_place(
     state: State,
     main: dict[str, FlatBuffer],
     skip: torch.Tensor | None = None,
@@ -230,6 +234,7 @@ def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) 
     alone = [name for name in shards if name not in given]  # all others compute reads
     sizes = {name: main[name].local.nbytes for name in alone if not main[name].bucket.on_host}
     far = [name for name in alone if name not in sizes and main[name].bucket.placement.weights]
+    state._executor.beside_backward = tuple(name for name in sizes if name not in staging.several)
     for some in runs(state.optimizer, state.opt, sizes):
         job = _portion(state, {name: main[name] for name in some}, [staging.reduced[name] for name in some])
         staging.marks["update"] = lanes.beside("update", job)
@@ -241,7 +246,7 @@ def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) 
 def _portion(state: State, main: dict[str, FlatBuffer], after: Sequence[Mark]) -> Steps:
     for mark in after:
         state._executor.run.lanes.wait(mark)  # the lane does: it is the current one
-    _in_place(state, main)
+    in_place(state, main)
     yield from ()
 
 

@@ -28,6 +28,7 @@ from .._common.torch_names import pytree
 from .._graph import traced, traced_step
 from .._optim.optimizer import check
 from .._runtime.given import ALL, Leaves
+from .._state.arrivals import check_arrivals
 from .._state.state import State, Version
 from .._state.update import Kept, apply_optimizer, counting, keep, may_step, put, put_back
 from .._storage.flat import FlatBuffer
@@ -264,6 +265,7 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     executor = state._executor
     with lineage.call:
         executor.adopt(state.grads)
+        check_arrivals(state, skip)
         executor.finish(state)
         if lineage.runtime.veto is not None:
             lineage.runtime.veto.join()
@@ -290,6 +292,7 @@ def _vote_and_take(state: State, skip: Any) -> State:
         raise
     if executor.run.lanes.waits_on_host:  # that may fail: before all commit
         executor.settle()
+    check_arrivals(state, None, lacking.given)
     opt = counting(state, lacking, executor.run.capturing)
     if opt is not state.opt:  # compute makes counts now, which updates read
         executor.staging.touched()

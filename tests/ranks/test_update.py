@@ -19,7 +19,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import Schedule, TreeError, launch
 from functional_fsdp._optim.optimizer import portions
 from functional_fsdp._runtime.host_lanes import HostLanes
-from functional_fsdp._state.update import _beside, _in_place, apply_optimizer, counting, keep, put_back
+from functional_fsdp._state.update import _beside, apply_optimizer, counting, in_place, keep, put_back
 
 PRESETS = ("zero3", "zero2", "zero1", "hsdp", "hfsdp", "ddp")
 
@@ -145,7 +145,7 @@ def updated(preset: str, flags: tuple[bool, ...], optimizer: str = "adamw") -> t
         left = _beside(state, main)
     state._executor.settle()
     if left:
-        _in_place(state, left)
+        in_place(state, left)
     pairs = zip(*(pytree.tree_leaves((one.main, one.opt)) for one in (state, twin)), strict=True)
     same = all(torch.equal(a, b) for a, b in pairs)
     return len(main) - len(left), len(left), same
@@ -237,7 +237,7 @@ def returned(change: Callable[[Any], Any]) -> str:
     state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh()), Elsewhere())
     state = fsdp.reduce(state, {"w": torch.ones(4)})
     try:
-        _in_place(state, dict(state.main))
+        in_place(state, dict(state.main))
     except TreeError as error:
         return str(error)
     return ""

@@ -58,6 +58,7 @@ class Warmed:
         self.owner: Callable[[], Any] = lambda: None  # whose steps they were
         self.reads = Steadiness(compares=guards)
         self.graphs: dict[Any, CapturedStep] = {}  # by what the host reads
+        self.beside: tuple[str, ...] = ()  # buckets that the last one updated beside its backward
         self.draws: dict[tuple[int, int], int] = {}  # what the last step drew again, see `_seed.Microbatch`
 
 
@@ -192,6 +193,7 @@ class Graphed:
         if known is not None:
             known.warm += 1
             known.draws = dict(ranks.draws)
+            known.beside = lineage_of(state).beside_backward
             if record is not None:
                 known.reads.ran(record)
         return out
@@ -230,7 +232,8 @@ class Graphed:
         traffic = Answering(
             self.sides, known.reads.latest, guard.differs if guard else None, lambda: bool(veto and veto.asked)
         )
-        capture, vetoed = Capture(state), False
+        # what a guard may take back must not have begun
+        capture, vetoed = Capture(state, () if guard else known.beside), False
         graph: CapturedStep | None = None
         out: Any = None
         new: Any = None

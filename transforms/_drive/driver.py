@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, release, unshard
-from functional_fsdp.extend import Collision, Session, refuse, skeleton_of, torch_private
+from functional_fsdp.extend import Collision, Session, lineage_of, refuse, skeleton_of, torch_private
 
 from .._compile.compile_units import Compiler, Options, refuse_around
 from .._modules.unit_modules import Leaf, find_unit_modules, leaves_of, order_of, slots_of
@@ -171,7 +171,7 @@ class Driver:
         if trains:
             state = session.begin(state)  # gradients may have waited for this
         self.debug = state.spec.schedule.debug
-        self.fresh = not state.grads
+        self.fresh = not state.grads and not lineage_of(state).arriving
         try:
             self.caller, self.state, self.session = caller(), state, session
             yield session.number
