@@ -7,10 +7,6 @@ On GPUs the copy runs beside compute, too; the gradients live until compute has 
 next ones come. They are as many bytes as one staging more, so where a reduction is one collective there is one staging
 at a time, and not two.
 
-An exact sum takes an all-to-all in the place of the reduction: what comes in, each rank's summand of the own slice, is
-added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32. What comes
-in lies beside the staging, in memory that comes and goes, also where a transport keeps the staging.
-
 Where a transport keeps the staging, on GPUs, and one lane does it all, every reduction lies on the same bytes: it is
 copied there by that lane, after the reduction before it.
 
@@ -24,14 +20,13 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from itertools import chain
-from typing import Any
 
 import torch
 
 from .._common.device import in_host_memory
-from .._common.record import Collective, check_kinds
+from .._common.record import check_kinds
 from .._distributed.lanes import Mark, Steps, together
 from .._plan.layout import STAGED, Bucket, Unit, aligned
 from .._plan.plan import SLOTS, Plan
@@ -42,8 +37,8 @@ from .._storage.flat import FlatBuffer, write_leaves
 from .._transports.carrier import Carrier
 from .arrival import Arrival
 from .gradient_memory import GradientMemory
+from .reduction_steps import ReductionSteps
 from .stage import LARGE, Slot, StagingPlace, Values, differ, leaves_and_gaps
-from .sum import ordered_sum
 
 __all__ = ["Staging"]
 
@@ -67,6 +62,7 @@ class Staging:
         self.plan = plan
         self.carrier = carrier
         self.average = average
+        self.steps = ReductionSteps(run, carrier, average)
         self.digests = digests
         self.arrivals = arrivals
         self.stages: dict[int, StagingPlace] = {}
@@ -171,15 +167,15 @@ class Staging:
         have = grads.get(bucket.name)
         if have is not None:
             self.several.add(bucket.name)
-            return self._job(way, stage, spare, have.local, True)
+            return self.steps.of(way, stage, spare, have.local, True)
         arrival = self.arrivals.get(bucket.name)
         if arrival is not None and way.states == states_of(bucket, "main"):
             grads[bucket.name] = FlatBuffer(arrival.begin(way.ends), bucket, way.states, mesh)
-            return self._job(way, stage, spare, None, False, arrival)
+            return self.steps.of(way, stage, spare, None, False, arrival)
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
         local = stage.new_empty(way.numel) if same else self.memory.make(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, mesh)
-        return self._job(way, stage, spare, local, False)
+        return self.steps.of(way, stage, spare, local, False)
 
     def outside(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object) -> None:
         """Reduce the gradients of a unit that no plan names. Compute waits for it."""
@@ -234,7 +230,7 @@ class Staging:
             self.run.lanes.wait(self.marks.get("outer"))  # the lane does: what is partial may have ended there
         wire = have.to(way.collectives[0].dtype, copy=in_host_memory(have)) if way.collectives else have
         spare = wire.new_empty(bucket.received if way.exact else 0, dtype=torch.uint8)
-        yield from self._job(way, wire, spare, out, False)
+        yield from self.steps.of(way, wire, spare, out, False)
         self.run.lanes.keep(have, wire, spare)
 
     def _submit(
@@ -250,74 +246,6 @@ class Staging:
             job = chain(first, job)
         done = self.marks[ends] = self.run.lanes.submit("reduce", issued, job, after, single, ordered, mark)
         return done
-
-    def _job(
-        self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None, add: bool,
-        arrival: Arrival | None = None,
-    ) -> Steps:  # fmt: skip
-        """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added. Or they
-        end with an arrival."""
-        local = stage
-        lane = "reduce"
-        far = out is not None and in_host_memory(out)  # which collectives do not write to
-        for i, (kind, collectives, start, size) in enumerate(way.steps):
-            if collectives[0].lane != lane:
-                lane = collectives[0].lane
-                yield lane
-            last = out if not (add or self.carrier.inside or far) and i == len(way.steps) - 1 else None
-            if arrival is not None and way.exact and arrival.sums and kind == "scatter" and len(way.steps) == 1:
-                came, ranks, own = yield from self._exchanged(collectives, stage, spare)
-                return arrival.add_up(came, ranks, self.average == "mean", own)
-            if way.exact and i == 0:
-                local = yield from self._sum(kind, collectives, stage, spare, last)
-            elif kind == "scatter":
-                part = last if last is not None and last.dtype is local.dtype else local[start : start + size]
-                yield from self.run.collective(collectives[0], part, local)
-                local = part
-            else:
-                yield from self.run.collective(collectives[0], local, local)
-        if way.divisor > 1:
-            local.div_(way.divisor)
-        if arrival is not None:
-            arrival.take(local)
-        elif out is not None and add:
-            out.add_(local)
-        elif out is not None and local is not out:
-            out.copy_(local)
-        return None
-
-    def _exchanged(
-        self, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor
-    ) -> Generator[Any, None, tuple[torch.Tensor, int, tuple[int, torch.Tensor] | None]]:
-        """What each rank along the first axis has sent [ranks · n], how many these are, and the own place and summand
-        where it is not among them."""
-        axis = collectives[0].axis
-        ranks, mine = self.run.sizes[axis], self.run.coordinate[axis]
-        came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
-        n = stage.numel() // ranks
-        apart = yield from self.carrier.exchange(collectives, stage, came)
-        return came, ranks, (mine, stage[mine * n : (mine + 1) * n]) if apart else None
-
-    def _sum(
-        self, kind: str, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor,
-        out: torch.Tensor | None,
-    ) -> Generator[Any, None, torch.Tensor]:  # fmt: skip
-        """The exact sum over the first axis, float32: this rank's part of it, or all of it where it stays whole."""
-        out = out if out is not None and out.dtype is torch.float32 else None
-        came, ranks, own = yield from self._exchanged(collectives, stage, spare)
-        n, mine = stage.numel() // ranks, self.run.coordinate[collectives[0].axis]
-        if own is not None and out is None:  # the sum may take its place
-            own = mine, came[mine * n : (mine + 1) * n].copy_(own[1])
-        if kind == "scatter":
-            whole = part = stage.view(torch.uint8)[: 4 * n].view(torch.float32) if out is None else out  # it was sent
-        else:
-            begin = aligned(came.numel() * came.element_size(), STAGED)
-            whole = spare[begin : begin + 4 * ranks * n].view(torch.float32) if out is None else out
-            part = whole[mine * n : (mine + 1) * n]
-        ordered_sum(came, ranks, part, self.average == "mean", own)
-        if kind != "scatter":
-            yield from self.run.collective(collectives[-1], whole, part)
-        return whole
 
     def records(self, bucket: Bucket) -> Records:
         """What the verbs do with a bucket."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from .._common.torch_names import fused_adamw_
 from .._common.tracing import traced_as
 from .._runtime.given import Leaves
 from .._storage.flat import no_counts, summary, zeros
-from .numbers import Number, Setting, at, check_settings, labels_in, numbers, pair_of, tensors
+from .numbers import Number, Setting, at, check_settings, fixed, labels_in, numbers, pair_of, tensors
 from .optimizer import Tree, UpdatesSome
 from .views import Lists, count_missed, groups_of
 
@@ -45,6 +45,7 @@ class AdamW(UpdatesSome):
     betas: Any  # a pair, or pairs by label
     eps: Any
     weight_decay: Any
+    taken: torch.Tensor | None = field(default=None, compare=False, repr=False)  # float32 []: steps, with this one
     by_bucket: ClassVar[bool] = True
     elementwise: ClassVar[bool] = True
 
@@ -53,6 +54,11 @@ class AdamW(UpdatesSome):
         numbers("adamw: eps", self.eps)
         numbers("adamw: weight_decay", self.weight_decay)
         object.__setattr__(self, "betas", pair_of("adamw: betas", self.betas))
+
+    def for_step(self, count: torch.Tensor) -> AdamW:
+        """The same for the step of this count, with what it computes of it."""
+        rules = {name: fixed(getattr(self, name), count) for name in ("lr", "betas", "eps", "weight_decay")}
+        return replace(self, **rules, taken=(count + 1).float())
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         return labels_in("adamw", vars(self))
@@ -73,8 +79,7 @@ class AdamW(UpdatesSome):
     def update_some(
         self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: AdamState, main: Tree, count: torch.Tensor
     ) -> tuple[Tree, AdamState]:
-        now = count + 1
-        taken = now.float()
+        taken = (count + 1).float() if self.taken is None else self.taken
         trees = main, grads, opt.mean, opt.square
         whole = {name: b for name, b in main.items() if name not in opt.missed} if opt.missed else main
         groups = groups_of(given, whole, *trees[1:])
@@ -82,7 +87,7 @@ class AdamW(UpdatesSome):
         for name in opt.missed:
             if name in main:  # each leaf for itself
                 leaves, some = main[name].bucket.leaves, given.get(name)
-                counts = (now - opt.missed[name].local).float().unbind()
+                counts = (count + 1 - opt.missed[name].local).float().unbind()
                 for parts in zip(*(tree[name].by_leaf(some) for tree in trees), strict=True):
                     i = parts[0][0]
                     lists = groups.setdefault(leaves[i].label, [[] for _ in trees])

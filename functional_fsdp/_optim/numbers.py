@@ -13,7 +13,18 @@ import torch
 from .._common.errors import SpecError
 from .optimizer import Tree
 
-__all__ = ["Setting", "at", "by_label", "check_settings", "labels_in", "number", "numbers", "pair_of", "tensors"]
+__all__ = [
+    "Setting",
+    "at",
+    "by_label",
+    "check_settings",
+    "fixed",
+    "labels_in",
+    "number",
+    "numbers",
+    "pair_of",
+    "tensors",
+]
 
 Number = float | Callable[[torch.Tensor], torch.Tensor]
 Setting = Number | Mapping[str, Number]
@@ -35,6 +46,15 @@ def at(name: str, value: Any, label: str, count: torch.Tensor) -> Any:
     if isinstance(found, tuple):
         return tuple([one(count) if callable(one) else one for one in found])
     return found(count) if callable(found) else found
+
+
+def fixed(value: Any, count: torch.Tensor) -> Any:
+    """A setting with what its functions say of this count in their place."""
+    if isinstance(value, Mapping):
+        return {label: fixed(one, count) for label, one in value.items()}
+    if isinstance(value, tuple):
+        return tuple([fixed(one, count) for one in value])
+    return value(count) if callable(value) else value
 
 
 def tensors(*found: Any) -> bool:

@@ -87,6 +87,10 @@ class Partition(UpdatesSome):
     def init(self, main: Tree) -> Opts:
         return {name: member.init(self._own(name, main)) for name, member in self.members.items()}
 
+    def for_step(self, count: torch.Tensor) -> Partition:
+        """The same for the step of this count, with what members compute of it."""
+        return Partition({name: m.for_step(count) if hasattr(m, "for_step") else m for name, m in self.members.items()})
+
     def placed(self, opt: Opts) -> Opts:
         return {name: m.placed(opt[name]) if hasattr(m, "placed") else opt[name] for name, m in self.members.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from .._common.torch_names import fused_sgd_
 from .._common.tracing import traced_as
 from .._runtime.given import Leaves
 from .._storage.flat import zeros
-from .numbers import Setting, at, check_settings, labels_in, numbers, tensors
+from .numbers import Setting, at, check_settings, fixed, labels_in, numbers, tensors
 from .optimizer import Tree, UpdatesSome
 from .views import groups_of
 
@@ -36,6 +36,10 @@ class Sgd(UpdatesSome):
         numbers("sgd: lr", self.lr)
         numbers("sgd: momentum", self.momentum)
         numbers("sgd: weight_decay", self.weight_decay)
+
+    def for_step(self, count: torch.Tensor) -> Sgd:
+        """The same for the step of this count, with what it computes of it."""
+        return replace(self, **{name: fixed(getattr(self, name), count) for name in ("lr", "momentum", "weight_decay")})
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         return labels_in("sgd", vars(self))

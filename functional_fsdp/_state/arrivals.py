@@ -11,7 +11,7 @@ bits, if the eager step before it has shown that nothing looks at gradients and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,7 @@ LEAST = 1 << 20  # bytes of main gradients: smaller buckets share updates at the
 PIECE = 1 << 25  # bytes: what the caches of GPUs hold beside other things, and not so few that launches take the time
 
 
-def arrivals(state: State, names: Iterable[str]) -> dict[str, Arrival]:
+def arrivals(state: State, names: Sequence[str]) -> dict[str, Arrival]:
     """Of these buckets, which the last eager step reduced once and updated beside the rest of its backward, those that
     a captured one can update on arrival."""
     optimizer = state.optimizer
@@ -41,6 +41,8 @@ def arrivals(state: State, names: Iterable[str]) -> dict[str, Arrival]:
         return {}
     nodes = pytree.tree_leaves(state.opt, is_leaf=lambda x: isinstance(x, FlatBuffer))
     by_leaf = {x.bucket.name for x in nodes if isinstance(x, FlatBuffer) and x.bucket.by_leaf}
+    if names and hasattr(optimizer, "for_step"):  # before lanes begin
+        state = state._evolve(optimizer=optimizer.for_step(state.count))
     rooms = Rooms(state._executor.run.device)
     found = {}
     for name in names:

@@ -13,13 +13,13 @@ import torch.utils._pytree as pytree
 
 import functional_fsdp as fsdp
 from functional_fsdp import Precision, Spec, launch
-from functional_fsdp._engine import staging as _staging
+from functional_fsdp._engine import reduction_steps as _steps
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 
 BIG = 200_000
 
 
-staging: Any = _staging
+steps: Any = _steps
 
 
 def stepped(case: str, transport: Any) -> int:
@@ -63,7 +63,7 @@ def dies(place: str, who: int, kind: type[BaseException]) -> tuple[list[str], fl
     rank = dist.get_rank()
     spec = Spec(mesh, precision=Precision(sum="fp32"))
     state = fsdp.shard({f"u{i}": torch.zeros(512) for i in range(4)}, spec, fsdp.sgd(lr=1.0))
-    real, left = staging.ordered_sum, [1] if rank == who else []
+    real, left = steps.ordered_sum, [1] if rank == who else []
 
     def failing(*args: Any) -> None:
         if left and place == "sum":
@@ -71,7 +71,7 @@ def dies(place: str, who: int, kind: type[BaseException]) -> tuple[list[str], fl
             raise kind("can't allocate memory")
         real(*args)
 
-    staging.ordered_sum = failing
+    steps.ordered_sum = failing
     met: list[str] = []
     try:
         for step in range(3):
@@ -93,7 +93,7 @@ def dies(place: str, who: int, kind: type[BaseException]) -> tuple[list[str], fl
                         fsdp.step(middle)
         values = torch.cat([leaf.flatten() for leaf in fsdp.full_params(state).values()]).unique().tolist()
     finally:
-        staging.ordered_sum = real
+        steps.ordered_sum = real
     assert len(values) == 1
     return met, values[0]
 

@@ -1,0 +1,108 @@
+"""ReductionSteps: what a reduction does on its lanes, from what is staged to where gradients end.
+
+staging [n] ── reduce-scatter, in place ──▶ own slice ── (outer axis) ──▶ main gradients: copied or added
+staging [n] ── exchange ──▶ [ranks · n] ── sum in float32 ──▶             or used up where they arrive
+
+An exact sum takes an all-to-all in the place of the reduction: what comes in, each rank's summand of the own slice, is
+added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32. What comes
+in lies beside the staging, in memory that comes and goes, also where a transport keeps the staging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from .._common.device import in_host_memory
+from .._common.record import Collective
+from .._distributed.lanes import Steps
+from .._plan.layout import STAGED, aligned
+from .._plan.route import Route
+from .._runtime.runtime import Runtime
+from .._transports.carrier import Carrier
+from .arrival import Arrival
+from .sum import ordered_sum
+
+__all__ = ["ReductionSteps"]
+
+
+class ReductionSteps:
+    """For all reductions of one lineage."""
+
+    def __init__(self, run: Runtime, carrier: Carrier, average: str) -> None:
+        self.run, self.carrier, self.average = run, carrier, average
+
+    def of(
+        self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None, add: bool,
+        arrival: Arrival | None = None,
+    ) -> Steps:  # fmt: skip
+        """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added. Or they
+        end with an arrival."""
+        local = stage
+        lane = "reduce"
+        far = out is not None and in_host_memory(out)  # which collectives do not write to
+        for i, (kind, collectives, start, size) in enumerate(way.steps):
+            if collectives[0].lane != lane:
+                lane = collectives[0].lane
+                yield lane
+            last = out if not (add or self.carrier.inside or far) and i == len(way.steps) - 1 else None
+            if arrival is not None and way.exact and arrival.sums and kind == "scatter" and len(way.steps) == 1:
+                came, ranks, own = yield from self._exchanged(collectives, stage, spare)
+                arrival.add_up(came, ranks, self.average == "mean", own)
+                yield from self.carrier.summed(collectives, came)
+                return
+            if way.exact and i == 0:
+                local = yield from self._sum(kind, collectives, stage, spare, last)
+            elif kind == "scatter":
+                part = last if last is not None and last.dtype is local.dtype else local[start : start + size]
+                yield from self.run.collective(collectives[0], part, local)
+                local = part
+            else:
+                yield from self.run.collective(collectives[0], local, local)
+        if way.divisor > 1:
+            local.div_(way.divisor)
+        if arrival is not None:
+            arrival.take(local)
+        elif out is not None and add:
+            out.add_(local)
+        elif out is not None and local is not out:
+            out.copy_(local)
+
+    def _exchanged(
+        self, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor
+    ) -> Generator[Any, None, tuple[torch.Tensor, int, tuple[int, torch.Tensor] | None]]:
+        """What each rank along the first axis has sent [ranks · n], how many these are, and the own place and summand
+        where it is not among them."""
+        axis = collectives[0].axis
+        ranks, mine = self.run.sizes[axis], self.run.coordinate[axis]
+        came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
+        n = stage.numel() // ranks
+        apart = yield from self.carrier.exchange(collectives, stage, came)
+        return came, ranks, (mine, stage[mine * n : (mine + 1) * n]) if apart else None
+
+    def _sum(
+        self, kind: str, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> Generator[Any, None, torch.Tensor]:  # fmt: skip
+        """The exact sum over the first axis, float32: this rank's part of it, or all of it where it stays whole."""
+        out = out if out is not None and out.dtype is torch.float32 else None
+        came, ranks, own = yield from self._exchanged(collectives, stage, spare)
+        n, mine = stage.numel() // ranks, self.run.coordinate[collectives[0].axis]
+        if out is None:  # the sum may take the place of what was sent
+            yield from self.carrier.summed(collectives, came)
+            if own is not None:
+                own = mine, came[mine * n : (mine + 1) * n].copy_(own[1])
+        if kind == "scatter":
+            whole = part = stage.view(torch.uint8)[: 4 * n].view(torch.float32) if out is None else out  # it was sent
+        else:
+            begin = aligned(came.numel() * came.element_size(), STAGED)
+            whole = spare[begin : begin + 4 * ranks * n].view(torch.float32) if out is None else out
+            part = whole[mine * n : (mine + 1) * n]
+        ordered_sum(came, ranks, part, self.average == "mean", own)
+        if out is not None:
+            yield from self.carrier.summed(collectives, came)
+        if kind != "scatter":
+            yield from self.run.collective(collectives[-1], whole, part)
+        return whole
