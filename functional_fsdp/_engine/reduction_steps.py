@@ -51,7 +51,6 @@ class ReductionSteps:
             if arrival is not None and way.exact and arrival.sums and kind == "scatter" and len(way.steps) == 1:
                 came, ranks, own = yield from self._exchanged(collectives, stage, spare)
                 arrival.add_up(came, ranks, self.average == "mean", own)
-                yield from self.carrier.summed(collectives, came)
                 return
             if way.exact and i == 0:
                 local = yield from self._sum(kind, collectives, stage, spare, last)
@@ -90,10 +89,8 @@ class ReductionSteps:
         out = out if out is not None and out.dtype is torch.float32 else None
         came, ranks, own = yield from self._exchanged(collectives, stage, spare)
         n, mine = stage.numel() // ranks, self.run.coordinate[collectives[0].axis]
-        if out is None:  # the sum may take the place of what was sent
-            yield from self.carrier.summed(collectives, came)
-            if own is not None:
-                own = mine, came[mine * n : (mine + 1) * n].copy_(own[1])
+        if own is not None and out is None:  # the sum may take its place
+            own = mine, came[mine * n : (mine + 1) * n].copy_(own[1])
         if kind == "scatter":
             whole = part = stage.view(torch.uint8)[: 4 * n].view(torch.float32) if out is None else out  # it was sent
         else:
@@ -101,8 +98,6 @@ class ReductionSteps:
             whole = spare[begin : begin + 4 * ranks * n].view(torch.float32) if out is None else out
             part = whole[mine * n : (mine + 1) * n]
         ordered_sum(came, ranks, part, self.average == "mean", own)
-        if out is not None:
-            yield from self.carrier.summed(collectives, came)
         if kind != "scatter":
             yield from self.run.collective(collectives[-1], whole, part)
         return whole

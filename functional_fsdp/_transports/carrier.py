@@ -158,13 +158,6 @@ class Carrier:
         yield from self.run.collective(collectives[0], came, stage)
         return False
 
-    def summed(self, collectives: tuple[Collective, ...], came: torch.Tensor) -> Steps:
-        """After `exchange`: others may stage anew where this rank has read, once they have come here, too.
-
-        It comes after the sum, which may be long; or before it, where the sum takes the place of what was staged.
-        """
-        yield from ()
-
 
 class CollectiveTransport(Transport):
     """NCCL or gloo, on lanes beside compute."""

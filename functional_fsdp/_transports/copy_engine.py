@@ -2,8 +2,8 @@
 
     gather   cast the shard into the own slice of the unit's place in the arena, barrier, one copy from the same place
              of every other rank's arena
-    reduce   gradients staged in a peer memory: barrier, one copy of the own part from every other rank, summed in
-             float32, in the order of ranks, barrier
+    reduce   gradients staged in a peer memory: barrier, one copy of the own part from every other rank, barrier; summed
+             in float32, in the order of ranks
 
 A gather's barrier says that all have read what was gathered before, too. Only where bytes of the last gather are filled
 again, and where a step begins, one more comes first. Copies run on the copy engines and barriers are stream memory
@@ -259,11 +259,8 @@ class Copies(Carrier):
         yield from self.run.collective(first, came, came)  # all have staged
         for mine, peer in rotated(list(zip(came.chunk(len(peers)), peers, strict=True)), place)[1:]:
             mine.copy_(peer[begin : begin + size].view(came.dtype), non_blocking=True)
+        yield from self.run.collective(collectives[1], came, came)  # all have read
         return True
-
-    def summed(self, collectives: tuple[Collective, ...], came: torch.Tensor) -> Steps:
-        if collectives[0].kind == "barrier":
-            yield from self.run.collective(collectives[1], came, came)  # all have read
 
 
 class CopyEngine(Transport):

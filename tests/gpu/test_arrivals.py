@@ -71,21 +71,25 @@ ROWS = [
 ]  # fmt: skip
 
 
-def rows() -> list[list[dict[str, Any]]]:
-    return [[trained(*row, overlap) for overlap in (True, False)] for row in ROWS]
+def rows() -> list[dict[str, Any]]:
+    """Of each row whether losses and all that the state has are the same, and what is saved."""
+    found = []
+    for row in ROWS:
+        arriving, plain = (trained(*row, overlap) for overlap in (True, False))
+        same = [arriving["losses"] == plain["losses"], *map(torch.equal, arriving["tensors"], plain["tensors"])]
+        found.append({"same": same, "saved": plain["peak"] - arriving["peak"], "grads": plain["grads"]})
+    return found
 
 
 def test_bits_are_those_of_updates_at_the_end_without_main_gradients() -> None:
     for found in launch(rows, nprocs=RANKS):
-        for (transport, optimizer, _), (arriving, plain) in zip(ROWS, found, strict=True):
-            assert arriving["losses"] == plain["losses"]
-            assert all(map(torch.equal, arriving["tensors"], plain["tensors"]))
-            saved = plain["peak"] - arriving["peak"]
-            print(f"{transport} {optimizer}: saved {saved / MIB:.1f} MiB of {plain['grads'] / MIB:.1f}")
+        for (transport, optimizer, _), row in zip(ROWS, found, strict=True):
+            assert all(row["same"])
+            print(f"{transport} {optimizer}: saved {row['saved'] / MIB:.1f} MiB of {row['grads'] / MIB:.1f}")
             if optimizer == "nadam":  # it counts the steps of each leaf, so that a large bucket is updated as a whole
                 continue
-            before = plain["grads"] * (DEPTH - 1) // DEPTH  # the peak is in the backward of the first layer
-            assert before - PIECE - 16 * MIB <= saved <= plain["grads"]
+            before = row["grads"] * (DEPTH - 1) // DEPTH  # the peak is in the backward of the first layer
+            assert row["saved"] >= before - PIECE - 16 * MIB
 
 
 def looked_at(finished: bool) -> tuple[str, bool]:

@@ -140,6 +140,7 @@ def test_nothing_is_filled_that_others_may_be_reading(gathers: list[tuple[int, i
     """Two ranks: both come to the same barriers, and until one a slow peer reads the own slice of what was gathered."""
     reading = [Reading("ab") for _ in range(2)]
     slow: list[dict[str, set[int]]] = [{axis: set(range(60)) for axis in "ab"} for _ in range(2)]
+    last: dict[str, range] = {}  # what was gathered last, of each axis, if that may still be read
     for begin, half, axis in gathers:
         span, taken = range(begin, begin + 2 * half), []
         for rank in range(2):
@@ -148,11 +149,13 @@ def test_nothing_is_filled_that_others_may_be_reading(gathers: list[tuple[int, i
             taken.append(([one.axis for one in before], [one.axis for one in between]))
             for barrier in before:
                 slow[rank][barrier.axis] = set()
+                assert {*last.get(barrier.axis, range(60))} & {*span}, "a barrier for nothing"
             assert not any(read.intersection(span) for read in slow[rank].values())
             slow[rank][axis] = set(own)
             assert reading[rank].last["ab".replace(axis, "")] is None or own in reading[rank].spans
         assert taken[0] == taken[1]
         assert taken[0][1] == [axis]
+        last |= {axis: span} | {one: range(0) for one in taken[0][0] if one != axis}
 
 
 class Uneven(nn.Module):

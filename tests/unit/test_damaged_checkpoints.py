@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 import functional_fsdp as fsdp
 from functional_fsdp._checkpoint.parts import parts_of
 from functional_fsdp._checkpoint.writer import _Sink
+from functional_fsdp._storage.sources import opened
 
 Bits = dict[str, torch.Tensor]
 
@@ -336,3 +337,15 @@ def test_torchs_writer_never_meets_an_error_of_the_disk() -> None:
     torch.save(torch.ones(3), sink)  # type: ignore[arg-type]
     assert isinstance(sink.error, OSError)
     assert sink.write(b"more") == 4
+
+
+def test_a_file_that_the_disk_does_not_give_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise OSError("Input/output error")
+
+    (tmp_path / "weights.pt").write_bytes(b"")
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(OSError, match="Input/output error"):
+        opened(tmp_path / "weights.pt")
