@@ -71,3 +71,18 @@ def own_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.path.parent.name != "gpu":
         stop_workers()
+
+
+FEW = 40  # tests
+
+
+@pytest.fixture
+def few_groups(request: pytest.FixtureRequest) -> None:
+    """New workers now and then, for tests each of which makes groups of its own: their threads stay with a process."""
+    counts = request.session.stash.setdefault(_GROUPED, {})
+    counts[request.path] = counts.get(request.path, 0) + 1
+    if counts[request.path] % FEW == 0:
+        stop_workers()
+
+
+_GROUPED = pytest.StashKey[dict[Any, int]]()

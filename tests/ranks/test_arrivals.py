@@ -28,6 +28,8 @@ from functional_fsdp._runtime.given import NewCounts
 from functional_fsdp._state import arrivals
 from functional_fsdp.extend import Capture, lineage_of
 
+pytestmark = pytest.mark.usefixtures("few_groups")
+
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: fsdp.adamw(lr=lambda count: 1e-2 / (1 + count), weight_decay={"bias": 0.0, "default": 0.1}),
     "sgd": lambda: fsdp.sgd(1e-2, 0.9),

@@ -15,6 +15,7 @@ from support.tables import marked
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 
+pytestmark = pytest.mark.usefixtures("few_groups")
 HOST = "pinned_host"
 
 
