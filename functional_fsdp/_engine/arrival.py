@@ -62,11 +62,13 @@ class Arrival:
         self.sums = dtype is torch.float32
         rooms.fit(dtype, max((stop - start for start, stop in pieces), default=0))
 
-    def begin(self, lane: str) -> torch.Tensor:
-        """They are on their way, and will end on this lane. Returns what stands for main gradients."""
+    def begin(self, lane: str, sums: bool) -> torch.Tensor:
+        """They are on their way, and will end on this lane, to be added up or cast there. Returns what stands for main
+        gradients."""
         self.used = True
         self.lane = lane
-        self.rooms.have(lane, self.dtype)
+        if sums:
+            self.rooms.have(lane, self.dtype)
         return gone(self.name, self.pieces[-1][1] if self.pieces else 0, self.dtype, self.rooms.device)
 
     def add_up(self, came: torch.Tensor, ranks: int, mean: bool, own: tuple[int, torch.Tensor] | None) -> None:
@@ -107,7 +109,8 @@ class Gone(torch.Tensor):
         raise ScheduleError(
             f"cuda_graph: state.grads[{'...' if one is None else repr(one.bucket)}] was read or changed in a captured "
             "step. With Schedule(overlap_update=True) such a step updates weights where their gradients arrive, and "
-            "keeps none. Call state = fsdp.finish_reductions(state) before gradients are read: then they are kept."
+            "keeps none. Call state = fsdp.finish_reductions(state) in every step before gradients are read: "
+            "then they are kept."
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -43,6 +43,7 @@ class Engine:
     carrier: Carrier
     stays: bool
     digests: list[int]
+    arriving: tuple[str, ...]
     arrivals: dict[str, Arrival]
     skipped: set[str]
     grads: dict[str, FlatBuffer]

@@ -66,7 +66,9 @@ class Executor(Gathers, Reductions):
         self.begins, self.whole = 0, False  # forwards of this step; whether gradients are whole, see `_state.rounds`
         self.skipped: set[str] = set()  # units that were used in this step, and get no gradient on this rank
         self.digests = [0, 0, 0]  # of the gathers and the reductions issued in this step, and of how far these went
-        self.arrivals: dict[str, Arrival] = {}  # of a step that is captured: buckets that are updated on arrival
+        self.arriving: tuple[str, ...] = ()  # buckets that the step which is captured will update on arrival
+        self.arrivals: dict[str, Arrival] = {}  # the same, from its first gradient on
+        self.arrive_in: tuple[Any, ...] = ()  # what they update: main weights, optimizer state, optimizer and count
         self.beside_backward: tuple[str, ...] = ()  # that the last eager step reduced once and updated on a lane
         self.given = Given(layout, run.sizes, run.coordinate)
         self.frozen = {unit.name for unit in layout.units if not unit.trained}
@@ -264,10 +266,26 @@ class Executor(Gathers, Reductions):
         """Of the collectives issued in this step, lane by lane."""
         return zlib.crc32(repr(self.digests).encode())
 
+    def drop_arrivals(self) -> None:
+        """The step is over, or is captured no more. Compute has waited for what they did."""
+        self.arriving, self.arrive_in = (), ()
+        self.arrivals.clear()
+
+    def anew(self) -> None:
+        """The step will begin anew.
+
+        Raises:
+            ScheduleError: it is captured, and has updated weights.
+        """
+        for one in self.arrivals.values():
+            if one.used:
+                one.refuse("the step was begun anew")
+
     def reset(self) -> None:
         """Back to the state between steps, whether the step was taken or abandoned."""
         self.settle()
         self.staging.apart = False
+        self.staging.seen.clear()
         self.staging.several.clear()
         self.grads, self.digests[:] = {}, (0, 0, 0)
         self.last, self.whole = True, False
@@ -302,6 +320,8 @@ class Executor(Gathers, Reductions):
     def commit(self) -> None:
         """The step was taken: follow the order that was recorded, or seen."""
         order = self.order
+        self.settle()
+        self.drop_arrivals()
         self.reset()
         for place in self.arena.places.values():
             # The next step gathers other numbers: autograd shall refuse residuals that are kept until then.

@@ -77,7 +77,7 @@ class Gathers(Engine):
         after = self._free(unit)
         fresh = self.arena.take(unit)
         place = self.arena.place(state, unit)
-        if self.staging.reduced:
+        if self.staging.reduced or self.arrivals:
             self.staging.touched(self.layout.by_name[unit])
         self.digests[0] = zlib.crc32(place.key, self.digests[0])
         if fresh or self.fence:  # waits for all that compute has done: the bytes or the weights may be new

@@ -48,7 +48,8 @@ class ReductionSteps:
                 lane = collectives[0].lane
                 yield lane
             last = out if not (add or self.carrier.inside or far) and i == len(way.steps) - 1 else None
-            if arrival is not None and way.exact and arrival.sums and kind == "scatter" and len(way.steps) == 1:
+            whole = way.exact and kind == "scatter" and len(way.steps) == 1 and way.divisor == 1
+            if whole and arrival is not None and arrival.sums:
                 came, ranks, own = yield from self._exchanged(collectives, stage, spare)
                 arrival.add_up(came, ranks, self.average == "mean", own)
                 return

@@ -74,7 +74,8 @@ class Staging:
         #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients. Where
         #: updates do not overlap it stays empty
         self.reduced: dict[str, Mark] = {}
-        self.several: set[str] = set()  # buckets whose gradients of this step came in several parts
+        self.seen: set[str] = set()  # buckets whose gradients came in this step, and
+        self.several: set[str] = set()  # those of which they came more than once
 
     def reduce(
         self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object,
@@ -107,6 +108,7 @@ class Staging:
             way = slot.ways[whole]
             direct = not way.steps and way.divisor == 1 and bucket.wire is bucket.grads and not bucket.grads_on_host
             if have is None and direct:
+                self._see(bucket)
                 slot = slot.on(torch.empty(bucket.numel, dtype=bucket.grads, device=self.run.device))
                 grads[bucket.name] = FlatBuffer(slot.whole, bucket, way.states, mesh)
                 jobs.append(iter(()))  # it is not sent
@@ -134,11 +136,16 @@ class Staging:
             self.complete(bucket, grads)
         return True
 
+    def _see(self, bucket: Bucket) -> None:
+        """Gradients of a bucket come, perhaps in the place of others: a transform may have put those aside."""
+        (self.several if bucket.name in self.seen else self.seen).add(bucket.name)
+
     def _note(self, bucket: Bucket, whole: bool) -> None:
         self.digests[-1] = zlib.crc32(f"{bucket.name} {whole}".encode(), self.digests[-1])
 
     def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer], mesh: object) -> None:
         """Main gradients of a bucket for which no rank has one: nothing is sent."""
+        self._see(bucket)
         local = self.memory.make(bucket, bucket.numel // bucket.slices("main"))
         if bucket.grads_on_host and not self.run.lanes.waits_on_host:
             for mark in self.marks.values():  # lanes may still read there what was partial in this step
@@ -165,12 +172,13 @@ class Staging:
     ) -> Steps:  # fmt: skip
         """What is staged on its way into the main gradients: the first one allocates them, later ones are added."""
         have = grads.get(bucket.name)
+        self._see(bucket)
         if have is not None:
-            self.several.add(bucket.name)
             return self.steps.of(way, stage, spare, have.local, True)
         arrival = self.arrivals.get(bucket.name)
         if arrival is not None and way.states == states_of(bucket, "main"):
-            grads[bucket.name] = FlatBuffer(arrival.begin(way.ends), bucket, way.states, mesh)
+            sums = way.exact or bucket.wire is not bucket.grads  # else they are used as they lie
+            grads[bucket.name] = FlatBuffer(arrival.begin(way.ends, sums), bucket, way.states, mesh)
             return self.steps.of(way, stage, spare, None, False, arrival)
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
         local = stage.new_empty(way.numel) if same else self.memory.make(bucket, way.numel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -55,10 +55,11 @@ class AdamW(UpdatesSome):
         numbers("adamw: weight_decay", self.weight_decay)
         object.__setattr__(self, "betas", pair_of("adamw: betas", self.betas))
 
-    def for_step(self, count: torch.Tensor) -> AdamW:
+    def for_step(self, count: torch.Tensor, labels: Sequence[str]) -> AdamW:
         """The same for the step of this count, with what it computes of it."""
-        rules = {name: fixed(getattr(self, name), count) for name in ("lr", "betas", "eps", "weight_decay")}
-        return replace(self, **rules, taken=(count + 1).float())
+        found: AdamW = fixed(self, ("lr", "betas", "eps", "weight_decay"), count, labels)
+        object.__setattr__(found, "taken", (count + 1).float())
+        return found
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         return labels_in("adamw", vars(self))

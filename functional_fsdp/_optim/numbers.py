@@ -3,8 +3,9 @@ or a function of the count."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -48,13 +49,14 @@ def at(name: str, value: Any, label: str, count: torch.Tensor) -> Any:
     return found(count) if callable(found) else found
 
 
-def fixed(value: Any, count: torch.Tensor) -> Any:
-    """A setting with what its functions say of this count in their place."""
-    if isinstance(value, Mapping):
-        return {label: fixed(one, count) for label, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple([fixed(one, count) for one in value])
-    return value(count) if callable(value) else value
+def fixed(rules: Any, names: Sequence[str], count: torch.Tensor, labels: Iterable[str]) -> Any:
+    """The same rules, where settings with these names have what their functions say of this count, by label."""
+    found = copy.copy(rules)
+    for name in names:
+        value = getattr(rules, name)
+        now = {label: at(name, value, label, count) for label in labels} if isinstance(value, Mapping) else None
+        object.__setattr__(found, name, at(name, value, "", count) if now is None else now)
+    return found
 
 
 def tensors(*found: Any) -> bool:

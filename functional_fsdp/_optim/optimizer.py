@@ -56,9 +56,11 @@ class Optimizer(NamedTuple):
     what they have of the buckets, or add it up (`Sender.sum`): every rank calls it for the same buckets. `fill` may
     say how many bytes of main weights one call should have at least, where there are several; or `at_once(opt)`, if
     there is one, the names of buckets that one call shall have together. `placed(opt)`, if there is one, gives the
-    same state for the buckets that its FlatBuffers have now: `redistribute` calls it. `for_step(count)`, if there is
-    one, gives the same optimizer for the step of this count, with what it computes of the count alone: a captured step
-    calls it once, and its `update` for each piece that arrives.
+    same state for the buckets that its FlatBuffers have now: `redistribute` calls it.
+
+    `for_step(count, labels)`, if there is one, gives the same optimizer for the step of this count and leaves of these
+    labels, with what it computes of the count alone, or None. Who has it says that `update` may be called for parts of
+    a bucket in one step, and counts no calls: a captured step updates each part where its gradients arrive.
 
     As one of several (`partition`), an optimizer gets the buckets that have leaves of its labels, and of those these
     leaves only: `buffer.bucket.leaves`, `by_label`, `by_leaf` and `extend.leaf_shards` know no others. `buffer.local`

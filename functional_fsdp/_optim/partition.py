@@ -87,9 +87,13 @@ class Partition(UpdatesSome):
     def init(self, main: Tree) -> Opts:
         return {name: member.init(self._own(name, main)) for name, member in self.members.items()}
 
-    def for_step(self, count: torch.Tensor) -> Partition:
-        """The same for the step of this count, with what members compute of it."""
-        return Partition({name: m.for_step(count) if hasattr(m, "for_step") else m for name, m in self.members.items()})
+    def for_step(self, count: torch.Tensor, labels: Sequence[str]) -> Partition | None:
+        """The same for the step of this count, with what members compute of it. None: one of them has none."""
+        found = {}
+        for name, member in self.members.items():
+            mine = [label for label in labels if self.member_of(label) == name]
+            found[name] = member.for_step(count, mine) if hasattr(member, "for_step") else None
+        return None if any(member is None for member in found.values()) else Partition(found)
 
     def placed(self, opt: Opts) -> Opts:
         return {name: m.placed(opt[name]) if hasattr(m, "placed") else opt[name] for name, m in self.members.items()}

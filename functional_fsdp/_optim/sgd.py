@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -37,9 +37,10 @@ class Sgd(UpdatesSome):
         numbers("sgd: momentum", self.momentum)
         numbers("sgd: weight_decay", self.weight_decay)
 
-    def for_step(self, count: torch.Tensor) -> Sgd:
+    def for_step(self, count: torch.Tensor, labels: Sequence[str]) -> Sgd:
         """The same for the step of this count, with what it computes of it."""
-        return replace(self, **{name: fixed(getattr(self, name), count) for name in ("lr", "momentum", "weight_decay")})
+        found: Sgd = fixed(self, ("lr", "momentum", "weight_decay"), count, labels)
+        return found
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         return labels_in("sgd", vars(self))

@@ -11,7 +11,7 @@ bits, if the eager step before it has shown that nothing looks at gradients and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from .._common.torch_names import pytree
 from .._engine.arrival import Arrival, Rooms
 from .._plan.bucket import ALIGN, aligned
-from .._runtime.given import Leaves, NewCounts
+from .._runtime.given import NewCounts
 from .._storage.cut import Cut
 from .._storage.flat import FlatBuffer
 from .update import in_place
@@ -27,34 +27,49 @@ from .update import in_place
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = ["arrivals", "check_arrivals"]
+__all__ = ["check_arrivals", "prepare_arrivals"]
 
 LEAST = 1 << 20  # bytes of main gradients: smaller buckets share updates at the end of a step
 PIECE = 1 << 25  # bytes: what the caches of GPUs hold beside other things, and not so few that launches take the time
 
 
-def arrivals(state: State, names: Sequence[str]) -> dict[str, Arrival]:
+def prepare_arrivals(state: State) -> None:
+    """The first gradients of a captured step come: from here on those of `Executor.arriving` are updated on arrival, as
+    far as they can be. What a rate is computed from is read now, by compute."""
+    executor = state._executor
+    names, executor.arriving = executor.arriving, ()
+    executor.arrivals.update(_arrivals(state, names))
+    executor.arrive_in = _changing(state)
+
+
+def _changing(state: State) -> tuple[Any, ...]:
+    return state.main, state.opt, state.optimizer, state.count
+
+
+def _arrivals(state: State, names: Sequence[str]) -> dict[str, Arrival]:
     """Of these buckets, which the last eager step reduced once and updated beside the rest of its backward, those that
     a captured one can update on arrival."""
     optimizer = state.optimizer
     if getattr(optimizer, "communicates", False) or not getattr(optimizer, "elementwise", False):
         return {}
+    buckets = [state.layout.buckets[name] for name in names]
+    labels = [*dict.fromkeys(label for bucket in buckets for label, *_ in bucket.labels)]
+    fixed = optimizer.for_step(state.count, labels) if hasattr(optimizer, "for_step") else None
+    if fixed is None:
+        return {}
     nodes = pytree.tree_leaves(state.opt, is_leaf=lambda x: isinstance(x, FlatBuffer))
     by_leaf = {x.bucket.name for x in nodes if isinstance(x, FlatBuffer) and x.bucket.by_leaf}
-    if names and hasattr(optimizer, "for_step"):  # before lanes begin
-        state = state._evolve(optimizer=optimizer.for_step(state.count))
-    rooms = Rooms(state._executor.run.device)
-    found = {}
-    for name in names:
-        bucket, main = state.layout.buckets[name], state.main[name]
-        n, width = main.local.numel(), bucket.grads.itemsize
+    rooms, found = Rooms(state._executor.run.device), {}
+    for bucket in buckets:
+        n, width = state.main[bucket.name].local.numel(), bucket.grads.itemsize
         most = aligned(PIECE // width, ALIGN)
         pieces = [(start, min(start + most, n)) for start in range(0, n, most)]
         if n * width < LEAST or bucket.on_host or bucket.grads_on_host:
             continue
-        if name in by_leaf and len(pieces) > 1:  # each piece would count a step
+        if bucket.name in by_leaf and len(pieces) > 1:  # each piece would count a step
             continue
-        found[name] = Arrival(name, bucket.grads, pieces, rooms, _update(state, name))
+        update = _update(state._evolve(optimizer=fixed), bucket.name)
+        found[bucket.name] = Arrival(bucket.name, bucket.grads, pieces, rooms, update)
     return found
 
 
@@ -75,17 +90,28 @@ def _update(state: State, name: str) -> Any:
     return update
 
 
-def check_arrivals(state: State, skip: Any, given: Leaves = {}) -> None:  # noqa: B006
+def check_arrivals(state: State, skip: Any, lacking: Collection[str] = ()) -> None:
     """Refuse to end a captured step that would have kept what it has updated already.
 
+    Args:
+        lacking: buckets in which leaves got no gradient, on any rank.
+
     Raises:
-        ScheduleError: it is skipped, perhaps. NewCounts: leaves got no gradient, which have one as a rule.
+        ScheduleError: it may be taken back, or has another state than when its first gradients came. NewCounts: leaves
+            got no gradient, which have one as a rule.
     """
-    used = [one for one in state._executor.arrivals.values() if one.used]
-    if skip is not None and used:
+    executor = state._executor
+    used = [one for one in executor.arrivals.values() if one.used]
+    if not used:
+        return
+    if skip is not None:
         used[0].refuse("step(skip=) was called")
+    if state.version.lineage.runtime.veto is not None:
+        used[0].refuse("ranks were asked whether they take the step")
+    if any(a is not b for a, b in zip(_changing(state), executor.arrive_in, strict=True)):
+        used[0].refuse("main weights, optimizer state, the optimizer or the count were replaced")
     for one in used:
-        if one.name in given:
+        if one.name in lacking:
             raise NewCounts(
                 f"cuda_graph: leaves of {one.name!r} that got a gradient in the step before got none in the step that "
                 "is captured, which has updated them."

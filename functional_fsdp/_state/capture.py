@@ -17,7 +17,6 @@ from .._common.interrupts import arrive, whole
 from .._common.record import Collective
 from .._distributed.lanes import Log
 from .._runtime.given import Fixed
-from .arrivals import arrivals
 from .lineage import Lineage
 from .state import State, Version
 from .veto import StepStart, Vetoed
@@ -38,7 +37,7 @@ class Capture:
     """
 
     def __init__(self, state: State, beside: Iterable[str] = ()) -> None:
-        self.state, self.beside = state, tuple(beside)
+        self.beside = tuple(beside)
         self.lineage = state.version.lineage
         self.run = self.lineage.runtime
         self.traced = False  # whether what was captured is a compiled step: nothing is logged, and ranks do not vote
@@ -61,8 +60,8 @@ class Capture:
         run.logs = {**logs, "control": run.issued["control"]}
         run.capturing, run.remarks = True, []
         run.forms.came = self.forms
-        self.executor.arrivals.update(arrivals(self.state, self.beside))
         try:
+            self.executor.arriving = self.beside
             yield
         except BaseException:
             self.executor.drop()
@@ -72,8 +71,7 @@ class Capture:
         finally:
             run.logs, run.capturing = run.issued, False
             run.forms.came = None
-            self.executor.arrivals.clear()
-            del self.state  # which may be consumed now
+            self.executor.drop_arrivals()
         self.traced = self.lineage.graphed or self.lineage.taken is None
         self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
         self.digest, before = run.voted

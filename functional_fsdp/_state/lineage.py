@@ -126,7 +126,7 @@ class Lineage:
     def arriving(self) -> bool:
         """Whether a step is being captured that updates weights where their gradients arrive, and keeps no main
         gradients of these."""
-        return bool(self.executor and self.executor.arrivals)
+        return bool(self.executor and (self.executor.arriving or self.executor.arrivals))
 
     @property
     def graphed(self) -> bool:
@@ -205,6 +205,8 @@ class Lineage:
         if serial == self.base:
             guard()
             if self.begun:
+                if self.executor is not None:
+                    self.executor.anew()
                 self._meet()
                 self.runtime.meet(verb)  # before what is in flight is waited for
                 if self.head != self.base:

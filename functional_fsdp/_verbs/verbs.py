@@ -28,7 +28,7 @@ from .._common.torch_names import pytree
 from .._graph import traced, traced_step
 from .._optim.optimizer import check
 from .._runtime.given import ALL, Leaves
-from .._state.arrivals import check_arrivals
+from .._state.arrivals import check_arrivals, prepare_arrivals
 from .._state.state import State, Version
 from .._state.update import Kept, apply_optimizer, counting, keep, may_step, put, put_back
 from .._storage.flat import FlatBuffer
@@ -170,6 +170,8 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
         with lineage.call:
             if state.grads is not executor.grads:
                 executor.adopt(state.grads)
+            if executor.arriving:
+                prepare_arrivals(state)
             before = len(executor.grads)
             if move is not None:
                 if came == ALL:
@@ -186,6 +188,8 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
     executor = state._executor
     with lineage.call:
         executor.adopt(state.grads)
+        if executor.arriving:
+            prepare_arrivals(state)
         executor.reduce_tree(state, total, last_microbatch)
         executor.grads = in_order(state.layout, executor.grads)
         return lineage.advance(state, "reduce()", executor.grads)
@@ -292,12 +296,15 @@ def _vote_and_take(state: State, skip: Any) -> State:
         raise
     if executor.run.lanes.waits_on_host:  # that may fail: before all commit
         executor.settle()
-    check_arrivals(state, None, lacking.given)
+    check_arrivals(state, None, lacking.anywhere)
     opt = counting(state, lacking, executor.run.capturing)
     if opt is not state.opt:  # compute makes counts now, which updates read
         executor.staging.touched()
     before = keep(state, lacking.given, warns=True)
-    return _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
+    new = _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
+    if lacking.anywhere:  # the same on every rank
+        executor.beside_backward = tuple(n for n in executor.beside_backward if n not in lacking.anywhere)
+    return new
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
