@@ -37,8 +37,9 @@ class Schedule:
             already. It is for optimizers that have `by_bucket` and for sharded main weights; where something looks at
             all gradients or weights before `step`, as clipping or `unshard(state)` does, the update follows it as ever.
             A step that is traced is the compiler's to order. In `T.cuda_graph` a bucket whose gradients come once a
-            step is updated where they arrive, in pieces that stay in the GPU's cache, with the same bits: there are no
-            main gradients then, and whoever reads those calls `finish_reductions` first, in every step.
+            step is updated where they arrive, in pieces that stay in the GPU's cache, with the same bits, if the
+            optimizer has `for_step`: there are no main gradients then, and whoever reads those calls
+            `finish_reductions` first, in every step.
 
     Raises:
         SpecError: a value of the wrong kind, a negative depth or budget, an empty order or group, a group that
