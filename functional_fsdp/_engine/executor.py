@@ -286,7 +286,6 @@ class Executor(Gathers, Reductions):
         self.settle()
         self.staging.apart = False
         self.staging.seen.clear()
-        self.staging.several.clear()
         self.grads, self.digests[:] = {}, (0, 0, 0)
         self.last, self.whole = True, False
         self.given.begin()
@@ -320,8 +319,9 @@ class Executor(Gathers, Reductions):
     def commit(self) -> None:
         """The step was taken: follow the order that was recorded, or seen."""
         order = self.order
-        self.settle()
-        self.drop_arrivals()
+        if self.arrivals:
+            self.settle()
+            self.drop_arrivals()
         self.reset()
         for place in self.arena.places.values():
             # The next step gathers other numbers: autograd shall refuse residuals that are kept until then.

@@ -74,8 +74,8 @@ class Staging:
         #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients. Where
         #: updates do not overlap it stays empty
         self.reduced: dict[str, Mark] = {}
-        self.seen: set[str] = set()  # buckets whose gradients came in this step, and
-        self.several: set[str] = set()  # those of which they came more than once
+        #: buckets whose gradients came in this step: whether more than once, be it that some were put aside meanwhile
+        self.seen: dict[str, bool] = {}
 
     def reduce(
         self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object,
@@ -108,7 +108,7 @@ class Staging:
             way = slot.ways[whole]
             direct = not way.steps and way.divisor == 1 and bucket.wire is bucket.grads and not bucket.grads_on_host
             if have is None and direct:
-                self._see(bucket)
+                self.seen[bucket.name] = bucket.name in self.seen
                 slot = slot.on(torch.empty(bucket.numel, dtype=bucket.grads, device=self.run.device))
                 grads[bucket.name] = FlatBuffer(slot.whole, bucket, way.states, mesh)
                 jobs.append(iter(()))  # it is not sent
@@ -136,16 +136,12 @@ class Staging:
             self.complete(bucket, grads)
         return True
 
-    def _see(self, bucket: Bucket) -> None:
-        """Gradients of a bucket come, perhaps in the place of others: a transform may have put those aside."""
-        (self.several if bucket.name in self.seen else self.seen).add(bucket.name)
-
     def _note(self, bucket: Bucket, whole: bool) -> None:
         self.digests[-1] = zlib.crc32(f"{bucket.name} {whole}".encode(), self.digests[-1])
 
     def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer], mesh: object) -> None:
         """Main gradients of a bucket for which no rank has one: nothing is sent."""
-        self._see(bucket)
+        self.seen[bucket.name] = bucket.name in self.seen
         local = self.memory.make(bucket, bucket.numel // bucket.slices("main"))
         if bucket.grads_on_host and not self.run.lanes.waits_on_host:
             for mark in self.marks.values():  # lanes may still read there what was partial in this step
@@ -172,10 +168,11 @@ class Staging:
     ) -> Steps:  # fmt: skip
         """What is staged on its way into the main gradients: the first one allocates them, later ones are added."""
         have = grads.get(bucket.name)
-        self._see(bucket)
+        name = bucket.name
+        self.seen[name] = name in self.seen
         if have is not None:
             return self.steps.of(way, stage, spare, have.local, True)
-        arrival = self.arrivals.get(bucket.name)
+        arrival = self.arrivals.get(name) if self.arrivals else None
         if arrival is not None and way.states == states_of(bucket, "main"):
             sums = way.exact or bucket.wire is not bucket.grads  # else they are used as they lie
             grads[bucket.name] = FlatBuffer(arrival.begin(way.ends, sums), bucket, way.states, mesh)
@@ -221,7 +218,7 @@ class Staging:
         final = states_of(bucket, "main")
         if have.states == final:
             return
-        self.several.add(bucket.name)
+        self.seen[bucket.name] = True
         self.completing = True
         way = self.records(bucket).finish
         if way.collectives:

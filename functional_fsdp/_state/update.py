@@ -234,7 +234,7 @@ def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) 
     alone = [name for name in shards if name not in given]  # all others compute reads
     sizes = {name: main[name].local.nbytes for name in alone if not main[name].bucket.on_host}
     far = [name for name in alone if name not in sizes and main[name].bucket.placement.weights]
-    state._executor.beside_backward = tuple(name for name in sizes if name not in staging.several)
+    state._executor.beside_backward = tuple(name for name in sizes if not staging.seen.get(name))
     for some in runs(state.optimizer, state.opt, sizes):
         job = _portion(state, {name: main[name] for name in some}, [staging.reduced[name] for name in some])
         staging.marks["update"] = lanes.beside("update", job)
