@@ -91,6 +91,8 @@ class Capture:
         Before ranks have voted nothing is lost. After it, if no rank could capture it, it has not been taken, and the
         state before it is good; otherwise the others have taken it, and this rank's state is of no more use.
         """
+        if not self.launched and self.run.host_vote is not None:
+            self.run.host_vote.forget()  # what was captured is not issued, and its numbers are given out again
         if not self.voted or self.launched or self.traced:
             return
         half, self.lineage.broken = _HALF.format(self.start.position["steps"] + 1), ""
