@@ -74,6 +74,7 @@ def own_workers(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 FEW = 40  # tests
+_GROUPED = pytest.StashKey[dict[Any, int]]()  # how many tests of each file have made groups
 
 
 @pytest.fixture
@@ -83,6 +84,3 @@ def few_groups(request: pytest.FixtureRequest) -> None:
     counts[request.path] = counts.get(request.path, 0) + 1
     if counts[request.path] % FEW == 0:
         stop_workers()
-
-
-_GROUPED = pytest.StashKey[dict[Any, int]]()

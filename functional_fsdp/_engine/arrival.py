@@ -18,7 +18,7 @@ from .._common.errors import ScheduleError
 from .._common.torch_names import make_wrapper
 from .sum import ordered_sum
 
-__all__ = ["Arrival", "Gone", "Rooms"]
+__all__ = ["Arrival", "Gone", "Rooms", "gone"]
 
 
 class Rooms:
@@ -46,7 +46,7 @@ class Arrival:
     """What becomes of one bucket's gradients in a step in which they come once.
 
     Args:
-        name: of the bucket. pieces: the elements [start, stop) of what this rank holds of it, in a row.
+        name: of the bucket. pieces: the elements [start, stop) of what this rank holds of it, in a row; at least one.
         update: uses a piece up: the optimizer's update of these main weights.
 
     Attributes:
@@ -60,7 +60,7 @@ class Arrival:
         self.name, self.dtype, self.pieces, self.rooms, self.update = name, dtype, pieces, rooms, update
         self.used = False
         self.sums = dtype is torch.float32
-        rooms.fit(dtype, max((stop - start for start, stop in pieces), default=0))
+        rooms.fit(dtype, max(stop - start for start, stop in pieces))
 
     def begin(self, lane: str, sums: bool) -> torch.Tensor:
         """They are on their way, and will end on this lane, to be added up or cast there. Returns what stands for main
@@ -69,7 +69,7 @@ class Arrival:
         self.lane = lane
         if sums:
             self.rooms.have(lane, self.dtype)
-        return gone(self.name, self.pieces[-1][1] if self.pieces else 0, self.dtype, self.rooms.device)
+        return gone(self.name, self.pieces[-1][1], self.dtype, self.rooms.device)
 
     def add_up(self, came: torch.Tensor, ranks: int, mean: bool, own: tuple[int, torch.Tensor] | None) -> None:
         """They are there as each rank sent them: add them up as `ordered_sum` does, and use them up."""

@@ -319,10 +319,8 @@ class Executor(Gathers, Reductions):
     def commit(self) -> None:
         """The step was taken: follow the order that was recorded, or seen."""
         order = self.order
-        if self.arrivals:
-            self.settle()
-            self.drop_arrivals()
         self.reset()
+        self.drop_arrivals()
         for place in self.arena.places.values():
             # The next step gathers other numbers: autograd shall refuse residuals that are kept until then.
             torch.autograd.graph.increment_version(place.aliases)

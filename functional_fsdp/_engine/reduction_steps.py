@@ -48,8 +48,8 @@ class ReductionSteps:
                 lane = collectives[0].lane
                 yield lane
             last = out if not (add or self.carrier.inside or far) and i == len(way.steps) - 1 else None
-            whole = way.exact and kind == "scatter" and len(way.steps) == 1 and way.divisor == 1
-            if whole and arrival is not None and arrival.sums:
+            alone = way.exact and kind == "scatter" and len(way.steps) == 1 and way.divisor == 1
+            if arrival is not None and arrival.sums and alone:  # the sum is all that is done
                 came, ranks, own = yield from self._exchanged(collectives, stage, spare)
                 arrival.add_up(came, ranks, self.average == "mean", own)
                 return

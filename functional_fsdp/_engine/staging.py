@@ -167,8 +167,8 @@ class Staging:
         mesh: object,
     ) -> Steps:  # fmt: skip
         """What is staged on its way into the main gradients: the first one allocates them, later ones are added."""
-        have = grads.get(bucket.name)
         name = bucket.name
+        have = grads.get(name)
         self.seen[name] = name in self.seen
         if have is not None:
             return self.steps.of(way, stage, spare, have.local, True)
@@ -296,7 +296,7 @@ class Staging:
         """The gradients of these are there from this mark on."""
         for bucket in buckets:
             self.reduced.pop(bucket.name, None)
-            if not self.arrived(bucket):
+            if not (self.arrivals and self.arrived(bucket)):
                 self.reduced[bucket.name] = mark
 
     def arrived(self, bucket: Bucket) -> bool:

@@ -57,7 +57,7 @@ class AdamW(UpdatesSome):
 
     def for_step(self, count: torch.Tensor, labels: Sequence[str]) -> AdamW:
         """The same for the step of this count, with what it computes of it."""
-        found: AdamW = fixed(self, ("lr", "betas", "eps", "weight_decay"), count, labels)
+        found = fixed(self, ("lr", "betas", "eps", "weight_decay"), count, labels)
         object.__setattr__(found, "taken", (count + 1).float())
         return found
 

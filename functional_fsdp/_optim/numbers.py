@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,18 +15,10 @@ from .._common.errors import SpecError
 from .optimizer import Tree
 
 __all__ = [
-    "Setting",
-    "at",
-    "by_label",
-    "check_settings",
-    "fixed",
-    "labels_in",
-    "number",
-    "numbers",
-    "pair_of",
-    "tensors",
-]
+    "Setting", "at", "by_label", "check_settings", "fixed", "labels_in", "number", "numbers", "pair_of", "tensors",
+]  # fmt: skip
 
+R = TypeVar("R")
 Number = float | Callable[[torch.Tensor], torch.Tensor]
 Setting = Number | Mapping[str, Number]
 
@@ -49,13 +41,14 @@ def at(name: str, value: Any, label: str, count: torch.Tensor) -> Any:
     return found(count) if callable(found) else found
 
 
-def fixed(rules: Any, names: Sequence[str], count: torch.Tensor, labels: Iterable[str]) -> Any:
+def fixed(rules: R, names: Sequence[str], count: torch.Tensor, labels: Iterable[str]) -> R:
     """The same rules, where settings with these names have what their functions say of this count, by label."""
     found = copy.copy(rules)
     for name in names:
         value = getattr(rules, name)
-        now = {label: at(name, value, label, count) for label in labels} if isinstance(value, Mapping) else None
-        object.__setattr__(found, name, at(name, value, "", count) if now is None else now)
+        each = isinstance(value, Mapping)
+        now = {label: at(name, value, label, count) for label in labels} if each else at(name, value, "", count)
+        object.__setattr__(found, name, now)  # they are frozen
     return found
 
 

@@ -39,8 +39,7 @@ class Sgd(UpdatesSome):
 
     def for_step(self, count: torch.Tensor, labels: Sequence[str]) -> Sgd:
         """The same for the step of this count, with what it computes of it."""
-        found: Sgd = fixed(self, ("lr", "momentum", "weight_decay"), count, labels)
-        return found
+        return fixed(self, ("lr", "momentum", "weight_decay"), count, labels)
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         return labels_in("sgd", vars(self))

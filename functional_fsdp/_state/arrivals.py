@@ -18,9 +18,8 @@ import torch
 
 from .._common.torch_names import pytree
 from .._engine.arrival import Arrival, Rooms
-from .._plan.bucket import ALIGN, aligned
 from .._runtime.given import NewCounts
-from .._storage.cut import Cut
+from .._storage.cut import cut, cuts
 from .._storage.flat import FlatBuffer
 from .update import in_place
 
@@ -62,10 +61,9 @@ def _arrivals(state: State, names: Sequence[str]) -> dict[str, Arrival]:
     rooms, found = Rooms(state._executor.run.device), {}
     for bucket in buckets:
         n, width = state.main[bucket.name].local.numel(), bucket.grads.itemsize
-        most = aligned(PIECE // width, ALIGN)
-        pieces = [(start, min(start + most, n)) for start in range(0, n, most)]
         if n * width < LEAST or bucket.on_host or bucket.grads_on_host:
             continue
+        pieces = cuts(n, width, PIECE)
         if bucket.name in by_leaf and len(pieces) > 1:  # each piece would count a step
             continue
         update = _update(state._evolve(optimizer=fixed), bucket.name)
@@ -75,17 +73,13 @@ def _arrivals(state: State, names: Sequence[str]) -> dict[str, Arrival]:
 
 def _update(state: State, name: str) -> Any:
     def update(start: int, stop: int, grad: torch.Tensor) -> None:
-        main = state.main[name]
-
-        def part(buffer: FlatBuffer, local: torch.Tensor) -> FlatBuffer:
-            return Cut(local, buffer, start) if stop - start < main.local.numel() else buffer.but(local)
-
         def mine(x: Any) -> Any:
             here = isinstance(x, FlatBuffer) and x.bucket.name == name and not x.bucket.by_leaf
-            return part(x, x.local[start:stop]) if here else x
+            return cut(x, x.local[start:stop], start) if here else x
 
         opt = pytree.tree_map(mine, state.opt, is_leaf=lambda x: isinstance(x, FlatBuffer))
-        in_place(state._evolve(opt=opt), {name: mine(main)}, grads={name: part(main, grad)})
+        main = state.main[name]
+        in_place(state._evolve(opt=opt), {name: mine(main)}, grads={name: cut(main, grad, start)})
 
     return update
 

@@ -21,8 +21,8 @@ from .._common.device import in_host_memory
 from .._common.torch_names import pytree
 from .._distributed.lanes import Mark, Steps
 from .._optim.optimizer import FILL, runs
-from .._plan.bucket import ALIGN, STAGED, Bucket, aligned
-from .._storage.cut import Cut
+from .._plan.bucket import STAGED, Bucket, aligned
+from .._storage.cut import cut, cuts
 from .._storage.flat import FlatBuffer
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Streamed:
             if key not in seen or not far.numel():
                 seen[key] = room(far.numel(), far.dtype)
                 both.append((seen[key], far))
-            return Cut(seen[key], buffer, part.start) if far.numel() < buffer.local.numel() else buffer.but(seen[key])
+            return cut(buffer, seen[key], part.start)
 
         def moved(x: Any) -> Any:
             mine = _is_buffer(x) and x.bucket.name in by_name and (x.bucket.by_leaf or in_host_memory(x.local))
@@ -224,9 +224,7 @@ def _groups(state: State, names: Sequence[str]) -> list[list[BucketPart]]:
     left = 0
     for name, size in sizes.items():
         width = state.main[name].local.element_size()
-        most = aligned(max(1, fill // width), ALIGN)
-        for start in range(0, max(1, size), most):
-            stop = min(start + most, size)
+        for start, stop in cuts(size, width, fill):
             if left <= 0 or any(part.name == name for part in found[-1]):  # one part of a bucket at a time
                 found.append([])
                 left = fill
@@ -256,7 +254,7 @@ def _gradients(portion: Portion, grads: Tree) -> tuple[Tree, Pairs]:
         if name in portion.grads and in_host_memory(local):
             pairs.append((portion.grads[name], local))
             local = portion.grads[name]
-        found[name] = Cut(local, buffer, start) if local.numel() < buffer.local.numel() else buffer.but(local)
+        found[name] = cut(buffer, local, start)
     return found, pairs
 
 

@@ -1,4 +1,8 @@
-"""Cut: some elements of a FlatBuffer in a row, as a FlatBuffer, for updates that go element by element."""
+"""Cut: some elements of a FlatBuffer in a row, as a FlatBuffer, for updates that go element by element.
+
+cuts(numel, width, nbytes)      [start, stop) of each part
+cut(buffer, local, start)       the part as a FlatBuffer
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,11 @@ from collections.abc import Container
 import torch
 
 from .._common.tree import register
+from .._plan.bucket import ALIGN, aligned
 from .._plan.route import States
 from .flat import FlatBuffer
 
-__all__ = ["Cut"]
+__all__ = ["Cut", "cut", "cuts"]
 
 
 class Cut(FlatBuffer):
@@ -40,3 +45,18 @@ register(
     ("local",),
     lambda context, children: Cut(children[0], FlatBuffer(children[0], *context[:3]), context[3]),
 )
+
+
+def cut(buffer: FlatBuffer, local: torch.Tensor, first: int) -> FlatBuffer:
+    """The buffer with `local` in the place of its elements from `first` on, which may be all of them."""
+    return Cut(local, buffer, first) if local.numel() < buffer.local.numel() else buffer.but(local)
+
+
+def cuts(numel: int, width: int, nbytes: int) -> list[tuple[int, int]]:
+    """[start, stop) of parts in a row, of so many bytes each but for the last one: `numel` elements of `width` bytes.
+
+    >>> cuts(700, 4, 1024)
+    [(0, 256), (256, 512), (512, 700)]
+    """
+    most = aligned(max(1, nbytes // width), ALIGN)
+    return [(start, min(start + most, numel)) for start in range(0, max(1, numel), most)]

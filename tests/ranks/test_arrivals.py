@@ -24,7 +24,7 @@ from support.tables import marked
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, extend, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._engine.arrival import Gone
+from functional_fsdp._engine.arrival import Gone, gone
 from functional_fsdp._engine.sum import ordered_sum
 from functional_fsdp._runtime.given import NewCounts
 from functional_fsdp._state import arrivals
@@ -241,7 +241,7 @@ class Parts(Keeps):
     """The same without a count, so that it may be called for parts."""
 
     def init(self, main: Any) -> Any:
-        return {"rate": torch.tensor(0.1), "calls": {name: torch.ones(()) for name in main}}
+        return {"rate": torch.tensor(0.1)}
 
     def update(self, grads: Any, opt: Any, main: Any, count: torch.Tensor) -> Any:
         for name in main:
@@ -520,8 +520,6 @@ def test_a_leaf_without_a_gradient_is_not_updated_by_zeros() -> None:
 
 
 def test_what_stands_for_gradients_says_what_it_is() -> None:
-    from functional_fsdp._engine.arrival import gone
-
     one = gone("blocks.0", 1024, torch.float32, torch.device("cpu"))
     assert repr(one) == "Gone('blocks.0', 1,024 elements, torch.float32)"
     assert (one.shape, one.nbytes) == ((1024,), 4096)
