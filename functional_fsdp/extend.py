@@ -27,7 +27,8 @@ CONTRIBUTING.md has one in full.
 | copies to the host    | `copy_lane`, `CopyLane`, `HostBuffers`, `HostBuffer`, `computes_on`                          |
 | driving a module      | `Session`, `Collision`                                                                       |
 | optimizers            | `Sender`: what an update gets that communicates, see `fsdp.Optimizer`                        |
-| transports            | `Transport`, `Traits`, `Carrier`, `Collective`, `Route`, `BucketPlace`, `Place`, `Steps`     |
+| transports            | `Transport`, `Traits`, `Carrier`, `Collective`, `Route`, `BucketPlace`, `Place`, `Steps`,    |
+|                       | `Portions`                                                                                   |
 | compilers             | `begin_compiled`, `residuals_kept`, `keep_residuals`, `point_at_second_gathers`              |
 | steps as graphs       | `graph_of`, `Graph`, `GraphBuild`, `tracing_now`, `coordinate_of`                            |
 | values in graphs      | `users_line`, `refuse_values`                                                                |
@@ -74,7 +75,7 @@ from ._storage.flat import LeafShard, gather_leaves, leaf_shards
 from ._storage.place import BucketPlace, Place
 from ._storage.safetensors import bytes_of
 from ._storage.weights import Loan, is_lent, loan_of
-from ._transports.carrier import Carrier
+from ._transports.carrier import Carrier, Portions
 from ._verbs.change import change, change_weights, separate_gradients
 from ._verbs.metrics import all_reduce
 from ._verbs.shards import by_unit, over_shards, shards, total
@@ -96,6 +97,7 @@ __all__ = [
     "NewCounts",
     "Place",
     "Placeholder",
+    "Portions",
     "Ranks",
     "Route",
     "Sender",

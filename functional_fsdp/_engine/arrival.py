@@ -5,24 +5,32 @@
 Each piece of the sum lies on the bytes of the one before, and its update reads it while the GPU's cache still has it:
 so the sum goes through memory neither way. `Staging` ends a reduction like this where it has an `Arrival` for the
 bucket, which steps that are captured have (see `_state.arrivals`).
+
+The last reductions of a step have little backward left beside which they could travel. Each of their pieces is used
+up while the next ones come:
+
+    reduce lane   1a comes ─ 1b comes ──────────────┬─ 0a comes ─ 0b comes
+    update lane              sum 1a ─ update 1a ─ sum 1b ─ update 1b ─ sum 0a ─ ...
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from .._common.errors import ScheduleError
 from .._common.torch_names import make_wrapper
+from .._distributed.lanes import Lanes, Mark
 from .sum import ordered_sum
 
 __all__ = ["Arrival", "Gone", "Rooms", "gone"]
 
 
 class Rooms:
-    """Memory for one piece on each lane, of each dtype. It is there until the step is captured."""
+    """Memory for one piece from each lane, of each dtype. It is there until the step is captured."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -50,7 +58,8 @@ class Arrival:
         update: uses a piece up: the optimizer's update of these main weights.
 
     Attributes:
-        used: whether the gradients have come. sums: whether exact sums are made in its rooms.
+        used: whether the gradients have come. sums: whether exact sums are made in its rooms. lane: which brings them.
+            beside: whether they are used up on the update lane, while the rest comes.
     """
 
     def __init__(
@@ -62,21 +71,28 @@ class Arrival:
         self.sums = dtype is torch.float32
         rooms.fit(dtype, max(stop - start for start, stop in pieces))
 
-    def begin(self, lane: str, sums: bool) -> torch.Tensor:
-        """They are on their way, and will end on this lane, to be added up or cast there. Returns what stands for main
+    def begin(self, lane: str, sums: bool, beside: bool) -> torch.Tensor:
+        """They are on their way on this lane, if need be to be summed or cast in its room. Returns what stands for main
         gradients."""
         self.used = True
-        self.lane = lane
+        self.lane, self.beside = lane, beside
         if sums:
             self.rooms.have(lane, self.dtype)
         return gone(self.name, self.pieces[-1][1], self.dtype, self.rooms.device)
 
-    def add_up(self, came: torch.Tensor, ranks: int, mean: bool, own: tuple[int, torch.Tensor] | None) -> None:
-        """They are there as each rank sent them: add them up as `ordered_sum` does, and use them up."""
-        for start, stop in self.pieces:
+    def add_up(
+        self, came: torch.Tensor, ranks: int, mean: bool, own: tuple[int, torch.Tensor] | None, lanes: Lanes,
+        there: Sequence[Mark] = (),
+    ) -> Mark:  # fmt: skip
+        """They came as each rank sent them, or come, each piece by its point of `there`: add each up as `ordered_sum`
+        does, and use it up. Returns the point from which on all are added up."""
+        for (start, stop), came_in in zip_longest(self.pieces, there):
+            lanes.wait(came_in)
             room = self.rooms.at(self.lane, self.dtype, stop - start)
             ordered_sum(came, ranks, room, mean, own, start)
+            summed = lanes.mark() if stop == self.pieces[-1][1] else None
             self.update(start, stop, room)
+        return summed
 
     def take(self, local: torch.Tensor) -> None:
         """They are there, added up: use them up."""

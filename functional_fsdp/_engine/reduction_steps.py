@@ -1,7 +1,7 @@
 """ReductionSteps: what a reduction does on its lanes, from what is staged to where gradients end.
 
 staging [n] ── reduce-scatter, in place ──▶ own slice ── (outer axis) ──▶ main gradients: copied or added
-staging [n] ── exchange ──▶ [ranks · n] ── sum in float32 ──▶             or used up where they arrive
+staging [n] ── exchange ──▶ [ranks · n] ── sum in float32 ──▶             or used up where they arrive, by portions
 
 An exact sum takes an all-to-all in the place of the reduction: what comes in, each rank's summand of the own slice, is
 added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32. What comes
@@ -17,11 +17,11 @@ import torch
 
 from .._common.device import in_host_memory
 from .._common.record import Collective
-from .._distributed.lanes import Steps
+from .._distributed.lanes import Mark, Steps
 from .._plan.layout import STAGED, aligned
 from .._plan.route import Route
 from .._runtime.runtime import Runtime
-from .._transports.carrier import Carrier
+from .._transports.carrier import Carrier, Portions
 from .arrival import Arrival
 from .sum import ordered_sum
 
@@ -31,8 +31,9 @@ __all__ = ["ReductionSteps"]
 class ReductionSteps:
     """For all reductions of one lineage."""
 
-    def __init__(self, run: Runtime, carrier: Carrier, average: str) -> None:
+    def __init__(self, run: Runtime, carrier: Carrier, average: str, marks: dict[str, Mark]) -> None:
         self.run, self.carrier, self.average = run, carrier, average
+        self.marks = marks  # the newest point on each lane that compute has to wait for
 
     def of(
         self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None, add: bool,
@@ -40,6 +41,11 @@ class ReductionSteps:
     ) -> Steps:  # fmt: skip
         """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added. Or they
         end with an arrival."""
+        if arrival is not None and not arrival.beside:
+            self.run.lanes.wait(self.marks.get("update"))  # which may use the same room
+        if arrival is not None and arrival.sums and way.alone:  # the sum is all that is done
+            yield from self._arriving(way.steps[0].collectives, stage, spare, arrival)
+            return
         local = stage
         lane = "reduce"
         far = out is not None and in_host_memory(out)  # which collectives do not write to
@@ -48,11 +54,6 @@ class ReductionSteps:
                 lane = collectives[0].lane
                 yield lane
             last = out if not (add or self.carrier.inside or far) and i == len(way.steps) - 1 else None
-            alone = way.exact and kind == "scatter" and len(way.steps) == 1 and way.divisor == 1
-            if arrival is not None and arrival.sums and alone:  # the sum is all that is done
-                came, ranks, own = yield from self._exchanged(collectives, stage, spare)
-                arrival.add_up(came, ranks, self.average == "mean", own)
-                return
             if way.exact and i == 0:
                 local = yield from self._sum(kind, collectives, stage, spare, last)
             elif kind == "scatter":
@@ -70,8 +71,30 @@ class ReductionSteps:
         elif out is not None and local is not out:
             out.copy_(local)
 
+    def _arriving(
+        self, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor, arrival: Arrival
+    ) -> Steps:
+        """What comes is added up and used up, piece by piece: here, or on the update lane while the rest comes. Then
+        this lane waits for the sums only: the next gradients are staged on bytes that these read."""
+        if collectives[0].lane != "reduce":
+            yield collectives[0].lane
+        lanes, mean = self.run.lanes, self.average == "mean"
+        portions = Portions(arrival.pieces if arrival.beside else ())
+        came, ranks, own = yield from self._exchanged(collectives, stage, spare, portions)
+        if not arrival.beside:
+            arrival.add_up(came, ranks, mean, own, lanes)
+            return
+        there, summed = portions.there or [lanes.mark()] * len(arrival.pieces), []
+
+        def job() -> Steps:
+            summed.append(arrival.add_up(came, ranks, mean, own, lanes, there))
+            yield from ()
+
+        self.marks["update"] = lanes.beside("update", job())
+        lanes.wait(summed[0])
+
     def _exchanged(
-        self, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor
+        self, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor, portions: Portions
     ) -> Generator[Any, None, tuple[torch.Tensor, int, tuple[int, torch.Tensor] | None]]:
         """What each rank along the first axis has sent [ranks · n], how many these are, and the own place and summand
         where it is not among them."""
@@ -79,7 +102,7 @@ class ReductionSteps:
         ranks, mine = self.run.sizes[axis], self.run.coordinate[axis]
         came = spare[: stage.numel() * stage.element_size()].view(stage.dtype)
         n = stage.numel() // ranks
-        apart = yield from self.carrier.exchange(collectives, stage, came)
+        apart = yield from self.carrier.exchange(collectives, stage, came, portions)
         return came, ranks, (mine, stage[mine * n : (mine + 1) * n]) if apart else None
 
     def _sum(
@@ -88,7 +111,7 @@ class ReductionSteps:
     ) -> Generator[Any, None, torch.Tensor]:  # fmt: skip
         """The exact sum over the first axis, float32: this rank's part of it, or all of it where it stays whole."""
         out = out if out is not None and out.dtype is torch.float32 else None
-        came, ranks, own = yield from self._exchanged(collectives, stage, spare)
+        came, ranks, own = yield from self._exchanged(collectives, stage, spare, Portions())
         n, mine = stage.numel() // ranks, self.run.coordinate[collectives[0].axis]
         if own is not None and out is None:  # the sum may take its place
             own = mine, came[mine * n : (mine + 1) * n].copy_(own[1])

@@ -43,6 +43,7 @@ from .stage import LARGE, Slot, StagingPlace, Values, differ, leaves_and_gaps
 __all__ = ["Staging"]
 
 OLD = 2  # uses
+TAIL = 2  # reductions: the last ones of a step have little backward beside which they could travel
 
 
 class Staging:
@@ -62,7 +63,7 @@ class Staging:
         self.plan = plan
         self.carrier = carrier
         self.average = average
-        self.steps = ReductionSteps(run, carrier, average)
+        self.tail = len(plan.reductions) - TAIL  # the index of the first of those
         self.digests = digests
         self.arrivals = arrivals
         self.stages: dict[int, StagingPlace] = {}
@@ -71,6 +72,7 @@ class Staging:
         self.completing = False  # whether something beside them is under way
         self.apart = False  # each reduction has bytes of its own, so that compute waits for none
         self.marks: dict[str, Mark] = {}  # the end of what is newest, and of all before it, by the lane that it ends on
+        self.steps = ReductionSteps(run, carrier, average, self.marks)
         #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients. Where
         #: updates do not overlap it stays empty
         self.reduced: dict[str, Mark] = {}
@@ -114,7 +116,7 @@ class Staging:
                 jobs.append(iter(()))  # it is not sent
             else:
                 stage.take()
-                jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, mesh))
+                jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, mesh, index >= self.tail))
             slots.append(slot)
             ways.append(way)
             if last and not whole:
@@ -164,9 +166,10 @@ class Staging:
 
     def _into(
         self, grads: dict[str, FlatBuffer], bucket: Bucket, way: Route, stage: torch.Tensor, spare: torch.Tensor,
-        mesh: object,
+        mesh: object, bare: bool = False,
     ) -> Steps:  # fmt: skip
-        """What is staged on its way into the main gradients: the first one allocates them, later ones are added."""
+        """What is staged on its way into the main gradients: the first one allocates them, later ones are added.
+        `bare`: there is little compute left beside which it travels."""
         name = bucket.name
         have = grads.get(name)
         self.seen[name] = name in self.seen
@@ -175,7 +178,8 @@ class Staging:
         arrival = self.arrivals.get(name) if self.arrivals else None
         if arrival is not None and way.states == states_of(bucket, "main"):
             sums = way.exact or bucket.wire is not bucket.grads  # else they are used as they lie
-            grads[bucket.name] = FlatBuffer(arrival.begin(way.ends, sums), bucket, way.states, mesh)
+            beside = bare and arrival.sums and way.alone
+            grads[bucket.name] = FlatBuffer(arrival.begin(way.ends, sums, beside), bucket, way.states, mesh)
             return self.steps.of(way, stage, spare, None, False, arrival)
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
         local = stage.new_empty(way.numel) if same else self.memory.make(bucket, way.numel)
@@ -316,7 +320,7 @@ class Staging:
 
     def settle(self) -> None:
         """Compute waits for every reduction; their staging is given back."""
-        for mark in self.marks.values():
+        for mark in [*self.marks.values()]:  # a job of the host may add one
             self.run.lanes.wait(mark)
         self.drop()
 

@@ -114,6 +114,11 @@ class Route(NamedTuple):
     single: bool
     ends: str
 
+    @property
+    def alone(self) -> bool:
+        """Whether an exact sum is all that it is: each rank is sent summands of its part, and adds them up."""
+        return self.exact and self.divisor == 1 and len(self.steps) == 1 and self.steps[0].kind == "scatter"
+
 
 def states_of(bucket: Bucket, kind: str, rest: Axis = Replicated) -> States:
     """The per-axis states of "weights", "grads" or "main" of a bucket; axes that do not shard it are `rest`."""

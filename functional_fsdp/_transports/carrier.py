@@ -13,13 +13,13 @@ order of use is known. Steps that are compiled whole have collectives only.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
 
 from .._common.record import Collective
-from .._distributed.lanes import Steps, together
+from .._distributed.lanes import Mark, Steps, together
 from .._plan.layout import Bucket, Layout, Unit
 from .._plan.plan import Plan
 from .._plan.route import Route
@@ -29,10 +29,26 @@ from .._storage.place import BucketPlace, Filling, Place
 from .._storage.stored import Stored
 from .._storage.weights import read
 
-__all__ = ["Carrier", "CollectiveTransport"]
+__all__ = ["Carrier", "CollectiveTransport", "Portions"]
 
 Gathers = tuple[tuple[Collective, torch.Tensor], ...]  # collectives, and where each one lands
 PLAIN = Traits()
+
+
+class Portions:
+    """The portions of each rank's summand [n] in which it is used, one beside the coming of the next.
+
+    Args:
+        cuts: the elements [start, stop) of each, in a row; none: it is used as a whole.
+
+    Attributes:
+        there: the points, on the lane that brings them, from which on each portion has come from all ranks; none: they
+            are there when all is.
+    """
+
+    def __init__(self, cuts: Sequence[tuple[int, int]] = ()) -> None:
+        self.cuts = cuts
+        self.there: list[Mark] = []
 
 
 class Carrier:
@@ -145,12 +161,14 @@ class Carrier:
         return way
 
     def exchange(
-        self, collectives: tuple[Collective, ...], stage: torch.Tensor, came: torch.Tensor
+        self, collectives: tuple[Collective, ...], stage: torch.Tensor, came: torch.Tensor, portions: Portions
     ) -> Generator[Any, None, bool]:
         """For an exact sum: `stage` [ranks · n] -> `came` [ranks · n], each rank's summand of this rank's part, by
         rank. Returns whether the own one is left out, and only in `stage`.
 
         Args:
+            portions: in which what comes is used. A transport that brings one after the other may say when each one is
+                there.
             collectives: of the first step, as `reduces` left them; as they were planned where gradients are staged in
                 other bytes than those of `staging` (beside the plan). The last one is not to be issued here where the
                 sum stays whole: it gathers that.

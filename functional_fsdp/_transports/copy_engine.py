@@ -30,7 +30,7 @@ from .._spec.transport import Traits, Transport
 from .._storage.place import Filling, Place, span_of
 from .._storage.stored import Stored
 from .._storage.weights import read
-from .carrier import Carrier, Gathers
+from .carrier import Carrier, Gathers, Portions
 
 __all__ = ["Copies", "CopyEngine", "Reading", "RemoteRead"]
 
@@ -248,17 +248,23 @@ class Copies(Carrier):
         return way._replace(steps=steps, collectives=every, single=False)
 
     def exchange(
-        self, collectives: tuple[Collective, ...], stage: torch.Tensor, came: torch.Tensor
+        self, collectives: tuple[Collective, ...], stage: torch.Tensor, came: torch.Tensor, portions: Portions
     ) -> Generator[Any, None, bool]:
         first = collectives[0]
         if first.kind != "barrier":  # it is staged elsewhere
-            return (yield from super().exchange(collectives, stage, came))
+            return (yield from super().exchange(collectives, stage, came, portions))
         peers, place = self.stages[first.axis].peers[first.axis], self.run.coordinate[first.axis]
         size = came.numel() // len(peers) * came.element_size()
         begin = int(stage.storage_offset()) * stage.element_size() + place * size
+        theirs = [peer[begin : begin + size].view(came.dtype) for peer in peers]
+        reads = rotated(list(zip(came.chunk(len(peers)), theirs, strict=True)), place)[1:]
         yield from self.run.collective(first, came, came)  # all have staged
-        for mine, peer in rotated(list(zip(came.chunk(len(peers)), peers, strict=True)), place)[1:]:
-            mine.copy_(peer[begin : begin + size].view(came.dtype), non_blocking=True)
+        for start, stop in portions.cuts:
+            for mine, peer in reads:
+                mine[start:stop].copy_(peer[start:stop], non_blocking=True)
+            portions.there.append(self.run.lanes.mark())
+        for mine, peer in () if portions.cuts else reads:
+            mine.copy_(peer, non_blocking=True)
         yield from self.run.collective(collectives[1], came, came)  # all have read
         return True
 

@@ -39,11 +39,18 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "partition": lambda: fsdp.partition({"bias": fsdp.sgd(1e-2, 0.9), "default": fsdp.adamw(lr=1e-2)}),
     "adamax": lambda: fsdp.from_torch(torch.optim.Adamax, lr=1e-2),
 }
-PRECISIONS = {
+PRECISIONS: dict[str, Any] = {
     "float32": fsdp.Precision(),
     "native": fsdp.Precision(compute=torch.bfloat16),
     "exact": fsdp.Precision(compute=torch.bfloat16, sum="fp32"),
     "exact, halved": fsdp.Precision(compute=torch.bfloat16, sum="fp32", grads=torch.bfloat16),
+    "copies": fsdp.Precision(compute=torch.bfloat16, sum="fp32"),
+    # what is summed on the update lane and what is cast on the reduce lane, in one room
+    "mixed": {
+        "embed*": fsdp.Precision(compute=torch.bfloat16),
+        "blocks.1.*": fsdp.Precision(compute=torch.bfloat16, sum="fp32", grads=torch.bfloat16),
+        "*": fsdp.Precision(compute=torch.bfloat16, sum="fp32"),
+    },
 }
 
 
@@ -54,6 +61,7 @@ def made(preset: str, precision: str, optimizer: str, **schedule: Any) -> tuple[
     spec = fsdp.Spec(
         mesh, getattr(fsdp, preset)(*AXES[preset]), precision=PRECISIONS[precision],
         schedule=fsdp.Schedule(**schedule), labels={"*.bias": "bias"},
+        transport="copy_engine" if precision == "copies" else "collective",
     )  # fmt: skip
     return fsdp.shard(params, spec, OPTIMIZERS[optimizer]()), T.forward_backward(model, loss_fn)
 
@@ -93,6 +101,8 @@ ROWS = [*itertools.product(PRESETS, PRECISIONS, OPTIMIZERS)]
 QUICK = [
     ("zero3", "exact", "adamw"), ("zero2", "native", "partition"), ("zero1", "float32", "adamax"),
     ("hsdp", "exact, halved", "sgd"), ("hfsdp", "exact", "adamw"), ("ddp", "native", "adamw"),
+    ("zero3", "mixed", "adamw"), ("zero3", "copies", "adamw"), ("hsdp", "copies", "sgd"),
+    ("zero2", "copies", "partition"),
 ]  # fmt: skip
 
 
