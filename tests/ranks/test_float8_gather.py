@@ -20,7 +20,7 @@ from support.commands import TORCHAO
 from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
+from functional_fsdp import extend, launch
 from functional_fsdp import transforms as T
 
 STEPS, E4M3 = 3, torch.float8_e4m3fn
@@ -143,6 +143,55 @@ WAYS: dict[str, Any] = {
     "recorded": lambda on: by_hand(on, "recorded"),  # in its first step no plan names a use
     "whole": whole,
 }
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256, bias=False), nn.Linear(128, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.up(x).chunk(2, dim=-1)
+        out: torch.Tensor = x + self.down(nn.functional.silu(gate) * up)
+        return out
+
+
+def between_passes(in_float8: bool, options: Any) -> tuple[list[float], list[str]]:
+    """Losses of compiled units whose products are in float8, and what of their weights is kept for the backward beside
+    what is lent, which is poisoned meanwhile."""
+    torch.manual_seed(0)
+    with patch.object(sys, "path", [*sys.path, str(TORCHAO)]):
+        model = float8.converted(nn.Sequential(Gated(), Gated()), parts=("",))
+    params, skeleton = fsdp.functionalize(model)
+    precision = float8.gathered(model) if in_float8 else PLAIN
+    spec = fsdp.Spec(fsdp.local_mesh(), precision=precision, schedule=fsdp.Schedule(debug=True))
+    state, kept, losses = fsdp.shard(params, spec, fsdp.sgd(0.1)), [], []
+    step = T.forward_backward(skeleton, lambda m, x: (m(x) - x).float().square().mean(), compile=options)
+
+    def pack(saved: torch.Tensor) -> torch.Tensor:
+        if saved.dtype.itemsize == 1 and 64 in saved.shape and 32 not in saved.shape and not extend.is_lent(saved):
+            kept.append(str(tuple(saved.shape)))
+        return saved
+
+    for i in range(2):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(10 * i + dist.get_rank())).bfloat16()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            state, loss = step(state, x)
+        state = fsdp.step(state)
+        losses.append(loss.item())
+    return losses, kept
+
+
+LARGE = [{"mode": "default"}, {"options": {"max_autotune": False}}]
+
+
+@pytest.mark.parametrize("options", [True, *(pytest.param(one, marks=pytest.mark.large) for one in LARGE)])
+def test_copies_of_weights_do_not_stay_between_forward_and_backward(options: Any) -> None:
+    found = launch(between_passes, (True, options), nprocs=2)
+    plain = launch(between_passes, (False, options), nprocs=2) if options is True else found
+    for (losses, kept), (wanted, _) in zip(found, plain, strict=True):
+        assert kept == []
+        assert losses == wanted
 
 
 def same_bits(ways: dict[str, Any]) -> dict[str, tuple[Result, Result]]:

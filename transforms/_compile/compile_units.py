@@ -27,6 +27,7 @@ from functional_fsdp.extend import skeleton_of, torch_private, tracing_now
 from .._modules.patterns import outermost
 from .._modules.unit_modules import NEVER_CALLED, UnitModule
 from .clock import Clock
+from .late_copies import with_late_copies
 
 __all__ = ["Compiled", "Compiler", "Options", "compile_units", "refuse_around"]
 
@@ -137,7 +138,7 @@ class Compiler:
             own = FunctionType(
                 template.__code__.replace(co_name=getattr(what, "__name__", "stage")), template.__globals__
             )
-            self.codes[key] = torch.compile(own, **self.options)
+            self.codes[key] = torch.compile(own, **with_late_copies(self.options))
         return self.codes[key]
 
     def twin(self, module: nn.Module, cls: type[nn.Module]) -> nn.Module:
