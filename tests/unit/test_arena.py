@@ -1,0 +1,53 @@
+"""The arena: what lies in a unit's place, and what is put there for residuals that point at it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import functional_fsdp as fsdp
+from functional_fsdp._engine.arena import Arena
+from functional_fsdp._plan.layout import LeafInfo, plan_layout
+from functional_fsdp._plan.plan import make_plan
+
+SIZES = {"a": 1024, "b": 512, "c": 2048, "d": 512}  # elements; a and c lie on one side of the arena
+
+
+def arena() -> Any:
+    """An arena as GPUs have it, where no more bytes are kept than the unit that is there has."""
+    leaves = [LeafInfo(f"{name}.w", (n,), torch.float32) for name, n in SIZES.items()]
+    layout = plan_layout(leaves, fsdp.Spec({"data": 2}))
+    run: Any = SimpleNamespace(device=torch.device("cpu"))
+    carrier: Any = SimpleNamespace(keeps_arena=False)
+    made: Any = Arena(run, make_plan(layout), carrier)
+    made.kept = False
+    for unit, (memory, _) in made.bytes.items():
+        whole = torch.empty(0)
+        made.take(unit)
+        whole.set_(memory, 0, (SIZES[unit],), (1,))
+        made.places[unit] = SimpleNamespace(parts=[SimpleNamespace(whole=whole, bucket=SimpleNamespace(name=unit))])
+    return made
+
+
+def test_units_of_one_side_share_bytes() -> None:
+    made = arena()
+    assert made.bytes["a"][0] is made.bytes["c"][0]
+    assert made.bytes["a"][0] is not made.bytes["b"][0]
+    assert {unit: size for unit, (_, size) in made.bytes.items()} == {name: 4 * n for name, n in SIZES.items()}
+
+
+@pytest.mark.parametrize(("there", "put"), [("a", "c"), ("c", "a"), ("a", "a")])
+def test_what_lay_there_is_back_after_something_was_put_in_its_place(there: str, put: str) -> None:
+    made = arena()
+    made.take(there)
+    mine, other = (made.places[unit].parts[0].whole for unit in (there, put))
+    mine.copy_(torch.arange(SIZES[there]))
+    undo = made.put(put, {put: -torch.arange(float(SIZES[put]))})
+    assert made.bytes[put][0].nbytes() == 4 * SIZES[put]
+    assert torch.equal(other, -torch.arange(float(SIZES[put])))
+    undo()
+    assert made.bytes[there][0].nbytes() == 4 * SIZES[there]
+    assert torch.equal(mine, torch.arange(float(SIZES[there])))
