@@ -239,6 +239,9 @@ CONTESTANTS = {
     "copy engine graph compiled kept": Contestant(
         varied(either, transport="copy_engine", graph=True, compiled=True, keep="all"), group="copies"
     ),
+    "copy engine graph compiled cast once": Contestant(
+        varied(either, transport="copy_engine", graph=True, compiled=True, once=True), group="copies"
+    ),
     "copy engine graph compiled offloaded": Contestant(
         varied(driven, transport="copy_engine", graph=True, compiled=True, offloaded=8), group="copies"
     ),

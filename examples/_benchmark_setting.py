@@ -42,10 +42,12 @@ class Setting:
     budget: int = 0  # bytes, of the row "budget"; 0: half of the gathered weights'
     offloaded: int = 0  # one of so many layers, the first ones: their activations wait in the host's memory
     gather: tuple[str, ...] = ()  # weights that are gathered in float8
+    once: bool = False  # whether shards are kept as they are gathered, so that gathers cast nothing
 
     def spec(self) -> fsdp.Spec:
         placement = getattr(fsdp, self.placement)(*(self.mesh.mesh_dim_names or ()))
-        wide = fsdp.Precision(torch.float32, compute=self.dtype, wire=self.wire, sum=self.sum)
+        kept = self.dtype if self.once else None
+        wide = fsdp.Precision(torch.float32, compute=self.dtype, wire=self.wire, sum=self.sum, gather=kept)
         narrow = replace(wide, gather=torch.float8_e4m3fn)
         precision = {**dict.fromkeys(self.gather, narrow), "*": wide}
         schedule = fsdp.Schedule(keep=self.keep, overlap_update=True)

@@ -72,6 +72,7 @@ class Executor(Gathers, Reductions):
         self.beside_backward: tuple[str, ...] = ()  # that the last eager step reduced once and updated on a lane
         self.given = Given(layout, run.sizes, run.coordinate)
         self.frozen = {unit.name for unit in layout.units if not unit.trained}
+        self.renewed: set[str] = set()  # buckets whose compute copies this step's updates have renewed
         self.streamed: Any = None  # the buffers through which what lies in the host's memory is updated
         self.shares: tuple[str, int] | None = None  # the plan for which there is what ranks share, and since when
         self.slots = staging_slots(

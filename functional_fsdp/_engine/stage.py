@@ -76,6 +76,7 @@ class StagingPlace:
     def __init__(self, own: Sequence[torch.Tensor], slots: list[Slot], span: range | None = None) -> None:
         self.own = [(memory.untyped_storage(), memory.numel()) for memory in own]
         self.slots = slots
+        self.single = len(slots) == 1
         self.span = span
         self.values: Values | None = None  # what is being copied here
         self.age = 0  # how many units were asked for since

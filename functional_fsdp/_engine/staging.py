@@ -116,7 +116,8 @@ class Staging:
                 jobs.append(iter(()))  # it is not sent
             else:
                 stage.take()
-                jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, mesh, index >= self.tail))
+                bare = stage.single and index >= self.tail  # two at once would use one room at once
+                jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, mesh, bare))
             slots.append(slot)
             ways.append(way)
             if last and not whole:

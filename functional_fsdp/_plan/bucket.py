@@ -60,6 +60,7 @@ class Bucket:
         exact: whether gradients are summed in float32, in the order of the ranks.
         share: of a mean over all data ranks: how many ranks there are for each one that this bucket's axes have.
         trainable: whether its leaves train.
+        copy: whether shards are kept in the dtype `gather`, beside main weights, wherever these are sharded.
         by_leaf: whether it has one number for each leaf, and not the leaf's elements.
         among: whether leaves that are not in `leaves` lie between these.
     """
@@ -78,6 +79,7 @@ class Bucket:
     share: int
     trainable: bool
     gather: torch.dtype
+    copy: bool = False
     by_leaf: bool = False
     among: bool = False
 

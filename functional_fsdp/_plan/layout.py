@@ -304,5 +304,5 @@ def _bucket(
     return Bucket(
         name, unit, tuple(placed), numel, placement, sizes,
         dtypes.main, dtypes.compute, dtypes.grads, dtypes.wire, dtypes.sum == "fp32", share, trainable,
-        dtypes.gather,
+        dtypes.gather, dtypes.copy,
     )  # fmt: skip

@@ -25,6 +25,7 @@ from .route import Coordinate, How, Partial, Route, States, partial_states, rout
 
 __all__ = [
     "Records",
+    "copied_alike",
     "gathering",
     "keeps_copy",
     "records",
@@ -46,14 +47,21 @@ class Records(NamedTuple):
 
 
 def keeps_copy(bucket: Bucket) -> bool:
-    """Whether compute weights persist beside main weights: they are less sharded, or whole and of another dtype, or in
-    float8, with scales that only an update changes; or main weights are in the host's memory, from which a gather would
-    have to fetch them twice a step."""
+    """Whether compute weights persist beside main weights: they are less sharded, or whole and of another dtype, or
+    `Precision(gather=)` asks for them; or main weights are in the host's memory, from which a gather would have to
+    fetch them twice a step."""
     placement = bucket.placement
-    if bucket.on_host or bucket.in_float8:
+    if bucket.on_host or bucket.copy:
         return True
     sharded_alike = set(placement.weights) == set(placement.main)
     return not sharded_alike or (not placement.weights and bucket.compute is not bucket.main)
+
+
+def copied_alike(bucket: Bucket) -> bool:
+    """Whether each rank's part of a compute copy is that of main weights, so that an update alone can renew it."""
+    placement = bucket.placement
+    alike = set(placement.weights) == set(placement.main)
+    return keeps_copy(bucket) and alike and not (bucket.in_float8 or bucket.on_host or bucket.by_leaf)
 
 
 def stored_states(bucket: Bucket) -> States:

@@ -20,7 +20,10 @@ def _name(dtype: torch.dtype | None) -> str:
 
 
 class Dtypes(NamedTuple):
-    """The dtype of each stage of one leaf, and where its gradients are summed: "native" or "fp32"."""
+    """The dtype of each stage of one leaf, and where its gradients are summed: "native" or "fp32".
+
+    copy: whether shards are kept in the dtype of `gather` beside main weights, which have another one.
+    """
 
     main: torch.dtype
     compute: torch.dtype
@@ -28,10 +31,11 @@ class Dtypes(NamedTuple):
     wire: torch.dtype
     sum: str
     gather: torch.dtype
+    copy: bool = False
 
     def __str__(self) -> str:
         said = [f"{kind} {_name(dtype)}" for kind, dtype in zip(self._fields[:4], self[:4], strict=True)]
-        if self.gather is not self.compute:
+        if self.copy:
             said.insert(2, f"gather {_name(self.gather)}")
         return f"{', '.join(said)}, sum {self.sum}"
 
@@ -49,9 +53,11 @@ class Precision:
     Attributes:
         main: main weights and optimizer state. None: float32, or float64 for float64 leaves.
         compute: gathered weights, and so compute. None: as `main` if that was given, else each leaf's own dtype.
-        gather: torch.float8_e4m3fn or torch.float8_e5m2, for the matrices of linears that multiply in float8: what is
-            gathered is a byte an element, with one scale a matrix. None: as `compute`. Compute sees a `Float8Weight`,
-            whose dtype is `compute`, and so is that of its gradient.
+        gather: what is gathered, of which each rank keeps its shard beside main weights: `step` casts it once, and
+            gathers cast nothing. The dtype `compute`, which is then named, too: 2 bytes an element of bfloat16, divided
+            by the ranks that shard weights. Or torch.float8_e4m3fn or torch.float8_e5m2, for the matrices of linears
+            that multiply in float8: a byte an element, with one scale a matrix. Compute sees a `Float8Weight`, whose
+            dtype is `compute`, and so is that of its gradient. None: main weights, cast by each gather.
         grads: main gradients, in which reduced gradients are accumulated. None: as `main`. `step` casts them to `main`
             for the optimizer, so fused kernels never see a mix.
         wire: what travels in a reduction: gradients are cast to it once, when they are staged. None: as `compute`.
@@ -66,7 +72,7 @@ class Precision:
 
     Raises:
         SpecError: for float16 (use bfloat16, which needs no loss scaling), for other dtypes than float64, float32 and
-            bfloat16, and for `sum="fp32"` of a float64 wire.
+            bfloat16, for a `gather` that is neither float8 nor `compute`, and for `sum="fp32"` of a float64 wire.
 
     >>> print(Precision(compute=torch.bfloat16).resolve(torch.float32))
     main float32, compute bfloat16, grads float32, wire bfloat16, sum native
@@ -90,10 +96,11 @@ class Precision:
                 )
             if dtype is not None and dtype not in FLOATS:
                 raise SpecError(f"Precision({kind}={dtype}): expected one of {', '.join(map(str, FLOATS))} or None.")
-        if self.gather is not None and self.gather not in FLOAT8S:
+        if self.gather is not None and self.gather not in FLOAT8S and (self.gather is not self.compute):
             raise SpecError(
-                f"Precision(gather={self.gather}): expected one of {', '.join(map(str, FLOAT8S))}, or None: what is "
-                "gathered is then of the dtype `compute`."
+                f"Precision(gather={self.gather}, compute={self.compute}): expected one of "
+                f"{', '.join(map(str, FLOAT8S))}; or the dtype of compute, named there, too; or None: then gathers "
+                "cast main weights to the dtype of compute."
             )
         if self.sum not in ("auto", "native", "fp32"):
             raise SpecError(f"Precision(sum={self.sum!r}): expected 'auto', 'native' or 'fp32'.")
@@ -112,7 +119,9 @@ class Precision:
         if self.sum == "fp32" and wire is torch.float64:
             raise SpecError(_NO_SUM)
         exact = self.sum == "fp32" or (self.sum == "auto" and exact and wire is not torch.float64)
-        return Dtypes(main, compute, self.grads or main, wire, "fp32" if exact else "native", self.gather or compute)
+        gather = self.gather or compute
+        copy = self.gather is not None and gather is not main
+        return Dtypes(main, compute, self.grads or main, wire, "fp32" if exact else "native", gather, copy)
 
     def __str__(self) -> str:
         main = _name(self.main) if self.main else "float32 (float64 where leaves are)"

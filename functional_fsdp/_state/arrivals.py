@@ -21,7 +21,7 @@ from .._engine.arrival import Arrival, Rooms
 from .._runtime.given import NewCounts
 from .._storage.cut import cut, cuts
 from .._storage.flat import FlatBuffer
-from .update import in_place
+from .update import in_place, renew
 
 if TYPE_CHECKING:
     from .state import State
@@ -79,7 +79,9 @@ def _update(state: State, name: str) -> Any:
 
         opt = pytree.tree_map(mine, state.opt, is_leaf=lambda x: isinstance(x, FlatBuffer))
         main = state.main[name]
-        in_place(state._evolve(opt=opt), {name: mine(main)}, grads={name: cut(main, grad, start)})
+        part = mine(main)
+        in_place(state._evolve(opt=opt), {name: part}, grads={name: cut(main, grad, start)})
+        renew(state, part)  # while the cache has it
 
     return update
 

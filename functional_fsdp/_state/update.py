@@ -24,6 +24,7 @@ from .._common.record import Collective
 from .._common.torch_names import foreach_copy_, pytree
 from .._distributed.lanes import Mark, Steps
 from .._optim.optimizer import Sender, runs
+from .._plan.records import copied_alike
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._storage.flat import FlatBuffer
 from .streamed import Streamed
@@ -40,6 +41,7 @@ __all__ = [
     "may_step",
     "put",
     "put_back",
+    "renew",
     "update",
     "with_counts",
 ]
@@ -138,6 +140,7 @@ def apply_optimizer(
     waits, the host does not. Compute has waited for all of it at the end, also where it raises."""
     executor = state._executor
     executor.beside_backward = ()
+    executor.renewed = {name for name, one in executor.arrivals.items() if one.used and copied_alike(main[name].bucket)}
     left = {n: b for n, b in main.items() if not executor.staging.arrived(b.bucket)} if executor.arrivals else main
     try:
         new, opt = _applied(state, left, skip, given)
@@ -247,7 +250,19 @@ def _portion(state: State, main: dict[str, FlatBuffer], after: Sequence[Mark]) -
     for mark in after:
         state._executor.run.lanes.wait(mark)  # the lane does: it is the current one
     in_place(state, main)
+    state._executor.renewed.update(name for name, buffer in main.items() if renew(state, buffer))
     yield from ()
+
+
+def renew(state: State, main: FlatBuffer) -> bool:
+    """Cast main weights, or a cut of them, to their part of the compute copy, if the rank has no other. Returns whether
+    it does."""
+    if not copied_alike(main.bucket):
+        return False
+    copy = state.weights[main.bucket.name]
+    start = main.span()[0] - copy.span()[0]
+    copy.local[start : start + main.local.numel()].copy_(main.local)
+    return True
 
 
 def update(

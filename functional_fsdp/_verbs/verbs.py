@@ -336,6 +336,7 @@ def _take(
         put_back(before)
         if state.weights:
             there = executor.streamed.along(before) if executor.streamed is not None else ()
+            there = {*there, *executor.renewed} if executor.renewed and not before else there
             refresh(state.main, state.weights, state.scales, trainable_only=True, there=there)
         state.count.add_(1 if kept is None else ~kept)
         if skip is not None and lineage.offset is not None:

@@ -49,7 +49,7 @@ PRECISIONS = {
 @pytest.mark.parametrize(("preset", "name", "micro"), product(PRESETS, PRECISIONS, (1, 3)))
 def test_collectives_bytes_and_memory_are_the_arithmetic(preset: str, name: str, micro: int) -> None:
     precision = PRECISIONS[name]
-    main, compute, grads, wire, added, _ = precision.resolve(F32)
+    main, compute, grads, wire, added, *_ = precision.resolve(F32)
     for seen, held, n in launch(counted, (preset, micro, precision), nprocs=4):
         *batches, step = seen
         for k, found in enumerate(batches):

@@ -33,6 +33,7 @@ from functional_fsdp.transforms._cuda_graph.capturing import GraphBuffers
 
 pytestmark = pytest.mark.usefixtures("few_groups")
 
+EXACT = fsdp.Precision(compute=torch.bfloat16, sum="fp32")
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: fsdp.adamw(lr=lambda count: 1e-2 / (1 + count), weight_decay={"bias": 0.0, "default": 0.1}),
     "sgd": lambda: fsdp.sgd(1e-2, 0.9),
@@ -42,15 +43,18 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 PRECISIONS: dict[str, Any] = {
     "float32": fsdp.Precision(),
     "native": fsdp.Precision(compute=torch.bfloat16),
-    "exact": fsdp.Precision(compute=torch.bfloat16, sum="fp32"),
+    "exact": EXACT,
     "exact, halved": fsdp.Precision(compute=torch.bfloat16, sum="fp32", grads=torch.bfloat16),
-    "copies": fsdp.Precision(compute=torch.bfloat16, sum="fp32"),
+    "copies": EXACT,
+    "cast once": fsdp.Precision(compute=torch.bfloat16, gather=torch.bfloat16, sum="fp32"),
     # what is summed on the update lane and what is cast on the reduce lane, in one room
     "mixed": {
         "embed*": fsdp.Precision(compute=torch.bfloat16),
         "blocks.1.*": fsdp.Precision(compute=torch.bfloat16, sum="fp32", grads=torch.bfloat16),
-        "*": fsdp.Precision(compute=torch.bfloat16, sum="fp32"),
+        "*": EXACT,
     },
+    # the same, of each unit
+    "mixed in units": {"*.weight": EXACT, "*": fsdp.Precision(compute=torch.bfloat16)},
 }
 
 
@@ -101,8 +105,9 @@ ROWS = [*itertools.product(PRESETS, PRECISIONS, OPTIMIZERS)]
 QUICK = [
     ("zero3", "exact", "adamw"), ("zero2", "native", "partition"), ("zero1", "float32", "adamax"),
     ("hsdp", "exact, halved", "sgd"), ("hfsdp", "exact", "adamw"), ("ddp", "native", "adamw"),
-    ("zero3", "mixed", "adamw"), ("zero3", "copies", "adamw"), ("hsdp", "copies", "sgd"),
-    ("zero2", "copies", "partition"),
+    ("zero3", "mixed", "adamw"), ("zero3", "mixed in units", "adamw"), ("zero3", "copies", "adamw"),
+    ("hsdp", "copies", "sgd"), ("zero2", "copies", "partition"), ("zero3", "cast once", "partition"),
+    ("hfsdp", "cast once", "adamw"),
 ]  # fmt: skip
 
 

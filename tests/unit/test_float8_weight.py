@@ -14,6 +14,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import Float8Weight, Precision, ScheduleError, Spec, SpecError, extend
 from functional_fsdp import transforms as T
 from functional_fsdp._common.torch_names import pytree
+from functional_fsdp._plan.records import copied_alike, keeps_copy
 
 E4M3, E5M2, BF16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 RULES = {"*.weight": Precision(compute=BF16, gather=E4M3), "*": Precision(compute=BF16)}
@@ -38,9 +39,25 @@ def test_a_precision_says_what_is_gathered() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.int8, torch.float8_e8m0fnu])
 def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
-    said = rf"Precision\(gather={dtype}\): expected one of torch.float8_e4m3fn, torch.float8_e5m2, or None"
-    with pytest.raises(SpecError, match=said):
-        Precision(gather=dtype)
+    for compute in (None, F32):
+        names = "torch.float8_e4m3fn, torch.float8_e5m2"
+        said = rf"Precision\(gather={dtype}, compute={compute}\): expected one of {names}; or the dtype of compute"
+        with pytest.raises(SpecError, match=said):
+            Precision(compute=compute, gather=dtype)
+
+
+def test_the_dtype_of_compute_is_kept_where_main_weights_have_another_one() -> None:
+    kept, none = Precision(compute=BF16, gather=BF16), Precision(compute=F32, gather=F32)
+    assert kept.resolve(F32).copy
+    assert str(kept.resolve(F32)).startswith("main float32, compute bfloat16, gather bfloat16, grads")
+    assert not kept.resolve(torch.int64).copy
+    assert not none.resolve(F32).copy
+    plain = fsdp.make_layout(shapes(), Spec({"data": 4}, precision=Precision(compute=BF16)))
+    layout = fsdp.make_layout(shapes(), Spec({"data": 4}, precision=kept))
+    assert layout.hash != plain.hash
+    assert [b.numel for b in layout.buckets.values()] == [b.numel for b in plain.buckets.values()]
+    assert all(keeps_copy(b) and copied_alike(b) and not b.in_float8 for b in layout.buckets.values())
+    assert not any(map(keeps_copy, plain.buckets.values()))
 
 
 def test_weights_in_float8_lie_in_buckets_of_their_own() -> None:
