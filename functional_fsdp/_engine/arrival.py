@@ -6,8 +6,9 @@ Each piece of the sum lies on the bytes of the one before, and its update reads 
 so the sum goes through memory neither way. `Staging` ends a reduction like this where it has an `Arrival` for the
 bucket, which steps that are captured have (see `_state.arrivals`).
 
-The last reductions of a step have little backward left beside which they could travel. Each of their pieces is used
-up while the next ones come:
+The last reductions of a step have little backward left beside which they could travel. Where a sum over one axis is all
+that one does, and the copy engines bring it, each piece is used up while the next ones come; by collectives all pieces
+come at once, and are used up while the next reduction travels:
 
     reduce lane   1a comes ─ 1b comes ──────────────┬─ 0a comes ─ 0b comes
     update lane              sum 1a ─ update 1a ─ sum 1b ─ update 1b ─ sum 0a ─ ...
@@ -16,7 +17,6 @@ up while the next ones come:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -85,8 +85,18 @@ class Arrival:
         there: Sequence[Mark] = (),
     ) -> Mark:  # fmt: skip
         """They came as each rank sent them, or come, each piece by its point of `there`: add each up as `ordered_sum`
-        does, and use it up. Returns the point from which on all are added up."""
-        for (start, stop), came_in in zip_longest(self.pieces, there):
+        does, and use it up. Returns the point from which on all are added up.
+
+        Raises:
+            ScheduleError: the transport said of another number of pieces that they are there.
+        """
+        if there and len(there) != len(self.pieces):
+            raise ScheduleError(
+                f"exchange of the transport's Carrier: portions.there has {len(there)} points, and portions.cuts has "
+                f"{len(self.pieces)} portions. Append self.run.lanes.mark() once for each portion, in their order, "
+                "after it has come from all ranks; or leave portions alone."
+            )
+        for (start, stop), came_in in zip(self.pieces, there or [None] * len(self.pieces), strict=True):
             lanes.wait(came_in)
             room = self.rooms.at(self.lane, self.dtype, stop - start)
             ordered_sum(came, ranks, room, mean, own, start)

@@ -116,8 +116,8 @@ class Staging:
                 jobs.append(iter(()))  # it is not sent
             else:
                 stage.take()
-                bare = stage.single and index >= self.tail  # two at once would use one room at once
-                jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, mesh, bare))
+                beside = stage.single and index >= self.tail  # two at once would use one room at once
+                jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, mesh, beside))
             slots.append(slot)
             ways.append(way)
             if last and not whole:
@@ -167,10 +167,10 @@ class Staging:
 
     def _into(
         self, grads: dict[str, FlatBuffer], bucket: Bucket, way: Route, stage: torch.Tensor, spare: torch.Tensor,
-        mesh: object, bare: bool = False,
+        mesh: object, beside: bool = False,
     ) -> Steps:  # fmt: skip
         """What is staged on its way into the main gradients: the first one allocates them, later ones are added.
-        `bare`: there is little compute left beside which it travels."""
+        `beside`: an arrival may be used up on the update lane."""
         name = bucket.name
         have = grads.get(name)
         self.seen[name] = name in self.seen
@@ -179,7 +179,7 @@ class Staging:
         arrival = self.arrivals.get(name) if self.arrivals else None
         if arrival is not None and way.states == states_of(bucket, "main"):
             sums = way.exact or bucket.wire is not bucket.grads  # else they are used as they lie
-            beside = bare and arrival.sums and way.alone
+            beside = beside and arrival.sums and way.alone
             grads[bucket.name] = FlatBuffer(arrival.begin(way.ends, sums, beside), bucket, way.states, mesh)
             return self.steps.of(way, stage, spare, None, False, arrival)
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time

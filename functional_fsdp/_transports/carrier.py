@@ -167,8 +167,9 @@ class Carrier:
         rank. Returns whether the own one is left out, and only in `stage`.
 
         Args:
-            portions: in which what comes is used. A transport that brings one after the other may say when each one is
-                there.
+            portions: in which what comes is used. A transport that brings one after the other may say when each is
+                there: `portions.there.append(self.run.lanes.mark())`, once for each of `portions.cuts`, in their order,
+                on the lane of this job. All or none.
             collectives: of the first step, as `reduces` left them; as they were planned where gradients are staged in
                 other bytes than those of `staging` (beside the plan). The last one is not to be issued here where the
                 sum stays whole: it gathers that.

@@ -9,6 +9,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,7 @@ from support.tables import marked
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, extend, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._engine.arrival import Gone, gone
+from functional_fsdp._engine.arrival import Arrival, Gone, Rooms, gone
 from functional_fsdp._engine.sum import ordered_sum
 from functional_fsdp._runtime.given import NewCounts
 from functional_fsdp._state import arrivals
@@ -80,10 +81,11 @@ def tensors(state: fsdp.State) -> list[torch.Tensor]:
 
 
 def stepped(preset: str, precision: str, optimizer: str, arrive: bool, watched: bool) -> Any:
-    """What a state has after three steps and two captured ones, what raced, and how many buckets arrived in those."""
+    """What a state has after three steps and two captured ones, what raced, and how many buckets arrived in those, and
+    were used up beside what came next."""
     with in_small(), ordered() if watched else nullcontext() as order:
         state, forward_backward = made(preset, precision, optimizer)
-        arrived = 0
+        arrived = besides = 0
         for i in range(5):
             lineage = lineage_of(state)
             beside = (lineage.beside_backward if watched else tuple(state.layout.trainable)) if arrive else ()
@@ -95,12 +97,14 @@ def stepped(preset: str, precision: str, optimizer: str, arrive: bool, watched: 
             with capture.recording():
                 state, _ = forward_backward(state, batch(i, dist.get_rank(), 0))
                 arrived += sum(one.used for one in state._executor.arrivals.values())
+                besides += sum(one.used and one.beside for one in state._executor.arrivals.values())
                 state = fsdp.step(state)
             capture.first(lambda: None)
             assert not state._executor.arrivals
-        return tensors(state), [] if order is None else order.races, arrived
+        return tensors(state), [] if order is None else order.races, arrived, besides
 
 
+ALONE = ("exact", "copies", "mixed", "mixed in units", "cast once")  # sums in float32, into float32
 ROWS = [*itertools.product(PRESETS, PRECISIONS, OPTIMIZERS)]
 QUICK = [
     ("zero3", "exact", "adamw"), ("zero2", "native", "partition"), ("zero1", "float32", "adamax"),
@@ -116,12 +120,13 @@ def test_bits_are_those_of_updates_at_the_end(preset: str, precision: str, optim
     plain = launch(stepped, (preset, precision, optimizer, False, False), nprocs=ranks_of(preset))
     for watched in (False, True):
         seen = launch(stepped, (preset, precision, optimizer, True, watched), nprocs=ranks_of(preset))
-        for (found, races, arrived), (wanted, _, none) in zip(seen, plain, strict=True):
+        for (found, races, arrived, besides), (wanted, _, none, _) in zip(seen, plain, strict=True):
             assert not races
             assert not none
             assert all(map(torch.equal, found, wanted))
             overlaps = preset != "ddp" or not watched  # not of main weights that every rank has whole
             assert bool(arrived) == (overlaps and optimizer != "adamax")  # which may count what it is called for
+            assert bool(besides) == (bool(arrived) and preset in ("zero1", "zero2", "zero3") and precision in ALONE)
 
 
 def kept(how: str) -> tuple[int, bool]:
@@ -511,6 +516,16 @@ def test_a_part_of_a_sum_is_that_part(own: bool) -> None:
     part = torch.empty(7)
     ordered_sum(came, 3, part, True, apart, 11)
     assert torch.equal(part, whole[11:18])
+
+
+@pytest.mark.parametrize("points", [1, 3])
+def test_a_transport_says_of_each_portion_that_it_is_there(points: int) -> None:
+    one = Arrival("w", torch.float32, [(0, 4), (4, 8)], Rooms(torch.device("cpu")), lambda start, stop, grad: None)
+    one.begin("reduce", True, True)
+    lanes: Any = SimpleNamespace(wait=lambda mark: None, mark=lambda: None)
+    with pytest.raises(ScheduleError, match=rf"portions.there has {points} points, and portions.cuts has 2 portions"):
+        one.add_up(torch.zeros(8), 1, False, None, lanes, [None] * points)
+    one.add_up(torch.zeros(8), 1, False, None, lanes, [None] * 2)
 
 
 def lacking() -> str:

@@ -58,7 +58,13 @@ def test_the_pass_is_among_inductors_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"backend": "aot_eager"}, {"options": {PASS: None}}, {"mode": "x", "options": {"a": 1}}]
+    "options",
+    [
+        {"backend": "aot_eager"},
+        {"options": {PASS.replace("_", "-"): None}},
+        {"options": {PASS: None}},
+        {"mode": "x", "options": {"a": 1}},
+    ],
 )
 def test_what_is_somebody_elses_stays(options: dict[str, Any]) -> None:
     assert with_late_copies(options) == options

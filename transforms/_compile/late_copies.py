@@ -29,7 +29,8 @@ VIEWS = (torch.ops.aten.permute.default, torch.ops.aten.t.default, torch.ops.ate
 def with_late_copies(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of torch.compile, with the pass where Inductor compiles and nobody has another one."""
     mode, own = options.get("mode"), options.get("options")
-    if options.get("backend", "inductor") != "inductor" or (mode and own) or PASS in (own or {}):
+    named = [name.replace("-", "_") for name in own or ()]
+    if options.get("backend", "inductor") != "inductor" or (mode and own) or PASS in named:
         return {**options}
     inductor = torch_private.inductor()
     if getattr(inductor.config, PASS, None) is not None:
