@@ -68,6 +68,11 @@ class TestEveryFile:
         assert lines <= 400, f"{file.name} has {lines} lines; past 400 there is a second noun in it"
 
 
+def test_no_two_modules_of_tests_that_run_together_have_one_name() -> None:
+    names = [path.name for path in ROOT.glob("tests/*/test_*.py") if path.parent.name != "gpu"]
+    assert sorted(names) == sorted(set(names))  # workers import them by it
+
+
 def test_no_two_classes_have_one_name() -> None:
     """One word for one idea."""
     classes = Counter(node.name for file in CORE + TRANSFORMS for node in nodes(file) if isinstance(node, ast.ClassDef))
