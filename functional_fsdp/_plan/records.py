@@ -50,18 +50,19 @@ def keeps_copy(bucket: Bucket) -> bool:
     """Whether compute weights persist beside main weights: they are less sharded, or whole and of another dtype, or
     `Precision(gather=)` asks for them; or main weights are in the host's memory, from which a gather would have to
     fetch them twice a step."""
-    placement = bucket.placement
     if bucket.on_host or bucket.copy:
         return True
-    sharded_alike = set(placement.weights) == set(placement.main)
-    return not sharded_alike or (not placement.weights and bucket.compute is not bucket.main)
+    return not _sharded_alike(bucket) or (not bucket.placement.weights and bucket.compute is not bucket.main)
 
 
 def copied_alike(bucket: Bucket) -> bool:
     """Whether each rank's part of a compute copy is that of main weights, so that an update alone can renew it."""
-    placement = bucket.placement
-    alike = set(placement.weights) == set(placement.main)
-    return keeps_copy(bucket) and alike and not (bucket.in_float8 or bucket.on_host or bucket.by_leaf)
+    return keeps_copy(bucket) and _sharded_alike(bucket) and not (bucket.in_float8 or bucket.on_host or bucket.by_leaf)
+
+
+def _sharded_alike(bucket: Bucket) -> bool:
+    """Whether weights are sharded along the axes of main weights."""
+    return set(bucket.placement.weights) == set(bucket.placement.main)
 
 
 def stored_states(bucket: Bucket) -> States:

@@ -24,6 +24,7 @@ from .._optim.optimizer import FILL, runs
 from .._plan.bucket import STAGED, Bucket, aligned
 from .._storage.cut import cut, cuts
 from .._storage.flat import FlatBuffer
+from .._storage.refresh import own_part
 
 if TYPE_CHECKING:
     from .state import State
@@ -162,8 +163,7 @@ class Streamed:
         grads = {}
         for part in parts:
             bucket, copy, size = state.layout.buckets[part.name], state.weights[part.name], part.stop - part.start
-            first = state.main[part.name].span()[0] - copy.span()[0] + part.start
-            own = copy.local[first : first + size]
+            own = own_part(state.main[part.name], copy)[part.start : part.stop]
             if in_host_memory(own):
                 stored.append((room(size, bucket.compute), own))
                 own = stored[-1][0]

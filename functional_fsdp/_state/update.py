@@ -27,6 +27,7 @@ from .._optim.optimizer import Sender, runs
 from .._plan.records import copied_alike
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._storage.flat import FlatBuffer
+from .._storage.refresh import own_part
 from .streamed import Streamed
 
 if TYPE_CHECKING:
@@ -259,9 +260,7 @@ def renew(state: State, main: FlatBuffer) -> bool:
     it does."""
     if not copied_alike(main.bucket):
         return False
-    copy = state.weights[main.bucket.name]
-    start = main.span()[0] - copy.span()[0]
-    copy.local[start : start + main.local.numel()].copy_(main.local)
+    own_part(main, state.weights[main.bucket.name]).copy_(main.local)
     return True
 
 

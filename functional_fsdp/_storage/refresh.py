@@ -28,7 +28,7 @@ from .flat import FlatBuffer
 from .float8_cast import cast_float8
 from .weights import alias_of
 
-__all__ = ["no_scales", "refresh"]
+__all__ = ["no_scales", "own_part", "refresh"]
 
 Tree = Mapping[str, FlatBuffer]
 Span = tuple[int, int]
@@ -38,6 +38,12 @@ LEAST = 1e-12  # of the largest number of a leaf: torchao's, so that a leaf of z
 def no_scales(bucket: Bucket, device: torch.device) -> torch.Tensor:
     """Room for the scales of a bucket: float32 [leaves]."""
     return torch.zeros(len(bucket.leaves), dtype=torch.float32, device=device)
+
+
+def own_part(main: FlatBuffer, copy: FlatBuffer) -> torch.Tensor:
+    """Where main weights, or a cut of them, lie in the compute copy of the same rank."""
+    start = main.span()[0] - copy.span()[0]
+    return copy.local[start : start + main.local.numel()]
 
 
 def refresh(
@@ -61,8 +67,7 @@ def refresh(
         _rescale([main[name] for name in chosen if name in scales], scales)
     for name in chosen:
         source, kept = main[name], weights[name]
-        start = source.span()[0] - kept.span()[0]
-        own = kept.local[start : start + source.local.numel()]
+        own = own_part(source, kept)
         if name in scales:
             bucket, rows, begin = source.bucket, source.local.view(-1, ALIGN), source.span()[0] // ALIGN
             cast_float8(rows, own.view(-1, ALIGN), scales[name], bucket.compute, begin, bucket.rows)

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from functional_fsdp.extend import torch_private
 
-__all__ = ["through_inductor"]
+__all__ = ["graph_pass", "through_inductor"]
 
 #: the step's own order is the plan's: gathers one use ahead, reductions waited for when the next one comes
 ORDERED = {"reorder_for_peak_memory": False, "reorder_for_locality": False}
@@ -28,6 +28,19 @@ def through_inductor(
         change: made to the graph before it is lowered; one of this package's functions.
         key: what it goes by, beside the graph, for caches on disk.
     """
+    settings = ORDERED | config | {"post_grad_custom_pre_pass": graph_pass(change, *key)}
+    compiled: Callable[..., Any] = torch_private.inductor().compile_fx.compile_fx(
+        module, inputs, config_patches=settings
+    )
+    return compiled
+
+
+def graph_pass(change: Callable[[fx.Graph], Any], *key: Any) -> Any:
+    """A pass of Inductor's that makes a change to graphs; one of this package's functions.
+
+    Args:
+        key: what it goes by, beside its module's code, for caches on disk.
+    """
     passes = torch_private.inductor().custom_graph_pass
     files = (str(sys.modules[change.__module__].__file__),)
 
@@ -38,8 +51,4 @@ def through_inductor(
         def uuid(self) -> Any:
             return passes.get_hash_for_files(files, repr(key))
 
-    settings = ORDERED | config | {"post_grad_custom_pre_pass": Pass()}
-    compiled: Callable[..., Any] = torch_private.inductor().compile_fx.compile_fx(
-        module, inputs, config_patches=settings
-    )
-    return compiled
+    return Pass()

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from functional_fsdp.extend import torch_private
 
+from .inductors import graph_pass
+
 __all__ = ["mark_copies", "with_late_copies"]
 
 PASS = "joint_custom_pre_pass"  # of Inductor's settings
@@ -55,13 +57,4 @@ def _is_view_of_input(node: Any) -> bool:
 
 @cache
 def _pass() -> Any:
-    passes = torch_private.inductor().custom_graph_pass
-
-    class LateCopies(passes.CustomGraphPass):  # type: ignore[misc, name-defined]
-        def __call__(self, graph: fx.Graph) -> None:
-            mark_copies(graph)
-
-        def uuid(self) -> Any:
-            return passes.get_hash_for_files((__file__,))
-
-    return LateCopies()
+    return graph_pass(mark_copies)
