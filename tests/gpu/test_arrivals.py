@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -41,10 +42,10 @@ def made(transport: Any, optimizer: str, overlap: bool, **precision: Any) -> tup
     return state, T.forward_backward(model, lambda m, x: (m(x) - x).float().square().mean())
 
 
-def trained(transport: Any, optimizer: str, grads: torch.dtype, overlap: bool) -> dict[str, Any]:
+def trained(transport: Any, optimizer: str, grads: torch.dtype, overlap: bool, **precision: Any) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True)
     try:
-        state, forward_backward = made(transport, optimizer, overlap, grads=grads)
+        state, forward_backward = made(transport, optimizer, overlap, grads=grads, **precision)
 
         def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
             state, loss = forward_backward(state, x)
@@ -87,6 +88,24 @@ def test_bits_are_those_of_updates_at_the_end_without_main_gradients() -> None:
             print(f"{transport} {optimizer}: saved {row['saved'] / MIB:.1f} MiB of {row['grads'] / MIB:.1f}")
             before = row["grads"] * (DEPTH - 1) // DEPTH  # the peak is in the backward of the first layer
             assert row["saved"] >= before - PIECE - 16 * MIB
+
+
+def cast_once() -> list[list[bool]]:
+    """Of each transport and time of updates whether shards kept in bfloat16 change losses or anything that trains."""
+    found = []
+    for transport, overlap in itertools.product(("copy_engine", "collective"), (True, False)):
+        often = trained(transport, "adamw", torch.float32, overlap)
+        once = trained(transport, "adamw", torch.float32, overlap, gather=torch.bfloat16)
+        same = map(torch.equal, once["tensors"], often["tensors"])
+        found.append([once["losses"] == often["losses"], len(once["tensors"]) == len(often["tensors"]), *same])
+    return found
+
+
+def test_bits_are_the_same_where_shards_are_cast_once() -> None:
+    for found in launch(cast_once, nprocs=RANKS):
+        assert len(found) == 4
+        for same in found:
+            assert all(same)
 
 
 def values(state: fsdp.State) -> list[torch.Tensor]:
