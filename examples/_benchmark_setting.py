@@ -42,6 +42,7 @@ class Setting:
     budget: int = 0  # bytes, of the row "budget"; 0: half of the gathered weights'
     offloaded: int = 0  # one of so many layers, the first ones: their activations wait in the host's memory
     gather: tuple[str, ...] = ()  # weights that are gathered in float8
+    rounded: bool = False  # whether weights are rounded to `dtype` before the first step
     once: bool = False  # whether shards are kept as they are gathered, so that gathers cast nothing
 
     def spec(self) -> fsdp.Spec:

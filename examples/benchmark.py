@@ -129,9 +129,10 @@ class Runner:
             torch.manual_seed(0)
             with meter.device:
                 model = config.build()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.copy_(p.to(setting.dtype))
+            if setting.rounded:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.copy_(p.to(setting.dtype))
             self.step = CONTESTANTS[name].build(model, setting)
             del model
             self.run(1)  # after the first step optimizers have their state
@@ -214,6 +215,7 @@ def measure(args: Namespace) -> Table:
     config = replace(base, batch=args.batch or base.batch, seq=args.seq or base.seq)
     dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
     setting = Setting(mesh, both, config, args.placement, dtype, budget=int(2**20 * (args.budget or 0)))
+    setting = replace(setting, rounded=args.start == "rounded")
     warmup = max(args.warmup, WARMUP + 1 if any("graph" in name for name in args.only) else 1)
     data = batches(config, warmup + args.rounds * (args.steps + cuda) + 2, meter.device)
 
@@ -253,6 +255,12 @@ def arguments() -> Namespace:
     )
     add(
         "--replicas", type=int, default=2, help="of the rows that shard within replicas, and of --placement hsdp, hfsdp"
+    )
+    add(
+        "--start",
+        choices=("float32", "rounded"),
+        help="weights before the first step: as the model makes them, or rounded to --dtype; default: rounded where a "
+        "Megatron-FSDP row is chosen, whose float32 weights are made of rounded ones",
     )
     add("--only", type=names, help=f"all, or a choice of {','.join(CONTESTANTS)}")
     add("--budget", type=float, metavar="MIB", help='of "budget"; default: half of the gathered weights')
@@ -297,6 +305,8 @@ def chosen(args: Namespace, parser: argparse.ArgumentParser) -> None:
     args.only = [name for name in rows if not why[name]]
     args.yardsticks = [name for name in beside if not why[name]]
     args.notes = [f"{name} is left out: {why[name]}." for name in dict.fromkeys([*wanted, *beside]) if why[name]]
+    megatron = any(name.startswith("Megatron") for name in (*args.only, *args.yardsticks))
+    args.start = args.start or ("rounded" if megatron else "float32")
     args.failed = False
     if not args.only:
         parser.error("--only: no row is left. " + " ".join(args.notes))
@@ -310,11 +320,9 @@ def run_apart(args: Namespace) -> list[Table]:
     for name in args.only:
         if name not in args.yardsticks:
             sets.setdefault(name if args.apart == "rows" else CONTESTANTS[name].group, []).append(name)
-    tables, same = (
-        [],
-        ("model", "ranks", "device", "batch", "seq", "steps", "rounds", "warmup", "dtype", "placement", "replicas"),
-    )
-    given = {name: getattr(args, name) for name in (*same, "budget")}
+    tables = []
+    alike = ("model", "ranks", "device", "batch", "seq", "steps", "rounds", "warmup", "dtype", "placement", "replicas")
+    given = {name: getattr(args, name) for name in (*alike, "start", "budget")}
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
     for number, (group, rows) in enumerate((sets or {"yardsticks": []}).items(), 1):
         together = ",".join([*rows, *args.yardsticks])
