@@ -230,6 +230,7 @@ CONTESTANTS = {
     "driven traced graph": Contestant(varied(driven_traced, graph=True), group="traced"),
     "graph": Contestant(varied(either, graph=True), group="graphs"),
     "graph compiled": Contestant(varied(either, graph=True, compiled=True), group="graphs"),
+    "graph compiled cast once": Contestant(varied(either, graph=True, compiled=True, once=True), group="graphs"),
     "copy engine": Contestant(varied(either, transport="copy_engine"), group="copies"),
     "copy engine compiled": Contestant(varied(either, transport="copy_engine", compiled=True), group="copies"),
     "copy engine graph": Contestant(varied(either, transport="copy_engine", graph=True), group="copies"),

@@ -16,13 +16,13 @@
 | kept            | unit by unit, every unit gathered once: `Schedule(keep="all")`; see FSDP2 kept                   |
 | budget          | unit by unit, with `--budget` of units gathered once: `Schedule(keep=bytes)`                     |
 | compiled        | unit by unit, with layers compiled by `T.compile_units`; also "driven compiled", "kept compiled" |
-| copy engine     | unit by unit, by reading other ranks' memory: `Spec(transport="copy_engine")`; also "copy    |
-|                 | engine compiled"                                                                                 |
-| graph           | unit by unit, the whole step as a CUDA graph: `T.cuda_graph`; also "graph compiled", and after   |
-|                 | the names of transports: "copy engine graph compiled", also "... kept", "... cast once": shards  |
-|                 | are kept in the compute dtype, too, `Precision(gather=)`, and "... offloaded": driven,           |
-|                 | activations of the first eighth of layers wait in the host's memory: `T.offload`                 |
-| symmetric       | unit by unit, NCCL's symmetric memory: `Spec(transport="symmetric")`; "zero-CTA" too         |
+| copy engine     | unit by unit, by reading other ranks' memory: `Spec(transport="copy_engine")`; also "copy engine |
+|                 | compiled"                                                                                        |
+| graph           | unit by unit, the whole step as a CUDA graph: `T.cuda_graph`; also "graph compiled", "... cast   |
+|                 | once": shards are kept in the compute dtype, too, `Precision(gather=)`, and after the names of   |
+|                 | transports: "copy engine graph compiled", also "... kept", "... cast once", and "... offloaded": |
+|                 | driven, activations of the first eighth of layers wait in the host's memory: `T.offload`         |
+| symmetric       | unit by unit, NCCL's symmetric memory: `Spec(transport="symmetric")`; "zero-CTA" too             |
 | traced          | unit by unit, the whole step compiled: `T.compile`; also                                         |
 |                 | "traced graph", "driven traced" and "driven traced graph"                                        |
 | hsdp            | unit by unit on a mesh replica × shard (`--replicas`): sharded within each replica; also         |
