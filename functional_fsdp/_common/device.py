@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -258,9 +258,9 @@ def casts_float8(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and _rounds_once(tensor.device)
 
 
-def fused_sgd_takes(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether torch's fused SGD takes these, of one device: on the CPU not in bfloat16."""
-    return tensors[0].device.type != "cpu" or all(t.dtype is not torch.bfloat16 for t in tensors)
+def fused_sgd_takes(weight: torch.Tensor) -> bool:
+    """Whether torch's fused SGD takes weights like this one: on the CPU not in bfloat16."""
+    return weight.device.type != "cpu" or weight.dtype is not torch.bfloat16
 
 
 def rows_at_once(device: torch.device) -> int:

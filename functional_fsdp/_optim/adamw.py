@@ -39,7 +39,7 @@ class AdamState(NamedTuple):
 
 @dataclass(frozen=True)
 class AdamW(UpdatesSome):
-    """AdamW (Loshchilov and Hutter 2019) on torch's fused kernel: one launch a label, for all buckets of a call."""
+    """AdamW (Loshchilov and Hutter 2019) on torch's fused kernel: one launch for all buckets of a label and a dtype."""
 
     lr: Any
     betas: Any  # a pair, or pairs by label
@@ -84,23 +84,24 @@ class AdamW(UpdatesSome):
         trees = main, grads, opt.mean, opt.square
         whole = {name: b for name, b in main.items() if name not in opt.missed} if opt.missed else main
         groups = groups_of(given, whole, *trees[1:])
-        steps = {label: [taken] * len(lists[0]) for label, lists in groups.items()}
+        steps = {group: [taken] * len(lists[0]) for group, lists in groups.items()}
         for name in opt.missed:
             if name in main:  # each leaf for itself
                 leaves, some = main[name].bucket.leaves, given.get(name)
                 counts = (count + 1 - opt.missed[name].local).float().unbind()
                 for parts in zip(*(tree[name].by_leaf(some) for tree in trees), strict=True):
-                    i = parts[0][0]
-                    lists = groups.setdefault(leaves[i].label, [[] for _ in trees])
+                    i, first = parts[0]
+                    group = (leaves[i].label, first.dtype)
+                    lists = groups.setdefault(group, [[] for _ in trees])
                     for views, (_, view) in zip(lists, parts, strict=True):
                         views.append(view)
-                    steps.setdefault(leaves[i].label, []).append(counts[i])
-        for label, lists in groups.items():
+                    steps.setdefault(group, []).append(counts[i])
+        for (label, dtype), lists in groups.items():
             numbers = (
                 at("lr", self.lr, label, count), at("betas", self.betas, label, count),
                 at("eps", self.eps, label, count), at("weight_decay", self.weight_decay, label, count),
             )  # fmt: skip
-            self._change(skip, [*lists, steps[label]], *numbers)
+            self._change(skip, [*lists, steps[label, dtype]], *numbers)
         count_missed([(opt.missed[name].local, some) for name, some in given.items() if name in main], skip)
         return main, opt
 

@@ -53,7 +53,7 @@ class Sgd(UpdatesSome):
         count: torch.Tensor,
     ) -> tuple[Tree, Any]:  # fmt: skip
         trees = (main, grads, opt) if opt else (main, grads)
-        for label, (p, g, *momentum) in groups_of(given, *trees).items():
+        for (label, _), (p, g, *momentum) in groups_of(given, *trees).items():
             lr, decay = at("lr", self.lr, label, count), at("weight_decay", self.weight_decay, label, count)
             factor = at("momentum", self.momentum, label, count)
             moving = momentum[0] if momentum and (tensors(factor) or factor) else []
@@ -78,7 +78,7 @@ class Sgd(UpdatesSome):
 
     @traced_as(_plainly)
     def _change(self, skip: torch.Tensor | None, p: Any, g: Any, moving: Any, lr: Any, factor: Any, decay: Any) -> None:
-        if tensors(factor, decay) or not fused_sgd_takes(p):
+        if tensors(factor, decay) or not fused_sgd_takes(p[0]):
             return self._plainly(skip, p, g, moving, lr, factor, decay)
         torch.autograd.graph.increment_version([*p, *moving])
         fused_sgd_(

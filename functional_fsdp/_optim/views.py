@@ -11,20 +11,22 @@ from .._common.torch_names import foreach_add_
 from .._runtime.given import Leaves
 from .optimizer import Tree
 
-__all__ = ["Lists", "count_missed", "groups_of"]
+__all__ = ["Group", "Lists", "count_missed", "groups_of"]
 
 Lists = list[list[torch.Tensor]]
+Group = tuple[str, torch.dtype]  # a label, and the dtype of main weights: fused kernels take one at a time
 
 
-def groups_of(given: Leaves, *trees: Tree) -> dict[str, Lists]:
-    """{label: [views of tree 0, views of tree 1, ...]} over all buckets, of leaves that got a gradient; empty views
-    left out."""
-    groups: dict[str, Lists] = {}
+def groups_of(given: Leaves, *trees: Tree) -> dict[Group, Lists]:
+    """{group: [views of tree 0, views of tree 1, ...]} over all buckets, of leaves that got a gradient; empty views
+    left out. The dtype is that of tree 0."""
+    groups: dict[Group, Lists] = {}
     for name in trees[0]:
         some = given.get(name)
         for labelled in zip(*(tree[name].by_label(some) for tree in trees), strict=True):
-            if labelled[0][1].numel():
-                lists = groups.setdefault(labelled[0][0], [[] for _ in trees])
+            label, first = labelled[0]
+            if first.numel():
+                lists = groups.setdefault((label, first.dtype), [[] for _ in trees])
                 for views, (_, view) in zip(lists, labelled, strict=True):
                     views.append(view)
     return groups

@@ -54,7 +54,8 @@ PRECISIONS: dict[str, Any] = {
         "blocks.1.*": fsdp.Precision(compute=torch.bfloat16, sum="fp32", grads=torch.bfloat16),
         "*": EXACT,
     },
-    # the same, of each unit
+    "several mains": {"blocks.1.*": fsdp.Precision(main=torch.bfloat16, compute=torch.bfloat16), "*": EXACT},
+    # mixed, of each unit
     "mixed in units": {"*.weight": EXACT, "*": fsdp.Precision(compute=torch.bfloat16)},
 }
 
@@ -104,14 +105,14 @@ def stepped(preset: str, precision: str, optimizer: str, arrive: bool, watched: 
         return tensors(state), [] if order is None else order.races, arrived, besides
 
 
-ALONE = ("exact", "copies", "mixed", "mixed in units", "cast once")  # sums in float32, into float32
+ALONE = ("exact", "copies", "mixed", "several mains", "mixed in units", "cast once")  # sums in float32, into float32
 ROWS = [*itertools.product(PRESETS, PRECISIONS, OPTIMIZERS)]
 QUICK = [
     ("zero3", "exact", "adamw"), ("zero2", "native", "partition"), ("zero1", "float32", "adamax"),
     ("hsdp", "exact, halved", "sgd"), ("hfsdp", "exact", "adamw"), ("ddp", "native", "adamw"),
     ("zero3", "mixed", "adamw"), ("zero3", "mixed in units", "adamw"), ("zero3", "copies", "adamw"),
     ("hsdp", "copies", "sgd"), ("zero2", "copies", "partition"), ("zero3", "cast once", "partition"),
-    ("hfsdp", "cast once", "adamw"),
+    ("hfsdp", "cast once", "adamw"), ("zero3", "several mains", "sgd"),
 ]  # fmt: skip
 
 

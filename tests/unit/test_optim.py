@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 
 import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, Spec, SpecError, TreeError
+from functional_fsdp._optim import adamw, sgd
 from functional_fsdp._optim.probe import Kept, states_of
 
 Tree = dict[str, Any]
@@ -606,21 +607,46 @@ def test_optimizers_are_values() -> None:
     assert fsdp.sgd(lr=0.1) != fsdp.sgd(lr=0.1, nesterov=True, momentum=0.1)
 
 
-@pytest.mark.parametrize("optimizer", [fsdp.adamw(lr=1e-2), fsdp.sgd(lr=1e-2, momentum=0.9)], ids=["adamw", "sgd"])
-def test_an_update_by_bucket_is_the_update_of_all(optimizer: Any) -> None:
+BOTH = pytest.mark.parametrize(
+    "optimizer", [fsdp.adamw(lr=1e-2), fsdp.sgd(lr=1e-2, momentum=0.9)], ids=["adamw", "sgd"]
+)
+MIXED = {"blocks.0.*": fsdp.Precision(main=torch.bfloat16), "norm": fsdp.Precision(main=torch.float32)}
+
+
+@BOTH
+@pytest.mark.parametrize("precision", [None, MIXED], ids=["one dtype", "several"])
+def test_an_update_by_bucket_is_the_update_of_all(optimizer: Any, precision: Any) -> None:
     assert optimizer.by_bucket
-    state = fsdp.shard(tree(0), spec(), optimizer)
-    apart = fsdp.shard(tree(0), spec(), optimizer)
-    grads = pytree.tree_map(torch.ones_like, state.main)
+    state = fsdp.shard(tree(0), spec(precision=precision), optimizer)
+    apart = fsdp.shard(tree(0), spec(precision=precision), optimizer)
+    grads = pytree.tree_map(lambda w: w + 1, state.main)
     optimizer.update(grads, state.opt, state.main, state.count)
-    names = list(apart.main)
-    for some in (names[:1], names[1:]):
-        chosen = {name: apart.main[name] for name in some}
-        optimizer.update({name: grads[name] for name in some}, apart.opt, chosen, apart.count)
+    for name in [*apart.main]:
+        chosen = {name: apart.main[name]}
+        optimizer.update({name: grads[name]}, apart.opt, chosen, apart.count)
     for a, b in zip(
         pytree.tree_leaves((state.main, state.opt)), pytree.tree_leaves((apart.main, apart.opt)), strict=True
     ):
         assert torch.equal(a, b)
+
+
+@BOTH
+def test_a_kernel_sees_one_dtype_at_a_time(optimizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs torch's fused kernels refuse lists of several."""
+    module, name = (adamw, "fused_adamw_") if isinstance(optimizer, adamw.AdamW) else (sgd, "fused_sgd_")
+    kernel, seen = getattr(module, name), []
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        seen.append({t.dtype for some in args[:3] for t in some})
+        kernel(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, noted)
+    state = fsdp.shard(tree(0), spec(precision=MIXED), optimizer)
+    fsdp.step(fsdp.reduce(state, tree(1)))
+    assert all(len(dtypes) == 1 for dtypes in seen)
+    taken = {torch.float32, torch.float64} | ({torch.bfloat16} if module is adamw else set())
+    assert set().union(*seen) == taken
+    assert len(seen) == len(taken)
 
 
 # -------------------------------------------------------------------------------- skipped steps
