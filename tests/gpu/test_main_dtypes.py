@@ -1,4 +1,4 @@
-"""Main weights of several dtypes in one step: each as among those of its own dtype. Fused kernels take one at a time."""
+"""Main weights of several dtypes in one step: each is as among those of its own. Fused kernels take one at a time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 def weights_after(optimizer: str, mains: dict[str, torch.dtype], skip: bool) -> dict[str, torch.Tensor]:
     """Whole weights after three steps on given gradients. Main weights have these dtypes, by pattern."""
     generator = torch.Generator().manual_seed(0)
-    shapes = {"a.rows": (64, 32), "a.bias": (33,), "b.rows": (32, 64), "b.bias": (7,)}
+    shapes = {f"{unit}.{path}": shape for unit in "abcd" for path, shape in (("rows", (64, 32)), ("bias", (33,)))}
     trees = [{path: torch.randn(shape, generator=generator) for path, shape in shapes.items()} for _ in range(4)]
     precision = {path: fsdp.Precision(main=main) for path, main in mains.items()}
-    spec = fsdp.Spec(fsdp.local_mesh(), units=["a", "b"], precision=precision, labels={"*.rows": "rows"})
+    spec = fsdp.Spec(fsdp.local_mesh(), units=[*"abcd"], precision=precision, labels={"*.rows": "rows"})
     state = fsdp.shard({path: w.cuda() for path, w in trees[0].items()}, spec, OPTIMIZERS[optimizer]())
     for tree in trees[1:]:
         state = fsdp.reduce(state, {path: grad.cuda().to(state_dtype(state, path)) for path, grad in tree.items()})
@@ -45,9 +45,9 @@ def differing(optimizer: str, skip: bool) -> list[str]:
     matrices together then: its are close."""
     near = 1e-3 if optimizer == "muon" else 0.0
     bf16, fp32 = torch.bfloat16, torch.float32
-    mixed = weights_after(optimizer, {"a.*": bf16, "*": fp32}, skip)
+    mixed = weights_after(optimizer, {"[ac].*": bf16, "*": fp32}, skip)
     alone = {dtype: weights_after(optimizer, {"*": dtype}, skip) for dtype in (bf16, fp32)}
-    wanted = {path: alone[bf16 if path.startswith("a.") else fp32][path] for path in mixed}
+    wanted = {path: alone[bf16 if path[0] in "ac" else fp32][path] for path in mixed}
     same = {path: torch.allclose(w, wanted[path], rtol=0.0, atol=near) for path, w in mixed.items()}
     return [path for path, w in mixed.items() if w.dtype is not wanted[path].dtype or not same[path]]
 
