@@ -43,7 +43,8 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
 
     Not counted: what torch's libraries keep for themselves, blocks that the allocator has split badly, what a graph of
     compiled units spares (compiled units are counted as if they were not), the two buffers of an update that streams
-    from the host's memory. Of a step of several microbatches it is the first.
+    from the host's memory. Of a step of several microbatches it is the first. Main gradients are counted whole, which
+    a CUDA graph with `Schedule(overlap_update=True)` need not keep.
 
     Collective: none.
 

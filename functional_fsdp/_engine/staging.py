@@ -210,7 +210,7 @@ class Staging:
             write_leaves(bucket, stage, given)
             spare = stage.new_empty(bucket.received if way.exact else 0, dtype=torch.uint8)
             job = self._into(grads, bucket, way, stage, spare, mesh)
-            done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)
+            done = self._submit([job], [way], self.run.lanes.mark())
             self.run.lanes.keep(stage, spare)
             if self.plan.schedule.overlap_update:
                 self._newest([bucket], done)

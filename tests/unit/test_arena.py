@@ -10,6 +10,7 @@ import torch
 
 import functional_fsdp as fsdp
 from functional_fsdp._engine.arena import Arena
+from functional_fsdp._engine.gathers import Gathers
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._plan.plan import make_plan
 
@@ -51,3 +52,15 @@ def test_what_lay_there_is_back_after_something_was_put_in_its_place(there: str,
     undo()
     assert made.bytes[there][0].nbytes() == 4 * SIZES[there]
     assert torch.equal(mine, torch.arange(float(SIZES[there])))
+
+
+def test_a_place_is_crowded_while_something_that_is_held_lies_there() -> None:
+    def lent(**held: bool) -> Any:
+        places = {unit: SimpleNamespace(loan=SimpleNamespace(held=one)) for unit, one in held.items()}
+        plan = SimpleNamespace(sharing={"a": ("c", "d"), "b": ()})
+        return SimpleNamespace(arena=SimpleNamespace(places=places), plan=plan)
+
+    assert Gathers._crowded(lent(a=True, d=True), "a") is True
+    assert Gathers._crowded(lent(c=False, d=False), "a") is False  # was released
+    assert Gathers._crowded(lent(), "a") is False  # was never gathered
+    assert Gathers._crowded(lent(a=True, c=True, d=True), "b") is False
