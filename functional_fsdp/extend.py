@@ -55,7 +55,7 @@ from ._graph.graph import Graph, graph_of, refuse_values, users_line
 from ._graph.regather import point_at_second_gathers
 from ._graph.trace import coordinate_of
 from ._nn.skeleton import Placeholder, every_buffer, refuse_meta, skeleton_of
-from ._optim.optimizer import Sender
+from ._optim.optimizer import Sender, put
 from ._plan.peak import StepMemory, Stretch, find_peak
 from ._plan.route import Route
 from ._plan.walk import Collision
@@ -69,7 +69,6 @@ from ._state.rounds import begin_round, end_round
 from ._state.session import Session
 from ._state.sizes import plan_for, state_bytes, steps_on
 from ._state.state import FIELDS, State
-from ._state.update import put
 from ._state.veto import Veto, Vetoed
 from ._storage.flat import LeafShard, gather_leaves, leaf_shards
 from ._storage.place import BucketPlace, Place

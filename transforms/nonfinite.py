@@ -144,7 +144,8 @@ class NonfiniteWatch:
 
     def found(self) -> list[Nonfinite]:
         """What every rank has seen. Collective; waits for the device."""
-        numbers = torch.stack([count for *_, count in self.counts]).tolist() if self.counts else []
+        counts = [count for *_, count in self.counts]
+        numbers = torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
         rank = self.ranks.rank
         mine = [Nonfinite(leaf, unit, rank, n) for (unit, leaf, _), n in zip(self.counts, numbers, strict=True) if n]
         return [one for found in self.ranks.everyone(mine, "elements that are not finite") for one in found]

@@ -25,12 +25,13 @@ from .._common.calls import alone, outside_inference
 from .._common.device import empty_as
 from .._common.errors import CheckpointError, RestartError, SpecError
 from .._common.torch_names import pytree
+from .._optim.optimizer import initial
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
 from .._state.shard import needs_spec
 from .._state.state import Lineage, State, Version
-from .._storage.flat import FlatBuffer, at_home
+from .._storage.flat import FlatBuffer
 from .._storage.refresh import refresh
 from .about import ALLOWED, about_of, as_there, check_same, fits
 from .folder import Claim, check_shared, may_keep, partial, reading, unfinished
@@ -245,7 +246,7 @@ def _filled(
         read_tensors(path, note, there, chosen)
         if anew:
             main = {name: fresh.main[name] for name in state.layout.trainable}
-            fresh = fresh._evolve(opt={} if state.optimizer is None else at_home(state.optimizer.init(main)))
+            fresh = fresh._evolve(opt={} if state.optimizer is None else initial(state.optimizer, main))
         made.append(fresh)
 
     joint(read, "tensors")

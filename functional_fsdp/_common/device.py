@@ -14,7 +14,7 @@ from .errors import SpecError
 from .torch_names import storage_at
 
 __all__ = [
-    "arrival", "being_captured", "best_device", "casts_float8", "clone_as", "computes_on", "current_device",
+    "arrival", "as_rate", "being_captured", "best_device", "casts_float8", "clone_as", "computes_on", "current_device",
     "default_generator", "device_of", "empty_as", "forked_random", "fused_sgd_takes", "host_bandwidth",
     "host_buffer", "host_memory", "in_host_memory", "keeps_released", "lies_on_host", "make_room", "on_host", "pin",
     "rows_at_once", "runs_triton", "table_may_stay", "unpin", "zeros_as",
@@ -261,6 +261,12 @@ def casts_float8(tensor: torch.Tensor) -> bool:
 def fused_sgd_takes(weight: torch.Tensor) -> bool:
     """Whether torch's fused SGD takes weights like this one: on the CPU not in bfloat16."""
     return weight.device.type != "cpu" or weight.dtype is not torch.bfloat16
+
+
+def as_rate(lr: Any) -> Any:
+    """A rate as fused kernels take it: on GPUs they read a float32, of whatever dtype it is."""
+    beside = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
+    return lr.float() if beside and lr.dtype is not torch.float32 else lr
 
 
 def rows_at_once(device: torch.device) -> int:

@@ -38,7 +38,7 @@ def ordered_sum(
         summand = (mine if rank == place else came[rank * stride :])[first : first + size]
         out.add_(summand) if rank else out.copy_(summand)
     if mean:
-        out.div_(ranks)
+        out.div_(out.new_full((), ranks))  # by a number a GPU multiplies with its inverse, which it rounds
 
 
 _KERNEL: list[Any] = []

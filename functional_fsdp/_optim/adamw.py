@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from .._common.device import as_rate
 from .._common.torch_names import fused_adamw_
 from .._common.tracing import traced_as
 from .._runtime.given import Leaves
@@ -125,7 +126,7 @@ class AdamW(UpdatesSome):
         torch.autograd.graph.increment_version([*p, *m, *v])  # the fused kernel does not
         fused_adamw_(
             p, g, m, v, [], taken,
-            lr=lr, beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=decay, amsgrad=False,
+            lr=as_rate(lr), beta1=betas[0], beta2=betas[1], eps=eps, weight_decay=decay, amsgrad=False,
             maximize=False, found_inf=None if skip is None else skip.float(),
         )  # fmt: skip
 

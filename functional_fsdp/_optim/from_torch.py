@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from .._common.device import being_captured, lies_on_host, zeros_as
+from .._common.device import as_rate, being_captured, lies_on_host, zeros_as
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.tracing import traced_as
 from .._plan.bucket import Bucket
@@ -163,7 +163,7 @@ class FromTorch(UpdatesSome):
             )
         for rate in rates:
             number = not isinstance(rate, torch.Tensor) or host or lies_on_host(rate)
-            options["lr"] = float(rate) if number else rate
+            options["lr"] = float(rate) if number else as_rate(rate)
         n, had = len(params), names.split(",")
         if lacks := [name for name in known.kept if name not in had]:
             raise TreeError(
@@ -174,10 +174,10 @@ class FromTorch(UpdatesSome):
         given = {name: _given(known.kept[name], column) for name, column in columns.items()}
         states = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)] or [{}] * n
         before = [tensor.clone() for tensor in (*params, *kept)] if skip is not None else []
+        torch.autograd.graph.increment_version([*params, *kept])  # fused kernels do not, nor who writes to `.data`
         after = driven(self.cls, options, params, grads, states)
         for name, column in columns.items():
             _put(known.kept[name], column, [state[name] for state in after])
-        torch.autograd.graph.increment_version([*params, *kept])  # fused kernels do not
         for tensor, old in zip((*params, *kept), before, strict=False):
             tensor.copy_(torch.where(skip, old, tensor))
 

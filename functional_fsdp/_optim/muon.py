@@ -181,7 +181,7 @@ class Muon(UpdatesSome):
             one = Collective("all_to_all", hop.axis, hop.most, self.ns_dtype, "", "side", "matrices", hop.back)
             change = _ordered(sender.send(one, change, (hop.sent, hop.came)), hop.undone)
         if weights:
-            self._apply(moves, skip, weights, change.to(weights[0].dtype), count)
+            self._apply(moves, skip, weights, change, count)
 
     def _moved(self, skip: torch.Tensor | None, grads: Tensors, kept: Tensors) -> torch.Tensor:
         """Move the momentum on. Returns what is orthogonalized next, one run after the other, in `ns_dtype`."""
@@ -211,7 +211,12 @@ class Muon(UpdatesSome):
         self, moves: Moves, skip: torch.Tensor | None, weights: Tensors, change: torch.Tensor, count: torch.Tensor
     ) -> None:
         """Weight decay and the change [of all runs], on shards."""
-        changes = change.split([one.numel() for one in weights])
+        dtypes = {one.dtype for one in weights}
+        if len(dtypes) == 1:
+            change = change.to(weights[0].dtype)
+        changes: Sequence[torch.Tensor] = change.split([one.numel() for one in weights])
+        if len(dtypes) > 1:
+            changes = [one.to(weight.dtype) for one, weight in zip(changes, weights, strict=True)]
         groups: dict[tuple[str, float], list[int]] = {}
         for i, (_, _, _, label, matrix) in enumerate(moves.runs):
             groups.setdefault((label, self._ratio(*matrix)), []).append(i)

@@ -14,7 +14,8 @@ A leaf that got no gradient on any rank keeps its weights, and what the optimize
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -23,10 +24,23 @@ from .._common.errors import SpecError, TreeError
 from .._common.record import Collective, over_each_axis
 from .._common.torch_names import pytree
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer
+from .._storage.flat import FlatBuffer, at_home
 
 __all__ = [
-    "FILL", "Optimizer", "Sender", "Tree", "UpdatesSome", "as_optimizer", "check", "check_labels", "portions", "runs",
+    "FILL",
+    "Optimizer",
+    "Sender",
+    "Tree",
+    "UpdatesSome",
+    "as_optimizer",
+    "check",
+    "check_labels",
+    "in_own_dicts",
+    "initial",
+    "portions",
+    "put",
+    "runs",
+    "tensors_of",
 ]  # fmt: skip
 
 Tree = dict[str, FlatBuffer]
@@ -39,7 +53,8 @@ class Optimizer(NamedTuple):
     `by_bucket = True` says that an update of some buckets of `main` touches those only, in place: then on GPUs `step`
     calls it several times, on some buckets each, as their gradients come; with `Schedule(overlap_update=True)` on
     another stream. `elementwise = True` says besides that each element is updated by itself: what lies in the host's
-    memory it then gets in parts, as FlatBuffers of fewer elements, of which `span`, `by_label` and `by_leaf` tell. An
+    memory it then gets in parts, as FlatBuffers of fewer elements, of which `span`, `by_label` and `by_leaf` tell. What
+    it returns anew, of weights or of what it keeps, is refused then. An
     optimizer may have a third function, `update_unless(skip, grads, opt, main, count)`, which changes nothing where the
     bool tensor `skip` [] is true; `step(skip=)` else copies what it may have to put back.
 
@@ -66,6 +81,9 @@ class Optimizer(NamedTuple):
     leaves only: `buffer.bucket.leaves`, `by_label`, `by_leaf` and `extend.leaf_shards` know no others. `buffer.local`
     is the whole bucket's still, with other leaves between. `named_labels()`, if there is one, gives `(setting, labels)`
     for each setting that is given by label, so that a misspelt label is found.
+
+    An update that raises, having changed weights in place, leaves a state that says so. What is written through
+    `tensor.data` or NumPy is not seen: then the state looks as if nothing had happened.
 
     >>> def update(grads, opt, main, count):  # plain gradient descent
     ...     return pytree.tree_map(lambda p, g: p - 0.1 * g, main, grads), opt
@@ -135,6 +153,73 @@ def as_optimizer(value: Any) -> Any:
         cls = value if isinstance(value, type) else type(value)
         given, remedy = f"torch's {cls.__name__}", f"Give its class: fsdp.from_torch({cls.__name__}, lr=...)"
     raise SpecError(f"optimizer: expected a pair (init, update), as fsdp.adamw(lr=3e-4), not {given}. {remedy}.")
+
+
+def initial(optimizer: Any, main: Tree) -> Any:
+    """What an optimizer keeps before the first step, where its placement says. Each tensor has memory of its own, since
+    results are written there: one that `init` gave twice, or that is of the main weights, is copied."""
+    taken: dict[int, list[range]] = {}
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "meta" or not tensor.numel():
+            return tensor
+        storage, span = tensor.untyped_storage()._cdata, _span(tensor)
+        spans = taken.setdefault(storage, [])
+        if any(span.start < other.stop and other.start < span.stop for other in spans):
+            return apart(tensor.clone())
+        spans.append(span)
+        return tensor
+
+    def node(x: Any) -> Any:
+        if isinstance(x, FlatBuffer):
+            local = apart(x.local)
+            return x if local is x.local else x.but(local)
+        return apart(x) if isinstance(x, torch.Tensor) else x
+
+    for buffer in main.values():
+        apart(buffer.local)
+    return at_home(pytree.tree_map(node, optimizer.init(main), is_leaf=_whole))
+
+
+def _span(tensor: torch.Tensor) -> range:
+    """The elements of its storage from the first to the last one."""
+    begin = int(tensor.storage_offset())
+    return range(begin, begin + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)))
+
+
+def _whole(x: Any) -> bool:
+    return isinstance(x, FlatBuffer)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a tree, those of FlatBuffers without a look inside."""
+    nodes = pytree.tree_leaves(tree, is_leaf=_whole)
+    leaves = [node.local if isinstance(node, FlatBuffer) else node for node in nodes]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def in_own_dicts(update: Callable[..., tuple[Any, Any]], grads: Tree, opt: Any, main: Tree, *rest: Any) -> Any:
+    """Call an update that somebody wrote. It has dicts of its own: what it puts into them, others see by its result
+    only. Returns (main, opt), which are what was given if nothing was put there."""
+    leaves, structure = pytree.tree_flatten(opt, is_leaf=_whole)
+    given = dict(main), pytree.tree_unflatten(leaves, structure)
+    new, after = update(grads, given[1], given[0], *rest)
+    if new is given[0] and len(new) == len(main) and all(map(is_, new.values(), main.values())):
+        new = main
+    if after is given[1]:
+        left, same = pytree.tree_flatten(after, is_leaf=_whole)
+        if same == structure and all(map(is_, left, leaves)):
+            after = opt
+    return new, after
+
+
+def put(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], owned: Iterable[torch.Tensor]) -> None:
+    """Copy the second tensor of each pair into the first, which is one of `owned`, and so may the second be (a history
+    that moves along): then it is read before any is written."""
+    storages = {tensor.untyped_storage()._cdata for tensor in owned} if pairs else ()
+    read = [new.clone() if new.untyped_storage()._cdata in storages else new for _, new in pairs]
+    for (old, _), new in zip(pairs, read, strict=True):
+        old.copy_(new)
 
 
 def portions(sizes: Mapping[str, int], fill: int) -> list[list[str]]:

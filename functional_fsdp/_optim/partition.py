@@ -18,7 +18,7 @@ from .._common.errors import SpecError
 from .._common.torch_names import pytree
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
-from .optimizer import FILL, Sender, Tree, UpdatesSome, as_optimizer, check
+from .optimizer import FILL, Sender, Tree, UpdatesSome, as_optimizer, check, in_own_dicts, put, tensors_of
 
 __all__ = ["Partition", "partition"]
 
@@ -145,11 +145,14 @@ def _update(
     else:  # it may write to all of a tensor: where it shall not, it gets another
         apart = {n: b.bucket.among or n in given or skip is not None for n, b in main.items()}
         trial = {n: b.but(b.local.clone()) if apart[n] else b for n, b in main.items()}
-        before = pytree.tree_map_only(torch.Tensor, torch.clone, opt) if given or skip is not None else opt
-        new, after = member.update(grads, opt, trial, *rest)
+        before = _copied(opt, main) if given or skip is not None else opt
+        new, after = in_own_dicts(member.update, grads, opt, trial, *rest)
         check(opt, after, "opt")
+        check(main, new, "main")
         if before is not opt:
-            after = _kept(given, skip, before, after)
+            mine, kept = tensors_of(opt), tensors_of(_kept(given, skip, before, after, main))
+            put([(old, one) for old, one in zip(mine, kept, strict=True) if old is not one], mine)
+            after = opt
     check(main, new, "main")
     for name, buffer in main.items():
         if new[name].local is not buffer.local:
@@ -159,10 +162,23 @@ def _update(
     return after
 
 
-def _kept(given: Leaves, skip: torch.Tensor | None, before: Any, after: Any) -> Any:
+def _copied(opt: Any, main: Tree) -> Any:
+    """Copies of what an optimizer keeps, of these buckets: others a lane may be updating."""
+
+    def node(x: Any) -> Any:
+        if isinstance(x, FlatBuffer):
+            return x.but(x.local.clone()) if x.bucket.name in main else x
+        return x.clone() if isinstance(x, torch.Tensor) else x
+
+    return pytree.tree_map(node, opt, is_leaf=lambda x: isinstance(x, FlatBuffer))
+
+
+def _kept(given: Leaves, skip: torch.Tensor | None, before: Any, after: Any, main: Tree) -> Any:
     """What an optimizer keeps now; and what it kept before, of leaves without a gradient, and where all is skipped."""
 
     def node(old: Any, new: Any) -> Any:
+        if isinstance(new, FlatBuffer) and new.bucket.name not in main:
+            return new
         if isinstance(new, FlatBuffer):
             local = node(old.local, new.local)
             some = given.get(new.bucket.name)

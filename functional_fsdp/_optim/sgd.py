@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .._common.device import fused_sgd_takes
+from .._common.device import as_rate, fused_sgd_takes
 from .._common.errors import SpecError
 from .._common.torch_names import fused_sgd_
 from .._common.tracing import traced_as
@@ -83,7 +83,7 @@ class Sgd(UpdatesSome):
         torch.autograd.graph.increment_version([*p, *moving])
         fused_sgd_(
             p, g, moving,
-            weight_decay=decay, momentum=factor, lr=lr, dampening=0.0, nesterov=self.nesterov,
+            weight_decay=decay, momentum=factor, lr=as_rate(lr), dampening=0.0, nesterov=self.nesterov,
             maximize=False, is_first_step=False, found_inf=None if skip is None else skip.float(),
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from .._common.device import host_memory, make_room
 from .._common.errors import SpecError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import flatten, match
-from .._optim.optimizer import as_optimizer, check_labels
+from .._optim.optimizer import as_optimizer, check_labels, initial
 from .._plan.layout import Bucket, Layout, LeafInfo, plan_layout
 from .._plan.records import keeps_copy
 from .._plan.route import states_of
@@ -24,13 +24,13 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._spec.precision import FLOATS
 from .._spec.settings import describe_settings
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, at_home, leaf_shards
+from .._storage.flat import FlatBuffer, leaf_shards
 from .._storage.refresh import no_scales, refresh
 from .._transports.auto import resolve_transport
 from .spread import check_source, spread
 from .state import Lineage, State, Version
 
-__all__ = ["build", "describe", "given", "make_layout", "needs_spec", "shard"]
+__all__ = ["build", "describe", "given", "make_layout", "needs_spec", "read_sums", "shard"]
 
 Fetch = Callable[[Any], Any]
 
@@ -273,7 +273,7 @@ def build(
         kept = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().to(run.device), buffers)
         if then is not None:
             then(main, kept)
-        opt = at_home(optimizer.init({name: main[name] for name in plan.trainable})) if optimizer is not None else {}
+        opt = initial(optimizer, {name: main[name] for name in plan.trainable}) if optimizer is not None else {}
         count = torch.zeros((), dtype=torch.int64, device=run.device)
         rng = torch.tensor(seed, dtype=torch.int64, device="cpu")
         held = _buffers(where, kept, local_buffers, run.size > 1)
@@ -309,7 +309,7 @@ def _fill(buffer: FlatBuffer, values: Any) -> None:
 
 def _values(where: str, sums: dict[str, torch.Tensor], plan: Layout, spec: Spec) -> Topic:
     """The checksum of every leaf. Ranks may have leaves of their own along axes that its gradients do not average."""
-    numbers = _numbers(list(sums.values()))
+    numbers = read_sums(list(sums.values()))
     data = {leaf.path: bucket.placement.data for bucket in plan.buckets.values() for leaf in bucket.leaves}
     own = [tuple(axis for axis in spec.axes if axis not in data[path]) for path in sums]
     alike = "Build the same parameters on every rank (seed them alike, or use init)."
@@ -329,7 +329,7 @@ def _buffers(where: str, buffers: Any, local: Sequence[str], several: bool) -> T
             )
     own = [any(match(pattern, path) is not None for pattern in local) for path in paths]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    sums = iter(_numbers([checksum(tensor) for tensor in tensors] if several else []))
+    sums = iter(read_sums([checksum(tensor) for tensor in tensors] if several else []))
     lines = []
     for path, leaf, mine in zip(paths, leaves, own, strict=True):
         tensor = several and isinstance(leaf, torch.Tensor)
@@ -339,7 +339,7 @@ def _buffers(where: str, buffers: Any, local: Sequence[str], several: bool) -> T
     return Topic(lines, TreeError, "buffers", "one", remedy)
 
 
-def _numbers(sums: list[torch.Tensor]) -> list[int]:
+def read_sums(sums: list[torch.Tensor]) -> list[int]:
     """Checksums on the host: one copy for all of a device."""
     found: dict[int, int] = {}
     for device in {number.device for number in sums}:

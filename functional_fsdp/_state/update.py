@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from .._common.errors import ScheduleError, TreeError
 from .._common.record import Collective
 from .._common.torch_names import foreach_copy_, pytree
 from .._distributed.lanes import Mark, Steps
-from .._optim.optimizer import Sender, runs
+from .._optim.optimizer import Sender, in_own_dicts, runs, tensors_of
 from .._plan.records import copied_alike
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._storage.flat import FlatBuffer
@@ -40,7 +41,6 @@ __all__ = [
     "in_place",
     "keep",
     "may_step",
-    "put",
     "put_back",
     "renew",
     "update",
@@ -161,11 +161,12 @@ def _applied(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | Non
     far = [name for name in main if main[name].bucket.on_host] if in_parts else []
     if executor.run.lanes.waits_on_host or not in_parts:
         executor.settle()
-        if not far:
+        if not in_parts:
             return update(state, executor.grads, main, skip, given)
         if near := {name: buffer for name, buffer in main.items() if name not in far}:
             in_place(state, near, skip, given)
-        _stream(state, far, skip, given)
+        if far:
+            _stream(state, far, skip, given)
         return main, state.opt
     left = main
     if state.spec.schedule.overlap_update and skip is None:
@@ -222,12 +223,19 @@ def in_place(
     given: Leaves = NOTHING,
     grads: Any = None,
 ) -> None:
-    new, _ = update(state, state._executor.grads if grads is None else grads, main, skip, given)
-    if new is not main and any(new[name].local is not buffer.local for name, buffer in main.items()):
-        raise TreeError(
-            f"step: {type(state.optimizer).__name__} says by_bucket = True, and its update returned other tensors than "
-            "it was given; expected them changed in place. Change them (p.copy_(...)), or leave by_bucket out."
-        )
+    new, opt = update(state, state._executor.grads if grads is None else grads, main, skip, given)
+    for what, old, one in (("main", main, new), ("opt", state.opt, opt)):
+        if one is not old and not _same_tensors(old, one):
+            raise TreeError(
+                f"step: {type(state.optimizer).__name__} says by_bucket = True, and its update returned other tensors "
+                f"in {what} than it was given; expected them changed in place. Change them (p.copy_(...)), or leave "
+                "by_bucket out."
+            )
+
+
+def _same_tensors(old: Any, new: Any) -> bool:
+    before, after = tensors_of(old), tensors_of(new)
+    return len(before) == len(after) and all(map(is_, before, after))
 
 
 def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) -> dict[str, FlatBuffer]:
@@ -281,12 +289,13 @@ def update(
         args = (*args, _by_lanes(state) if sender is None else sender)
     if given and hasattr(optimizer, "update_some"):
         return optimizer.update_some(given, skip, *args)
+    call = optimizer.update
+    if skip is not None and hasattr(optimizer, "update_unless"):
+        call, skip = partial(optimizer.update_unless, skip), None
     if skip is None:
-        return optimizer.update(*args)
-    if hasattr(optimizer, "update_unless"):
-        return optimizer.update_unless(skip, *args)
+        return call(*args) if hasattr(optimizer, "update_some") else in_own_dicts(call, *args)
     before = pytree.tree_map_only(torch.Tensor, torch.clone, (main, opt))
-    after = optimizer.update(*args)
+    after = in_own_dicts(call, *args)
 
     def choose(old: Any, new: Any) -> Any:
         return torch.where(skip, old, new) if isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor) else new
@@ -310,12 +319,3 @@ def _by_lanes(state: State) -> Sender:
 
 def _cast(buffer: FlatBuffer, dtype: torch.dtype) -> FlatBuffer:
     return buffer if buffer.local.dtype is dtype else buffer.but(buffer.local.to(dtype))
-
-
-def put(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], owned: Iterable[torch.Tensor]) -> None:
-    """Copy the second tensor of each pair into the first, which is one of `owned`, and so may the second be (a history
-    that moves along): then it is read before any is written."""
-    storages = {tensor.untyped_storage()._cdata for tensor in owned} if pairs else ()
-    read = [new.clone() if new.untyped_storage()._cdata in storages else new for _, new in pairs]
-    for (old, _), new in zip(pairs, read, strict=True):
-        old.copy_(new)

@@ -18,11 +18,12 @@ from .._common.calls import alone
 from .._common.errors import SpecError
 from .._common.torch_names import pytree
 from .._common.tree import match
+from .._optim.optimizer import initial
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.redistribute import Mover, moved
 from .._state.state import State
-from .._storage.flat import FlatBuffer, at_home, leaf_shards
+from .._storage.flat import FlatBuffer, leaf_shards
 
 __all__ = ["freeze", "unfreeze"]
 
@@ -99,7 +100,7 @@ def _check(verb: str, state: State, patterns: tuple[str, ...]) -> None:
 def _optimizer_state(mover: Mover, new: State, old: Any, trained: set[str]) -> Any:
     """What the optimizer makes for what trains now, with what it kept for leaves that trained before."""
     main = {name: new.main[name] for name in new.layout.trainable}
-    fresh = at_home(new.optimizer.init(main))
+    fresh = initial(new.optimizer, main)
     made = _trees(fresh)
     before = {leaf.path for name in trained for leaf in mover.old.buckets[name].leaves}
     if hasattr(new.optimizer, "counting"):

@@ -111,6 +111,8 @@ def all_reduce(
 ) -> list[torch.Tensor]:
     """Tensors [...] averaged, added up or the largest over mesh axes: shapes and dtypes stay, all ranks get the same.
 
+    What lies elsewhere is brought to the state's device first.
+
     Args:
         state: the newest state of a step, or one between steps; it is not consumed.
         op: "sum", "mean" or "max". A NaN of any rank is one in all of them.
@@ -134,6 +136,7 @@ def all_reduce(
             f"all_reduce: expected distinct axes of the mesh, got axis={axis!r}. {wrong[0]!r} is not one of {known}, "
             "or is there twice."
         )
+    tensors = [tensor.to(state.count.device) for tensor in tensors]
     done = list(tensors)
     with _compared(state, tensors, what or op, structure, None if over == data else over):
         for dtype in dict.fromkeys(t.dtype for t in tensors):
@@ -168,7 +171,7 @@ def axes_of(state: State) -> tuple[tuple[str, ...], dict[str, int]]:
 
 def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, what: str = "") -> torch.Tensor:
     """A flat tensor averaged, added up or the largest over mesh axes, perhaps in place."""
-    if op != "max":
+    if op != "max" or not flat.is_floating_point():
         return _over_axes(state, flat, axes, op, what)
     is_nan = flat.isnan()  # gloo and NCCL may take the other rank's number for larger
     largest, nans = _over_axes(

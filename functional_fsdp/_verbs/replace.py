@@ -27,6 +27,7 @@ from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.rounds import end_round
+from .._state.shard import read_sums
 from .._state.state import Lineage, State, Version
 from .._storage.flat import FlatBuffer, leaf_shards, zeros
 from .._storage.refresh import refresh
@@ -199,8 +200,8 @@ def _compare(joint: Joint, main: dict[str, FlatBuffer], whole: Values | None) ->
             own.append(apart)
 
     def look() -> tuple[None, list[Topic]]:
-        numbers = torch.stack([checksum(value) for value in values.values()]).tolist() if values else []
-        lines = [f"{path} checksum {n % (1 << 64):016x}" for path, n in zip(values, numbers, strict=True)]
+        numbers = read_sums([checksum(value) for value in values.values()])
+        lines = [f"{path} checksum {n:016x}" for path, n in zip(values, numbers, strict=True)]
         return None, [Topic(lines, TreeError, "values", "leaf", "Give every rank the same.", own)]
 
     agree(joint, "values", look)
@@ -288,7 +289,7 @@ def replace_extras(state: State, **named: Any) -> State:
     Raises:
         TreeError: a leaf that is no tensor, or one that requires a gradient, and would keep its graph.
 
-    Example: `state = fsdp.replace_extras(state, seen=torch.zeros(()))`.
+    Example: `state = fsdp.replace_extras(state, seen=torch.zeros((), device=state.count.device))`.
     """
     leaves = [leaf for tree in named.values() if tree is not None for leaf in pytree.tree_leaves(tree)]
     if any(not isinstance(leaf, torch.Tensor) or leaf.requires_grad for leaf in leaves):

@@ -26,12 +26,11 @@ from .._common.errors import ScheduleError, StaleStateError
 from .._common.interrupts import arrive, guard, whole
 from .._common.torch_names import pytree
 from .._graph import traced, traced_step
-from .._optim.optimizer import check
+from .._optim.optimizer import check, put, tensors_of
 from .._runtime.given import ALL, Leaves
 from .._state.arrivals import check_arrivals, prepare_arrivals
 from .._state.state import State, Version
-from .._state.update import Kept, apply_optimizer, counting, keep, may_step, put, put_back
-from .._storage.flat import FlatBuffer
+from .._state.update import Kept, apply_optimizer, counting, keep, may_step, put_back
 from .._storage.gradients import in_order, of_tree, of_unit
 from .._storage.refresh import refresh
 from .._storage.weights import gather, lent_leaves, whole_of
@@ -287,7 +286,7 @@ def _vote_and_take(state: State, skip: Any) -> State:
     trainable = state.layout.trainable
     main = {name: state.main[name] for name in trainable}
     copies = [state.weights[name].local for name in trainable if name in state.weights]
-    touched = [buffer.local for buffer in main.values()] + _tensors(state.opt) + copies
+    touched = [buffer.local for buffer in main.values()] + tensors_of(state.opt) + copies
     versions = [leaf._version for leaf in touched]
     try:
         lacking = executor.given.agree(lineage.runtime, lineage.runtime.compare(vote))
@@ -307,13 +306,6 @@ def _vote_and_take(state: State, skip: Any) -> State:
     return new
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors in a tree, those of FlatBuffers without a look inside."""
-    nodes = pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
-    leaves = [node.local if isinstance(node, FlatBuffer) else node for node in nodes]
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
 @whole
 def _take(
     state: State, main: Any, skip: Any, given: Leaves, before: Kept, touched: list[torch.Tensor], versions: list[int]
@@ -323,6 +315,8 @@ def _take(
     executor = state._executor
     guard()
     veto = lineage.runtime.veto
+    given_grads = [buffer.local for buffer in executor.grads.values()]
+    as_given = [grad._version for grad in given_grads]
     lineage.runtime.confirm()
     try:
         kept = skip if veto is None else veto.decided(skip)
@@ -346,7 +340,8 @@ def _take(
         lineage.commit(state.version, new)
     except BaseException as error:
         if versions == [leaf._version for leaf in touched]:
-            lineage.call.unchanged()
+            if as_given == [grad._version for grad in given_grads]:  # else the step has to begin anew
+                lineage.call.unchanged()
         else:
             lineage.broken = (
                 f"step() number {lineage.steps + 1} was stopped by {type(error).__name__} while it was updating the "

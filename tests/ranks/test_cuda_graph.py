@@ -597,6 +597,18 @@ def test_a_history_that_moves_along_is_read_before_it_is_written() -> None:
     assert torch.equal(state.extras["before"], torch.ones(3))
 
 
+@pytest.mark.parametrize("how", ["anew", "in place"])
+def test_what_lies_on_the_host_must_not_change_in_a_captured_step(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = made()._evolve(extras={"seen": torch.zeros(()), "kept": torch.ones(2)})
+    home = GraphBuffers(state)
+    monkeypatch.setattr(GraphBuffers, "_stays", lambda home, tensor: True)  # as if the state were on a GPU
+    new = home.begin(state)
+    home.keep(new)
+    seen = new.extras["seen"].add_(1) if how == "in place" else new.extras["seen"] + 1
+    with pytest.raises(TreeError, match=r"changes 'extras.seen', which lies on the host"):
+        home.keep(new._evolve(extras={**new.extras, "seen": seen}))
+
+
 def test_what_is_a_tensor_stays_one() -> None:
     state = made()._evolve(extras={"a": torch.ones(()), "b": 2.0, "c": np.ones(3)})
     home = GraphBuffers(state)

@@ -203,7 +203,33 @@ def test_a_constant_that_changes_is_refused_with_its_line() -> None:
     said = refused(lambda: torch.tensor([next(numbers)]).double())
     assert re.search(rf"{HERE}:\d+ \(said = refused.*has changed since warm-up: 1.0 then, 2.0 now", said)
     said = refused(lambda: torch.ones(2).double(), lambda: None)
-    assert "torch.float32 (2,)) is copied from the host to the device, which warm-up did not do there" in said
+    assert "torch.float32 (2,)) is copied from the host to the device, which was not so in warm-up" in said
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, a: x * a,
+        lambda x, a: x.clone().mul_(a),
+        lambda x, a: torch.where(x > 0, x, a),
+        lambda x, a: torch._foreach_mul([x], a),
+        lambda x, a: torch._fused_sgd_(
+            [x.clone()], [x], [], weight_decay=0.0, momentum=0.0, lr=a, dampening=0.0, nesterov=False, maximize=False,
+            is_first_step=False,
+        ),
+    ],
+    ids=["mul", "mul_", "where", "foreach", "rate"],
+)  # fmt: skip
+def test_a_number_on_the_host_that_takes_part_must_not_change(use: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    numbers = iter([0.5, 0.9])
+    said = refused(lambda: use(on_device(1, 2), torch.tensor(next(numbers))))
+    assert re.search(
+        rf"{HERE}:\d+ .*takes part in what the device computes has changed since warm-up: 0.5 then, 0.", said
+    )
+    x = on_device(1, 2)
+    first, second, noticed = guarded(lambda x: x * torch.tensor(0.5), x, x)
+    assert first.tolist() == second.tolist() == [0.5, 1.0]
+    assert not noticed
 
 
 def test_an_index_on_the_host_is_a_constant() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,9 +12,12 @@ import torch
 import torch.utils._pytree as pytree
 
 import functional_fsdp as fsdp
-from functional_fsdp import Optimizer, Spec, SpecError, TreeError
+from functional_fsdp import Optimizer, Spec, SpecError, StaleStateError, TreeError
+from functional_fsdp import transforms as T
+from functional_fsdp._common.device import as_rate
 from functional_fsdp._optim import adamw, sgd
 from functional_fsdp._optim.probe import Kept, states_of
+from functional_fsdp.transforms._compile.whole_step import CompiledStep
 
 Tree = dict[str, Any]
 SHAPES = {
@@ -709,3 +713,200 @@ def test_what_a_class_keeps_has_its_own_dtype_or_the_parameters() -> None:
     }  # fmt: skip
     assert found["own"].tolist() == [0.5] * 3
     assert found["weights"].tolist() == [1.0] * 3
+
+
+# -------------------------------------------------------------------------------- what hand-written updates do
+
+
+def stepped(state: fsdp.State, *gradients: float, **kwargs: Any) -> fsdp.State:
+    for gradient in gradients:
+        grads = {path: torch.full_like(w, gradient) for path, w in fsdp.full_params(state).items()}
+        state = fsdp.step(fsdp.reduce(state, grads), **kwargs)
+    return state
+
+
+def weight_of(state: fsdp.State) -> list[float]:
+    return sorted({round(float(one), 4) for w in fsdp.full_params(state).values() for one in w})
+
+
+def adam(grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+    mean = pytree.tree_map(lambda m, g: 0.9 * m + 0.1 * g, opt["mean"], grads)
+    square = pytree.tree_map(lambda v, g: 0.99 * v + 0.01 * g * g, opt["square"], grads)
+    new = pytree.tree_map(lambda p, m, v: p - 0.1 * m / (v.sqrt() + 1e-8), main, mean, square)
+    return new, {"mean": mean, "square": square}
+
+
+def one_tensor_twice(main: Tree) -> Tree:
+    zeros = pytree.tree_map(torch.zeros_like, main)
+    return {"mean": zeros, "square": zeros}
+
+
+def test_what_init_gives_twice_has_memory_of_its_own() -> None:
+    apart = Optimizer(lambda main: {name: pytree.tree_map(torch.zeros_like, main) for name in ("mean", "square")}, adam)
+    states = [
+        stepped(fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh()), optimizer), 3.0, 1.0, -2.0)
+        for optimizer in (apart, Optimizer(one_tensor_twice, adam))
+    ]
+    assert weight_of(states[0]) == weight_of(states[1])
+
+
+def test_main_weights_in_what_init_gives_are_copied() -> None:
+    def update(grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        return pytree.tree_map(lambda p, g, a: p - 0.1 * (g + (p - a)), main, grads, opt["anchor"]), opt
+
+    state = fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh()), Optimizer(lambda main: {"anchor": main}, update))
+    assert weight_of(stepped(state, 1.0, 1.0)) == [0.81]  # 0.9 - 0.1 * (1 - 0.1)
+
+
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_an_update_may_put_new_buffers_into_its_dicts(whole_step: bool) -> None:
+    def update(grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        for name in main:
+            opt[name] = opt[name].but(opt[name].local + grads[name].local)
+            main[name] = main[name].but(main[name].local - 0.1 * opt[name].local)
+        return main, opt
+
+    state = fsdp.shard(
+        {"w": torch.ones(4)}, Spec(fsdp.local_mesh()), Optimizer(lambda m: pytree.tree_map(torch.zeros_like, m), update)
+    )
+    places = [leaf.data_ptr() for leaf in pytree.tree_leaves((state.main, state.opt))]
+
+    def step(state: fsdp.State, grad: torch.Tensor) -> fsdp.State:
+        return fsdp.step(fsdp.reduce(state, {"w": grad}))
+
+    run = T.compile(step, backend="aot_eager") if whole_step else step
+    for _ in range(2):
+        state = run(state, torch.ones(4))
+    assert weight_of(state) == [0.7]
+    assert [leaf.data_ptr() for leaf in pytree.tree_leaves((state.main, state.opt))] == places
+
+
+class Momentum:
+    """In place, bucket by bucket."""
+
+    by_bucket = elementwise = True
+
+    def init(self, main: Tree) -> Tree:
+        return {name: b.but(torch.zeros_like(b.local)) for name, b in main.items()}
+
+    def update(self, grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        for name in main:
+            opt[name].local.mul_(0.9).add_(grads[name].local)
+            main[name].local.add_(opt[name].local, alpha=-0.05)
+        return main, opt
+
+
+class Anew(Momentum):
+    """Its state anew, which does not go with `by_bucket`."""
+
+    def update(self, grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        new = {name: opt[name].but(0.9 * opt[name].local + grads[name].local) for name in main}
+        for name in main:
+            main[name].local.add_(new[name].local, alpha=-0.05)
+        return main, {**opt, **new}
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_who_updates_by_bucket_changes_its_state_in_place(kind: str) -> None:
+    placed = Spec(fsdp.local_mesh(), fsdp.zero3("data", memory_kind=kind))
+    with pytest.raises(TreeError, match="by_bucket = True, and its update returned other tensors in opt"):
+        stepped(fsdp.shard({"w": torch.ones(4)}, placed, Anew()), 1.0)
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+@pytest.mark.parametrize("case", ["skip", "missing"])
+def test_members_keep_what_they_had_of_what_is_left_out(kind: str, case: str) -> None:
+    placed = Spec(fsdp.local_mesh(), fsdp.zero3("data", memory_kind=kind), units={"a": ["w", "v"]})
+    params = {"w": torch.ones(4), "v": torch.ones(4)}
+    state = stepped(fsdp.shard(params, placed, fsdp.partition({"default": Momentum()})), 1.0)
+    grads = {"w": torch.ones(4), "v": None if case == "missing" else torch.ones(4)}
+    state = fsdp.step(fsdp.reduce(state, grads), skip=torch.tensor(True) if case == "skip" else None)
+    kept = {path: float(next(iter(found.values()))[0]) for path, found in fsdp.optimizer_state(state).items()}
+    moved = case == "missing"
+    assert [round(kept[path], 4) for path in ("w", "v")] == [1.9 if moved else 1.0, 1.0]
+    assert [round(float(w[0]), 4) for w in fsdp.full_params(state).values()] == [0.855 if moved else 0.95, 0.95]
+
+
+def test_a_step_whose_update_changed_gradients_and_raised_begins_anew() -> None:
+    raises = [True]
+
+    def update(grads: Tree, opt: Tree, main: Tree, count: torch.Tensor) -> tuple[Tree, Tree]:
+        for name in main:
+            grads[name].local.mul_(0.5)
+        if raises[0]:
+            raise ValueError("once")
+        return pytree.tree_map(lambda p, g: p - g, main, grads), opt
+
+    base = fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh()), Optimizer(lambda main: {}, update))
+    state = fsdp.reduce(base, {"w": torch.ones(4)})
+    with pytest.raises(ValueError, match="once"):
+        fsdp.step(state)
+    raises[0] = False
+    with pytest.raises(StaleStateError, match="begin again from the state before the step"):
+        fsdp.step(state)
+    assert weight_of(stepped(base, 1.0)) == [0.5]
+
+
+def test_a_class_of_torch_that_writes_to_data_and_raises_leaves_a_state_that_says_so() -> None:
+    raises = [False]
+
+    class ByData(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data.add_(p.grad, alpha=-group["lr"])
+            if raises[0]:
+                raise ValueError("half-way")
+
+    state = fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh()), fsdp.from_torch(ByData, lr=0.1))
+    raises[0] = True
+    with pytest.raises(ValueError, match="half-way"):
+        stepped(state, 1.0)
+    with pytest.raises(StaleStateError, match="half updated"):
+        fsdp.full_params(state)
+
+
+def test_a_compiled_step_that_is_stopped_leaves_a_state_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, model = fsdp.init(lambda: torch.nn.Linear(4, 4), Spec(fsdp.local_mesh()), fsdp.sgd(0.1))
+    forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
+    step = T.compile(lambda state, x: fsdp.step(forward_backward(state, x)[0]), backend="aot_eager")
+    state = step(state, torch.ones(2, 4))
+
+    @contextmanager
+    def stopped(compiled: Any) -> Iterator[None]:
+        yield
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(CompiledStep, "_plain", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        step(state, torch.ones(2, 4))
+    with pytest.raises(StaleStateError, match="a compiled step was stopped by KeyboardInterrupt"):
+        fsdp.full_params(state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bfloat16])
+def test_rates_for_kernels_on_gpus_are_float32(dtype: torch.dtype) -> None:
+    assert as_rate(torch.ones((), dtype=dtype, device="meta")).dtype is torch.float32
+    assert as_rate(torch.ones((), dtype=dtype)).dtype is dtype  # on the CPU a kernel takes each
+    assert as_rate(0.1) == 0.1
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_muon_rounds_each_change_to_the_dtype_of_its_own_weights(order: str) -> None:
+    shapes = {f"{unit}.w": torch.randn(16, 8, generator=torch.Generator().manual_seed(ord(unit))) for unit in order}
+    grads = {path: w.flip(0) for path, w in shapes.items()}
+
+    def after(*narrow: str) -> dict[str, torch.Tensor]:
+        precision = {**{f"{unit}.*": fsdp.Precision(main=torch.bfloat16) for unit in narrow}, "*": fsdp.Precision()}
+        built = Spec(fsdp.local_mesh(), units=[*order], precision=precision)
+        optimizer = fsdp.muon(lr=0.1, ns_dtype=torch.float32)
+        state = fsdp.shard(shapes, built, optimizer)
+        lent = {path: grad.to(fsdp.local_shards(state)[path].dtype) for path, grad in grads.items()}
+        return fsdp.full_params(fsdp.step(fsdp.reduce(state, lent)))
+
+    torch.testing.assert_close(after("a")["b.w"], after()["b.w"], rtol=1e-5, atol=1e-6)
+    assert after("a")["a.w"].dtype is torch.bfloat16

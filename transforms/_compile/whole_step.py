@@ -99,6 +99,19 @@ class CompiledStep:
                     off.enter_context(torch.autocast(device, enabled=False))
             yield
 
+    @contextmanager
+    def _whole_or_broken(self, state: State) -> Iterator[None]:
+        """What updates weights and is stopped may have updated some: compiled code says nowhere how far it came."""
+        try:
+            yield
+        except BaseException as error:
+            if self.steps:
+                lineage_of(state).broken = (
+                    f"a compiled step was stopped by {type(error).__name__}, and may have updated some of the weights, "
+                    "so this State may be half updated. Load the last checkpoint."
+                )
+            raise
+
     def serves(self, kind: Any) -> bool:
         """Whether it is for such a call."""
         return bool(kind == self.kind) and all(guard() == value for guard, value in self.guards)
@@ -107,7 +120,7 @@ class CompiledStep:
         inputs = [leaves[i] for i in self.inputs]
         if self.offset is not None:
             self.constants[self.offset] = lineage_of(state).offset  # type: ignore[assignment]  # one that runs has it
-        with self._plain():
+        with self._whole_or_broken(state), self._plain():
             if self.seeded:
                 with seeded(state, 0, int(state.count)):
                     new = iter(self.run(*inputs, *self.constants))

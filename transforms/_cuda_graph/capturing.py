@@ -160,7 +160,9 @@ class GraphBuffers:
         self.paths = flatten(dict(zip(KEPT, self.fields, strict=True)))[0]
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.places = [t.data_ptr() for t in self.tensors]
+        self.device = state.count.device
         self.owner = lineage_of(state)
+        self.on_host: list[tuple[str, torch.Tensor, int]] = []  # what the user keeps there, and as which version
 
     @staticmethod
     def _fields(state: State) -> tuple[Any, ...]:
@@ -169,6 +171,13 @@ class GraphBuffers:
     def state(self, state: State) -> State:
         """This state, with these tensors as its own."""
         return evolve(state, **dict(zip(KEPT, self.fields, strict=True)))
+
+    def begin(self, state: State) -> State:
+        """The same, for a step that is captured next and ends with `keep`."""
+        named = [(path, t) for path, t in zip(self.paths, self.leaves, strict=True) if isinstance(t, torch.Tensor)]
+        users = [(path, t) for path, t in named if path.startswith(("buffers", "extras")) and self._stays(t)]
+        self.on_host = [(path, tensor, tensor._version) for path, tensor in users]
+        return self.state(state)
 
     def check(self, state: State) -> None:
         """Whether a state's values can come here.
@@ -196,8 +205,24 @@ class GraphBuffers:
             self.owner = lineage_of(state)
 
     def keep(self, new: State, veto: Veto | None = None) -> None:
-        """At the end of a captured step: what it made anew goes where it was, unless the step is taken back."""
+        """At the end of a captured step: what it made anew goes where it was, unless the step is taken back.
+
+        Raises:
+            TreeError: that is on the host, where a replay changes nothing.
+        """
+        there = self._others(self._fields(new), "the state at the end of the step") if self.on_host else []
+        anew = {id(mine) for mine, _ in there}
+        for path, tensor, version in self.on_host:
+            if id(tensor) in anew or tensor._version != version:
+                raise TreeError(
+                    f"cuda_graph: the step changes {path!r}, which lies on the host, where a replay changes nothing. "
+                    "Put it on the device (device=state.count.device), or change it outside the step."
+                )
         self._write(self._fields(new), "the state at the end of the step", veto)
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        """Whether replays leave a tensor as it is."""
+        return tensor.device.type == "cpu" and self.device.type != "cpu"
 
     @torch.no_grad()
     def _write(self, fields: tuple[Any, ...], what: str, veto: Veto | None = None) -> None:

@@ -243,7 +243,7 @@ class Graphed:
                 if guard is not None:
                     guard.flag.zero_()
                 with traffic, veto.holds() if veto else nullcontext():
-                    out = self.train_step(home.state(state), *args, **kwargs)
+                    out = self.train_step(home.begin(state), *args, **kwargs)
                 traffic.finished()
                 new, results = _parts(out)
                 _one_step(new, steps)

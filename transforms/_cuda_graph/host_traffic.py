@@ -135,7 +135,17 @@ class Watching(torch_private.TorchDispatchMode):
             if any(there) and self.sides.device(args[0]):
                 index = [self.constant(one) if mine else one for one, mine in zip(args[1], there, strict=True)]
                 return func(args[0], index, *args[2:], **kwargs)
+        self._operands(args, kwargs)
         return self.other(func, args, kwargs)
+
+    def _operands(self, args: Any, kwargs: Any) -> None:
+        """A tensor [] of the host's beside tensors on the device goes to the kernel as a number."""
+        given = [*args, *kwargs.values()]
+        flat = [one for some in given for one in (some if isinstance(some, list | tuple) else (some,))]
+        numbers = [one for one in flat if self.sides.host(one) and not one.dim()]
+        if numbers and any(map(self.sides.device, flat)):
+            for number in numbers:
+                self.operand(number)
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten.copy_.default:
@@ -157,17 +167,22 @@ class Watching(torch_private.TorchDispatchMode):
     def constant(self, host: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
+    def operand(self, number: torch.Tensor) -> None:
+        raise NotImplementedError
+
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
 class Recording(Watching):
-    """An eager step, and afterwards what it read and made, in order: `reads`, and `constants` as the host has them."""
+    """An eager step, and afterwards what it read and made, in order: `reads`; as the host has them `constants`, which
+    are copied, and `operands`, which kernels get as numbers."""
 
     def __init__(self, sides: Sides) -> None:
         super().__init__(sides)
         self.reads: dict[Key, Read] = {}
         self.constants: dict[Key, torch.Tensor] = {}
+        self.operands: dict[Key, torch.Tensor] = {}
 
     def values(self) -> Values:
         """What was read, and where: equal for steps that read the same."""
@@ -190,6 +205,10 @@ class Recording(Watching):
         key, _ = self.key("constant")
         self.constants[key] = host.detach().clone()
         return host
+
+    def operand(self, number: torch.Tensor) -> None:
+        key, _ = self.key("operand")
+        self.operands[key] = number.detach().clone()
 
 
 class Answering(Watching):
@@ -253,21 +272,12 @@ class Answering(Watching):
 
     def constant(self, host: torch.Tensor) -> torch.Tensor:
         key, _ = self.key("constant")
-        found = self.before.constants.get(key)
-        if found is None:
-            raise refusal(
-                key[1],
-                f"a tensor ({text_of(host)}) is copied from the host to the device, which warm-up did not do there, so "
-                "it may change from step to step. Make it on the device, or pass it with the batch",
-            )
-        if bits(host) != bits(found):
-            raise refusal(
-                key[1],
-                f"a tensor ({text_of(host)}) that is copied from the host to the device has changed since warm-up: "
-                f"{_few(found)} then, {_few(host)} now. A graph would keep what it is now. Pass it with the batch, or "
-                "make it on the device of what changes there",
-            )
+        _same(key, self.before.constants, host, "is copied from the host to the device")
         return self.there[key].clone()  # the step may write to it
+
+    def operand(self, number: torch.Tensor) -> None:
+        key, _ = self.key("operand")
+        _same(key, self.before.operands, number, "lies on the host and takes part in what the device computes")
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
@@ -305,6 +315,23 @@ def _compared(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     if one.shape != other.shape:
         return torch.zeros((), dtype=torch.bool, device=one.device)
     return (one == other).all()
+
+
+def _same(key: Key, before: dict[Key, torch.Tensor], host: torch.Tensor, what: str) -> None:
+    """Refuse what warm-up had not, or had with another value."""
+    found = before.get(key)
+    if found is None:
+        raise refusal(
+            key[1],
+            f"a tensor ({text_of(host)}) {what}, which was not so in warm-up, so it may change from step to step. Make "
+            "it on the device, or pass it with the batch",
+        )
+    if bits(host) != bits(found):
+        raise refusal(
+            key[1],
+            f"a tensor ({text_of(host)}) that {what} has changed since warm-up: {_few(found)} then, {_few(host)} now. "
+            "A graph would keep what it is now. Pass it with the batch, or make it on the device of what changes there",
+        )
 
 
 def _few(host: torch.Tensor) -> str:
