@@ -226,6 +226,8 @@ def reduced() -> dict[str, Any]:
         found[name] = [t.tolist() for t in extend.all_reduce(state, mine, "sum", axis=axes)]
     found["mean"] = extend.all_reduce(state, mine[:1], "mean", what="means")[0].tolist()
     found["kept"] = [t.tolist() for t in mine]
+    (largest,) = extend.all_reduce(state, mine[1:], "max")
+    found["largest"] = largest.item(), largest.dtype
     found["everyone"] = ranks.everyone(ranks.rank, "ranks")
     found["unknown"] = raised(lambda: extend.all_reduce(state, mine, "sum", ["data"]))
     found["shapes"] = raised(lambda: extend.all_reduce(state, [torch.ones(1 + ranks.index % 2)], "sum", ["shard"]))
@@ -245,6 +247,7 @@ def test_numbers_are_reduced_over_any_axes() -> None:
         assert one["shard"] == [[[float(rank + other["shard"]), 2.0]], rank + other["shard"]]
         assert one["none"] == one["kept"] == [[[float(rank), 1.0]], rank]
         assert one["mean"] == [[1.5, 1.0]]
+        assert one["largest"] == (3, torch.int64)
         assert one["everyone"] == [0, 1, 2, 3]
         assert "'data' is not one of 'replica', 'shard'" in one["unknown"]
         assert "TreeError" in one["shapes"]

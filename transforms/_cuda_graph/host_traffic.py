@@ -182,7 +182,7 @@ class Recording(Watching):
         super().__init__(sides)
         self.reads: dict[Key, Read] = {}
         self.constants: dict[Key, torch.Tensor] = {}
-        self.operands: dict[Key, torch.Tensor] = {}
+        self.operands: dict[str, list[torch.Tensor]] = {}  # by line; this library's are one, which calls in other parts
 
     def values(self) -> Values:
         """What was read, and where: equal for steps that read the same."""
@@ -207,8 +207,8 @@ class Recording(Watching):
         return host
 
     def operand(self, number: torch.Tensor) -> None:
-        key, _ = self.key("operand")
-        self.operands[key] = number.detach().clone()
+        line, ours = running_line()
+        self.operands.setdefault("" if ours else line, []).append(number.detach().clone())
 
 
 class Answering(Watching):
@@ -272,12 +272,14 @@ class Answering(Watching):
 
     def constant(self, host: torch.Tensor) -> torch.Tensor:
         key, _ = self.key("constant")
-        _same(key, self.before.constants, host, "is copied from the host to the device")
+        _same(key[1], self.before.constants.get(key), host, "is copied from the host to the device")
         return self.there[key].clone()  # the step may write to it
 
     def operand(self, number: torch.Tensor) -> None:
-        key, _ = self.key("operand")
-        _same(key, self.before.operands, number, "lies on the host and takes part in what the device computes")
+        line, ours = running_line()
+        before = self.before.operands.get("" if ours else line, [])
+        found = next((one for one in before if bits(one) == bits(number)), before[-1] if before else None)
+        _same(line, found, number, "lies on the host and takes part in what the device computes")
 
     def other(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
@@ -317,18 +319,17 @@ def _compared(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
     return (one == other).all()
 
 
-def _same(key: Key, before: dict[Key, torch.Tensor], host: torch.Tensor, what: str) -> None:
+def _same(line: str, found: torch.Tensor | None, host: torch.Tensor, what: str) -> None:
     """Refuse what warm-up had not, or had with another value."""
-    found = before.get(key)
     if found is None:
         raise refusal(
-            key[1],
+            line,
             f"a tensor ({text_of(host)}) {what}, which was not so in warm-up, so it may change from step to step. Make "
             "it on the device, or pass it with the batch",
         )
     if bits(host) != bits(found):
         raise refusal(
-            key[1],
+            line,
             f"a tensor ({text_of(host)}) that {what} has changed since warm-up: {_few(found)} then, {_few(host)} now. "
             "A graph would keep what it is now. Pass it with the batch, or make it on the device of what changes there",
         )
