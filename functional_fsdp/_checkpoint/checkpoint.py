@@ -246,7 +246,8 @@ def _filled(
         read_tensors(path, note, there, chosen)
         if anew:
             main = {name: fresh.main[name] for name in state.layout.trainable}
-            fresh = fresh._evolve(opt={} if state.optimizer is None else initial(state.optimizer, main))
+            taken = fresh.count if int(fresh.count) else None
+            fresh = fresh._evolve(opt={} if state.optimizer is None else initial(state.optimizer, main, taken))
         made.append(fresh)
 
     joint(read, "tensors")

@@ -22,6 +22,7 @@ from .._common.checksum import checksum
 from .._common.errors import TreeError
 from .._common.torch_names import pytree
 from .._common.tree import dotted
+from .._plan.route import Partial
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards
@@ -121,6 +122,11 @@ def _parts(state: State, field: str, node: Node) -> Iterator[SavedTensor]:
 def _runs(state: State, tree: str, buffer: FlatBuffer) -> Iterator[SavedTensor]:
     """The runs of leaves in this rank's slice of a bucket; of leaves without elements an empty one."""
     run, bucket = runtime_of(state.spec.mesh), buffer.bucket
+    if summands := [axis for axis, one in buffer.states if one is Partial]:
+        raise TreeError(
+            f"checkpoint: State.{tree} is not added up over {', '.join(map(repr, summands))} yet: each rank has a "
+            "summand, which no checkpoint tells apart. Call finish_reductions before you keep gradients."
+        )
     own = _at(run, bucket.placement.apart(run.sizes))
     index, replicas = 0, 1
     for axis in bucket.placement.data:

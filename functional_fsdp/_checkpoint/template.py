@@ -31,7 +31,7 @@ def blank(value: Any) -> Any:
     it may lack. Zeros like other tensors."""
     if not isinstance(value, FlatBuffer):
         return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
-    if not value.local.is_floating_point():
+    if value.bucket.by_leaf or not value.local.is_floating_point():
         return value.but(zeros_as(value.local))
     made = value.but(empty_as(value.local))
     start, at = made.span()[0], 0

@@ -155,9 +155,12 @@ def as_optimizer(value: Any) -> Any:
     raise SpecError(f"optimizer: expected a pair (init, update), as fsdp.adamw(lr=3e-4), not {given}. {remedy}.")
 
 
-def initial(optimizer: Any, main: Tree) -> Any:
+def initial(optimizer: Any, main: Tree, count: torch.Tensor | None = None) -> Any:
     """What an optimizer keeps before the first step, where its placement says. Each tensor has memory of its own, since
-    results are written there: one that `init` gave twice, or that is of the main weights, is copied."""
+    results are written there: one that `init` gave twice, or that is of the main weights, is copied.
+
+    count: the steps that were taken before, in which these leaves had no part: so says who counts by leaf.
+    """
     taken: dict[int, list[range]] = {}
 
     def apart(tensor: torch.Tensor) -> torch.Tensor:
@@ -178,7 +181,14 @@ def initial(optimizer: Any, main: Tree) -> Any:
 
     for buffer in main.values():
         apart(buffer.local)
-    return at_home(pytree.tree_map(node, optimizer.init(main), is_leaf=_whole))
+    opt = at_home(pytree.tree_map(node, optimizer.init(main), is_leaf=_whole))
+    if count is None or not hasattr(optimizer, "counting"):
+        return opt
+    before = {id(tensor) for tensor in tensors_of(opt)}
+    opt = optimizer.counting(opt, main, [*main])
+    for missed in [tensor for tensor in tensors_of(opt) if id(tensor) not in before]:
+        missed.copy_(count)
+    return opt
 
 
 def _span(tensor: torch.Tensor) -> range:

@@ -258,9 +258,10 @@ class Mover:
                     )
 
     def _homes(self, tree: Mapping[str, FlatBuffer]) -> dict[str, Bucket]:
-        """By path the new bucket of each leaf in a tree. Where that has some labels only, with the leaves of these."""
+        """By path the new bucket of each leaf in a tree. Where a member of the optimizer keeps it, with the leaves that
+        this one sees."""
         paths = [leaf.path for buffer in tree.values() for leaf in buffer.bucket.leaves]
-        labels = {self.label[path] for path in paths}
+        labels = _seen(self.state.optimizer, {self.label[path] for path in paths}, {*self.label.values()})
         return {path: self.home[path].only(labels) or self.home[path] for path in paths}
 
     def node(self, node: Any) -> Any:
@@ -310,3 +311,12 @@ def _own(bucket: Bucket, run: Runtime) -> dict[str, tuple[int, int]]:
 
 def _said(own: dict[str, tuple[int, int]]) -> str:
     return ", ".join(f"{axis!r} ({size} ranks)" for axis, (size, _) in own.items()) or "no axis"
+
+
+def _seen(optimizer: Any, labels: set[str], every: set[str]) -> set[str]:
+    """The labels, of these, that whoever keeps something for leaves of `labels` sees: all, but in a partition."""
+    if not hasattr(optimizer, "member_of"):
+        return every
+    names = {optimizer.member_of(label) for label in labels}
+    mine = {label for label in every if optimizer.member_of(label) in names}
+    return _seen(optimizer.members[names.pop()], labels, mine) if len(names) == 1 else mine

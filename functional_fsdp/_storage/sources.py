@@ -161,18 +161,46 @@ def fill(
     checked(convert, None if partial else (*leaves, *aliases))
     wanted = {path: there(path) for path in (*leaves, *aliases)}
     found: dict[str, list[Piece]] = {}
+    again: dict[str, list[list[Piece]]] = {}  # of tied leaves what is there under another name, too
     for path, some in wanted.items():
         if all(piece.name in source.tensors for piece in some):
-            found.setdefault(aliases.get(path, path), some)
+            chosen = found.setdefault(aliases.get(path, path), some)
+            if [piece.name for piece in chosen] != [piece.name for piece in some]:
+                again.setdefault(aliases.get(path, path), []).append(some)
     _complain(source, leaves, wanted, found, partial)
+    if partial and not found:
+        raise TreeError(
+            f"weights: no name in {source.what} is one of the model's ({_some([*wanted])}), so nothing would be "
+            "loaded. Say how names differ: rename=."
+        )
     for buffer in main.values():
         for leaf, first, local in leaf_shards(buffer):
             if local.numel() and leaf.path in found:
                 source.read(found[leaf.path], first, local)
+                for other in again.get(leaf.path, ()):
+                    _same_there(source, leaf.path, found[leaf.path], other, first, local)
     for path, tensor in buffers.items():
         if path in found and tensor.numel():
-            source.read(found[path], 0, tensor.view(-1))
+            flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+            source.read(found[path], 0, flat)
+            tensor.copy_(flat.view(tensor.shape))
     return {*found}
+
+
+def _same_there(
+    source: Source, path: str, mine: list[Piece], other: list[Piece], first: int, local: torch.Tensor
+) -> None:
+    """Raise TreeError unless a tied leaf has the same values under its other name."""
+    names = " and ".join(repr(some[0].name) for some in (mine, other))
+    shapes = [[source.shape(piece.name) for piece in some] for some in (mine, other)]
+    theirs = torch.empty_like(local)
+    if shapes[0] == shapes[1]:
+        source.read(other, first, theirs)
+    if shapes[0] != shapes[1] or not torch.equal(theirs, local):
+        raise TreeError(
+            f"weights: {names} in {source.what} are one leaf of the model, {path!r}, which is tied, and they have "
+            "other values. Untie the model's leaves, or leave one out of the source."
+        )
 
 
 def _complain(
@@ -191,10 +219,13 @@ def _complain(
     more = [] if partial else [name for name in tensors if name not in known]
     odd = {one.name: one.shape for some in found.values() for one in some if source.shape(one.name) != one.shape}
     kinds = {one.name: leaves[path][1] for path, some in found.items() for one in some}
-    other = [n for n, dtype in kinds.items() if tensors[n].dtype.is_floating_point != dtype.is_floating_point]
-    filled: dict[str, int] = {}
+    other = [n for n, dtype in kinds.items() if not _holds(dtype, tensors[n].dtype)]
+    taken: dict[str, list[Piece]] = {}  # what is taken twice counts once
     for piece in (piece for some in found.values() for piece in some):
-        filled[piece.name] = filled.get(piece.name, 0) + piece.numel
+        before = taken.setdefault(piece.name, [])
+        if not any(map(piece.meets, before)):
+            before.append(piece)
+    filled = {name: sum(piece.numel for piece in some) for name, some in taken.items()}
     whole = {name: torch.Size(source.shape(name)).numel() for name in filled}
     left = [] if partial or missing or odd else [name for name in filled if filled[name] < whole[name]]
     said = [f"lacks {_some(missing)}"] if missing else []
@@ -207,6 +238,13 @@ def _complain(
             f"weights: {source.what} {'; it '.join(said)}. Give names by rename=, and by convert= leaves that files "
             "cut otherwise; with partial=True leaves may be missing, and others be there."
         )
+
+
+def _holds(mine: torch.dtype, theirs: torch.dtype) -> bool:
+    """Whether a leaf can have these values: floating ones may be rounded, others must stay."""
+    if mine.is_floating_point or theirs.is_floating_point:
+        return mine.is_floating_point and theirs.is_floating_point
+    return mine.itemsize >= theirs.itemsize
 
 
 def _some(names: list[str]) -> str:

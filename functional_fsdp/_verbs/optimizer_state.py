@@ -112,6 +112,15 @@ def load_optimizer_state(
             names |= {f"opt.{node.path}.{leaf.path}" for node in kept for leaf in node.value.bucket.leaves}
         main = {name: b.but(clone_as(b.local)) for name, b in state.main.items()}
         trees.update(copies(as_there(state, names), True), main=main)
+        if steps is not None and partial:
+            mine = [n for n in nodes_of(trees["opt"]) if isinstance(n.value, FlatBuffer) and not n.value.bucket.by_leaf]
+            every = [f"{node.path}.{leaf.path}" for node in mine for leaf in node.value.bucket.leaves]
+            if lacking := [name for name in every if name not in there.tensors]:
+                raise TreeError(
+                    f"load_optimizer_state(steps={steps}, partial=True): {lacking[0]!r} and {len(lacking) - 1} others "
+                    "are not there and would stay as they are, but for the count, which is that of all leaves. Give "
+                    "all leaves, or leave steps out."
+                )
         _read(nodes_of(trees["opt"]), there, partial)
         if steps is not None:
             trees["count"].fill_(steps)

@@ -258,6 +258,46 @@ def test_what_is_no_chain_says_so(how: Callable[[Any, torch.Tensor], Any], said:
         assert "Cut it by hand" in text
 
 
+class Keeps(nn.Linear):
+    """Keeps tensors in attributes: one for the loss, and one that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.parts: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = super().forward(x)
+        self.parts, self.cache = [h.square().mean()], h.detach()
+        return h
+
+
+def with_what_units_keep(model: Any, data: Any) -> torch.Tensor:
+    out: torch.Tensor = squared(model, data)
+    return out + model[0].parts[0]
+
+
+def test_what_a_unit_keeps_in_an_attribute_is_no_constant() -> None:
+    def fresh() -> tuple[fsdp.State, Any]:
+        torch.manual_seed(0)
+        return world_of_one(nn.Sequential(Keeps(), Keeps(), nn.Linear(3, 2)).double())
+
+    state, model = fresh()
+    for call in (
+        lambda: T.hvp(model, with_what_units_keep)(state, state.main, data_of()),
+        lambda: T.per_sample_norms(model, with_what_units_keep)(state, data_of()),
+    ):
+        assert "the loss was made of what a unit before the last one returned" in raised(call)
+    norms = []
+    for kind in (Keeps, nn.Linear):  # nobody reads it
+        torch.manual_seed(0)
+        first = Keeps() if kind is Keeps else nn.Linear(3, 3)
+        state, model = world_of_one(nn.Sequential(first, nn.Linear(3, 3), nn.Linear(3, 2)).double())
+        for _ in range(2):
+            state, (_, found) = T.per_sample_norms(model, squared)(state, data_of())
+        norms.append(found)
+    assert torch.equal(*norms)
+
+
 class Positions(nn.Module):
     def __init__(self) -> None:
         super().__init__()

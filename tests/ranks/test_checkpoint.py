@@ -604,3 +604,20 @@ def test_damaged_siblings_are_left_out_by_name(tmp_path: Path) -> None:
     assert under_way.exists()
     assert fsdp.latest_checkpoint(tmp_path / "nowhere") is None
     assert fsdp.latest_checkpoint(tmp_path / "logs") is None
+
+
+def saved_summands(folder: str) -> str:
+    mesh = fsdp.local_mesh()
+    state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(mesh, fsdp.zero1("data")), fsdp.adamw())
+    partial = fsdp.reduce(state, {"w": torch.full((4,), 1.0 + mesh.get_rank())}, last_microbatch=False).grads
+    kept = {name: buffer.but(buffer.local.clone()) for name, buffer in partial.items()}
+    try:
+        fsdp.save(fsdp.replace_extras(state, kept=kept), folder)
+    except fsdp.TreeError as error:
+        return str(error)
+    return ""
+
+
+def test_summands_of_ranks_are_no_replicas(tmp_path: Path) -> None:
+    for said in launch(saved_summands, (str(tmp_path / "there"),), nprocs=2):
+        assert "State.extras.kept is not added up over 'data' yet" in said

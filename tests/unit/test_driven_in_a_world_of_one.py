@@ -717,3 +717,51 @@ def test_buffers_without_values_are_refused(how: str) -> None:
     torch.testing.assert_close(
         T.apply(model)(state, X)[1], torch.func.functional_call(Rotary(), fsdp.full_params(state), (X,))
     )
+
+
+# ---------------------------------------------------------------- a unit that returns its input
+
+
+class Passes(nn.Linear):
+    """A block that is left out: it gives back what it got, or a view of that."""
+
+    view = False
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1) if self.view else x
+
+
+class Around(nn.Module):
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.which = nn.Linear(4, 4), Passes(), nn.Linear(4, 4), which
+        self.b.view = which == "view"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        y = self.b(h)
+        (h if self.which == "input" else y).mul_(2.0)
+        out: torch.Tensor = self.c(h + y.view(h.shape))
+        return out
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, lambda model: T.remat(model, "b")], ids=["", "remat"])
+@pytest.mark.parametrize("which", ["output", "input"])
+def test_an_input_that_a_unit_returns_is_that_input(which: str, wrap: Callable[[Any], Any]) -> None:
+    plain = Around(which)
+    total(plain, X).backward()
+    state, model = made(Around(which))
+    state, _ = T.forward_backward(wrap(model), total)(state, X)
+    for path, grad in fsdp.local_shards(state, "grads").items():
+        wanted = dict(plain.named_parameters())[path].grad
+        assert wanted is None or torch.allclose(grad.view_as(wanted), wanted)
+
+
+def test_a_view_of_an_input_that_is_changed_says_so() -> None:
+    state, model = made(Around("view"))
+    with pytest.raises(fsdp.ScheduleError, match="'b' share memory, or one does with an input, and it was changed"):
+        T.forward_backward(model, total)(state, X)

@@ -105,6 +105,7 @@ class Link:
         self.own_class = type(self.module)
         self.inside = False
         self.returned: Any = None  # in this walk, without values
+        self.kept: list[tuple[nn.Module, dict[str, Any]]] = []  # parts that keep tensors in attributes, as they were
         self.module.__class__ = entered(self.own_class)
         self.module.__dict__["_unit_call"] = self
 
@@ -131,19 +132,55 @@ class Link:
         tensors = {path: buffer.clone() for path, buffer in self.module.named_buffers(remove_duplicate=False)}
         tensors |= {path[begin:]: chain.weights[unit][key] for path, (unit, key) in self.leaves}
         self.inside = True
+        self._put_back()
+        before = [(part, {**part.__dict__}) for part in self.module.modules()]
         try:
             with torch_private.reparametrize_module(self.module, tensors, tie_weights=False, stack_weights=True):
                 out = function(self.module, *args, **kwargs)
         finally:
             self.inside = False
+            self.kept = [(part, then) for part, then in before if _kept(part, then)]
         if self.number == len(chain.links) - 1:
             return out
         for leaf in pytree.tree_leaves(out):
             if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
                 what = leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf).__name__
                 chain.refuse(f"{self.path!r} returned a {what}; from unit to unit go floating tensors")
-        self.returned = pytree.tree_map(lambda t: NoValue.like(tuple(t.shape), t.dtype, t.device), out)
+        self.returned = pytree.tree_map(_no_value, out)
+        for part, then in self.kept:
+            for name in _kept(part, then):
+                part.__dict__[name] = pytree.tree_map_only(torch.Tensor, _no_value, part.__dict__[name])
         raise Reached(out)
+
+    def end(self) -> None:
+        """The walk is over: nothing of it stays."""
+        self._put_back()
+        self.returned = None
+
+    def _put_back(self) -> None:
+        """Attributes as they were before the module was called in this walk."""
+        for part, then in self.kept:
+            for name in _kept(part, then):
+                if name in then:
+                    part.__dict__[name] = then[name]
+                else:
+                    del part.__dict__[name]
+        self.kept = []
+
+
+def _no_value(t: torch.Tensor) -> NoValue:
+    return NoValue.like(tuple(t.shape), t.dtype, t.device)
+
+
+def _kept(part: nn.Module, before: dict[str, Any]) -> list[str]:
+    """The attributes in which a module keeps tensors that it did not before: later stages would take them for
+    constants."""
+    return [
+        name
+        for name, value in part.__dict__.items()
+        if value is not before.get(name, part)
+        and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+    ]
 
 
 class Chain(Stages):
@@ -179,7 +216,7 @@ class Chain(Stages):
             self.buffers.restore()
             self.state = None
             for link in self.links:
-                link.returned = None
+                link.end()
 
     def samples(self, batch: Any) -> Any:
         """[B, ...] -> [B, 1, ...]: of each sample a batch."""

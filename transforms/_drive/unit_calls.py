@@ -29,6 +29,7 @@ from .watch import WriteWatch, changed, clear, place
 __all__ = ["Slot", "UnitCall", "entered"]
 
 Slot = tuple[dict[str, Any], str]  # a dict of parameters, and a name in it
+Given = list[tuple[torch.Tensor, int]]  # inputs, and their versions when they came
 
 
 class UnitCall:
@@ -59,6 +60,7 @@ class UnitCall:
         self.inside = 0
         self.call: UnitUse | None = None  # of the forward that is under way
         self.storages: list[int] = []
+        self.given: Given = []
         self.own_class = type(module)
         self.compiled = Compiled(compiler, unit_module.path, self.own_class) if compiler else None
         module.__class__ = entered(self.own_class)
@@ -150,7 +152,9 @@ class UnitCall:
             out = self.run(function, args, kwargs)
             seen = self.call is not None and function is self.own_class.forward
             hooked = seen and (self.module._forward_hooks or GLOBAL._global_forward_hooks)
-            return _out(out, self.storages, self.call) if hooked else out  # what hooks keep may be what the loss uses
+            return (
+                _out(out, self.storages, self.call, self.given) if hooked else out
+            )  # what hooks keep may be what the loss uses
         if driver.state is None:
             return function(self.module, *args, **kwargs)
         if self.inputs is not None:
@@ -164,7 +168,7 @@ class UnitCall:
             tensors[i] = torch.empty(0, dtype=lent[i].dtype, device=lent[i].device)
             tensors[i].data = lent[i]  # the same bytes, with a version counter of its own
         storages = [tensors[i].untyped_storage()._cdata for i in self.firsts]
-        call = None
+        call, given = None, []
         if driver.backward:  # activation checkpointing runs it again: the same, with nothing to come of it
             driver.again.update(outside)
             for i in self.trained:
@@ -172,6 +176,7 @@ class UnitCall:
         elif torch.is_grad_enabled():
             call = UnitUse(driver, self, [self.leaves[i] for i in self.trained])
             driver.calls.append(call)
+            given = _differentiated((*args, *kwargs.values()))
             if self.trained:
                 through = Weights.apply(driver.token, call, *[tensors[i] for i in self.trained])
                 call.node = through[0].grad_fn
@@ -182,7 +187,7 @@ class UnitCall:
                 driver.besides.update(outside)
         driver.stack.append(self)
         self.put(tensors)
-        self.call, self.storages = call, storages
+        self.call, self.storages, self.given = call, storages, given
         try:
             watch = not self.watched and self.compiled is None and not driver.backward
             out = self.watch(function, args, kwargs, tensors) if watch else self.run(function, args, kwargs)
@@ -191,10 +196,10 @@ class UnitCall:
             refuse_dtypes(error, (args, kwargs), self.dtypes, f"the module {self.unit_module.path!r}")
             raise
         finally:
-            self.call = None
+            self.call, self.given = None, []
             driver.stack.pop()
             self.take()
-        return _out(out, storages, call)
+        return _out(out, storages, call, given)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The module's own code, compiled if so wished; its weights are in it."""
@@ -209,8 +214,21 @@ def _rebinds(module: nn.Module, path: str, leaf: str) -> bool:
     return isinstance(module.get_submodule(inner), nn.RNNBase)
 
 
-def _out(out: Any, storages: list[int], call: UnitUse | None) -> Any:
-    """A unit module's output: copied where it is a weight itself, and through `Outputs` where it is differentiated."""
+def _differentiated(values: Sequence[Any]) -> Given:
+    """The tensors among inputs that gradients go through, and their versions."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                found.append((value, value._version))
+        elif isinstance(value, list | tuple | dict):
+            found += _differentiated([*value.values()] if isinstance(value, dict) else value)
+    return found
+
+
+def _out(out: Any, storages: list[int], call: UnitUse | None, given: Given) -> Any:
+    """A unit module's output: copied where it is a weight itself, and through `Outputs` where it is differentiated. An
+    input that it returns stays that input, since who changes one of them in place changes the other."""
     found: list[torch.Tensor] = []
 
     def look(t: torch.Tensor) -> torch.Tensor:
@@ -218,7 +236,7 @@ def _out(out: Any, storages: list[int], call: UnitUse | None) -> Any:
             t = t.value()
         if t.layout is torch.strided and (t.untyped_storage()._cdata in storages or type(t) is Float8Weight):
             t = t.clone()
-        if call is not None and t.requires_grad:
+        if call is not None and t.requires_grad and not any(t is one and t._version == now for one, now in given):
             found.append(t)
         return t
 
@@ -228,7 +246,9 @@ def _out(out: Any, storages: list[int], call: UnitUse | None) -> Any:
     assert call is not None
     through = Outputs.apply(call, *found)
     call.outs.append(through[0].grad_fn)
-    if len(found) > 1 and len({t.untyped_storage()._cdata for t in found}) < len(found):
+    places = [t.untyped_storage()._cdata for t in found]
+    theirs = {t.untyped_storage()._cdata for t, version in given if t._version == version}
+    if len({*places}) < len(places) or not theirs.isdisjoint(places):
         call.shared += [(t, t._version) for t in through]
     if found[0] is out:
         return through[0]

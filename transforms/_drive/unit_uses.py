@@ -30,7 +30,7 @@ class UnitUse:
         self.parents = list(driver.stack)
         self.lent: tuple[torch.Tensor, ...] = ()  # the unit call's weights, as they were gathered
         self.tensors: list[torch.Tensor] = []  # and as they went in
-        self.shared: list[tuple[torch.Tensor, int]] = []  # outputs that share memory, and their versions
+        self.shared: list[tuple[torch.Tensor, int]] = []  # outputs that share memory with something else, and versions
         self.outside: Set[str] = frozenset()  # units that it had from outside the schedule
         self.undo: list[Callable[[], None]] = []  # what puts back what lay where its weights are needed
         self.idle = False  # whether its backward runs, and not that of its weights
@@ -53,8 +53,8 @@ class UnitUse:
             return grads
         if any(t._version != version for t, version in self.shared):
             raise ScheduleError(
-                f"outputs of the module {unit_call.unit_module.path!r} share memory, and one was changed in place "
-                "outside of it, which gradients cannot follow. Return a copy: .clone()."
+                f"outputs of the module {unit_call.unit_module.path!r} share memory, or one does with an input, and it "
+                "was changed in place outside of the module, which gradients cannot follow. Return a copy: .clone()."
             )
         self.shared = []
         for other in driver.active:
