@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .._common.errors import SpecError
 from .._state.state import State
-from .about import names_of
+from .about import as_there, names_of
 from .note import Tensor
 
 __all__ = ["with_replicas"]
@@ -31,8 +31,8 @@ def with_replicas(path: Path, state: State, there: Mapping[str, Tensor], allow: 
     by_leaf: dict[str, list[str]] = {}
     for name in there:
         by_leaf.setdefault(_leaf(name), []).append(name)
-    wanted = names_of(state, there)
-    lacking = [name for name, optional in wanted.items() if name not in there and not optional]
+    wanted = names_of(as_there(state, there), there)
+    lacking = [name for name in wanted if name not in there]
     found = dict(there)
     for name in lacking:
         alike = by_leaf.get(_leaf(name), [])

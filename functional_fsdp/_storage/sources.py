@@ -168,11 +168,6 @@ def fill(
             if [piece.name for piece in chosen] != [piece.name for piece in some]:
                 again.setdefault(aliases.get(path, path), []).append(some)
     _complain(source, leaves, wanted, found, partial)
-    if partial and not found:
-        raise TreeError(
-            f"weights: no name in {source.what} is one of the model's ({_some([*wanted])}), so nothing would be "
-            "loaded. Say how names differ: rename=."
-        )
     for buffer in main.values():
         for leaf, first, local in leaf_shards(buffer):
             if local.numel() and leaf.path in found:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from .._common.calls import verb
-from .._common.errors import ScheduleError
+from .._common.errors import ScheduleError, TreeError
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
@@ -80,7 +80,12 @@ def load_weights(
         if partial:
             for name, buffer in trees["main"].items():
                 buffer.local.copy_(state.main[name].local)
-        fill(trees["main"], trees["buffers"], there, rename, cuts, partial, tied)
+        filled = fill(trees["main"], trees["buffers"], there, rename, cuts, partial, tied)
+        if partial and not filled:
+            raise TreeError(
+                f"load_weights: no name in {there.what} is one of the model's ({state.layout.paths[0]!r} and others), "
+                "so nothing would be loaded. Say how names differ: rename=."
+            )
 
     def look() -> tuple[tuple[Source, Conversions], list[Topic]]:
         cuts = checked(convert)

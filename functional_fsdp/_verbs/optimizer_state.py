@@ -160,4 +160,8 @@ def _read(nodes: list[Node], there: Source, partial: bool) -> None:
             "leave them out by partial=True."
         )
     for buffers, plain, part, rename in jobs:
-        fill(buffers, plain, part, rename, {}, partial, {})
+        missed = [b.local for b in buffers.values() if b.bucket.by_leaf and not b.local.is_floating_point()]
+        if missed and not partial:  # of leaves that have had every step there need be none
+            for local in missed:
+                local.zero_()
+        fill(buffers, plain, part, rename, {}, partial or bool(missed), {})

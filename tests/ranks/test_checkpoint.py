@@ -621,3 +621,28 @@ def saved_summands(folder: str) -> str:
 def test_summands_of_ranks_are_no_replicas(tmp_path: Path) -> None:
     for said in launch(saved_summands, (str(tmp_path / "there"),), nprocs=2):
         assert "State.extras.kept is not added up over 'data' yet" in said
+
+
+def replicas_apart_and_together(folder: str, kind: str) -> list[bool]:
+    mesh = fsdp.local_mesh(replica=2, shard=1)
+    optimizer: Any = fsdp.adamw(lr=0.1) if kind == "adamw" else fsdp.from_torch(torch.optim.AdamW, lr=0.1)
+    specs = {"apart": fsdp.Spec(mesh, fsdp.zero3("shard")), "together": fsdp.Spec(mesh, fsdp.hsdp("replica", "shard"))}
+
+    def stepped(state: fsdp.State, grads: dict[str, float | None]) -> fsdp.State:
+        some = {path: None if g is None else torch.full((4,), g) for path, g in grads.items()}
+        return fsdp.step(fsdp.reduce(state, some))
+
+    same = []
+    for name, other in (("apart", "together"), ("together", "apart")):
+        state = fsdp.shard({"u": torch.ones(4), "v": torch.ones(4)}, specs[name], optimizer)
+        state = stepped(stepped(state, {"u": 1.0, "v": None}), {"u": 1.0, "v": 2.0})
+        fsdp.save(state, f"{folder}/{name}")
+        loaded = fsdp.load(f"{folder}/{name}", specs[other], optimizer, allow=["replicas"])
+        state, loaded = (stepped(one, {"u": 2.0, "v": 1.0}) for one in (state, loaded))
+        same += [torch.equal(w, fsdp.full_params(loaded)[path]) for path, w in fsdp.full_params(state).items()]
+    return same
+
+
+@pytest.mark.parametrize("kind", ["adamw", "from_torch"])
+def test_replicas_bring_their_numbers_by_leaf(kind: str, tmp_path: Path) -> None:
+    assert launch(replicas_apart_and_together, (str(tmp_path), kind), nprocs=2) == [[True] * 4] * 2

@@ -77,6 +77,18 @@ def test_a_count_is_that_of_all_leaves() -> None:
     assert set(fsdp.load_optimizer_state(state, kept, partial=True).opt.mean) == {*state.main}
 
 
+def test_counts_of_missed_steps_come_back_in_units_where_few_leaves_have_one() -> None:
+    params = {"m.u": torch.ones(4), "m.v": torch.ones(4)}
+    optimizer = fsdp.adamw(lr=0.1)
+    state = stepped(fsdp.shard(params, spec(["m.*"]), optimizer), *[{"m.u": 1.0, "m.v": None}] * 3)
+    kept = fsdp.optimizer_state(state)
+    assert "missed" in kept["m.v"]
+    assert "missed" not in kept["m.u"]
+    other = fsdp.load_weights(fsdp.shard(params, spec(["m"]), optimizer), fsdp.full_params(state))
+    other = fsdp.load_optimizer_state(other, kept, steps=3)
+    assert moved_by(other) == moved_by(state)
+
+
 class Counts(torch.optim.Optimizer):
     """Keeps a number and a tensor, or the tensor only."""
 
@@ -142,7 +154,7 @@ def test_elements_that_are_taken_twice_count_once() -> None:
 
 def test_weights_of_which_no_name_fits_are_refused() -> None:
     state = fsdp.shard({"q": torch.ones(2)}, spec())
-    with pytest.raises(TreeError, match="no name in the mapping is one of the model's"):
+    with pytest.raises(TreeError, match="load_weights: no name in the mapping is one of the model's"):
         fsdp.load_weights(state, {"model.q": torch.zeros(2)}, partial=True)
 
 
