@@ -539,6 +539,7 @@ class Layers(nn.Module):
 
 def driven() -> dict[str, Any]:
     """A model driven by hand through a session, whose order is other than the layout's; beside `forward_backward`."""
+    mesh = fsdp.local_mesh()  # first: it starts the process group, which other tests may not have done
     torch.manual_seed(0)
     module = Layers().double()
     params, model = fsdp.functionalize(module)
@@ -576,8 +577,8 @@ def driven() -> dict[str, Any]:
         return x.sum()
 
     found: dict[str, Any] = {}
-    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
-    other = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    state = fsdp.shard(params, fsdp.Spec(mesh), fsdp.sgd(lr=0.1))
+    other = fsdp.shard(params, fsdp.Spec(mesh), fsdp.sgd(lr=0.1))
     forward_backward = T.forward_backward(model, total)
     found["numbers"], found["loss"], found["uses"] = [], [], []
     for _ in range(3):
