@@ -105,7 +105,7 @@ def _one_batch(arguments: dict[str, Any]) -> None:
             for path, kind in _sequences(value, where, length):
                 raise TreeError(
                     f"accumulate: {path} is a {kind} of {length}, and tensors have {length} rows: it may be one of "
-                    f"samples, or one of tensors that are to be cut. {HELP}"
+                    f"samples, or what is to be cut as they are. {HELP}"
                 )
 
 
@@ -131,9 +131,11 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _sequences(value: Any, path: str, length: int) -> Iterator[tuple[str, str]]:
-    """Lists and tuples of this length that hold tensors."""
+    """Lists, tuples and arrays of this length."""
     listed = isinstance(value, tuple | list) and not hasattr(value, "_fields")
-    if listed and len(value) == length > 1 and any(True for _ in _tensors(value, path)):
+    array = hasattr(value, "__array_interface__") and not isinstance(value, torch.Tensor)  # NumPy's, say
+    rows = len(value) if listed else value.shape[0] if array and value.shape else 0
+    if rows == length > 1:
         yield path, type(value).__name__
     if not isinstance(value, torch.Tensor):
         for inner, one in _children(value, path):

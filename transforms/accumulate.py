@@ -47,8 +47,9 @@ def accumulate(
         mean of the microbatches' losses.
 
     Raises:
-        TreeError: a tensor that cannot be cut into `n` equal parts, tensors of different lengths, or a list that is as
-            long as the batch (it may be one of samples), before anything runs. SpecError: a `split` of another kind.
+        TreeError: a tensor that cannot be cut into `n` equal parts, tensors of different lengths, or a list, a tuple or
+            an array that is as long as the batch (it may be one of samples), before anything runs. SpecError: a `split`
+            of another kind.
 
     Example:
         >>> forward_backward = T.accumulate(T.forward_backward(model, loss_fn), 4)  # doctest: +SKIP

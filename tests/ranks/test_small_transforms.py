@@ -117,6 +117,16 @@ def test_accumulate_refuses_a_list_that_may_be_one_of_samples(batch: Any) -> Non
     assert parts(2, Pair(torch.zeros(2), torch.zeros(2)))[0] == (Pair([0.0], [0.0]),)  # a tuple of names is no list
 
 
+@pytest.mark.parametrize(
+    "weights", [[0.1, 0.2, 0.3, 0.4], (3, 1, 2, 4), {"n": [1, 2, 3, 4]}, torch.arange(4).numpy()], ids=str
+)
+def test_accumulate_refuses_numbers_that_may_be_one_of_each_sample(weights: Any) -> None:
+    with pytest.raises(fsdp.TreeError, match=r"a (list|tuple|ndarray) of 4, and tensors have 4 rows"):
+        parts(2, torch.zeros(4, 3), weights)
+    whole = parts(2, torch.zeros(4, 3), weights, split=(0, None))
+    assert [str(one) for _, one in whole] == [str(weights)] * 2
+
+
 def test_accumulate_splits_as_it_is_told() -> None:
     halves = parts(2, IDS, SAMPLES, MASK, split=(0, list, None))
     assert halves[0] == ([0, 1], [{"boxes": [[0.0]]}, {"boxes": [[1.0], [1.0]]}], [[1.0]])

@@ -278,6 +278,8 @@ class Answering(Watching):
     def operand(self, number: torch.Tensor) -> None:
         line, ours = running_line()
         before = self.before.operands.get("" if ours else line, [])
+        if ours and not before:  # a capture has work of its own
+            return
         found = next((one for one in before if bits(one) == bits(number)), before[-1] if before else None)
         _same(line, found, number, "lies on the host and takes part in what the device computes")
 
