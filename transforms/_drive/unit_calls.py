@@ -152,9 +152,9 @@ class UnitCall:
             out = self.run(function, args, kwargs)
             seen = self.call is not None and function is self.own_class.forward
             hooked = seen and (self.module._forward_hooks or GLOBAL._global_forward_hooks)
-            return (
-                _out(out, self.storages, self.call, self.given) if hooked else out
-            )  # what hooks keep may be what the loss uses
+            if hooked:  # what hooks keep may be what the loss uses
+                return _out(out, self.storages, self.call, self.given)
+            return out
         if driver.state is None:
             return function(self.module, *args, **kwargs)
         if self.inputs is not None:
