@@ -15,8 +15,7 @@ from .._common.errors import SpecError
 from .optimizer import Tree
 
 __all__ = [
-    "Setting", "at", "by_label", "check_settings", "fixed", "labels_in", "number", "numbers", "pair_of",
-    "tensors",
+    "Setting", "at", "by_label", "check_settings", "fixed", "labels_in", "number", "numbers", "pair_of", "tensors",
 ]  # fmt: skip
 
 R = TypeVar("R")

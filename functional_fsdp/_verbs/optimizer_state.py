@@ -109,18 +109,17 @@ def load_optimizer_state(
         names = {f"opt.{name}" for name in there.tensors}
         if partial:
             kept = [node for node in nodes_of(state.opt) if isinstance(node.value, FlatBuffer)]
-            names |= {f"opt.{node.path}.{leaf.path}" for node in kept for leaf in node.value.bucket.leaves}
-        main = {name: b.but(clone_as(b.local)) for name, b in state.main.items()}
-        trees.update(copies(as_there(state, names), True), main=main)
-        if steps is not None and partial:
-            mine = [n for n in nodes_of(trees["opt"]) if isinstance(n.value, FlatBuffer) and not n.value.bucket.by_leaf]
-            every = [f"{node.path}.{leaf.path}" for node in mine for leaf in node.value.bucket.leaves]
-            if lacking := [name for name in every if name not in there.tensors]:
+            mine = {f"{n.path}.{leaf.path}": n.value.bucket.by_leaf for n in kept for leaf in n.value.bucket.leaves}
+            names |= {f"opt.{name}" for name in mine}
+            lacking = [name for name, counts in mine.items() if name not in there.tensors and not counts]
+            if lacking and steps is not None:
                 raise TreeError(
                     f"load_optimizer_state(steps={steps}, partial=True): {lacking[0]!r} and {len(lacking) - 1} others "
                     "are not there and would stay as they are, but for the count, which is that of all leaves. Give "
                     "all leaves, or leave steps out."
                 )
+        main = {name: b.but(clone_as(b.local)) for name, b in state.main.items()}
+        trees.update(copies(as_there(state, names), True), main=main)
         _read(nodes_of(trees["opt"]), there, partial)
         if steps is not None:
             trees["count"].fill_(steps)

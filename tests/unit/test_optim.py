@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from support.torch_optimizers import ByParameter
 
 import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, Spec, SpecError, StaleStateError, TreeError
@@ -850,15 +851,9 @@ def test_a_step_whose_update_changed_gradients_and_raised_begins_anew() -> None:
 def test_a_class_of_torch_that_writes_to_data_and_raises_leaves_a_state_that_says_so() -> None:
     raises = [False]
 
-    class ByData(torch.optim.Optimizer):
-        def __init__(self, params: Any, lr: float = 0.1) -> None:
-            super().__init__(params, {"lr": lr})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.data.add_(p.grad, alpha=-group["lr"])
+    class ByData(ByParameter):
+        def change(self, p: torch.Tensor, lr: float) -> None:
+            p.data.add_(p.grad, alpha=-lr)  # type: ignore[arg-type]
             if raises[0]:
                 raise ValueError("half-way")
 

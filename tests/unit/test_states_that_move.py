@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.torch_optimizers import ByParameter
 
 import functional_fsdp as fsdp
 from functional_fsdp import Spec, TreeError
@@ -89,27 +90,22 @@ def test_counts_of_missed_steps_come_back_in_units_where_few_leaves_have_one() -
     assert moved_by(other) == moved_by(state)
 
 
-class Counts(torch.optim.Optimizer):
+class Counts(ByParameter):
     """Keeps a number and a tensor, or the tensor only."""
 
     number = True
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                kept = self.state[p]
-                if not kept:
-                    kept["sq"] = torch.zeros_like(p)
-                    if self.number:
-                        kept["step"] = torch.zeros(())
-                kept["sq"].add_(p.grad * p.grad)
-                if self.number:
-                    kept["step"] += 1
-                p.add_(p.grad, alpha=-group["lr"])
+    def change(self, p: torch.Tensor, lr: float) -> None:
+        assert p.grad is not None
+        kept = self.state[p]
+        if not kept:
+            kept["sq"] = torch.zeros_like(p)
+            if self.number:
+                kept["step"] = torch.zeros(())
+        kept["sq"].add_(p.grad * p.grad)
+        if self.number:
+            kept["step"] += 1
+        p.add_(p.grad, alpha=-lr)
 
 
 class CountsNothing(Counts):
@@ -162,10 +158,8 @@ def test_integers_must_fit() -> None:
     state = fsdp.shard({"i": torch.ones(2, dtype=torch.int8)}, spec())
     with pytest.raises(TreeError, match=r"has 'i' as torch.int64, the model torch.int8"):
         fsdp.load_weights(state, {"i": torch.tensor([300, 5])})
-    assert fsdp.full_params(fsdp.load_weights(state, {"i": torch.tensor([3, 5], dtype=torch.int8)}))["i"].tolist() == [
-        3,
-        5,
-    ]
+    loaded = fsdp.load_weights(state, {"i": torch.tensor([3, 5], dtype=torch.int8)})
+    assert fsdp.full_params(loaded)["i"].tolist() == [3, 5]
 
 
 def test_a_buffer_of_any_strides_is_filled() -> None:

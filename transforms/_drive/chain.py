@@ -33,6 +33,7 @@ from .unit_calls import entered
 __all__ = ["Chain", "stages_of"]
 
 pytree = torch_private.pytree
+ABSENT = object()
 
 
 def stages_of(verb: str, model: Any, loss_fn: Callable[..., Any] | None) -> Stages:
@@ -105,7 +106,7 @@ class Link:
         self.own_class = type(self.module)
         self.inside = False
         self.returned: Any = None  # in this walk, without values
-        self.kept: list[tuple[nn.Module, dict[str, Any]]] = []  # parts that keep tensors in attributes, as they were
+        self.kept: list[tuple[dict[str, Any], str, Any]] = []  # attributes that hold tensors: what was there
         self.module.__class__ = entered(self.own_class)
         self.module.__dict__["_unit_call"] = self
 
@@ -139,7 +140,7 @@ class Link:
                 out = function(self.module, *args, **kwargs)
         finally:
             self.inside = False
-            self.kept = [(part, then) for part, then in before if _kept(part, then)]
+            self.kept = [one for part, then in before for one in _kept(part, then)]
         if self.number == len(chain.links) - 1:
             return out
         for leaf in pytree.tree_leaves(out):
@@ -147,9 +148,8 @@ class Link:
                 what = leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf).__name__
                 chain.refuse(f"{self.path!r} returned a {what}; from unit to unit go floating tensors")
         self.returned = pytree.tree_map(_no_value, out)
-        for part, then in self.kept:
-            for name in _kept(part, then):
-                part.__dict__[name] = pytree.tree_map_only(torch.Tensor, _no_value, part.__dict__[name])
+        for held, name, _ in self.kept:
+            held[name] = pytree.tree_map_only(torch.Tensor, _no_value, held[name])
         raise Reached(out)
 
     def end(self) -> None:
@@ -159,12 +159,11 @@ class Link:
 
     def _put_back(self) -> None:
         """Attributes as they were before the module was called in this walk."""
-        for part, then in self.kept:
-            for name in _kept(part, then):
-                if name in then:
-                    part.__dict__[name] = then[name]
-                else:
-                    del part.__dict__[name]
+        for held, name, was in self.kept:
+            if was is ABSENT:
+                held.pop(name, None)
+            else:
+                held[name] = was
         self.kept = []
 
 
@@ -172,13 +171,13 @@ def _no_value(t: torch.Tensor) -> NoValue:
     return NoValue.like(tuple(t.shape), t.dtype, t.device)
 
 
-def _kept(part: nn.Module, before: dict[str, Any]) -> list[str]:
-    """The attributes in which a module keeps tensors that it did not before: later stages would take them for
-    constants."""
+def _kept(part: nn.Module, before: dict[str, Any]) -> list[tuple[dict[str, Any], str, Any]]:
+    """The attributes in which a module keeps tensors that it did not before, with what was there. Later stages would
+    take them for constants."""
     return [
-        name
+        (part.__dict__, name, before.get(name, ABSENT))
         for name, value in part.__dict__.items()
-        if value is not before.get(name, part)
+        if value is not before.get(name, ABSENT)
         and any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
     ]
 
