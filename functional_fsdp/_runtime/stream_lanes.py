@@ -190,7 +190,6 @@ class StreamLanes(HostLanes):
         if self.skips:
             self.skips -= 1
             return
-        self.issues += 1
         if hop.kind == "barrier":
             self.signals[hop.axis].barrier(LANES.index(hop.lane))
         elif hop.kind == "all_gather":
@@ -204,6 +203,7 @@ class StreamLanes(HostLanes):
             dist.all_to_all_single(out, given, came, sent, group=group)
         else:
             dist.all_reduce(out, op=OPS[hop.op], group=group)
+        self.issues += 1  # not if it raised: peers wait for it
         yield from ()
 
     def signalling(self, axis: str) -> None:

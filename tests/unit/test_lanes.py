@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
 
+from functional_fsdp._common.record import Collective
 from functional_fsdp._distributed.lanes import Steps, together
 from functional_fsdp._distributed.queue import Job, Queue
 from functional_fsdp._runtime.stream_lanes import StreamLanes
@@ -81,6 +85,42 @@ def test_graphs_come_after_what_lanes_have_and_before_what_they_are_given_next(p
                 every.add(number)
                 if how == "launched":
                     raise InterruptedError
+
+
+class Issuing(Remembered):
+    """Jobs are issued, on no stream."""
+
+    def __init__(self, run: Any) -> None:
+        super().__init__()
+        self.run, self.skips = run, 0
+
+    def enqueue(self, lane: str, job: Steps, after: Any = None, mark: Any = None) -> None:
+        for _ in job:
+            pass
+
+
+def test_a_collective_that_could_not_be_issued_is_issued_for_those_who_wait() -> None:
+    """The second of two raises, and the first is issued: peers wait for the second, and not for the first again."""
+    hops = tuple(Collective("all_reduce", "dp", n, torch.float32, "sum", "reduce", "") for n in (2, 3))
+    issued: list[int] = []
+
+    def all_reduce(out: torch.Tensor, **_: Any) -> None:
+        if len(out) == 3 and issued == [2] and bool(out.any()):
+            raise RuntimeError("out of memory")
+        issued.append(len(out))
+
+    run = SimpleNamespace(size=2, capturing=False, device=torch.device("cpu"), logs={"reduce": []}, void=lambda: None)
+    streams = Issuing(run)
+    run.collective = lambda hop, out, given: streams.collective(hop, out, given, None)
+
+    def job() -> Steps:
+        for hop in hops:
+            yield from run.collective(hop, one := torch.ones(hop.numel), one)
+
+    with patch("torch.distributed.all_reduce", all_reduce), pytest.raises(RuntimeError, match="out of memory"):
+        streams.submit("reduce", hops, job())
+    assert issued == [2, 3]
+    assert run.logs == {"reduce": [hops]}
 
 
 # ---------------------------------------------------------------- jobs on the CPU
