@@ -29,7 +29,6 @@ SOON, PATIENCE = 0.003, 1.0  # seconds
 OURS = __name__.partition(".")[0]
 
 _codes: set[CodeType] = set()  # of what runs to its end
-_before: Any = None  # the program's handler
 _waiting: list[float] = []  # when the interrupt came that waits: one at most, and who takes it out delivers it
 _places: list[tuple[FrameType, int]] = []  # the callers of a `step` that was taken, and the lines that they were at
 
@@ -47,22 +46,21 @@ def guard() -> None:
     if _waiting:
         resume()
     handler = _signal.getsignal(signal.SIGINT)
-    if handler is not _held and callable(handler):  # else it is ignored, or none of Python's
-        global _before
-        _before = handler
-        _signal.signal(signal.SIGINT, _held)
+    if type(handler) is not Held and callable(handler):  # else it is ignored, or none of Python's
+        _signal.signal(signal.SIGINT, Held(handler))
 
 
 def leave() -> None:
     """The program's own handler is back."""
-    if _signal.getsignal(signal.SIGINT) is _held and threading.get_ident() == threading.main_thread().ident:
-        _signal.signal(signal.SIGINT, _before)
+    handler = _signal.getsignal(signal.SIGINT)
+    if type(handler) is Held and threading.get_ident() == threading.main_thread().ident:
+        _signal.signal(signal.SIGINT, handler.before)
 
 
 def of_the_program() -> Any:
     """The program's own handler of SIGINT, also while a step is under way."""
     handler = _signal.getsignal(signal.SIGINT)
-    return _before if handler is _held else handler
+    return handler.before if type(handler) is Held else handler
 
 
 def arrive(others: bool) -> None:
@@ -93,22 +91,30 @@ def _taken_out() -> bool:
     return True
 
 
-def _held(number: int, frame: FrameType | None) -> None:
-    """The handler in the place of the program's."""
-    now = time.monotonic()
-    if _must_wait(frame):
-        since = _waiting[:1]
-        if not since:
-            _waiting.append(now)
-            threading.Thread(target=_carry, name="interrupt", daemon=True).start()
-        if not since or now - since[0] < PATIENCE:
-            return
-    _taken_out()
-    try:
-        _before(number, frame)
-    except BaseException:
-        leave()  # what is under way is given up
-        raise
+class Held:
+    """The handler in the place of the program's, which it knows: a program may save this one and put it back later, or
+    call it from a handler of its own."""
+
+    __slots__ = ("before",)
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if _must_wait(frame):
+            since = _waiting[:1]
+            if not since:
+                _waiting.append(now)
+                threading.Thread(target=_carry, name="interrupt", daemon=True).start()
+            if not since or now - since[0] < PATIENCE:
+                return
+        _taken_out()
+        try:
+            self.before(number, frame)
+        except BaseException:
+            leave()  # what is under way is given up
+            raise
 
 
 def _carry() -> None:

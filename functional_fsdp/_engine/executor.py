@@ -267,6 +267,12 @@ class Executor(Gathers, Reductions):
         """Of the collectives issued in this step, lane by lane."""
         return zlib.crc32(repr(self.digests).encode())
 
+    @property
+    def reduced(self) -> int:
+        """Of the reductions issued in this step. Who changes gradients tells peers, since a reduction that comes after
+        the change on one rank, and before it on another, gives them other sums."""
+        return zlib.crc32(repr(self.digests[1:]).encode())
+
     def drop_arrivals(self) -> None:
         """The step is over, or is captured no more. Compute has waited for what they did."""
         self.arriving, self.arrive_in = (), ()

@@ -132,10 +132,11 @@ class Agreement(Peers):
         if highest != lowest:
             raise ScheduleError(
                 "ranks issued different collectives in this step, or changed its gradients in other ways, as by "
-                f"clipping to another norm (this rank's digest is {mine}, the digests lie between {lowest} and "
-                f"{highest}), so the step was not taken. Call unshard and reduce for the same units, in the same order "
-                "and with the same last_microbatch, on every rank; only units of the schedule may be left out. The "
-                "state before the step is valid."
+                "clipping to another norm, by other noise, after another number of microbatches, or with another skip= "
+                f"(this rank's digest is {mine}, the digests lie between {lowest} and {highest}), so the step was not "
+                "taken. Call unshard and reduce for the same units, in the same order and with the same "
+                "last_microbatch, on every rank; only units of the schedule may be left out. The state before the step "
+                "is valid."
             )
         return least & (1 << GIVEN) - 1, most & (1 << GIVEN) - 1
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from .._common.errors import FsdpError, ScheduleError, StaleStateError
-from .._common.interrupts import guard
+from .._common.interrupts import guard, leave
 from .._common.tracing import refuse
 from .._plan.layout import Layout
 from .._runtime.runtime import Runtime
@@ -270,6 +270,12 @@ class Lineage:
         guard()
         with self.call, self.beside(state):
             yield
+        self.looked()
+
+    def looked(self) -> None:
+        """Whoever looked is done: unless a step is under way, the program's own handler of interrupts is back."""
+        if not self.begun and not self.others_begun():
+            leave()
 
     def beside(self, state: Stored) -> AbstractContextManager[None]:
         """What ranks communicate within is no part of a plan; see `Executor.beside`."""

@@ -125,6 +125,7 @@ class Session:
         with self._lineage.call:
             self._executor.rest(state)
             self._lineage.rest(f"{self._verb}()")
+        self._lineage.looked()
         return self._before
 
     # ---------------------------------------------------------------- where weights lie

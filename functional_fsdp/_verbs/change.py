@@ -53,7 +53,7 @@ def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, e
     executor.adopt(state.grads)
     if not executor.complete:
         raise ScheduleError(f"{what}: not all gradients are whole. Call state = finish_reductions(state) first.")
-    _remark(state, what, by)
+    _remark(state, f"{what} after {executor.reduced}", by)
     with torch.no_grad(), lineage.call:
         executor.settle()  # what is under way would write over what `work` does
         work()

@@ -237,7 +237,8 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
 
     Args:
         skip: a bool tensor [], the same on every rank. Where it is true, on the device, weights, optimizer state and
-            count stay what they are (see `transforms.skip_nonfinite`). Nothing waits for it. Or a bool.
+            count stay what they are (see `transforms.skip_nonfinite`). Nothing waits for it, or compares it. Or a
+            bool, which ranks compare.
 
     A leaf that got a gradient on no rank, in no microbatch, keeps its weights and its optimizer state, as torch.optim
     has it with `grad=None`: no decay, no momentum, and AdamW corrects its bias by the steps in which it got one. Zeros,
@@ -260,11 +261,14 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     one all-reduce of a number a leaf, along each axis that shards them, for those that are gathered in float8;
     on the host two votes, and if no rank has a gradient for every leaf an all-reduce of a byte a leaf.
     """
+    skips = skip is True
     skip = may_step(state, skip)
     state._valid("step")
     has_gradients(state, "step")
     lineage = state.version.lineage
     lineage.enter(state.version.serial, "step")
+    if skips:
+        lineage.runtime.remark("step(skip=True)")
     executor = state._executor
     with lineage.call:
         executor.adopt(state.grads)

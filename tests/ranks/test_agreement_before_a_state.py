@@ -439,6 +439,52 @@ def test_ranks_that_change_gradients_in_other_ways_hear_of_it() -> None:
         assert all("clipping to another norm" in said for said in found)
 
 
+def microbatches_apart(placement: str) -> list[str]:
+    """Rank 1 has one microbatch less. So its peers' last reduction comes after its change, as zeros of its own."""
+    found = []
+    order = fsdp.Schedule(order=["w"])
+    spec = fsdp.Spec(fsdp.local_mesh(), getattr(fsdp, placement)("data"), schedule=order)
+    for change in (lambda state: T.divide(state, 2.0), lambda state: T.clip_by_value(state, 0.5)):
+        state = fsdp.shard({"w": torch.ones(5)}, spec, fsdp.sgd(lr=0.1))
+        state, w = fsdp.unshard(state)
+        for _ in range(2 - dist.get_rank()):
+            state = fsdp.reduce(state, w)
+        state = change(fsdp.finish_reductions(state))
+        with pytest.raises(fsdp.ScheduleError) as caught:
+            fsdp.step(fsdp.psum(state, torch.ones(()))[0])
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("placement", ["zero2", "zero3"])
+def test_ranks_that_change_gradients_after_other_microbatches_hear_of_it(placement: str) -> None:
+    for found in launch(microbatches_apart, (placement,), nprocs=2):
+        assert len(found) == 2
+        assert all("after another number of microbatches" in said for said in found)
+
+
+def skips_apart() -> tuple[str, list[float]]:
+    """Rank 1 alone says skip=True; then both do, and then nobody."""
+    state = fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh(), fsdp.ddp("data")), fsdp.sgd(lr=0.1))
+    seen = []
+
+    def ready() -> fsdp.State:
+        return fsdp.reduce(state, {"w": torch.ones(5)})
+
+    with pytest.raises(fsdp.ScheduleError) as caught:
+        fsdp.step(ready(), skip=bool(dist.get_rank()))
+    for skip in (True, False):
+        state = fsdp.step(ready(), skip=skip)
+        seen.append(fsdp.full_params(state)["w"][0].item())
+    return str(caught.value), seen
+
+
+def test_ranks_that_skip_apart_hear_of_it() -> None:
+    for said, seen in launch(skips_apart, nprocs=2):
+        assert "or with another skip=" in said
+        assert seen == pytest.approx([1.0, 0.9])
+
+
 # ---------------------------------------------------------------- stopped between the parts of a call
 
 

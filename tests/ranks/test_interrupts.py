@@ -14,6 +14,7 @@ from support.strikes import WAYS, bits, disturbed, interruptible, training
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
+from functional_fsdp import transforms as T
 from functional_fsdp._common import interrupts as _interrupts
 from functional_fsdp._common.record import Collective
 from functional_fsdp._runtime.agreement import Agreement
@@ -122,6 +123,80 @@ def own_handlers() -> tuple[list[int], bool, int]:
 
 def test_a_handler_of_the_programs_own_is_called_and_stays() -> None:
     assert launch(own_handlers, nprocs=1) == [([signal.SIGINT], True, 1)]
+
+
+def saved_and_put_back() -> tuple[int, list[int], bool]:
+    """A context around each epoch puts its own handler there, and the one that it found back: after a metric was
+    reduced that is one of ours."""
+    flags: list[int] = []
+    with interruptible():
+        state = fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+        for _ in range(3):
+            before = signal.signal(signal.SIGINT, lambda *_: flags.append(1))
+            state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(5)}))
+            signal.signal(signal.SIGINT, before)
+            state, _ = fsdp.pmean(state, torch.ones(()))
+        struck = 0
+        for _ in range(3):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                struck += 1
+        state = fsdp.step(fsdp.reduce(state, {"w": torch.ones(5)}))
+        return struck, flags, signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_that_was_saved_and_put_back_is_still_the_programs() -> None:
+    assert launch(saved_and_put_back, nprocs=1) == [(3, [], True)]
+
+
+def called_by_the_next() -> tuple[int, bool, int]:
+    """A program's handler that calls the one before it, which is one of ours."""
+    with interruptible():
+        state = fsdp.shard({"w": torch.ones(5)}, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+        middle, _ = fsdp.unshard(state)
+        ours: Any = signal.getsignal(signal.SIGINT)
+        calls: list[int] = []
+
+        def mine(number: int, frame: Any) -> None:
+            calls.append(number)
+            ours(number, frame)
+
+        signal.signal(signal.SIGINT, mine)
+        middle = fsdp.reduce(middle, {"w": torch.ones(5)})
+        struck = False
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            struck = True
+        return len(calls), struck, fsdp.step(middle).steps
+
+
+def test_a_handler_may_call_the_one_before_it() -> None:
+    assert launch(called_by_the_next, nprocs=1) == [(1, True, 1)]
+
+
+def after_a_look() -> list[bool]:
+    """Whether the program's own handler is there after each call that only looks at a state."""
+    with interruptible():
+        params, model = fsdp.functionalize(torch.nn.Linear(3, 2))
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+        looks = (
+            lambda: fsdp.full_params(state),
+            lambda: T.apply(model, lambda m: m(torch.ones(3)))(state),
+            lambda: fsdp.state_dict(state),
+        )
+        found = []
+        for look in looks:
+            look()
+            found.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+        middle, _ = fsdp.unshard(state)
+        fsdp.full_params(state)
+        return [*found, signal.getsignal(signal.SIGINT) is signal.default_int_handler, middle.between_steps]
+
+
+def test_who_only_looks_leaves_the_programs_handler() -> None:
+    assert launch(after_a_look, nprocs=1) == [[True, True, True, False, False]]
 
 
 def twice() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -384,6 +385,47 @@ def test_in_bfloat16_and_on_one_rank(ranks: int) -> None:
         torch.testing.assert_close(found["norms"].double(), per_sample(rank)[2], rtol=0.05, atol=0)  # 8 bits
         assert found["dtypes"] == {torch.bfloat16, torch.float32}
         assert found["finite"]
+
+
+def of_two_sizes(sizes: tuple[int, int], scale: Any) -> tuple[torch.Tensor, list[str], float]:
+    """Noise of two microbatches of these sizes, what stays in the state, and the noise of the next step, of one sample
+    that is weighed by 1 / 100."""
+    spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero2("data"))
+    state = fsdp.shard({"a": {"w": torch.zeros(WIDE)}}, spec, fsdp.sgd(lr=0.1))
+    f: Any = T.clipped_gradients({"a": lambda w, h, s: s * 0 * w["w"].sum()}, max_norm=0.5, noise=3.0)
+    for size, last in zip(sizes, (False, True), strict=True):
+        state, _ = f(state, torch.ones(size), last_microbatch=last, scale=scale)
+    draws = full_grads(state)["a.w"].flatten()
+    state = fsdp.step(state)
+    left = [*state.extras]
+    state, _ = f(state, torch.ones(1), scale=0.01)
+    return draws, left, full_grads(state)["a.w"].std().item()
+
+
+@pytest.mark.parametrize(("sizes", "scale"), [((2, 6), 0.5), ((6, 2), 0.5), ((6, 2), torch.tensor(0.5))])
+def test_noise_hides_the_sample_that_weighs_most(sizes: tuple[int, int], scale: Any) -> None:
+    for draws, left, after in launch(of_two_sizes, (sizes, scale), nprocs=2):
+        want = 3.0 * 0.5 * 0.5 / 2 / 2  # noise · max_norm · scale / samples of the smallest microbatch / ranks
+        assert abs(draws.std() / want - 1) < 5 / math.sqrt(2 * WIDE)
+        assert left == []
+        assert abs(after / (3.0 * 0.5 * 0.01 / 2) - 1) < 5 / math.sqrt(2 * WIDE)
+
+
+def noise_apart() -> list[str]:
+    """max_norm, noise, or the number of samples differ between ranks."""
+    found, mesh, rank = [], fsdp.local_mesh(), dist.get_rank()
+    for norm, noise, size in ((1.0 + rank, 1.0, 4), (1.0, 1.0 + rank, 4), (1.0, 1.0, 4 + rank)):
+        state = fsdp.shard({"a": {"w": torch.zeros(5)}}, fsdp.Spec(mesh, fsdp.ddp("data")), fsdp.sgd(lr=0.1))
+        cut: Any = {"a": lambda w, h, s: s * w["w"].sum()}
+        state, _ = T.clipped_gradients(cut, max_norm=norm, noise=noise)(state, torch.ones(size))
+        found.append(raised(partial(fsdp.step, state)))
+    return found
+
+
+def test_ranks_that_add_other_noise_hear_of_it() -> None:
+    for found in launch(noise_apart, nprocs=2):
+        assert len(found) == 3
+        assert all("by other noise" in said for said in found)
 
 
 # ---------------------------------------------------------------- errors

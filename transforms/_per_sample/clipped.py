@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import SpecError, State, finish_reductions, reduce
-from functional_fsdp.extend import alone, begin_round, change, end_round
+from functional_fsdp.extend import alone, begin_round, change, end_round, evolve
 
 from .._drive.chain import stages_of
 from .._drive.driver import eager_only
@@ -27,6 +27,8 @@ from .noise import add_noise
 from .per_sample import batched, norms_of
 
 __all__ = ["clipped_gradients"]
+
+HEAVIEST = "clipped_gradients"  # among a State's extras, during a round: the most that one sample's loss weighs
 
 
 def clipped_gradients(
@@ -48,20 +50,21 @@ def clipped_gradients(
 
     Returns:
         `f(state, batch) -> state, losses [B]`, this rank's. The gradients are the mean over B and over the data ranks
-        (with `Spec(average="sum")` their sum), so B is to be the same on every rank. Two keywords are its own, as of
-        `forward_backward`: `last_microbatch=False` says that more microbatches follow, `scale` multiplies the
-        gradients. Noise comes with the last one: once a step. (`T.accumulate` around it averages losses over
-        microbatches, by position.)
+        (with `Spec(average="sum")` their sum), so B is to be the same on every rank; with noise `step` compares it.
+        Two keywords are its own, as of `forward_backward`: `last_microbatch=False` says that more microbatches follow,
+        `scale` multiplies the gradients. Noise comes with the last one: once a step. It is that of the microbatch whose
+        samples weigh most, by scale / B. (`T.accumulate` around it averages losses over microbatches, by position.)
 
     The norms are float32, or the compute dtype's where that is wider; with bfloat16 compute a sample's gradient is
     clipped to its rounding. A sample whose gradient is not finite makes the whole one so: see `T.skip_nonfinite`.
 
     This is the mechanism of DP-SGD. How much privacy it spends is for an accountant to say; that takes batches drawn at
-    random, and a secret `seed`.
+    random, and a secret `seed`. On CPUs torch's generator has 32 bits, which somebody can try one by one.
 
     Raises:
         SpecError: max_norm not above 0, noise below 0. TreeError and ScheduleError as `per_sample_norms`; ScheduleError
-            as `forward_backward`, where the gradients of a whole round are there.
+            as `forward_backward`, where the gradients of a whole round are there; from `step`, with noise, where B,
+        max_norm, noise or scale differ between ranks.
 
     Collective: as `unshard` for each stage twice, forward and backward; as `reduce` for each unit; with noise, what
     `finish_reductions` issues.
@@ -84,21 +87,33 @@ def clipped_gradients(
         state: State, batch: Any, *, last_microbatch: bool = True, scale: float | torch.Tensor = 1.0
     ) -> tuple[State, torch.Tensor]:
         begin_round(state, "clipped_gradients")
+        rested = state.between_steps
         with walk.running(state):
             batch = walk.samples(batch)
             state, losses, norms = norms_of(walk, state, batch, chunk)
             weights = max_norm / norms.clamp(min=max_norm)
             mean = scale / len(losses)
+            heaviest = _larger(mean, None if rested else state.extras.get(HEAVIEST))
             state = _weighted(walk, state, batch, (weights * mean).to(losses.dtype), last_microbatch)
         if noise and last_microbatch:
             state = finish_reductions(state)
             ranks = prod(state.spec.axes[axis] for axis in state.spec.data) if state.spec.average == "mean" else 1
-            blur = partial(add_noise, state, noise * max_norm * mean / ranks)
-            state = change(state, "clipped_gradients()", blur, every_leaf=True)
+            blur = partial(add_noise, state, noise * max_norm * heaviest / ranks)
+            alike = (max_norm, noise, "of a tensor" if isinstance(heaviest, torch.Tensor) else heaviest)
+            state = change(state, "clipped_gradients()", blur, by=alike, every_leaf=True)
+        if noise:
+            others = {name: value for name, value in state.extras.items() if name != HEAVIEST}
+            state = evolve(state, extras=others if last_microbatch else {**others, HEAVIEST: heaviest})
         end_round(state, last_microbatch)
         return state, losses
 
     return alone(f, "clipped_gradients", traced=eager_only("clipped_gradients"))
+
+
+def _larger(a: float | torch.Tensor, b: float | torch.Tensor | None) -> float | torch.Tensor:
+    if isinstance(a, torch.Tensor):
+        return a if b is None else a.maximum(torch.as_tensor(b, dtype=a.dtype, device=a.device))
+    return a if b is None else _larger(b, a) if isinstance(b, torch.Tensor) else max(a, b)
 
 
 def _weighted(walk: Stages, state: State, batch: Any, dlosses: torch.Tensor, last: bool) -> State:
