@@ -119,19 +119,50 @@ def _drop(keys: Iterable[Key]) -> None:
 def renew(keys: list[Key]) -> None:
     """After a call that was stopped: each State that it was given is the one after the last whole step. The ranks of
     its mesh meet here, since some may have been stopped in a step and others after it."""
-    runs: dict[int, Any] = {}
-    for key in keys:
-        number, place = key
-        if place is None and number in _lengths:
-            renew([(number, i) for i in range(_lengths[number])])
-        else:
-            _values[key] = pytree.tree_map(_newest, _values[key], is_leaf=_is_state)
-            found = [x for x in pytree.tree_leaves(_values[key], is_leaf=_is_state) if _is_state(x)]
-            runs |= {id(state.version.lineage.runtime): state.version.lineage for state in found}
-    for lineage in runs.values():
-        if lineage.runtime.size > 1:
-            with contextlib.suppress(FsdpError):  # the state says so itself where it is used
-                lineage.runtime.restart(lineage.number)
+    places = [place for key in keys for place in _places(key)]
+    given = {id(run): lineages for run, lineages in _lineages(places)}
+    met = {number for number, lineages in given.items() if _meet(lineages)}
+
+    def later(value: Any) -> Any:
+        if isinstance(value, State):
+            lineage = value.version.lineage
+            if lineage.successor is None or id(lineage.runtime) in met:
+                return _newest(value)
+        return value
+
+    for place in places:
+        _values[place] = pytree.tree_map(later, _values[place], is_leaf=_is_state)
+    for run, lineages in _lineages(places):
+        if id(run) not in given:  # of another mesh, to which all have moved
+            _meet(lineages)
+
+
+def _places(key: Key) -> list[Key]:
+    """Where in the table the values of a handle lie."""
+    number, place = key
+    return [(number, i) for i in range(_lengths[number])] if place is None and number in _lengths else [key]
+
+
+def _lineages(places: list[Key]) -> list[tuple[Any, list[Any]]]:
+    """The lineages of all States there, by runtime."""
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    for state in pytree.tree_leaves([_values[place] for place in places], is_leaf=_is_state):
+        if _is_state(state):
+            lineage = state.version.lineage
+            found.setdefault(id(lineage.runtime), (lineage.runtime, []))[1].append(lineage)
+    return list(found.values())
+
+
+def _meet(lineages: list[Any]) -> bool:
+    """The ranks of a runtime meet. Returns whether its states went equally far on all of them: where one was stopped
+    while a verb moved a state, and others after it, nobody has it whole."""
+    runtime = lineages[0].runtime
+    try:
+        runtime.restart(lineages[-1].number)
+        told = runtime.everyone([len(lineage.successors) for lineage in lineages], "renew")
+    except FsdpError:  # the state says so itself where it is used
+        return False
+    return all(one == told[0] for one in told)
 
 
 def _is_state(x: Any) -> bool:

@@ -71,7 +71,8 @@ class Lineage:
     `executor` has what the lineage has in flight, `graph_plan` what traced steps go by; each is made when it is first
     needed. Of use to transforms that capture or trace (`extend.lineage_of`): commits, how many steps were taken, as far
     as the host knows (of compiled ones in a row it knows one); broken, why its states are of no more use, or "";
-    offset; `follow` and `stepped`; beside_backward and arriving, see `_state.arrivals`.
+    moved_by, the verb that took what they held, or ""; offset; `follow` and `stepped`; beside_backward and arriving,
+    see `_state.arrivals`.
     """
 
     def __init__(
@@ -93,8 +94,10 @@ class Lineage:
         self.consumed: dict[int, str | tuple[str, Any]] = {}
         self.executor: Executor | None = None
         self.broken = ""
+        self.moved_by = ""
+        self.successor: Lineage | None = None  # of the state that this verb returned
         self.call = OpenCall()
-        self.taken: dict[str, Any] | None = None  # what the last step returned, but for the version
+        self.taken: dict[str, Any] | None = None  # what the last step, or this verb, returned, but for the version
 
     def enroll(self) -> None:
         """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""
@@ -307,13 +310,36 @@ class Lineage:
         """The base is consumed, and what came of it up to `version`: `new` is the base now, as the serial after the
         latest."""
         (version.origin.version if version.origin else version).spent = True
-        self.taken = {**new.__dict__}
-        del self.taken["version"]  # it holds this lineage
+        self.taken = _without_version(new)
         self._consume(self.base, by)
         self._consume(version.serial, by)
         self.latest += 1
         self.base = self.head = self.latest
         self.call.depth, self.busy = 0, False
+
+    def moves(self, verb: str) -> None:
+        """A verb begins to take what the states hold. If it is stopped, nothing has it whole."""
+        self.moved_by, self.taken = verb, None
+        self.broken = f"{verb}() was stopped while it was moving what this state held. Load the last checkpoint."
+
+    def moved_to(self, new: Stored) -> None:
+        """The verb is about to return `new`, a state of another lineage. Whoever holds a state of this one keeps the
+        newest state of that one."""
+        self.successor = new.version.lineage
+        self.successor.taken = _without_version(new)
+        self.broken = (
+            f"{self.moved_by}() has taken what this state held. Use the State that it returned (fsdp.newest gives it)."
+        )
+
+    @property
+    def successors(self) -> list[Lineage]:
+        """The lineages that what this one held has come to, one after the other."""
+        found: list[Lineage] = []
+        following = self.successor
+        while following is not None:
+            found.append(following)
+            following = following.successor
+        return found
 
     def _consume(self, serial: int, what: str) -> None:
         self.consumed[serial] = what
@@ -330,6 +356,11 @@ class Lineage:
             f"{' (fsdp.newest gives it)' if 'step()' in by else ', or begin again from the state before the step'}; "
             f"to keep an old one, copy.deepcopy it between steps."
         )
+
+
+def _without_version(state: Stored) -> dict[str, Any]:
+    """The fields of a state, but for what holds its lineage."""
+    return {name: value for name, value in state.__dict__.items() if name != "version"}
 
 
 def begin_compiled(state: Stored) -> None:

@@ -69,12 +69,14 @@ def redistribute(state: State, spec: Spec, *, allow: Collection[str] = ()) -> St
     Example:
         >>> state = fsdp.redistribute(state, Spec(mesh, fsdp.ddp("data")))  # for evaluation  # doctest: +SKIP
     """
-    return moved(state, spec, allow)
+    new = moved(state, spec, allow)
+    state.version.lineage.moved_to(new)
+    return new
 
 
 def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistribute", trains: bool = False) -> State:
     """`redistribute`, or what this verb has of it. `trains`: leaves may train by one spec only; then there is no
-    optimizer's state in it."""
+    optimizer's state in it. The caller tells the old lineage (`moved_to`)."""
     state._resting(verb)
     spec, run = needs_spec("redistribute", spec), runtime_of(state.spec.mesh)
 
@@ -102,9 +104,7 @@ def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistr
     lineage = state.version.lineage
     with lineage.looking(state):
         lineage.touched()
-        lineage.broken = (
-            f"{verb}() has taken what this state held. Use the State that it returned, or load the last checkpoint."
-        )
+        lineage.moves(verb)
         main = mover.move(state.main)
         opt = pytree.tree_map(mover.node, state.opt, is_leaf=is_buffers)
         mover.may_leave = False

@@ -222,14 +222,17 @@ class State:
 
     # ---- pictures
 
-    def __repr__(self) -> str:
-        lineage = self.version.lineage
+    def _status(self) -> str:
+        """Where it is in its step, or why it is of no more use; in a few words."""
+        lineage, serial = self.version.lineage, self.version.serial
+        lineage.follow()
+        if lineage.broken and serial >= lineage.base:
+            return f"taken by {lineage.moved_by}()" if lineage.moved_by else "of no more use"
         if self.between_steps:
-            status = "between steps"
-        elif self.version.serial == lineage.head:
-            status = "in the middle of a step"
-        else:
-            status = f"consumed by {lineage.consumer(self.version.serial)}"
+            return "between steps"
+        return "in the middle of a step" if serial == lineage.head else f"consumed by {lineage.consumer(serial)}"
+
+    def __repr__(self) -> str:
         axes = " × ".join(f"{axis} {n}" for axis, n in self.spec.axes.items())
         trees = {name: getattr(self, name) for name in ("main", "weights", "grads", "opt", "buffers", "extras")}
         what = f"State of {len(self.units)} units, {len(self.layout.paths)} leaves"
@@ -237,7 +240,7 @@ class State:
         more = f" and {len(hidden) - 2} more" if len(hidden) > 2 else ""
         unseen = f"\nranks cannot compare {', '.join(hidden[:2])}{more}" if hidden else ""
         moves = f"\n{self._transfer()!r}; see host_transfer(state)" if self.layout.host_nbytes("main") else ""
-        return f"{what}, mesh {axes}, step {self.steps}, {status}\n{summary(trees)}{moves}{unseen}"
+        return f"{what}, mesh {axes}, step {self.steps}, {self._status()}\n{summary(trees)}{moves}{unseen}"
 
 
 FIELDS = tuple(f.name for f in fields(State))

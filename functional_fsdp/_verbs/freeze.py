@@ -81,11 +81,12 @@ def _changed(verb: str, state: State, patterns: tuple[str, ...], trains: bool) -
     old = state
     opt: Any = state.opt
     new = moved(state._evolve(opt={}), spec, (), verb, trains=True)
-    if new.optimizer is None:
-        return new
-    mover = Mover(old, new.layout, new.spec, False, trains=True)
-    with new.version.lineage.looking(new):
-        return new._evolve(opt=_optimizer_state(mover, new, opt, {*old.layout.trainable}))
+    if new.optimizer is not None:
+        mover = Mover(old, new.layout, new.spec, False, trains=True)
+        with new.version.lineage.looking(new):
+            new = new._evolve(opt=_optimizer_state(mover, new, opt, {*old.layout.trainable}))
+    old.version.lineage.moved_to(new)
+    return new
 
 
 def _check(verb: str, state: State, patterns: tuple[str, ...]) -> None:

@@ -362,16 +362,20 @@ def newest(state: State) -> State:
     """The state that the last `step` of this one's lineage returned: where an interrupt, or an error of the caller's,
     came between that and the assignment. Changes nothing, and waits for nothing.
 
+    Where `redistribute`, `freeze` or `unfreeze` took what the state held, it is what they returned, or the last step
+    from there on. So whoever holds the old state keeps the memory of that one.
+
     Args:
         state: any state of the lineage, also a consumed one.
 
     Raises:
         StaleStateError: no step has been taken, so that the state which `shard`, `init` or `load` gave is still valid;
-            or one was cut short while it updated the weights.
+            or one was cut short while it updated the weights; or `redistribute`, `freeze` or `unfreeze` was, while it
+            moved them.
 
     Example: `try: state = train_step(state, batch)`; `except KeyboardInterrupt: state = fsdp.newest(state)`.
     """
-    lineage = state.version.lineage
+    lineage = [state.version.lineage, *state.version.lineage.successors][-1]
     lineage.valid(lineage.base, "newest")
     if lineage.taken is None:
         why = "no step of this state's lineage has been taken. The state that shard, init or load gave is valid"

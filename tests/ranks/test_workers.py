@@ -318,6 +318,39 @@ def test_an_interrupt_renews_states_inside_what_a_handle_holds(w: WorkerGroup, t
     assert w(lambda both: both["state"].steps, both).get() == [3, 3]
 
 
+def moves(state: fsdp.State, steps: int, says: str) -> None:
+    state = fsdp.freeze(state, "b")
+    waits(fsdp.redistribute(state, fsdp.Spec(fsdp.local_mesh("cpu", other=2), trainable={"b": False})), steps, says)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_interrupt_renews_a_state_that_another_verb_took(w: WorkerGroup, tmp_path: Path, steps: int) -> None:
+    state, _ = w(train, w(setup), 1)
+    with interrupted(tmp_path / "said"):
+        w(moves, state, steps, str(tmp_path / "said"))
+    assert repr(state).count(f"step {steps + 1}, between steps") == 2
+    assert same(w, w(train, state, 1)[0], steps + 2)
+
+
+def parts(state: fsdp.State) -> None:
+    """One rank is stopped at the end of a verb that moves the state, the other after it."""
+    fsdp.redistribute(state, fsdp.Spec(fsdp.local_mesh("cpu", other=2)))
+    if rank():
+        state.version.lineage.successor = None
+    raise ValueError("bad data")
+
+
+def test_a_state_that_was_moved_on_some_ranks_only_is_lost_on_all(w: WorkerGroup) -> None:
+    state = w(setup)
+    begun = time.monotonic()
+    with pytest.raises(LaunchError, match="bad data"):
+        w(parts, state)
+    assert repr(state).count("taken by redistribute()") == 2
+    with pytest.raises(LaunchError, match=r"StaleStateError: unshard: redistribute\(\) has taken"):
+        w(train, state, 1)
+    assert time.monotonic() - begun < SOON
+
+
 class Slow:
     """Its finalizer is where the interrupt strikes, which Python drops there."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ import torch.utils._pytree as pytree
 
 import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, Precision, ScheduleError, Spec, StaleStateError, State, TreeError
+from functional_fsdp._verbs import freeze as _freeze
 
 Tree = Any
 # both libraries, as functions of anything
@@ -747,6 +750,61 @@ def test_an_update_that_was_stopped_half_way_is_never_mistaken_for_a_good_state(
         text = str(caught.value)
         assert f"step() number 1 was stopped by {type(error).__name__} while it was updating the weights" in text
         assert "half updated. Load the last checkpoint." in text
+    assert repr(base).splitlines()[0].endswith("step 0, of no more use")
+
+
+MOVES: dict[str, Callable[[State], State]] = {
+    "redistribute": lambda s: fsdp.redistribute(s, Spec(fsdp.local_mesh(), fsdp.ddp("data"))),
+    "freeze": lambda s: fsdp.freeze(s, "wte"),
+    "unfreeze": lambda s: fsdp.unfreeze(s, "wte"),
+}
+
+
+@pytest.mark.parametrize("verb", list(MOVES))
+def test_newest_follows_what_a_state_held(verb: str) -> None:
+    """Also before the first step, and twice."""
+    base = begin()
+    old = one_step(base)
+    moved = MOVES[verb](old)
+    assert repr(old).splitlines()[0].endswith(f"step 1, taken by {verb}()")
+    assert repr(base).splitlines()[0].endswith("step 1, consumed by step() number 1")
+    with pytest.raises(StaleStateError, match=rf"{verb}\(\) has taken what this state held. .*fsdp.newest gives it"):
+        fsdp.unshard(old)
+    wanted = bits(moved)
+    del moved
+    for state in (base, old):
+        assert bits(fsdp.newest(state)) == wanted
+        assert fsdp.newest(state).between_steps
+    last = one_step(fsdp.newest(old))
+    assert fsdp.newest(base).steps == 2
+    assert bits(fsdp.newest(old)) == bits(last)
+    again = MOVES["redistribute"](last)
+    assert bits(fsdp.newest(base)) == bits(again)
+
+
+def test_a_state_keeps_what_it_held_only_as_long_as_somebody_has_it() -> None:
+    old = begin()
+    moved = weakref.ref(fsdp.freeze(old, "wte").main["wte"].local)
+    assert moved() is not None
+    del old
+    gc.collect()
+    assert moved() is None
+
+
+def test_a_move_that_was_stopped_leaves_nothing_to_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = fsdp.adamw(lr=0.1)
+    old = one_step(begin(pair))
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_freeze, "initial", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        fsdp.freeze(old, "wte")
+    for use in (fsdp.unshard, fsdp.newest):
+        with pytest.raises(StaleStateError, match=r"freeze\(\) was stopped while it was moving what this state held"):
+            use(old)
+    assert repr(old).splitlines()[0].endswith("step 1, taken by freeze()")
 
 
 # -------------------------------------------------------------------------------- transforms and types
