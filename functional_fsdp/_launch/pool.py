@@ -170,6 +170,7 @@ class Pool:
         spoilt, count = False, len(self.ranks)
         for worker in self.ranks:
             worker.send("call", call)
+        del self.drop[: len(call.drop)]  # told; what came since then is behind them
         while busy := [r for r in range(count) if r not in results and r not in reports]:
             now = time.monotonic()
             if now >= kill_at or len(struck) > 1:

@@ -160,12 +160,13 @@ class WorkerGroup:
         what = self._named(name)
         payload = self._dumps(what, (fn, args, kwargs), given)
         pool = self._start()
-        drop, pool.drop[:] = list(pool.drop), []
+        drop = list(pool.drop)
         call = Call(next(self._numbers), payload, keep, os.getcwd(), list(sys.path), wait, drop, _versions.look())
         with interrupts() as struck:
             try:
                 found = pool.run(call, what, struck)
             except BaseException:
+                pool.drop.append((call.number, None))  # of ranks that ended well
                 if pool.idle and given:
                     self._renew(pool, given, call)
                 raise
@@ -173,6 +174,7 @@ class WorkerGroup:
                 if not pool.idle:
                     pool.kill(f"the call {what} was cut short")
         if struck:
+            pool.drop.append((call.number, None))
             raise KeyboardInterrupt(f"{what}: it had ended when the interrupt came.")
         return self._handles(pool, call.number, found) if keep else [loads(result) for result in found]
 
@@ -185,8 +187,8 @@ class WorkerGroup:
 
     def _renew(self, pool: Pool, given: list[Key], call: Call) -> None:
         """Have the handles that a call was given refer to the newest states."""
-        payload = dumps((renew, (given,), {}))
-        pool.run(call._replace(number=next(self._numbers), payload=payload, keep=False, drop=[]), "renew", [])
+        payload, drop = dumps((renew, (given,), {})), list(pool.drop)
+        pool.run(call._replace(number=next(self._numbers), payload=payload, keep=False, drop=drop), "renew", [])
 
     def _dumps(self, what: str, task: Any, given: list[Key]) -> bytes:
         def reduced(handle: Handle) -> Any:

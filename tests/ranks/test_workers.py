@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import Handle, LaunchError, WorkerGroup
 from functional_fsdp._launch import pool as _pool
 from functional_fsdp._launch import worker as _worker
+from functional_fsdp._launch import workers as _workers
 
 SOON = 60  # seconds: far above what a busy machine takes, far below the timeout of a collective
 
@@ -120,14 +121,57 @@ def test_tuples_are_a_handle_for_each_item(w: WorkerGroup) -> None:
     assert b + c == "bc"
 
 
+def kept_values() -> int:
+    return len(sys.modules["functional_fsdp._launch.worker"]._values)
+
+
 def test_values_without_a_handle_are_dropped(w: WorkerGroup) -> None:
     kept = w(int)
-    count = w(lambda: len(sys.modules["functional_fsdp._launch.worker"]._values)).get()
+    count = w(kept_values).get()
     value, (one, _) = w(bytes, 10), w(lambda: (1, 2))
     del value, one, _
     gc.collect()
-    assert w(lambda: len(sys.modules["functional_fsdp._launch.worker"]._values)).get() == count
+    assert w(kept_values).get() == count
     assert kept.get() == [0, 0]
+
+
+def fails_on_one(how: type, says: str = "") -> tuple[bytes, bytes]:
+    """says: a file that rank 0 makes. It ends well all the same."""
+    if rank() == 1 and how is not KeyboardInterrupt:
+        raise how("bad data")
+    with suppress(KeyboardInterrupt):
+        if says:
+            Path(says).touch()
+            time.sleep(600)
+    return b"1", b"2"
+
+
+def test_the_result_of_a_call_that_failed_elsewhere_is_dropped(w: WorkerGroup, tmp_path: Path) -> None:
+    count = w(kept_values).get()
+    with pytest.raises(LaunchError, match="bad data"):
+        w(fails_on_one, ValueError)
+    assert w(kept_values).get() == count
+    with interrupted(tmp_path / "said"):
+        w(fails_on_one, KeyboardInterrupt, str(tmp_path / "said"))
+    assert w(kept_values).get() == count
+
+
+def test_an_interrupt_before_a_call_is_sent_loses_no_value_that_is_to_be_dropped(
+    w: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = w(kept_values).get()
+    value = w(bytes, 10)
+    del value
+    gc.collect()
+    with monkeypatch.context() as patch:
+        patch.setattr(_workers, "interrupts", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            w(int)
+    assert w(kept_values).get() == count
+
+
+def stopped(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_handle_stays_with_its_workers(w: WorkerGroup) -> None:
