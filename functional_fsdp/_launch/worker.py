@@ -333,11 +333,7 @@ class _Worker:
             finally:
                 self.serving = 0
         except BaseException as error:
-            trace = error.__traceback__
-            while trace is not None and trace.tb_frame.f_code.co_filename == __file__:  # from fn on
-                trace = trace.tb_next
-            what = traceback.format_exception_only(error)[-1].strip()
-            return "failed", (what, "".join(traceback.format_exception(type(error), error, trace)))
+            return "failed", _report(error)
 
     def _run(self, call: Call) -> Any:
         _drop(call.drop)
@@ -356,6 +352,15 @@ class _Worker:
             return dumps(result, home=True)
         except Exception as error:
             raise TypeError(f"what it returned cannot be sent back: {error}") from error
+
+
+def _report(error: BaseException) -> tuple[str, str]:
+    """What happened, and the traceback from fn on. (A frame of it that refers to it would keep fn's variables.)"""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    what = traceback.format_exception_only(error)[-1].strip()
+    return what, "".join(traceback.format_exception(type(error), error, trace))
 
 
 class _Stream(io.TextIOBase):

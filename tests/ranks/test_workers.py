@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -168,6 +169,25 @@ def test_an_interrupt_before_a_call_is_sent_loses_no_value_that_is_to_be_dropped
         with pytest.raises(KeyboardInterrupt):
             w(int)
     assert w(kept_values).get() == count
+
+
+def fails_with(refs: list[Any]) -> None:
+    gc.disable()
+    value = torch.ones(3)
+    refs.append(weakref.ref(value))
+    raise ValueError("bad data")
+
+
+def alive(refs: list[Any]) -> list[bool]:
+    gc.enable()
+    return [ref() is not None for ref in refs]
+
+
+def test_what_a_function_held_is_gone_once_it_has_raised(w: WorkerGroup) -> None:
+    refs = w(list)
+    with pytest.raises(LaunchError, match="bad data"):
+        w(fails_with, refs)
+    assert w(alive, refs).get() == [[False], [False]]
 
 
 def stopped(*_: object) -> None:
