@@ -162,21 +162,20 @@ class WorkerGroup:
         pool = self._start()
         drop = list(pool.drop)
         call = Call(next(self._numbers), payload, keep, os.getcwd(), list(sys.path), wait, drop, _versions.look())
-        with interrupts() as struck:
-            try:
+        try:
+            with interrupts() as struck:
                 found = pool.run(call, what, struck)
-            except BaseException:
-                pool.drop.append((call.number, None))  # of ranks that ended well
-                if pool.idle and given:
-                    self._renew(pool, given, call)
-                raise
-            finally:
-                if not pool.idle:
-                    pool.kill(f"the call {what} was cut short")
-        if struck:
-            pool.drop.append((call.number, None))
-            raise KeyboardInterrupt(f"{what}: it had ended when the interrupt came.")
-        return self._handles(pool, call.number, found) if keep else [loads(result) for result in found]
+                returned = self._handles(pool, call.number, found) if keep else found
+            if struck:
+                raise KeyboardInterrupt(f"{what}: it had ended when the interrupt came. What it returned is dropped.")
+        except BaseException:
+            with interrupts():
+                self._give_up(pool, given, call)
+            raise
+        finally:
+            if not pool.idle:
+                pool.kill(f"the call {what} was cut short")
+        return returned if keep else [loads(result) for result in found]
 
     def _handles(self, pool: Pool, number: int, lengths: list[int | None]) -> Any:
         """A handle; of tuples that are equally long on every rank, one for each item."""
@@ -185,8 +184,12 @@ class WorkerGroup:
             return Handle(self, pool, (number, None))
         return tuple(Handle(self, pool, (number, i)) for i in range(length))
 
-    def _renew(self, pool: Pool, given: list[Key], call: Call) -> None:
-        """Have the handles that a call was given refer to the newest states."""
+    def _give_up(self, pool: Pool, given: list[Key], call: Call) -> None:
+        """After a call whose result nobody gets: ranks that ended well drop it, and the handles that it was given refer
+        to the newest states."""
+        pool.drop.append((call.number, None))
+        if not (pool.idle and given):
+            return
         payload, drop = dumps((renew, (given,), {})), list(pool.drop)
         pool.run(call._replace(number=next(self._numbers), payload=payload, keep=False, drop=drop), "renew", [])
 

@@ -362,6 +362,25 @@ def test_an_interrupt_keeps_the_state_of_the_last_whole_step(w: WorkerGroup, tmp
     assert w(os.getpid).get() == pids
 
 
+def test_an_interrupt_that_comes_as_all_ranks_have_ended(w: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = w(setup)
+    run = _pool.Pool.run
+
+    def struck(*args: Any) -> list[Any]:
+        found = run(*args)
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    count = w(kept_values).get()
+    monkeypatch.setattr(_pool.Pool, "run", struck)
+    with pytest.raises(KeyboardInterrupt, match="What it returned is dropped"):
+        w(train, state, 2)
+    assert same(w, w(lambda state: state, state), 2)
+    assert w(kept_values).get() == count
+    assert same(w, w(train, state, 1)[0], 3)
+
+
 def waits(state: fsdp.State, steps: int, says: str) -> None:
     fsdp.unshard(train(state, steps)[0])
     Path(says).touch()
