@@ -267,6 +267,7 @@ class _Worker:
             if any_failed():
                 self.send("spoilt", "")
             self.send(*message)
+            del message  # which may be large
 
     def _read(self) -> None:
         try:

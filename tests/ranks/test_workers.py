@@ -194,6 +194,20 @@ def stopped(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+def kept_messages() -> list[str]:
+    """The variables of the loop that serves calls which refer to something that was sent."""
+    frame = sys._getframe()
+    while frame.f_code is not _worker._Worker.work.__code__:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return [name for name, value in frame.f_locals.items() if isinstance(value, bytes | tuple)]
+
+
+def test_a_worker_keeps_no_result_that_was_fetched(w: WorkerGroup) -> None:
+    assert w(bytes, 10).get() == [bytes(10)] * 2
+    assert w(kept_messages).get() == [[], []]
+
+
 def test_a_handle_stays_with_its_workers(w: WorkerGroup) -> None:
     value = w(int)
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
