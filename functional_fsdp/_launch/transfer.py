@@ -114,7 +114,10 @@ def _class_of_the_caller(number: int, name: str) -> type:
     try:
         return _classes[number]
     except KeyError:
-        raise pickle.UnpicklingError(f"the class {name} of a returned object no longer exists here") from None
+        raise pickle.UnpicklingError(
+            f"the class {name} that it was made from is gone, as it was defined anew. Make the value again, by a call "
+            "with the class as it is now; or fetch what is in it, as in w(vars, value).get()"
+        ) from None
 
 
 def _by_name(obj: Any) -> Any:

@@ -20,6 +20,7 @@ from .worker import Call, Key, held, renew, same, short
 
 __all__ = ["Handle", "WorkerGroup", "workers"]
 
+GET, PRINT = "Handle.get()", "repr(Handle)"  # calls that handles make, by name
 TIMEOUT = 600.0  # seconds a collective may wait, unless the caller says otherwise
 _versions = Versions()
 
@@ -39,9 +40,10 @@ class Handle:
         """Every rank's value, in rank order. CUDA tensors arrive on the CPU.
 
         Raises:
-            LaunchError: the workers are gone, or a value belongs to its process (a State, a mesh).
+            LaunchError: the workers are gone; a value belongs to its process (a State, a mesh); or its class has been
+                defined anew here.
         """
-        return self._owner._run(same, (self,), {}, keep=False)
+        return self._owner._run(same, (self,), {}, keep=False, name=GET)
 
     def __repr__(self) -> str:
         if not self._pool.alive():
@@ -52,7 +54,7 @@ class Handle:
 
     def _show(self) -> list[str]:
         try:
-            return self._owner._run(short, (self,), {}, keep=False)
+            return self._owner._run(short, (self,), {}, keep=False, name=PRINT)
         except LaunchError as error:
             return [f"cannot be printed: {error.reports.get(rank, error)}" for rank in range(self._owner.nprocs)]
 
@@ -135,9 +137,10 @@ class WorkerGroup:
         kwargs: Mapping[str, Any],
         keep: bool,
         timeout: float | None = None,
+        name: str = "",
     ) -> Any:
-        """One call: what every rank returned, or handles to it where they keep it."""
-        name = str(getattr(fn, "__qualname__", fn))
+        """One call: what every rank returned, or handles to it where they keep it. name: the function's by default."""
+        name = name or str(getattr(fn, "__qualname__", fn))
         if self._closed:
             raise RuntimeError(f"{self._what} was closed, so {name} cannot run. Start new ones: fsdp.workers(nprocs=2)")
         _no_rank(self._what)
@@ -175,7 +178,7 @@ class WorkerGroup:
         finally:
             if not pool.idle:
                 pool.kill(f"the call {what} was cut short")
-        return returned if keep else [loads(result) for result in found]
+        return returned if keep else [_loads(what, rank, result) for rank, result in enumerate(found)]
 
     def _handles(self, pool: Pool, number: int, lengths: list[int | None]) -> Any:
         """A handle; of tuples that are equally long on every rank, one for each item."""
@@ -216,6 +219,8 @@ class WorkerGroup:
             ) from error
 
     def _named(self, name: str) -> str:
+        if name in (GET, PRINT):
+            return name
         return f"launch({name})" if self._what == "launch" else f"{self._what}({name})"
 
     def _forked(self) -> None:
@@ -249,6 +254,14 @@ def workers(nprocs: int | None = None, *, timeout: float | None = None) -> Worke
     """
     count = default_nprocs() if nprocs is None else nprocs
     return WorkerGroup(count, timeout, f"workers(nprocs={count})")
+
+
+def _loads(what: str, rank: int, result: bytes) -> Any:
+    try:
+        return loads(result)
+    except Exception as error:
+        said = f"{what}: what rank {rank} sent cannot be read here: {type(error).__name__}: {error}"
+        raise LaunchError(said, {rank: said}) from error
 
 
 def _no_rank(what: str) -> None:

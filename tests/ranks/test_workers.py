@@ -219,6 +219,26 @@ def test_a_handle_stays_with_its_workers(w: WorkerGroup) -> None:
         fsdp.launch(int, (value,), nprocs=2)
 
 
+def test_a_value_whose_class_was_defined_anew_is_not_fetched(w: WorkerGroup) -> None:
+    def define() -> type:
+        class Box:
+            def __init__(self) -> None:
+                self.number = rank()
+
+        return Box
+
+    cls = define()
+    value = w(cls)
+    assert type(value.get()[1]) is cls
+    cls = define()
+    gc.collect()
+    with pytest.raises(LaunchError, match=r"^Handle.get\(\): what rank 0 sent .* Box that .* defined anew") as caught:
+        value.get()
+    assert caught.value.rank == 0
+    assert w(vars, value).get() == [{"number": 0}, {"number": 1}]
+    assert [one.number for one in w(cls).get()] == [0, 1]
+
+
 def setup() -> fsdp.State:
     params = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5)}
     return fsdp.shard(params, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.sgd(lr=0.1))
@@ -259,7 +279,7 @@ def test_a_state_stays_and_is_consumed_like_any_other(w: WorkerGroup) -> None:
     assert "consumed by step() number 1" in repr(first)
     with pytest.raises(LaunchError, match=r"StaleStateError: unshard: this State was consumed by step\(\) number 1"):
         w(train, first, 1)
-    with pytest.raises(LaunchError, match=r"return tensors, not a State"):
+    with pytest.raises(LaunchError, match=r"^Handle.get\(\): rank \d of 2 failed: .* return tensors, not a State"):
         state.get()
 
 
@@ -271,8 +291,8 @@ def test_closing(w: WorkerGroup) -> None:
     mine.close()
     assert repr(mine) == "workers(nprocs=1): closed"
     assert repr(value) == "Handle of workers that are gone: they were closed"
-    for call in (lambda: mine(int), value.get):
-        with pytest.raises(RuntimeError, match=r"workers\(nprocs=1\) was closed, so .* Start new ones: fsdp.workers"):
+    for call, name in ((lambda: mine(int), "int"), (value.get, r"Handle.get\(\)")):
+        with pytest.raises(RuntimeError, match=rf"workers\(nprocs=1\) was closed, so {name} cannot run. Start new ones: fsdp.workers"):
             call()
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
