@@ -47,11 +47,11 @@ from ._common import torch_names as torch_private
 from ._common.calls import alone, outside_inference
 from ._common.device import computes_on, default_generator
 from ._common.record import Collective
-from ._common.tracing import KEEPING, GraphBuild, keep_residuals, refuse, traced_as, tracing, tracing_now
+from ._common.tracing import KEEPING, GraphBuild, keep_residuals, refuse, traced_as, tracing, tracing_now, users_line
 from ._common.tree import flatten, match
 from ._distributed import cuda_driver
 from ._distributed.lanes import Steps
-from ._graph.graph import Graph, graph_of, refuse_values, users_line
+from ._graph.graph import Graph, graph_of, refuse_values
 from ._graph.regather import point_at_second_gathers
 from ._graph.trace import coordinate_of
 from ._nn.skeleton import Placeholder, every_buffer, refuse_meta, skeleton_of

@@ -7,9 +7,11 @@ functional collectives (`_graph.traced`), with no stream, no event and no state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import FrameType
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -28,6 +30,7 @@ __all__ = [
     "traced_as",
     "tracing",
     "tracing_now",
+    "users_line",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,7 +42,8 @@ class GraphBuild:
     issued: the collectives, in order. driven: what each transform that drives a module has for this session, by
     transform. guards: functions of nothing; a graph holds while they return what they returned when it was made. order:
     in which order units were used, forward and then backward, by the first module that was driven. whole: whether a
-    driven round is complete. functions: the names of the autograd.Functions that were used, in order.
+    driven round is complete. functions: the names of the autograd.Functions that were used, in order. counted: the
+    lines that asked how many steps were taken.
     """
 
     def __init__(self) -> None:
@@ -49,6 +53,11 @@ class GraphBuild:
         self.order: tuple[Any, ...] | None = None
         self.whole = False
         self.functions: dict[str, None] = {}
+        self.counted: list[str] = []
+
+    def note_count(self) -> None:
+        """The user's code, which runs now, asks how many steps were taken."""
+        self.counted.append(users_line(traceback.walk_stack(None)))
 
 
 LOWERING: list[GraphBuild] = []
@@ -84,6 +93,15 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[F], F]:
 def tracing_now() -> GraphBuild | None:
     """What is noted of the graph that is being made of the running code; None where none is, or torch.compile does."""
     return LOWERING[-1] if LOWERING else None
+
+
+def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The first line that is neither torch's nor this package's, as "file:line"; the innermost frame comes first."""
+    for frame, line in frames:
+        owner = str(frame.f_globals.get("__name__", "")).split(".")[0]
+        if owner not in ("torch", "functional_fsdp", "contextlib") and "<" not in frame.f_code.co_filename:
+            return f"{frame.f_code.co_filename}:{line}"
+    return "an unknown line"
 
 
 def refuse(kind: str, text: str) -> NoReturn:

@@ -10,9 +10,8 @@ not the one that gathers were issued by, and the schedule leaves it open, the fu
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from .._common.device import device_of
 from .._common.errors import ScheduleError
 from .._common.record import Collective
 from .._common.torch_names import FakeTensorMode, dynamo, enable_python_dispatcher, pytree
-from .._common.tracing import GraphBuild, keep_residuals, lowering
+from .._common.tracing import GraphBuild, keep_residuals, lowering, users_line
 from .._distributed.lanes import LANES
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
@@ -32,7 +31,7 @@ from .._state.graph_plan import GraphPlan, graph_plan
 from .._state.state import Lineage, State, Version
 from .trace import Trace
 
-__all__ = ["RECORD", "Graph", "Imagined", "graph_of", "kind_of", "refuse_values", "users_line"]
+__all__ = ["RECORD", "Graph", "Imagined", "graph_of", "kind_of", "refuse_values"]
 
 KINDS = {
     "all_gather_into_tensor": "all_gather",
@@ -120,12 +119,12 @@ def graph_of(
     state._resting(verb)
     spec = state.spec
     found = _recipes(state, spec, verb)
-    graph = _trace(fn, state, args, kwargs, keep, found, begun)
+    graph = _trace(fn, state, args, kwargs, keep, verb, found, begun)
     order = graph.session.order
     open_ = spec.schedule.order is None or spec.schedule.order == "recorded"
     if open_ and order is not None and _flat(order) != graph.uses:
         found = _recipes(state, spec.with_schedule(spec.schedule.ordered(order)), verb)
-        graph = _trace(fn, state, args, kwargs, keep, found, begun)
+        graph = _trace(fn, state, args, kwargs, keep, verb, found, begun)
     return graph
 
 
@@ -145,11 +144,11 @@ def _recipes(state: State, spec: Spec, verb: str) -> GraphPlan:
 
 
 def _trace(
-    fn: Callable[..., Any], state: State, args: Any, kwargs: Any, keep: bool, program: GraphPlan,
+    fn: Callable[..., Any], state: State, args: Any, kwargs: Any, keep: bool, verb: str, program: GraphPlan,
     begun: list[GraphBuild] | None,
 ) -> Graph:  # fmt: skip
     run: Any = program.run or Imagined(program.sizes, program.coordinate)
-    lineage = Lineage(run, state.layout, state.spec)
+    lineage = Lineage(run, state.layout, state.spec, state.steps)
     lineage.graph_plan = program
     lineage.offset = torch.zeros(
         (), dtype=torch.int64, device=device_of([state.count])
@@ -180,8 +179,17 @@ def _trace(
         if begun is not None:
             begun.append(session)
         module = make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+    if session.driven and session.counted:
+        _refuse_count(verb, session.counted[0])
     _record(module.graph, session.issued, set(program.groups.values()))
     return Graph(module, which, out, given, version, program.sizes, session, program.uses)
+
+
+def _refuse_count(verb: str, line: str) -> None:
+    raise ScheduleError(
+        f"{verb}: the step reads state.steps, at {line}. A graph is made once, for every step: compute with the tensor "
+        "state.count, or decide outside the step and give it a number."
+    )
 
 
 def _record(graph: fx.Graph, issued: list[Collective], groups: Set[str]) -> None:
@@ -216,15 +224,6 @@ def _fake(mode: FakeTensorMode, leaf: torch.Tensor, device: torch.device) -> tor
     with mode:
         on = device if leaf.device.type == "meta" else leaf.device
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=on)
-
-
-def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The first line that is neither torch's nor this package's, as "file:line"; the innermost frame comes first."""
-    for frame, line in frames:
-        owner = str(frame.f_globals.get("__name__", "")).split(".")[0]
-        if owner not in ("torch", "functional_fsdp", "contextlib") and "<" not in frame.f_code.co_filename:
-            return f"{frame.f_code.co_filename}:{line}"
-    return "an unknown line"
 
 
 def refuse_values(error: Exception, verb: str) -> None:

@@ -12,6 +12,7 @@ from .._common.calls import alone, ordinary
 from .._common.device import clone_as
 from .._common.errors import StaleStateError
 from .._common.torch_names import pytree
+from .._common.tracing import tracing_now
 from .._common.tree import register
 from .._engine.executor import Executor, first_plan
 from .._plan.cursor import Cursor, InFlight
@@ -105,7 +106,21 @@ class State:
 
     @property
     def steps(self) -> int:
-        """How many steps were taken. Waits for the device after compiled steps, which count there."""
+        """How many steps were taken. Waits for the device after compiled steps, which count there.
+
+        In a step that drives a module and is compiled or lowered it is a ScheduleError: compute with `count`.
+        """
+        graph = tracing_now()
+        if graph is not None:
+            graph.note_count()
+        return self._steps
+
+    @property
+    def _steps(self) -> int:
+        """As `steps`; where a graph is made, those that were taken before."""
+        if tracing_now() is not None:
+            base: Any = getattr(self.version, "base", self.version)
+            return int(base.lineage.steps)
         return self.version.lineage.recount(self.count)
 
     @property
@@ -240,7 +255,7 @@ class State:
         more = f" and {len(hidden) - 2} more" if len(hidden) > 2 else ""
         unseen = f"\nranks cannot compare {', '.join(hidden[:2])}{more}" if hidden else ""
         moves = f"\n{self._transfer()!r}; see host_transfer(state)" if self.layout.host_nbytes("main") else ""
-        return f"{what}, mesh {axes}, step {self.steps}, {self._status()}\n{summary(trees)}{moves}{unseen}"
+        return f"{what}, mesh {axes}, step {self._steps}, {self._status()}\n{summary(trees)}{moves}{unseen}"
 
 
 FIELDS = tuple(f.name for f in fields(State))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -264,6 +265,43 @@ def test_a_value_that_decides_is_refused_with_the_users_line() -> None:
     line = between.__code__.co_firstlineno + 1
     with pytest.raises(ScheduleError, match=rf"asks for a tensor's value, at .*test_whole_step.py:{line}\."):
         T.compile(step_of(model), "aot_eager")(state, torch.ones(4, WIDTH))
+
+
+def test_the_number_of_steps_is_refused_with_the_users_line_and_its_tensor_is_not() -> None:
+    state, model = state_of(Layers())
+    forward_backward = T.forward_backward(model, lambda model, x: model(x).sum())
+
+    def by_number(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
+        return fsdp.step(forward_backward(state, x, scale=1.0 if state.steps else 0.0)[0])
+
+    def by_tensor(state: fsdp.State, x: torch.Tensor) -> Any:
+        repr(state)
+        count = state.count.clone()
+        return fsdp.step(forward_backward(state, x, scale=count > 0)[0]), count
+
+    line = by_number.__code__.co_firstlineno + 1
+    for verb, make in (("compile", T.compile(by_number, "aot_eager")), ("lower", partial(fsdp.lower, by_number))):
+        with pytest.raises(ScheduleError, match=rf"{verb}: .* state.steps, at .*test_whole_step.py:{line}\."):
+            make(state, torch.ones(4, WIDTH))
+    step = T.compile(by_tensor, "aot_eager")
+    for i in range(3):
+        state, count = step(state, torch.ones(4, WIDTH))
+        assert count == i
+
+
+def test_a_step_that_drives_nothing_reads_how_many_were_taken() -> None:
+    torch._dynamo.reset()
+    state, _ = state_of(nn.Linear(4, 4))
+
+    def train_step(state: fsdp.State) -> Any:
+        count = state.steps
+        state, w = fsdp.unshard(state)
+        return fsdp.step(fsdp.reduce(state, w)), count
+
+    step = T.compile(train_step, "aot_eager")
+    for i in range(3):
+        state, count = step(state)
+        assert count == i
 
 
 @pytest.mark.parametrize("option", ["find_nonfinite", "second_order"])
