@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -302,6 +305,68 @@ def test_a_step_that_drives_nothing_reads_how_many_were_taken() -> None:
     for i in range(3):
         state, count = step(state)
         assert count == i
+
+
+class Holder:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def get(self) -> torch.Tensor:
+        return self.x
+
+
+class Choice(enum.Enum):
+    LARGE = 2.0
+
+
+@dataclass(frozen=True)
+class Options:
+    scale: float = 2.0
+    names: tuple[str, ...] = ("a", "b")
+
+
+X = torch.ones(4, WIDTH)
+MUTABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], torch.Tensor], str]] = {
+    "an iterator": (lambda: iter([X, X]), next, "list_iterator"),
+    "an object": (lambda: Holder(X), lambda held: held.x, "Holder"),
+    "a method of one": (lambda: Holder(X).get, lambda get: get(), "method"),
+    "an array": (lambda: np.ones((4, WIDTH), np.float32), torch.from_numpy, "ndarray"),
+    "a module": (nn.Flatten, lambda module: module(X), "Flatten"),
+}
+
+
+@pytest.mark.parametrize("name", MUTABLE)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_arguments_whose_contents_may_change_are_refused(name: str, by_name: bool) -> None:
+    make, read, kind = MUTABLE[name]
+    given = make()
+    state, model = state_of(Layers())
+    train_step = step_of(model)
+    step = T.compile(lambda state, x=X, read=lambda x: x, held=None: train_step(state, read(x)), "aot_eager")
+    said = rf"\['x'\] of the keyword arguments is a {kind}" if by_name else rf"\[1\] of \(state, \*args\) is a {kind}"
+    for _ in range(2):
+        with pytest.raises(SpecError, match=said):
+            step(state, **{"x": given, "read": read}) if by_name else step(state, given, read)
+    state, _ = step(state, X)
+    with pytest.raises(SpecError, match=r"\['held'\]\[0\] of .* is a"):  # at once: it is known what the step does
+        step(state, X, held=[given])
+    assert state.steps == 1
+
+
+FIXED = [None, 1, 2.0, 3j, "a", b"b", Choice.LARGE, Options(), torch.float32, torch.device("cpu"), torch.strided, len,
+         torch.tanh, Layers, partial(sum, start=2), np.float32(2), range(3), frozenset({1})]  # fmt: skip
+
+
+def test_arguments_that_never_change_are_compared() -> None:
+    state, model = state_of(Layers())
+    train_step = step_of(model)
+    step = T.compile(lambda state, x, *fixed, choice: train_step(state, x * choice.value), "aot_eager")
+    with Counted() as programs:
+        for _ in range(2):
+            state, _ = step(state, X, FIXED, choice=Choice.LARGE)
+        assert programs.count == 1
+        step(state, X, [*FIXED[:-1], 5], choice=Choice.LARGE)
+        assert programs.count == 2
 
 
 @pytest.mark.parametrize("option", ["find_nonfinite", "second_order"])

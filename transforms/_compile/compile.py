@@ -72,7 +72,8 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
         ScheduleError (when called): a state in the middle of a step; a custom autograd.Function in the first two ways.
             In the third: it asks for a tensor's value or for `state.steps`, or draws random numbers that a graph would
             have once and for all, or others in a recomputation (it names the line); ranks use units in another order;
-            `find_nonfinite` or `second_order`. SpecError: a buffer changes that the state does not have.
+            `find_nonfinite` or `second_order`. SpecError: a buffer changes that the state does not have;
+            an argument that is neither a tensor nor fixed, as an iterator, an array or an object with attributes.
 
     Collective, when it compiles: an exchange on the host of which leaves have gradients, and of a driven step's
     collectives; when it runs, what the step issues.

@@ -33,6 +33,7 @@ from functional_fsdp.extend import (
 )
 
 from .._seed import seeded
+from .arguments import kind_of, named, refuse_mutable
 from .draws import Draws, Seeded
 from .inductors import through_inductor
 
@@ -184,7 +185,7 @@ class Programs:
         if self.plain and _signature(args, kwargs) in self.plain:
             return None, []
         leaves, structure = torch_private.pytree.tree_flatten((state, args, kwargs))
-        kind = (structure, _around(), [*map(_kind, leaves)])
+        kind = (structure, _around(), [*map(kind_of, leaves)])
         for program in reversed(self.found):
             if program.serves(kind):
                 return program, leaves
@@ -196,7 +197,8 @@ class Programs:
         if self.made == MANY:
             warnings.warn(
                 f"compile: the step is traced and compiled for the {MANY}th time, since "
-                f"{self._other(state, args, kind)}. Give numbers that change as tensors, and batches of few shapes.",
+                f"{self._other(state, args, kwargs, kind)}. Give numbers that change as tensors, and batches of few "
+                "shapes.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -211,6 +213,8 @@ class Programs:
             with drawn:
                 return self.fn(*args, **kwargs)
 
+        if self.found:  # it drives modules: say it before the step's Python runs
+            refuse_mutable(state, args, kwargs)
         try:
             graph = graph_of(step, state, args, kwargs, True, "compile", begun)
         except FsdpError:  # as the step itself would raise
@@ -227,6 +231,7 @@ class Programs:
             )
             return None
         if graph.session.driven:
+            refuse_mutable(state, args, kwargs)
             drawn.refuse()
             self._agree(graph, ranks_of(state))
             return CompiledStep(graph, drawn, state, leaves, kind, self.backend, self.config)
@@ -254,29 +259,21 @@ class Programs:
                 )
         self.agreed.add(mine)
 
-    def _other(self, state: State, args: Any, kind: Any) -> str:
+    def _other(self, state: State, args: Any, kwargs: Any, kind: Any) -> str:
         """What the newest program's call had otherwise, in words."""
         before = self.found[-1].kind
         if before[0] != kind[0]:
             return "the structure of its arguments changes"
         if before[1] != kind[1]:
             return "autograd's or autocast's modes change"
-        paths = torch_private.pytree.tree_flatten_with_path((state, *args))[0]
-        for (path, _), old, new in zip(paths, before[2], kind[2], strict=False):
+        for (name, _), old, new in zip(named(state, args, kwargs), before[2], kind[2], strict=True):
             if old != new:
-                return f"{torch_private.pytree.keystr(path)} of (state, *args) was {_said(old)} and is {_said(new)}"
+                return f"{name} was {_said(old)} and is {_said(new)}"
         return "the model's modes change"
 
 
 def _said(kind: Any) -> str:
     return f"{tuple(kind[0])} of {kind[2]}" if isinstance(kind[0], torch.Size) else repr(kind[1])
-
-
-def _kind(leaf: Any) -> Any:
-    """What has to be equal of a leaf."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
-    return type(leaf), leaf
 
 
 def _around() -> Any:
