@@ -40,8 +40,9 @@ class GraphBuild:
     """The making of one graph from a function of a State: what is noted for as long as it lasts.
 
     issued: the collectives, in order. driven: what each transform that drives a module has for this session, by
-    transform. guards: functions of nothing; a graph holds while they return what they returned when it was made. order:
-    in which order units were used, forward and then backward, by the first module that was driven. whole: whether a
+    transform. guards: functions of nothing; a graph holds while they return what they returned when it was made.
+    lineages: of the States among the function's arguments. orders: in which order units were used, forward and then
+    backward, by the first module that was driven with a State, by its layout's hash. whole: whether a
     driven round is complete. functions: the names of the autograd.Functions that were used, in order. counted: the
     lines that asked how many steps were taken.
     """
@@ -50,7 +51,8 @@ class GraphBuild:
         self.issued: list[Collective] = []
         self.driven: dict[Any, Any] = {}
         self.guards: list[Callable[[], Any]] = []
-        self.order: tuple[Any, ...] | None = None
+        self.lineages: list[Any] = []
+        self.orders: dict[str, tuple[Any, ...]] = {}
         self.whole = False
         self.functions: dict[str, None] = {}
         self.counted: list[str] = []

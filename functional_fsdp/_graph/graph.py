@@ -49,32 +49,32 @@ class Graph(NamedTuple):
     """A function that was traced.
 
     module: takes those leaves of `(state, args, kwargs)` whose numbers are in `inputs`, and gives the tensors among the
-    leaves of `out`, what the function returned. given: for each of these, which of `inputs` it is, or -1. version: that
-    of the state that the function was called with. sizes: of the mesh's axes. session: what transforms noted. uses: the
-    order that gathers were issued by.
+    leaves of `out`, what the function returned. given: for each of these, which of `inputs` it is, or -1. versions: of
+    the States among the arguments, in order, as the function was called with them. sizes: of the mesh's axes. session:
+    what transforms noted.
     """
 
     module: fx.GraphModule
     inputs: tuple[int, ...]
     out: Any
     given: tuple[int, ...]
-    version: Version
+    versions: tuple[Version, ...]
     sizes: Mapping[str, int]
     session: GraphBuild
-    uses: tuple[str, ...]
 
     @property
-    def steps(self) -> bool:
-        """Whether the function took a step."""
-        return self.version.spent
+    def stepped(self) -> tuple[int, ...]:
+        """Which of the States among the arguments took a step, by number."""
+        return tuple(k for k, version in enumerate(self.versions) if version.spent)
 
     @property
-    def offset(self) -> torch.Tensor | None:
-        """What stands in the graph for `Lineage.offset`."""
-        return self.version.lineage.offset
+    def offsets(self) -> tuple[torch.Tensor | None, ...]:
+        """What stands in the graph for `Lineage.offset` of each State."""
+        return tuple(version.lineage.offset for version in self.versions)
 
-    def took(self, state: State) -> bool | None:
-        """Whether a state that came out of a step is the one after it; None if it is of another lineage.
+    def took(self, state: State) -> tuple[int, bool] | None:
+        """Which of the States among the arguments, by number, a state that came out is; and whether it is the one after
+        a step. None if it is none of them.
 
         Raises:
             ScheduleError: it is in the middle of the step.
@@ -87,9 +87,11 @@ class Graph(NamedTuple):
             raise ScheduleError(
                 "the compiled train step returned a State in the middle of a step. Return it after step()."
             )
-        if (version.base if trace else version) is self.version:
-            return False
-        return True if not trace and version.lineage is self.version.lineage else None
+        base = version.base if trace else version
+        for k, own in enumerate(self.versions):
+            if base.lineage is own.lineage:
+                return k, base is not own
+        return None
 
 
 class Imagined:
@@ -117,15 +119,15 @@ def graph_of(
     Collective, if it is to run: communicators are made when they are first asked for, and see `GraphPlan.lacking`.
     """
     state._resting(verb)
-    spec = state.spec
-    found = _recipes(state, spec, verb)
-    graph = _trace(fn, state, args, kwargs, keep, verb, found, begun)
-    order = graph.session.order
-    open_ = spec.schedule.order is None or spec.schedule.order == "recorded"
-    if open_ and order is not None and _flat(order) != graph.uses:
-        found = _recipes(state, spec.with_schedule(spec.schedule.ordered(order)), verb)
-        graph = _trace(fn, state, args, kwargs, keep, verb, found, begun)
-    return graph
+    graph = _trace(fn, state, args, kwargs, keep, verb, {}, begun)
+    orders: dict[str, tuple[Any, ...]] = {}
+    for version in graph.versions:
+        lineage = version.lineage
+        order = graph.session.orders.get(lineage.layout.hash)
+        open_ = lineage.spec.schedule.order is None or lineage.spec.schedule.order == "recorded"
+        if open_ and order is not None and lineage.graph_plan and _flat(order) != lineage.graph_plan.uses:
+            orders[lineage.layout.hash] = order
+    return _trace(fn, state, args, kwargs, keep, verb, orders, begun) if orders else graph
 
 
 def _flat(order: tuple[Any, ...]) -> tuple[str, ...]:
@@ -143,18 +145,49 @@ def _recipes(state: State, spec: Spec, verb: str) -> GraphPlan:
     return GraphPlan(state.layout, spec, sizes, coordinate, groups)
 
 
-def _trace(
-    fn: Callable[..., Any], state: State, args: Any, kwargs: Any, keep: bool, verb: str, program: GraphPlan,
-    begun: list[GraphBuild] | None,
-) -> Graph:  # fmt: skip
+def _stand_in(state: State, verb: str, order: tuple[Any, ...] | None) -> Version:
+    """The version of a State while a function of it is traced: of another lineage, so that its own stays as it is.
+
+    Args:
+        order: in which its units are used, if the schedule leaves that open.
+    """
+    real, spec = state.version, state.spec
+    program = _recipes(state, spec if order is None else spec.with_schedule(spec.schedule.ordered(order)), verb)
     run: Any = program.run or Imagined(program.sizes, program.coordinate)
-    lineage = Lineage(run, state.layout, state.spec, state.steps)
+    lineage = Lineage(run, state.layout, spec, state.steps)
     lineage.graph_plan = program
     lineage.offset = torch.zeros(
         (), dtype=torch.int64, device=device_of([state.count])
     )  # the state's own, when it runs
-    version = Version(lineage, 0)
-    leaves, treedef = pytree.tree_flatten((state._evolve(version=version), args, kwargs))
+    lineage.busy, lineage.broken = real.lineage.busy, real.lineage.broken
+    version = Version(lineage, 0, real.origin)
+    version.spent = real.spent
+    return version
+
+
+def _stand_ins(call: Any, verb: str, orders: Mapping[str, tuple[Any, ...]]) -> tuple[Any, tuple[Version, ...]]:
+    """`(state, args, kwargs)` with stand-ins for the versions of all States in it; and these, in order."""
+    made: dict[int, Version] = {}
+    found = []
+
+    def put(leaf: Any) -> Any:
+        if not isinstance(leaf, State):
+            return leaf
+        key = id(leaf.version)
+        if key not in made:
+            made[key] = _stand_in(leaf, verb, orders.get(leaf.layout.hash))
+        found.append(made[key])
+        return leaf._evolve(version=made[key])
+
+    return pytree.tree_map(put, call, is_leaf=lambda node: isinstance(node, State)), tuple(found)
+
+
+def _trace(
+    fn: Callable[..., Any], state: State, args: Any, kwargs: Any, keep: bool, verb: str,
+    orders: Mapping[str, tuple[Any, ...]], begun: list[GraphBuild] | None,
+) -> Graph:  # fmt: skip
+    call, versions = _stand_ins((state, args, kwargs), verb, orders)
+    leaves, treedef = pytree.tree_flatten(call)
     device = device_of(leaves)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     which = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
@@ -176,13 +209,16 @@ def _trace(
     fakes = [_fake(mode, leaves[i], device) for i in which]
     inner = dynamo().config.patch(error_on_nested_fx_trace=False)  # compiled functions in it are traced as any others
     with lowering() as session, keep_residuals(keep), _functions(session), mode, enable_python_dispatcher(), inner:
+        session.lineages = [version.lineage for version in versions]
         if begun is not None:
             begun.append(session)
         module = make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
     if session.driven and session.counted:
         _refuse_count(verb, session.counted[0])
-    _record(module.graph, session.issued, set(program.groups.values()))
-    return Graph(module, which, out, given, version, program.sizes, session, program.uses)
+    plans = [version.lineage.graph_plan for version in versions]
+    _record(module.graph, session.issued, {name for plan in plans if plan for name in plan.groups.values()})
+    sizes = {axis: n for plan in plans[:1] if plan for axis, n in plan.sizes.items()}
+    return Graph(module, which, out, given, versions, sizes, session)
 
 
 def _refuse_count(verb: str, line: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 
 from .._common.errors import ScheduleError, StaleStateError
-from .._common.tracing import refuse
+from .._common.tracing import refuse, tracing_now
 from .._plan.route import Route
 from .._runtime.given import ALL
 from .._state.graph_plan import BucketPlan, GraphPlan
@@ -19,7 +19,7 @@ from .._state.graph_plan import BucketPlan, GraphPlan
 if TYPE_CHECKING:
     from .._state.state import State
 
-__all__ = ["Pending", "Trace", "base_of", "coordinate_of", "given_in", "graph_plan_of", "then", "trace_of"]
+__all__ = ["Pending", "Trace", "base_of", "changing", "coordinate_of", "given_in", "graph_plan_of", "then", "trace_of"]
 
 FIELDS = ("base", "cursor", "issued", "flying", "ready", "held", "pending", "given")
 
@@ -120,6 +120,17 @@ def then(state: State, trace: Trace, **fields: Any) -> State:
         busy += len(trace.given) < len(units) or any(mask != ALL for mask in trace.given.values())
     version = trace if busy else Trace(trace.base, 0, 0, {}, {}, (), (), {})
     return state._evolve(version=version, **fields)
+
+
+def changing(state: State, verb: str) -> None:
+    """Raise a ScheduleError if a graph is made that is to change this state and cannot: it is no argument of it."""
+    graph = tracing_now()
+    if graph is not None and not any(base_of(state).lineage is lineage for lineage in graph.lineages):
+        refuse(
+            "ScheduleError",
+            f"{verb}: this State is not among the arguments of the step that a graph is made of, so the step would "
+            "change it once, and never again. Give it to the step as an argument, and return the new one.",
+        )
 
 
 def coordinate_of(state: State) -> dict[str, int]:

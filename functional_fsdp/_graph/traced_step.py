@@ -17,7 +17,7 @@ from .._runtime.given import ALL, Lacking
 from .._state.graph_plan import GraphPlan
 from .._state.update import counting, keep, may_step, put_back, update
 from .functional import run, through
-from .trace import base_of, given_in, graph_plan_of, then, trace_of
+from .trace import base_of, changing, given_in, graph_plan_of, then, trace_of
 from .traced import finish_reductions
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = ["change", "change_weights", "step"]
 
 def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     graph_plan = graph_plan_of(state, "step")
+    changing(state, "step")
     skip = may_step(state, skip)
     base, noted = base_of(state), given_in(state)
     state = finish_reductions(state, "step")
@@ -67,6 +68,7 @@ def change_weights(state: State, what: str, work: Callable[[], None], by: Any = 
     if base_of(state) is not state.version:
         text = f"{what} changes weights, and this State is in the middle of a step. Call it before or after one."
         refuse("ScheduleError", text)
+    changing(state, what)
     with torch.no_grad():
         work()
         _refresh_copies(state, graph_plan_of(state, what))

@@ -445,6 +445,122 @@ def test_ranks_whose_graphs_have_other_collectives_are_told_so() -> None:
         assert said.startswith("compile: the step's collectives differ from those of rank ")
 
 
+# ---------------------------------------------------------------- several States
+
+
+class Backwards(nn.Module):
+    """Uses its units in another order than they stand, and has other names for them than `Layers`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in reversed(self.parts):
+            x = torch.tanh(part(x))
+        return x
+
+
+def two_states(way: str) -> tuple[list[Losses], list[dict[str, torch.Tensor]], list[int]]:
+    """Three steps that train two States each; what each consumed is of no more use."""
+    (first, one), (second, other) = state_of(Layers().double()), state_of(Backwards().double())
+    train_one, train_other = (T.forward_backward(m, lambda model, x: model(x).square().mean()) for m in (one, other))
+
+    def train_step(first: fsdp.State, x: torch.Tensor, *, others: Any) -> Any:
+        second, b = train_other(others["second"], x)
+        second = fsdp.step(second)
+        first, a = train_one(first, x)
+        return {"losses": (a, b), "second": second}, fsdp.step(first)
+
+    step: Any = T.compile(train_step, way) if way else train_step
+    losses = []
+    for i in range(3):
+        before = first, second
+        x = torch.full((4, WIDTH), 0.1 * i + fsdp.local_mesh().get_rank(), dtype=torch.float64)
+        found, first = step(first, x, others={"second": second})
+        second = found["second"]
+        losses.append([loss.item() for loss in found["losses"]])
+        for old in before:
+            with pytest.raises(fsdp.StaleStateError):
+                fsdp.full_params(old)
+    return losses, [fsdp.full_params(first), fsdp.full_params(second)], [first.steps, second.steps]
+
+
+def test_a_step_trains_two_states() -> None:
+    eager, compiled = (launch(two_states, (way,), nprocs=2) for way in ("", "aot_eager"))
+    for a, b in zip(eager, compiled, strict=True):
+        for mine, theirs in zip(a[0], b[0], strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-12)
+        torch.testing.assert_close(b[1], a[1], rtol=0, atol=1e-12)
+        assert a[2] == b[2] == [3, 3]
+
+
+def test_tracing_consumes_no_state() -> None:
+    """Whether it comes to an end or not; nor does a search of a step that drives nothing."""
+    (first, one), (second, other) = state_of(Layers()), state_of(Backwards())
+    steps, fails = (step_of(one), step_of(other)), [True]
+
+    def driven(first: fsdp.State, second: fsdp.State) -> Any:
+        second, first = steps[1](second, X)[0], steps[0](first, X)[0]
+        if fails[0]:
+            raise ValueError("as it happens")
+        return first, second
+
+    def by_hand(first: fsdp.State, second: fsdp.State) -> Any:
+        found = []
+        for state in (first, second):
+            state, w = fsdp.unshard(state)
+            found.append(fsdp.step(fsdp.reduce(state, w)))
+        return found
+
+    compiled = T.compile(driven, "aot_eager")
+    with pytest.raises(ValueError, match="as it happens"):
+        compiled(first, second)
+    fails[0] = False
+    first, second = compiled(first, second)
+    torch._dynamo.reset()
+    first, second = T.compile(by_hand, "aot_eager")(first, second)
+    assert (first.steps, second.steps) == (2, 2)
+
+
+def test_a_state_that_is_given_twice_is_refused() -> None:
+    state, model = state_of(Layers())
+    train = step_of(model)
+    compiled = T.compile(lambda state, again: train(state, X), "aot_eager")
+    for _ in range(2):
+        with pytest.raises(ScheduleError, match="among the step's arguments twice"):
+            compiled(state, {"the same": state})
+    state, _ = compiled(state, {})
+    assert state.steps == 1
+
+
+def test_another_state_that_was_consumed_is_refused() -> None:
+    (first, one), (second, other) = state_of(Layers()), state_of(Backwards())
+    evaluate, train = T.apply(other), step_of(one)
+    compiled = T.compile(lambda first, second: train(first, evaluate(second, X)[1])[0], "aot_eager")
+    first = compiled(first, second)
+    step_of(other)(second, X)
+    with pytest.raises(fsdp.StaleStateError, match="a compiled step: this State was consumed by"):
+        compiled(first, second)
+    assert first.steps == 1
+
+
+def test_a_state_that_is_no_argument_is_not_trained() -> None:
+    (first, one), (second, other) = state_of(Layers()), state_of(Backwards())
+    train, hidden = step_of(one), step_of(other)
+
+    def train_step(first: fsdp.State) -> Any:
+        return hidden(second, X)[0], train(first, X)[0]
+
+    compiled = T.compile(train_step, "aot_eager")
+    for _ in range(2):
+        with pytest.raises(ScheduleError, match="step: this State is not among the arguments"):
+            compiled(first)
+    second, first = train_step(first)
+    assert (first.steps, second.steps) == (1, 1)
+
+
 # ---------------------------------------------------------------- random numbers
 
 

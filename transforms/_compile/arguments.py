@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from functional_fsdp import SpecError
+from functional_fsdp import SpecError, State
 from functional_fsdp.extend import torch_private
 
-__all__ = ["kind_of", "named", "refuse_mutable"]
+__all__ = ["Call", "flat_state", "is_state", "kind_of", "named", "refuse_mutable"]
 
 FIXED = (
     type(None), type(Ellipsis), int, float, complex, str, bytes, range, enum.Enum, type, types.FunctionType,
@@ -39,6 +39,41 @@ def kind_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), leaf
+
+
+class Call:
+    """A call of a step.
+
+    Attributes:
+        states: those among its arguments, in order.
+        leaves: of all of them.
+        structure: of all of them.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        found, structure = torch_private.pytree.tree_flatten(arguments, is_leaf=is_state)
+        self.states: list[State] = []
+        self.leaves: list[Any] = []
+        structures = [structure]
+        for leaf in found:
+            if isinstance(leaf, State):
+                parts, structure = flat_state(leaf)
+                self.states.append(leaf)
+                self.leaves += parts
+                structures.append(structure)
+            else:
+                self.leaves.append(leaf)
+        self.structure = tuple(structures)
+
+
+def is_state(node: Any) -> bool:
+    return isinstance(node, State)
+
+
+def flat_state(state: State) -> tuple[list[Any], Any]:
+    """A State's leaves, and its structure."""
+    found: tuple[list[Any], Any] = torch_private.pytree.tree_flatten(state)
+    return found
 
 
 def named(state: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:

@@ -46,7 +46,8 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
     Returns:
         the compiled function. The first call compiles; calls with other shapes compile again. It takes any state
         between steps, and gives one: eager and compiled steps may follow each other as you like. The state's buffers
-        are updated in place, as by `step`, which consumes the state that went in.
+        are updated in place, as by `step`, which consumes the state that went in. Other States may be among its
+        arguments, each given once, and may be trained as well.
 
     Which leaves get no gradient is a part of the graph: those for which `reduce` is given None, or whose unit is not
     reduced, keep their weights and moments (`T.vjp` is torch.func's here, whose zeros are gradients). Ranks cannot ask
@@ -107,9 +108,9 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
                 "train_step(state, ...). A step of several states, or of a method: torch.compile(..., fullgraph=True)."
             )
         begin_compiled(state)
-        program, leaves = programs.find(state, args, kwargs)
+        program = programs.find(state, args, kwargs)
         if program is not None:
-            return program(state, leaves)
+            return program()
         with keep_residuals(True):
             return compiled(state, *args, **kwargs)
 

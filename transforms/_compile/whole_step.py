@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from functional_fsdp.extend import (
     Graph,
     GraphBuild,
     Ranks,
+    begin_compiled,
     evolve,
     graph_of,
     lineage_of,
@@ -33,7 +35,7 @@ from functional_fsdp.extend import (
 )
 
 from .._seed import seeded
-from .arguments import kind_of, named, refuse_mutable
+from .arguments import Call, flat_state, is_state, kind_of, named, refuse_mutable
 from .draws import Draws, Seeded
 from .inductors import through_inductor
 
@@ -49,27 +51,26 @@ class CompiledStep:
 
     Args:
         graph: of the step. drawn: what it draws.
-        state, leaves, kind: of the call that it was traced from.
+        call, kind: that it was traced from.
     """
 
     def __init__(
-        self, graph: Graph, drawn: Draws, state: State, leaves: list[Any], kind: Any, backend: str,
-        config: dict[str, Any],
+        self, graph: Graph, drawn: Draws, call: Call, kind: Any, backend: str, config: dict[str, Any],
     ) -> None:  # fmt: skip
         self.kind = kind
         self.guards = [(guard, guard()) for guard in graph.session.guards]
         self.inputs, self.given = graph.inputs, graph.given
-        self.out, self.structure = torch_private.pytree.tree_flatten(graph.out, is_leaf=_is_state)
+        self.out, self.structure = torch_private.pytree.tree_flatten(graph.out, is_leaf=is_state)
         self.states = {}
         for i, leaf in enumerate(self.out):
             if isinstance(leaf, State):
-                self.states[i] = (*torch_private.pytree.tree_flatten(leaf), graph.took(leaf))
-        self.steps = graph.steps
+                self.states[i] = (*flat_state(leaf), graph.took(leaf), leaf.version)
+        self.stepped = graph.stepped
         module = graph.module
         point_at_second_gathers(module.graph)
         self.constants = _lifted(module)
-        own = graph.offset
-        self.offset = next((i for i, t in enumerate(self.constants) if t is own), None)
+        own = {id(offset): k for k, offset in enumerate(graph.offsets)}
+        self.offsets = [(i, own[id(t)]) for i, t in enumerate(self.constants) if id(t) in own]
         output = module.graph.output_node()  # what it was given need not come out again
         (results,) = output.args
         output.args = ([node for node, i in zip(results, self.given, strict=True) if i < 0],)  # type: ignore[arg-type]
@@ -77,14 +78,15 @@ class CompiledStep:
         module.recompile()
         self.seeded = bool(drawn.ops) and backend != "inductor"
         with self._plain():
-            self.run = self._compiled(module, drawn, state, leaves, config) if backend == "inductor" else module.forward
+            self.run = self._compiled(module, drawn, call, config) if backend == "inductor" else module.forward
 
-    def _compiled(
-        self, module: fx.GraphModule, drawn: Draws, state: State, leaves: list[Any], config: dict[str, Any]
-    ) -> Callable[..., Any]:
+    def _compiled(self, module: fx.GraphModule, drawn: Draws, call: Call, config: dict[str, Any]) -> Callable[..., Any]:
         """By Inductor."""
         examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-        rng, count = (next(k for k, i in enumerate(self.inputs) if leaves[i] is t) for t in (state.rng, state.count))
+        state = call.states[0]
+        rng, count = (
+            next(k for k, i in enumerate(self.inputs) if call.leaves[i] is t) for t in (state.rng, state.count)
+        )
         change = Seeded(rng, count, len(examples), ranks_of(state).index)
         run = through_inductor(module, examples, config, change, *change.key)
         change.refuse(drawn.ops)
@@ -101,13 +103,13 @@ class CompiledStep:
             yield
 
     @contextmanager
-    def _whole_or_broken(self, state: State) -> Iterator[None]:
+    def _whole_or_broken(self, states: list[State]) -> Iterator[None]:
         """What updates weights and is stopped may have updated some: compiled code says nowhere how far it came."""
         try:
             yield
         except BaseException as error:
-            if self.steps:
-                lineage_of(state).broken = (
+            for k in self.stepped:
+                lineage_of(states[k]).broken = (
                     f"a compiled step was stopped by {type(error).__name__}, and may have updated some of the weights, "
                     "so this State may be half updated. Load the last checkpoint."
                 )
@@ -117,13 +119,14 @@ class CompiledStep:
         """Whether it is for such a call."""
         return bool(kind == self.kind) and all(guard() == value for guard, value in self.guards)
 
-    def __call__(self, state: State, leaves: list[Any]) -> Any:
-        inputs = [leaves[i] for i in self.inputs]
-        if self.offset is not None:
-            self.constants[self.offset] = lineage_of(state).offset  # type: ignore[assignment]  # one that runs has it
-        with self._whole_or_broken(state), self._plain():
+    def __call__(self, call: Call) -> Any:
+        states = call.states
+        inputs = [call.leaves[i] for i in self.inputs]
+        for i, k in self.offsets:
+            self.constants[i] = lineage_of(states[k]).offset  # type: ignore[assignment]  # one that runs has it
+        with self._whole_or_broken(states), self._plain():
             if self.seeded:
-                with seeded(state, 0, int(state.count)):
+                with seeded(states[0], 0, int(states[0].count)):
                     new = iter(self.run(*inputs, *self.constants))
             else:
                 new = iter(self.run(*inputs, *self.constants))
@@ -132,20 +135,18 @@ class CompiledStep:
         def filled(found: list[Any]) -> list[Any]:
             return [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
 
-        after = lineage_of(state).stepped(state.version) if self.steps else None
+        after = {k: lineage_of(states[k]).stepped(states[k].version) for k in self.stepped}
         out = []
         for i, leaf in enumerate(self.out):
             if i in self.states:
-                parts, structure, taken = self.states[i]
-                made = torch_private.pytree.tree_unflatten(filled(parts), structure)
-                out.append(made if taken is None else evolve(made, version=after if taken else state.version))
+                parts, structure, took, version = self.states[i]
+                if took is not None:
+                    k, taken = took
+                    version = after[k] if taken else states[k].version
+                out.append(evolve(torch_private.pytree.tree_unflatten(filled(parts), structure), version=version))
             else:
                 out += filled([leaf])
         return torch_private.pytree.tree_unflatten(out, self.structure)
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, State)
 
 
 def _lifted(module: fx.GraphModule) -> list[torch.Tensor]:
@@ -176,23 +177,24 @@ class Programs:
         self.made = 0
         self.agreed: set[tuple[str, ...]] = set()  # collectives that every rank has
 
-    def find(self, state: State, args: Any, kwargs: Any) -> tuple[CompiledStep | None, list[Any]]:
-        """The program for a call, made if there is none, and the call's leaves; no program if the step drives no
-        module: then Dynamo, which follows Python, compiles it.
+    def find(self, state: State, args: Any, kwargs: Any) -> Callable[[], Any] | None:
+        """A call of its program, made if there is none; None if the step drives no module: then Dynamo, which follows
+        Python, compiles it.
 
         Collective, if it is made, see `graph_of`.
         """
         if self.plain and _signature(args, kwargs) in self.plain:
-            return None, []
-        leaves, structure = torch_private.pytree.tree_flatten((state, args, kwargs))
-        kind = (structure, _around(), [*map(kind_of, leaves)])
+            return None
+        call = Call(state, args, kwargs)
+        kind = (call.structure, _around(), [*map(kind_of, call.leaves)])
         for program in reversed(self.found):
             if program.serves(kind):
-                return program, leaves
-        made = self._make(state, args, kwargs, leaves, kind)
+                _begin_others(call.states)
+                return partial(program, call)
+        made = self._make(state, args, kwargs, call, kind)
         if made is None:
             self.plain.add(_signature(args, kwargs))
-            return None, []
+            return None
         self.made += 1
         if self.made == MANY:
             warnings.warn(
@@ -203,9 +205,9 @@ class Programs:
                 stacklevel=4,
             )
         self.found = [*self.found[1 - MOST :], made]
-        return made, leaves
+        return partial(made, call)
 
-    def _make(self, state: State, args: Any, kwargs: Any, leaves: list[Any], kind: Any) -> CompiledStep | None:
+    def _make(self, state: State, args: Any, kwargs: Any, call: Call, kind: Any) -> CompiledStep | None:
         begun: list[GraphBuild] = []
         drawn = Draws()
 
@@ -232,9 +234,10 @@ class Programs:
             return None
         if graph.session.driven:
             refuse_mutable(state, args, kwargs)
+            _begin_others(call.states)
             drawn.refuse()
             self._agree(graph, ranks_of(state))
-            return CompiledStep(graph, drawn, state, leaves, kind, self.backend, self.config)
+            return CompiledStep(graph, drawn, call, kind, self.backend, self.config)
         if graph.session.functions:
             raise ScheduleError(
                 f"compile: the step uses the torch.autograd.Function {', '.join(graph.session.functions)}. Under "
@@ -272,6 +275,17 @@ class Programs:
         return "the model's modes change"
 
 
+def _begin_others(states: list[State]) -> None:
+    """The other States of a call: each may begin a step, and is another."""
+    if len(states) > 1:
+        for state in states[1:]:
+            begin_compiled(state)
+        if len({id(lineage_of(state)) for state in states}) < len(states):
+            raise ScheduleError(
+                "compile: a State is among the step's arguments twice. The graph would take it for two. Give it once."
+            )
+
+
 def _said(kind: Any) -> str:
     return f"{tuple(kind[0])} of {kind[2]}" if isinstance(kind[0], torch.Size) else repr(kind[1])
 
@@ -288,5 +302,5 @@ def _around() -> Any:
 
 def _signature(args: Any, kwargs: Any) -> Any:
     """Equal for calls that are searched alike: shapes and dtypes of tensors, and everything else as it prints."""
-    leaves, treedef = torch_private.pytree.tree_flatten((args, kwargs))
-    return treedef, tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+    call = Call(args, kwargs)
+    return call.structure, tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in call.leaves)

@@ -50,8 +50,8 @@ class TracedDriver(Driver):
             yield 0
             self.look_back()
             self.release()
-            if trains and self.graph.order is None:
-                self.graph.order = (*self.trace[0], *self.trace[1])
+            if trains:
+                self.graph.orders.setdefault(state.layout.hash, (*self.trace[0], *self.trace[1]))
         finally:
             self._stop()
 
