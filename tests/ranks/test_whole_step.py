@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import gc
 import random
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, SpecError, launch
 from functional_fsdp import transforms as T
+from functional_fsdp.extend import lineage_of
 from functional_fsdp.transforms._compile import whole_step as _whole_step
 
 Losses = list[float]
@@ -533,6 +536,21 @@ def test_a_state_that_is_given_twice_is_refused() -> None:
             compiled(state, {"the same": state})
     state, _ = compiled(state, {})
     assert state.steps == 1
+
+
+def test_a_compiled_step_keeps_no_state_alive() -> None:
+    """Nor another one among the arguments, nor one that it returns."""
+    (first, one), (second, other) = state_of(Layers()), state_of(Backwards())
+    train, evaluate = step_of(one), T.apply(other)
+    compiled = T.compile(lambda state, x, others: (*train(state, x + evaluate(*others, x)[1]), others), "aot_eager")
+    first, _ = train(first, X)
+    first, _, (second,) = compiled(first, X, (second,))
+    alive = [weakref.ref(lineage_of(state)) for state in (first, second)]
+    del first, second
+    gc.collect()
+    assert [lineage() for lineage in alive] == [None, None]
+    first, _, _ = compiled(state_of(Layers())[0], X, (state_of(Backwards())[0],))
+    assert first.steps == 1
 
 
 def test_another_state_that_was_consumed_is_refused() -> None:

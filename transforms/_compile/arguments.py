@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import SpecError, State
-from functional_fsdp.extend import torch_private
+from functional_fsdp.extend import evolve, torch_private
 
 __all__ = ["Call", "flat_state", "is_state", "kind_of", "named", "refuse_mutable"]
 
@@ -47,7 +47,7 @@ class Call:
     Attributes:
         states: those among its arguments, in order.
         leaves: of all of them.
-        structure: of all of them.
+        structure: of all of them; it keeps no State alive.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -71,8 +71,8 @@ def is_state(node: Any) -> bool:
 
 
 def flat_state(state: State) -> tuple[list[Any], Any]:
-    """A State's leaves, and its structure."""
-    found: tuple[list[Any], Any] = torch_private.pytree.tree_flatten(state)
+    """A State's leaves, and its structure without its version, which would keep its lineage alive."""
+    found: tuple[list[Any], Any] = torch_private.pytree.tree_flatten(evolve(state, version=None))
     return found
 
 
