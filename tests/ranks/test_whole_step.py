@@ -372,6 +372,34 @@ def test_arguments_that_never_change_are_compared() -> None:
         assert programs.count == 2
 
 
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_inputs_of_another_dtype_are_refused_before_anything_runs(backend: str) -> None:
+    state, model = state_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    step = T.compile(step_of(model), backend)
+    x = torch.ones(2, 4)
+    for dtype in (torch.float64, torch.bfloat16):
+        with pytest.raises(SpecError, match=r"the module '0' computes in float32 and was given .* Cast the batch"):
+            step(state, x.to(dtype))
+        with pytest.raises(SpecError, match="the module '0' computes in float32"):
+            fsdp.lower(step_of(model), state, x.to(dtype))
+    with pytest.raises(RuntimeError, match="must have the same dtype, but got float32 and int64"):
+        step(state, x.long())
+    state, _ = step_of(model)(state, x)
+    assert state.steps == 1
+
+
+def test_a_compiled_step_that_is_stopped_before_its_update_can_be_taken_again() -> None:
+    """Fake tensors let pass what this norm refuses."""
+    state, model = state_of(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)))
+    step = T.compile(step_of(model, lambda model, x: model[1](model[0](x).float()).sum()), "aot_eager")
+    with torch.inference_mode():
+        batch = torch.ones(2, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        step(state, batch)
+    state, _ = step(state, batch.float())
+    assert state.steps == 1
+
+
 @pytest.mark.parametrize("option", ["find_nonfinite", "second_order"])
 def test_options_that_a_graph_cannot_have_are_refused(option: str) -> None:
     state, model = state_of(Layers())

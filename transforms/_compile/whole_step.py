@@ -76,9 +76,10 @@ class CompiledStep:
         output.args = ([node for node, i in zip(results, self.given, strict=True) if i < 0],)  # type: ignore[arg-type]
         module.graph.eliminate_dead_code()
         module.recompile()
-        self.seeded = bool(drawn.ops) and backend != "inductor"
+        self.inductor = backend == "inductor"
+        self.seeded = bool(drawn.ops) and not self.inductor
         with self._plain():
-            self.run = self._compiled(module, drawn, call, config) if backend == "inductor" else module.forward
+            self.run = self._compiled(module, drawn, call, config) if self.inductor else module.forward
 
     def _compiled(self, module: fx.GraphModule, drawn: Draws, call: Call, config: dict[str, Any]) -> Callable[..., Any]:
         """By Inductor."""
@@ -103,12 +104,15 @@ class CompiledStep:
             yield
 
     @contextmanager
-    def _whole_or_broken(self, states: list[State]) -> Iterator[None]:
-        """What updates weights and is stopped may have updated some: compiled code says nowhere how far it came."""
+    def _whole_or_broken(self, states: list[State], inputs: list[torch.Tensor]) -> Iterator[None]:
+        """What updates weights and is stopped may have updated some. Inductor's code says nowhere how far it came;
+        where the graph's own operations run, versions do."""
+        before = [] if self.inductor else [t._version for t in inputs if not t.is_inference()]
         try:
             yield
         except BaseException as error:
-            for k in self.stepped:
+            untouched = before and before == [t._version for t in inputs if not t.is_inference()]
+            for k in () if untouched else self.stepped:
                 lineage_of(states[k]).broken = (
                     f"a compiled step was stopped by {type(error).__name__}, and may have updated some of the weights, "
                     "so this State may be half updated. Load the last checkpoint."
@@ -124,7 +128,7 @@ class CompiledStep:
         inputs = [call.leaves[i] for i in self.inputs]
         for i, k in self.offsets:
             self.constants[i] = lineage_of(states[k]).offset  # type: ignore[assignment]  # one that runs has it
-        with self._whole_or_broken(states), self._plain():
+        with self._whole_or_broken(states, inputs), self._plain():
             if self.seeded:
                 with seeded(states[0], 0, int(states[0].count)):
                     new = iter(self.run(*inputs, *self.constants))

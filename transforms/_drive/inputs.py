@@ -16,7 +16,7 @@ from functional_fsdp import FsdpError, SpecError, State
 from .._modules.outputs import map_tensors
 from .._modules.unit_modules import UnitModule
 
-__all__ = ["cast_inputs", "dtypes_of", "precisions", "refuse_dtypes"]
+__all__ = ["cast_inputs", "check_dtypes", "dtypes_of", "precisions", "refuse_dtypes"]
 
 Precisions = dict[str, tuple[torch.dtype, bool]]
 
@@ -77,6 +77,16 @@ def refuse_dtypes(error: RuntimeError, given: Iterable[Any], dtypes: tuple[torch
         ) from error
 
 
+def check_dtypes(func: Any, args: Any) -> None:
+    """Raise torch's RuntimeError for a product of tensors of several dtypes, which fake tensors let pass."""
+    if func in PRODUCTS:
+        found = [*dict.fromkeys(t.dtype for t in args if isinstance(t, torch.Tensor))]
+        if len(found) > 1:
+            raise RuntimeError(f"{func}: tensors must have the same dtype, but got {' and '.join(map(_name, found))}")
+
+
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.mv.default,
+            torch.ops.aten.addmv.default}  # fmt: skip
 SAID = ("dtype", "scalar type", "Input type", "data type")
 
 

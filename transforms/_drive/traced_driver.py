@@ -21,6 +21,7 @@ from functional_fsdp.extend import GraphBuild, coordinate_of, refuse, torch_priv
 
 from .buffers import Buffers, Rule
 from .driver import Driver, Tensors, caller, refuse_nesting
+from .inputs import check_dtypes
 from .settings import Settings
 from .unit_uses import Gradients, UnitUse
 from .watch import place, written
@@ -91,13 +92,14 @@ class TracedDriver(Driver):
 
 class Writes(torch_private.TorchDispatchMode):
     """Notes which storages operations write to, by what they say of themselves. Versions do not tell: the one of batch
-    norm that is traced leaves them as they are."""
+    norm that is traced leaves them as they are. And has them refuse dtypes as they do when they run."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, Any] = {}  # and keeps them, so that no other gets their name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        check_dtypes(func, args)
         for value in written(func, args, kwargs or {}):
             self.found[place(value)[0]] = value
         return func(*args, **(kwargs or {}))
