@@ -476,6 +476,22 @@ def test_ranks_whose_graphs_have_other_collectives_are_told_so() -> None:
         assert said.startswith("compile: the step's collectives differ from those of rank ")
 
 
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+def test_inputs_that_are_to_be_read_negated_or_conjugated_are(backend: str) -> None:
+    z = torch.complex(torch.arange(8.0), torch.arange(8.0) - 3).view(2, 4)
+    module, losses, weights = nn.Linear(4, 4), [], []
+    for way in ("", backend):
+        state, model = state_of(module)
+        step: Any = step_of(model, lambda model, given: (model(given["x"]) + (given["z"] * 1j).real).sum())
+        step = T.compile(step, way) if way else step
+        state, loss = step(state, {"x": z.conj().imag, "z": z.conj()})
+        losses.append(loss)
+        weights.append(fsdp.full_params(state)["weight"])
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(weights[1], weights[0])
+
+
 # ---------------------------------------------------------------- several States
 
 

@@ -24,7 +24,7 @@ import torch
 from functional_fsdp import SpecError, State
 from functional_fsdp.extend import evolve, torch_private
 
-__all__ = ["Call", "flat_state", "is_state", "kind_of", "named", "refuse_mutable"]
+__all__ = ["Call", "flat_state", "is_state", "kind_of", "named", "refuse_mutable", "resolved"]
 
 FIXED = (
     type(None), type(Ellipsis), int, float, complex, str, bytes, range, enum.Enum, type, types.FunctionType,
@@ -46,7 +46,7 @@ class Call:
 
     Attributes:
         states: those among its arguments, in order.
-        leaves: of all of them.
+        leaves: of all of them, as `resolved`.
         structure: of all of them; it keeps no State alive.
     """
 
@@ -62,8 +62,16 @@ class Call:
                 self.leaves += parts
                 structures.append(structure)
             else:
-                self.leaves.append(leaf)
+                self.leaves.append(resolved(leaf))
         self.structure = tuple(structures)
+
+
+def resolved(leaf: Any) -> Any:
+    """A leaf with the values that it stands for: a graph does not see that a tensor is to be read negated or conjugated
+    (`z.conj().imag`)."""
+    if isinstance(leaf, torch.Tensor) and (leaf.is_neg() or leaf.is_conj()):
+        return leaf.resolve_neg().resolve_conj()
+    return leaf
 
 
 def is_state(node: Any) -> bool:

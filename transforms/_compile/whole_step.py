@@ -35,7 +35,7 @@ from functional_fsdp.extend import (
 )
 
 from .._seed import seeded
-from .arguments import Call, flat_state, is_state, kind_of, named, refuse_mutable
+from .arguments import Call, flat_state, is_state, kind_of, named, refuse_mutable, resolved
 from .draws import Draws, Seeded
 from .inductors import through_inductor
 
@@ -221,6 +221,7 @@ class Programs:
 
         if self.found:  # it drives modules: say it before the step's Python runs
             refuse_mutable(state, args, kwargs)
+        args, kwargs = torch_private.pytree.tree_map(resolved, (args, kwargs), is_leaf=is_state)
         try:
             graph = graph_of(step, state, args, kwargs, True, "compile", begun)
         except FsdpError:  # as the step itself would raise
