@@ -171,6 +171,8 @@ class State:
     @property
     def between_steps(self) -> bool:
         """Whether this is a base: nothing gathered, nothing in flight, no gradients."""
+        if tracing_now() is not None:  # in the middle of a step its version has a base
+            return not (hasattr(self.version, "base") or self.version.spent or self.grads)
         lineage = self.version.lineage
         lineage.follow()
         return self.version.serial == lineage.base and not self.grads

@@ -543,6 +543,61 @@ def test_a_step_trains_two_states() -> None:
         assert a[2] == b[2] == [3, 3]
 
 
+def looked_at(way: str) -> tuple[Losses, dict[str, torch.Tensor]]:
+    """Evaluations before, within and after a step, with its own State and with a teacher's, which changes once."""
+    (state, model), (teacher, other) = state_of(Layers().double()), state_of(Backwards().double())
+    evaluate, teach = T.apply(model), T.apply(other)
+    train = T.forward_backward(model, lambda model, x, y: (model(x) - y).square().mean())
+
+    def train_step(state: fsdp.State, teacher: fsdp.State, x: torch.Tensor) -> Any:
+        teacher, y = teach(teacher, x)
+        state, before = evaluate(state, x)
+        state, loss = train(state, x, y, last_microbatch=False, scale=0.5)
+        state, within = evaluate(state, x)
+        state, loss = train(state, x, y, scale=0.5)
+        state, after = evaluate(fsdp.step(state), x)
+        return state, teacher, [loss, *(out.square().sum() for out in (before, within, after))]
+
+    def look(state: fsdp.State, x: torch.Tensor) -> Any:
+        return evaluate(state, x)
+
+    step: Any = T.compile(train_step, way) if way else train_step
+    only: Any = T.compile(look, way) if way else look
+    losses = []
+    for i in range(3):
+        x = torch.full((4, WIDTH), 0.1 * i + fsdp.local_mesh().get_rank(), dtype=torch.float64)
+        state, teacher, found = step(state, teacher, x)
+        same, out = only(state, x)
+        assert same.between_steps
+        assert teacher.between_steps
+        losses += [loss.item() for loss in (*found, out.square().sum())]
+        if i == 1:
+            teacher = fsdp.replace_params(teacher, {k: v / 2 for k, v in fsdp.full_params(teacher).items()})
+    return losses, fsdp.full_params(same)
+
+
+def test_evaluations_leave_a_state_between_steps_as_it_is() -> None:
+    eager, compiled = (launch(looked_at, (way,), nprocs=2) for way in ("", "aot_eager"))
+    for a, b in zip(eager, compiled, strict=True):
+        assert b[0] == pytest.approx(a[0], abs=1e-12)
+        torch.testing.assert_close(b[1], a[1], rtol=0, atol=1e-12)
+
+
+def test_gathers_for_a_use_that_an_evaluation_has_not_are_not_in_the_graph() -> None:
+    with torch.device("meta"):
+        params, model = fsdp.functionalize(Layers())
+    state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1))
+    evaluate, train = T.apply(model), step_of(model)
+    x = torch.empty(4, WIDTH, device="meta")
+    for around, gathers in (
+        (lambda state, x: evaluate(state, x), DEPTH),
+        (lambda state, x: train(evaluate(state, x)[0], x), 3 * DEPTH - 1),
+        (lambda state, x: evaluate(train(state, x)[0], x), 3 * DEPTH - 1),
+    ):
+        found = fsdp.lower(around, state, x).collectives
+        assert [one.kind for one in found].count("all_gather") == gathers
+
+
 def test_tracing_consumes_no_state() -> None:
     """Whether it comes to an end or not; nor does a search of a step that drives nothing."""
     (first, one), (second, other) = state_of(Layers()), state_of(Backwards())

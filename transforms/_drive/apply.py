@@ -67,7 +67,8 @@ def apply(
         return values(model(*args, **kwargs) if fn is None else fn(model, *args, **kwargs))
 
     def in_graph(state: State, *args: Any, **kwargs: Any) -> Any:
-        """Where a graph is made of the step: on a copy of the model for this graph."""
+        """Where a graph is made of the step: on a copy of the model for this graph. What was gathered ahead, and is not
+        used if the state goes back to what it was, is no part of the graph."""
         twin = traced(graph_for("apply"), applied, driver, "local", settings)
         with twin.driver.running(state, "apply"), torch.no_grad():
             twin.buffers.lend(state, twin.driver.device)
@@ -76,7 +77,7 @@ def apply(
             finally:
                 twin.buffers.restore()
             twin.driver.release()
-            return twin.driver.state, out
+            return state if state.between_steps else twin.driver.state, out
 
     @traced_as(in_graph)
     def applied(state: State, *args: Any, **kwargs: Any) -> tuple[State, Any]:
