@@ -356,6 +356,31 @@ def test_arguments_whose_contents_may_change_are_refused(name: str, by_name: boo
     assert state.steps == 1
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_arguments_are_refused_by_name(layout: torch.layout) -> None:
+    """In driven steps and in others: torch compiles neither."""
+    state, model = state_of(Layers())
+    train = step_of(model)
+    x = X.to_sparse(layout=layout)
+
+    def by_hand(state: fsdp.State, given: Any) -> Any:
+        state, w = fsdp.unshard(state)
+        return fsdp.step(fsdp.reduce(state, w))
+
+    for step in (lambda state, given: train(state, given["x"].to_dense()), by_hand):
+        compiled = T.compile(step, "aot_eager")
+        with pytest.raises(SpecError, match=r"\[1\]\['x'\] of \(state, \*args\) is a tensor of the layout sparse_c"):
+            compiled(state, {"x": x})
+        with pytest.raises(SpecError, match=r"\['given'\]\['x'\] of the keyword arguments is a tensor of"):
+            compiled(state, given={"x": x})
+    compiled = T.compile(train, "aot_eager")
+    state, _ = compiled(state, x.to_dense())
+    with pytest.raises(SpecError, match=r"\[1\] of \(state, \*args\) is a tensor of the layout sparse_c"):
+        compiled(state, x)
+    assert state.steps == 1
+
+
 FIXED = [None, 1, 2.0, 3j, "a", b"b", Choice.LARGE, Options(), torch.float32, torch.device("cpu"), torch.strided, len,
          torch.tanh, Layers, partial(sum, start=2), np.float32(2), range(3), frozenset({1})]  # fmt: skip
 

@@ -24,8 +24,9 @@ import torch
 from functional_fsdp import SpecError, State
 from functional_fsdp.extend import evolve, torch_private
 
-__all__ = ["Call", "flat_state", "is_state", "kind_of", "named", "refuse_mutable", "resolved"]
+__all__ = ["Call", "flat_state", "is_state", "kind_of", "named", "refuse_mutable", "refuse_sparse", "resolved"]
 
+STRIDED = (torch.strided, torch.jagged)
 FIXED = (
     type(None), type(Ellipsis), int, float, complex, str, bytes, range, enum.Enum, type, types.FunctionType,
     types.BuiltinFunctionType, types.ModuleType, datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
@@ -37,7 +38,7 @@ FIXED = (
 def kind_of(leaf: Any) -> Any:
     """What has to be equal of a leaf."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout
     return type(leaf), leaf
 
 
@@ -89,6 +90,17 @@ def named(state: Any, args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     for tree, of in (((state, *args), "(state, *args)"), (kwargs, "the keyword arguments")):
         for path, leaf in torch_private.pytree.tree_flatten_with_path(tree)[0]:
             yield f"{torch_private.pytree.keystr(path)} of {of}", leaf
+
+
+def refuse_sparse(state: Any, args: Any, kwargs: Any) -> None:
+    """Raise a SpecError if a leaf is a tensor without strides."""
+    for name, leaf in named(state, args, kwargs):
+        if isinstance(leaf, torch.Tensor) and leaf.layout not in STRIDED:
+            layout = str(leaf.layout).removeprefix("torch.")
+            raise SpecError(
+                f"compile: {name} is a tensor of the layout {layout}, which torch does not compile. Give its parts as "
+                "tensors, as x.indices() and x.values(), or x.to_dense(); or run this step eagerly."
+            )
 
 
 def refuse_mutable(state: Any, args: Any, kwargs: Any) -> None:

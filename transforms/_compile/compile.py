@@ -68,8 +68,8 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
     checkpointing that is not reentrant, autograd.Functions and compiled units (as plain ones) work.
 
     Raises:
-        SpecError: an unknown backend. When called: SpecError if no State comes first, StaleStateError for a state that
-            was consumed.
+        SpecError: an unknown backend. When called: SpecError if no State comes first, or a tensor is sparse;
+            StaleStateError for a state that was consumed.
         ScheduleError (when called): a state in the middle of a step; a custom autograd.Function in the first two ways.
             In the third: it asks for a tensor's value or for `state.steps`, or draws random numbers that a graph would
             have once and for all, or others in a recomputation (it names the line); ranks use units in another order;

@@ -35,7 +35,7 @@ from functional_fsdp.extend import (
 )
 
 from .._seed import seeded
-from .arguments import Call, flat_state, is_state, kind_of, named, refuse_mutable, resolved
+from .arguments import Call, flat_state, is_state, kind_of, named, refuse_mutable, refuse_sparse, resolved
 from .draws import Draws, Seeded
 from .inductors import through_inductor
 
@@ -190,7 +190,11 @@ class Programs:
         if self.plain and _signature(args, kwargs) in self.plain:
             return None
         call = Call(state, args, kwargs)
-        kind = (call.structure, _around(), [*map(kind_of, call.leaves)])
+        try:
+            kind = (call.structure, _around(), [*map(kind_of, call.leaves)])
+        except RuntimeError:  # of a tensor of compressed rows, which has no strides
+            refuse_sparse(state, args, kwargs)
+            raise
         for program in reversed(self.found):
             if program.serves(kind):
                 _begin_others(call.states)
@@ -219,6 +223,7 @@ class Programs:
             with drawn:
                 return self.fn(*args, **kwargs)
 
+        refuse_sparse(state, args, kwargs)
         if self.found:  # it drives modules: say it before the step's Python runs
             refuse_mutable(state, args, kwargs)
         args, kwargs = torch_private.pytree.tree_map(resolved, (args, kwargs), is_leaf=is_state)
