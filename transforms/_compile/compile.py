@@ -105,7 +105,7 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
         if not isinstance(state, State):
             raise SpecError(
                 f"the compiled train step got a {type(state).__name__} first; expected a State, as in "
-                "train_step(state, ...). A step of several states, or of a method: torch.compile(..., fullgraph=True)."
+                "train_step(state, ...). Other States may follow it. Of a method, give a function that calls it."
             )
         begin_compiled(state)
         program = programs.find(state, args, kwargs)
