@@ -292,7 +292,9 @@ def test_closing(w: WorkerGroup) -> None:
     assert repr(mine) == "workers(nprocs=1): closed"
     assert repr(value) == "Handle of workers that are gone: they were closed"
     for call, name in ((lambda: mine(int), "int"), (value.get, r"Handle.get\(\)")):
-        with pytest.raises(RuntimeError, match=rf"workers\(nprocs=1\) was closed, so {name} cannot run. Start new ones: fsdp.workers"):
+        with pytest.raises(
+            RuntimeError, match=rf"workers\(nprocs=1\) was closed, so {name} cannot run. Start new ones: fsdp.workers"
+        ):
             call()
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
