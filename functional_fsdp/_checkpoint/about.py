@@ -178,10 +178,11 @@ def fits(
         )
     rest = sorted(name for name in (*other, *more) if not name.startswith("opt."))
     if rest:
+        more_ = f", and {len(rest) - 1} more are" if len(rest) > 1 else ""
         raise TreeError(
             f"load: {path} holds other tensors than this state: {rest[0]!r} is "
-            f"{'there' if rest[0] in there else 'here'} only, and {len(rest) - 1} more are. Give the state the extras "
-            "and buffers that it was saved with, and the mesh axes of its experts."
+            f"{'there' if rest[0] in there else 'here'} only{more_}. Give the state the buffers that it was saved "
+            "with, extras of the same trees, and the mesh axes of its experts."
         )
     if not opt and note["optimizer"] != _kind(state.optimizer):
         warnings.warn(

@@ -40,7 +40,7 @@ from .parts import SAVED, SavedTensor, content, named, own_place, parts_of, plai
 from .pending import finish
 from .reader import read_tensors
 from .replicas import with_replicas
-from .template import blank, made_for
+from .template import blank, made_for, with_extras
 from .writer import complete, write_tensors
 
 __all__ = ["latest_checkpoint", "load", "same_folder", "save", "told_of"]
@@ -150,7 +150,8 @@ def load(
         spec, optimizer: as for `shard`. The parameters are the tree of the checkpoint.
         like: in the place of these a state with the same leaves, as `init` or `shard` gives; it may be one that `step`
             consumed, or that an error left half updated, and is not changed. Numbers of its optimizer (lr, betas) may
-            be others than those of the checkpoint. Needed where the parameters are no tree of dicts, lists and tuples.
+            be others than those of the checkpoint. Extras are those of the checkpoint, also where this state has not
+            had them yet; it warns of others. Needed where the parameters are no tree of dicts, lists and tuples.
         allow: what may be another than when it was saved: "average"; "optimizer", whose state then begins
             anew; "replicas", which ranks have leaves of their own: those there must hold the same.
 
@@ -159,9 +160,10 @@ def load(
         that were saved; floating ones are converted where `Precision.main` is another.
 
     Raises:
-        FileNotFoundError: no complete checkpoint there. TreeError: other leaves, ties or shapes, or extras and buffers
-        of other names. SpecError: another `average` or kind of optimizer that `allow` does not name. CheckpointError:
-        it is damaged (the file is named), or ranks name or see different checkpoints. If one rank raises, all do.
+        FileNotFoundError: no complete checkpoint there. TreeError: other leaves, ties or shapes, buffers of other
+        names, or other trees within extras of one name. SpecError: another `average` or kind of optimizer that `allow`
+        does not name. CheckpointError: it is damaged (the file is named), or ranks name or see different checkpoints.
+        If one rank raises, all do.
 
     Collective: every rank calls it.
 
@@ -240,6 +242,7 @@ def _filled(
         there = with_replicas(path, state, all_there, allow)
         fresh = as_there(state, there)
         if not own:
+            fresh = with_extras(path, note, there, fresh)
             whole = {"is_leaf": lambda x: isinstance(x, FlatBuffer)}
             fresh = fresh._evolve(**{name: pytree.tree_map(blank, getattr(fresh, name), **whole) for name in SAVED})
         chosen, anew = fits(path, note, there, fresh, named(fresh, there), allow)

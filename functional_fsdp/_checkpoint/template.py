@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards
 from .._transports.auto import resolve_transport
 from .note import NOTE, Tensor
+from .parts import nodes_of
 
-__all__ = ["blank", "made_for"]
+__all__ = ["blank", "made_for", "with_extras"]
 
 
 def blank(value: Any) -> Any:
@@ -71,6 +73,27 @@ def made_for(
     spec, layout = resolve_transport(spec, infos, paths)
     state = build(joint, layout, spec, optimizer, treedef, None, buffers, ["*"] if buffers else [], 0)
     return state._evolve(extras=_tree(path, "extras", note, there, state))
+
+
+def with_extras(path: Path, note: Mapping[str, Any], there: Mapping[str, Tensor], state: State) -> State:
+    """The state with extras of the checkpoint's names: its own, and zeros for those that it lacks."""
+    if note["extras"] is None or not all(keys for keys, _ in note["extras"]):
+        return state
+    names = {keys[0] for keys, _ in note["extras"]}
+    left = [name for name, value in state.extras.items() if name not in names and not _is_empty(value)]
+    if left:
+        warnings.warn(
+            f"load: {path} has no {', '.join(f'extras[{name!r}]' for name in left)}, which the given state has. The "
+            "state that is loaded has the extras of the checkpoint.",
+            stacklevel=2,
+        )
+    lacking = [one for one in note["extras"] if one[0][0] not in state.extras]
+    own = {name: value for name, value in state.extras.items() if name not in left}
+    return state._evolve(extras={**own, **_tree(path, "extras", {"extras": lacking}, there, state)})
+
+
+def _is_empty(tree: Any) -> bool:
+    return all(node.value is None for node in nodes_of(tree))
 
 
 def _leaves(path: Path, note: Mapping[str, Any]) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpec]:

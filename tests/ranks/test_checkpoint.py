@@ -567,8 +567,27 @@ def test_another_average_is_refused_another_schedule_is_not(tmp_path: Path) -> N
         fsdp.load(path, like=one(fsdp.adamw(), average="sum"))
     assert fsdp.load(path, like=one(fsdp.adamw(), schedule=fsdp.Schedule(prefetch=2))).steps == 0
     assert fsdp.load(path, like=one(fsdp.adamw(), average="sum"), allow=["average"]).spec.average == "sum"
-    with pytest.raises(fsdp.TreeError, match=r"'extras\.x' is here only"):
-        fsdp.load(path, like=one(fsdp.adamw())._evolve(extras={"x": torch.ones(1)}))
+
+
+def test_extras_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """An average, a count and a tree, into a state that has none of them, and the other way round."""
+    state = one(fsdp.adamw())
+    average = {name: buffer.but(buffer.local * 3) for name, buffer in state.main.items()}
+    mine = {"average": average, "seen": torch.tensor(7), "tree": {"a": torch.ones(2), "b": torch.tensor(2.0)}}
+    full = fsdp.save(fsdp.replace_extras(state, **mine), tmp_path / "full")
+    for like in (state, fsdp.replace_extras(state, seen=torch.tensor(0))):
+        loaded = fsdp.load(full, like=like)
+        assert loaded.extras.keys() == mine.keys()
+        assert int(loaded.extras["seen"]) == 7
+        assert loaded.extras["tree"]["a"].tolist() == [1, 1]
+        assert float(loaded.extras["tree"]["b"]) == 2
+        assert torch.equal(loaded.extras["average"]["w"].local, average["w"].local)
+    empty = fsdp.save(state, tmp_path / "empty")
+    with pytest.warns(UserWarning, match=r"has no extras\['average'\], extras\['seen'\], extras\['tree'\], which the"):
+        assert fsdp.load(empty, like=fsdp.replace_extras(state, **mine)).extras == {}
+    apart = fsdp.replace_extras(state, tree={"a": torch.ones(2)})
+    with pytest.raises(fsdp.TreeError, match=r"'extras\.tree\.b' is there only\. Give the state"):
+        fsdp.load(full, like=apart)
 
 
 def test_leaves_that_cannot_be_written(tmp_path: Path) -> None:
