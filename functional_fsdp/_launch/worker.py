@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import io
 import os
 import pickle
@@ -38,13 +39,14 @@ import torch
 from .._checkpoint.pending import settled
 from .._common.errors import FsdpError, StaleStateError
 from .._common.torch_names import pytree
-from .._runtime.runtime import any_failed
+from .._runtime.restart import ALL
+from .._runtime.runtime import any_failed, forget_runtime, runtimes
 from .._state.state import State
 from .._verbs.verbs import newest
 from .reloads import Reloads
 from .transfer import dumps, loads
 
-__all__ = ["STORE", "TIMEOUT", "Call", "Key", "Setup", "held", "live", "renew", "same", "short"]
+__all__ = ["STORE", "TIMEOUT", "Call", "Key", "Setup", "held", "live", "meshes", "renew", "same", "short"]
 
 STORE = "FUNCTIONAL_FSDP_STORE"  # the file over which ranks of this machine meet; `local_mesh` reads this and the next
 TIMEOUT = "FUNCTIONAL_FSDP_TIMEOUT"  # seconds a collective may wait for the other ranks
@@ -116,12 +118,30 @@ def _drop(keys: Iterable[Key]) -> None:
         _values.pop((number, place), None)
 
 
-def renew(keys: list[Key]) -> None:
-    """After a call that was stopped: each State that it was given is the one after the last whole step. The ranks of
-    its mesh meet here, since some may have been stopped in a step and others after it."""
+def meshes() -> dict[str, int]:
+    """After a call that failed or was stopped: the meshes on which this rank may have parted from others, each by a
+    name that all of its ranks have for it, with the number of those."""
+    gc.collect()  # states of the call that failed, which need not be compared
+    return {name: run.size for name, run in runtimes().items()}
+
+
+def renew(keys: list[Key], common: list[str]) -> None:
+    """After a call that failed or was stopped: the ranks of every mesh meet, since some may have been stopped in a step
+    and others after it. Each State that the call was given is the one after the last whole step.
+
+    Args:
+        keys: of the handles that the call was given.
+        common: the meshes that all of their ranks have, in the order in which they meet.
+    """
+    here = runtimes()
+    for name in here.keys() - {*common}:
+        forget_runtime(here.pop(name), "A call was stopped while its ranks made their communicators.")
     places = [place for key in keys for place in _places(key)]
-    given = {id(run): lineages for run, lineages in _lineages(places)}
-    met = {number for number, lineages in given.items() if _meet(lineages)}
+    given = _lineages(places)
+    met = {id(run) for run, _ in given.values() if run.size == 1}
+    for name in common:
+        if name in here and _meet(here[name], given.get(id(here[name]), (None, []))[1]):
+            met.add(id(here[name]))
 
     def later(value: Any) -> Any:
         if isinstance(value, State):
@@ -132,9 +152,6 @@ def renew(keys: list[Key]) -> None:
 
     for place in places:
         _values[place] = pytree.tree_map(later, _values[place], is_leaf=_is_state)
-    for run, lineages in _lineages(places):
-        if id(run) not in given:  # of another mesh, to which all have moved
-            _meet(lineages)
 
 
 def _places(key: Key) -> list[Key]:
@@ -143,26 +160,26 @@ def _places(key: Key) -> list[Key]:
     return [(number, i) for i in range(_lengths[number])] if place is None and number in _lengths else [key]
 
 
-def _lineages(places: list[Key]) -> list[tuple[Any, list[Any]]]:
-    """The lineages of all States there, by runtime."""
+def _lineages(places: list[Key]) -> dict[int, tuple[Any, list[Any]]]:
+    """The lineages of all States there, by the id of their runtime."""
     found: dict[int, tuple[Any, list[Any]]] = {}
     for state in pytree.tree_leaves([_values[place] for place in places], is_leaf=_is_state):
         if _is_state(state):
             lineage = state.version.lineage
             found.setdefault(id(lineage.runtime), (lineage.runtime, []))[1].append(lineage)
-    return list(found.values())
+    return found
 
 
-def _meet(lineages: list[Any]) -> bool:
-    """The ranks of a runtime meet. Returns whether its states went equally far on all of them: where one was stopped
+def _meet(run: Any, lineages: list[Any]) -> bool:
+    """The ranks of a runtime meet. Returns whether these states went equally far on all of them: where one was stopped
     while a verb moved a state, and others after it, nobody has it whole."""
-    runtime = lineages[0].runtime
     try:
-        runtime.restart(lineages[-1].number)
-        told = runtime.everyone([len(lineage.successors) for lineage in lineages], "renew")
-    except FsdpError:  # the state says so itself where it is used
+        run.restart(lineages[-1].number if lineages else ALL)
+        told = run.everyone(([len(lineage.successors) for lineage in lineages], run.lineage_count), "renew")
+    except FsdpError:  # a state of it says so itself where it is used
         return False
-    return all(one == told[0] for one in told)
+    run.lineage_count = max(count for _, count in told)  # a rank was stopped before it made its last ones
+    return all(gone == told[0][0] for gone, _ in told)
 
 
 def _is_state(x: Any) -> bool:

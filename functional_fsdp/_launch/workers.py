@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from .pool import LaunchError, Pool, end_all, forget_all, interrupts
 from .reloads import Versions
 from .transfer import dumps, loads
-from .worker import Call, Key, held, renew, same, short
+from .worker import Call, Key, held, meshes, renew, same, short
 
 __all__ = ["Handle", "WorkerGroup", "workers"]
 
@@ -188,13 +189,22 @@ class WorkerGroup:
         return tuple(Handle(self, pool, (number, i)) for i in range(length))
 
     def _give_up(self, pool: Pool, given: list[Key], call: Call) -> None:
-        """After a call whose result nobody gets: ranks that ended well drop it, and the handles that it was given refer
-        to the newest states."""
+        """After a call whose result nobody gets: ranks that ended well drop it, those of every mesh meet, and the
+        handles that it was given refer to the newest states."""
+
+        def run(fn: Callable[..., Any], *args: Any) -> list[Any]:
+            again = call._replace(number=next(self._numbers), payload=dumps((fn, args, {})), keep=False)
+            return [loads(data) for data in pool.run(again._replace(drop=list(pool.drop)), "renew", [])]
+
         pool.drop.append((call.number, None))
-        if not (pool.idle and given):
+        if not pool.idle:
             return
-        payload, drop = dumps((renew, (given,), {})), list(pool.drop)
-        pool.run(call._replace(number=next(self._numbers), payload=payload, keep=False, drop=drop), "renew", [])
+        with suppress(LaunchError):  # the error of the call itself says more; handles say that the workers are gone
+            found = run(meshes)
+            sizes = {name: size for one in found for name, size in one.items()}
+            common = [name for name, size in sorted(sizes.items()) if sum(name in one for one in found) == size]
+            if (sizes or given) and pool.idle:
+                run(renew, given, common)
 
     def _dumps(self, what: str, task: Any, given: list[Key]) -> bytes:
         def reduced(handle: Handle) -> Any:

@@ -25,10 +25,11 @@ from .._common.record import Collective
 from .._distributed.lanes import ARENA, QUEUES, Steps, together
 from .forms import described
 
-__all__ = ["POLL", "Meeting", "announce", "restart", "twin"]
+__all__ = ["ALL", "POLL", "Meeting", "announce", "restart", "twin"]
 
 POLL = timedelta(seconds=0.1)
 LOOK = 0.05  # seconds
+ALL = -1  # in place of a lineage: ranks come for none of them, and have abandoned nothing if they are alike
 
 
 class Status(NamedTuple):
@@ -50,7 +51,7 @@ def restart(run: Any, lineage: int, noticed: bool) -> None:
     A rank that is interrupted in a meeting comes to the same one again, and says the same.
 
     Args:
-        lineage: whose state before the step is used again (0: nobody's in particular).
+        lineage: whose state before the step is used again (0: nobody's in particular; ALL: see there).
         noticed: this rank comes because a peer announced a restart.
 
     Raises:

@@ -38,7 +38,7 @@ from .._distributed.watch import ProcessWatch
 from .agreement import Agreement
 from .stream_lanes import lanes_of
 
-__all__ = ["Runtime", "any_failed", "runtime_of"]
+__all__ = ["Runtime", "any_failed", "forget_runtime", "runtime_of", "runtimes"]
 
 Kind = tuple[str, tuple[int, ...], timedelta]  # of groups: the backend, the ranks, the timeout
 
@@ -228,6 +228,23 @@ def _forget_groups() -> None:
     for run in [run for run in _unused if run.world is not dist.group.WORLD]:
         _unused.remove(run)
         run.let_go()
+
+
+def runtimes() -> dict[str, Runtime]:
+    """Those of this process that have other ranks, by their names in the store: also of meshes that are no more, whose
+    communicators the next one takes."""
+    _forget_groups()
+    return {run.place: run for run in [*(run for _, run in [*_RUNTIMES.values()]), *_unused] if run.size > 1}
+
+
+def forget_runtime(run: Runtime, why: str) -> None:
+    """The next call for its mesh makes another one. What is under way in this one comes to no end."""
+    run.lose(why, tell=False)
+    for key, (_, other) in [*_RUNTIMES.items()]:
+        if other is run:
+            del _RUNTIMES[key]
+    if run in _unused:
+        _unused.remove(run)
 
 
 def any_failed() -> bool:

@@ -28,6 +28,7 @@ from functional_fsdp import Handle, LaunchError, WorkerGroup
 from functional_fsdp._launch import pool as _pool
 from functional_fsdp._launch import worker as _worker
 from functional_fsdp._launch import workers as _workers
+from functional_fsdp._runtime import runtime as _runtime
 
 SOON = 60  # seconds: far above what a busy machine takes, far below the timeout of a collective
 
@@ -516,6 +517,107 @@ def test_ranks_that_are_stopped_apart_meet_before_the_next_call(w: WorkerGroup, 
         with interrupted(tmp_path / "said"):
             w(apart, state, str(tmp_path / "said"))
         assert same(w, state, steps)
+
+
+def own(how: str, says: str = "") -> float:
+    """A call that makes a state of its own, which nobody else holds."""
+    state, params = fsdp.unshard(setup())
+    if how == "one rank" and rank():
+        raise ValueError("bad data")
+    if how == "in a step" and not rank():
+        state = fsdp.reduce(state, params)
+    if how in ("all ranks", "in a step"):
+        raise ValueError("bad data")
+    if how == "before a metric":
+        state = fsdp.reduce(state, params)
+        if rank():
+            raise ValueError("bad data")
+        fsdp.psum(state, torch.ones(()))
+    if how == "Ctrl-C":
+        waits(state, 2 + rank(), says)
+    return fsdp.step(fsdp.reduce(state, params)).steps
+
+
+@pytest.mark.parametrize("how", ["one rank", "all ranks", "in a step", "before a metric", "Ctrl-C"])
+def test_a_call_that_failed_with_a_state_of_its_own_leaves_the_workers_as_they_were(
+    w: WorkerGroup, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pool, "GRACE", 1.0)
+    kept, pids = w(train, w(setup), 2)[0], w(os.getpid).get()
+    begun = time.monotonic()
+    for _ in range(2):
+        if how == "Ctrl-C":
+            with interrupted(tmp_path / "said"):
+                w(own, how, str(tmp_path / "said"))
+        else:
+            with pytest.raises(LaunchError, match="ValueError: bad data"):
+                w(own, how)
+        assert w(own, "").get() == [1, 1]
+    assert same(w, w(train, kept, 1)[0], 3)
+    assert w(os.getpid).get() == pids
+    assert time.monotonic() - begun < SOON
+
+
+def test_launch_goes_on_after_a_call_that_failed_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pool, "GRACE", 1.0)
+    pids = fsdp.launch(os.getpid, nprocs=2)
+    for _ in range(2):
+        with pytest.raises(LaunchError, match="ValueError: bad data"):
+            fsdp.launch(own, ("one rank",), nprocs=2)
+        assert fsdp.launch(own, ("",), nprocs=2) == [1, 1]
+    assert fsdp.launch(os.getpid, nprocs=2) == pids
+
+
+def fails() -> None:
+    raise ValueError("bad data")
+
+
+def test_a_state_in_the_middle_of_a_step_outlives_a_call_that_failed_elsewhere(w: WorkerGroup) -> None:
+    state, params = w(lambda state: fsdp.unshard(state), w(setup))
+    with pytest.raises(LaunchError, match="bad data"):
+        w(fails)
+    assert w(lambda state, params: fsdp.step(fsdp.reduce(state, params)).steps, state, params).get() == [1, 1]
+
+
+def other() -> fsdp.State:
+    return fsdp.shard({"a": torch.ones(8)}, fsdp.Spec(fsdp.local_mesh("cpu", other=2)), fsdp.sgd(lr=0.1))
+
+
+def makes_communicators() -> None:
+    """One rank was stopped before it had a mesh's communicators, and the other after that."""
+    other()
+    if rank():
+        runs = [run for run in _runtime.runtimes().values() if "other" in run.sizes]
+        _runtime.forget_runtime(runs[0], "Stopped.")
+    raise ValueError("bad data")
+
+
+def test_ranks_that_were_stopped_while_communicators_were_made_make_others(w: WorkerGroup) -> None:
+    kept, pids = w(train, w(setup), 2)[0], w(os.getpid).get()
+    with pytest.raises(LaunchError, match="bad data"):
+        w(makes_communicators)
+    begun = time.monotonic()
+    assert w(lambda: float(whole(other())["a"].sum())).get() == [8.0, 8.0]
+    assert same(w, kept, 2)
+    assert w(os.getpid).get() == pids
+    assert time.monotonic() - begun < SOON
+
+
+def makes_a_state() -> None:
+    """One rank was stopped before a state was made, and the other after that."""
+    runtime = setup().version.lineage.runtime
+    runtime.lineage_count += not rank()
+    raise ValueError("bad data")
+
+
+def test_states_are_told_apart_after_ranks_were_stopped_while_one_was_made(w: WorkerGroup) -> None:
+    with pytest.raises(LaunchError, match="bad data"):
+        w(makes_a_state)
+    one, two = w(train, w(setup), 2)[0], w(train, w(setup), 1)[0]
+    with pytest.raises(LaunchError, match="bad data"):
+        w(fails)
+    assert same(w, one, 2)
+    assert same(w, two, 1)
 
 
 def test_an_interrupt_between_calls_concerns_no_worker(w: WorkerGroup) -> None:
