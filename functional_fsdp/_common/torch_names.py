@@ -12,6 +12,7 @@ What takes long to import is a function here.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,12 +32,12 @@ __all__ = [
     "disable_current_modes", "disabled_torch_function", "dispatch_modes", "dynamo", "enable_python_dispatcher",
     "end_allocate_to_pool", "fakes_that_die", "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_",
     "foreach_copy_", "foreach_div_", "foreach_lerp", "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm",
-    "foreach_zero_", "func_interpreter", "functional_collectives", "functorch_config", "fused_adamw_", "fused_sgd_",
-    "gloo_options", "inductor", "lift_on_host", "lifts_on_host", "make_wrapper", "override_stale_capture_stream",
-    "pop_saved_hooks", "push_saved_hooks", "pytree", "raw_stream", "read_objects_by", "reduce_scatter_single",
-    "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream", "set_stream", "storage_at",
-    "storage_info", "symmetric_memory", "to_scalar", "top_saved_hooks", "unflatten_dense_tensors", "unpickler",
-    "uses_of", "will_execute",
+    "foreach_zero_", "forget_imports", "func_interpreter", "functional_collectives", "functorch_config", "fused_adamw_",
+    "fused_sgd_", "gloo_options", "inductor", "lift_on_host", "lifts_on_host", "make_wrapper",
+    "override_stale_capture_stream", "pop_saved_hooks", "push_saved_hooks", "pytree", "raw_stream", "read_objects_by",
+    "reduce_scatter_single", "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream",
+    "set_stream", "storage_at", "storage_info", "symmetric_memory", "to_scalar", "top_saved_hooks",
+    "unflatten_dense_tensors", "unpickler", "uses_of", "will_execute",
 ]  # fmt: skip
 
 # ---- tensors, many at once: one kernel, or few
@@ -144,6 +145,12 @@ def dynamo() -> Any:
     import torch._dynamo.backends.common
 
     return torch._dynamo
+
+
+def forget_imports() -> None:
+    """Have Dynamo keep no module that it has looked up by name; it finds those that are still there again."""
+    if symbolic_convert := sys.modules.get("torch._dynamo.symbolic_convert"):
+        symbolic_convert._import_module.cache_clear()
 
 
 def functorch_config() -> Any:

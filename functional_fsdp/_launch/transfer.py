@@ -1,7 +1,8 @@
 """Transfer: objects on their way to workers and back, as bytes.
 
 What can be imported goes by name. Functions and classes that cannot (of a notebook, of `__main__`, lambdas, closures)
-go by value, through cloudpickle, with the globals that they name and the source lines that tracebacks show.
+go by value, through cloudpickle, with the globals that they name and the source lines that tracebacks show. In a worker
+those globals are a module's, see `_launch.namespaces`.
 
 Two directions. `dumps(x)` leaves the caller. `dumps(x, home=True)` brings a result back: a class that came from the
 caller is named, not copied, so instances come back as instances of the class that the caller wrote, and GPU tensors
@@ -29,12 +30,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.device import on_host
+from .namespaces import Namespaces
 
 CloudPickler: Any = None  # what can be imported works without it
 with contextlib.suppress(ImportError):
     from cloudpickle import CloudPickler  # type: ignore[import-untyped, no-redef]
 
-__all__ = ["dumps", "loads"]
+__all__ = ["dumps", "loads", "namespaces"]
+
+namespaces = Namespaces()
 
 _classes: weakref.WeakValueDictionary[int, type] = weakref.WeakValueDictionary()  # the caller's, sent by value
 _numbers: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
@@ -99,7 +103,8 @@ class _Pickler(_Base):  # type: ignore[misc]
         if isinstance(reduced, tuple) and len(reduced) > 2:  # by value
             if isinstance(obj, types.FunctionType):
                 self._source(obj.__code__.co_filename)
-            elif not self.home:
+                return _function, (reduced[0], *reduced[1]), *reduced[2:]
+            if not self.home:
                 self.sent[number := _numbers.setdefault(obj, next(_count))] = obj
                 _classes[number] = obj
         return reduced
@@ -108,6 +113,11 @@ class _Pickler(_Base):  # type: ignore[misc]
         entry = linecache.cache.get(filename)
         if entry and len(entry) == 4 and not os.path.exists(filename):  # a notebook's cell
             self.sources[filename] = entry
+
+
+def _function(make: Callable[..., Any], code: Any, came: dict[str, Any], *rest: Any) -> Any:
+    """A function that came by value, made by cloudpickle's `make`."""
+    return make(code, namespaces.of(came), *rest)
 
 
 def _class_of_the_caller(number: int, name: str) -> type:

@@ -44,7 +44,7 @@ from .._runtime.runtime import any_failed, forget_runtime, runtimes
 from .._state.state import State
 from .._verbs.verbs import newest
 from .reloads import Reloads
-from .transfer import dumps, loads
+from .transfer import dumps, loads, namespaces
 
 __all__ = ["STORE", "TIMEOUT", "Call", "Key", "Setup", "held", "live", "meshes", "renew", "same", "short"]
 
@@ -279,6 +279,7 @@ class _Worker:
         threading.Thread(target=self._read, name="caller", daemon=True).start()
         while True:
             message = self._serve(self.calls.get())
+            namespaces.leave()
             self.out.finish()
             self.err.finish()
             if any_failed():
@@ -359,6 +360,7 @@ class _Worker:
         sys.path[:] = call.path
         os.environ[TIMEOUT] = str(call.timeout)
         self.reloads.follow(*call.reloads)
+        namespaces.enter()
         fn, args, kwargs = loads(call.payload)
         try:
             result = fn(*args, **kwargs)

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,88 @@ def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     said, failed = ("".join(output.text for output in book.cells[i].outputs) for i in (2, 3))
     assert sorted(said.splitlines()) == ["[rank 1] hello from 1", "hello from 0"]
     assert "raise ValueError('in a cell')" in failed  # the source line, from a cell
+
+
+SCRIPT = """
+import torch
+import functional_fsdp as fsdp
+from functional_fsdp import transforms as T
+
+scale = 1.0
+
+def scaled(x):
+    return scale * torch.tanh(x)
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return scaled(self.linear(x))
+
+def main(compile):
+    state, model = fsdp.init(
+        lambda: torch.nn.Sequential(Block(), Block()), fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.sgd(lr=0.1), seed=0
+    )
+    step = T.forward_backward(model, lambda model, x: model(x).square().mean(), compile=compile)
+    return step(state, torch.ones(2, 8))[1].item()
+
+def define():
+    global Made
+    class Made:
+        pass
+    return Made(), define
+"""
+
+
+def test_units_of_a_script_are_compiled_as_the_script_has_them_now() -> None:
+    found: dict[str, Any] = {"__name__": "__main__"}
+    exec(SCRIPT, found)
+    compiled = {"backend": "aot_eager"}
+    before = launch(found["main"], (False,), nprocs=2)
+    assert launch(found["main"], (compiled,), nprocs=2) == pytest.approx(before)
+    found["scale"] = 2.0  # as a cell of a notebook that was edited and run
+    after = launch(found["main"], (compiled,), nprocs=2)
+    assert after == pytest.approx(launch(found["main"], (False,), nprocs=2))
+    exec("def scaled(x):\n    return 3 * x", found)
+    last = launch(found["main"], (compiled,), nprocs=2)
+    assert last == pytest.approx(launch(found["main"], (False,), nprocs=2))
+    assert before[0] < after[0] / 2 < last[0] / 2
+
+
+def test_functions_of_two_scripts_keep_the_names_of_each() -> None:
+    one, two = {"__name__": "__main__", "number": 1}, {"__name__": "__main__", "number": 2}
+    for found in (one, two):
+        exec("import torch\ndef add(x):\n    return x + number", found)
+
+    def both(first: Any, second: Any) -> list[float]:
+        compiled = torch.compile(lambda x: first(x) + 10 * second(x), backend="eager", fullgraph=True)
+        return [float(compiled(torch.zeros(()))), float(first(0))]
+
+    assert launch(both, (one["add"], two["add"]), nprocs=1) == [[21.0, 1.0]]
+
+
+def test_what_a_script_defines_in_a_worker_comes_home() -> None:
+    found: dict[str, Any] = {"__name__": "__main__"}
+    exec(SCRIPT, found)
+    [(made, define)] = launch(found["define"], nprocs=1)
+    assert type(made).__name__ == "Made"
+    assert define.__globals__["__name__"] == "__main__"
+
+
+def test_what_a_call_of_a_script_named_is_let_go_after_it() -> None:
+    class Large:
+        pass
+
+    found: dict[str, Any] = {"__name__": "__main__", "large": Large(), "sys": sys, "weakref": weakref}
+    exec("def use():\n    sys.large = weakref.ref(large)", found)
+    exec("def gone():\n    return sys.large() is None, [n for n in sys.modules if n[:8] == '__main__' != n]", found)
+    with fsdp.workers(nprocs=1) as w:
+        w(found["use"])
+        dropped, modules = w(found["gone"])
+        assert dropped.get() == [True]
+        assert len(modules.get()[0]) == 1  # that of this call
 
 
 def test_a_class_of_the_callers_comes_home_as_itself() -> None:
