@@ -30,7 +30,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import connection
 from typing import Any, NamedTuple, NoReturn
 
@@ -143,15 +143,13 @@ def renew(keys: list[Key], common: list[str]) -> None:
         if name in here and _meet(here[name], given.get(id(here[name]), (None, []))[1]):
             met.add(id(here[name]))
 
-    def later(value: Any) -> Any:
-        if isinstance(value, State):
-            lineage = value.version.lineage
-            if lineage.successor is None or id(lineage.runtime) in met:
-                return _newest(value)
-        return value
+    def later(state: State) -> State:
+        lineage = state.version.lineage
+        return _newest(state) if lineage.successor is None or id(lineage.runtime) in met else state
 
+    seen: set[int] = set()
     for place in places:
-        _values[place] = pytree.tree_map(later, _values[place], is_leaf=_is_state)
+        _values[place] = _replaced(_values[place], later, seen)
 
 
 def _places(key: Key) -> list[Key]:
@@ -163,11 +161,46 @@ def _places(key: Key) -> list[Key]:
 def _lineages(places: list[Key]) -> dict[int, tuple[Any, list[Any]]]:
     """The lineages of all States there, by the id of their runtime."""
     found: dict[int, tuple[Any, list[Any]]] = {}
-    for state in pytree.tree_leaves([_values[place] for place in places], is_leaf=_is_state):
-        if _is_state(state):
-            lineage = state.version.lineage
-            found.setdefault(id(lineage.runtime), (lineage.runtime, []))[1].append(lineage)
+    for state in _states([_values[place] for place in places], set()):
+        lineage = state.version.lineage
+        found.setdefault(id(lineage.runtime), (lineage.runtime, []))[1].append(lineage)
     return found
+
+
+def _states(value: Any, seen: set[int]) -> Iterator[State]:
+    """The States in a pytree, and in attributes of the user's objects there."""
+    for leaf in pytree.tree_leaves(value, is_leaf=_is_state):
+        if isinstance(leaf, State):
+            yield leaf
+        for attribute in _attributes(leaf, seen).values():
+            yield from _states(attribute, seen)
+
+
+def _replaced(value: Any, later: Callable[[State], State], seen: set[int]) -> Any:
+    """`value` with each such State replaced by what `later` says. Objects stay the ones they are."""
+
+    def at(leaf: Any) -> Any:
+        if isinstance(leaf, State):
+            return later(leaf)
+        for name, attribute in [*_attributes(leaf, seen).items()]:
+            own = [one for one in pytree.tree_leaves(attribute, is_leaf=_is_state) if isinstance(one, State)]
+            found = _replaced(attribute, later, seen)
+            if any(later(one) is not one for one in own):
+                vars(leaf)[name] = found
+        return leaf
+
+    return pytree.tree_map(at, value, is_leaf=_is_state)
+
+
+def _attributes(x: Any, seen: set[int]) -> dict[str, Any]:
+    """Those of an object of a class of the user's own, once."""
+    package = type(x).__module__.partition(".")[0]
+    if package in ("builtins", "torch", __name__.partition(".")[0]) or isinstance(x, type | torch.nn.Module):
+        return {}
+    if id(x) in seen:
+        return {}
+    seen.add(id(x))
+    return getattr(x, "__dict__", {})
 
 
 def _meet(run: Any, lineages: list[Any]) -> bool:
@@ -186,14 +219,13 @@ def _is_state(x: Any) -> bool:
     return isinstance(x, State)
 
 
-def _newest(value: Any) -> Any:
-    if isinstance(value, State):
-        try:
-            value._valid("a handle")
-        except StaleStateError:
-            with contextlib.suppress(StaleStateError):  # it says so itself where it is used
-                return newest(value)
-    return value
+def _newest(state: State) -> State:
+    try:
+        state._valid("a handle")
+    except StaleStateError:
+        with contextlib.suppress(StaleStateError):  # it says so itself where it is used
+            return newest(state)
+    return state
 
 
 def same(value: Any) -> Any:

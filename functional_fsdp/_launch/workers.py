@@ -9,7 +9,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -199,12 +198,14 @@ class WorkerGroup:
         pool.drop.append((call.number, None))
         if not pool.idle:
             return
-        with suppress(LaunchError):  # the error of the call itself says more; handles say that the workers are gone
+        try:
             found = run(meshes)
             sizes = {name: size for one in found for name, size in one.items()}
             common = [name for name, size in sorted(sizes.items()) if sum(name in one for one in found) == size]
             if (sizes or given) and pool.idle:
                 run(renew, given, common)
+        except LaunchError as error:  # that of the call itself says more; handles say this one
+            pool.kill(f"their ranks could not meet after a call that failed: {str(error).splitlines()[0]}")
 
     def _dumps(self, what: str, task: Any, given: list[Key]) -> bytes:
         def reduced(handle: Handle) -> Any:

@@ -136,7 +136,7 @@ class Agreement(Peers):
                 f"(this rank's digest is {mine}, the digests lie between {lowest} and {highest}), so the step was not "
                 "taken. Call unshard and reduce for the same units, in the same order and with the same "
                 "last_microbatch, on every rank; only units of the schedule may be left out. The state before the step "
-                "is valid."
+                f"is valid.{self.of_several()}"
             )
         return least & (1 << GIVEN) - 1, most & (1 << GIVEN) - 1
 
@@ -167,9 +167,19 @@ class Agreement(Peers):
                 raise ScheduleError(
                     "a rank issued other collectives in this step than the others, so the step was not taken. Call "
                     "unshard and reduce for the same units, in the same order and with the same last_microbatch, on "
-                    "every rank. The state before the step is valid."
+                    f"every rank. The state before the step is valid.{self.of_several()}"
                 )
         self.votes += 1
+
+    def of_several(self) -> str:
+        """What else may have happened, where there are several states: a rank that raises between the steps of two,
+        and goes on with the first, has nothing of that one to tell its peers."""
+        if len(self.lineages) < 2:
+            return ""
+        return (
+            f" There are {len(self.lineages)} states on this mesh: if a rank raised after the step of one of them and "
+            "before that of another, have it call fsdp.drop_gradients on each of them before it goes on."
+        )
 
     @whole
     def withdraw(self, error: BaseException) -> None:

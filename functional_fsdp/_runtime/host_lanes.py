@@ -91,7 +91,7 @@ class HostLanes(Lanes):
         if other is not None:
             raise self._apart(
                 f"this rank is about to issue {hop.kind} of {hop.bucket!r} ({job.lane} lane, {hop.numel} elements), "
-                f"where rank {run.ranks[other]} issues something else. {SAME}"
+                f"where rank {run.ranks[other]} issues something else. {SAME}{run.of_several()}"
             )
         queue.add(job, log)
 
@@ -210,7 +210,7 @@ class HostLanes(Lanes):
         hop = job.hops[0]
         raise self._apart(
             f"this rank waits for {hop.kind} of {hop.bucket!r} ({hop.lane} lane), which rank {peer.rank} has not "
-            f"issued: that rank waits for this one at {peer.what!r}. {SAME}"
+            f"issued: that rank waits for this one at {peer.what!r}. {SAME}{self.run.of_several()}"
         )
 
     def _apart(self, said: str) -> ScheduleError:

@@ -416,6 +416,33 @@ def test_leaving_is_a_failure_too(stop: type[BaseException]) -> None:
         launch(work, nprocs=2)
 
 
+def takes_two_steps() -> list[str]:
+    """One rank raises between the steps of two states, and goes on."""
+    one, two = (fsdp.shard({"a": torch.ones(4)}, fsdp.Spec(local_mesh("cpu")), fsdp.sgd(lr=0.1)) for _ in range(2))
+    said = []
+    for number in range(2):
+        try:
+            state, params = fsdp.unshard(one)
+            other, others = fsdp.unshard(two)
+            state, other = fsdp.reduce(state, params), fsdp.reduce(other, others)
+            one = fsdp.step(state)
+            if number == 0 and local_mesh("cpu").get_rank() == 1:
+                raise ValueError("between the steps")
+            two = fsdp.step(other)
+        except (fsdp.ScheduleError, ValueError) as error:
+            said.append(str(error))
+            if isinstance(error, fsdp.ScheduleError):
+                break
+    return said
+
+
+def test_an_error_between_the_steps_of_two_states_is_explained() -> None:
+    zero, one = launch(takes_two_steps, nprocs=2)
+    hint = "There are 2 states on this mesh: if a rank raised after the step of one of them"
+    assert [hint in said for said in zero] == [True]
+    assert [hint in said for said in one] == [False, True]
+
+
 def test_a_rank_that_fails_while_others_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_pool, "GRACE", 0.5)
     monkeypatch.setattr(_pool, "STOPPED", 0.5)

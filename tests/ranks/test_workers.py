@@ -438,6 +438,37 @@ def test_an_interrupt_renews_states_inside_what_a_handle_holds(w: WorkerGroup, t
     assert w(lambda both: both["state"].steps, both).get() == [3, 3]
 
 
+class Run:
+    """Of a user's program."""
+
+    def __init__(self) -> None:
+        self.inner = self.itself = self
+        self.state, self.name = setup(), "one"
+        self.others: list[Any] = [setup(), "two"]
+
+
+def trains(run: Run, steps: int, fails: int = -1) -> None:
+    for step in range(steps):
+        state, _ = train(run.state, 1)
+        if step != fails:
+            run.state, run.others[0] = state, train(run.others[0], 1)[0]
+        elif rank():
+            raise ValueError("bad data")
+
+
+def test_states_in_attributes_of_a_users_object_are_renewed(w: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pool, "GRACE", 1.0)
+    run = w(lambda: {"run": Run()})
+    for _ in range(2):
+        with pytest.raises(LaunchError, match="ValueError: bad data"):
+            w(lambda both: trains(both["run"], 3, fails=2), run)
+    steps = w(lambda both: (both["run"].state.steps, both["run"].others[0].steps), run)
+    assert [one.get() for one in steps] == [[6, 6], [4, 4]]
+    assert w(lambda both: both["run"].inner is both["run"], run).get() == [True, True]
+    w(lambda both: trains(both["run"], 1), run)
+    assert same(w, w(lambda both: both["run"].state, run), 7)
+
+
 def moves(state: fsdp.State, steps: int, says: str) -> None:
     state = fsdp.freeze(state, "b")
     waits(fsdp.redistribute(state, fsdp.Spec(fsdp.local_mesh("cpu", other=2), trainable={"b": False})), steps, says)
@@ -517,6 +548,23 @@ def test_ranks_that_are_stopped_apart_meet_before_the_next_call(w: WorkerGroup, 
         with interrupted(tmp_path / "said"):
             w(apart, state, str(tmp_path / "said"))
         assert same(w, state, steps)
+
+
+class Unreadable:
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__dict__":
+            raise ValueError("no attributes here")
+        return super().__getattribute__(name)
+
+
+def test_where_ranks_cannot_meet_after_a_call_that_failed_its_workers_are_gone() -> None:
+    with fsdp.workers(nprocs=2) as w:
+        value = w(Unreadable)
+        with pytest.raises(LaunchError, match="bad data"):
+            w(lambda value: fails(), value)
+        assert "gone: their ranks could not meet after a call that failed: renew: rank" in repr(value)
+        assert "no attributes here" in repr(value)
+        assert w(rank).get() == [0, 1]
 
 
 def own(how: str, says: str = "") -> float:
