@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -28,13 +29,14 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 __all__ = [
     "CInterpreter", "FakeTensor", "FakeTensorMode", "NoTorchFunction", "OpOverload", "OpOverloadPacket",
-    "TorchDispatchMode", "all_gather_single", "autograd_node", "current_stream", "default_store",
+    "TorchDispatchMode", "all_gather_single", "autograd_node", "compilations_of", "current_stream", "default_store",
     "disable_current_modes", "disabled_torch_function", "dispatch_modes", "dynamo", "enable_python_dispatcher",
     "end_allocate_to_pool", "fakes_that_die", "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_",
     "foreach_copy_", "foreach_div_", "foreach_lerp", "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm",
     "foreach_zero_", "forget_imports", "func_interpreter", "functional_collectives", "functorch_config", "fused_adamw_",
     "fused_sgd_", "gloo_options", "inductor", "lift_on_host", "lifts_on_host", "make_wrapper",
     "override_stale_capture_stream", "pop_saved_hooks", "push_saved_hooks", "pytree", "raw_stream", "read_objects_by",
+    "recompile_reason",
     "reduce_scatter_single", "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream",
     "set_stream", "storage_at", "storage_info", "symmetric_memory", "to_scalar", "top_saved_hooks",
     "unflatten_dense_tensors", "unpickler", "uses_of", "will_execute",
@@ -150,7 +152,20 @@ def dynamo() -> Any:
 def forget_imports() -> None:
     """Have Dynamo keep no module that it has looked up by name; it finds those that are still there again."""
     if symbolic_convert := sys.modules.get("torch._dynamo.symbolic_convert"):
-        symbolic_convert._import_module.cache_clear()
+        clear = getattr(getattr(symbolic_convert, "_import_module", None), "cache_clear", None)
+        if clear is not None:  # a torch that has another way to look them up keeps none
+            clear()
+
+
+def compilations_of(code: CodeType) -> int:
+    """How many there are of a code object, as torch's recompile limit counts them."""
+    return len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
+
+
+def recompile_reason(code: CodeType) -> str:
+    """What kept the last call of a code object from taking one of its compilations; "" if nothing did."""
+    found = dynamo().utils.guard_failures.get(code)
+    return found[-1].strip().splitlines()[0].partition(": ")[2] if found else ""
 
 
 def functorch_config() -> Any:

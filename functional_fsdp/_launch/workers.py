@@ -15,8 +15,9 @@ import torch
 
 from .pool import LaunchError, Pool, end_all, forget_all, interrupts
 from .reloads import Versions
+from .results import Key, held, meshes, renew, same, short
 from .transfer import dumps, loads
-from .worker import Call, Key, held, meshes, renew, same, short
+from .worker import Call
 
 __all__ = ["Handle", "WorkerGroup", "workers"]
 

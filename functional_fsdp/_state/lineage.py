@@ -29,6 +29,7 @@ from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
 from .._storage.stored import Stored
 from .graph_plan import GraphPlan, graph_plan
+from .open_call import OpenCall
 
 if TYPE_CHECKING:
     from .._engine.executor import Executor
@@ -40,29 +41,6 @@ S = TypeVar("S", bound=Stored)
 GRAPHED = -1  # in the place of an epoch: a traced step was taken, and this lineage has not followed it yet
 SPENT = -1  # the serial of what a traced step made, and a later one consumed
 REMEMBER = 256  # how many consumed states, at least, a lineage can name the consumer of
-
-
-class OpenCall:
-    """A call that works on a lineage, as a context. One that is stopped within it leaves `depth` behind."""
-
-    __slots__ = ("depth", "kept")
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.kept = False
-
-    def unchanged(self) -> None:
-        """The call is about to raise, and nothing has changed by it."""
-        self.kept = True
-
-    def __enter__(self) -> None:
-        self.depth += 1
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None or self.kept:
-            if self.depth:  # else it has ended with the step
-                self.depth -= 1
-            self.kept = False
 
 
 class Lineage:

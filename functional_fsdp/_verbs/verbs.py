@@ -236,9 +236,8 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     """Update main weights with the optimizer, refresh the compute copies, and drop the gradients. Consumes `state`.
 
     Args:
-        skip: a bool tensor [], the same on every rank. Where it is true, on the device, weights, optimizer state and
-            count stay what they are (see `transforms.skip_nonfinite`). Nothing waits for it, or compares it. Or a
-            bool, which ranks compare.
+        skip: a bool tensor [], the same on every rank. Where it is true, weights, optimizer state and count stay what
+            they are (see `transforms.skip_nonfinite`); nothing waits for it. Or a bool, which ranks compare.
 
     A leaf that got a gradient on no rank, in no microbatch, keeps its weights and its optimizer state, as torch.optim
     has it with `grad=None`: no decay, no momentum, and AdamW corrects its bias by the steps in which it got one. Zeros,
@@ -370,8 +369,7 @@ def newest(state: State) -> State:
 
     Raises:
         StaleStateError: no step has been taken, so that the state which `shard`, `init` or `load` gave is still valid;
-            or one was cut short while it updated the weights; or `redistribute`, `freeze` or `unfreeze` was, while it
-            moved them.
+            or one was cut short while it updated the weights, or one of these verbs while it moved them.
 
     Example: `try: state = train_step(state, batch)`; `except KeyboardInterrupt: state = fsdp.newest(state)`.
     """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -447,6 +449,99 @@ def test_the_users_module_is_not_touched() -> None:
     assert all(isinstance(part, Block) and type(part) is not Block for part in made)
 
 
+# ---------------------------------------------------------------- hooks
+
+
+class Plain(nn.Module):
+    """Blocks, of which the second has a hook, of its own or of the layer in it."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(8, 1)
+        self.seen: list[torch.Tensor] = []
+        block: Any = self.blocks[1]
+        owner = block.linear if hook == "inner" else block
+        if hook == "pre":
+            owner.register_forward_pre_hook(lambda module, args: (3 * args[0],))
+        elif hook == "keeps":
+            owner.register_forward_hook(lambda module, args, out, seen=self.seen: seen.append(out))
+        else:
+            owner.register_forward_hook(lambda module, args, out: 3 * out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.clear()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def with_hooks(hook: str) -> tuple[list[float], int]:
+    """How far losses are from eager ones: steps, then another shape, then an evaluation."""
+    found: list[list[float]] = []
+    kept = 0
+    for how in ("eager", "driven", "chosen"):
+        torch.manual_seed(0)
+        state, model = start(Plain(hook))
+        if how == "chosen":
+            model = T.compile_units(model, "blocks.*", backend="aot_eager")
+        compile: Any = {"backend": "aot_eager"} if how == "driven" else False
+        run = T.forward_backward(model, lambda model, x: (model(x), len(model.seen)), has_aux=True, compile=compile)
+        look = T.apply(model, compile=compile)
+        losses = []
+        for step, n in enumerate((4, 4, 4, 3, 4)):
+            x = torch.randn(n, 8, generator=torch.Generator().manual_seed(step))
+            state, (loss, seen) = run(state, x)
+            state = fsdp.step(state)
+            losses += [loss.item(), look(state, x)[1].item()]
+            kept += seen
+        found.append(losses)
+    return [max(abs(a - b) for a, b in zip(found[0], other, strict=True)) for other in found[1:]], kept
+
+
+@pytest.mark.parametrize("hook", ["own", "inner", "pre", "keeps"])
+def test_hooks_of_some_layers_run_in_every_call(hook: str) -> None:
+    ((apart, kept),) = launch(with_hooks, (hook,), nprocs=1)
+    assert max(apart) < 1e-6
+    assert kept == (15 if hook == "keeps" else 0)
+
+
+def test_hooks_that_come_and_go() -> None:
+    """By hand they are seen; in driven models they are an error."""
+    (w, other), parts = blocks(2)
+    compiled = T.compile_units(parts, "*", backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(fsdp.bind(compiled[0], w)(X), fsdp.bind(parts[0], w)(X))
+        torch.testing.assert_close(fsdp.bind(compiled[1], other)(X), fsdp.bind(parts[1], other)(X))
+    owners: list[Any] = [compiled[0], compiled[0].linear]
+    for owner in owners:
+        handle = owner.register_forward_hook(lambda module, args, out: 3 * out)
+        for x in (X, torch.ones(2, 8), X):
+            linear = F.linear(x, w["linear.weight"], w["linear.bias"])
+            want = 3 * (x + torch.tanh(linear)) if owner is compiled[0] else x + torch.tanh(3 * linear)
+            torch.testing.assert_close(fsdp.bind(compiled[0], w)(x), want)
+            torch.testing.assert_close(fsdp.bind(compiled[1], other)(x), fsdp.bind(parts[1], other)(x))
+        handle.remove()
+        torch.testing.assert_close(fsdp.bind(compiled[0], w)(X), fsdp.bind(parts[0], w)(X))
+
+
+def transforms_let_go() -> tuple[int, int]:
+    """Transforms of one compiled model, of which the last is still there; and graphs."""
+    counter = counting()
+    state, model = start(Drops(0.0, 0.0))
+    model = T.compile_units(model, "layers.*", backend=counter)
+    known: list[Any] = []
+    for _ in range(4):
+        run = T.forward_backward(model, lambda model, x: model(x))
+        run(state, torch.ones(2, 5))
+        known.append(weakref.ref(run.driver))
+    gc.collect()
+    return sum(one() is not None for one in known), counter.frame_count
+
+
+def test_a_compiled_model_does_not_keep_the_transforms_of_it() -> None:
+    assert launch(transforms_let_go, nprocs=1) == [(1, 1)]
+
+
 # ---------------------------------------------------------------- no silence
 
 
@@ -464,6 +559,40 @@ def test_code_that_is_not_one_graph() -> None:
         fsdp.bind(part, w)(X)
 
 
+class Writes(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(8, 8), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "in place":
+            self.linear.weight.data.mul_(0.5)
+        else:
+            self.linear.weight.data = 0.5 * self.linear.weight.data
+        return torch.tanh(self.linear(x))
+
+
+def written_through_data(how: str, backend: str) -> tuple[str, bool]:
+    state, model = start(nn.Sequential(Writes(how), Writes(how)), "ddp")
+    before = {path: weight.clone() for path, weight in fsdp.full_params(state).items()}
+    run = T.forward_backward(model, lambda model, x: model(x).sum(), compile={"backend": backend})
+    said = ""
+    try:
+        run(state, torch.ones(2, 8))
+    except fsdp.ScheduleError as error:
+        said = str(error)
+    return said, apart(fsdp.full_params(state), before) == 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.large)])
+@pytest.mark.parametrize("how", ["in place", "by .data ="])
+def test_writes_through_data_are_seen_in_the_first_call(how: str, backend: str) -> None:
+    """And before they are done: replicated weights are the state's own."""
+    for said, same in launch(written_through_data, (how, backend), nprocs=1):
+        assert said.startswith(f"the forward changed the weight '0.linear.weight' {how}")
+        assert same
+
+
 def test_graph_breaks_where_they_are_allowed() -> None:
     (w,), parts = blocks(says="a break")
     counter = counting()
@@ -473,27 +602,44 @@ def test_graph_breaks_where_they_are_allowed() -> None:
 
 
 def test_the_recompile_limit() -> None:
+    """It is of calls after the first ones."""
     (w,), parts = blocks()
     part = T.compile_units(parts, "*", backend="aot_eager")[0]
     with torch._dynamo.config.patch(recompile_limit=2):
-        for n in (1, 2):
+        for n in (1, 2, 3):
             fsdp.bind(part, w)(torch.ones(n, 8))
-        with pytest.raises(
-            fsdp.SpecError, match=r"'0' \(Block\) met inputs of another kind, and torch's limit of 2 com"
-        ):
-            fsdp.bind(part, w)(torch.ones(3, 8))
+        said = r"'0' \(Block\) was called in another way than before, and 2 comp.* size mismatch at index 0.*\. Of"
+        with pytest.raises(fsdp.SpecError, match=said):
+            fsdp.bind(part, w)(torch.ones(4, 8))
         part = T.compile_units(parts, "*", backend="aot_eager", fullgraph=False)[0]
-        for n in (1, 2):
+        for n in (1, 2, 3):
             fsdp.bind(part, w)(torch.ones(n, 8))
         with pytest.warns(
             RuntimeWarning, match=r"'0' \(Block\) runs eagerly: torch.compile is turned off, or its limit"
         ):
-            fsdp.bind(part, w)(torch.ones(3, 8))
+            fsdp.bind(part, w)(torch.ones(4, 8))
         counter = counting()
         part = T.compile_units(parts, "*", backend=counter, dynamic=True)[0]
         for n in range(2, 8):
             fsdp.bind(part, w)(torch.ones(n, 8))
         assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_layers_that_differ_leave_the_recompile_limit_to_others(fullgraph: bool) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Drop(i / 20, i) for i in range(4))
+    weights = [{key: p.detach().clone() for key, p in layer.named_parameters()} for layer in layers]
+    counter = counting()
+    parts = T.compile_units(fsdp.functionalize(layers)[1], "*", backend=counter, fullgraph=fullgraph)
+    with torch._dynamo.config.patch(recompile_limit=3), warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        for n in (2, 3, 4, 5):
+            fsdp.bind(parts[0], weights[0])(torch.ones(n, 5))
+            if n == 2:
+                for part, w in zip(parts[1:], weights[1:], strict=True):
+                    fsdp.bind(part, w)(torch.ones(n, 5))
+    assert counter.frame_count == 4 + 3
 
 
 def test_under_torch_func() -> None:
@@ -534,6 +680,30 @@ def test_arguments() -> None:
         T.apply(parts, compile="inductor")  # type: ignore[call-overload]
 
 
+UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
+    "backend": ({"backend": "indctor"}, r"does not take these options: Invalid backend: 'indctor'"),
+    "no name": ({"backend": 3}, r"backend=3: expected a name, as 'inductor', or a function"),
+    "mode": ({"mode": "fast"}, r"does not take these options: Unrecognized mode=fast"),
+    "option": ({"options": {"fallback_randm": True}}, r"these options: Unexpected optimization option fallback_randm$"),
+    "type": ({"options": {"fallback_random": "a"}}, r"these options: Unexpected type of attr fallback_random"),
+    "both": ({"mode": "default", "options": {"max_autotune": True}}, r"these options: Either mode or options"),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_options_are_looked_at_when_the_transform_is_made(what: str) -> None:
+    options, said = UNKNOWN[what]
+    _, parts = blocks()
+    for make in (
+        lambda: T.forward_backward(parts, own_loss, compile=options),
+        lambda: T.apply(parts, compile=options),
+        lambda: T.compile_units(parts, "*", **options),
+        lambda: T.compile_units(torch.sin, **options),
+    ):
+        with pytest.raises(fsdp.SpecError, match=said):
+            make()
+
+
 def around_units() -> str:
     state, model = start(Drops(0.0, 0.0))
     forward_backward = T.forward_backward(T.compile_units(model, backend="aot_eager"), lambda model, x: model(x))
@@ -558,7 +728,7 @@ def wrong_units() -> str:
     forward_backward = T.forward_backward(model, lambda model, x: model(x))
     with torch._dynamo.config.patch(recompile_limit=1):
         try:
-            for n in (2, 3):
+            for n in (2, 3, 4):
                 state, _ = forward_backward(state, torch.ones(n, 5), last_microbatch=False)
         except fsdp.SpecError as error:
             return str(error)
@@ -567,4 +737,4 @@ def wrong_units() -> str:
 
 def test_the_error_names_the_unit() -> None:
     (said,) = launch(wrong_units, nprocs=1)
-    assert "the module 'first' (Linear) met inputs of another kind" in said
+    assert "the module 'first' (Linear) was called in another way than before, and 1 compilations were made" in said

@@ -26,6 +26,7 @@ from support.commands import ROOT, run_script
 import functional_fsdp as fsdp
 from functional_fsdp import Handle, LaunchError, WorkerGroup
 from functional_fsdp._launch import pool as _pool
+from functional_fsdp._launch import results as _results
 from functional_fsdp._launch import worker as _worker
 from functional_fsdp._launch import workers as _workers
 from functional_fsdp._runtime import runtime as _runtime
@@ -98,7 +99,7 @@ def test_a_handle_may_be_what_is_called(w: WorkerGroup) -> None:
 def test_a_long_value_is_one_line_a_rank(w: WorkerGroup) -> None:
     lines = repr(w(torch.zeros, 40, 40)).splitlines()
     assert [line[:20] for line in lines] == ["rank 0: tensor([[0.,", "rank 1: tensor([[0.,"]
-    assert all(len(line) == len("rank 0: ") + _worker.WIDTH and line.endswith("…") for line in lines)
+    assert all(len(line) == len("rank 0: ") + _results.WIDTH and line.endswith("…") for line in lines)
 
 
 class Unprintable:
@@ -124,7 +125,7 @@ def test_tuples_are_a_handle_for_each_item(w: WorkerGroup) -> None:
 
 
 def kept_values() -> int:
-    return len(sys.modules["functional_fsdp._launch.worker"]._values)
+    return len(sys.modules["functional_fsdp._launch.results"]._values)
 
 
 def test_values_without_a_handle_are_dropped(w: WorkerGroup) -> None:

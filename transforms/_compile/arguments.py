@@ -24,7 +24,7 @@ import torch
 from functional_fsdp import SpecError, State
 from functional_fsdp.extend import evolve, torch_private
 
-__all__ = ["Call", "flat_state", "is_state", "kind_of", "named", "refuse_mutable", "refuse_sparse", "resolved"]
+__all__ = ["StepCall", "flat_state", "is_state", "kind_of", "named", "refuse_mutable", "refuse_sparse", "resolved"]
 
 STRIDED = (torch.strided, torch.jagged)
 FIXED = (
@@ -42,7 +42,7 @@ def kind_of(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
-class Call:
+class StepCall:
     """A call of a step.
 
     Attributes:

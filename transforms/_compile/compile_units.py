@@ -12,11 +12,8 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import FunctionType
 from typing import Any, TypeVar, overload
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
@@ -27,6 +24,7 @@ from functional_fsdp.extend import skeleton_of, torch_private, tracing_now
 from .._modules.patterns import outermost
 from .._modules.unit_modules import NEVER_CALLED, UnitModule
 from .clock import Clock
+from .code import Code
 from .late_copies import with_late_copies
 
 __all__ = ["Compiled", "Compiler", "Options", "compile_units", "refuse_around"]
@@ -36,8 +34,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 Options = Mapping[str, Any]
 KNOWN = ("backend", "dynamic", "fullgraph", "mode", "options")
-LOWERS = "force_non_lazy_backward_lowering"
-NO_LIMIT = {"recompile_limit": 1 << 20, "accumulated_recompile_limit": 1 << 20}  # layers may differ, all of them
 
 
 @overload
@@ -57,10 +53,10 @@ def compile_units(what: Any, *patterns: str, **options: Any) -> Any:
         a copy of the model (a skeleton) whose modules are compiled where they are called, by `bind`, by `T.apply` or
         by `T.forward_backward`; or the function, compiled.
 
-    Layers of one class share a graph unless something that the code reads differs: a dropout rate, a flag, training
-    mode, whether the input has a gradient. Then each gets its own, however many there are. Every later compilation, for
-    inputs of other shapes, counts towards torch's recompile limit, and past it is an error. Of functions, what differs
-    between layers should be an argument: what one closes over is part of the graph.
+    Layers of one class share a graph unless something that the code reads differs: a dropout rate, a flag, a hook,
+    training mode, whether the input has a gradient. Then each gets its own, however many there are. Every later
+    compilation, for inputs of other shapes, counts towards torch's recompile limit, and past it is an error. Of
+    functions, what differs between layers should be an argument: what one closes over is part of the graph.
 
     Random numbers: Inductor draws others than eager code does, with the same seeds the same again; for eager's give
     `options={"fallback_random": True}`. `T.remat` works inside and around it.
@@ -106,8 +102,8 @@ class Compiler:
             raise SpecError(f"compile: torch.compile has no option {unknown[0]!r} here; there are {', '.join(KNOWN)}.")
         self.dynamo: Any = torch_private.dynamo()
         self.options = {"fullgraph": True, "dynamic": False, **options}
-        self.codes: dict[Any, Callable[..., Any]] = {}
-        self.twins: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+        _check(self.options)
+        self.codes: dict[Any, Code] = {}
         self.clock: Clock | None = None  # while modules are timed
 
     @classmethod
@@ -130,25 +126,49 @@ class Compiler:
         times = Counter(map(type, some))
         return {part for part in some if times[type(part)] > 1} or set(some)
 
-    def code(self, what: Any, template: Callable[..., Any]) -> Callable[..., Any]:
+    def code(self, what: Any, template: Callable[..., Any]) -> Code:
         """The template, compiled, with a code object of its own for this class (or function)."""
         key = (what, template)
         if key not in self.codes:
-            assert isinstance(template, FunctionType)
-            own = FunctionType(
-                template.__code__.replace(co_name=getattr(what, "__name__", "stage")), template.__globals__
-            )
-            self.codes[key] = torch.compile(own, **with_late_copies(self.options))
+            self.codes[key] = Code(template, getattr(what, "__name__", "stage"), self.options)
         return self.codes[key]
 
-    def twin(self, module: nn.Module, cls: type[nn.Module]) -> nn.Module:
-        """The same module as an instance of its own class, without a unit call, not compiled; kept: guards know it."""
-        twin = self.twins.get(module)
-        if twin is None:
-            twin = object.__new__(cls)
-            object.__setattr__(twin, "__dict__", module.__dict__)
-            self.twins[module] = twin
-        return twin
+
+class Uncompiled(dict[type[nn.Module], nn.Module]):
+    """A module as an instance of its own class, without a unit call, not compiled, by that class. Kept in the module
+    itself, since guards know it, and it holds all that the module does. A copy of the module has none."""
+
+    def __reduce__(self) -> Any:
+        return Uncompiled, ()
+
+    @staticmethod
+    def of(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
+        """This module's."""
+        held = module.__dict__
+        views = held.get("_uncompiled")
+        if views is None:
+            views = held["_uncompiled"] = Uncompiled()
+        view: nn.Module | None = views.get(cls)
+        if view is None:
+            view = views[cls] = object.__new__(cls)
+            object.__setattr__(view, "__dict__", held)
+        return view
+
+
+def _check(options: Options) -> None:
+    """Have torch look at options that are known by name.
+
+    Raises:
+        SpecError: a backend, a mode or options of the backend that it does not have.
+    """
+    backend = options.get("backend", "inductor")
+    if not isinstance(backend, str) and not callable(backend):
+        raise SpecError(f"compile: backend={backend!r}: expected a name, as 'inductor', or a function.")
+    try:
+        torch.compile(_call, **with_late_copies(options))
+    except Exception as error:
+        said = str(error).strip().partition(", known options")[0].splitlines()
+        raise SpecError(f"compile: torch.compile does not take these options: {''.join(said[:1])}") from error
 
 
 class Compiled:
@@ -185,7 +205,7 @@ class Compiled:
         self, cls: type[nn.Module], function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         code = self.compiler.code(cls, _forward if function is cls.forward else _call)
-        return self._run(code, module.training, self.compiler.twin(module, cls), args, kwargs)
+        return self._run(code, module.training, Uncompiled.of(module, cls), args, kwargs)
 
     def function(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`function(*args, **kwargs)`, compiled."""
@@ -193,20 +213,20 @@ class Compiled:
             return function(*args, **kwargs)
         return self._run(self.compiler.code(function, _call), False, function, args, kwargs)
 
-    def _run(self, code: Callable[..., Any], training: bool, what: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, code: Code, training: bool, what: Any, args: Any, kwargs: Any) -> Any:
         dynamo = self.compiler.dynamo
         mode = (training, torch.is_grad_enabled())
         try:
             if mode in self.seen:
-                return code(self, what, *args, **kwargs)
-            with dynamo.config.patch(NO_LIMIT), backwards_too():
-                out = code(self, what, *args, **kwargs)
+                return code.call(False, (self, what, *args), kwargs)
+            out = code.call(True, (self, what, *args), kwargs)
             self.seen.add(mode)
             return out
         except dynamo.exc.FailOnRecompileLimitHit as error:
             raise SpecError(
-                f"compile: {self!r} met inputs of another kind, and torch's limit of {dynamo.config.recompile_limit} "
-                "compilations is reached. Give it inputs of equal shapes, or dynamic=True, or raise the limit, "
+                f"compile: {self!r} was called in another way than before, and {dynamo.config.recompile_limit} "
+                f"compilations were made for such calls already, torch's limit. What differs: {code.why()}. Of inputs "
+                "of other shapes, give equal ones, or dynamic=True; or raise the limit, "
                 "torch._dynamo.config.recompile_limit."
             ) from error
         except (dynamo.exc.Unsupported, dynamo.exc.UserError) as error:
@@ -215,13 +235,6 @@ class Compiled:
                 "code, allow graph breaks with fullgraph=False, or compile other modules only: "
                 "T.compile_units(model, 'blocks.*')."
             ) from error
-
-
-def backwards_too() -> AbstractContextManager[Any]:
-    """Within, a backward is compiled with its forward, so that the next layer, if its graph is the same, finds both in
-    torch's cache; else all forwards come first, and each of them is compiled."""
-    config = torch_private.functorch_config()
-    return config.patch({LOWERS: True}) if hasattr(config, LOWERS) else nullcontext()
 
 
 def _why(error: Exception) -> str:

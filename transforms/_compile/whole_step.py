@@ -35,7 +35,7 @@ from functional_fsdp.extend import (
 )
 
 from .._seed import seeded
-from .arguments import Call, flat_state, is_state, kind_of, named, refuse_mutable, refuse_sparse, resolved
+from .arguments import StepCall, flat_state, is_state, kind_of, named, refuse_mutable, refuse_sparse, resolved
 from .draws import Draws, Seeded
 from .inductors import through_inductor
 
@@ -55,7 +55,7 @@ class CompiledStep:
     """
 
     def __init__(
-        self, graph: Graph, drawn: Draws, call: Call, kind: Any, backend: str, config: dict[str, Any],
+        self, graph: Graph, drawn: Draws, call: StepCall, kind: Any, backend: str, config: dict[str, Any],
     ) -> None:  # fmt: skip
         self.kind = kind
         self.guards = [(guard, guard()) for guard in graph.session.guards]
@@ -81,7 +81,9 @@ class CompiledStep:
         with self._plain():
             self.run = self._compiled(module, drawn, call, config) if self.inductor else module.forward
 
-    def _compiled(self, module: fx.GraphModule, drawn: Draws, call: Call, config: dict[str, Any]) -> Callable[..., Any]:
+    def _compiled(
+        self, module: fx.GraphModule, drawn: Draws, call: StepCall, config: dict[str, Any]
+    ) -> Callable[..., Any]:
         """By Inductor."""
         examples = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
         state = call.states[0]
@@ -123,7 +125,7 @@ class CompiledStep:
         """Whether it is for such a call."""
         return bool(kind == self.kind) and all(guard() == value for guard, value in self.guards)
 
-    def __call__(self, call: Call) -> Any:
+    def __call__(self, call: StepCall) -> Any:
         states = call.states
         inputs = [call.leaves[i] for i in self.inputs]
         for i, k in self.offsets:
@@ -189,7 +191,7 @@ class Programs:
         """
         if self.plain and _signature(args, kwargs) in self.plain:
             return None
-        call = Call(state, args, kwargs)
+        call = StepCall(state, args, kwargs)
         try:
             kind = (call.structure, _around(), [*map(kind_of, call.leaves)])
         except RuntimeError:  # of a tensor of compressed rows, which has no strides
@@ -215,7 +217,7 @@ class Programs:
         self.found = [*self.found[1 - MOST :], made]
         return partial(made, call)
 
-    def _make(self, state: State, args: Any, kwargs: Any, call: Call, kind: Any) -> CompiledStep | None:
+    def _make(self, state: State, args: Any, kwargs: Any, call: StepCall, kind: Any) -> CompiledStep | None:
         begun: list[GraphBuild] = []
         drawn = Draws()
 
@@ -312,5 +314,5 @@ def _around() -> Any:
 
 def _signature(args: Any, kwargs: Any) -> Any:
     """Equal for calls that are searched alike: shapes and dtypes of tensors, and everything else as it prints."""
-    call = Call(args, kwargs)
+    call = StepCall(args, kwargs)
     return call.structure, tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in call.leaves)

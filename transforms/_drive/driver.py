@@ -25,7 +25,7 @@ from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, rel
 from functional_fsdp.extend import Collision, Session, lineage_of, refuse, skeleton_of, torch_private
 
 from .._compile.compile_units import Compiler, Options, refuse_around
-from .._modules.unit_modules import Leaf, find_unit_modules, leaves_of, order_of, slots_of
+from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
 from .._uses import USES
 from .inputs import precisions
 from .placeholders import WeightPlaceholder
@@ -122,7 +122,8 @@ class Driver:
         if state.layout is self.layout:
             return
         self.device = state.count.device
-        unit_modules = find_unit_modules(self.model, state.layout)
+        found = find_unit_modules(self.model, state.layout)
+        unit_modules = each_once(self.model, found)
         refuse_around(self.model, unit_modules)
         for unit_call in self.unit_calls:
             unit_call.remove()
@@ -147,9 +148,9 @@ class Driver:
             UnitCall(self, module, unit_module, slots, buckets, self.compiler if module in compiled else None)
             for module, unit_module in zip(modules, unit_modules, strict=True)
         ]
-        inside = {path for unit_module in unit_modules for path, _ in unit_module.leaves}
-        self.loose = [(held, name, held[name]) for path, (held, name) in slots.items() if path not in inside]
-        self.order = order_of(unit_modules, state.layout)
+        inside = {(id(slots[path][0]), slots[path][1]) for unit_module in found for path, _ in unit_module.leaves}
+        self.loose = [(held, name, held[name]) for held, name in slots.values() if (id(held), name) not in inside]
+        self.order = order_of(found, state.layout)
         self.keys = {unit.name: unit.keys for unit in state.layout.units}
         sizes = {unit.name: sum(bucket.numel for bucket in unit.buckets) for unit in state.layout.units}
         self.large = {name for name, size in sizes.items() if 2 * size * len(sizes) >= sum(sizes.values())}

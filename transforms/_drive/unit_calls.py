@@ -48,7 +48,10 @@ class UnitCall:
         self.units = unit_module.units
         self.leaves = list(dict.fromkeys(leaf for _, leaf in unit_module.leaves))
         number = {leaf: i for i, leaf in enumerate(self.leaves)}
-        self.slots = [(*slots[path], number[leaf]) for path, leaf in unit_module.leaves]
+        found = {
+            (id(slots[path][0]), slots[path][1]): (*slots[path], number[leaf]) for path, leaf in unit_module.leaves
+        }
+        self.slots = [*found.values()]  # each once, also of a module that lies in this one at two paths
         self.placeholders = [held[name] for held, name, _ in self.slots]
         self.trained = [i for i, leaf in enumerate(self.leaves) if driver.trains(leaf)]
         firsts = {buckets[leaf]: i for i, leaf in reversed([*enumerate(self.leaves)]) if leaf in buckets}
@@ -189,7 +192,7 @@ class UnitCall:
         self.put(tensors)
         self.call, self.storages, self.given = call, storages, given
         try:
-            watch = not self.watched and self.compiled is None and not driver.backward
+            watch = not self.watched and not driver.backward
             out = self.watch(function, args, kwargs, tensors) if watch else self.run(function, args, kwargs)
             self.check(lent, tensors, versions, call and call.node)
         except RuntimeError as error:

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn as nn
 
 from functional_fsdp import Layout, TreeError
 
-__all__ = ["Leaf", "UnitModule", "find_unit_modules", "leaves_of", "order_of", "slots_of"]
+__all__ = ["Leaf", "UnitModule", "each_once", "find_unit_modules", "leaves_of", "order_of", "slots_of"]
 
 Leaf = tuple[str, str]  # a unit and the key of one of its weights
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -85,6 +85,27 @@ def _visit(module: nn.Module, path: str, below: dict[str, Leaf], tied: set[str])
             inner = f"{path}.{name}" if path else name
             kept = {leaf: where for leaf, where in below.items() if leaf.startswith(f"{inner}.")}
             yield from _visit(part, inner, kept, tied)
+
+
+def each_once(module: nn.Module, unit_modules: list[UnitModule]) -> list[UnitModule]:
+    """One for each module object, at the first of its paths. One that holds another (a module that is also somewhere
+    else) goes without what that holds, since that gathers it when it is called."""
+    found: dict[nn.Module, UnitModule] = {}
+    for unit_module in unit_modules:
+        found.setdefault(module.get_submodule(unit_module.path), unit_module)
+    once = []
+    for part, unit_module in found.items():
+        inner = {id(held) for other in part.modules() if other is not part and other in found
+                 for held in (p._parameters for p in other.modules())}  # fmt: skip
+        if inner:
+            kept = {path for path, held, _ in slots_of(part) if id(held) not in inner}
+            start = len(unit_module.path) + 1 if unit_module.path else 0
+            leaves = tuple((path, leaf) for path, leaf in unit_module.leaves if path[start:] in kept)
+            units = tuple(dict.fromkeys(unit for _, (unit, _) in leaves))
+            unit_module = replace(unit_module, leaves=leaves, units=units)
+        if unit_module.leaves:
+            once.append(unit_module)
+    return once
 
 
 def order_of(unit_modules: list[UnitModule], layout: Layout) -> tuple[str | tuple[str, ...], ...]:
