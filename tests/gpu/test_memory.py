@@ -378,6 +378,7 @@ def contest() -> dict[str, int]:
 
         args = Namespace(model="0.16b", device=fsdp.local_mesh().device_type, placement="zero3", dtype=None)
         args.batch = args.seq = args.budget = args.json = None
+        args.start = "float32"
         args.steps, args.rounds, args.warmup, args.only = 1, 1, 2, ["unit by unit", "FSDP2"]
         gc.collect()
         rows = benchmark.measure(args).rows
