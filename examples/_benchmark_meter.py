@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+BETWEEN = re.compile(r"nccl|barrier|memcpy PtoP", re.IGNORECASE)  # what moves data between GPUs, or waits for them
 
 
 @contextmanager
@@ -96,6 +99,19 @@ class Meter:
         sizes = [event.nbytes() for event in events if event.name() == "[memory]" and event.start_ns() >= start]
         alive = list(accumulate(sizes, initial=0))
         return Memory(alive[-1]), Memory(max(alive))
+
+    def kernels(self, run: Callable[[], None]) -> dict[str, tuple[int, float]]:
+        """What moves data between GPUs in `run()`, by a profile of this GPU: how many of each, their ms in all."""
+        self.meet()
+        with hushed(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            self.synchronize()
+        profiler: Any = profile.profiler
+        found: dict[str, list[float]] = {}
+        for event in profiler.kineto_results.events():
+            if "CUDA" in str(event.device_type()) and BETWEEN.search(event.name()):
+                found.setdefault(event.name().split("(")[0].strip(), []).append(event.duration_ns() / 1e6)
+        return {name: (len(ms), sum(ms)) for name, ms in sorted(found.items())}
 
     def _now(self) -> Memory:
         """What is held on the GPU with empty caches."""

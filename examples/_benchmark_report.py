@@ -42,6 +42,7 @@ class Row:
     to_bound: float | None = None  # this row's time / that of the bound
     bound: str | None = None  # which row that is
     by_hand: float | None = None  # this row's time / that of the loop by hand
+    between: str = ""  # what moved data between GPUs in a step, if that was asked for
     processes: int = 1  # which set of processes it ran in
 
 
@@ -104,7 +105,8 @@ class Table:
         lines = [[*columns], *(list(cells) for cells in zip(*columns.values(), strict=True))]
         text = ["| " + " | ".join(map(aligned, line, widths, range(len(line)))) + " |" for line in lines]
         rule = "|" + "|".join("-" * (width + 2 - (i > 0)) + ":" * (i > 0) for i, width in enumerate(widths)) + "|"
-        notes = "".join(f"\n{note}" for note in self.notes)
+        between = [f"between GPUs, {row.name}: {row.between}" for row in self.rows if row.between]
+        notes = "".join(f"\n{note}" for note in [*self.notes, *between])
         return head + "\n".join([text[0], rule, *text[1:]]) + ("\n" + notes if notes else "")
 
     def write(self, file: Path) -> None:

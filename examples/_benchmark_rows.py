@@ -254,6 +254,13 @@ CONTESTANTS = {
     "copy engine graph compiled hfsdp": Contestant(
         hybrid(either, "hfsdp", transport="copy_engine", graph=True, compiled=True), group="copies", hybrid=True
     ),
+    "symmetric hsdp": Contestant(hybrid(either, "hsdp", transport="symmetric"), group="symmetric", hybrid=True),
+    "symmetric graph compiled hsdp": Contestant(
+        hybrid(either, "hsdp", transport="symmetric", graph=True, compiled=True), group="symmetric", hybrid=True
+    ),
+    "symmetric graph compiled hfsdp": Contestant(
+        hybrid(either, "hfsdp", transport="symmetric", graph=True, compiled=True), group="symmetric", hybrid=True
+    ),
     "float8": Contestant(float8, group="float8"),
     "copy engine graph compiled float8": Contestant(
         varied(float8, transport="copy_engine", graph=True, compiled=True), group="float8"
@@ -275,6 +282,7 @@ CONTESTANTS = {
     "FSDP2 kept": Contestant(varied(fsdp2, keep="all"), "peer", "peers"),
     "FSDP2 float32": Contestant(varied(fsdp2, wire=torch.float32), "peer", "peers"),
     "FSDP2 hsdp": Contestant(hybrid(fsdp2, "hsdp"), "peer", "peers", hybrid=True),
+    "FSDP2 compiled hsdp": Contestant(hybrid(fsdp2, "hsdp", compiled=True), "peer", "peers compiled", hybrid=True),
     "FSDP2 compiled": Contestant(varied(fsdp2, compiled=True), "peer", "peers compiled"),
     "FSDP2 tuned compiled": Contestant(varied(fsdp2_tuned, compiled=True), "peer", "peers compiled"),
     "FSDP2 float8 compiled": Contestant(varied(fsdp2_float8, compiled=True), "peer", "peers compiled"),

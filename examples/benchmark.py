@@ -28,13 +28,14 @@
 | hsdp            | unit by unit on a mesh replica × shard (`--replicas`): sharded within each replica; also         |
 |                 | "copy engine graph compiled hsdp"                                                                |
 | hfsdp           | the same, main weights and optimizer state sharded over replicas, too; also "copy engine graph   |
-|                 | compiled hfsdp"                                                                                  |
+|                 | compiled hfsdp". Both with symmetric memory, too: "symmetric hsdp", "symmetric graph compiled    |
+|                 | hsdp"                                                                                            |
 | FSDP2           | `fully_shard` of embedding, layers and head; the head stays gathered, as in torchtitan           |
 | FSDP2 tuned     | its own options: two units prefetched explicitly, forward and backward; reductions in a process  |
 |                 | group of their own; where torch has it, two of their inputs in flight                            |
 | FSDP2 kept      | `reshard_after_forward=False` everywhere                                                         |
 | FSDP2 float32   | `MixedPrecisionPolicy(reduce_dtype=torch.float32)`                                               |
-| FSDP2 hsdp      | on the same mesh as "hsdp": `fully_shard(mesh=)` of two dims                                     |
+| FSDP2 hsdp      | on the same mesh as "hsdp": `fully_shard(mesh=)` of two dims; also "FSDP2 compiled hsdp"         |
 | FSDP2 compiled  | with `layer.compile()`; also "FSDP2 tuned compiled"                                              |
 | float8          | layers whose linears multiply in float8, by torchao, gathered in the compute dtype; also "copy   |
 |                 | engine graph compiled float8" and, with its gathers in float8, "FSDP2 float8 compiled"           |
@@ -87,7 +88,8 @@ yardsticks once, and notes have their times in the other sets.
 | this / hand  | this row's time by that of "unit by unit" in the same round, the median over rounds; what driving    |
 |              | costs is "driven" here: at most 1.05 is what it should be                                            |
 
-Columns in which nothing was measured are left out.
+Columns in which nothing was measured are left out. `--kernels` adds a line for each row: which kernels and copies moved
+data between GPUs in one step of rank 0, how many, and their milliseconds in all, waits for other ranks included.
 """
 
 from __future__ import annotations
@@ -217,7 +219,7 @@ def measure(args: Namespace) -> Table:
     setting = Setting(mesh, both, config, args.placement, dtype, budget=int(2**20 * (args.budget or 0)))
     setting = replace(setting, rounded=args.start == "rounded")
     warmup = max(args.warmup, WARMUP + 1 if any("graph" in name for name in args.only) else 1)
-    data = batches(config, warmup + args.rounds * (args.steps + cuda) + 2, meter.device)
+    data = batches(config, warmup + args.rounds * (args.steps + cuda) + 3, meter.device)
 
     runners = [Runner(name, config, setting, data, meter) for name in args.only]
     for runner in runners:
@@ -228,7 +230,14 @@ def measure(args: Namespace) -> Table:
             runner.turn(args.steps)
     rounds = {runner.name: meter.slowest(runner.seconds) for runner in runners}
     rows = compared({runner.name: runner.row() for runner in runners}, rounds)
+    if args.kernels and cuda:
+        seen = {runner.name: meter.kernels(partial(runner.run, 1)) for runner in runners}
+        rows = [replace(row, between=sent(seen[row.name])) for row in rows]
     return Table.of(rows, args, config, dtype)
+
+
+def sent(kernels: dict[str, tuple[int, float]]) -> str:
+    return "; ".join(f"{count} {name} {ms:.1f} ms" for name, (count, ms) in kernels.items()) or "nothing"
 
 
 # ---------------------------------------------------------------- the command
@@ -270,6 +279,7 @@ def arguments() -> Namespace:
         type=names,
         help="with --apart, rows that each set has beside its own, or none; default FSDP2, and the bound if named",
     )
+    add("--kernels", action="store_true", help="name what moved data between GPUs in one step, of each row")
     add("--json", type=Path, help="write everything to this file")
     add("--chart", type=Path, metavar="PNG", help="draw the step times (matplotlib)")
     args = parser.parse_args()
@@ -324,6 +334,7 @@ def run_apart(args: Namespace) -> list[Table]:
     alike = ("model", "ranks", "device", "batch", "seq", "steps", "rounds", "warmup", "dtype", "placement", "replicas")
     given = {name: getattr(args, name) for name in (*alike, "start", "budget")}
     flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    flags += ["--kernels"] * args.kernels
     for number, (group, rows) in enumerate((sets or {"yardsticks": []}).items(), 1):
         together = ",".join([*rows, *args.yardsticks])
         print(f"processes {number} of {max(1, len(sets))} ({group}): {together}", flush=True)
