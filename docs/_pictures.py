@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+import benchmark_scaling
+
 import functional_fsdp as fsdp
 from functional_fsdp._plan.canvas import EXPOSED, FAINT, GREY, INK, Page, colours_of
 from functional_fsdp._plan.cursor import Cursor
@@ -210,6 +213,13 @@ def transaction(path: Path) -> None:
     panel.axes.text(18.1, 5.75, "the state of step 7 is valid", fontsize=9.5, color=GREY, ha="right")
     panel.axes.text(18.5, 5.75, "consumed: StaleStateError", fontsize=9.5, color=GREY)
     page.save(path)
+
+
+@picture
+def scaling(path: Path) -> None:
+    """Tokens a second of each GPU over the number of GPUs: the table of benchmarks.md as lines."""
+    found = benchmark_scaling.read(Path(__file__).with_name("benchmarks.md").read_text())
+    benchmark_scaling.chart(found, "GPT 1.2 B, 2×2048 tokens a GPU, H200", path, "GPU")
 
 
 def drawn() -> dict[str, bytes]:

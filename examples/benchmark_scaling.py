@@ -41,14 +41,27 @@ def text(found: Rates, baseline: str) -> str:
     lines = [["tok/s/GPU", *(str(count) for count in ranks)]]
     for name, of in found.items():
         lines.append([name, *(f"{of[count]:,.0f}" if count in of else "-" for count in ranks)])
+    base = found.get(baseline, {})
     for name, of in found.items():
-        if name != baseline and baseline in found:
-            lines.append([f"{baseline} / {name}", *(f"{of[count] / found[baseline][count]:.3f}" for count in ranks)])
+        if name != baseline and base:
+            ratios = [f"{of[count] / base[count]:.3f}" if count in of and count in base else "-" for count in ranks]
+            lines.append([f"{baseline} / {name}", *ratios])
     head, *rest = ["| " + " | ".join(line) + " |" for line in lines]
     return "\n".join([head, "|---|" + "---:|" * len(ranks), *rest])
 
 
-def chart(found: Rates, title: str, file: Path) -> None:
+def read(page: str) -> dict[str, dict[int, float]]:
+    """The rates in the first table of `text` on a page."""
+    lines = [line.strip("| ").split(" | ") for line in page[page.index("| tok/s/GPU") :].split("\n\n")[0].splitlines()]
+    ranks = [int(count) for count in lines[0][1:]]
+    rows = {name: cells for name, *cells in lines[2:] if name in CONTESTANTS}
+    return {
+        name: {count: float(cell.replace(",", "")) for count, cell in zip(ranks, cells, strict=True) if cell != "-"}
+        for name, cells in rows.items()
+    }
+
+
+def chart(found: Rates, title: str, file: Path, each: str) -> None:
     """A line for each row: tokens a second of each GPU, over the number of GPUs."""
     from matplotlib.figure import Figure
 
@@ -63,15 +76,17 @@ def chart(found: Rates, title: str, file: Path) -> None:
             range(len(at)), [of[count] for count in at], color=colours[whose], linewidth=2.2,
             linestyle="--" if whose == "bound" else "-", marker="o", label=name,
         )  # fmt: skip
-        end = (len(at) - 1, of[at[-1]])
-        axes.annotate(f"{name}\n{of[at[-1]]:,.0f}", end, (10, 0), textcoords="offset points", va="center", fontsize=9)
+        last = (len(at) - 1, of[at[-1]])
+        said = f"{name}\n{last[1]:,.0f}"
+        label = axes.annotate(said, last, (10, 0), textcoords="offset points", va="center", fontsize=9)
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
     most = max(rate for of in found.values() for rate in of.values())
     axes.set_xticks(range(len(ranks)), [str(count) for count in ranks])
     axes.set(
-        xlabel="ranks, one GPU each" if torch.cuda.is_available() else "ranks",
-        ylabel="tokens a second of each",
+        xlabel=f"{each}s",
+        ylabel=f"tokens a second of each {each}",
         ylim=(0, 1.15 * most),
-        xlim=(-0.2, len(ranks) - 1 + 0.45 * max(1, len(ranks) - 1)),
+        xlim=(-0.2, len(ranks) - 1 + 0.5 * max(1, len(ranks) - 1)),
     )
     axes.set_title(title, loc="left", fontsize=10, color=INK)
     for side in ("top", "right"):
@@ -113,7 +128,7 @@ def main() -> None:
     print("\n" + text(found, args.baseline))
     if args.chart:
         title = f"{args.model}, {next(iter(tables.values())).about['machine']}"
-        chart(found, title, args.chart)
+        chart(found, title, args.chart, "GPU" if torch.cuda.is_available() else "rank")
 
 
 if __name__ == "__main__":

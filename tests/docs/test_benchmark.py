@@ -19,6 +19,7 @@ import _benchmark_models  # isort: skip
 import _benchmark_report  # isort: skip
 from _benchmark_report import Row, Table, agree, merged  # isort: skip
 import benchmark as command_line  # isort: skip
+import benchmark_scaling  # isort: skip
 
 SHORT = ["--ranks", "2", "--rounds", "1", "--steps", "1", "--warmup", "1"]
 
@@ -166,6 +167,41 @@ def test_a_chart_of_every_kind_of_row(tmp_path: Path) -> None:
     rows = [row("driven", 5, ratio=1.2), row("FSDP2", 6, ratio=1.0), row("resident", 4), row("resident compiled", 3)]
     _benchmark_report.chart(Table(ABOUT, rows), tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rates_over_numbers_of_ranks_as_a_table_and_back(tmp_path: Path) -> None:
+    tables = {2: Table(ABOUT, [row("driven", 4), row("FSDP2", 5)]), 1: Table(ABOUT, [row("driven", 2), row("DDP", 8)])}
+    found = benchmark_scaling.rates(tables)
+    assert found == {"driven": {2: 8000, 1: 16000}, "FSDP2": {2: 6400}, "DDP": {1: 4000}}  # 32 tokens a rank
+    text = benchmark_scaling.text(found, "driven").splitlines()
+    assert text[:3] == ["| tok/s/GPU | 1 | 2 |", "|---|---:|---:|", "| driven | 16,000 | 8,000 |"]
+    assert text[5:] == ["| driven / FSDP2 | - | 0.800 |", "| driven / DDP | 0.250 | - |"]
+    assert benchmark_scaling.read("\n".join(["before", "", *text, "", "after"])) == found
+    benchmark_scaling.chart(found, "title", tmp_path / "chart.png", "rank")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.large
+def test_the_same_benchmark_on_one_rank_and_two(tmp_path: Path) -> None:
+    flags = (
+        "--ranks",
+        "2,1",
+        "--chart",
+        tmp_path / "chart.png",
+        "--",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--warmup",
+        "1",
+    )
+    done = command(sys.executable, EXAMPLES / "benchmark_scaling.py", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    found = benchmark_scaling.read(done.stdout)
+    assert {name: sorted(of) for name, of in found.items()} == {"unit by unit": [1, 2], "FSDP2": [1, 2]}
+    assert min(rate for of in found.values() for rate in of.values()) > 0
 
 
 def test_losses_must_agree_to_3_digits() -> None:

@@ -464,7 +464,8 @@ class Plain(nn.Module):
         if hook == "pre":
             owner.register_forward_pre_hook(lambda module, args: (3 * args[0],))
         elif hook == "keeps":
-            owner.register_forward_hook(lambda module, args, out, seen=self.seen: seen.append(out))
+            seen = self.seen  # not a default of the lambda: Dynamo of torch 2.11 drops what is appended to those
+            owner.register_forward_hook(lambda module, args, out: seen.append(out))
         else:
             owner.register_forward_hook(lambda module, args, out: 3 * out)
 
