@@ -260,7 +260,7 @@ def _filled(
     if state.weights:
         weights, scales = (pytree.tree_map(empty_as, tree) for tree in (state.weights, state.scales))
         refresh(fresh.main, weights, scales)
-    lineage = Lineage(joint.run, state.layout, state.spec, steps, fresh.count)
+    lineage = Lineage(joint.run, state.layout, state.spec, steps, fresh.count, state.local_buffers)
     lineage.enroll()
     return fresh._evolve(weights=weights, scales=scales, grads={}, version=Version(lineage, 0))._prepared()
 

@@ -154,7 +154,7 @@ def _stand_in(state: State, verb: str, order: tuple[Any, ...] | None) -> Version
     real, spec = state.version, state.spec
     program = _recipes(state, spec if order is None else spec.with_schedule(spec.schedule.ordered(order)), verb)
     run: Any = program.run or Imagined(program.sizes, program.coordinate)
-    lineage = Lineage(run, state.layout, spec, state.steps)
+    lineage = Lineage(run, state.layout, spec, state.steps, local_buffers=real.lineage.local_buffers)
     lineage.graph_plan = program
     lineage.offset = torch.zeros(
         (), dtype=torch.int64, device=device_of([state.count])

@@ -15,7 +15,7 @@ is next looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,13 +50,15 @@ class Lineage:
     needed. Of use to transforms that capture or trace (`extend.lineage_of`): commits, how many steps were taken, as far
     as the host knows (of compiled ones in a row it knows one); broken, why its states are of no more use, or "";
     moved_by, the verb that took what they held, or ""; offset; `follow` and `stepped`; beside_backward and arriving,
-    see `_state.arrivals`.
+    see `_state.arrivals`; local_buffers, the paths of buffers that may differ by rank.
     """
 
     def __init__(
-        self, runtime: Runtime, layout: Layout, spec: Spec, steps: int = 0, count: torch.Tensor | None = None
-    ) -> None:
+        self, runtime: Runtime, layout: Layout, spec: Spec, steps: int = 0, count: torch.Tensor | None = None,
+        local_buffers: Iterable[str] = (),
+    ) -> None:  # fmt: skip
         self.runtime, self.layout, self.spec = runtime, layout, spec
+        self.local_buffers = frozenset(local_buffers)
         self.graph_plan: GraphPlan | None = None
         self.busy = False  # whether lanes may be at work on what the state owns: an eager step is under way
         self.steps = steps

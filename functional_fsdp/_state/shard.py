@@ -130,7 +130,7 @@ def shard(
         optimizer: an `(init, update)` pair, as `adamw(lr=3e-4)`; None for inference.
         buffers: tensors by path that ride along (`State.buffers`): `buffers(module)` for what a module has. Copied.
         local_buffers: patterns of buffers that may differ by rank, `["*"]` for all (see `buffers="local"` of
-            `forward_backward`).
+            `forward_backward`). Driven steps leave them as each rank has made them, whatever their rule.
         seed: what `State.rng` starts from.
         src: the rank whose `params` and `buffers` count, where only one has read them. Others give the same trees, with
             leaves of the same shapes and dtypes that are not read: on the meta device, say.
@@ -283,7 +283,8 @@ def build(
         main, weights, scales, opt, kept, count, rng = agree(joint, "values", assemble)
         if fetch or then:
             refresh(main, weights, scales)
-    lineage = Lineage(run, plan, spec, 0, count)
+    own = [path for path in flatten(buffers)[0] if any(match(pattern, path) is not None for pattern in local_buffers)]
+    lineage = Lineage(run, plan, spec, 0, count, own)
     lineage.enroll()
     static = (spec, plan, optimizer, treedef, Version(lineage, 0))
     made = State(main, weights, scales, {}, opt, kept, count, rng, {}, *static)

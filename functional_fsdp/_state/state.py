@@ -124,6 +124,13 @@ class State:
         return self.version.lineage.recount(self.count)
 
     @property
+    def local_buffers(self) -> frozenset[str]:
+        """The paths of buffers that may differ by rank, as `shard(local_buffers=)` said."""
+        base: Any = getattr(self.version, "base", self.version)  # in the middle of a traced step it has one
+        found: frozenset[str] = base.lineage.local_buffers
+        return found
+
+    @property
     def _executor(self) -> Executor:
         """What carries out this lineage's schedule."""
         lineage = self.version.lineage
@@ -205,11 +212,13 @@ class State:
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "version"}
         example = self.treedef.unflatten(range(self.treedef.num_leaves))  # torch warns when it unpickles a TreeSpec
         plain = {n: b.but(b.local.view(torch.uint8)) if n in self.scales else b for n, b in self.weights.items()}
-        return {**kept, "treedef": example, "steps": self.steps, "weights": plain}  # torch pickles no float8
+        return {**kept, "treedef": example, "steps": self.steps, "weights": plain,  # torch pickles no float8
+                "local_buffers": self.local_buffers}  # fmt: skip
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         spec = kept["spec"]
-        lineage = Lineage(runtime_of(spec.mesh), kept["layout"], spec, kept.pop("steps"), kept["count"])
+        steps, local = kept.pop("steps"), kept.pop("local_buffers", ())
+        lineage = Lineage(runtime_of(spec.mesh), kept["layout"], spec, steps, kept["count"], local)
         version = Version(lineage, 0)
         kept["treedef"] = pytree.tree_structure(kept["treedef"])
         for name in kept["scales"]:
@@ -227,7 +236,7 @@ class State:
             return clone_as(x) if isinstance(x, torch.Tensor) else copy.deepcopy(x, memo)
 
         trees = {name: pytree.tree_map(clone, getattr(self, name)) for name in CHILDREN}
-        new = Lineage(lineage.runtime, self.layout, self.spec, self.steps, trees["count"])
+        new = Lineage(lineage.runtime, self.layout, self.spec, self.steps, trees["count"], self.local_buffers)
         return self._evolve(**trees, version=Version(new, 0))
 
     def __copy__(self) -> State:

@@ -107,7 +107,8 @@ def renewed(state: State, trees: dict[str, Any], optimizer: bool, steps: int | N
     lineage, run = state.version.lineage, runtime_of(state.spec.mesh)
     with lineage.looking(state):
         refresh(trees["main"], trees["weights"], trees["scales"])
-    new = Lineage(run, state.layout, state.spec, state.steps if steps is None else steps, trees["count"])
+    steps = state.steps if steps is None else steps
+    new = Lineage(run, state.layout, state.spec, steps, trees["count"], state.local_buffers)
     new.enroll()
     changes = {**trees, "grads": {}, "optimizer": state.optimizer if optimizer else None, "version": Version(new, 0)}
     return state._evolve(**changes)._prepared()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from support.driven import raised
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
+from functional_fsdp.transforms._drive.buffers import shared_axes
 
 Tree = dict[str, torch.Tensor]
 
@@ -82,6 +85,123 @@ def test_only_experts_may_differ() -> None:
 def test_the_example_learns() -> None:
     for losses in launch(moe.main, (12,), nprocs=4):
         assert losses[-1] < losses[0] - 0.5
+
+
+# ---------------------------------------------------------------- buffers of experts
+
+
+class Counted(torch.nn.Module):
+    """Counts what it sees; it has no leaves."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.detach().mean(0)
+        return x
+
+
+class Normed(torch.nn.Module):
+    """Norms that all ranks share, and norms of experts; each kind with and without leaves."""
+
+    place: torch.Tensor
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        norm = torch.nn.BatchNorm1d
+        self.stem = torch.nn.Sequential(torch.nn.Linear(3, 3), norm(3))
+        self.experts = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(3, 3), norm(3), norm(3, affine=False))])
+        self.after, self.plain = Counted(), norm(3, affine=False)
+        self.register_buffer("place", torch.full((), float(place)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for expert in self.experts:
+            x = x + expert(x)
+        out: torch.Tensor = self.plain(self.after(x))
+        return out * (1 + self.place)
+
+
+def normed(rank: int) -> Normed:
+    torch.manual_seed(0)
+    module = Normed(rank).double()
+    with torch.no_grad():
+        for p in module.experts.parameters():
+            p.add_(rank // 2)
+    return module
+
+
+def rows(rank: int) -> torch.Tensor:
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(rank), dtype=torch.float64) * (1 + rank)
+
+
+def squared(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().sum()
+
+
+def buffered(rule: Any, compiled: bool, how: str, folder: str) -> tuple[Tree, Tree]:
+    mesh, rank = fsdp.local_mesh(expert=2, data=2), dist.get_rank()
+    params, model = fsdp.functionalize(module := normed(rank))
+    rules = {"experts.*.weight": fsdp.zero3("data"), "experts.*.bias": fsdp.ddp("data")}
+    spec = fsdp.Spec(mesh, {**rules, "*": fsdp.zero3("expert", "data")})
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.0), buffers=fsdp.buffers(module), local_buffers=["place"])
+    if how == "copied":
+        state = copy.deepcopy(pickle.loads(pickle.dumps(state)))
+    elif how == "moved":
+        state = fsdp.redistribute(state, fsdp.Spec(mesh, {**rules, "*": fsdp.zero1("expert", "data")}))
+    elif how == "replaced":
+        state = fsdp.replace_params(state, fsdp.full_params(state))
+    forward_backward = T.forward_backward(model, squared, buffers=rule)
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> fsdp.State:
+        return fsdp.step(forward_backward(state, x)[0])
+
+    run = T.compile(train_step, "aot_eager") if compiled else train_step
+    state = run(state, rows(rank))
+    fsdp.save(state, folder)
+    return dict(state.buffers), dict(fsdp.load(folder, like=state).buffers)
+
+
+@pytest.mark.parametrize(
+    ("rule", "compiled", "how"),
+    [
+        ("mean", False, ""),
+        ("first", False, ""),
+        ("local", False, ""),
+        ("mean", True, ""),
+        ("mean", False, "copied"),
+        ("mean", False, "moved"),
+        ("mean", False, "replaced"),
+    ],
+)
+def test_experts_keep_their_own_buffers(rule: str, compiled: bool, how: str, tmp_path: Path) -> None:
+    """What ranks along "expert" have of their own is averaged along "data" only; all else over the four."""
+    plain: list[Tree] = []
+    for rank in range(4):
+        squared(module := normed(rank), rows(rank))
+        plain.append({path: b.clone() for path, b in module.named_buffers()})
+    for rank, (got, loaded) in enumerate(launch(buffered, (rule, compiled, how, str(tmp_path / "saved")), nprocs=4)):
+        assert got.keys() == plain[rank].keys()
+        for path, buffer in got.items():
+            row = [rank // 2 * 2, rank // 2 * 2 + 1]
+            among = [rank] if path == "place" or rule == "local" else row if "experts" in path else [0, 1, 2, 3]
+            among = among[:1] if rule == "first" else among
+            want = torch.stack([plain[other][path].double() for other in among]).mean(0)
+            assert (buffer - want).abs().max() < 1e-12, path
+            assert rule == "local" or path == "place" or torch.equal(loaded[path], buffer), path
+
+
+def test_along_which_axes_a_buffer_is_shared() -> None:
+    params = {"gain": torch.ones(2), **dict(normed(0).named_parameters())}
+    rules = {"experts.0.0*": fsdp.zero3("data"), "experts.0.1.weight": fsdp.zero3("data"), "gain": fsdp.ddp("data")}
+    spec = fsdp.Spec({"expert": 2, "data": 2}, {**rules, "*": fsdp.zero3("expert", "data")})
+    paths = ["stem.1.n", "experts.0.1.n", "experts.0.2.n", "after.n", "n", "stem.0.inner.deep.n", "experts.0.0.part.n"]
+    both, data = ("expert", "data"), ("data",)
+    layout = fsdp.make_layout(params, spec)
+    assert shared_axes(paths, layout, spec) == dict(zip(paths, (both, data, both, both, data, both, data), strict=True))
 
 
 # ---------------------------------------------------------------- means over tokens

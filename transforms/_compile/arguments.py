@@ -55,13 +55,13 @@ class StepCall:
         found, structure = torch_private.pytree.tree_flatten(arguments, is_leaf=is_state)
         self.states: list[State] = []
         self.leaves: list[Any] = []
-        structures = [structure]
+        structures: list[Any] = [structure]
         for leaf in found:
             if isinstance(leaf, State):
                 parts, structure = flat_state(leaf)
                 self.states.append(leaf)
                 self.leaves += parts
-                structures.append(structure)
+                structures += [structure, leaf.local_buffers]
             else:
                 self.leaves.append(resolved(leaf))
         self.structure = tuple(structures)

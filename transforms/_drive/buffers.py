@@ -7,23 +7,26 @@
       replaced               a cache, most likely: a warning
 
 A buffer that something else in the module holds too (an attribute, another name) is refused when it changes.
+
+Ranks agree on a buffer along the axes along which they share the module that has it, see `shared_axes`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 import torch.nn as nn
 
-from functional_fsdp import SpecError, State
+from functional_fsdp import Layout, Spec, SpecError, State
 from functional_fsdp.extend import all_reduce, every_buffer, ranks_of, refuse_meta, torch_private
 
 from .watch import version
 
-__all__ = ["Buffers", "Rule"]
+__all__ = ["Buffers", "Rule", "shared_axes"]
 
 Rule = Literal["mean", "first", "local"]
 
@@ -54,6 +57,8 @@ class Buffers:
         self.before: dict[str, tuple[torch.Tensor, int, torch.Tensor | None]] = {}  # of what stays: version, a copy
         self.checked = False  # that what is not in the state does not change
         self.warned: set[str] = set()
+        self.layout: Layout | None = None  # that `axes` are of
+        self.axes: dict[str, tuple[str, ...]] = {}  # by path: those along which ranks have one buffer
         self.own = {path: held[name] for path, (held, name) in every.items()}
 
     def lend(self, state: State, device: torch.device, collects: bool = True) -> None:
@@ -208,20 +213,64 @@ class Buffers:
             held[name] = self.own[path]
 
     def _agreed(self, state: State, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By the rule, across the data ranks. One all-reduce an axis and dtype of floats; integers are the same."""
+        """By the rule, across the ranks that share a buffer. One all-reduce an axis and dtype of floats; integers are
+        the same. What is the ranks' own (`local_buffers`) stays so."""
         if self.rule == "local" or all(n == 1 for n in state.spec.axes.values()):
             return mine
-        shared = {path: t for path, t in mine.items() if path in self.persistent}
-        first = self.rule == "first"
+        first, local = self.rule == "first", state.local_buffers
+        shared = {path: t for path, t in mine.items() if path in self.persistent and path not in local}
         kinds = {p: t for p, t in shared.items() if t.dtype is not torch.bool and (first or t.is_floating_point())}
-        zeros = first and any(self.coordinate(state)[axis] for axis in state.spec.data)
-        tensors = [torch.zeros_like(t) if zeros else t for t in kinds.values()]
-        summed = all_reduce(state, tensors, "sum" if first else "mean", what="buffers")
-        return mine | dict(zip(kinds, summed, strict=True))
+        if self.layout is not state.layout:
+            self.layout, self.axes = state.layout, shared_axes(self.persistent, state.layout, state.spec)
+        for axes in dict.fromkeys(self.axes[path] for path in kinds):
+            some = {path: t for path, t in kinds.items() if self.axes[path] == axes}
+            zeros = first and any(self.coordinate(state)[axis] for axis in axes)
+            tensors = [torch.zeros_like(t) if zeros else t for t in some.values()]
+            agreed = all_reduce(state, tensors, "sum" if first else "mean", axes, "buffers") if axes else tensors
+            mine = mine | dict(zip(some, agreed, strict=True))
+        return mine
 
     def coordinate(self, state: State) -> Mapping[str, int]:
         """This rank's place on the mesh."""
         return ranks_of(state).coordinate
+
+
+def shared_axes(paths: Iterable[str], layout: Layout, spec: Spec) -> dict[str, tuple[str, ...]]:
+    """The data axes along which ranks have one and the same buffer, by its path; pure.
+
+    They are those along which ranks have the module of the buffer: that all its leaves are averaged over. A module
+    without leaves is a part of the nearest one around it that has some in it. If these differ (it is a part of a block
+    of which some leaves are of experts), the spec's placement of the buffer's path says.
+    """
+    data = {leaf.path: bucket.placement.data for bucket in layout.buckets.values() for leaf in bucket.leaves}
+    own: defaultdict[str, set[tuple[str, ...]]] = defaultdict(set)  # by module, of its leaves
+    below: defaultdict[str, set[tuple[str, ...]]] = defaultdict(set)  # and of its parts' leaves
+    for path, source in zip(layout.paths, layout.source, strict=True):
+        module = path.rpartition(".")[0]
+        own[module].add(data[source])
+        while module:
+            below[module].add(data[source])
+            module = module.rpartition(".")[0]
+        below[""].add(data[source])
+    found = {}
+    for path in paths:
+        module = path.rpartition(".")[0]
+        several = own.get(module)
+        if several is None:
+            while module not in below:
+                module = module.rpartition(".")[0]
+            several = below[module]
+            if len(several) > 1:
+                several = _by_rule(path, spec) or several
+        found[path] = tuple(axis for axis in spec.data if all(axis in axes for axes in several))
+    return found
+
+
+def _by_rule(path: str, spec: Spec) -> set[tuple[str, ...]]:
+    try:
+        return {spec.placement_of(path).data}
+    except SpecError:  # no rule matches it
+        return set()
 
 
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -64,7 +64,9 @@ def forward_backward(
             with all methods and attributes.
         has_aux: `loss_fn` returns `(loss, aux)`.
         buffers: what is kept of buffers that the forward changes (BatchNorm statistics): "mean" over the data ranks,
-            the "first" rank's, or "local", each rank's own (exports and checkpoints then have the first rank's).
+            the "first" rank's, or "local", each rank's own (exports and checkpoints then have the first rank's). Along
+            an axis whose ranks have leaves of their own, as experts, they have the buffers beside these of their own,
+            too. What `shard(local_buffers=)` names is each rank's own by any rule.
         compile: True, or options of torch.compile: what units compute is compiled, once for all that are alike. Of
             these, units of a class that comes again, as layers do; where none does, all but torch's own layers.
             `T.compile_units` chooses modules itself, and `T.compile_report` says whether it pays.
