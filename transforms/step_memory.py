@@ -10,6 +10,8 @@ from functional_fsdp import ScheduleError, State
 from functional_fsdp.extend import (
     StepMemory,
     Stretch,
+    every_buffer,
+    evolve,
     find_peak,
     plan_for,
     refuse_values,
@@ -61,18 +63,23 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
     where, gives_back = steps_on(state)
     layout, schedule = state.layout, state.spec.schedule
     mode = torch_private.fakes_that_die()
-    with torch.compiler.set_stance("force_eager"), mode:
+    with mode:
         weights = weights_of(layout, where)
+    rehearsal = Rehearsal(driver.bare(), where, weights, holds=gives_back)
+    with torch.compiler.set_stance("force_eager"), mode:
+        own = [(held, name) for _, held, name in every_buffer(rehearsal.model)]
+        for held, name in own:
+            held[name] = _alike(held[name], where)
+        lent = evolve(state, buffers=pytree.tree_map_only(torch.Tensor, lambda t: _alike(t, where), state.buffers))
         given, keywords = pytree.tree_map_only(torch.Tensor, lambda t: _alike(t, where), (args, kwargs))
         known = [*pytree.tree_leaves((given, keywords)), *(w for one in weights.values() for w in one.values())]
-
-        rehearsal = Rehearsal(driver.bare(), where, weights, holds=gives_back)
+        known += [*pytree.tree_leaves(lent.buffers), *(held[name] for held, name in own)]
 
         def rehearse() -> tuple[list[Stretch], tuple[list[Any], list[Any]]]:
             stretches: list[Stretch] = []
             alive = Alive(where, [t for t in known if isinstance(t, torch.Tensor)])
             rehearsal.completed = lambda unit: stretches.append(Stretch(unit, alive.lap()))
-            with rehearsal.running(state, "step_memory", trains=True), alive:
+            with rehearsal.running(lent, "step_memory", trains=True), alive:
                 forward_backward.rehearse(rehearsal, given, keywords)
                 trace = rehearsal.trace
             return [*stretches, Stretch("", alive.lap())], trace

@@ -195,3 +195,54 @@ def test_a_state_and_a_model_are_as_they_were() -> None:
         return found
 
     assert losses(True) == losses(False)
+
+
+class Buffered(Net):
+    """Reads a table, counts in place, and has running statistics."""
+
+    table: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("table", torch.ones(WIDTH), persistent=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        out: torch.Tensor = self.norm(super().forward(x * self.table))
+        return out
+
+
+@pytest.mark.parametrize("rides", [True, False])
+def test_a_module_may_have_buffers(rides: bool) -> None:
+    module = Buffered()
+    params, model = fsdp.functionalize(module)
+    state = fsdp.shard(
+        params, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(lr=1e-3), buffers=fsdp.buffers(module) if rides else None
+    )
+    forward_backward = T.forward_backward(model, loss_fn)
+    params, skeleton = fsdp.functionalize(Net())
+    bare = fsdp.shard(params, state.spec, fsdp.adamw(lr=1e-3))
+    plain = T.step_memory(T.forward_backward(skeleton, loss_fn), bare, torch.ones(ROWS, WIDTH))
+    found = T.step_memory(forward_backward, state, torch.ones(ROWS, WIDTH))
+    most, least = (max(one.alive for one in memory.stretches) for memory in (found, plain))
+    assert most > least
+    assert found.parts.get("buffers", 0) == (2 * WIDTH * 4 + 8 + 8 if rides else 0)
+    assert model.calls == module.calls == 0
+    if rides:
+        after, _ = forward_backward(state, torch.ones(ROWS, WIDTH))
+        assert [int(one.buffers["calls"]) for one in (state, after)] == [0, 1]
+
+
+def test_of_an_abstract_state_of_a_module_that_was_built_on_meta() -> None:
+    with torch.device("meta"):
+        module = Buffered()
+    params, model = fsdp.functionalize(module)
+    spec = fsdp.Spec({"data": 4})
+    state = fsdp.abstract_state(params, spec, fsdp.adamw(lr=1e-3), buffers=fsdp.buffers(module))
+    found = T.step_memory(T.forward_backward(model, loss_fn), state, torch.empty(ROWS, WIDTH, device="meta"))
+    real, where = fsdp.functionalize(Buffered()), fsdp.buffers(Buffered())
+    again = fsdp.abstract_state(real[0], spec, fsdp.adamw(lr=1e-3), buffers=where)
+    assert found.peak == T.step_memory(T.forward_backward(real[1], loss_fn), again, torch.empty(ROWS, WIDTH)).peak
