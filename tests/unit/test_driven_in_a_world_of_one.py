@@ -581,6 +581,59 @@ def test_modes_decide_about_running_statistics() -> None:
     assert torch.equal(trained.buffers["1.running_mean"], module[1].running_mean)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("first", ["eval", "train", "another state"])
+def test_statistics_that_no_state_has_are_refused_whenever_they_change(first: str) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+    params, model = fsdp.functionalize(module)
+    bare = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    run = T.forward_backward(model, total)
+    if first == "another state":
+        run(made(module)[0], X)
+    elif first == "eval":
+        model.eval()
+        run(bare, X)
+        model.train()
+    for _ in range(2):
+        with pytest.raises(fsdp.SpecError, match=r"changed the buffer '1.running_mean', which is not in the state"):
+            run(bare, X)
+
+
+class Tardy(Net):
+    """Counts, or lets a kernel note something, once it is told to."""
+
+    count: torch.Tensor
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4), persistent=persistent)
+
+    def forward(self, x: torch.Tensor, how: str = "") -> torch.Tensor:
+        if how == "in place":
+            self.count += 1
+        elif how == "replaced":
+            self.count = self.count + 1
+        elif how == "kernel":
+            F.batch_norm(x, self.count, torch.ones(4), training=True)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize(("how", "mode"), [("in place", "train"), ("replaced", "train"), ("kernel", "eval")])
+def test_a_buffer_that_changes_late_is_refused(how: str, mode: str, persistent: bool) -> None:
+    params, model = fsdp.functionalize(Tardy(persistent))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    run = T.forward_backward(model, lambda model, x, how="": model(x, how).sum())
+    model.train(mode == "train")
+    run(state, X)
+    model.train()
+    if how == "replaced" and not persistent:
+        with pytest.warns(UserWarning, match="replaced the buffer 'count'"):
+            run(state, X, how)
+        return
+    with pytest.raises(fsdp.SpecError, match="changed the buffer 'count'"):
+        run(state, X, how)
+
+
 def test_a_model_that_is_gone_is_not_kept_alive() -> None:
 
     module = Configured()

@@ -55,7 +55,7 @@ class Buffers:
         self.given: Any = None  # the paths in the state, when `places` was found
         self.lent: dict[str, torch.Tensor] = {}
         self.before: dict[str, tuple[torch.Tensor, int, torch.Tensor | None]] = {}  # of what stays: version, a copy
-        self.checked = False  # that what is not in the state does not change
+        self.checked: set[str] = set()  # what kernels may write to, is not in the state, and has not changed so far
         self.warned: set[str] = set()
         self.layout: Layout | None = None  # that `axes` are of
         self.axes: dict[str, tuple[str, ...]] = {}  # by path: those along which ranks have one buffer
@@ -114,8 +114,8 @@ class Buffers:
         for path, (held, name) in self.rest.items():
             if path not in self.places:
                 t = held[name]
-                copied = t.clone() if not self.checked and id(held) in self.live and t.is_floating_point() else None
-                self.before[path] = (t, version(t), copied)
+                looks = path not in self.checked and id(held) in self.live and t.is_floating_point()
+                self.before[path] = (t, version(t), t.clone() if looks else None)
 
     def collect(self, state: State) -> Any:
         """The buffers of the new state: the old ones if the forward can have changed nothing.
@@ -143,13 +143,14 @@ class Buffers:
                 )
             if path in given:
                 mine[path] = t.detach()
-            elif not self.checked and self.other(t, path):  # once: it waits for the device
+            elif (path not in self.checked or self.told(t, path)) and self.other(t, path):  # which waits for the device
                 raise SpecError(
                     f"the forward changed the buffer {path!r}, which is not in the state. Give the state its buffers: "
                     "shard(params, spec, optimizer, buffers=fsdp.buffers(model)), or build it with init."
                 )
+            else:
+                self.checked.add(path)
         self._look_at_rest()
-        self.checked = True
         return {**given, **self._agreed(state, mine)} if mine else state.buffers
 
     def changed(self, now: dict[str, Any]) -> dict[str, Any]:
@@ -157,9 +158,12 @@ class Buffers:
         live = self.live | self._live()
         return {
             path: t for path, t in now.items()
-            if t is not self.lent[path] or t._version != self.versions[path]
-            or (id(self.places[path][0]) in live and t.is_floating_point())
+            if self.told(t, path) or (id(self.places[path][0]) in live and t.is_floating_point())
         }  # fmt: skip
+
+    def told(self, t: torch.Tensor | None, path: str) -> bool:
+        """Whether what is in the place of a lent buffer says that it was changed."""
+        return t is None or t is not self.lent[path] or t._version != self.versions[path]
 
     def spoilt(self, t: torch.Tensor, counted: int, copied: torch.Tensor | None) -> bool:
         """Whether a buffer was changed in place, since its version was this and it was copied, if it was."""
@@ -175,12 +179,13 @@ class Buffers:
             held, name = self.rest[path]
             new = held.get(name)
             if new is t and self.spoilt(t, counted, copied):
-                self.checked = False
                 raise SpecError(
                     f"the forward changed the buffer {path!r} in place, which is not persistent, and not in the state: "
                     "evaluation, a retried step and other transforms would not see it. Make it persistent, or give the "
                     "state all buffers: buffers=fsdp.buffers(model, every=True), init(..., every_buffer=True)."
                 )
+            if copied is not None:
+                self.checked.add(path)
             if new is not t and path not in self.warned:
                 self.warned.add(path)
                 warnings.warn(
