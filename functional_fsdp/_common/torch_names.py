@@ -34,7 +34,7 @@ __all__ = [
     "end_allocate_to_pool", "fakes_that_die", "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_",
     "foreach_copy_", "foreach_div_", "foreach_lerp", "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm",
     "foreach_zero_", "forget_imports", "func_interpreter", "functional_collectives", "functorch_config", "fused_adamw_",
-    "fused_sgd_", "gloo_options", "inductor", "lift_on_host", "lifts_on_host", "make_wrapper",
+    "fused_sgd_", "gloo_options", "inductor", "is_wrapped", "lift_on_host", "lifts_on_host", "make_wrapper",
     "override_stale_capture_stream", "pop_saved_hooks", "push_saved_hooks", "pytree", "raw_stream", "read_objects_by",
     "recompile_reason",
     "reduce_scatter_single", "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream",
@@ -60,6 +60,7 @@ fused_sgd_ = torch._fused_sgd_
 # ---- what is going on around a call
 C: Any = torch._C
 CInterpreter: Any = C._functorch.CInterpreter
+is_wrapped = C._functorch.is_functorch_wrapped_tensor  # whether a tensor is of a torch.func transform
 func_interpreter = torch._C._functorch.peek_interpreter_stack  # of the innermost torch.func transform, or None
 autograd_node = torch._C._current_autograd_node  # whose backward runs, or None
 will_execute = torch._C._will_engine_execute_node  # in the backward that runs

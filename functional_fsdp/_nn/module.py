@@ -16,11 +16,13 @@ import torch.nn as nn
 
 from .._common.errors import TreeError
 from .._common.interrupts import whole
-from .._common.torch_names import autograd_node, reparametrize_module
+from .._common.torch_names import FakeTensor, autograd_node, func_interpreter, is_wrapped, reparametrize_module
+from .._common.tracing import refuse, tracing
 from .skeleton import Placeholder, refuse_meta, skeleton_of
 from .ties import aliases_of, tied
 
 M = TypeVar("M", bound=nn.Module)
+Slot = tuple[dict[str, Any], str]  # a dict of parameters or buffers, and a name in it
 
 __all__ = ["Bound", "bind", "functionalize"]
 
@@ -55,7 +57,7 @@ class Slots:
         found = [(m._parameters, path) for m, path in zip(modules, paths, strict=True)]
         held = [(params, path, name) for params, path in found for name, p in params.items() if p is not None]
         self.keys = [path + name for _, path, name in held]
-        self.slots: list[tuple[dict[str, Any], str]] = [(params, name) for params, _, name in held]
+        self.slots: list[Slot] = [(params, name) for params, _, name in held]
         self.placeholders = [params[name] for params, name in self.slots]
         self.shapes = [torch.Size(p.size()) for p in self.placeholders]
         self.buffers: list[dict[str, Any]] = [m._buffers for m in modules]
@@ -84,8 +86,13 @@ class Slots:
             return None
 
     @whole
-    def restore(self, module: nn.Module) -> None:
-        """Placeholders and buffers back in their places."""
+    def restore(self, module: nn.Module, keeps: bool = False) -> list[Slot]:
+        """Placeholders and buffers back in their places.
+
+        Args:
+            keeps: buffers that the call has put in the place of others stay. Returns those that cannot.
+        """
+        lost = []
         for (held, name), placeholder in zip(self.slots, self.placeholders, strict=True):
             if name in held:
                 held[name] = placeholder
@@ -94,8 +101,15 @@ class Slots:
         for held, before in self.lent or ():
             for name, buffer in before.items():
                 if buffer is not None:
+                    new = held.get(name)
+                    if keeps and new is not buffer and isinstance(new, torch.Tensor):
+                        if _stays(new):
+                            buffer = new.detach().clone()  # it may be a part of a weight, which is borrowed
+                        else:
+                            lost.append((held, name))
                     _put(module, held, name, buffer)
         self.lent = None
+        return lost
 
     def same(self) -> bool:
         """Whether the parts and the placeholders are those that were noted: identities, compared in C."""
@@ -130,6 +144,53 @@ def _place(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Place | No
         _NOTED[module] = slots
     given = slots.fit(weights)
     return None if given is None else (slots, given)
+
+
+def _stays(t: torch.Tensor) -> bool:
+    """Whether a tensor has values after the call: not one of a torch.func transform, of a graph, or without values."""
+    if torch.compiler.is_dynamo_compiling():
+        return not _transformed()
+    return not (isinstance(t, FakeTensor) or is_wrapped(t) or t.is_meta)
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func runs this. Dynamo runs it for real, while it is within one itself."""
+    return func_interpreter() is not None
+
+
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
+
+
+def _keep(module: nn.Module, own: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> None:
+    """Of a module's buffers those stay that a call has put in the place of others."""
+    lost = []
+    for path, buffer in own.items():
+        new = now[path]
+        if new is not buffer:
+            owner, _, name = path.rpartition(".")
+            held = module.get_submodule(owner)._buffers
+            if _stays(new):
+                held[name] = new.detach().clone()
+            else:
+                lost.append((held, name))
+    if lost:
+        _refuse_lost(module, lost)
+
+
+def _refuse_lost(module: nn.Module, lost: list[Slot]) -> None:
+    """Raise for buffers that cannot stay; but for caches, and where only shapes are asked for."""
+    if not _transformed() and not tracing():
+        return
+    for path, part in module.named_modules():
+        for held, name in lost:
+            if held is part._buffers and name not in part._non_persistent_buffers_set:
+                buffer = f"{path}.{name}".lstrip(".")
+                said = (
+                    f"bind: the forward put another tensor in the place of the buffer {buffer!r}, under torch.func or "
+                    "where a graph is made, and it would be lost. Buffers must not change there. Use "
+                    "T.forward_backward, by which they ride in the state; or return the new value."
+                )
+                refuse("SpecError", said)
 
 
 def _lending(slots: Slots) -> bool:
@@ -179,25 +240,35 @@ class Bound:
         place = None if torch.compiler.is_compiling() else self._place or _place(module, self._weights)
         if place is None or not place[0].same():
             own = dict(module.named_buffers(remove_duplicate=False))
-            if own and _recomputing():
+            again = bool(own) and _recomputing()
+            if again:
                 own = {path: buffer.clone() for path, buffer in own.items()}
             tensors = {**own, **self._weights}
             with reparametrize_module(module, tensors, tie_weights=False, strict=True, stack_weights=True):
-                return function(module, *args, **kwargs)
+                out = function(module, *args, **kwargs)
+            if own and not again:
+                _keep(module, own, tensors)
+            return out
         slots, weights = place
         for path, held, name in slots.meta:
             if held[name].is_meta and not all(w.is_meta for w in weights):
                 refuse_meta(path)
         slots.lent = [(held, held.copy()) for held in slots.buffers if held] if any(slots.buffers) else []
+        again = bool(slots.lent) and _recomputing()
+        done = False
         try:
-            if slots.lent and _recomputing():
+            if again:
                 for held, before in slots.lent:
                     held.update({name: buffer.clone() for name, buffer in before.items() if buffer is not None})
             for (held, name), weight in zip(slots.slots, weights, strict=True):
                 held[name] = weight
-            return function(module, *args, **kwargs)
+            out = function(module, *args, **kwargs)
+            done = not again
         finally:
-            slots.restore(module)
+            lost = slots.restore(module, done)
+        if lost:
+            _refuse_lost(module, lost)
+        return out
 
     def _child(self, name: str) -> Bound:
         return Bound(self._module._modules[name], _below(self._weights, name))
@@ -291,7 +362,8 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
         a callable with the module's methods, attributes and submodules, all seeing these weights.
 
     Raises:
-        TreeError: keys that are missing, unknown, or of another shape.
+        TreeError: keys that are missing, unknown, or of another shape. SpecError, from a call: a buffer that it changes
+            and that would be lost, see "Buffers" in the guide's page on train steps.
     """
     if isinstance(model, Bound):
         model = model._module

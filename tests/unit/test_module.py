@@ -637,7 +637,7 @@ def test_weights_that_an_interrupt_left_in_a_module_go_with_the_next_call(monkey
     params, model = fsdp.functionalize(nn.Linear(2, 2))
     before, x = model.weight, torch.ones(1, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(Slots, "restore", lambda slots, module: None)  # it was on its way there
+        patch.setattr(Slots, "restore", lambda *args: [])  # it was on its way there
         fsdp.bind(model, params)(x)
     assert model.weight is params["weight"]
     fsdp.bind(model, params)(x)
@@ -754,7 +754,7 @@ class Stateful(nn.Module):
     ],
 )
 def test_what_a_module_does_to_itself(what: str, known: bool) -> None:
-    """Parameters and buffers are as before the call; in-place changes of buffers and new buffers stay."""
+    """Parameters are as before the call, and buffers that it took away; what it made of others stays."""
     module = Stateful()
     params, skeleton = fsdp.functionalize(module)
     h = torch.randn(4, 2)
@@ -766,9 +766,89 @@ def test_what_a_module_does_to_itself(what: str, known: bool) -> None:
         assert untouched(skeleton)
         assert set(dict(skeleton.named_parameters())) == {"layer.weight", "gain"}
         assert "gain" not in vars(skeleton)
-        assert skeleton.mean.tolist() == [0.0, 0.0]
+        assert torch.equal(skeleton.mean, want.mean(0) if what == "replace a buffer" else torch.zeros(2))
+        assert not skeleton.mean.requires_grad
         assert skeleton.count == (calls if what == "in place" else 0)
         assert (skeleton.seen is h) == (what == "fill a buffer")
+
+
+class Assigns(nn.Module):
+    """Puts new tensors in the places of its buffers."""
+
+    mean: torch.Tensor
+    calls: torch.Tensor
+    cache: torch.Tensor
+
+    def __init__(self, persistent: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(2), persistent=persistent)
+        self.register_buffer("calls", torch.zeros(()), persistent=persistent)
+
+    def forward(self, h: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        out: torch.Tensor = self.layer(h + self.mean)
+        self.mean = 0.5 * self.mean + out.mean(0)
+        self.calls = self.calls + 1
+        if fails:
+            raise ZeroDivisionError
+        return out
+
+
+def bound_by(way: str, skeleton: nn.Module, params: Any) -> Any:
+    """bind by the short way, by the long one, by checkpointing, or compiled."""
+    if way == "checkpoint":
+        return lambda h: checkpoint(fsdp.bind(skeleton, params), h, use_reentrant=False)
+    if way == "compiled":
+        return torch.compile(lambda h: fsdp.bind(skeleton, params)(h), fullgraph=True, backend="aot_eager")
+    return fsdp.bind(skeleton, params)
+
+
+@pytest.mark.parametrize("way", ["short", "long", "checkpoint", "long checkpoint", "compiled"])
+def test_a_buffer_that_the_forward_replaces_is_the_skeletons_from_then_on(way: str) -> None:
+    module = plain = Assigns()
+    params, skeleton = fsdp.functionalize(module)
+    if way.startswith("long"):  # no skeleton
+        skeleton = copy.deepcopy(module)
+    bound = bound_by(way.removeprefix("long "), skeleton, params)
+    for _ in range(3):
+        h = torch.randn(4, 2, requires_grad=True)
+        out, want = bound(h), plain(h)
+        torch.testing.assert_close(out, want)
+        out.sum().backward()
+        plain.mean.detach_()
+        torch.testing.assert_close(dict(skeleton.named_buffers()), dict(plain.named_buffers()))
+        assert not skeleton.mean.requires_grad
+    with pytest.raises(ZeroDivisionError):
+        fsdp.bind(skeleton, params)(h, fails=True)
+    torch.testing.assert_close(dict(skeleton.named_buffers()), dict(plain.named_buffers()))
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_where_it_would_be_lost_it_is_refused(long: bool) -> None:
+    h = torch.ones(3, 2)
+
+    def loss(bound: Any, h: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = bound(h).sum()
+        return out
+
+    for persistent in (True, False):
+        module = Assigns(persistent)
+        params, skeleton = fsdp.functionalize(module)
+        skeleton = copy.deepcopy(module) if long else skeleton
+        for run in (
+            lambda: torch.func.grad(lambda p: loss(fsdp.bind(skeleton, p), h))(params),  # noqa: B023
+            lambda: torch.func.vmap(lambda h: loss(fsdp.bind(skeleton, params), h[None]))(h),  # noqa: B023
+        ):
+            if persistent:
+                with pytest.raises(fsdp.SpecError, match=r"another tensor in the place of the buffer 'mean'"):
+                    run()
+            else:
+                run()  # a cache is made again
+            assert skeleton.mean.tolist() == [0.0, 0.0]
+    shapes = {path: p.to("meta") for path, p in params.items()}
+    skeleton.mean, skeleton.calls = skeleton.calls, skeleton.mean  # a number goes with any device
+    assert fsdp.bind(skeleton, shapes)(h.to("meta")).is_meta
+    assert not skeleton.mean.is_meta
 
 
 # -------------------------------------------------------------------------------- a structure that changes
