@@ -224,6 +224,36 @@ def test_apply_computes_what_the_module_computes(name: str, debug: bool) -> None
         assert all(same.values()), same
 
 
+def draws() -> list[torch.Tensor]:
+    """Of two calls on one state, of one on a state of the same seed, of two with seeds, and of the program."""
+    state, model = start(net())
+    other, _ = start(net())
+
+    def noise(model: Any, seed: int | None = None) -> torch.Tensor:
+        if seed is not None:
+            torch.manual_seed(seed)
+        return torch.randn(3)
+
+    sample = T.apply(model, noise)
+    torch.manual_seed(7)
+    found = [sample(one)[1] for one in (state, state, other)]
+    found += [sample(state, fsdp.extend.seeds(state, "noise")(k, dist.get_rank()))[1] for k in range(2)]
+    return [*found, torch.randn(3)]
+
+
+def test_apply_draws_the_same_on_one_state_and_others_with_a_seed() -> None:
+    torch.manual_seed(7)
+    own = torch.randn(3)
+    every = launch(draws, nprocs=2)
+    for first, again, other, *seeded, after in every:
+        assert torch.equal(first, again)
+        assert torch.equal(first, other)
+        assert not torch.equal(*seeded)
+        assert torch.equal(after, own)
+    for mine, others in zip(*(found[:-1] for found in every), strict=True):
+        assert not torch.equal(mine, others)
+
+
 def generated(name: str) -> bool:
     case = CASES[name]
     module = made(case, torch.float32).eval()

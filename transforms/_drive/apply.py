@@ -49,6 +49,10 @@ def apply(
     Every rank must use the same units in the same order: in generation, let all ranks make the same number of tokens
     (in Hugging Face models `generate(..., synced_gpus=True)`, or equal lengths).
 
+    Random numbers are those of (state.rng, step, rank), as in `forward_backward`. So every call on one state draws the
+    same, as do states of one seed and step; the caller's own go on as they were. To sample anew, seed in `fn`: see the
+    example.
+
     Collective: as `unshard` for each unit that is used.
 
     Example:
@@ -56,6 +60,10 @@ def apply(
         >>> state, logits = predict(state, tokens)  # doctest: +SKIP
         >>> generate = T.apply(model, lambda model, ids: model.generate(ids, max_new_tokens=20))  # doctest: +SKIP
         >>> state, ids = generate(state, ids)  # doctest: +SKIP
+        >>> def sample(model, ids, seed):
+        ...     torch.manual_seed(seed)  # for as long as `fn` runs
+        ...     return model.generate(ids, max_new_tokens=20, do_sample=True)
+        >>> state, ids = T.apply(model, sample)(state, ids, extend.seeds(state, "sample")(k, rank))  # doctest: +SKIP
     """
     driver = Driver(model, compile)
     if not training:
