@@ -13,6 +13,7 @@ did not expect its form, and waits in the ballot; the others, which wait in the 
 from __future__ import annotations
 
 import zlib
+from itertools import takewhile
 from typing import Any
 
 from .._common.errors import ScheduleError, TreeError
@@ -22,6 +23,7 @@ from .ballots import APART, METRICS
 __all__ = ["Forms", "described", "differ"]
 
 MOST = 256  # transitions that are remembered
+AROUND = 80  # letters of a long text before the place where it differs
 
 
 class Forms:
@@ -87,9 +89,10 @@ def _compare(run: Any, number: int, lineage: Any) -> None:
     if most == least:
         return
     if least < METRICS or most >= APART:
+        what = _cut(described(run.form))
         raise ScheduleError(
-            f"ranks came to {described(run.form)}, and to something else (a step, a use outside the plan). Make "
-            "the same calls in the same order on every rank. The state before the step is valid."
+            f"ranks came to {what}, and to something else (a step, a use outside the plan). Make the same "
+            f"calls in the same order on every rank.{_of_buffers(run.form)} The state before the step is valid."
         )
     forms = run.everyone(described(run.form), "metrics")
     lineage.call.unchanged()  # all know
@@ -102,7 +105,26 @@ def differ(run: Any, forms: list[str]) -> None:
     run.form = ()
     for rank, form in said:
         if form != said[0][1]:
+            at = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(form, said[0][1], strict=False)))
+            remedy = "Give pmean, psum and pmax the same tree, with the same shapes and dtypes, on every rank."
             raise TreeError(
-                f"ranks have different metrics: rank {said[0][0]} has {said[0][1]}, rank {rank} has {form}. Give "
-                "pmean, psum and pmax the same tree, with the same shapes and dtypes, on every rank."
+                f"ranks have different metrics: rank {said[0][0]} has {_cut(said[0][1], at)}, rank {rank} has "
+                f"{_cut(form, at)}.{_of_buffers(form) or f' {remedy}'}"
             )
+
+
+def _cut(text: str, at: int = 0) -> str:
+    """Some of a text, around a place in it."""
+    start = max(0, at - AROUND) if len(text) > 4 * AROUND else 0
+    stop = start + 4 * AROUND
+    return f"{'...' * (start > 0)}{text[start:stop]}{'...' * (stop < len(text))}"
+
+
+def _of_buffers(form: Any) -> str:
+    """What to do, where what differs are buffers of driven steps: a form, or one in words."""
+    if not (form if isinstance(form, str) else described(form)).startswith("buffers("):
+        return ""
+    return (
+        " These are the buffers that a driven step changed. Every rank must change the same ones: have the model in "
+        "the same mode, and let no branch decide. Or keep each rank's own: forward_backward(buffers='local')."
+    )

@@ -459,6 +459,46 @@ def test_a_buffer_that_changes_and_is_not_in_the_state() -> None:
         assert "buffers=fsdp.buffers(model)" in said
 
 
+class Notes(nn.Module):
+    """Changes the buffers that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        for name in ("one", "other", "small"):
+            self.register_buffer(name, torch.zeros(2 if name == "small" else 3))
+
+    def forward(self, x: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+        for name in names:
+            self.get_buffer(name).add_(1)
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+def changes_of_ranks(names: Sequence[Sequence[str]], rule: Any) -> tuple[str, list[float]]:
+    state, model = start(Notes().eval())
+    forward_backward = T.forward_backward(model, lambda model, x, names: model(x, names).sum(), buffers=rule)
+    done = [state]
+
+    def step() -> None:
+        done[0] = fsdp.step(forward_backward(state, torch.ones(2, 3), names[dist.get_rank()])[0])
+
+    return raised(step), [float(done[0].buffers[name].sum()) for name in ("one", "other", "small")]
+
+
+@pytest.mark.parametrize("names", [(["one"], []), (["one"], ["other"]), (["one"], ["one", "small"])])
+def test_ranks_that_change_other_buffers_are_told_which(names: Any) -> None:
+    told = [said for said, _ in launch(changes_of_ranks, (names, "mean"), nprocs=2)]
+    assert all(told)
+    assert "buffers({'one': 'float32 [3]'})" in told[0]
+    assert "Every rank must change the same ones" in told[0]
+    assert not names[1] or (f"rank 1 has buffers({{'{names[1][0]}': 'float32 [3]'" in told[1])
+    for rank, (said, sums) in enumerate(launch(changes_of_ranks, (names, "local"), nprocs=2)):
+        assert not said
+        sizes = {"one": 3.0, "other": 3.0, "small": 2.0}
+        assert sums == [size * (name in names[rank]) for name, size in sizes.items()]
+
+
 # ---------------------------------------------------------------- random numbers
 
 

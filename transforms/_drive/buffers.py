@@ -58,6 +58,7 @@ class Buffers:
         self.checked: set[str] = set()  # what kernels may write to, is not in the state, and has not changed so far
         self.warned: set[str] = set()
         self.layout: Layout | None = None  # that `axes` are of
+        self.forms: dict[tuple[str, ...], Any] = {}
         self.axes: dict[str, tuple[str, ...]] = {}  # by path: those along which ranks have one buffer
         self.own = {path: held[name] for path, (held, name) in every.items()}
 
@@ -231,9 +232,16 @@ class Buffers:
             some = {path: t for path, t in kinds.items() if self.axes[path] == axes}
             zeros = first and any(self.coordinate(state)[axis] for axis in axes)
             tensors = [torch.zeros_like(t) if zeros else t for t in some.values()]
-            agreed = all_reduce(state, tensors, "sum" if first else "mean", axes, "buffers") if axes else tensors
+            op: Any = "sum" if first else "mean"
+            agreed = all_reduce(state, tensors, op, axes, "buffers", self.form(tuple(some))) if axes else tensors
             mine = mine | dict(zip(some, agreed, strict=True))
         return mine
+
+    def form(self, paths: tuple[str, ...]) -> Any:
+        """What ranks compare: which buffers these are. The same object for equal paths."""
+        if paths not in self.forms:
+            self.forms[paths] = "buffers", torch_private.pytree.tree_structure(dict.fromkeys(paths, 0))
+        return self.forms[paths]
 
     def coordinate(self, state: State) -> Mapping[str, int]:
         """This rank's place on the mesh."""
