@@ -106,8 +106,15 @@ def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor
 
 
 @alone
-def state_dict(state: State) -> dict[str, torch.Tensor]:
+def state_dict(state: State, module: nn.Module | None = None) -> dict[str, torch.Tensor]:
     """Whole parameters and the state's buffers by path, on every rank: `module.load_state_dict(state_dict(state))`.
+
+    Args:
+        module: the model, or its skeleton. Needed where one module with buffers is at several paths of it: a state has
+            its buffers once, by the first path, and only the model knows of the others.
+
+    Returns:
+        tensors of your own; what is tied, or has several paths, is the same tensor at each.
 
     Raises:
         TreeError: a parameter and a buffer have one path. Else, and collective: as `full_params`.
@@ -121,4 +128,11 @@ def state_dict(state: State) -> dict[str, torch.Tensor]:
     tensors = pytree.tree_leaves(full_params(state))
     found = dict(zip(state.layout.paths, tensors, strict=True))
     paths, values, _ = flatten(state.buffers)
-    return found | {path: value.clone() for path, value in zip(paths, values, strict=True)}
+    found |= {path: value.clone() for path, value in zip(paths, values, strict=True)}
+    first: dict[nn.Module, str] = {}
+    for path, part in () if module is None else module.named_modules(remove_duplicate=False):
+        source = first.setdefault(part, path)
+        for name in part._buffers if source != path else ():
+            if f"{source}.{name}" in found:
+                found.setdefault(f"{path}.{name}", found[f"{source}.{name}"])
+    return found

@@ -99,3 +99,41 @@ def test_a_module_at_several_paths(shared: str, way: str) -> None:
         return
     for worst in launch(trained, (shared, way), nprocs=2):
         assert worst < 1e-12
+
+
+class Normed(nn.Module):
+    """A norm at two paths, one without leaves in a block at two paths, and a tied weight of two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.other = nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=False))
+        self.more = nn.ModuleList([self.first, self.block])
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.other.weight
+        self.other.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in (self.first, self.other, self.block, *self.more):
+            x = part(x)
+        out: torch.Tensor = self.tied(x)
+        return out
+
+
+def exported() -> bool:
+    torch.manual_seed(0)
+    module = Normed().double()
+    params, model = fsdp.functionalize(module)
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1), buffers=fsdp.buffers(module))
+    state, _ = T.forward_backward(model, loss_fn)(state, batch(dist.get_rank()))
+    state = fsdp.step(state)
+    into = Normed().double()
+    for one in (module, model):
+        into.load_state_dict(fsdp.state_dict(state, one))  # every key, and no other
+    same = [torch.equal(into.get_buffer(path), buffer) for path, buffer in state.buffers.items()]
+    moved = bool(state.buffers["block.1.running_mean"].any())
+    return all(same) and moved and "more.0.running_mean" not in fsdp.state_dict(state)
+
+
+def test_a_state_dict_has_the_buffers_of_a_module_at_each_of_its_paths() -> None:
+    assert launch(exported, nprocs=2) == [True, True]
