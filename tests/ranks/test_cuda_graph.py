@@ -212,6 +212,15 @@ def test_a_signature_is_of_one_optimizer_and_spec() -> None:
     assert of(Spec(mesh), fsdp.adamw(lr=0.1)) != of(Spec(mesh, average="sum"), fsdp.adamw(lr=0.1))
 
 
+def test_a_signature_is_of_the_buffers_that_ranks_have_of_their_own() -> None:
+    def of(local: Any) -> Any:
+        params, _ = fsdp.functionalize(Stack(16, 3))
+        buffers = {"mean": torch.zeros(2)}
+        return signature(fsdp.shard(params, Spec(fsdp.local_mesh()), buffers=buffers, local_buffers=local), [], None)
+
+    assert of(["m*"]) == of(["mean"]) != of([])
+
+
 # ---------------------------------------------------------------- the lineage's side
 
 

@@ -17,12 +17,13 @@ pytree = torch_private.pytree
 
 
 class Kind:
-    """What a captured step takes for granted of a state: equal by spec, layout and optimizer."""
+    """What a captured step takes for granted of a state: equal by spec, layout, optimizer, and which buffers are each
+    rank's own."""
 
     __slots__ = ("key",)
 
     def __init__(self, state: State) -> None:
-        self.key = (state.spec, state.layout, state.optimizer)
+        self.key = (state.spec, state.layout, state.optimizer, state.local_buffers)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kind) and all(a is b or a == b for a, b in zip(self.key, other.key, strict=True))
