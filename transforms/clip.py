@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import torch
 
-from functional_fsdp import FlatBuffer, SpecError, State, finish_reductions
+from functional_fsdp import FlatBuffer, SpecError, State, finish_reductions, pmax
 from functional_fsdp.extend import change, refuse, shards, torch_private, traced_as
 
 from .nonfinite import NonfiniteError, find_nonfinite
@@ -64,7 +64,9 @@ def _waits(state: State, norm: torch.Tensor) -> NoReturn:
 
 @traced_as(_waits)
 def _finite(state: State, norm: torch.Tensor) -> State:
-    """Raise NonfiniteError on every rank if this norm of the gradients, the same on all of them, is inf or NaN."""
+    """Raise NonfiniteError on every rank if this norm of the gradients is inf or NaN on any of them."""
+    if alone := [axis for axis in state.spec.axes if axis not in state.spec.data]:  # norms of their own
+        state, norm = pmax(state, norm, alone)
     if not norm.isfinite():
         state, found = find_nonfinite(state)
         raise NonfiniteError(found, f"(clip_by_global_norm: their norm is {norm.item()})")

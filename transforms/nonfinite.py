@@ -17,6 +17,8 @@ __all__ = ["Nonfinite", "NonfiniteError", "NonfiniteWatch", "any_nonfinite", "fi
 def any_nonfinite(state: State) -> tuple[State, torch.Tensor]:
     """Whether any gradient of any rank is inf or NaN: a bool tensor [], the same on every rank. No host sync.
 
+    Ranks that train apart (along an axis that no placement names) have an answer of their own.
+
     Raises:
         ScheduleError: the state has no gradients.
 
@@ -41,8 +43,8 @@ def skip_nonfinite(step: Callable[..., State]) -> Callable[[State], State]:
     Returns:
         `f(state) -> state`. How many steps were skipped is counted in `state.extras["skipped"]`, an int64 tensor [].
 
-    Nothing waits for the device: it decides there. What a forward made of the buffers stays, as under torch's
-    GradScaler: a BatchNorm that has seen a NaN keeps it.
+    Nothing waits for the device: it decides there. Ranks that train apart skip steps of their own. What a forward made
+    of the buffers stays, as under torch's GradScaler: a BatchNorm that has seen a NaN keeps it.
 
     Collective: as `any_nonfinite` and `step`.
 

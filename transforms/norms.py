@@ -25,8 +25,8 @@ __all__ = ["dot", "global_norm", "norms"]
 def global_norm(state: State, ord: float = 2) -> tuple[State, torch.Tensor]:
     """The norm of all gradients, a tensor [] (float32, or float64 if they are): shards -> one number.
 
-    Each element is counted once, however it is sharded or replicated; tied leaves are one. It does not wait for the
-    device.
+    Each element is counted once, however it is sharded or replicated; tied leaves are one. Ranks that train apart
+    (along an axis that no placement names) have a norm of their own. It does not wait for the device.
 
     Args:
         ord: 2, Euclidean; 1, the sum of the absolute values; or inf, the largest of them. A NaN makes any of them NaN.

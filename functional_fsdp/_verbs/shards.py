@@ -33,8 +33,9 @@ def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[A
             `finish_reductions`.
 
     Returns:
-        buffers by the axes of more than one rank that shard them, or that they are not data of, where ranks have
-        leaves of their own (experts). Along all other axes ranks hold the same. The tensors are `.local`, flat
+        buffers by the axes of more than one rank that shard them, or that are data of other leaves only, where ranks
+        have leaves of their own (experts). Along other axes of data ranks hold the same. An axis that no placement
+        names is in no key: ranks train apart along it, and each sums its own. The tensors are `.local`, flat
         [n_b / ranks of the axes]; padding is zero. To change them in place, see `change`.
 
     Collective: none.
@@ -42,10 +43,10 @@ def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[A
     Example: `for axes, buffers in extend.shards(state).items(): ...`.
     """
     found: dict[Axes, list[FlatBuffer]] = {}
-    _, sizes = axes_of(state)
+    data, sizes = axes_of(state)
     for buffer in (state.grads if tree is None else tree).values():
         split = tuple(axis for axis in buffer.sharded() if sizes[axis] > 1)
-        axes = (*split, *buffer.bucket.placement.apart(sizes))
+        axes = (*split, *(axis for axis in buffer.bucket.placement.apart(sizes) if axis in data))
         found.setdefault(axes, []).append(buffer)
     return found
 
@@ -57,7 +58,7 @@ def over_shards(state: State, values: Mapping[Axes, torch.Tensor], op: Op = "sum
         values: `{axes: tensor}`, with the keys of `shards`, of one dtype; on every rank, of the same shapes.
 
     Returns:
-        the same keys and shapes; each shard has counted once, and every rank has the same.
+        the same keys and shapes; each shard has counted once, and every rank of the data has the same.
 
     Raises:
         TreeError: a key that is no tuple of axes of the mesh.

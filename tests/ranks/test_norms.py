@@ -184,3 +184,67 @@ def test_pmax_is_the_largest_of_each_element(preset: str) -> None:
         if preset == "hsdp":
             assert found["replica"] == 2 + rank % 2
             assert found["shard"] == rank // 2 * 2 + 1
+
+
+# ---------------------------------------------------------------- replicas that train apart
+
+
+def of_islands(bad: bool) -> dict[str, Any]:
+    """In a mesh with an axis that no placement names; `bad`: one element on rank 3 is NaN."""
+    mesh = fsdp.local_mesh(replica=2, shard=2)
+    rank = dist.get_rank()
+    params, model = fsdp.functionalize(net())
+    state = fsdp.shard(params, fsdp.Spec(mesh, fsdp.zero3("shard")), fsdp.sgd(lr=0.1))
+    state, _ = T.forward_backward(model, loss_fn)(state, batch(0, rank))
+    if bad and rank == 3:
+        state.grads["blocks.1"].local[0] = torch.nan
+    found: dict[str, Any] = {}
+    for ord in ORDERS:
+        state, found[f"all {ord}"] = T.global_norm(state, ord)
+    state, found["leaves"] = T.norms(state)
+    state, found["main"] = T.norms(state, state.main)
+    state, found["dot"] = T.dot(state, state.grads, state.grads)
+    state, found["bad"] = T.any_nonfinite(state)
+    if bad:
+        found["said"] = raised(lambda: T.clip_by_global_norm(state, 1.0, error_if_nonfinite=True))
+    else:
+        state, found["clipped"] = T.clip_by_global_norm(state, 0.01, error_if_nonfinite=True)
+        state, found["after"] = T.norms(state)
+    state = T.skip_nonfinite(fsdp.step)(state)
+    found["steps"], found["skipped"] = int(state.count), int(state.extras["skipped"])
+    state, _ = T.forward_backward(model, loss_fn)(state, batch(1, rank))
+    found["later"] = int(T.skip_nonfinite(fsdp.step)(state).count)
+    return found
+
+
+def test_replicas_that_train_apart_have_norms_of_their_own() -> None:
+    model = net()
+    trained = {path: p for path, p in model.named_parameters() if p.requires_grad}
+    for rank, found in enumerate(launch(of_islands, (False,), nprocs=4)):
+        pair = (0, 1) if rank < 2 else (2, 3)
+        loss = sum(loss_fn(model, batch(0, one)) / 2 for one in pair)
+        grads = dict(zip(trained, torch.autograd.grad(loss, [*trained.values()]), strict=True))  # type: ignore[arg-type]
+        for ord in ORDERS:
+            want = nn.utils.get_total_norm([g for g in grads.values() if g.numel()], ord)
+            torch.testing.assert_close(found[f"all {ord}"], want, rtol=1e-12, atol=0)
+        norm = nn.utils.get_total_norm([g for g in grads.values() if g.numel()])
+        assert len(found["leaves"]) == len(grads)
+        for path, one in found["leaves"].items():
+            torch.testing.assert_close(one, grads[path].norm(), rtol=1e-12, atol=1e-15)
+        for path, one in found["main"].items():
+            torch.testing.assert_close(one, model.get_parameter(path).detach().norm(), rtol=1e-12, atol=1e-15)
+        torch.testing.assert_close(found["dot"], norm.square(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(found["clipped"], norm, rtol=1e-12, atol=0)
+        for path, one in found["after"].items():
+            torch.testing.assert_close(one, grads[path].norm() * 0.01 / (norm + 1e-6), rtol=1e-12, atol=1e-15)
+        assert not found["bad"]
+        assert (found["steps"], found["skipped"], found["later"]) == (1, 0, 2)
+
+
+def test_a_replica_with_a_nan_skips_its_step_alone() -> None:
+    for rank, found in enumerate(launch(of_islands, (True,), nprocs=4)):
+        assert found["bad"].item() == (rank >= 2)
+        assert found["all 2"].isnan() == (rank >= 2)
+        assert "NonfiniteError" in found["said"]  # on every rank
+        assert "their norm is nan), of the rank that holds it: rank 3, unit 'blocks.1'" in found["said"]
+        assert (found["steps"], found["skipped"], found["later"]) == ((0, 1, 1) if rank >= 2 else (1, 0, 2))
