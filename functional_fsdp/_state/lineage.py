@@ -219,12 +219,13 @@ class Lineage:
         """Whether steps of other lineages are under way."""
         return any(other.begun for other in self.runtime.lineages.values() if other is not self)
 
-    def valid(self, serial: int, verb: str) -> None:
-        """Check that what the state `serial` owns still has its values: no step consumed it, none was cut short."""
+    def valid(self, serial: int | None, verb: str) -> None:
+        """Check that what the state `serial` (None: the base) owns still has its values: no step consumed it, none was
+        cut short."""
         self.follow()
         if self.broken:
             raise StaleStateError(f"{verb}: {self.broken}")
-        if serial < self.base:
+        if serial is not None and serial < self.base:
             raise self._stale(serial, verb)
 
     def consumer(self, serial: int) -> str:
@@ -331,10 +332,12 @@ class Lineage:
 
     def _stale(self, serial: int, verb: str) -> StaleStateError:
         by = self.consumer(serial)
+        other = ", or begin again from the state before the step"
+        if "step()" in by:  # compiled steps keep nothing
+            other = " (fsdp.newest gives it)" if self.taken else ""
         return StaleStateError(
-            f"{verb}: this State was consumed by {by}. Use the State that that call returned"
-            f"{' (fsdp.newest gives it)' if 'step()' in by else ', or begin again from the state before the step'}; "
-            f"to keep an old one, copy.deepcopy it between steps."
+            f"{verb}: this State was consumed by {by}. Use the State that that call returned{other}; to keep an "
+            "old one, copy.deepcopy it between steps."
         )
 
 

@@ -368,13 +368,13 @@ def newest(state: State) -> State:
         state: any state of the lineage, also a consumed one.
 
     Raises:
-        StaleStateError: no step has been taken, so that the state which `shard`, `init` or `load` gave is still valid;
-            or one was cut short while it updated the weights, or one of these verbs while it moved them.
+        StaleStateError: no step has been taken, and what `shard`, `init` or `load` gave is still valid; the last one
+            was compiled, and keeps nothing; one was cut short while it updated the weights, or a verb that moves them.
 
     Example: `try: state = train_step(state, batch)`; `except KeyboardInterrupt: state = fsdp.newest(state)`.
     """
     lineage = [state.version.lineage, *state.version.lineage.successors][-1]
-    lineage.valid(lineage.base, "newest")
+    lineage.valid(None, "newest")
     if lineage.taken is None:
         why = "no step of this state's lineage has been taken. The state that shard, init or load gave is valid"
         if lineage.commits:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.presets import PRESETS, ranks_of
-from support.problems import LOOPS, batch, mesh_and_placement, net
+from support.problems import LOOPS, batch, loss_fn, mesh_and_placement, net
 from support.tables import FULL, marked
 from support.traced import BLOCKS, Counted
 
@@ -156,4 +156,31 @@ def test_the_state_before_a_compiled_step_knows_that_it_was_consumed() -> None:
         step(before)
     with pytest.raises(StaleStateError, match=r"newest: the last step was one that torch.compile runs"):
         fsdp.newest(before)
+    with pytest.raises(StaleStateError, match=r"Use the State that that call returned; to keep an old one"):
+        fsdp.full_params(before)  # it does not say that newest has it
     assert later.steps == 2
+
+
+def driven_and_lost() -> list[str]:
+    """What old states say after a compiled step, which keeps nothing, as the first call after it."""
+    params, model = fsdp.functionalize(net())
+    old = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    forward_backward = T.forward_backward(model, loss_fn)
+
+    def train_step(state: fsdp.State, data: Any) -> fsdp.State:
+        return fsdp.step(forward_backward(state, data)[0])
+
+    step = T.compile(train_step, backend="aot_eager")
+    new = step(old, batch(0, 0))
+    said = []
+    for state in (old, new):
+        with pytest.raises(StaleStateError) as caught:
+            fsdp.newest(state)
+        said.append(str(caught.value))
+    return said
+
+
+def test_newest_says_that_a_compiled_step_keeps_nothing() -> None:
+    (found,) = launch(driven_and_lost, nprocs=1)
+    for said in found:
+        assert said.startswith("newest: the last step was one that torch.compile runs, which keeps nothing.")
