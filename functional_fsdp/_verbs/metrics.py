@@ -13,7 +13,7 @@ from .._common.calls import verb
 from .._common.errors import SpecError
 from .._common.record import Collective
 from .._common.torch_names import pytree
-from .._common.tracing import traced_as
+from .._common.tracing import refuse, traced_as
 from .._graph import traced
 from .._runtime.runtime import runtime_of
 from .._state.state import State
@@ -31,7 +31,8 @@ def pmean(
 def pmean(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]: ...
 @verb(lambda state, tree, axis=None: _metrics(state, tree, "pmean", "mean", axis))
 def pmean(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]:
-    """Average a pytree of metrics over the data ranks. Numbers become tensors, integers float32.
+    """Average a pytree of metrics over the data ranks. Numbers become tensors, integers and bools float32 (which has
+    integers up to 2 ** 24 exactly). Complex ones stay complex.
 
     Args:
         state: the newest state of a step, or one between steps; it is not consumed.
@@ -75,6 +76,9 @@ def pmax(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tu
 def pmax(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> tuple[State, Any]:
     """The largest of each element of a pytree over the data ranks, as `pmean` averages one. A NaN of any rank is one.
 
+    Raises:
+        TreeError: as `pmean`; a complex tensor or number, which have no order.
+
     Example, the longest sequence of any rank: `state, longest = fsdp.pmax(state, lengths.max())`.
     """
     return _metrics(state, tree, "pmax", "max", axis)
@@ -85,11 +89,11 @@ def _metrics(state: State, tree: Any, name: str, op: Op, axis: str | Iterable[st
     leaves, treedef = pytree.tree_flatten(tree)
     tensors = [
         torch.as_tensor(leaf, device=device).detach()
-        if not isinstance(leaf, int | float)
-        else torch.full((), leaf, dtype=torch.float32, device=device)  # made there: nothing waits, and graphs can too
+        if not isinstance(leaf, int | float | complex)  # else made there: nothing waits, and graphs can too
+        else torch.full((), leaf, dtype=torch.complex64 if isinstance(leaf, complex) else torch.float32, device=device)
         for leaf in leaves
     ]
-    floats = [t if t.is_floating_point() else t.float() for t in tensors]
+    floats = [t if t.is_floating_point() or t.is_complex() else t.float() for t in tensors]
     with _call(state, name):
         done = all_reduce(state, floats, op, axis, structure=(name, treedef))
     return state, pytree.tree_unflatten(done, treedef)
@@ -121,7 +125,8 @@ def all_reduce(
         structure: what they are, for comparison with the other ranks, by equality.
 
     Raises:
-        TreeError: on every rank, where ranks have other shapes, dtypes or another structure. SpecError: no such axis.
+        TreeError: on every rank, where ranks have other shapes, dtypes or another structure; the largest of complex
+        tensors. SpecError: no such axis.
 
     Collective: one all-reduce an axis and dtype, on a lane of its own; before it, on the host, ranks compare what they
     give. Every rank of the mesh calls it.
@@ -141,7 +146,18 @@ def all_reduce(
     with _compared(state, tensors, what or op, structure, None if over == data else over):
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
-            flat = over_axes(state, torch.cat([tensors[i].reshape(-1) for i in which]), over, op, what)
+            flat = torch.cat([tensors[i].reshape(-1) for i in which])
+            if not dtype.is_complex:
+                flat = over_axes(state, flat, over, op, what)
+            elif op != "max":  # as pairs of numbers, which every backend adds up
+                pairs = torch.view_as_real(flat.resolve_conj()).reshape(-1)
+                flat = torch.view_as_complex(over_axes(state, pairs, over, op, what).view(-1, 2))
+            else:
+                refuse(
+                    "TreeError",
+                    f"{structure[0] if structure else 'all_reduce'}: a tensor of {dtype}, and complex numbers have no "
+                    "largest. Expected real ones: give its .abs(), say, or .real and .imag.",
+                )
             for i, part in zip(which, flat.split([tensors[i].numel() for i in which]), strict=True):
                 done[i] = part.view(tensors[i].shape)
     return done

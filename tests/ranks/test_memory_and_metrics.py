@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from support.presets import PRESETS
 from support.problems import Block, mesh_and_placement, net
 
 import functional_fsdp as fsdp
-from functional_fsdp import FlatBuffer, launch
+from functional_fsdp import FlatBuffer, extend, launch
 
 
 def held(preset: str, compute: torch.dtype) -> dict[str, int]:
@@ -79,6 +80,41 @@ def averages() -> tuple[float, float, float, bool]:
 
 def test_pmean_averages_trees_of_tensors_and_numbers() -> None:
     assert launch(averages, nprocs=4) == [(1.5, 1.5, 3.0, True)] * 4
+
+
+def complex_ones(traced: bool) -> tuple[Any, ...]:
+    """Means and sums of trees with complex tensors and numbers, bools and integers in them."""
+    mesh, placement = mesh_and_placement("hsdp")
+    state, rank = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(mesh, placement)), dist.get_rank()
+    z = torch.tensor([[1 + 2j * rank, rank - 1j]], dtype=torch.complex128)
+    tree = {"z": z, "conj": z.conj(), "one": 1j * rank, "bools": torch.tensor([rank > 1, True]), "bool": rank == 0}
+
+    def both(state: fsdp.State, tree: Any) -> Any:
+        state, mean = fsdp.pmean(state, tree)
+        state, total = fsdp.psum(state, tree)
+        return mean, total
+
+    mean, total = (torch.compile(both, fullgraph=True, backend="eager") if traced else both)(state, tree)
+    (own,) = extend.all_reduce(state, [z], "sum", "shard")
+    said = [raised(partial(fsdp.pmax, state, {"z": one})) for one in (z, 1j)]
+    return mean, total, own, [*said, raised(lambda: extend.all_reduce(state, [z], "max"))], z
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_metrics_may_be_complex_or_bool(traced: bool) -> None:
+    for rank, (mean, total, own, said, z) in enumerate(launch(complex_ones, (traced,), nprocs=4)):
+        want = torch.tensor([[4 + 12j, 6 - 4j]], dtype=torch.complex128)
+        torch.testing.assert_close(total, {
+            "z": want, "conj": want.conj().resolve_conj(), "one": torch.tensor(6j), "bools": torch.tensor([2.0, 4.0]),
+            "bool": torch.tensor(1.0),
+        })  # fmt: skip
+        torch.testing.assert_close(mean, {name: t / 4 for name, t in total.items()})
+        low = rank // 2 * 2
+        assert own.tolist() == [[2 + 2j * (2 * low + 1), 2 * low + 1 - 2j]]
+        assert z.tolist() == [[1 + 2j * rank, rank - 1j]]  # what was given stays
+        assert "TreeError: pmax: a tensor of torch.complex128, and complex numbers have no largest" in said[0]
+        assert "pmax: a tensor of torch.complex64" in said[1]
+        assert "all_reduce: a tensor of torch.complex128" in said[2]
 
 
 def along() -> tuple[dict[str, float], str, str]:
