@@ -723,6 +723,57 @@ def test_no_graph_over_several_units() -> None:
     )
 
 
+class Holds(nn.Module):
+    """A layer with a part that the model has elsewhere, too."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.up = part, nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.up(self.part(x))
+        return out
+
+
+class Elsewhere(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(5, 5), nn.ReLU())
+        self.a, self.b = Holds(self.part), Holds(self.part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.part(self.b(self.a(x))).sum()
+        return out
+
+
+def around_a_shared_unit() -> list[str]:
+    said = []
+    state, model = start(Elsewhere())
+    for chosen, compile in (
+        (model, {"backend": "aot_eager"}),
+        (T.compile_units(model, "a", backend="aot_eager"), False),
+    ):
+        forward_backward = T.forward_backward(chosen, lambda model, x: model(x), compile=compile)
+        for _ in range(2):  # the second call, too
+            with pytest.raises(fsdp.SpecError) as caught:
+                forward_backward(state, torch.ones(2, 5))
+            said.append(str(caught.value))
+    remedied = T.compile_units(model, "part", backend="aot_eager")
+    T.forward_backward(remedied, lambda model, x: model(x))(state, torch.ones(2, 5))
+    return said
+
+
+def test_a_module_around_a_shared_unit_is_named() -> None:
+    (found,) = launch(around_a_shared_unit, nprocs=1)
+    assert len(found) == 4
+    for said in found:
+        assert said == (
+            "compile: the module 'a' (Holds) is compiled and holds a part that is gathered alone: 'part'. Compile "
+            "those: T.compile_units(model, 'part'), and not what holds them: the model has them elsewhere, too, and "
+            "gathers them there."
+        )
+
+
 def wrong_units() -> str:
     state, model = start(Drops(0.0, 0.0))
     model = T.compile_units(model, "first", "layers.*", backend="aot_eager")

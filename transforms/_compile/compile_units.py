@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -280,19 +280,30 @@ def _transformed(unit: Compiled) -> bool:
     return True
 
 
-def refuse_around(model: nn.Module, unit_modules: Iterable[UnitModule]) -> None:
+def refuse_around(model: nn.Module, unit_modules: Iterable[UnitModule], chosen: Collection[nn.Module] = ()) -> None:
     """No graph goes over the border of a unit: units are gathered and released between.
 
+    Args:
+        chosen: modules that are going to be compiled, beside those of `compile_units`.
+
     Raises:
-        SpecError: a module that is compiled and holds modules of several units.
+        SpecError: a module that is compiled and holds modules of several units, or one that is also somewhere else.
     """
+    paths = {model.get_submodule(one.path): one.path for one in unit_modules}
     for path, module in model.named_modules():
-        inside = [e.path for e in unit_modules if e.path != path and (not path or e.path.startswith(f"{path}."))]
-        if inside and "_compiled" in vars(module):
+        if "_compiled" not in vars(module) and module not in chosen:
+            continue
+        inside = [paths[part] for part in module.modules() if part is not module and part in paths]
+        if inside:
+            said = vars(module).get("_compiled") or Compiled(Compiler({}), path, type(module))
+            several = len(inside) > 1
+            held = f"{len(inside)} parts that are gathered on their own" if several else "a part that is gathered alone"
+            remedy = ", or compile=True"
+            if module in paths:  # a unit itself
+                remedy = ", and not what holds them: the model has them elsewhere, too, and gathers them there"
             raise SpecError(
-                f"compile: {vars(module)['_compiled']!r} is compiled and holds {len(inside)} parts that are gathered "
-                f"on their own: {', '.join(map(repr, inside[:3]))}{', ...' if len(inside) > 3 else ''}. Compile those: "
-                f"T.compile_units(model, {inside[0]!r}), or compile=True."
+                f"compile: {said!r} is compiled and holds {held}: {', '.join(map(repr, inside[:3]))}"
+                f"{', ...' if len(inside) > 3 else ''}. Compile those: T.compile_units(model, {inside[0]!r}){remedy}."
             )
 
 

@@ -124,9 +124,9 @@ class Driver:
         self.device = state.count.device
         found = find_unit_modules(self.model, state.layout)
         unit_modules = each_once(self.model, found)
-        refuse_around(self.model, unit_modules)
         for unit_call in self.unit_calls:
             unit_call.remove()
+        self.unit_calls, self.layout = [], None  # until it fits
         self.precisions = precisions(state)
         homes = leaves_of(state.layout)
         slots: dict[str, Slot] = {}
@@ -144,6 +144,7 @@ class Driver:
         }  # fmt: skip
         modules = [self.model.get_submodule(unit_module.path) for unit_module in unit_modules]
         compiled = self.compiler.chosen(modules) if self.compiler else ()
+        refuse_around(self.model, unit_modules, compiled)
         self.unit_calls = [
             UnitCall(self, module, unit_module, slots, buckets, self.compiler if module in compiled else None)
             for module, unit_module in zip(modules, unit_modules, strict=True)
