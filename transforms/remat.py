@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar, cast, overload
 
-import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +14,7 @@ from functional_fsdp.extend import refuse, skeleton_of, torch_private, traced_as
 
 from ._modules.outputs import each_leaf
 from ._modules.patterns import outermost
-from ._remat.given import generators_of
+from ._remat.generators import generators_of
 from ._remat.habits import Habits
 from ._remat.parts import KeptPart, Owner, of_function, part_of
 from ._remat.region import Region
@@ -49,16 +48,18 @@ def remat(
         offload: the same, in the host's memory: it is copied there when the part has run, and comes back while the
             backward is at the module after this one. In a function say `T.saved(fn)` and `T.offload(fn)` of its parts.
         preserve_rng_state: random numbers come again in the recomputation: those of torch's default generators, of
-            generators that are given or that a module holds, and of Python's and numpy's where the first call draws
-            from them. False saves time where there are none (no dropout), and is what a captured step by hand needs;
-            in `T.forward_backward` both work in CUDA graphs.
+            generators (of torch, numpy or Python) that are given or that a function or a module brings along, and
+            Python's and numpy's own: of a module where its first call draws from them. False saves time where there
+            are none (no dropout), and is what a captured step by hand needs; in `T.forward_backward` both work in CUDA
+            graphs.
 
     Returns:
         the function, or a copy of the model (a skeleton), that does so. Values and gradients are the same, and so are
-        random numbers, buffers and attributes: what the forward makes of them is made once. Attributes are those that
-        the first call in training, or in evaluation, gives another value. Within a unit the recomputation uses the
-        weights that are gathered for its backward anyway. Such a model is for `T.forward_backward` and `T.apply`;
-        around `bind`, wrap the function that binds.
+        random numbers, buffers and attributes: what the forward makes of them is made once, and recomputations find
+        them as it did; of a function, those of modules that it calls by `bind`. A container (list, dict, set, deque,
+        ..., within each other) of more than 64 items goes on once if the first call changes it; objects of other
+        classes are not looked into. Within a unit the recomputation uses the weights that are gathered for its backward
+        anyway. Such a model is for `T.forward_backward` and `T.apply`; around `bind`, wrap the function that binds.
 
     Bytes that a module which recomputes keeps on the device between its forward and its backward:
 
@@ -203,7 +204,7 @@ def _checkpointed(fn: Callable[..., Any], draws: bool, /, *args: Any, **kwargs: 
 
 
 def _checkpoint(
-    fn: Callable[..., Any], module: nn.Module | None, habits: Habits, generators: list[torch.Generator] | None,
+    fn: Callable[..., Any], module: nn.Module | None, habits: Habits, generators: list[Any] | None,
     args: Any, kwargs: Any,
 ) -> Any:  # fmt: skip
     if torch_private.func_interpreter() is not None:

@@ -408,19 +408,73 @@ def stage_with(h: torch.Tensor, w: Tree, generator: torch.Generator) -> torch.Te
     return (h @ w["a"] * keep).tanh().sin()
 
 
-@pytest.mark.parametrize("how", ["argument", "keyword", "partial", "closure"])
+class Draws:
+    """A stage that is a method, or the object itself."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def stage(self, w: Tree, h: torch.Tensor) -> torch.Tensor:
+        return stage_with(h, w, self.generator)
+
+    __call__ = stage
+
+
+@pytest.mark.parametrize(
+    "how", ["argument", "keyword", "partial", "closure", "list", "default", "inner function", "method", "object"]
+)
 def test_numbers_of_a_generator_that_is_given(how: str) -> None:
     def run(again: Callable[[Any], Any]) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(3)
+        several = {"all": [generator]}
+
+        def inner(w: Tree, h: torch.Tensor) -> torch.Tensor:
+            return stage_with(h, w, generator)
+
         stages: dict[str, Stage] = {
             "argument": lambda w, h: again(stage_with)(h, w, generator),
             "keyword": lambda w, h: again(stage_with)(h, w, generator=generator),
             "partial": lambda w, h: again(partial(stage_with, generator=generator))(h, w),
             "closure": again(lambda w, h: stage_with(h, w, generator)),
+            "list": again(lambda w, h: stage_with(h, w, several["all"][0])),
+            "default": again(lambda w, h, g=generator: stage_with(h, w, g)),
+            "inner function": again(lambda w, h: inner(w, h)),
+            "method": again(Draws(generator).stage),
+            "object": again(Draws(generator)),
         }
         return [*results(stages[how], 2), generator.get_state()]
 
     assert all(map(torch.equal, run(lambda f: f), run(T.remat)))
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (random.Random, lambda g: g.random()),
+        (np.random.default_rng, lambda g: float(g.random())),
+        (np.random.RandomState, lambda g: float(g.rand())),
+    ],
+)
+def test_numbers_of_generators_of_numpy_and_python(make: Callable[[int], Any], draw: Callable[[Any], float]) -> None:
+    def run(again: Callable[[Any], Any]) -> list[torch.Tensor]:
+        generator = make(3)
+
+        def stage(w: Tree, h: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = ((h * draw(generator)) @ w["a"]).tanh() * draw(generator)
+            return out.sin()
+
+        return [*results(again(stage), 2), torch.tensor(draw(generator))]
+
+    assert all(map(torch.equal, run(lambda f: f), run(T.remat)))
+
+
+def test_of_two_functions_with_one_code_the_second_may_draw() -> None:
+    def stage(draw: Callable[[], float]) -> Stage:
+        return lambda w, h: ((h * draw()) @ w["a"]).tanh().sin()
+
+    T.vjp(T.remat(stage(lambda: 1.0)), weights(), inputs())
+    right, mine = results(stage(random.random)), results(T.remat(stage(random.random)))
+    assert all(map(torch.equal, right, mine))
 
 
 def test_draws_are_those_of_the_device_whatever_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -519,3 +573,24 @@ def test_a_function_that_is_wrapped_in_each_call_pins_once() -> None:
     assert sum(made) > 2
     step()
     assert [one.made for one in buffers] == made
+
+
+@fates
+@pytest.mark.parametrize("keyword", [False, True])
+def test_a_part_that_changes_its_input_in_place_is_run_again(fate: str, keyword: bool) -> None:
+    """What comes after it reads the input, too."""
+
+    def writes(w: Tree, h: torch.Tensor) -> torch.Tensor:
+        h.mul_(2).add_(torch.rand(()))
+        return (h @ w["a"]).tanh()
+
+    def make(part: Stage) -> Stage:
+        def stage(w: Tree, x: torch.Tensor) -> torch.Tensor:
+            h = x.sin()
+            y = part(w, h=h) if keyword else part(w, h)
+            out: torch.Tensor = (y * h.cos() * torch.rand(())) @ w["b"]
+            return out.exp()
+
+        return stage
+
+    same(make, writes, fate=fate)

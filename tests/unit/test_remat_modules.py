@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from support.late_lane import LateLane, late_lane
 
 import functional_fsdp as fsdp
@@ -228,18 +230,19 @@ def test_an_attribute_that_is_changed_in_place_is_an_error() -> None:
         same(lambda: two(Counts), None)
 
 
-def test_numbers_of_a_generator_that_a_module_holds() -> None:
+@pytest.mark.parametrize("name", ["generator", "generators"])
+def test_numbers_of_a_generator_that_a_module_holds(name: str) -> None:
     class Holds(Block):
-        generator: torch.Generator
-
         def use(self, y: torch.Tensor) -> torch.Tensor:
-            return y * (torch.rand(y.shape, generator=self.generator) < 0.7)
+            held = vars(self)[name]
+            return y * (torch.rand(y.shape, generator=held if name == "generator" else held["here"][0]) < 0.7)
 
     def given(change: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
         def whole(model: nn.Module) -> nn.Module:
             changed = change(model)
             for i, part in enumerate(changed.children()):
-                vars(part)["generator"] = torch.Generator().manual_seed(i)
+                held = torch.Generator().manual_seed(i)
+                vars(part)[name] = held if name == "generator" else {"here": [held]}
             return changed
 
         return whole
@@ -371,3 +374,99 @@ def test_what_is_never_called_or_named_twice() -> None:
         T.offload(T.remat(model, "blocks.*", save=("part",)), "blocks.*.part")
     with pytest.raises(fsdp.SpecError, match=r"remat\(save=\): the module 'blocks\.0\.part' is saved or moved already"):
         T.remat(T.offload(model, "blocks.*.part"), "blocks.*", save=("part",))
+
+
+# ---------------------------------------------------------------- what others set, and what goes on in containers
+
+
+class Told(nn.Module):
+    """Sets attributes of its block around the block's call, as models do to hand something on; in turn it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Listens()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.block.scale, self.block.training = x.detach().mean() + 1, False
+        out: torch.Tensor = self.block(x)
+        self.block.scale, self.block.training = None, self.training
+        return out
+
+
+class Listens(Block):
+    scale: torch.Tensor | None = None
+
+    def use(self, y: torch.Tensor) -> torch.Tensor:
+        assert self.scale is not None
+        return F.dropout(y * self.scale, 0.5, self.training) * self.scale
+
+
+@pytest.mark.parametrize("fate", [None, "save", "offload"])
+def test_attributes_that_a_module_around_sets_for_a_call(fate: str | None) -> None:
+    same(lambda: nn.Sequential(Told(), Told()), fate, pattern="*.block")
+
+
+class Collects(Block):
+    """Counts in containers of every kind, within each other; from the second call on in further ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Any = {"lists": [[0.0]], "pair": ([1.0], {2})}
+        self.queue, self.words = deque([1.0], maxlen=2), Counter("ab")
+        self.lists: defaultdict[str, list[float]] = defaultdict(list)
+        self.late: list[float] = []
+        self.turns = OrderedDict(turn=0)
+
+    def use(self, y: torch.Tensor) -> torch.Tensor:
+        self.first["lists"][0][0] += 1
+        self.first["pair"][0].append(2.0)
+        self.first["pair"][1].add(len(self.first["pair"][1]))
+        self.queue.append(self.queue[-1] + 1)
+        self.words["a"] += 1
+        self.lists[str(self.turns["turn"])].append(1.0)
+        self.turns["turn"] += 1
+        if self.turns["turn"] > 1:
+            self.late.append(0.5)
+        counted = self.first["lists"][0][0] + sum(self.queue) + self.words["a"] + len(self.lists) + sum(self.late)
+        return (y * (counted + len(self.first["pair"][0]) + len(self.first["pair"][1]))).sin()
+
+
+@pytest.mark.parametrize("fate", [None, "save", "offload"])
+def test_containers_of_every_kind_go_on_once(fate: str | None) -> None:
+    same(lambda: two(Collects), fate)
+
+
+class Fills(Block):
+    """Writes into a tensor in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caches = [torch.zeros(WIDTH)]
+
+    def use(self, y: torch.Tensor) -> torch.Tensor:
+        self.caches[0].add_(1)
+        return y * self.caches[0].clone()
+
+
+def test_a_tensor_in_a_container_that_is_changed_in_place_is_an_error() -> None:
+    with pytest.raises(fsdp.ScheduleError, match=r"a Fills changed its attribute 'caches' in place.* Make it a buffer"):
+        same(lambda: two(Fills), None)
+
+
+class Tires(Block):
+    """Goes on from the third call on, in a number and in a large list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn, self.rest, self.said = 0, 0.0, [0] * 100
+
+    def use(self, y: torch.Tensor) -> torch.Tensor:
+        self.said[0] = self.turn  # known from the first call on
+        self.turn += 1
+        if self.turn > 2:
+            self.rest += 1.0
+        return (y * (self.rest + self.said[0])).cos()
+
+
+def test_an_attribute_that_first_changes_in_a_later_call() -> None:
+    same(lambda: two(Tires), None)

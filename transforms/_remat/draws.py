@@ -1,8 +1,8 @@
 """Draws: where random numbers of a call stand, so that they come again in a recomputation.
 
     torch's default generators    of the host and of the device: `_seed.DrawPosition`
-    other generators of torch     among what the call is given, and in its module's attributes
-    Python's and numpy's          where the first call has drawn from them; asking them takes long
+    other generators              that the call brings along: `generators`
+    Python's and numpy's          of functions; of modules whose first call has drawn from them, since to ask takes long
 
 Others are not known, as one in a global variable.
 """
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from .._seed import DrawPosition
+from .generators import set_state, state_of
 
 __all__ = ["DrawPoint", "DrawSources"]
 
@@ -30,16 +31,16 @@ class DrawSources:
         python: whether from Python's or numpy's generators.
     """
 
-    def __init__(self, device: torch.device, generators: list[torch.Generator], python: bool) -> None:
+    def __init__(self, device: torch.device, generators: list[Any], python: bool) -> None:
         self.device, self.generators, self.python = device, generators, python
 
     def states(self) -> list[Any]:
         """Of all but the default generators."""
-        return [*(g.get_state() for g in self.generators), *(_python_states() if self.python else ())]
+        return [*map(state_of, self.generators), *(_python_states() if self.python else ())]
 
     def set(self, states: list[Any]) -> None:
         for generator, state in zip(self.generators, states, strict=False):
-            generator.set_state(state)
+            set_state(generator, state)
         if self.python:
             _set_python(states[len(self.generators) :])
 

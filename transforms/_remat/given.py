@@ -1,8 +1,8 @@
-"""What a call is given: where it computes, which storages it has, what must stay as it is, which generators it has."""
+"""What a call is given: where it computes, which storages it has, what must stay as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from .._drive.watch import version
 from .._modules.outputs import each_leaf
 from .storage_moves import storage_of
 
-__all__ = ["GivenInputs", "code_of", "generators_of", "storages_in"]
+__all__ = ["GivenInputs", "code_of", "storages_in"]
 
 
 class GivenInputs:
@@ -53,21 +53,6 @@ class GivenInputs:
 def storages_in(tree: Any, which: Callable[[torch.Tensor], bool] = lambda t: True) -> set[int]:
     """The storages of tensors in this."""
     return {storage_of(t) for t in each_leaf(tree) if isinstance(t, torch.Tensor) and which(t)}
-
-
-def generators_of(fn: Any, leaves: Iterable[Any]) -> list[torch.Generator]:
-    """The generators among these leaves, and those that a function brings along, in a closure or as `partial` does."""
-    found = [x for x in leaves if isinstance(x, torch.Generator)]
-    while isinstance(fn, partial):
-        found += [x for x in each_leaf((fn.args, fn.keywords)) if isinstance(x, torch.Generator)]
-        fn = fn.func
-    for cell in getattr(fn, "__closure__", None) or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # nothing is in it yet
-            continue
-        found += [value] if isinstance(value, torch.Generator) else []
-    return found
 
 
 def code_of(fn: Any) -> Any:

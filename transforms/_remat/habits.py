@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import torch.nn as nn
 
+from .generators import generators_in
 from .parts import Owner
 
 __all__ = ["Habits"]
@@ -23,12 +25,12 @@ class Habits:
         self.python: dict[bool, bool] = {}
         self.holders: dict[bool, list[tuple[nn.Module, str]]] = {}  # attributes that hold generators
 
-    def generators(self, module: nn.Module) -> list[torch.Generator]:
+    def generators(self, module: nn.Module) -> list[Any]:
         """Those that a module holds, or its parts do."""
         if module.training not in self.holders:
             self.holders[module.training] = [
                 (part, name) for part in module.modules() for name, value in vars(part).items()
-                if isinstance(value, torch.Generator)
+                if any(generators_in(value))
             ]  # fmt: skip
         held = (vars(part).get(name) for part, name in self.holders[module.training])
-        return [value for value in held if isinstance(value, torch.Generator)]
+        return [generator for value in held for generator in generators_in(value)]

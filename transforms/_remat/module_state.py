@@ -4,33 +4,59 @@
     recomputation    before ─▶ the module's code ─▶ whatever; then they are again what they were when it began
 
 Running statistics, the vectors of a power iteration and counters must not go on twice, and a recomputation must find
-them as its forward did: also after a part that is not run again.
+them as its forward did: also after a part that is not run again, and whoever has set them (a module around, say).
+
+    each call    which object each attribute is; what small containers have in them; versions of tensors
+    from its first call on, and since it changed once, what a large container has in it
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError
 
-from .._drive.watch import version
+from .containers import Contents, copied, may_go_on
 
-__all__ = ["ModuleState", "StatePlace", "keeps_state"]
+__all__ = ["ModuleState", "StatePlace"]
 
 SMALL = 1 << 16  # bytes: a buffer that is always copied
 MISSING: Any = object()  # in the place of an attribute that is not there
-NOTES = "_remat_changes"  # in each module: names of buffers and attributes that its calls have changed
-SEEN = "_remat_seen"  # in a module that recomputes: whether it trained, in calls in which all attributes were looked at
-
-OWN = frozenset({*vars(nn.Module()), NOTES, SEEN})  # attributes that are torch's, or ours
+OWN = frozenset(vars(nn.Module())) - {"training"}  # attributes that are torch's
 
 Key = tuple[int, str]
+
+
+class Notes:
+    """What is known of a module from its calls.
+
+    Attributes:
+        changed: names of buffers and attributes that they have changed.
+        watched: names of attributes that may be changed in place.
+        seen: of one that recomputes, whether it trained, in calls in which all attributes were looked into.
+    """
+
+    def __init__(self) -> None:
+        self.changed: set[str] = set()
+        self.watched: set[str] = set()
+        self.seen: set[bool] = set()
+
+
+_NOTES: WeakKeyDictionary[nn.Module, Notes] = WeakKeyDictionary()
+
+
+def notes_of(module: nn.Module) -> Notes:
+    notes = _NOTES.get(module)
+    if notes is None:
+        notes = _NOTES[module] = Notes()
+    return notes
 
 
 class StatePlace(NamedTuple):
@@ -60,66 +86,79 @@ class StatePlace(NamedTuple):
     def copy(self) -> Any:
         """What is there, to be put there again: of a buffer or a container a copy, since it may go on."""
         value = self.get()
-        return value.clone() if self.buffer and isinstance(value, torch.Tensor) else _content(value)
+        return value.clone() if self.buffer and isinstance(value, torch.Tensor) else copied(value)
 
     def silent(self, value: Any) -> bool:
         """Whether kernels may write to it without telling, as to running statistics."""
         return self.buffer and self.part.training and isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _content(value: Any) -> Any:
-    """A copy of a container, anything else as it is."""
-    return copy.copy(value) if type(value) in (list, dict, set) else value
-
-
-def _parts(value: Any) -> list[int]:
-    """What a container has in it, by identity."""
-    if type(value) is dict:
-        return [id(x) for pair in value.items() for x in pair]
-    return [*map(id, value)] if type(value) in (list, set) else []
-
-
 class Found(NamedTuple):
-    """What was in a place, the version of a tensor, and a copy of a container."""
+    """What was in a place, what it had in it, and a copy of a container."""
 
     place: StatePlace
     value: Any
-    version: int = 0
-    content: Any = None
+    contents: Contents
+    content: Any
 
     @classmethod
-    def now(cls, place: StatePlace) -> Found:
-        value = place.get()
-        return cls(place, value, version(value) if isinstance(value, torch.Tensor) else 0, _content(value))
+    def of(cls, place: StatePlace, value: Any) -> Found:
+        return cls(place, value, Contents.of(value), copied(value))
 
     def written(self) -> bool:
-        """Whether it is a tensor that was changed in place."""
-        return isinstance(self.value, torch.Tensor) and version(self.value) != self.version
+        """Whether a tensor was changed in place: it, or one in it."""
+        return self.contents.written(Contents.of(self.value))
 
     def same(self) -> bool:
         """Whether the same is there now, as far as can be known."""
-        now = Found.now(self.place)
-        same = now.value is self.value and now.version == self.version and _parts(now.content) == _parts(self.content)
-        return same and not self.place.silent(now.value)
+        now = self.place.get()
+        return self.contents.same(Contents.of(now)) and not self.place.silent(now)
 
 
-def keeps_state(module: nn.Module) -> bool:
-    """Whether there is something to look after: buffers, attributes that calls have changed, or nobody knows yet."""
-    return _first(module) or any(part._buffers or vars(part).get(NOTES) for part in module.modules())
+class Look:
+    """What modules have in their buffers and attributes now.
+
+    Args:
+        every: look into all attributes, not only into those that are known to change or may be changed in place.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], every: bool) -> None:
+        self.modules = modules
+        self.held = [vars(part).copy() for part in modules]
+        self.found = [Found.of(place, place.get()) for place in _places(modules, every)]
+
+    def others(self) -> list[Found]:
+        """What was in attributes that nobody looked into, and where something else is now."""
+        known = {found.place.key for found in self.found}
+        others = []
+        for part, then in zip(self.modules, self.held, strict=True):
+            now = vars(part)
+            if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
+                for name in {**then, **now}.keys() - OWN:
+                    place = StatePlace(part, now, name)
+                    if place.key not in known and place.get() is not then.get(name, MISSING):
+                        others.append(Found.of(place, then.get(name, MISSING)))
+        return others
+
+    def changed(self) -> list[Found]:
+        """What was in places whose content is, or may be, another one now."""
+        return [found for found in self.found if not found.same()] + self.others()
 
 
 def _first(module: nn.Module) -> bool:
-    return module.training not in vars(module).get(SEEN, ())
+    return module.training not in notes_of(module).seen
 
 
-def _places(modules: Iterable[nn.Module], every: bool) -> Iterator[StatePlace]:
-    """The buffers of modules and those attributes that are known to change, or all."""
+def _places(modules: Sequence[nn.Module], every: bool) -> Iterator[StatePlace]:
+    """The buffers of modules, and attributes to look into."""
     for part in modules:
-        held = vars(part)
+        held, notes = vars(part), notes_of(part)
         for name in part._buffers:
             yield StatePlace(part, part._buffers, name)
-        for name in [*held] if every else held.get(NOTES, ()):
-            if name not in part._buffers and name not in OWN:
+        if every:
+            notes.watched = {name for name in held.keys() - OWN if may_go_on(held[name])}
+        for name in held.keys() - OWN if every else notes.changed | notes.watched:
+            if name not in part._buffers:
                 yield StatePlace(part, held, name)
 
 
@@ -132,8 +171,8 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.first = _first(module)  # then all attributes are looked at
-        self.before: list[Found] = []
+        self.first = _first(module)  # then all attributes are looked into
+        self.before: Look = Look((), False)
         self.copies: dict[Key, torch.Tensor] = {}  # of buffers, as the forward found them
 
     def buffers(self) -> list[torch.Tensor]:
@@ -144,27 +183,18 @@ class ModuleState:
     def begin(self) -> None:
         """The forward begins: note what is there, and copy buffers that it may change."""
         self.before = self.look()
-        for found in self.before:
+        for found in self.before.found:
             value = found.value
             if found.place.buffer and isinstance(value, torch.Tensor) and self._may_change(found):
                 self.copies[found.place.key] = value.clone()
 
     def _may_change(self, found: Found) -> bool:
-        known = found.place.name in vars(found.place.part).get(NOTES, ())
+        known = found.place.name in notes_of(found.place.part).changed
         return self.first or known or found.value.nbytes <= SMALL or found.place.silent(found.value)
 
-    def look(self, part: nn.Module | None = None) -> list[Found]:
+    def look(self, part: nn.Module | None = None) -> Look:
         """What is in the places of the module, or of a part of it."""
-        return [Found.now(place) for place in self._places(part)]
-
-    def changed(self, before: list[Found], part: nn.Module | None = None) -> list[StatePlace]:
-        """Places whose content is, or may be, another one than before."""
-        known = {found.place.key for found in before}
-        new = [place for place in self._places(part) if place.key not in known]
-        return [found.place for found in before if not found.same()] + new
-
-    def _places(self, part: nn.Module | None) -> Iterator[StatePlace]:
-        return _places((self.module if part is None else part).modules(), self.first)
+        return Look([*(self.module if part is None else part).modules()], self.first)
 
     def end(self) -> None:
         """The forward is over: note what it changed.
@@ -172,15 +202,17 @@ class ModuleState:
         Raises:
             ScheduleError: it has changed what was not copied.
         """
-        found = {one.place.key: one for one in self.before}
-        for place in self.changed(self.before):
-            vars(place.part).setdefault(NOTES, set()).add(place.name)
-            old = found.get(place.key)
-            if old is None:
-                self.before.append(Found(place, MISSING, content=MISSING))
-            elif place.key not in self.copies and old.written():
+        self._note()
+        notes_of(self.module).seen.add(self.module.training)
+
+    def _note(self) -> None:
+        """From now on look into what has changed."""
+        others = self.before.others()
+        for old in [found for found in self.before.found if not found.same()] + others:
+            notes_of(old.place.part).changed.add(old.place.name)
+            if old.place.key not in self.copies and old.written():
                 raise self._late(old)
-        vars(self.module).setdefault(SEEN, set()).add(self.module.training)
+        self.before.found += others
 
     def _late(self, old: Found) -> ScheduleError:
         what = "buffer" if old.place.buffer else "attribute"
@@ -195,17 +227,18 @@ class ModuleState:
     @contextmanager
     def resumed(self) -> Iterator[None]:
         """Within, all is as the forward found it; afterwards as it is now."""
-        now = [found.place.get() for found in self.before]
-        for found in self.before:
+        self.before.found += self.before.others()  # others than the forward have changed them
+        now = [found.place.get() for found in self.before.found]
+        for found in self.before.found:
             kept = self.copies.get(found.place.key)
             if kept is not None:
                 found.place.put(kept.clone())
             elif found.written():
                 raise self._late(found)
             elif not found.same():
-                found.place.put(_content(found.content))
+                found.place.put(copied(found.content))
         try:
             yield
         finally:
-            for found, value in zip(self.before, now, strict=True):
+            for found, value in zip(self.before.found, now, strict=True):
                 found.place.put(value)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn as nn
 
 from .draws import DrawPoint, DrawSources
 from .given import GivenInputs
 from .habits import Habits
 from .kept_outputs import KeptOutput
-from .module_state import ModuleState, StatePlace, keeps_state
+from .module_state import ModuleState, StatePlace
 from .moves import MoveGroup
 from .parts import KeptPart, PartCall
 from .storage_moves import storage_of
@@ -37,9 +36,10 @@ class PartRecord:
         self.part, self.who = call.part, call.who
         self.output, self.places, self.fresh, self.packed = output, places, fresh, packed
         self.before, self.after = before, after
+        self.writes = False  # it changes what it is given in place
 
     def run_again(self) -> None:
-        """Others have changed its output: recomputations have to run it."""
+        """It changes its input in place, or others have changed its output: recomputations have to run it."""
         self.output.let_go()
         self.part.copies = self.fresh  # from the next call on
         if self.before is not None:
@@ -60,10 +60,10 @@ class RegionRecord:
 
     def __init__(
         self, fn: Callable[..., Any], module: nn.Module | None, habits: Habits,
-        generators: list[torch.Generator] | None, given: GivenInputs,
+        generators: list[Any] | None, given: GivenInputs,
     ) -> None:  # fmt: skip
         self.fn, self.habits, self.generators, self.given = fn, habits, generators, given
-        self.state = ModuleState(module) if module is not None and keeps_state(module) else None
+        self.state = ModuleState(module) if module is not None else None
         self.trains = module is None or module.training
         self.start: DrawPoint | None = None
         self.parts: list[PartRecord] = []
@@ -74,7 +74,8 @@ class RegionRecord:
         """Where random numbers stand now, if they come again."""
         if self.generators is None:
             return None
-        return DrawPoint(DrawSources(self.given.device, self.generators, self.habits.python.get(self.trains, True)))
+        python = self.state is None or self.habits.python.get(self.trains, True)  # a function may be another each time
+        return DrawPoint(DrawSources(self.given.device, self.generators, python))
 
     def taken(self) -> set[int]:
         """The storages of inputs and buffers, which others keep."""

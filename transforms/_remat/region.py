@@ -36,7 +36,7 @@ class Region:
 
     def __init__(
         self, fn: Callable[..., Any], module: nn.Module | None, habits: Habits,
-        generators: list[torch.Generator] | None,
+        generators: list[Any] | None,
     ) -> None:  # fmt: skip
         self.fn, self.module, self.habits, self.generators = fn, module, habits, generators
         self.record: RegionRecord | None = None

@@ -14,6 +14,8 @@ import torch
 
 from functional_fsdp.extend import torch_private
 
+from .._drive.watch import version
+from .._modules.outputs import each_leaf
 from .draws import DrawPoint
 from .given import storages_in
 from .kept_outputs import KeptOutput
@@ -86,7 +88,7 @@ class RegionForward:
         for record in region.parts:
             if record.packed == self.packed:  # it stops before
                 record.output.let_go()
-            elif record.output.changed():
+            elif record.writes or record.output.changed():
                 record.run_again()
             else:
                 record.output.keep(region.moves_of(record.part))
@@ -101,11 +103,13 @@ class RegionForward:
         if self.draws is not None:
             self.draws.end()
         moves = region.moves_of(call.part)
-        before = region.state.look(call.module) if region.state is not None else []
+        before = region.state.look(call.module) if region.state is not None else None
+        given = [(t, version(t)) for t in each_leaf((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
         with running(None), self._outside(), moves.moving(call.module) if moves is not None else nullcontext():
             out = call()
-        places = region.state.changed(before, call.module) if region.state is not None else []
+        places = [found.place for found in before.changed()] if before is not None else []
         self._note(call, out, places)
+        self.region.parts[-1].writes = any(version(t) != then for t, then in given)
         return out
 
     @contextmanager
