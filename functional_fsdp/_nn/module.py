@@ -16,13 +16,13 @@ import torch.nn as nn
 
 from .._common.errors import TreeError
 from .._common.interrupts import whole
-from .._common.torch_names import FakeTensor, autograd_node, func_interpreter, is_wrapped, reparametrize_module
-from .._common.tracing import refuse, tracing
+from .._common.torch_names import autograd_node, reparametrize_module
+from .bound_calls import around_bound
+from .replaced_buffers import Slot, keep, refuse_lost, stays
 from .skeleton import Placeholder, refuse_meta, skeleton_of
 from .ties import aliases_of, tied
 
 M = TypeVar("M", bound=nn.Module)
-Slot = tuple[dict[str, Any], str]  # a dict of parameters or buffers, and a name in it
 
 __all__ = ["Bound", "bind", "functionalize"]
 
@@ -103,7 +103,7 @@ class Slots:
                 if buffer is not None:
                     new = held.get(name)
                     if keeps and new is not buffer and isinstance(new, torch.Tensor):
-                        if _stays(new):
+                        if stays(new):
                             buffer = new.detach().clone()  # it may be a part of a weight, which is borrowed
                         else:
                             lost.append((held, name))
@@ -146,58 +146,11 @@ def _place(module: nn.Module, weights: Mapping[str, torch.Tensor]) -> Place | No
     return None if given is None else (slots, given)
 
 
-def _stays(t: torch.Tensor) -> bool:
-    """Whether a tensor has values after the call: not one of a torch.func transform, of a graph, or without values."""
-    if torch.compiler.is_dynamo_compiling():
-        return not _transformed()
-    return not (isinstance(t, FakeTensor) or is_wrapped(t) or t.is_meta)
-
-
-def _transformed() -> bool:
-    """Whether a transform of torch.func runs this. Dynamo runs it for real, while it is within one itself."""
-    return func_interpreter() is not None
-
-
-_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
-
-
-def _keep(module: nn.Module, own: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> None:
-    """Of a module's buffers those stay that a call has put in the place of others."""
-    lost = []
-    for path, buffer in own.items():
-        new = now[path]
-        if new is not buffer:
-            owner, _, name = path.rpartition(".")
-            held = module.get_submodule(owner)._buffers
-            if _stays(new):
-                held[name] = new.detach().clone()
-            else:
-                lost.append((held, name))
-    if lost:
-        _refuse_lost(module, lost)
-
-
-def _refuse_lost(module: nn.Module, lost: list[Slot]) -> None:
-    """Raise for buffers that cannot stay; but for caches, and where only shapes are asked for."""
-    if not _transformed() and not tracing():
-        return
-    for path, part in module.named_modules():
-        for held, name in lost:
-            if held is part._buffers and name not in part._non_persistent_buffers_set:
-                buffer = f"{path}.{name}".lstrip(".")
-                said = (
-                    f"bind: the forward put another tensor in the place of the buffer {buffer!r}, under torch.func or "
-                    "where a graph is made, and it would be lost. Buffers must not change there. Use "
-                    "T.forward_backward, by which they ride in the state; or return the new value."
-                )
-                refuse("SpecError", said)
-
-
 def _lending(slots: Slots) -> bool:
     """Whether a call has weights in these slots. The stack says: one that was stopped may not have come to say so."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is Bound._lend.__code__ and frame.f_locals.get("slots") is slots:
+        if frame.f_code is Bound._call.__code__ and frame.f_locals.get("slots") is slots:
             return True
         frame = frame.f_back
     return False
@@ -231,9 +184,15 @@ class Bound:
         return self._lend(type(self._module).__call__, args, kwargs)
 
     def _lend(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function of the module while the module has these weights and its buffers (at each of their paths).
+        """Call a function of the module while the module has these weights and its buffers (at each of their paths)."""
+        around = None if torch.compiler.is_compiling() else around_bound(self._module)
+        if around is None:
+            return self._call(function, args, kwargs)
+        with around:
+            return self._call(function, args, kwargs)
 
-        The short way is for skeletons whose slots are known. The long way, torch.func's, is for every module, for
+    def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """The short way is for skeletons whose slots are known. The long way, torch.func's, is for every module, for
         calls within calls that bind other weights, and for torch.compile.
         """
         module = self._module
@@ -247,7 +206,7 @@ class Bound:
             with reparametrize_module(module, tensors, tie_weights=False, strict=True, stack_weights=True):
                 out = function(module, *args, **kwargs)
             if own and not again:
-                _keep(module, own, tensors)
+                keep(module, own, tensors)
             return out
         slots, weights = place
         for path, held, name in slots.meta:
@@ -267,7 +226,7 @@ class Bound:
         finally:
             lost = slots.restore(module, done)
         if lost:
-            _refuse_lost(module, lost)
+            refuse_lost(module, lost)
         return out
 
     def _child(self, name: str) -> Bound:

@@ -383,6 +383,57 @@ def test_remat_of_a_function_that_binds_makes_buffers_once() -> None:
     assert all(torch.equal(skeletons[0][key], skeletons[1][key]) for key in skeletons[0])
 
 
+class Power(nn.Module):
+    """A power iteration in a buffer, a count in an attribute, and dropout that is set from outside."""
+
+    vector: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(4, 4), 0
+        self.register_buffer("vector", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.vector.copy_(torch.nn.functional.normalize(self.linear.weight @ self.vector, dim=0))
+        self.count += 1
+        scale = (self.linear.weight @ self.vector.clone()).norm() * self.count
+        out: torch.Tensor = (self.linear(x) / scale).sin()
+        return out
+
+
+@pytest.mark.parametrize("part", [None, T.saved, T.offload])
+@pytest.mark.parametrize("writes", [False, True])
+def test_remat_of_a_function_finds_what_a_bound_module_had(part: Any, writes: bool) -> None:
+    found = []
+    for remat in (False, True):
+        torch.manual_seed(0)
+        params, model = fsdp.functionalize(nn.Sequential(Power(), Power()))
+
+        def run(w: Any, h: torch.Tensor, i: int, model: Any = model) -> torch.Tensor:
+            if writes:  # so that a part is run again
+                h.mul_(2)
+            out: torch.Tensor = fsdp.bind(model[i], w)(h)
+            return out
+
+        inner: Any = part(run) if part is not None and remat else run
+
+        def stage(w: Any, h: torch.Tensor, inner: Any = inner, model: Any = model) -> torch.Tensor:
+            first, second = ({k[2:]: v for k, v in w.items() if k[0] == i} for i in "01")
+            h = inner(first, h + 0, 0).exp()
+            h = fsdp.bind(model[1], second)(h) + inner(first, h + 0, 0)  # the first one twice
+            return h.cos().exp()
+
+        again: Any = T.remat(stage) if remat else stage
+        some: list[Any] = []
+        for step in range(3):
+            out, pullback = T.vjp(again, params, torch.ones(3, 4) + step)
+            dw, dx = pullback(params, out)
+            some += [out, dx, *dw.values(), torch.tensor([one.count for one in model])]
+        found.append([*some, *model.buffers()])
+    assert all(map(torch.equal, found[0], found[1]))
+
+
 def test_a_model_that_recomputes_is_not_bound_by_hand() -> None:
     params, model = fsdp.functionalize(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
     x = torch.randn(2, 3)

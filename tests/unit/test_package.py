@@ -255,6 +255,7 @@ ASK = {
     "_common/tracing.py",  # says so, and chooses: `traced_as`
     "_common/calls.py",  # chooses: `verb` and `alone`
     "_nn/module.py",  # a call of a bound module, which Dynamo follows by torch.func's way only
+    "_nn/replaced_buffers.py",  # what such a call leaves in a module, which has no values in a graph
     "_compile/compile_units.py",  # compiled code, which asks whether it is compiled, or runs as Python
 }
 QUESTIONS = {"tracing", "LOWERING", "is_compiling", "is_dynamo_compiling"}

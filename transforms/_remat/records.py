@@ -37,6 +37,7 @@ class PartRecord:
         self.output, self.places, self.fresh, self.packed = output, places, fresh, packed
         self.before, self.after = before, after
         self.writes = False  # it changes what it is given in place
+        self.states: list[ModuleState] = []  # of modules that it called by `bind`
 
     def run_again(self) -> None:
         """It changes its input in place, or others have changed its output: recomputations have to run it."""
@@ -64,6 +65,7 @@ class RegionRecord:
     ) -> None:  # fmt: skip
         self.fn, self.habits, self.generators, self.given = fn, habits, generators, given
         self.state = ModuleState(module) if module is not None else None
+        self.states: list[ModuleState] = []  # of modules that were called by `bind`, outside of parts
         self.trains = module is None or module.training
         self.start: DrawPoint | None = None
         self.parts: list[PartRecord] = []
@@ -92,4 +94,4 @@ class RegionRecord:
 
     def forget(self) -> None:
         """The forward has failed: let go what its graph holds."""
-        self.parts, self.moves, self.start = [], None, None
+        self.parts, self.states, self.moves, self.start = [], [], None, None

@@ -11,15 +11,16 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn as nn
 
-from functional_fsdp.extend import torch_private
+from functional_fsdp.extend import around_bound_calls, torch_private
 
 from .._drive.watch import version
 from .._modules.outputs import each_leaf
 from .draws import DrawPoint
 from .given import storages_in
 from .kept_outputs import KeptOutput
-from .module_state import StatePlace
+from .module_state import ModuleState, StatePlace
 from .parts import PartCall, running
 from .records import PartRecord, RegionRecord
 
@@ -40,6 +41,8 @@ class RegionForward:
         self.draws: DrawPoint | None = None
         self.hooks: Any = None
         self.taken: set[int] = set()  # storages of inputs, buffers and earlier outputs
+        self.states = region.states  # where those of bound modules are noted: the region's, or of the part that runs
+        self.around: Any = None  # what was around bound calls before
 
     def run(self, args: Any, kwargs: Any) -> Any:
         region = self.region
@@ -48,7 +51,7 @@ class RegionForward:
         try:
             if region.state is not None:
                 region.state.begin()
-            with running(self):
+            with running(self), around_bound_calls(self.bound) as self.around:
                 out = region.fn(*args, **kwargs)
             if region.state is not None:
                 region.state.end()
@@ -58,8 +61,21 @@ class RegionForward:
             region.forget()
             raise
         finally:
-            self.hooks = None  # they hold this
+            self.hooks = self.around = None  # they hold this
         return out
+
+    @contextmanager
+    def bound(self, module: nn.Module) -> Iterator[None]:
+        """A call of a module by `bind`: note what it finds in it, and what it changes."""
+        with self.around(module) if self.around is not None else nullcontext():
+            if torch_private.func_interpreter() is not None:  # there buffers must not change
+                yield
+                return
+            state = ModuleState(module)
+            self.states.append(state)
+            state.begin()
+            yield
+            state.end()
 
     def _count(self) -> None:
         """Have the checkpoint's hooks count what they are given."""
@@ -105,11 +121,15 @@ class RegionForward:
         moves = region.moves_of(call.part)
         before = region.state.look(call.module) if region.state is not None else None
         given = [(t, version(t)) for t in each_leaf((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
+        states: list[ModuleState] = []
+        self.states = states
         with running(None), self._outside(), moves.moving(call.module) if moves is not None else nullcontext():
             out = call()
+        self.states = region.states
         places = [found.place for found in before.changed()] if before is not None else []
         self._note(call, out, places)
-        self.region.parts[-1].writes = any(version(t) != then for t, then in given)
+        region.parts[-1].writes = any(version(t) != then for t, then in given)
+        region.parts[-1].states = states
         return out
 
     @contextmanager
