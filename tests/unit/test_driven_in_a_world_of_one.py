@@ -498,7 +498,7 @@ def test_what_a_hook_inside_keeps_says_what_to_do() -> None:
 
 class Config:
     def __init__(self) -> None:
-        self.scale, self.rope = 2.0, {"factor": 1.0}
+        self.scale, self.rope, self.table = 2.0, {"factor": 1.0}, torch.ones(2)
 
 
 class Configured(Net):
@@ -507,6 +507,8 @@ class Configured(Net):
     def __init__(self) -> None:
         super().__init__()
         self.config, self.widths, self.drop = Config(), [4, 4], nn.Dropout(0.5)
+        self.heads, self.mask = {1, 2}, torch.ones(4)
+        self.register_buffer("rotary", torch.ones(4), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.drop(super().forward(x)) * self.config.scale
@@ -524,6 +526,11 @@ CHANGED: dict[str, tuple[Callable[[Any], None], str]] = {
     "a list": (lambda m: m.widths.append(4), r"'widths' was \[4, 4\] and is \[4, 4, 4\]"),
     "a module": (lambda m: put(m, "b", nn.Linear(4, 4)), "its modules or hooks"),
     "a hook": (lambda m: m.b.register_forward_hook(lambda *args: None), "the modules or hooks of 'b'"),
+    "a set": (lambda m: m.heads.discard(2), r"'heads' was \{1, 2\} and is \{1\}"),
+    "a tensor": (lambda m: put(m, "mask", torch.zeros(4)), "'mask' is another tensor"),
+    "a tensor's values": (lambda m: m.mask.zero_(), "the tensor 'mask' was changed in place"),
+    "a tensor inside it": (lambda m: m.config.table.zero_(), r"the tensor 'config\.table' was changed in place"),
+    "a buffer's values": (lambda m: m.rotary.zero_(), "the tensor 'rotary' was changed in place"),
     "deleted": (lambda m: delattr(m, "widths"), r"'widths' was \[4, 4\] and is None"),
 }
 
@@ -544,6 +551,17 @@ def test_a_setting_that_is_changed_later_is_refused(what: str, how: str, real: b
             run(state, X)
     if what not in ("a module", "deleted"):
         drives(how, model)(state, X)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_cache_that_is_replaced_is_no_setting(real: bool) -> None:
+    module = Configured()
+    state, model = made(module)
+    model = module if real else model
+    run = T.apply(model)
+    before = run(state, X)[1]
+    model.rotary = torch.zeros(4)
+    assert torch.equal(run(state, X)[1], before)
 
 
 @pytest.mark.parametrize("real", [False, True])

@@ -1,8 +1,10 @@
 """Settings: what a model's modules say of themselves, beside the copy that a transform made of it.
 
 The copy follows training and evaluation mode. Other settings (a dropout rate, a flag of a configuration, a hook, a
-module in another's place) are the copy's own: one that is changed on the model later would be ignored without a word,
-so it is refused. Looked at once a step.
+module in another's place, a tensor) are the copy's own: one that is changed on the model later would be ignored without
+a word, so it is refused. Looked at once a step.
+
+Persistent buffers are the state's. Others that are replaced are caches, most likely; a change in place is refused.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import copy
 import enum
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -23,6 +25,8 @@ import torch.nn as nn
 
 from functional_fsdp import SpecError
 from functional_fsdp.extend import Placeholder
+
+from .watch import version
 
 __all__ = ["Settings"]
 
@@ -42,15 +46,24 @@ class Noted:
         self.names = [name for name, value in held.items() if name != "training" and _plain(value)]
         self.get: Callable[[Any], Any] = itemgetter(*self.names) if self.names else len
         self.noted = (
-            copy.deepcopy(self.get(held)) if any(isinstance(held[n], list) for n in self.names) else self.get(held)
+            copy.deepcopy(self.get(held))
+            if any(isinstance(held[n], list | set) for n in self.names)
+            else self.get(held)
         )
         self.size = len(held)
         self.known = {*held}
+        self.tensors = {name: (weakref.ref(t), version(t)) for name, t in self.tensors_of(owner).items()}
         self.tables = self._tables(held) if self.module else ()
 
     def held(self, owner: Any) -> dict[str, Any]:
         found: dict[str, Any] = owner if isinstance(owner, dict) else vars(owner)
         return found
+
+    def tensors_of(self, owner: Any) -> dict[str, torch.Tensor]:
+        """Tensors in attributes, and buffers that are not persistent."""
+        buffers = {name: owner._buffers[name] for name in owner._non_persistent_buffers_set} if self.module else {}
+        every = {**self.held(owner), **buffers}
+        return {name: t for name, t in every.items() if isinstance(t, torch.Tensor) and not isinstance(t, Placeholder)}
 
     def _tables(self, held: dict[str, Any]) -> Any:
         return [*map(tuple, map(dict.values, itemgetter(*TABLES)(held)))] if any(map(held.get, TABLES)) else ()
@@ -72,6 +85,14 @@ class Noted:
                 if name not in self.known and not name.startswith("_") and _plain(value):
                     return f"{self._at(name)} is new"
             self.size, self.known = len(held), {*held}
+        now = self.tensors_of(owner)
+        for name, (ref, before) in self.tensors.items():
+            t = now.get(name)
+            if t is None or t is not ref():
+                if not self.module or name not in owner._buffers:  # else it is a cache
+                    return f"{self._at(name)} is another tensor"
+            elif version(t) != before:
+                return f"the tensor {self._at(name)} was changed in place"
         if self.module and self._tables(held) != self.tables:
             return f"the modules or hooks of {self.path!r}" if self.path else "its modules or hooks"
         return ""
@@ -99,17 +120,23 @@ class Settings:
         self.others = [*_others(named)]
         self.dicts: list[dict[str, Any]] = []
         self.empty: list[dict[str, Any]] = []
-        self.lists: list[list[Any]] = []
+        self.lists: list[Iterable[Any]] = []
         if all(type(p) is Placeholder for p in model.parameters()):  # else weights would be kept alive
             own = [part.held(part.owner()) for part in (*self.modules, *self.others)]
             tables = [d[name] for d in own[: len(named)] for name in TABLES]
             self.dicts, self.empty = [*own, *filter(None, tables)], [table for table in tables if not table]
-            self.lists = [value for d in own for value in d.values() if type(value) is list]
+            self.lists = [value for d in own for value in d.values() if type(value) in (list, set)]
+        self.tensors: list[torch.Tensor] = []
+        if self.dicts:
+            seen = (*self.modules, *self.others)
+            self.tensors = [t for part in seen for ref, _ in part.tensors.values() if (t := ref()) is not None]
         self.before = self._values()
 
     def _values(self) -> list[Any]:
-        """All values, of settings or not: compared by identity, in C, they say in a moment that nothing changed."""
-        return [*chain.from_iterable(map(dict.values, self.dicts)), *chain.from_iterable(self.lists)]
+        """All values, of settings or not, and the versions of tensors: compared by identity, in C, they say in a moment
+        that nothing changed."""
+        values = [*chain.from_iterable(map(dict.values, self.dicts)), *chain.from_iterable(self.lists)]
+        return [*values, *map(version, self.tensors)]
 
     def follow(self) -> None:
         """Take over the model's modes.
@@ -152,7 +179,7 @@ def _itself(owner: Any) -> Any:
 
 
 def _plain(value: Any) -> bool:
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list | set | frozenset):
         return len(value) < 100 and all(map(_plain, value))
     return value is None or isinstance(value, PLAIN)
 
