@@ -112,11 +112,12 @@ def failures(folder: str) -> list[str]:
     tried(lambda: fsdp.save(state, path / "next"))  # nobody has asked
     tried(lambda: fsdp.save(state, path / "next"))
 
-    future = fsdp.async_save(state, path / "killed")  # the process of this rank's own, while it writes
-    process = _background._made[runtime_of(state.spec.mesh)].process
-    assert process is not None
-    if rank == 1:
-        process.kill()
+    background = _background._made[runtime_of(state.spec.mesh)]
+    with background.lock:  # what this rank's own process writes is asked for by a thread, which waits
+        future = fsdp.async_save(state, path / "killed")
+        assert background.process is not None
+        if rank == 1:
+            background.process.kill()
     tried(lambda: future.result(60))
     tried(lambda: fsdp.async_save(state, path / "again").result(60))
     return said
