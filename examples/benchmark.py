@@ -243,7 +243,8 @@ def sent(kernels: dict[str, tuple[int, float]]) -> str:
 # ---------------------------------------------------------------- the command
 
 
-def arguments() -> Namespace:
+def arguments(given: list[str] | None = None) -> Namespace:
+    """Of the command, or of these words."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--model", default="tiny", metavar="NAME", help=f"{', '.join(MODELS)}, or hf:Qwen3 and the like")
@@ -282,7 +283,7 @@ def arguments() -> Namespace:
     add("--kernels", action="store_true", help="name what moved data between GPUs in one step, of each row")
     add("--json", type=Path, help="write everything to this file")
     add("--chart", type=Path, metavar="PNG", help="draw the step times (matplotlib)")
-    args = parser.parse_args()
+    args = parser.parse_args(given)
     chosen(args, parser)
     return args
 

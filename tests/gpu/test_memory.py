@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import json
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -376,13 +375,11 @@ def contest() -> dict[str, int]:
         warnings.simplefilter("ignore")  # what torch says about its own FSDP2
         import benchmark
 
-        args = Namespace(model="0.16b", device=fsdp.local_mesh().device_type, placement="zero3", dtype=None)
-        args.batch = args.seq = args.budget = args.json = None
-        args.start = "float32"
-        args.steps, args.rounds, args.warmup, args.only = 1, 1, 2, ["unit by unit", "FSDP2"]
+        turns = ["--start", "float32", "--steps", "1", "--rounds", "1", "--warmup", "2"]
+        args = benchmark.arguments(["--model", "0.16b", *turns, "--only", "unit by unit,FSDP2"])
         gc.collect()
         rows = benchmark.measure(args).rows
-    dist.all_reduce(torch.zeros((), device=args.device))  # all ranks are done
+    dist.all_reduce(torch.zeros((), device=fsdp.local_mesh().device_type))  # all ranks are done
     return {row.name: row.peak_bytes for row in rows}
 
 
