@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch.nn as nn
 
+from .._common.torch_names import func_interpreter
+
 __all__ = ["around_bound", "around_bound_calls"]
 
 Around = Callable[[nn.Module], AbstractContextManager[None]]
@@ -30,7 +32,7 @@ def around_bound_calls(around: Around | None) -> Iterator[Around | None]:
     Returns:
         what was there before, for who wants to call it, too.
 
-    Collective: none. It is not seen in compiled code.
+    Collective: none. Not so in compiled code, nor under torch.func, where a module must not change.
 
     Example: `with extend.around_bound_calls(note_buffers): stage(w, h)`.
     """
@@ -43,4 +45,4 @@ def around_bound_calls(around: Around | None) -> Iterator[Around | None]:
 
 def around_bound(module: nn.Module) -> AbstractContextManager[None] | None:
     """What a call of this module is to be made in, or None."""
-    return None if _HERE.around is None else _HERE.around(module)
+    return None if _HERE.around is None or func_interpreter() is not None else _HERE.around(module)

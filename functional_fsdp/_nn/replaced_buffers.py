@@ -10,6 +10,7 @@ import torch.nn as nn
 
 from .._common.torch_names import FakeTensor, func_interpreter, is_wrapped
 from .._common.tracing import refuse, tracing
+from .skeleton import persistent
 
 __all__ = ["Slot", "keep", "refuse_lost", "stays"]
 
@@ -51,13 +52,11 @@ def refuse_lost(module: nn.Module, lost: list[Slot]) -> None:
     """Raise for buffers that cannot stay; but for caches, and where only shapes are asked for."""
     if not _transformed() and not tracing():
         return
-    for path, part in module.named_modules():
-        for held, name in lost:
-            if held is part._buffers and name not in part._non_persistent_buffers_set:
-                buffer = f"{path}.{name}".lstrip(".")
-                said = (
-                    f"bind: the forward put another tensor in the place of the buffer {buffer!r}, under torch.func or "
-                    "where a graph is made, and it would be lost. Buffers must not change there. Use "
-                    "T.forward_backward, by which they ride in the state; or return the new value."
-                )
-                refuse("SpecError", said)
+    for path, held, name in persistent(module):
+        if any(held is place and name == key for place, key in lost):
+            said = (
+                f"bind: the forward put another tensor in the place of the buffer {path!r}, under torch.func or where "
+                "a graph is made, and it would be lost. Buffers must not change there. Use T.forward_backward, by "
+                "which they ride in the state; or return the new value."
+            )
+            refuse("SpecError", said)

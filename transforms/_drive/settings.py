@@ -52,18 +52,18 @@ class Noted:
         )
         self.size = len(held)
         self.known = {*held}
-        self.tensors = {name: (weakref.ref(t), version(t)) for name, t in self.tensors_of(owner).items()}
+        self.tensors = {name: (weakref.ref(t), version(t)) for name, t in self._tensors(owner)}
         self.tables = self._tables(held) if self.module else ()
 
     def held(self, owner: Any) -> dict[str, Any]:
         found: dict[str, Any] = owner if isinstance(owner, dict) else vars(owner)
         return found
 
-    def tensors_of(self, owner: Any) -> dict[str, torch.Tensor]:
+    def _tensors(self, owner: Any) -> list[tuple[str, torch.Tensor]]:
         """Tensors in attributes, and buffers that are not persistent."""
         buffers = {name: owner._buffers[name] for name in owner._non_persistent_buffers_set} if self.module else {}
-        every = {**self.held(owner), **buffers}
-        return {name: t for name, t in every.items() if isinstance(t, torch.Tensor) and not isinstance(t, Placeholder)}
+        every = (*self.held(owner).items(), *buffers.items())
+        return [(name, t) for name, t in every if isinstance(t, torch.Tensor) and not isinstance(t, Placeholder)]
 
     def _tables(self, held: dict[str, Any]) -> Any:
         return [*map(tuple, map(dict.values, itemgetter(*TABLES)(held)))] if any(map(held.get, TABLES)) else ()
@@ -85,14 +85,14 @@ class Noted:
                 if name not in self.known and not name.startswith("_") and _plain(value):
                     return f"{self._at(name)} is new"
             self.size, self.known = len(held), {*held}
-        now = self.tensors_of(owner)
-        for name, (ref, before) in self.tensors.items():
-            t = now.get(name)
-            if t is None or t is not ref():
-                if not self.module or name not in owner._buffers:  # else it is a cache
-                    return f"{self._at(name)} is another tensor"
-            elif version(t) != before:
-                return f"the tensor {self._at(name)} was changed in place"
+        for name, (ref, then) in self.tensors.items():
+            cache = self.module and name in owner._buffers
+            t = (owner._buffers if cache else held).get(name)
+            if t is ref() and t is not None:
+                if version(t) != then:
+                    return f"the tensor {self._at(name)} was changed in place"
+            elif not cache:
+                return f"{self._at(name)} is another tensor"
         if self.module and self._tables(held) != self.tables:
             return f"the modules or hooks of {self.path!r}" if self.path else "its modules or hooks"
         return ""
@@ -120,22 +120,21 @@ class Settings:
         self.others = [*_others(named)]
         self.dicts: list[dict[str, Any]] = []
         self.empty: list[dict[str, Any]] = []
-        self.lists: list[Iterable[Any]] = []
+        self.containers: list[Iterable[Any]] = []
+        self.tensors: list[torch.Tensor] = []
         if all(type(p) is Placeholder for p in model.parameters()):  # else weights would be kept alive
-            own = [part.held(part.owner()) for part in (*self.modules, *self.others)]
+            every = (*self.modules, *self.others)
+            own = [part.held(part.owner()) for part in every]
             tables = [d[name] for d in own[: len(named)] for name in TABLES]
             self.dicts, self.empty = [*own, *filter(None, tables)], [table for table in tables if not table]
-            self.lists = [value for d in own for value in d.values() if type(value) in (list, set)]
-        self.tensors: list[torch.Tensor] = []
-        if self.dicts:
-            seen = (*self.modules, *self.others)
-            self.tensors = [t for part in seen for ref, _ in part.tensors.values() if (t := ref()) is not None]
+            self.containers = [value for d in own for value in d.values() if type(value) in (list, set)]
+            self.tensors = [t for part in every for ref, _ in part.tensors.values() if (t := ref()) is not None]
         self.before = self._values()
 
     def _values(self) -> list[Any]:
         """All values, of settings or not, and the versions of tensors: compared by identity, in C, they say in a moment
         that nothing changed."""
-        values = [*chain.from_iterable(map(dict.values, self.dicts)), *chain.from_iterable(self.lists)]
+        values = [*chain.from_iterable(map(dict.values, self.dicts)), *chain.from_iterable(self.containers)]
         return [*values, *map(version, self.tensors)]
 
     def follow(self) -> None:

@@ -6,18 +6,18 @@ It may come before the forward is over, where a gradient is taken in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError
-from functional_fsdp.extend import around_bound_calls, torch_private
+from functional_fsdp.extend import around_bound_calls
 
 from .._modules.outputs import map_tensors
 from .kept_outputs import LOST, differentiable
+from .module_state import ModuleState
 from .moves import MoveGroup
 from .parts import PartCall, running
 from .records import PartRecord, RegionRecord
@@ -31,9 +31,6 @@ class Recomputation:
     def __init__(self, region: RegionRecord) -> None:
         self.region = region
         self.at = 0  # which of the forward's calls of parts comes next
-        self.states = iter(
-            region.states
-        )  # of the modules that were called by `bind`: the next is that of the next call
 
     def run(self, args: Any, kwargs: Any) -> Any:
         region = self.region
@@ -42,23 +39,26 @@ class Recomputation:
             region.moves.arrive()
         draws = region.start.resumed() if region.start is not None else nullcontext()
         state = region.state.resumed() if region.state is not None else nullcontext()
-        with running(self), draws, state, around_bound_calls(self.bound):
+        with running(self), draws, state, self._bound(region.states):
             return region.fn(*args, **kwargs)
 
-    @contextmanager
-    def bound(self, module: nn.Module) -> Iterator[None]:
-        """A call of a module by `bind`, which finds in it what the forward found."""
-        state = next(self.states, None) if torch_private.func_interpreter() is None else None
-        if state is None:
-            yield
-            return
-        if state.module is not module:
-            raise ScheduleError(
-                f"remat: a {type(module).__name__} was called by bind when its function was computed again, and in the "
-                f"forward it was a {type(state.module).__name__}. Have the function do the same each time."
-            )
-        with state.resumed():
-            yield
+    @staticmethod
+    def _bound(states: list[ModuleState]) -> AbstractContextManager[Any]:
+        """Within, calls of modules by `bind` find in them what the forward's calls found, one after the other."""
+        left = iter(states)
+
+        def found(module: nn.Module) -> AbstractContextManager[None]:
+            state = next(left, None)
+            if state is None:  # the forward has not come so far
+                return nullcontext()
+            if state.module is not module:
+                raise ScheduleError(
+                    f"remat: a {type(module).__name__} was called by bind when its function was computed again, and in "
+                    f"the forward it was a {type(state.module).__name__}. Have the function do the same each time."
+                )
+            return state.resumed()
+
+        return around_bound_calls(found)
 
     def called(self, call: PartCall) -> Any:
         """A part's output once more. If it is not there, the part is run again."""
@@ -67,9 +67,8 @@ class Recomputation:
             return _run(call)
         again = record.output.again(call)
         if again is LOST:
-            states, self.states = self.states, iter(record.states)
-            out = differentiable(_run(call), record.output.trains, call)
-            self.states = states
+            with self._bound(record.states):
+                out = differentiable(_run(call), record.output.trains, call)
         else:
             out, values = again
             for place, value in zip(record.places, values, strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +42,6 @@ class RegionForward:
         self.draws: DrawPoint | None = None
         self.hooks: Any = None
         self.taken: set[int] = set()  # storages of inputs, buffers and earlier outputs
-        self.states = region.states  # where those of bound modules are noted: the region's, or of the part that runs
         self.around: Any = None  # what was around bound calls before
 
     def run(self, args: Any, kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ class RegionForward:
         try:
             if region.state is not None:
                 region.state.begin()
-            with running(self), around_bound_calls(self.bound) as self.around:
+            with running(self), around_bound_calls(partial(self._bound, region.states)) as self.around:
                 out = region.fn(*args, **kwargs)
             if region.state is not None:
                 region.state.end()
@@ -65,14 +65,11 @@ class RegionForward:
         return out
 
     @contextmanager
-    def bound(self, module: nn.Module) -> Iterator[None]:
-        """A call of a module by `bind`: note what it finds in it, and what it changes."""
+    def _bound(self, states: list[ModuleState], module: nn.Module) -> Iterator[None]:
+        """A call of a module by `bind`: note in `states` what it finds in it, and what it changes."""
         with self.around(module) if self.around is not None else nullcontext():
-            if torch_private.func_interpreter() is not None:  # there buffers must not change
-                yield
-                return
             state = ModuleState(module)
-            self.states.append(state)
+            states.append(state)
             state.begin()
             yield
             state.end()
@@ -122,14 +119,13 @@ class RegionForward:
         before = region.state.look(call.module) if region.state is not None else None
         given = [(t, version(t)) for t in each_leaf((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
         states: list[ModuleState] = []
-        self.states = states
-        with running(None), self._outside(), moves.moving(call.module) if moves is not None else nullcontext():
+        bound = around_bound_calls(partial(self._bound, states))
+        with running(None), self._outside(), bound, moves.moving(call.module) if moves is not None else nullcontext():
             out = call()
-        self.states = region.states
         places = [found.place for found in before.changed()] if before is not None else []
-        self._note(call, out, places)
-        region.parts[-1].writes = any(version(t) != then for t, then in given)
-        region.parts[-1].states = states
+        record = self._note(call, out, places)
+        record.writes = any(version(t) != then for t, then in given)
+        record.states = states
         return out
 
     @contextmanager
@@ -145,7 +141,7 @@ class RegionForward:
         finally:
             torch_private.push_saved_hooks(*self.hooks)
 
-    def _note(self, call: PartCall, out: Any, places: list[StatePlace]) -> None:
+    def _note(self, call: PartCall, out: Any, places: list[StatePlace]) -> PartRecord:
         if not self.region.parts:
             self.taken = self.region.taken()
         storages = storages_in(out)
@@ -153,4 +149,6 @@ class RegionForward:
         self.taken |= storages
         output = KeptOutput((out, [place.copy() for place in places]), copies=call.part.copies and fresh)
         before, self.draws = self.draws, self.region.draws()
-        self.region.parts.append(PartRecord(call, output, places, fresh, self.packed, before, self.draws))
+        record = PartRecord(call, output, places, fresh, self.packed, before, self.draws)
+        self.region.parts.append(record)
+        return record
