@@ -6,7 +6,6 @@ import ast
 import inspect
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -57,26 +56,13 @@ class TestEveryFile:
         made = [n for n in calls if n.func.attr in FACTORIES and ast.unparse(n.func.value) == "torch"]  # type: ignore[attr-defined]
         assert not [n.lineno for n in made if not any(word.arg == "device" for word in n.keywords)]
 
-    def test_says_what_it_is_for_and_lists_its_names(self, file: Path) -> None:
-        tree = ast.parse(file.read_text())
-        assert ast.get_docstring(tree), f"{file.name} has no docstring"
-        assigned = [t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
-        assert "__all__" in assigned or len(tree.body) == 1, f"{file.name} has no __all__"
-
-    def test_is_one_noun(self, file: Path) -> None:
-        lines = len(file.read_text().splitlines())
-        assert lines <= 400, f"{file.name} has {lines} lines; past 400 there is a second noun in it"
+    def test_says_what_it_is_for(self, file: Path) -> None:
+        assert ast.get_docstring(ast.parse(file.read_text())), f"{file.name} has no docstring"
 
 
 def test_no_two_modules_of_tests_that_run_together_have_one_name() -> None:
     names = [path.name for path in ROOT.glob("tests/*/test_*.py") if path.parent.name != "gpu"]
     assert sorted(names) == sorted(set(names))  # workers import them by it
-
-
-def test_no_two_classes_have_one_name() -> None:
-    """One word for one idea."""
-    classes = Counter(node.name for file in CORE + TRANSFORMS for node in nodes(file) if isinstance(node, ast.ClassDef))
-    assert not [name for name, count in classes.items() if count > 1 and not name.startswith("_")]
 
 
 @pytest.mark.parametrize("file", CORE + TRANSFORMS, ids=place)
