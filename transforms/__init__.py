@@ -2,6 +2,7 @@
 
 from ._compile.compile import compile
 from ._compile.compile_units import compile_units
+from ._compile.startup import StartupReport, startup
 from ._cuda_graph.cuda_graph import cuda_graph
 from ._drive.apply import apply
 from ._drive.forward_backward import ForwardBackward, forward_backward
@@ -24,6 +25,7 @@ __all__ = [
     "ForwardBackward",
     "Nonfinite",
     "NonfiniteError",
+    "StartupReport",
     "accumulate",
     "any_nonfinite",
     "apply",
@@ -47,6 +49,7 @@ __all__ = [
     "remat",
     "saved",
     "skip_nonfinite",
+    "startup",
     "step_memory",
     "vjp",
 ]

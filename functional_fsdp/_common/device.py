@@ -269,6 +269,7 @@ def as_rate(lr: Any) -> Any:
     return lr.float() if beside and lr.dtype is not torch.float32 else lr
 
 
-def rows_at_once(device: torch.device) -> int:
-    """Of 64 KiB each: what stays in a CPU's cache, or keeps a GPU busy."""
-    return 32 if device.type == "cpu" else 64
+def rows_at_once(device: torch.device, rows: int) -> int:
+    """Of so many rows of 64 KiB each: what stays in a CPU's cache; or keeps a GPU busy, in 32 pieces at most, so that
+    the host's launches are not what takes the time."""
+    return 32 if device.type == "cpu" else max(64, rows // 32)

@@ -183,7 +183,7 @@ class Graphed:
 
     def _eagerly(self, ranks: Ranks, known: Warmed | None, state: State, leaves: list[Any], treedef: Any) -> Any:
         """One step, which is recorded where one like it may be captured."""
-        record = None if known is None or known.reads.eager else Recording(self.sides)
+        record = None if known is None or known.reads.eager or self._compiles(known) else Recording(self.sides)
         args, kwargs = pytree.tree_unflatten(_on(ranks, leaves), treedef)
         with self._aside(ranks), record or nullcontext():
             steps = _commits(state)
@@ -197,6 +197,11 @@ class Graphed:
             if record is not None:
                 known.reads.ran(record)
         return out
+
+    def _compiles(self, known: Warmed) -> bool:
+        """Whether units are compiled in this step, which takes far longer where a mode sees each operation that the
+        compilers try out: the first of a signature, if two are left to be recorded."""
+        return known.warm == 0 and self.warmup > 2
 
     @contextmanager
     def _aside(self, ranks: Ranks) -> Iterator[None]:

@@ -1,0 +1,242 @@
+"""From the start of a process to its sixth step, beside FSDP2: each in processes and caches of its own.
+
+    python examples/benchmark_startup.py                                   # CPU (gloo): a tiny Llama on 2 ranks
+    python examples/benchmark_startup.py --ranks 4 --size 8b --rounds 3    # GPUs (NCCL): Llama-3-8B
+
+| row       | what it is                                                                                             |
+|-----------|--------------------------------------------------------------------------------------------------------|
+| here      | `fsdp.init`, `T.forward_backward(compile=True)`; on GPUs the whole step as a CUDA graph, `T.cuda_graph` |
+| FSDP2     | `fully_shard` of each layer and of the model, `layer.compile()`                                        |
+
+Each row runs twice in a round: cold, with empty caches of Inductor and Triton, and warm, with those that the cold run
+left. Rows that shared a process would mislead: who comes second finds a warm cache. The columns are seconds of rank 0:
+
+| column        | what it is                                                                       |
+|---------------|----------------------------------------------------------------------------------|
+| import        | from the start of the process until everything is imported                       |
+| groups        | until the ranks know each other, and have communicated once                      |
+| build         | the model's weights, sharded, and the step                                       |
+| 1, 2, ... 6   | each of the first six steps, until the device is done                            |
+| sixth         | from the beginning of `build` to the end of the sixth step                       |
+| whole         | from the start of the process to the end of the sixth step                       |
+
+Below each row stands where the seconds of `sixth` went, by `T.startup`.
+"""
+
+from __future__ import annotations
+
+import time
+
+STARTED = time.time()
+
+import argparse  # noqa: E402
+import gc  # noqa: E402
+import importlib  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import statistics  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+import tempfile  # noqa: E402
+import warnings  # noqa: E402
+from argparse import Namespace  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+ROWS = ("here", "FSDP2")
+STEPS = 6
+LR = 3e-5
+SIZES = {
+    "tiny": {
+        "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    },
+    "8b": {
+        "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+    },
+}  # fmt: skip
+SHAPES = {"tiny": (2, 64), "8b": (1, 4096)}
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def here(build: Callable[[], Any], mesh: Any, dtype: torch.dtype) -> Step:
+    import functional_fsdp as fsdp
+    from functional_fsdp import transforms as T
+
+    cuda = mesh.device_type == "cuda"
+    spec = fsdp.Spec(mesh, precision=fsdp.Precision(compute=dtype), schedule=fsdp.Schedule(overlap_update=True))
+    state, model = fsdp.init(build, spec, fsdp.adamw(lr=LR), seed=0)
+    forward_backward = T.forward_backward(model, loss_of, compile=True)
+
+    def train_step(state: fsdp.State, ids: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+        state, loss = forward_backward(state, ids)
+        return fsdp.step(state), loss
+
+    run: Any = T.cuda_graph(train_step) if cuda else train_step
+    kept = [state]
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        kept[0], loss = run(kept[0], ids)
+        return loss
+
+    return step
+
+
+def fsdp2(build: Callable[[], Any], mesh: Any, dtype: torch.dtype) -> Step:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with torch.device("meta"):
+        model = build()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    for layer in model.model.layers:
+        layer.compile()
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=mesh.device_type)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for path, p in model.named_parameters():
+            if "norm" in path:
+                p.fill_(1.0)
+            else:
+                p.normal_(0.0, 0.02)
+    with torch.device(mesh.device_type):
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def worker(args: Namespace) -> None:
+    """One rank of one row, in a process of its own. Rank 0 prints the seconds as JSON."""
+    import transformers
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if args.worker == "here":
+        importlib.import_module("functional_fsdp.transforms")
+    warnings.simplefilter("ignore")
+    seconds = {"import": time.time() - STARTED}
+    last = [time.time()]
+
+    def mark(name: str) -> None:
+        if cuda:
+            torch.cuda.synchronize()
+        now = time.time()
+        seconds[name] = now - last[0]
+        last[0] = now
+
+    cuda = torch.cuda.device_count() > 0
+    kind = "cuda" if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)
+    mesh = dist.device_mesh.init_device_mesh(kind, (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("data",))
+    dist.all_reduce(torch.ones(1, device=kind))
+    mark("groups")
+    from functional_fsdp import transforms as T  # of the other row, whose own clock begins after it
+
+    begin = last[0] = time.time()
+    sizes = SIZES[args.size] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    transformers.AttentionInterface.register("causal", sdpa_attention_forward)  # which needs no mask on the host
+    config = transformers.LlamaConfig(**sizes, use_cache=False, attn_implementation="causal")
+    dtype = torch.bfloat16 if cuda else torch.float32
+    watch = T.startup(progress=False)
+    report = watch.__enter__()
+    step = (here if args.worker == "here" else fsdp2)(lambda: transformers.LlamaForCausalLM(config), mesh, dtype)
+    mark("build")
+    draw = torch.Generator().manual_seed(1 + dist.get_rank())
+    loss = None
+    for number in range(STEPS):
+        ids = torch.randint(1, config.vocab_size, SHAPES[args.size], generator=draw).to(kind)
+        loss = step(ids)
+        mark(str(number + 1))
+    end = time.time()
+    watch.__exit__(None, None, None)
+    seconds["whole"] = sum(seconds.values())
+    seconds["sixth"] = end - begin
+    assert loss is not None
+    if dist.get_rank() == 0:
+        found = {"seconds": seconds, "parts": report.seconds, "loss": loss.item(), "modules": len(sys.modules)}
+        print("RESULT " + json.dumps(found), flush=True)
+    del step  # NCCL waits for graphs that hold its collectives when groups are destroyed
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def ran(row: str, args: Namespace, caches: Path) -> dict[str, Any]:
+    """A row in processes of its own, with these caches."""
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton"),
+        "OMP_NUM_THREADS": "1" if not torch.cuda.device_count() else os.environ.get("OMP_NUM_THREADS", "8"),
+    }  # fmt: skip
+    given = ["--worker", row, "--size", args.size, "--layers", str(args.layers)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+    done = subprocess.run([*command, __file__, *given], env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(f"{row}: no result\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--only", default=",".join(ROWS))
+    parser.add_argument("--json", help="where the seconds go, as JSON")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args)
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for number in range(args.rounds):
+        rows = args.only.split(",")
+        for row in rows if number % 2 == 0 else rows[::-1]:
+            with tempfile.TemporaryDirectory() as folder:
+                for kind in ("cold", "warm"):
+                    result = ran(row, args, Path(folder))
+                    found.setdefault((row, kind), []).append(result)
+                    said = "  ".join(f"{name} {value:.2f}" for name, value in result["seconds"].items())
+                    print(f"{row:6} {kind}  {said}  loss {result['loss']:.4f}  {result['modules']} modules", flush=True)
+                    parts = "  ".join(f"{name} {value:.2f}" for name, value in result["parts"].items())
+                    print(f"            {parts}", flush=True)
+    columns = [*next(iter(found.values()))[0]["seconds"]]
+    print(f"\n| row | caches | {' | '.join(columns)} |\n|---|---|{'---:|' * len(columns)}")
+    middle = {
+        key: {name: statistics.median(one["seconds"][name] for one in many) for name in columns}
+        for key, many in found.items()
+    }
+    for (row, kind), values in middle.items():
+        print(f"| {row} | {kind} | {' | '.join(f'{values[name]:.2f}' for name in columns)} |")
+    for kind in ("cold", "warm"):
+        if all((row, kind) in middle for row in ROWS):
+            ratios = [middle["here", kind][name] / middle["FSDP2", kind][name] for name in ("sixth", "whole")]
+            print(f"{kind}: here / FSDP2: to the sixth step {ratios[0]:.2f}, from the process's start {ratios[1]:.2f}")
+    if args.json:
+        Path(args.json).write_text(json.dumps({" ".join(key): value for key, value in found.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
