@@ -50,7 +50,7 @@ import torch.distributed as dist  # noqa: E402
 ROWS = ("here", "FSDP2")
 STEPS = 6
 LR = 3e-5
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
         "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -157,7 +157,7 @@ def worker(args: Namespace) -> None:
     begin = last[0] = time.time()
     sizes = SIZES[args.size] | ({"num_hidden_layers": args.layers} if args.layers else {})
     transformers.AttentionInterface.register("causal", sdpa_attention_forward)  # which needs no mask on the host
-    config = transformers.LlamaConfig(**sizes, use_cache=False, attn_implementation="causal")
+    config = transformers.LlamaConfig(**sizes, use_cache=False, attn_implementation="causal")  # type: ignore[call-arg]
     dtype = torch.bfloat16 if cuda else torch.float32
     watch = T.startup(progress=False)
     report = watch.__enter__()

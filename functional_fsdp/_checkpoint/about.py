@@ -53,6 +53,7 @@ def about_of(state: State) -> dict[str, Any]:
         "tree": _plain(pytree.tree_unflatten([*range(len(state.layout.paths))], state.treedef)),
         "extras": _kinds(state.extras),
         "buffers": _kinds(state.buffers),
+        "local_buffers": sorted(state.local_buffers),
     }
 
 

@@ -30,7 +30,7 @@ from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
 from .._state.shard import needs_spec
-from .._state.state import Lineage, State, Version
+from .._state.state import State, Version
 from .._storage.flat import FlatBuffer
 from .._storage.refresh import refresh
 from .about import ALLOWED, about_of, as_there, check_same, fits
@@ -260,7 +260,7 @@ def _filled(
     if state.weights:
         weights, scales = (pytree.tree_map(empty_as, tree) for tree in (state.weights, state.scales))
         refresh(fresh.main, weights, scales)
-    lineage = Lineage(joint.run, state.layout, state.spec, steps, fresh.count, state.local_buffers)
+    lineage = state.version.lineage.heir(state.layout, state.spec, steps, fresh.count)
     lineage.enroll()
     return fresh._evolve(weights=weights, scales=scales, grads={}, version=Version(lineage, 0))._prepared()
 

@@ -62,16 +62,19 @@ def made_for(
         try:
             infos, paths, treedef = _leaves(path, note)
             buffers = _tree(path, "buffers", note, there)
+            local = note["local_buffers"]
+            if unknown := sorted({*local} - {*flatten(buffers)[0]}):
+                raise ValueError(f"local_buffers {unknown[:3]}")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{path / NOTE} has leaves, buffers or a tree that no save has written "
                 f"({type(error).__name__}: {error})."
             ) from error
-        return (infos, paths, treedef, buffers), given(infos, paths, spec, as_optimizer(optimizer), 0)
+        return (infos, paths, treedef, buffers, local), given(infos, paths, spec, as_optimizer(optimizer), 0)
 
-    infos, paths, treedef, buffers = agree(joint, "what is given", look)
+    infos, paths, treedef, buffers, local = agree(joint, "what is given", look)
     spec, layout = resolve_transport(spec, infos, paths)
-    state = build(joint, layout, spec, optimizer, treedef, None, buffers, ["*"] if buffers else [], 0)
+    state = build(joint, layout, spec, optimizer, treedef, None, buffers, local, 0)
     return state._evolve(extras=_tree(path, "extras", note, there, state))
 
 

@@ -14,6 +14,7 @@ A leaf that got no gradient on any rank keeps its weights, and what the optimize
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -142,6 +143,12 @@ class Sender(NamedTuple):
 def as_optimizer(value: Any) -> Any:
     """Check what the user gave as an optimizer: an `(init, update)` pair, or an object with those attributes."""
     if value is None or (callable(getattr(value, "init", None)) and callable(getattr(value, "update", None))):
+        if value is not None and _gives_updates(value.update):
+            raise SpecError(
+                f"optimizer: the update of this {type(value).__name__} takes params=None, as those of optax do, "
+                "and returns what is to be added. Expected update(grads, opt, main), which writes into main. Give "
+                "fsdp.from_updates(pair)."
+            )
         return value
     if isinstance(value, tuple) and len(value) == 2 and all(map(callable, value)):
         return Optimizer(*value)
@@ -153,6 +160,15 @@ def as_optimizer(value: Any) -> Any:
         cls = value if isinstance(value, type) else type(value)
         given, remedy = f"torch's {cls.__name__}", f"Give its class: fsdp.from_torch({cls.__name__}, lr=...)"
     raise SpecError(f"optimizer: expected a pair (init, update), as fsdp.adamw(lr=3e-4), not {given}. {remedy}.")
+
+
+def _gives_updates(update: Any) -> bool:
+    """Whether an update is of an optax-style pair: `update(updates, state, params=None)`."""
+    try:
+        found = inspect.signature(update).parameters.get("params")
+    except (TypeError, ValueError):  # of C, say
+        return False
+    return found is not None and found.default is None
 
 
 def initial(optimizer: Any, main: Tree, count: torch.Tensor | None = None) -> Any:

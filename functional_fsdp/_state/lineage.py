@@ -50,15 +50,16 @@ class Lineage:
     needed. Of use to transforms that capture or trace (`extend.lineage_of`): commits, how many steps were taken, as far
     as the host knows (of compiled ones in a row it knows one); broken, why its states are of no more use, or "";
     moved_by, the verb that took what they held, or ""; offset; `follow` and `stepped`; beside_backward and arriving,
-    see `_state.arrivals`; local_buffers, the paths of buffers that may differ by rank.
+    see `_state.arrivals`; local_buffers, the paths of buffers that may differ by rank; src, the rank that had the
+    values where only one of them had (`shard(src=)`).
     """
 
     def __init__(
         self, runtime: Runtime, layout: Layout, spec: Spec, steps: int = 0, count: torch.Tensor | None = None,
-        local_buffers: Iterable[str] = (),
+        local_buffers: Iterable[str] = (), src: int | None = None,
     ) -> None:  # fmt: skip
         self.runtime, self.layout, self.spec = runtime, layout, spec
-        self.local_buffers = frozenset(local_buffers)
+        self.local_buffers, self.src = frozenset(local_buffers), src
         self.graph_plan: GraphPlan | None = None
         self.busy = False  # whether lanes may be at work on what the state owns: an eager step is under way
         self.steps = steps
@@ -78,6 +79,10 @@ class Lineage:
         self.successor: Lineage | None = None  # of the state that this verb returned
         self.call = OpenCall()
         self.taken: dict[str, Any] | None = None  # what the last step, or this verb, returned, but for the version
+
+    def heir(self, layout: Layout, spec: Spec, steps: int, count: torch.Tensor) -> Lineage:
+        """The lineage of states that are made of this one's, on the same ranks."""
+        return Lineage(self.runtime, layout, spec, steps, count, self.local_buffers, self.src)
 
     def enroll(self) -> None:
         """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""

@@ -31,7 +31,7 @@ from .._storage.refresh import no_scales, refresh
 from .._transports.auto import resolve_transport
 from .free import free_arena
 from .shard import given, needs_spec
-from .state import Lineage, State, Version
+from .state import State, Version
 
 __all__ = ["Mover", "leaf_infos", "moved", "redistribute"]
 
@@ -116,7 +116,7 @@ def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistr
               if keeps_copy(bucket)}  # fmt: skip
     scales = {name: no_scales(bucket, mover.run.device) for name, bucket in layout.buckets.items() if bucket.in_float8}
     refresh(main, copies, scales)
-    new = Lineage(mover.run, layout, spec, state.steps, state.count, state.local_buffers)
+    new = state.version.lineage.heir(layout, spec, state.steps, state.count)
     new.enroll()
     static = (spec, layout, state.optimizer, state.treedef, Version(new, 0))
     return State(main, copies, scales, {}, opt, state.buffers, state.count, state.rng, extras, *static)._prepared()

@@ -133,7 +133,9 @@ def shard(
             `forward_backward`). Driven steps leave them as each rank has made them, whatever their rule.
         seed: what `State.rng` starts from.
         src: the rank whose `params` and `buffers` count, where only one has read them. Others give the same trees, with
-            leaves of the same shapes and dtypes that are not read: on the meta device, say.
+            leaves of the same shapes and dtypes that are not read: on the meta device, say. Buffers that are not
+            persistent (rotary tables) are no part of a state dict: `buffers(module, every=True)` has them too. Driven
+            models compare in their first call those that the state has not been given.
 
     Returns:
         a State between steps, on the mesh's device.
@@ -191,7 +193,7 @@ def shard(
 
         if src is not None and held:
             held = _spread_buffers(run, src, held)
-        return build(joint, plan, spec, optimizer, treedef, fetch, held, local_buffers, seed)
+        return build(joint, plan, spec, optimizer, treedef, fetch, held, local_buffers, seed, src=src)
 
 
 def _sources(src: int, buffers: Any) -> list[str]:
@@ -248,6 +250,7 @@ def build(
     local_buffers: Sequence[str],
     seed: int,
     then: Callable[[dict[str, FlatBuffer], Any], None] | None = None,
+    src: int | None = None,
 ) -> State:
     """Assemble a State from a layout; `fetch(unit)` gives the unit's whole leaves by path, one unit at a time;
     without it main weights are zero. `then(main, buffers)` fills what has its values from elsewhere. Without both
@@ -284,7 +287,7 @@ def build(
         if fetch or then:
             refresh(main, weights, scales)
     own = [path for path in flatten(buffers)[0] if any(match(pattern, path) is not None for pattern in local_buffers)]
-    lineage = Lineage(run, plan, spec, 0, count, own)
+    lineage = Lineage(run, plan, spec, 0, count, own, src)
     lineage.enroll()
     static = (spec, plan, optimizer, treedef, Version(lineage, 0))
     made = State(main, weights, scales, {}, opt, kept, count, rng, {}, *static)

@@ -230,13 +230,12 @@ class State:
     @alone
     def __deepcopy__(self, memo: dict[int, Any]) -> State:
         self._resting("copy")
-        lineage = self.version.lineage
 
         def clone(x: Any) -> Any:
             return clone_as(x) if isinstance(x, torch.Tensor) else copy.deepcopy(x, memo)
 
         trees = {name: pytree.tree_map(clone, getattr(self, name)) for name in CHILDREN}
-        new = Lineage(lineage.runtime, self.layout, self.spec, self.steps, trees["count"], self.local_buffers)
+        new = self.version.lineage.heir(self.layout, self.spec, self.steps, trees["count"])
         return self._evolve(**trees, version=Version(new, 0))
 
     def __copy__(self) -> State:

@@ -21,6 +21,10 @@ from .._state.state import State
 __all__ = ["Op", "all_reduce", "axes_of", "over_axes", "pmax", "pmean", "psum"]
 
 Op = Literal["mean", "sum", "max"]
+#: what gloo and NCCL both add up
+TRAVELS = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8
+)  # fmt: skip
 
 
 @overload
@@ -145,6 +149,13 @@ def all_reduce(
     done = list(tensors)
     with _compared(state, tensors, what or op, structure, None if over == data else over):
         for dtype in dict.fromkeys(t.dtype for t in tensors):
+            if not (dtype in TRAVELS or dtype.is_complex):
+                refuse(
+                    "TreeError",
+                    f"{structure[0] if structure else 'all_reduce'}: a tensor of {dtype}, which not every backend adds "
+                    f"up. Expected one of {', '.join(str(one).removeprefix('torch.') for one in TRAVELS)}, or complex. "
+                    "Convert it: .float(), say, or .to(torch.int64).",
+                )
             which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
             flat = torch.cat([tensors[i].reshape(-1) for i in which])
             if not dtype.is_complex:

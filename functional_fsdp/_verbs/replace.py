@@ -28,7 +28,7 @@ from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.rounds import end_round
 from .._state.shard import read_sums
-from .._state.state import Lineage, State, Version
+from .._state.state import State, Version
 from .._storage.flat import FlatBuffer, leaf_shards, zeros
 from .._storage.refresh import refresh
 from .verbs import finish_reductions
@@ -104,11 +104,11 @@ def copies(state: State, optimizer: bool) -> dict[str, Any]:
 
 def renewed(state: State, trees: dict[str, Any], optimizer: bool, steps: int | None = None) -> State:
     """A State of its own lineage with these trees, and so many steps. Collective: as `refresh`."""
-    lineage, run = state.version.lineage, runtime_of(state.spec.mesh)
+    lineage = state.version.lineage
     with lineage.looking(state):
         refresh(trees["main"], trees["weights"], trees["scales"])
     steps = state.steps if steps is None else steps
-    new = Lineage(run, state.layout, state.spec, steps, trees["count"], state.local_buffers)
+    new = lineage.heir(state.layout, state.spec, steps, trees["count"])
     new.enroll()
     changes = {**trees, "grads": {}, "optimizer": state.optimizer if optimizer else None, "version": Version(new, 0)}
     return state._evolve(**changes)._prepared()

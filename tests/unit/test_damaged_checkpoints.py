@@ -244,7 +244,7 @@ def test_a_tensor_in_the_place_of_another(saved: Path) -> None:
         ("[]", "it holds a list; expected an object"),
         ("null", "it holds a NoneType"),
         ("{}", "has no 'format'"),
-        ('{"format": 2, "step": 1}', "has no 'save'"),
+        ('{"format": 3, "step": 1}', "has no 'save'"),
     ],
 )
 def test_a_note_that_is_none(saved: Path, text: str, said: str) -> None:
@@ -267,12 +267,12 @@ def test_a_note_that_lacks_a_key_or_has_another_type(saved: Path, key: str) -> N
 
 
 @pytest.mark.parametrize(
-    "change", [{"step": -1}, {"files": {}}, {"files": {".metadata": "9"}}, {"save": "0" * 12}, {"format": 3}]
+    "change", [{"step": -1}, {"files": {}}, {"files": {".metadata": "9"}}, {"save": "0" * 12}, {"format": 4}]
 )
 def test_a_note_that_no_save_has_written(saved: Path, change: dict[str, Any]) -> None:
     rewrite(saved, **change)
     text = refused(saved)
-    assert re.search("which no save has written|is not the file that was written there|is of format 3", text)
+    assert re.search("which no save has written|is not the file that was written there|is of format 4", text)
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:

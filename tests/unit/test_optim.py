@@ -905,3 +905,18 @@ def test_muon_rounds_each_change_to_the_dtype_of_its_own_weights(order: str) -> 
 
     torch.testing.assert_close(after("a")["b.w"], after()["b.w"], rtol=1e-5, atol=1e-6)
     assert after("a")["a.w"].dtype is torch.bfloat16
+
+
+def test_a_pair_that_gives_updates_is_refused_where_it_is_given() -> None:
+    """As TorchOpt's and optax's, which would fail in the first step only."""
+
+    class Pair(NamedTuple):
+        init: Any
+        update: Any
+
+    pairs = [Pair(dict, lambda updates, state, *, params=None, inplace=True: (updates, state)),
+             Pair(dict, lambda updates, state, params=None: (updates, state))]  # fmt: skip
+    for pair in pairs:
+        with pytest.raises(fsdp.SpecError, match=r"update of this Pair takes params=None.*fsdp.from_updates\(pair\)"):
+            fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()), pair)
+        fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(fsdp.local_mesh()), fsdp.from_updates(pair))

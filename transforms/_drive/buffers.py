@@ -13,6 +13,7 @@ Ranks agree on a buffer along the axes along which they share the module that ha
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, Spec, SpecError, State
-from functional_fsdp.extend import all_reduce, every_buffer, ranks_of, refuse_meta, torch_private
+from functional_fsdp.extend import all_reduce, bytes_of, every_buffer, lineage_of, ranks_of, refuse_meta, torch_private
 
 from .watch import version
 
@@ -55,6 +56,9 @@ class Buffers:
         self.given: Any = None  # the paths in the state, when `places` was found
         self.lent: dict[str, torch.Tensor] = {}
         self.before: dict[str, tuple[torch.Tensor, int, torch.Tensor | None]] = {}  # of what stays: version, a copy
+        self.silent: set[str] = set()  # what the first forward changed without its version telling, as through `.data`
+        self.compared = False  # whether that was looked for
+        self.rode: set[str] = set()  # what came with a state, and was looked at
         self.checked: set[str] = set()  # what kernels may write to, is not in the state, and has not changed so far
         self.warned: set[str] = set()
         self.layout: Layout | None = None  # that `axes` are of
@@ -73,6 +77,8 @@ class Buffers:
             self.given = given.keys()
             self.places = self.persistent | {path: place for path, place in self.rest.items() if path in given}
             self.move(device)
+            if collects:
+                self.compare(state)
         if collects:
             self.note()
         if not self.places:
@@ -105,6 +111,27 @@ class Buffers:
             elif path not in self.given:
                 refuse_meta(path)
 
+    def compare(self, state: State) -> None:
+        """Where one rank had the values, tables that stay with the module are the same on every rank, once.
+
+        Raises:
+            SpecError: on every rank, where they differ.
+        """
+        rest = [path for path in self.rest if path not in self.places]
+        ranks, src = ranks_of(state), lineage_of(state).src
+        if src is None or ranks.size == 1 or not rest:
+            return
+        mine = {path: hashlib.sha256(bytes_of(_bytes(self.own[path]))).hexdigest() for path in rest}
+        found = ranks.everyone(mine, "buffers that are not persistent")
+        for path in rest:
+            for rank, theirs in enumerate(found):
+                if theirs.get(path) != found[0].get(path):
+                    raise SpecError(
+                        f"ranks have different buffers {path!r}, which is not persistent, so it is no part of a state "
+                        f"dict: ranks 0 and {rank} of the mesh. shard(src={src}) has sent the weights, and the buffers "
+                        "that it was given. Give it all of them: buffers=fsdp.buffers(module, every=True)."
+                    )
+
     def _live(self) -> set[int]:
         """The dicts of modules in training mode, whose kernels may write running statistics."""
         return {id(part._buffers) for part in self.parts if part._buffers and part.training}
@@ -121,8 +148,9 @@ class Buffers:
     def collect(self, state: State) -> Any:
         """The buffers of the new state: the old ones if the forward can have changed nothing.
 
-        Kernels write running statistics without telling (their versions do not change), so floating buffers of modules
-        in training mode count as changed.
+        Kernels write running statistics without telling (their versions do not change), and so does code through
+        `.data`: what modules in training mode have counts as changed. Ranks agree on floats of these, and on integers
+        and flags of which the version tells, or that the first forward changed without telling.
 
         Raises:
             SpecError: it changed one that the state does not have, or removed one, or made one.
@@ -133,17 +161,22 @@ class Buffers:
         now = {path: held.get(name) for path, (held, name) in self.places.items()}
         changed = self.changed(now)
         given = state.buffers if isinstance(state.buffers, dict) else {}
+        if not self.compared:
+            self.look_for_silent(state, changed, given)
+        agreed = {path for path, t in changed.items()
+                  if t is not None and (_averaged(t) or path in self.silent or self.told(t, path))}  # fmt: skip
         mine = {}
         for path, t in changed.items():
             if t is None:
                 raise SpecError(f"the forward removed the buffer {path!r}, which is in the state. Fill it with zeros.")
-            if path in self.aliases and self.other(t, path):
+            if path in self.aliases and (path in agreed or path not in self.rode) and self.other(t, path):
                 raise SpecError(
                     f"the forward changed the buffer {path!r}, whose memory {self.aliases[path]} has too: that would "
                     "not follow, since buffers come from the state. Keep it in one place, or read it by a property."
                 )
             if path in given:
                 mine[path] = t.detach()
+                self.rode.add(path)
             elif (path not in self.checked or self.told(t, path)) and self.other(t, path):  # which waits for the device
                 raise SpecError(
                     f"the forward changed the buffer {path!r}, which is not in the state. Give the state its buffers: "
@@ -152,15 +185,26 @@ class Buffers:
             else:
                 self.checked.add(path)
         self._look_at_rest()
-        return {**given, **self._agreed(state, mine)} if mine else state.buffers
+        return {**given, **self._agreed(state, mine, agreed)} if mine else state.buffers
 
     def changed(self, now: dict[str, Any]) -> dict[str, Any]:
         """Those of the lent buffers that may have been changed."""
         live = self.live | self._live()
         return {
             path: t for path, t in now.items()
-            if self.told(t, path) or (id(self.places[path][0]) in live and t.is_floating_point())
+            if self.told(t, path) or id(self.places[path][0]) in live
         }  # fmt: skip
+
+    def look_for_silent(self, state: State, changed: dict[str, Any], given: dict[str, Any]) -> None:
+        """Find, once, the integers and flags that a forward changes without telling, on any rank."""
+        self.compared = True
+        if all(path not in self.persistent or _averaged(t) for path, t in given.items()):
+            return
+        quiet = {path: t for path, t in changed.items() if path in given and not self.told(t, path)}
+        some = {path: t for path, t in quiet.items() if not _averaged(t)}
+        self.silent = {path for path, t in some.items() if not torch.equal(t, given[path].to(t.device))}
+        if self.rule != "local" and (ranks := ranks_of(state)).size > 1:
+            self.silent.update(*ranks.everyone(self.silent, "buffers that change without telling"))
 
     def told(self, t: torch.Tensor | None, path: str) -> bool:
         """Whether what is in the place of a lent buffer says that it was changed."""
@@ -218,23 +262,28 @@ class Buffers:
         for path, (held, name) in self.places.items():
             held[name] = self.own[path]
 
-    def _agreed(self, state: State, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By the rule, across the ranks that share a buffer. One all-reduce an axis and dtype of floats; integers are
-        the same. What is the ranks' own (`local_buffers`) stays so."""
+    def _agreed(self, state: State, mine: dict[str, torch.Tensor], agreed: set[str]) -> dict[str, torch.Tensor]:
+        """By the rule, across the ranks that share a buffer. Integers and flags have no mean: by "mean" they are the
+        first rank's, too. One all-reduce an axis and dtype of floats, one for all integers. What is the ranks' own
+        (`local_buffers`) stays so."""
         if self.rule == "local" or all(n == 1 for n in state.spec.axes.values()):
             return mine
-        first, local = self.rule == "first", state.local_buffers
-        shared = {path: t for path, t in mine.items() if path in self.persistent and path not in local}
-        kinds = {p: t for p, t in shared.items() if t.dtype is not torch.bool and (first or t.is_floating_point())}
+        local = state.local_buffers
+        shared = {p: t for p, t in mine.items() if p in self.persistent and p in agreed and p not in local}
         if self.layout is not state.layout:
             self.layout, self.axes = state.layout, shared_axes(self.persistent, state.layout, state.spec)
-        for axes in dict.fromkeys(self.axes[path] for path in kinds):
-            some = {path: t for path, t in kinds.items() if self.axes[path] == axes}
-            zeros = first and any(self.coordinate(state)[axis] for axis in axes)
-            tensors = [torch.zeros_like(t) if zeros else t for t in some.values()]
-            op: Any = "sum" if first else "mean"
-            agreed = all_reduce(state, tensors, op, axes, "buffers", self.form(tuple(some))) if axes else tensors
-            mine = mine | dict(zip(some, agreed, strict=True))
+        for first in (False, True):
+            kinds = {p: t for p, t in shared.items() if (self.rule == "first" or not _averaged(t)) is first}
+            for axes in dict.fromkeys(self.axes[path] for path in kinds):
+                if not axes:
+                    continue
+                some = {path: t for path, t in kinds.items() if self.axes[path] == axes}
+                zeros = first and any(self.coordinate(state)[axis] for axis in axes)
+                tensors = [_sent(t) for t in some.values()]
+                tensors = [torch.zeros_like(t) for t in tensors] if zeros else tensors
+                op: Any = "sum" if first else "mean"
+                found = all_reduce(state, tensors, op, axes, "buffers", self.form(tuple(some)))
+                mine = mine | {path: t.to(some[path].dtype) for path, t in zip(some, found, strict=True)}
         return mine
 
     def form(self, paths: tuple[str, ...]) -> Any:
@@ -284,6 +333,23 @@ def _by_rule(path: str, spec: Spec) -> set[tuple[str, ...]]:
         return {spec.placement_of(path).data}
     except SpecError:  # no rule matches it
         return set()
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    """uint8 [bytes], on the host."""
+    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _averaged(t: torch.Tensor) -> bool:
+    """Whether a buffer of this kind has a mean over ranks."""
+    return t.is_floating_point() or t.is_complex()
+
+
+def _sent(t: torch.Tensor) -> torch.Tensor:
+    """A buffer as it travels: integers and flags as one dtype, floats that no backend adds up as float32."""
+    if not _averaged(t):
+        return t.to(torch.int64)
+    return t.float() if t.dtype.itemsize == 1 else t
 
 
 def _copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

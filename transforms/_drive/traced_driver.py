@@ -137,8 +137,14 @@ class TracedBuffers(Buffers):
         with torch_private.disable_current_modes():
             super().move(device)
 
-    def changed(self, now: dict[str, Any]) -> dict[str, Any]:
-        return {p: t for p, t in now.items() if t is not self.lent[p] or self.spoilt(t, self.versions[p], None)}
+    def compare(self, state: State) -> None:
+        pass  # values are no part of a graph; the same model compares when it runs eagerly
+
+    def told(self, t: torch.Tensor | None, path: str) -> bool:
+        return t is None or t is not self.lent[path] or self.spoilt(t, self.versions[path], None)
+
+    def look_for_silent(self, state: State, changed: dict[str, Any], given: dict[str, Any]) -> None:
+        pass  # none is: `told` sees every operation
 
     def other(self, t: torch.Tensor, path: str) -> bool:
         return True
