@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from support.driven import Boom, Dropout, raised, start
+from support.functions import KINDS, PLACES, Placed
 from support.models import CASES, VOCABULARY, Layer, Routed, Stack, batch_of, entropy, made
 from support.problems import batch, full_grads, largest, loss_fn, mesh_and_placement, net, on
 
@@ -379,6 +380,43 @@ def test_what_cannot_work_says_so() -> None:
         assert "this state is of another model" in said["model"]
         assert "called again from within its own loss function" in said["again"]
         assert said["then"] == "True"
+
+
+# ---------------------------------------------------------------- functions that are given weights
+
+
+def functions(preset: str) -> dict[str, float]:
+    """How far weights are from those of the plain module on all ranks' data; ranks use functions at other places."""
+    found = {}
+    for kind in KINDS:
+        modules = [Placed(kind, *PLACES[:: rank + 2]) for rank in range(dist.get_world_size())]
+        state, model = start(modules[dist.get_rank()], preset, units=["a", "b", "norm"])
+        plain = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
+        state = fsdp.shard(dict(modules[0].named_parameters(remove_duplicate=False)), state.spec, fsdp.sgd(lr=0.1))
+        forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
+        data = [torch.randn(5, 4, generator=torch.Generator().manual_seed(rank)) for rank in range(len(modules))]
+        for _ in range(4):
+            state, _ = forward_backward(state, data[dist.get_rank()])
+            state = fsdp.step(state)
+            for module, x in zip(modules, data, strict=True):
+                module.zero_grad()
+                module(x).square().mean().backward()
+            every = [[torch.zeros_like(p) if p.grad is None else p.grad for p in m.parameters()] for m in modules]
+            average = [torch.stack([*grads]).mean(0) for grads in zip(*every, strict=True)]
+            for module, optimizer in zip(modules, plain, strict=True):
+                for p, grad in zip(module.parameters(), average, strict=True):
+                    p.grad = grad.clone()
+                optimizer.step()
+        got = fsdp.full_params(state)
+        found[kind] = max((got[path] - p).abs().max().item() for path, p in modules[0].named_parameters())
+    return found
+
+
+@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+def test_ranks_give_weights_to_functions_at_other_places(preset: str) -> None:
+    for found in launch(functions, (preset,), nprocs=2):
+        assert found.keys() == KINDS.keys()
+        assert max(found.values()) < 1e-5
 
 
 # ---------------------------------------------------------------- what the loss function gets

@@ -300,28 +300,6 @@ def test_a_weight_may_be_the_loss() -> None:
     assert fsdp.local_shards(fsdp.finish_reductions(state), "grads")["scale"] == 1
 
 
-class Times(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x, w = ctx.saved_tensors
-        return grad * w, (grad * x).sum(0)
-
-
-def test_a_function_of_a_weight_outside_its_entry_says_what_to_do() -> None:
-    state, model = made(Net())
-    with pytest.raises(
-        fsdp.ScheduleError, match=r"an autograd\.Function was given a weight outside .* weight\.clone\(\)"
-    ):
-        T.forward_backward(model, lambda m, x: Times.apply(m.a(x), m.w).sum())(state, X)
-    state, loss = T.forward_backward(model, lambda m, x: Times.apply(m.a(x), m.w.clone()).sum())(state, X)
-    assert torch.equal(loss, Net().a(X).sum())
-
-
 def test_an_empty_leaf_first_in_its_bucket() -> None:
     class Empty(nn.Module):
         def __init__(self) -> None:

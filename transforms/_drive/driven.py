@@ -38,7 +38,7 @@ class Driven(Protocol):
     device: torch.device
     precisions: Any
     keys: Any
-    token: torch.Tensor | None
+    places: Any
     weights: dict[str, dict[str, torch.Tensor]]
     besides: set[str]
     again: set[str]

@@ -28,9 +28,9 @@ from .._compile.compile_units import Compiler, Options, refuse_around
 from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
 from .._uses import USES
 from .inputs import precisions
-from .placeholders import WeightPlaceholder
+from .placeholders import Places
 from .unit_calls import Slot, UnitCall
-from .unit_uses import Gradients, Start, UnitUse, Weights
+from .unit_uses import Gradients, Start, UnitUse, Weights, refuse_transform
 from .watch import changed, clear, spoilt
 
 __all__ = ["Driver", "Tensors", "caller", "eager_only", "refuse_nesting"]
@@ -110,9 +110,9 @@ class Driver:
         self.sums: dict[str, Gradients] = {}
         self.trace: tuple[list[Any], list[Any]] = ([], [])  # the order of use, forward and backward
         self.uses = [0, 0]  # of large units
+        self.trains_now = False  # whether gradients are to come
         self.differentiating = False  # whether the forward is over
         self.backward = False  # whether the backward has begun
-        self.token: torch.Tensor | None = None
         self.copies: list[tuple[str, torch.Tensor, int]] = []  # of weights used outside their unit modules
 
     # ---------------------------------------------------------------- a state's layout
@@ -128,20 +128,20 @@ class Driver:
             unit_call.remove()
         self.unit_calls, self.layout = [], None  # until it fits
         self.precisions = precisions(state)
-        homes = leaves_of(state.layout)
-        slots: dict[str, Slot] = {}
-        for path, held, name in slots_of(self.model):
-            old = held[name]
-            shape = torch.empty(tuple(old.size()), dtype=self.precisions[path][0], device="meta")
-            held[name] = WeightPlaceholder(shape, requires_grad=old.requires_grad)
-            held[name].home, held[name].path = (self, homes[path]), path
-            slots[path] = (held, name)
         every = state.layout.buckets.items()
         buckets = {(b.unit, leaf.key): name for name, b in every for leaf in b.leaves if leaf.numel}
         self.trainable = {
             (unit.name, key) for unit in state.layout.units
             for key, shape in zip(unit.keys, unit.trains, strict=True) if shape is not None
         }  # fmt: skip
+        self.keys = {unit.name: unit.keys for unit in state.layout.units}
+        homes = leaves_of(state.layout)
+        slots: dict[str, Slot] = {path: (held, name) for path, held, name in slots_of(self.model)}
+        before = {path: held[name] for path, (held, name) in slots.items()}
+        wanted = {p: (homes[p], t.size(), self.precisions[p][0], t.requires_grad) for p, t in before.items()}
+        self.places = Places(self, wanted)
+        for path, (held, name) in slots.items():
+            held[name] = self.places.at[path]
         modules = [self.model.get_submodule(unit_module.path) for unit_module in unit_modules]
         compiled = self.compiler.chosen(modules) if self.compiler else ()
         refuse_around(self.model, unit_modules, compiled)
@@ -152,7 +152,6 @@ class Driver:
         inside = {(id(slots[path][0]), slots[path][1]) for unit_module in found for path, _ in unit_module.leaves}
         self.loose = [(held, name, held[name]) for held, name in slots.values() if (id(held), name) not in inside]
         self.order = order_of(found, state.layout)
-        self.keys = {unit.name: unit.keys for unit in state.layout.units}
         sizes = {unit.name: sum(bucket.numel for bucket in unit.buckets) for unit in state.layout.units}
         self.large = {name for name, size in sizes.items() if 2 * size * len(sizes) >= sum(sizes.values())}
         trained = [b for b in state.layout.trainable.values() if b.unit in self.large and not b.grads_on_host]
@@ -175,7 +174,7 @@ class Driver:
         self.debug = state.spec.schedule.debug
         self.fresh = not state.grads and not lineage_of(state).arriving
         try:
-            self.caller, self.state, self.session = caller(), state, session
+            self.caller, self.state, self.session, self.trains_now = caller(), state, session, trains
             yield session.number
             self.look_back()
             self.release()
@@ -214,6 +213,8 @@ class Driver:
 
         Returns: those that are gathered outside the schedule.
         """
+        if self.trains_now and torch_private.func_interpreter() is not None:
+            refuse_transform()
         weights = self.weights
         if outside is not None:
             moved = tuple(unit for unit in units if unit in weights and (unit in self.outside) is not (unit in outside))
@@ -286,13 +287,13 @@ class Driver:
         unit, key = leaf
         self.gather((unit,), self.busy)
         weight = self.weights[unit][key]
-        if self.backward or not torch.is_grad_enabled() or not self.trains(leaf):
-            copy = weight.detach().clone()
-            return copy.requires_grad_() if self.backward and self.trains(leaf) else copy
-        call = UnitUse(self, None, [leaf])
-        (through,) = Weights.apply(self.token, call, weight)
-        call.node = through.grad_fn
-        self.calls.append(call)
+        if not torch.is_grad_enabled() or not self.trains(leaf):
+            return weight.detach().clone()
+        call = UnitUse(self, None, [leaf], self.backward)
+        (through,) = Weights.apply(self.places.token, call, weight)
+        if not call.again:
+            call.node = through.grad_fn
+            self.calls.append(call)
         copied: torch.Tensor = through.clone()
         return copied
 
@@ -336,11 +337,10 @@ class Driver:
 
     def back(self, loss: torch.Tensor, scale: torch.Tensor, inputs: Tensors) -> Gradients:
         """Through autograd's graph."""
-        assert self.token is not None
         with torch.enable_grad():  # the caller may have turned it off
             start = Start.apply(self, loss)
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as everything that this drives
-            grads = torch.autograd.grad(start, (self.token, *inputs), scale, allow_unused=True)
+            grads = torch.autograd.grad(start, (self.places.token, *inputs), scale, allow_unused=True)
         return [*grads[1:]]
 
     def begin(self) -> None:
@@ -362,6 +362,8 @@ class Driver:
                 )
             for unit in call.trained:
                 used[unit] = used.get(unit, 0) + (comes or call.idle)
+        for unit in self.places.given():
+            used[unit] = used.get(unit, 0) + 1
         self.expect(used)
 
     def expect(self, used: dict[str, int]) -> None:
@@ -376,7 +378,7 @@ class Driver:
         called = {unit for call in self.calls for unit in (call.unit_call.units if call.unit_call else call.trained)}
         for use in self.trace[0]:
             for unit in (use,) if isinstance(use, str) else use:
-                if unit in trains and unit not in called:  # used without a graph only
+                if unit in trains and unit not in called and unit not in used:  # used without a graph only
                     self.session.skip(unit)
 
     def collect(self, unit: str, grads: Gradients) -> None:

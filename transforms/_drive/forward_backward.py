@@ -191,7 +191,6 @@ class ForwardBackward(Generic[Out]):
         state = driver.state
         args, inputs, like = _leaves(args) if self.input_grads else (args, [], None)
         driver.reduce = self.reduce
-        driver.token = torch.zeros((), device=driver.device, requires_grad=True)
         buffers.lend(state, driver.device)
         try:
             with torch.enable_grad():
@@ -255,11 +254,6 @@ class ForwardBackward(Generic[Out]):
                     "forward_backward: the model uses reentrant activation checkpointing, which needs .backward(). Use "
                     "checkpoint(..., use_reentrant=False); in Hugging Face models "
                     "gradient_checkpointing_enable({'use_reentrant': False})."
-                ) from error
-            if "expected device meta" in str(error):
-                raise ScheduleError(
-                    "forward_backward: an autograd.Function was given a weight outside the module that holds it, where "
-                    "a stand-in is in its place. Give it a copy: weight.clone()."
                 ) from error
             raise
 

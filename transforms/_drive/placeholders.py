@@ -2,10 +2,17 @@
 
 Shape, dtype and device are the weight's. Used in an operation outside its unit module (a tied head that reads
 `self.embed.weight`, a class token), it is the weight: gathered, copied for this use, and released.
+
+An `autograd.Function` takes the placeholder itself for its input: torch asks no tensor's class about it. So a
+placeholder of a weight that trains hangs in a graph of its own, made once, and its gradient arrives there:
+
+    token ──▶ Origin ──▶ one `Given` for each unit ──▶ placeholders ──▶ a Function, in some forward
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +21,15 @@ from functional_fsdp.extend import Placeholder, torch_private
 
 from .._modules.outputs import map_tensors
 from .._modules.unit_modules import Leaf
-from .driven import Driven
+from .driven import Driven, Gradients
 from .inputs import refuse_dtypes
+from .unit_uses import first_order, refuse_inner_gradient
 from .watch import changed, version
 
-__all__ = ["WeightPlaceholder", "values"]
+__all__ = ["Places", "WeightPlaceholder", "values"]
 
 VALUES = ("T", "H", "mT", "mH", "data", "real", "imag")  # attributes that are more than metadata
+LEAF = {"is_leaf": True, "grad_fn": None, "output_nr": 0}  # attributes of a parameter, whatever graph it is in
 
 
 class WeightPlaceholder(Placeholder):
@@ -28,6 +37,14 @@ class WeightPlaceholder(Placeholder):
 
     home: tuple[Driven, Leaf]
     path: str
+
+    @staticmethod
+    def of(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> WeightPlaceholder:
+        """A tensor that nothing can read but through its class."""
+        made: WeightPlaceholder = torch_private.make_wrapper(
+            WeightPlaceholder, tuple(shape), dtype=dtype, device="meta", requires_grad=requires_grad
+        )
+        return made
 
     def value(self) -> torch.Tensor:
         """A copy of the weight, differentiable where it trains."""
@@ -45,11 +62,15 @@ class WeightPlaceholder(Placeholder):
                 with torch_private.NoTorchFunction():
                     device = args[0].home[0].device
                 return device if attribute == "device" else attribute == f"is_{device.type}"
+            if attribute in LEAF:
+                return LEAF[attribute]
             known = attribute not in VALUES
         else:
             known = name in cls.answers
         if name == "__set__" and attribute == "data":
             raise changed([args[0].path], "by .data =")
+        if func is torch.autograd.grad:
+            refuse_inner_gradient()
         if known:
             return super().__torch_function__(func, types, args, kwargs)
 
@@ -74,6 +95,88 @@ class WeightPlaceholder(Placeholder):
                 raise changed([placeholder.path], f"in place, by {name}")
             placeholder.home[0].note(placeholder.path, out if attribute == "data" else copied)
         return out
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """An operation of torch's own code, as on an input that a Function returns: autograd has done its part."""
+
+        def value(t: torch.Tensor) -> torch.Tensor:
+            return t.home[0].leaf(t.home[1]).detach() if type(t) is cls else t
+
+        return func(*map_tensors(value, args), **map_tensors(value, kwargs or {}))
+
+
+# ---------------------------------------------------------------- gradients
+
+
+class Places:
+    """The placeholders of a driver, by path, and the nodes of the graph in which those of weights that train hang.
+
+    Args:
+        wanted: {path: (leaf, shape, dtype, whether it requires a gradient if it does not train)}.
+    """
+
+    def __init__(self, driver: Driven, wanted: Mapping[str, tuple[Leaf, Sequence[int], torch.dtype, bool]]) -> None:
+        self.token = torch.zeros((), device="cpu", requires_grad=True)  # on the host: no stream has to do with it
+        self.nodes: dict[str, Any] = {}
+        self.at: dict[str, WeightPlaceholder] = {}
+        trained: dict[str, list[str]] = {}
+        for path, (leaf, shape, dtype, requires_grad) in wanted.items():
+            if driver.trains(leaf):
+                trained.setdefault(leaf[0], []).append(path)
+            else:
+                self.at[path] = WeightPlaceholder.of(shape, dtype, requires_grad)
+        origins = Origin.apply(self.token, len(trained))
+        self.origin = origins[0].grad_fn if origins else None
+        for (unit, paths), origin in zip(trained.items(), origins, strict=True):
+            keys = [driver.keys[unit].index(wanted[path][0][1]) for path in paths]
+            found = Given.apply(origin, weakref.ref(driver), unit, keys, [wanted[path][1:3] for path in paths])
+            with torch_private.NoTorchFunction():
+                self.nodes[unit] = found[0].grad_fn
+            self.at.update(zip(paths, found, strict=True))
+        for path, placeholder in self.at.items():
+            placeholder.home, placeholder.path = (driver, wanted[path][0]), path
+
+    def given(self) -> list[str]:
+        """In a backward that has begun: the units of which a Function was given a weight outside of its module."""
+        if self.origin is None or not torch_private.will_execute(self.origin):
+            return []
+        return [unit for unit, node in self.nodes.items() if torch_private.will_execute(node)]
+
+
+class Origin(torch.autograd.Function):
+    """What all nodes of a driver's placeholders hang on: it runs if one of them does."""
+
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, units: int) -> tuple[torch.Tensor, ...]:
+        return tuple([torch.zeros((), device="cpu") for _ in range(units)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None
+
+
+class Given(torch.autograd.Function):
+    """The placeholders of one unit. Its backward has the gradients of weights that Functions were given."""
+
+    @staticmethod
+    def forward(ctx: Any, origin: torch.Tensor, driver: Any, unit: str, keys: list[int], like: list[Any]) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.driver, ctx.unit, ctx.keys = driver, unit, keys
+        return tuple([WeightPlaceholder.of(*one) for one in like])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        first_order()
+        driver = ctx.driver()
+        if not driver.backward:
+            refuse_inner_gradient()
+        total: Gradients = [None] * len(driver.keys[ctx.unit])
+        for i, grad in zip(ctx.keys, grads, strict=True):  # tied leaves have several places
+            if grad is not None:
+                total[i] = grad if (before := total[i]) is None else before + grad
+        driver.collect(ctx.unit, total)
+        return (None,) * 5
 
 
 def values(tree: Any) -> Any:

@@ -115,7 +115,6 @@ class Rehearsal(Driver):
         self.attach(state)
         self.device = self.place
         self.debug = False
-        self.token = torch.zeros((), device=self.device, requires_grad=True)
         try:
             self.state, self.session = state, Unconcerned()
             with imagined_buffers(self.model) as buffers:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from functional_fsdp import Layout, SpecError, State, reduce, unshard
+from functional_fsdp import Layout, ScheduleError, SpecError, State, reduce, unshard
 from functional_fsdp.extend import Session, ranks_of, skeleton_of, torch_private
 
 from .._modules.unit_modules import find_unit_modules, slots_of
@@ -52,7 +52,6 @@ class Whole:
         self.watched = False  # whether it ran, and what it does to weights was looked at
         self.state: Any = None
         self.caller: FrameType | None = None  # whose `with` it is that runs
-        self.token: torch.Tensor | None = None  # a driver's; nothing hangs on it here
         self.leaves: dict[str, torch.Tensor] = {}
         self.watch: Callable[[str, Any], None] | None = None  # what sees gradients before they are reduced
         self.reduce: Callable[..., State] = reduce
@@ -124,6 +123,12 @@ class Whole:
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as a driver
             found = torch.autograd.grad(loss, [*wanted.values(), *inputs], scale, allow_unused=True)
         grads = dict(zip(wanted, found[: len(wanted)], strict=True))
+        if left := next((path for path, leaf in self.leaves.items() if leaf.grad is not None), None):
+            raise ScheduleError(
+                f"a backward inside the loss function, the model or one of its autograd.Functions left a gradient in "
+                f".grad of the weight {left!r}, where it would be lost. Take it by torch.autograd.grad; a Function is "
+                "given the weights, and returns their gradients."
+            )
         if self.watch is not None:
             for unit in state.layout.units:
                 self.watch(unit.name, [grads.get(path) for path in unit.paths])

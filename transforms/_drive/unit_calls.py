@@ -174,20 +174,19 @@ class UnitCall:
         call, given = None, []
         if driver.backward:  # activation checkpointing runs it again: the same, with nothing to come of it
             driver.again.update(outside)
-            for i in self.trained:
-                tensors[i] = tensors[i].detach().requires_grad_()
-        elif torch.is_grad_enabled():
-            call = UnitUse(driver, self, [self.leaves[i] for i in self.trained])
-            driver.calls.append(call)
+        if torch.is_grad_enabled():
+            call = UnitUse(driver, self, [self.leaves[i] for i in self.trained], driver.backward)
             given = _differentiated((*args, *kwargs.values()))
             if self.trained:
-                through = Weights.apply(driver.token, call, *[tensors[i] for i in self.trained])
-                call.node = through[0].grad_fn
+                through = Weights.apply(driver.places.token, call, *[tensors[i] for i in self.trained])
                 for i, tensor in zip(self.trained, through, strict=True):
                     tensors[i] = tensor
-            call.lent, call.tensors, call.outside = lent, tensors, outside
-            if outside:
-                driver.besides.update(outside)
+            if not call.again:
+                driver.calls.append(call)
+                call.node = tensors[self.trained[0]].grad_fn if self.trained else None
+                call.lent, call.tensors, call.outside = lent, tensors, outside
+                if outside:
+                    driver.besides.update(outside)
         driver.stack.append(self)
         self.put(tensors)
         self.call, self.storages, self.given = call, storages, given
@@ -248,7 +247,8 @@ def _out(out: Any, storages: list[int], call: UnitUse | None, given: Given) -> A
         return out
     assert call is not None
     through = Outputs.apply(call, *found)
-    call.outs.append(through[0].grad_fn)
+    if not call.again:
+        call.outs.append(through[0].grad_fn)
     places = [t.untyped_storage()._cdata for t in found]
     theirs = {t.untyped_storage()._cdata for t, version in given if t._version == version}
     if len({*places}) < len(places) or not theirs.isdisjoint(places):

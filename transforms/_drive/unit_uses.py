@@ -10,7 +10,7 @@ unit module, and what its residuals point at is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,14 +19,33 @@ from functional_fsdp import ScheduleError
 from .._modules.unit_modules import Leaf
 from .driven import Driven, Gradients, Opened
 
-__all__ = ["Gradients", "Outputs", "Start", "UnitUse", "Weights"]
+__all__ = [
+    "Gradients",
+    "Outputs",
+    "Start",
+    "UnitUse",
+    "Weights",
+    "first_order",
+    "refuse_inner_gradient",
+    "refuse_transform",
+]
+
+SECOND = (
+    "units that are gathered one at a time. Keep all of them gathered for that: T.forward_backward(model, loss_fn, "
+    "second_order=True)."
+)
 
 
 class UnitUse:
-    """One call of a unit module in the forward; without a unit call, one use of a single weight outside of it."""
+    """One call of a unit module in the forward; without a unit call, one use of a single weight outside of it.
 
-    def __init__(self, driver: Driven, unit_call: Opened | None, leaves: list[Leaf]) -> None:
-        self.driver, self.unit_call, self.leaves = driver, unit_call, leaves
+    Attributes:
+        again: it is a call that the backward makes. Activation checkpointing only looks at what it saves. Gradients
+            through it would find the bytes of other units.
+    """
+
+    def __init__(self, driver: Driven, unit_call: Opened | None, leaves: list[Leaf], again: bool = False) -> None:
+        self.driver, self.unit_call, self.leaves, self.again = driver, unit_call, leaves, again
         self.parents = list(driver.stack)
         self.lent: tuple[torch.Tensor, ...] = ()  # the unit call's weights, as they were gathered
         self.tensors: list[torch.Tensor] = []  # and as they went in
@@ -43,12 +62,8 @@ class UnitUse:
     def begin(self, grads: Gradients) -> Gradients:
         """The backward comes to this call, with gradients of its outputs: its weights are needed again."""
         driver, unit_call = self.driver, self.unit_call
-        if not driver.backward:
-            raise ScheduleError(
-                "a backward was run inside the loss function, through a sharded model. Keep all of it gathered for "
-                "that: T.forward_backward(model, loss_fn, second_order=True)."
-            )
         assert unit_call is not None
+        self.refuse_inner()
         if self in driver.active:
             return grads
         if any(t._version != version for t, version in self.shared):
@@ -70,6 +85,11 @@ class UnitUse:
             for unit in self.trained:
                 driver.collect(unit, [None] * len(driver.keys[unit]))
         return grads
+
+    def refuse_inner(self) -> None:
+        """Gradients come by the step's own backward, of calls of its forward."""
+        if self.again or not self.driver.backward:
+            refuse_inner_gradient()
 
     def put_in_place(self) -> None:
         """Its units are used more often than the schedule says, and lie elsewhere than in the forward."""
@@ -97,8 +117,7 @@ class UnitUse:
     def gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
         """All gradients of this call's weights are there."""
         driver = self.driver
-        if not driver.backward:
-            raise ScheduleError("a backward was run through a sharded model outside forward_backward.")
+        self.refuse_inner()
         if self.unit_call is not None:
             self.end()
             driver.active.remove(self)
@@ -112,12 +131,26 @@ class UnitUse:
 # ---------------------------------------------------------------- autograd
 
 
-def _first_order() -> None:
+def first_order() -> None:
+    """Refuse a backward that is itself to be differentiated."""
     if torch.is_grad_enabled():
-        raise ScheduleError(
-            "a gradient of a gradient was asked for (create_graph=True), through units that are gathered one at a "
-            "time. Keep all of them gathered for that: T.forward_backward(model, loss_fn, second_order=True)."
-        )
+        raise ScheduleError(f"a gradient of a gradient was asked for (create_graph=True), through {SECOND}")
+
+
+def refuse_inner_gradient() -> NoReturn:
+    """Refuse a gradient that the loss function, the model or one of its Functions takes by itself."""
+    raise ScheduleError(
+        "a backward was run inside the loss function, the model, or the backward of an autograd.Function in it (an "
+        f"adjoint method, a reversible block), through {SECOND}"
+    )
+
+
+def refuse_transform() -> NoReturn:
+    """Refuse a transform of torch's around a model that is driven."""
+    raise ScheduleError(
+        "a transform of torch's (torch.func.grad, hessian, vmap, ...; forward-mode gradients) was called inside "
+        f"the loss function or the model, around {SECOND}"
+    )
 
 
 class Start(torch.autograd.Function):
@@ -145,9 +178,13 @@ class Weights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        _first_order()
+        first_order()
         ctx.call.gradients(grads)
         return (None,) * (2 + len(grads))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_transform()
 
 
 class Outputs(torch.autograd.Function):
@@ -161,5 +198,9 @@ class Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        _first_order()
+        first_order()
         return None, *ctx.call.begin([*grads])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_transform()
