@@ -36,7 +36,7 @@ class Placeholder(nn.Parameter):
     answers = frozenset((
         "__get__", "__set__", "__hash__", "__repr__", "__len__", "__format__", "size", "dim", "ndimension", "numel",
         "nelement", "stride", "is_floating_point", "is_complex", "element_size", "storage_offset", "is_contiguous",
-        "type", "_is_view", "is_neg", "is_conj", "untyped_storage",  # the last four: when torch.compile passes it along
+        "type", "is_inference", "_is_view", "is_neg", "is_conj", "untyped_storage",  # the last four: for torch.compile
     ))  # fmt: skip
 
     @classmethod

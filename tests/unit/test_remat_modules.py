@@ -470,3 +470,39 @@ class Tires(Block):
 
 def test_an_attribute_that_first_changes_in_a_later_call() -> None:
     same(lambda: two(Tires), None)
+
+
+# ---------------------------------------------------------------- modules that keep their weights in a list
+
+
+class Lists(nn.Module):
+    """A block around a module of torch's that has its weights in a list of its own, too."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.norm, self.rnn = nn.LayerNorm(WIDTH), kind(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.rnn(self.norm(x))[0]
+        return out
+
+
+@pytest.mark.parametrize("pattern", ["*", "*.rnn"])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_recurrent_modules_recompute(kind: type[nn.RNNBase], pattern: str) -> None:
+    same(lambda: nn.Sequential(Lists(kind), Lists(kind)), None, pattern=pattern)
+
+
+@pytest.mark.parametrize("fate", ["save", "offload"])
+def test_recurrent_modules_are_parts(fate: str) -> None:
+    same(lambda: nn.Sequential(Lists(nn.GRU), Lists(nn.GRU)), fate, "rnn")
+
+
+def test_recurrent_modules_recompute_by_hand() -> None:
+    module, x = Lists(nn.GRU), torch.randn(3, 2, WIDTH)
+    params, model = fsdp.functionalize(module)
+    w = {path: p.detach() for path, p in params.items()}
+    out, pullback = T.vjp(T.remat(lambda w, x: fsdp.bind(model, w)(x)), w, x)
+    dw, _ = pullback(w, torch.ones_like(out))
+    want = torch.autograd.grad(module(x).sum(), [*module.parameters()])
+    assert all(map(torch.equal, dw.values(), want))
