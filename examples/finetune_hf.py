@@ -172,7 +172,7 @@ def main(args: argparse.Namespace) -> None:
     state, held_out = fsdp.pmean(state, torch.stack(each).sum())
     prompt = encode(tokenizer, torch.tensor([*b"def "], dtype=torch.uint8))[None].long().to(device)
     state, ids = generate(state, prompt)
-    weights = fsdp.state_dict(state)
+    weights = fsdp.state_dict(state, model)
     if rank == 0:
         if args.save:
             export(args, weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any, Literal
 
 import torch
@@ -106,18 +107,23 @@ def buffers(module: nn.Module, *, every: bool = False) -> dict[str, torch.Tensor
 
 
 @alone
-def state_dict(state: State, module: nn.Module | None = None) -> dict[str, torch.Tensor]:
-    """Whole parameters and the state's buffers by path, on every rank: `module.load_state_dict(state_dict(state))`.
+def state_dict(state: State, module: nn.Module | None = None) -> dict[str, Any]:
+    """Whole parameters and the state's buffers by path, on every rank, for `plain.load_state_dict`.
 
     Args:
-        module: the model, or its skeleton. Needed where one module with buffers is at several paths of it: a state has
-            its buffers once, by the first path, and only the model knows of the others.
+        module: the model, or its skeleton. It knows what a state does not, and what `load_state_dict` asks for: the
+            versions of its classes (without them one that has changed its format takes new weights for old ones, and
+            converts them), what its parts add by `get_extra_state`, and further paths of a module with buffers that
+            has several. Leave it out of parameters that are of no module.
 
     Returns:
-        tensors of your own; what is tied, or has several paths, is the same tensor at each.
+        tensors of your own; what is tied, or has several paths, is the same tensor at each. With a module an
+        OrderedDict as the module's own `state_dict()` gives, with its `_metadata`.
 
     Raises:
         TreeError: a parameter and a buffer have one path. Else, and collective: as `full_params`.
+
+    Example: `plain.load_state_dict(fsdp.state_dict(state, model))`.
     """
     both = set(state.layout.paths) & set(flatten(state.buffers)[0])
     if both:
@@ -129,10 +135,21 @@ def state_dict(state: State, module: nn.Module | None = None) -> dict[str, torch
     found = dict(zip(state.layout.paths, tensors, strict=True))
     paths, values, _ = flatten(state.buffers)
     found |= {path: value.clone() for path, value in zip(paths, values, strict=True)}
+    return found if module is None else _of_module(module, found)
+
+
+def _of_module(module: nn.Module, found: dict[str, Any]) -> dict[str, Any]:
+    """The same, with what a module knows of it."""
+    out: Any = OrderedDict(found)
+    out._metadata = OrderedDict()
     first: dict[nn.Module, str] = {}
-    for path, part in () if module is None else module.named_modules(remove_duplicate=False):
+    for path, part in module.named_modules(remove_duplicate=False):
+        out._metadata[path] = {"version": part._version}
+        prefix = f"{path}." if path else ""
         source = first.setdefault(part, path)
         for name in part._buffers if source != path else ():
             if f"{source}.{name}" in found:
-                found.setdefault(f"{path}.{name}", found[f"{source}.{name}"])
-    return found
+                out.setdefault(f"{prefix}{name}", found[f"{source}.{name}"])
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            out[f"{prefix}_extra_state"] = part.get_extra_state()
+    return out  # type: ignore[no-any-return]

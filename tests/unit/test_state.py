@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
+import torch.nn as nn
 import torch.utils._pytree as pytree
 
 import functional_fsdp as fsdp
@@ -927,3 +928,58 @@ def test_gradients_are_in_the_order_of_main_weights() -> None:
     assert [*state.grads] == want
     assert fsdp.local_shards(state, "grads")[want[-1] + ".w"].sum() == 3
     assert fsdp.step(state).steps == 1
+
+
+# ---------------------------------------------------------------- state dicts
+
+
+class Halved(nn.Linear):
+    """Version 2 keeps its weight as it is used; in older state dicts it is twice as large."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.scale = 1.0
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if (metadata.get("version") or 1) < 2:
+            state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] / 2
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)  # type: ignore[no-untyped-call]
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        self.scale = state["scale"]
+
+
+class Nested(nn.Module):
+    """The same part at two paths, and one in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(Halved(), nn.BatchNorm1d(3))
+        self.b = self.a[1]
+
+
+def test_a_state_dict_says_what_only_the_module_knows() -> None:
+    module = Nested()
+    module.a[0].scale = 2.0  # type: ignore[assignment]
+    params, model = fsdp.functionalize(module)
+    state = fsdp.shard(params, Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1), buffers=fsdp.buffers(module))
+    for one in (module, model):
+        found, want = fsdp.state_dict(state, one), module.state_dict()
+        assert found.keys() == want.keys()
+        assert found._metadata == want._metadata  # type: ignore[attr-defined]
+        for into in (Nested(), Nested()):
+            into.load_state_dict(copy.deepcopy(found) if one is module else torch.load(saved(found), weights_only=True))
+            assert into.a[0].scale == 2.0
+            assert all(torch.equal(a, b) for a, b in zip(into.parameters(), module.parameters(), strict=True))
+
+
+def saved(found: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    return file
