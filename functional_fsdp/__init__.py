@@ -48,7 +48,7 @@ from ._spec.precision import Precision
 from ._spec.schedule import Schedule
 from ._spec.spec import Spec
 from ._spec.units import units
-from ._state.export import buffers, full_params, local_shards, state_dict
+from ._state.export import as_module, buffers, full_params, local_shards, state_dict
 from ._state.free import free_arena
 from ._state.host_transfer import host_transfer
 from ._state.init import init
@@ -106,6 +106,7 @@ __all__ = [
     "WorkerGroup",
     "abstract_state",
     "adamw",
+    "as_module",
     "async_save",
     "bind",
     "buffers",

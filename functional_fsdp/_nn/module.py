@@ -16,7 +16,7 @@ import torch.nn as nn
 
 from .._common.errors import TreeError
 from .._common.interrupts import whole
-from .._common.torch_names import autograd_node, reparametrize_module
+from .._common.torch_names import autograd_node, func_interpreter, reparametrize_module
 from .bound_calls import around_bound
 from .replaced_buffers import Slot, keep, refuse_lost, stays
 from .skeleton import Placeholder, refuse_meta, skeleton_of
@@ -24,7 +24,7 @@ from .ties import aliases_of, tied
 
 M = TypeVar("M", bound=nn.Module)
 
-__all__ = ["Bound", "bind", "functionalize"]
+__all__ = ["Bound", "bind", "filled", "functionalize"]
 
 
 def functionalize(module: M) -> tuple[dict[str, torch.Tensor], M]:
@@ -288,13 +288,17 @@ class Bound:
         """The bound submodules of an nn.ModuleDict."""
         return (self._child(name) for name in self._module._modules)
 
-    def parameters(self) -> Any:
+    def parameters(self, recurse: bool = True) -> Any:
         """The weights it is bound to."""
-        return iter(self._weights.values())
+        return (weight for _, weight in self.named_parameters(recurse=recurse))
 
-    def named_parameters(self) -> Any:
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = False) -> Any:
         """(path, weight) pairs."""
-        return iter(self._weights.items())
+        start, seen = f"{prefix}." if prefix else "", set[int]()
+        for path, weight in self._weights.items():
+            if (recurse or "." not in path) and not (remove_duplicate and id(weight) in seen):
+                seen.add(id(weight))
+                yield f"{start}{path}", weight
 
     def __repr__(self) -> str:
         return f"Bound({self._module!r})"
@@ -337,7 +341,30 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
     return Bound(model, weights, place)
 
 
-def _validate(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+def filled(model: M, weights: Mapping[str, torch.Tensor]) -> M:
+    """A copy of a module, of its own class, whose parameters are these weights; see `as_module`."""
+    _validate(model, weights, "as_module")
+    aliases = aliases_of(model)
+    weights = tied(weights, aliases) if aliases else weights
+    module = skeleton_of(model)
+    made: dict[int, Any] = {}
+    for path, placeholder in [*module.named_parameters(remove_duplicate=False)]:
+        owner, _, name = path.rpartition(".")
+        weight = weights[path]
+        if id(weight) not in made:
+            made[id(weight)] = _parameter(weight, placeholder.requires_grad)
+        module.get_submodule(owner)._parameters[name] = made[id(weight)]
+    return module
+
+
+def _parameter(weight: torch.Tensor, trains: bool) -> Any:
+    """A weight as a module's parameter: itself where gradients go to it, else one that has the same bytes."""
+    if isinstance(weight, nn.Parameter) or weight.requires_grad or func_interpreter() is not None:
+        return weight
+    return nn.Parameter(weight, requires_grad=trains and weight.dtype.is_floating_point)
+
+
+def _validate(model: nn.Module, weights: Mapping[str, torch.Tensor], verb: str = "bind") -> None:
     """Say what is wrong with the weights of a module, if anything is."""
     wanted = dict(model.named_parameters(remove_duplicate=False))
     missing, extra = [k for k in wanted if k not in weights], [k for k in weights if k not in wanted]
@@ -345,15 +372,15 @@ def _validate(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         said = " and ".join(f"{what} {', '.join(map(repr, keys[:3]))}{'...' if len(keys) > 3 else ''}"
                             for what, keys in (("lacks", missing), ("has the unknown", extra)) if keys)  # fmt: skip
         raise TreeError(
-            f"bind: {type(model).__name__} has {len(wanted)} parameters and was given {len(weights)} weights: it "
+            f"{verb}: {type(model).__name__} has {len(wanted)} parameters and was given {len(weights)} weights: it "
             f"{said}. Give exactly the weights of "
             f"this module, by paths relative to it (a tied weight is a unit of its own: add it under the module's key)."
         )
     for key, placeholder in wanted.items():
         weight: Any = weights[key]
         if not isinstance(weight, torch.Tensor):
-            raise TreeError(f"bind: the weight {key!r} is a {type(weight).__name__}; expected a tensor.")
+            raise TreeError(f"{verb}: the weight {key!r} is a {type(weight).__name__}; expected a tensor.")
         if weight.shape != placeholder.shape:
             raise TreeError(
-                f"bind: the weight {key!r} has shape {tuple(weight.shape)}; expected {tuple(placeholder.shape)}."
+                f"{verb}: the weight {key!r} has shape {tuple(weight.shape)}; expected {tuple(placeholder.shape)}."
             )

@@ -22,6 +22,7 @@ from .._common.torch_names import NoTorchFunction
 from .closures import HOOKS, Functions
 from .float8_linear import take_float8
 from .ties import Tie, aliases_of
+from .wrapped import refuse_wrapped
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -54,7 +55,7 @@ class Placeholder(nn.Parameter):
         raise TreeError(
             f"bind weights first: this is a skeleton, its parameters have no values ({name or func} was called on one "
             f"of shape {_shape((*args, *(kwargs or {}).values()))}). Call fsdp.bind(model, weights)(...), with weights "
-            "from unshard."
+            "from unshard; or have a module with weights: fsdp.as_module(model, weights)."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -121,6 +122,8 @@ def skeleton_of(module: M) -> M:
 
 
 def _refuse(module: nn.Module, parts: dict[str, nn.Module]) -> None:
+    for path, part in parts.items():
+        refuse_wrapped(path, part)
     for path, param in module.named_parameters(remove_duplicate=False):
         if isinstance(param, UninitializedParameter):
             raise TreeError(

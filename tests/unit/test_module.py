@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import functional_fsdp as fsdp
 from functional_fsdp import TreeError
+from functional_fsdp import transforms as T
 from functional_fsdp._nn.module import Slots
 
 
@@ -1049,3 +1050,154 @@ def test_weights_from_unshard_bind() -> None:
     assert weights["wte.weight"] is weights["head.weight"]
     module.load_state_dict({**fsdp.full_params(state), "table": module.table})
     assert torch.equal(fsdp.bind(skeleton, weights)(IDS), module(IDS))
+
+
+# ---------------------------------------------------------------- modules with weights
+
+
+def test_as_module_is_a_module_of_the_same_class_with_these_weights() -> None:
+    model = Model()
+    params, skeleton = fsdp.functionalize(model)
+    weights = {path: p.detach().clone() for path, p in params.items()}
+    module = fsdp.as_module(skeleton, weights)
+    tokens = torch.tensor([[1, 2, 3]])
+    assert type(module) is Model
+    assert all(isinstance(p, nn.Parameter) for p in module.parameters())
+    assert module.head.weight is module.wte.weight  # tied
+    assert torch.equal(module(tokens), model(tokens))
+    got = torch.autograd.grad(module(tokens).sum(), [*module.parameters()])
+    want = torch.autograd.grad(model(tokens).sum(), [*model.parameters()])
+    assert all(map(torch.equal, got, want))
+    doubled = {path: 2 * weights["wte.weight" if path == "head.weight" else path] for path in weights}
+    assert torch.equal(
+        torch.func.functional_call(module, doubled, (tokens,), tie_weights=False), fsdp.bind(skeleton, doubled)(tokens)
+    )
+    assert torch.equal(torch.export.export(module, (tokens,)).module()(tokens), model(tokens))
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(tokens), model(tokens))
+    assert module.blocks[0].up.weight.data_ptr() == weights["blocks.0.up.weight"].data_ptr()  # no copy
+    assert next(skeleton.parameters()).is_meta  # the skeleton goes without
+    with pytest.raises(TreeError, match=r"as_module: Model has 13 parameters and was given 1 weights"):
+        fsdp.as_module(skeleton, {"gain": weights["gain"]})
+
+
+def test_as_module_lets_gradients_go_to_the_weights() -> None:
+    model = Model(tied=False)
+    params, skeleton = fsdp.functionalize(model)
+    tokens = torch.tensor([[1, 2, 3]])
+    want = torch.autograd.grad(model(tokens).sum(), [*model.parameters()])
+    weights = {path: p.detach().clone() for path, p in params.items()}
+    by_func = torch.func.grad(lambda w: fsdp.as_module(skeleton, w)(tokens).sum())(weights)
+    leaves = {path: w.clone().requires_grad_() for path, w in weights.items()}
+    once_more = {path: leaf * 1 for path, leaf in leaves.items()}
+    by_autograd = torch.autograd.grad(fsdp.as_module(skeleton, once_more)(tokens).sum(), [*leaves.values()])
+    assert all(map(torch.equal, by_func.values(), want))
+    assert all(map(torch.equal, by_autograd, want))
+
+
+class Again(torch.autograd.Function):
+    """Calls its module again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, f: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> Any:
+        ctx.f = f
+        ctx.save_for_backward(x, *weights)
+        return f(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, *weights = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.f(x)
+        return None, *torch.autograd.grad(out, (x, *weights), grad)
+
+
+@pytest.mark.parametrize("how", ["adjoint", "checkpoint", "remat"])
+def test_as_module_computes_in_a_backward(how: str) -> None:
+    class Runs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.block, self.head = Block(4), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if how == "adjoint":
+                h = Again.apply(self.block, x, *self.block.parameters())
+            elif how == "checkpoint":
+                h = checkpoint(self.block, x, use_reentrant=False)
+            else:
+                h = self.block(x)
+            out: torch.Tensor = self.head(h).square().sum()
+            return out
+
+    module, x = Runs(), torch.randn(3, 4)
+    params, skeleton = fsdp.functionalize(module)
+    if how == "remat":
+        skeleton = T.remat(skeleton, "block")
+    weights = {path: p.detach() for path, p in params.items()}
+    want = torch.autograd.grad(module(x), [*module.parameters()])
+    made = fsdp.as_module(skeleton, weights)
+    assert all(map(torch.equal, torch.autograd.grad(made(x), [*made.parameters()]), want))
+    out, pullback = T.vjp(lambda w, x: fsdp.as_module(skeleton, w)(x), weights, x)
+    dw, _ = pullback(weights, torch.ones_like(out))
+    assert all(map(torch.equal, dw.values(), want))
+
+
+def test_as_module_of_a_state() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.GRU(3, 2))
+    params, model = fsdp.functionalize(module)
+    spec = fsdp.Spec(fsdp.local_mesh(), trainable={"0.*": False})
+    buffers = {path: b + 2 for path, b in fsdp.buffers(module).items()}
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1), buffers=buffers)
+    made = fsdp.as_module(model.eval(), state)
+    assert [p.requires_grad for p in made.parameters()] == [path[0] != "0" for path in params]
+    assert not made.training
+    module.load_state_dict(fsdp.state_dict(state, module))
+    x = torch.randn(5, 3)
+    assert torch.equal(made(x)[0], module.eval()(x)[0])
+    with torch.no_grad():
+        for tensor in (*made.parameters(), *made.buffers()):
+            tensor.zero_()  # they are the module's own
+    assert all(torch.equal(fsdp.full_params(state)[path], p) for path, p in params.items())
+    assert all(torch.equal(state.buffers[path], b) for path, b in buffers.items())
+
+
+def test_bound_parameters_are_asked_for_as_those_of_a_module() -> None:
+    model = Model()
+    bound = fsdp.bind(*reversed(fsdp.functionalize(model)))  # type: ignore[arg-type]
+    for how in ({}, {"prefix": "m"}, {"recurse": False}, {"prefix": "m", "recurse": False}):
+        got = dict(bound.named_parameters(**how))  # type: ignore[arg-type]
+        assert got.keys() == dict(model.named_parameters(remove_duplicate=False, **how)).keys()  # type: ignore[arg-type]
+    assert len([*bound.named_parameters(remove_duplicate=True)]) == len([*model.parameters()])
+    with pytest.raises(TypeError, match=r"Bound\((.|\n)*is not an instance of torch\.nn\.Module"):
+        torch.func.functional_call(bound, dict(model.named_parameters()), (torch.tensor([1]),))  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- modules that another library has taken over
+
+
+def test_modules_that_another_library_has_taken_over() -> None:
+    from torch.distributed._composable import replicate
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    def looks(name: str, home: str) -> nn.Module:
+        made: nn.Module = type(name, (nn.Module,), {"__module__": home})()
+        return made
+
+    fsdp.local_mesh()
+    taken: dict[str, nn.Module] = {
+        "fully_shard, which has sharded": fully_shard(nn.Linear(2, 2)),
+        "FSDP, which has flattened": looks("FullyShardedDataParallel", "torch.distributed.fsdp"),
+        "DDP, which averages": DistributedDataParallel(nn.Linear(2, 2)),
+        "replicate, which averages": replicate(nn.Linear(2, 2)),  # type: ignore[operator]
+        "opacus, which keeps": looks("AbstractGradSampleModule", "opacus.grad_sample.gsm_base"),
+    }
+    for what, module in taken.items():
+        with pytest.raises(TreeError, match=rf"the model, a .*, was taken over by (torch's )?{what}"):
+            fsdp.functionalize(module)
+    with pytest.raises(TreeError, match=r"the module '1', a FSDPLinear, was taken over"):
+        fsdp.functionalize(nn.Sequential(nn.Linear(2, 2), fully_shard(nn.Linear(2, 2))))
