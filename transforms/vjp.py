@@ -198,6 +198,14 @@ def _output(out: Any) -> tuple[Any, list[Any], Any]:
     if isinstance(out, torch.Tensor):
         return out.detach(), [out], None
     outs, structure = _flatten(out)
+    for leaf in outs:
+        held = () if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(t, torch.Tensor) and t.requires_grad for t in held):
+            raise TreeError(
+                f"vjp: the function returned a {type(leaf).__name__}, which is no tree, and has tensors with gradients "
+                "in it: they would be lost. Return tensors in tuples, lists or dicts; or have torch know the class: "
+                "torch.utils._pytree.register_pytree_node."
+            )
     return structure.unflatten([o.detach() if isinstance(o, torch.Tensor) else o for o in outs]), outs, structure
 
 

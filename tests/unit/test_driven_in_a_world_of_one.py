@@ -463,7 +463,7 @@ def test_what_a_hook_inside_keeps_says_what_to_do() -> None:
             part.up.register_forward_hook(lambda part, args, out: kept.__setitem__("out", out))
 
     state, model = made(Inside())
-    with pytest.raises(fsdp.ScheduleError, match=r"no output of the module 'parts\.2' .* a unit of its own: Spec"):
+    with pytest.raises(fsdp.ScheduleError, match=r"no output of the module 'parts\.2'.* a unit of its own: Spec"):
         T.forward_backward(model, of_kept)(state, X, False)
     units = ["parts.0", "parts.1", "parts.2.up", "parts.2.gain", "parts.3"]
     state, model = made(Inside(), units=units)
@@ -814,3 +814,70 @@ def test_a_view_of_an_input_that_is_changed_says_so() -> None:
     state, model = made(Around("view"))
     with pytest.raises(fsdp.ScheduleError, match="'b' share memory, or one does with an input, and it was changed"):
         T.forward_backward(model, total)(state, X)
+
+
+# ---------------------------------------------------------------- outputs of units that are not seen as such
+
+
+class Opaque:
+    """Nobody looks into it."""
+
+    def __init__(self, h: torch.Tensor) -> None:
+        self.h = h
+
+
+class Hides(nn.Module):
+    """Gives what it computes away by a way of its own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.first, self.second = how, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.kept: list[torch.Tensor] = []
+        if how == "hook":
+            self.first.register_forward_hook(lambda part, args, out: self.kept.append(out))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.kept.clear()
+        h = self.second(self.first(x).tanh())
+        if self.how == "object":
+            return Opaque(h)
+        self.kept.append(h)
+        return h if self.how == "seen" else h.detach()
+
+
+class Features(nn.Module):
+    """A loss on features, as of a frozen network."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.hides, self.after, self.last = nn.Linear(4, 4), Hides(how), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.hides(self.before(x))
+        h = out.h if isinstance(out, Opaque) else out if self.hides.how == "seen" else self.hides.kept[0]
+        y: torch.Tensor = self.last(self.after(h).tanh())
+        return y
+
+
+@pytest.mark.parametrize("frozen", ["", "hides.*", "hides.first.*"])
+@pytest.mark.parametrize("how", ["object", "attribute", "hook", "seen"])
+def test_a_loss_on_what_is_no_output_of_a_unit(how: str, frozen: str) -> None:
+    """Without the error a frozen unit's backward would read the bytes of others."""
+    module = Features(how)
+    units = ["before", "hides", "after", "last"]
+    debug = fsdp.Schedule(debug=True)
+    state, model = made(module, units=units, schedule=debug, trainable={frozen: False} if frozen else {})
+    run = T.forward_backward(model, total)
+    if how != "seen":
+        for _ in range(2):
+            with pytest.raises(fsdp.ScheduleError, match="a tensor that is no output of the module 'hides': one kept"):
+                run(state, X)
+        return
+    for path, p in module.named_parameters():
+        p.requires_grad_(not (frozen and path.startswith(frozen[:-1])))
+    state = fsdp.step(run(state, X)[0])
+    total(module, X).backward()
+    for path, p in module.named_parameters():
+        want = p if p.grad is None else p - 0.1 * p.grad
+        torch.testing.assert_close(fsdp.full_params(state)[path], want.detach())

@@ -764,3 +764,19 @@ def test_a_chain_of_units_is_the_gradient_of_the_whole() -> None:
         return h.sum()
 
     close(grads, torch.func.grad(whole)(units))
+
+
+class Opaque:
+    """No tree."""
+
+    def __init__(self, h: torch.Tensor) -> None:
+        self.h = h
+
+
+@pytest.mark.parametrize("output", [Opaque, lambda h: (h, Opaque(h)), lambda h: {"h": h.detach(), "more": [Opaque(h)]}])
+def test_an_output_that_is_no_tree_is_refused(output: Any) -> None:
+    with pytest.raises(TreeError, match=r"returned a Opaque, which is no tree, .*register_pytree_node"):
+        T.vjp(lambda w, x: output(mlp(w, x)), weights(), torch.ones(3, dtype=torch.float64))
+    _, pullback = T.vjp(lambda w, x: (mlp(w, x), Opaque(x.detach())), weights(), torch.ones(3, dtype=torch.float64))
+    dw, _ = pullback(weights(), (torch.ones(2, dtype=torch.float64), None))
+    assert dw["down"].abs().sum() > 0

@@ -30,7 +30,7 @@ from .._uses import USES
 from .inputs import precisions
 from .placeholders import Places
 from .unit_calls import Slot, UnitCall
-from .unit_uses import Gradients, Start, UnitUse, Weights, refuse_transform
+from .unit_uses import Gradients, Start, UnitUse, Weights, no_output, refuse_transform
 from .watch import changed, clear, spoilt
 
 __all__ = ["Driver", "Tensors", "caller", "eager_only", "refuse_nesting"]
@@ -354,12 +354,7 @@ class Driver:
             out = any(map(torch_private.will_execute, call.outs))
             call.idle = not comes and out
             if comes and call.unit_call is not None and not out:
-                raise ScheduleError(
-                    f"the loss hangs on the units {', '.join(map(repr, call.unit_call.units))} only by a tensor "
-                    f"that is no output of the module {call.unit_call.unit_module.path!r} (one kept in an attribute, "
-                    "or by a hook inside it). Return it, or make the module that computes it a unit of its own: "
-                    "Spec(units=[...])."
-                )
+                raise no_output(call.unit_call)
             for unit in call.trained:
                 used[unit] = used.get(unit, 0) + (comes or call.idle)
         for unit in self.places.given():

@@ -8,6 +8,7 @@ What the backward does when it comes to such a call is in `_drive.unit_uses`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.nn as nn
 import torch.nn.modules.module as GLOBAL
 
 from functional_fsdp import Float8Weight, ScheduleError
+from functional_fsdp.extend import torch_private
 
 from .._compile.compile_units import Compiled, Compiler
 from .._modules.outputs import map_tensors
@@ -23,8 +25,8 @@ from .._modules.unit_modules import Leaf, UnitModule
 from .driven import Driven
 from .inputs import cast_inputs, dtypes_of, refuse_dtypes
 from .placeholders import WeightPlaceholder
-from .unit_uses import Outputs, UnitUse, Weights
-from .watch import WriteWatch, changed, clear, place
+from .unit_uses import Outputs, UnitUse, Weights, no_output
+from .watch import WriteWatch, changed, clear, place, version
 
 __all__ = ["Slot", "UnitCall", "entered"]
 
@@ -137,9 +139,9 @@ class UnitCall:
             raise self.refuse([i], "by assignment") from None
 
     def watch(self, function: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        """`run`, looking at each operation."""
+        """`run`, looking at each operation, and at what the backward reads of weights."""
         before = [(t, t.detach()) for t in tensors]
-        with WriteWatch({path: tensors[i] for i, path in self.paths.items()}):
+        with WriteWatch({path: tensors[i] for i, path in self.paths.items()}), self.saves():
             out = self.run(function, args, kwargs)
         for i, (t, same) in enumerate(before):
             if i not in self.rebound and place(t) != place(same):
@@ -147,6 +149,30 @@ class UnitCall:
                 raise self.refuse([i], "by .data =")
         self.watched = not self.driver.debug
         return out
+
+    def saves(self) -> AbstractContextManager[Any]:
+        """Within, frozen weights are saved for the backward so that they are read while they are there. Trained ones
+        get gradients, by which `Driver.begin` knows. Not where others have hooks for what is saved."""
+        call = self.call
+        if call is None or not self.given or len(self.trained) == len(self.leaves) or torch_private.top_saved_hooks():
+            return nullcontext()
+        storages = {*self.storages}
+
+        def pack(t: torch.Tensor) -> Any:
+            return t.detach(), version(t)
+
+        def unpack(saved: Any) -> torch.Tensor:
+            t: torch.Tensor = saved[0]
+            if version(t) != saved[1]:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(t.shape)} that the module {self.unit_module.path!r} needs for its "
+                    "gradients was modified by an inplace operation."
+                )
+            if t.layout is torch.strided and t.untyped_storage()._cdata in storages and call not in self.driver.active:
+                raise no_output(self)
+            return t
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def enter(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """UnitUse the module's own code with its weights."""

@@ -26,6 +26,7 @@ __all__ = [
     "UnitUse",
     "Weights",
     "first_order",
+    "no_output",
     "refuse_inner_gradient",
     "refuse_transform",
 ]
@@ -129,6 +130,16 @@ class UnitUse:
 
 
 # ---------------------------------------------------------------- autograd
+
+
+def no_output(unit_call: Opened) -> ScheduleError:
+    """The error for gradients that come to the inside of a unit module by something else than its outputs."""
+    return ScheduleError(
+        f"the loss hangs on the units {', '.join(map(repr, unit_call.units))} by a tensor that is no output of the "
+        f"module {unit_call.unit_module.path!r}: one kept in an attribute, or by a hook inside it, or returned in an "
+        "object of another class than tuples, lists, mappings and dataclasses, into which nobody looks. Return the "
+        "tensor; or make the module that computes it a unit of its own: Spec(units=[...])."
+    )
 
 
 def first_order() -> None:
