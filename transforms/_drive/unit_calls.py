@@ -154,7 +154,8 @@ class UnitCall:
         """Within, frozen weights are saved for the backward so that they are read while they are there. Trained ones
         get gradients, by which `Driver.begin` knows. Not where others have hooks for what is saved."""
         call = self.call
-        if call is None or not self.given or len(self.trained) == len(self.leaves) or torch_private.top_saved_hooks():
+        whole = len(self.trained) == len(self.leaves) or self.compiled is not None
+        if call is None or not self.given or whole or torch_private.top_saved_hooks():
             return nullcontext()
         storages = {*self.storages}
 
