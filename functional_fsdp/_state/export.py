@@ -157,7 +157,7 @@ def _of_module(module: nn.Module, found: dict[str, Any]) -> dict[str, Any]:
                 out.setdefault(f"{prefix}{name}", found[f"{source}.{name}"])
         if type(part).get_extra_state is not nn.Module.get_extra_state:
             out[f"{prefix}_extra_state"] = part.get_extra_state()
-    return out  # type: ignore[no-any-return]
+    return out
 
 
 def as_module(model: M, weights: State | Mapping[str, torch.Tensor]) -> M:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from support.functions import KINDS as FUNCTIONS
 from torch.utils.checkpoint import checkpoint
 
 import functional_fsdp as fsdp
@@ -96,6 +97,9 @@ class Model(nn.Module):
                 with torch.no_grad():
                     more = self.part(which[0], x)
                 x = x + more
+            elif what == "given":
+                kind, i = which
+                x = x + torch.tanh(FUNCTIONS[kind].apply(x, self.vector(i), None, 0.5))
             elif what == "detach":
                 x = x.detach()
             elif what == "loss":
@@ -103,6 +107,11 @@ class Model(nn.Module):
             else:
                 x = checkpoint(self.run, x, which[0], losses, use_reentrant=False)
         return x
+
+    def vector(self, i: int | None) -> Any:
+        """A weight [D] of a part, or the one of its own."""
+        part = None if i is None else getattr(self, f"p{i}")
+        return self.loose if part is None else part.weight if isinstance(part, nn.LayerNorm) else _first(part).bias
 
 
 def _first(part: nn.Module) -> Any:

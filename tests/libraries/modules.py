@@ -105,7 +105,7 @@ def torchdiffeq(module: nn.Module) -> list[torch.Tensor]:
 def torch_itself(module: nn.Module) -> list[torch.Tensor]:
     doubled = {path: 2 * p.detach() for path, p in module.named_parameters()}
     return [torch.func.functional_call(module, doubled, (X,)), torch.export.export(module, (X,)).module()(X),
-            torch.jit.trace(module, (X,))(X), *module.state_dict().values()]  # type: ignore[no-untyped-call]  # fmt: skip
+            torch.jit.trace(module, (X,))(X), *module.state_dict().values()]  # fmt: skip
 
 
 def main() -> None:

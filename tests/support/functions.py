@@ -47,7 +47,7 @@ class Once(Explicit):
     """Cannot be differentiated twice."""
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return Explicit.backward(ctx, grad)
 
@@ -87,7 +87,6 @@ class Untouched(torch.autograd.Function):
         assert w.device.type == "cpu"
         assert w.is_contiguous()
         assert w.is_leaf
-        assert ctx.needs_input_grad[1]
         ctx.save_for_backward(x)
         return x * 1.0
 

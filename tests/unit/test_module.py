@@ -1168,9 +1168,10 @@ def test_as_module_of_a_state() -> None:
 def test_bound_parameters_are_asked_for_as_those_of_a_module() -> None:
     model = Model()
     bound = fsdp.bind(*reversed(fsdp.functionalize(model)))  # type: ignore[arg-type]
-    for how in ({}, {"prefix": "m"}, {"recurse": False}, {"prefix": "m", "recurse": False}):
-        got = dict(bound.named_parameters(**how))  # type: ignore[arg-type]
-        assert got.keys() == dict(model.named_parameters(remove_duplicate=False, **how)).keys()  # type: ignore[arg-type]
+    every: list[dict[str, Any]] = [{}, {"prefix": "m"}, {"recurse": False}, {"prefix": "m", "recurse": False}]
+    for how in every:
+        got = dict(bound.named_parameters(**how))
+        assert got.keys() == dict(model.named_parameters(remove_duplicate=False, **how)).keys()
     assert len([*bound.named_parameters(remove_duplicate=True)]) == len([*model.parameters()])
     with pytest.raises(TypeError, match=r"Bound\((.|\n)*is not an instance of torch\.nn\.Module"):
         torch.func.functional_call(bound, dict(model.named_parameters()), (torch.tensor([1]),))  # type: ignore[arg-type]
@@ -1180,7 +1181,7 @@ def test_bound_parameters_are_asked_for_as_those_of_a_module() -> None:
 
 
 def test_modules_that_another_library_has_taken_over() -> None:
-    from torch.distributed._composable import replicate
+    from torch.distributed._composable.replicate import replicate
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -1189,15 +1190,16 @@ def test_modules_that_another_library_has_taken_over() -> None:
         return made
 
     fsdp.local_mesh()
-    taken: dict[str, nn.Module] = {
+    taken: dict[str, Any] = {
         "fully_shard, which has sharded": fully_shard(nn.Linear(2, 2)),
         "FSDP, which has flattened": looks("FullyShardedDataParallel", "torch.distributed.fsdp"),
         "DDP, which averages": DistributedDataParallel(nn.Linear(2, 2)),
-        "replicate, which averages": replicate(nn.Linear(2, 2)),  # type: ignore[operator]
+        "replicate, which averages": replicate(nn.Linear(2, 2)),
         "opacus, which keeps": looks("AbstractGradSampleModule", "opacus.grad_sample.gsm_base"),
     }
     for what, module in taken.items():
         with pytest.raises(TreeError, match=rf"the model, a .*, was taken over by (torch's )?{what}"):
             fsdp.functionalize(module)
+    part: Any = fully_shard(nn.Linear(2, 2))
     with pytest.raises(TreeError, match=r"the module '1', a FSDPLinear, was taken over"):
-        fsdp.functionalize(nn.Sequential(nn.Linear(2, 2), fully_shard(nn.Linear(2, 2))))
+        fsdp.functionalize(nn.Sequential(nn.Linear(2, 2), part))

@@ -478,7 +478,7 @@ def test_an_attribute_that_first_changes_in_a_later_call() -> None:
 class Lists(nn.Module):
     """A block around a module of torch's that has its weights in a list of its own, too."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: Any) -> None:
         super().__init__()
         self.norm, self.rnn = nn.LayerNorm(WIDTH), kind(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True)
 

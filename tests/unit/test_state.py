@@ -945,7 +945,7 @@ class Halved(nn.Linear):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
         if (metadata.get("version") or 1) < 2:
             state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] / 2
-        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
     def get_extra_state(self) -> dict[str, float]:
         return {"scale": self.scale}

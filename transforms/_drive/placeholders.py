@@ -97,7 +97,7 @@ class WeightPlaceholder(Placeholder):
         return out
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """An operation of torch's own code, as on an input that a Function returns: autograd has done its part."""
 
         def value(t: torch.Tensor) -> torch.Tensor:
