@@ -23,7 +23,7 @@ CONTRIBUTING.md has one in full.
 | modules               | `skeleton_of`, `Placeholder`, `every_buffer`, `refuse_meta`, `around_bound_calls`            |
 | trees by path         | `match`, `flatten`                                                                           |
 | bytes                 | `bytes_of`, `state_bytes`, `find_peak`, `Stretch`, `StepMemory`, `steps_on`, `plan_for`      |
-| borrowed weights      | `Loan`, `loan_of`, `is_lent`                                                                 |
+| borrowed weights      | `Loan`, `loan_of`, `is_lent`, `changed`                                                      |
 | copies to the host    | `copy_lane`, `CopyLane`, `HostBuffers`, `HostBuffer`, `computes_on`                          |
 | driving a module      | `Session`, `Collision`                                                                       |
 | optimizers            | `Sender`: what an update gets that communicates, see `fsdp.Optimizer`                        |
@@ -74,7 +74,7 @@ from ._state.veto import Veto, Vetoed
 from ._storage.flat import LeafShard, gather_leaves, leaf_shards
 from ._storage.place import BucketPlace, Place
 from ._storage.safetensors import bytes_of
-from ._storage.weights import Loan, is_lent, loan_of
+from ._storage.weights import Loan, changed, is_lent, loan_of
 from ._transports.carrier import Carrier, Portions
 from ._verbs.change import change, change_weights, separate_gradients
 from ._verbs.metrics import all_reduce
@@ -118,6 +118,7 @@ __all__ = [
     "bytes_of",
     "change",
     "change_weights",
+    "changed",
     "check_between_steps",
     "computes_on",
     "coordinate_of",

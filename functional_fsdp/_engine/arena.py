@@ -148,7 +148,7 @@ class Arena:
         aliases += [view for view in views.values() if type(view) is Float8Weight]  # which have counters of their own
         weights = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
         scales = tuple((b.name, state.scales[b.name]) for b in unit.buckets if b.in_float8)
-        return Place(Loan(unit.name, weights), tuple(parts), tuple(resident), aliases, scales)
+        return Place(Loan(unit.name, weights, aliases), tuple(parts), tuple(resident), aliases, scales)
 
     def _part(self, state: Stored, bucket: Bucket, whole: torch.Tensor) -> BucketPlace:
         start, stop = read(state, bucket).span()

@@ -69,7 +69,7 @@ class Gathers(Engine):
             lanes.wait(place.gathered if lanes.waits_on_host else place.ready(self.flying, self.newest))
         else:
             place = self.arena.place(state, name)
-        place.loan.held = True
+        place.loan.lend()
         return place.loan
 
     def _gather(self, state: Stored, index: int) -> None:
@@ -106,7 +106,7 @@ class Gathers(Engine):
                     gather(state, part.bucket, part.whole, LANE)
             else:
                 self.unplanned.take(state, unit, LANE if cursor.agreed else "side")
-                self.unplanned.loan(unit).held = True
+                self.unplanned.loan(unit).lend()
 
     def _crowded(self, unit: str) -> bool:
         """Whether something that is held lies where a unit would."""
@@ -171,6 +171,12 @@ class Gathers(Engine):
         if self.position.cursor.agreed:
             return self.position, tuple([("free", name) for name in names])
         return self.move("release", names)
+
+    def written(self, names: Sequence[str]) -> list[str]:
+        """Of these units, those that are held and into whose weights an operation has written."""
+        places, outside = self.arena.places, self.unplanned.units
+        lent = [(name, here[name].loan) for name in names for here in (outside, places) if name in here]
+        return [name for name, loan in lent if not loan.unchanged]
 
     def release(self, state: Stored, names: Sequence[str], move: Move) -> None:
         """Units are given back: a mark on compute, and gathers that waited for their bytes."""

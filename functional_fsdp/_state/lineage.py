@@ -15,7 +15,7 @@ is next looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +28,7 @@ from .._plan.layout import Layout
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
 from .._storage.stored import Stored
+from .._storage.weights import LentTree, changed
 from .graph_plan import GraphPlan, graph_plan
 from .open_call import OpenCall
 
@@ -77,6 +78,7 @@ class Lineage:
         self.broken = ""
         self.moved_by = ""
         self.successor: Lineage | None = None  # of the state that this verb returned
+        self.lent: LentTree | None = None  # the whole tree that the step has handed out last
         self.call = OpenCall()
         self.taken: dict[str, Any] | None = None  # what the last step, or this verb, returned, but for the version
 
@@ -193,6 +195,8 @@ class Lineage:
         if serial == self.base:
             guard()
             if self.begun:
+                self.check_lent()
+                self.lent = None
                 if self.executor is not None:
                     self.executor.anew()
                 self._meet()
@@ -214,6 +218,24 @@ class Lineage:
         elif self.call.depth:
             self._consume(serial, "a call that was stopped")
             raise self._stale(serial, verb)
+
+    def check_lent(self, units: Sequence[str] = ()) -> None:
+        """What the step has handed out is what it was: the whole tree, and these units.
+
+        Raises:
+            ScheduleError: an operation has written into it. Where it is the state's own, the lineage is of no more use.
+        """
+        buckets = self.lent.changed if self.lent else []
+        written = self.executor.written(units) if self.executor and units else ()
+        buckets += [bucket for unit in written for bucket in self.layout.by_name[unit].buckets]
+        if buckets:
+            self.lent = None
+            if not all(bucket.gathers(self.spec.schedule.debug) for bucket in buckets):
+                self.broken = (
+                    "the forward changed weights in place, and these are replicated: they were this State's own. Load "
+                    "the last checkpoint."
+                )
+            raise changed([leaf.path for bucket in buckets for leaf in bucket.leaves], "in place")
 
     @property
     def begun(self) -> bool:
@@ -299,6 +321,7 @@ class Lineage:
         self.taken = _without_version(new)
         self._consume(self.base, by)
         self._consume(version.serial, by)
+        self.lent = None
         self.latest += 1
         self.base = self.head = self.latest
         self.call.depth, self.busy = 0, False

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from .._common.device import keeps_released
+from .._common.errors import ScheduleError
 from .._nn.float8_weight import Float8Weight
 from .._plan.layout import Bucket, Unit
 from .flat import FlatBuffer, leaves_of
@@ -23,8 +24,10 @@ from .stored import Stored
 
 __all__ = [
     "Gathered",
+    "LentTree",
     "Loan",
     "alias_of",
+    "changed",
     "gather",
     "is_lent",
     "lent_leaves",
@@ -50,18 +53,65 @@ class Loan:
     """The tensors of a unit, the same objects whenever it is gathered, and whether they may be used now.
 
     Attributes:
-        unit: its name. weights: {key: tensor}. held: whether the unit is gathered, and not released.
+        unit: its name. weights: {key: tensor}. held: whether the unit is gathered, and not released. bases: tensors
+            that have the version counters of the weights.
     """
 
-    def __init__(self, unit: str, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(self, unit: str, weights: dict[str, torch.Tensor], bases: Sequence[torch.Tensor] = ()) -> None:
         self.unit = unit
         self.weights = weights
+        self.bases = bases
+        self.counts: list[int] = []  # what the counters said when the weights were lent
         self.held = False
         self.storages: list[LentStorage] = []
         for tensor in weights.values():  # they live as long as the loan, so an id means one tensor
             _LOANS[id(tensor)] = self
             for part in _bytes_of(tensor):
                 self.storages.append(_STORAGES.setdefault(part.untyped_storage()._cdata, LentStorage()))
+
+    def lend(self) -> None:
+        """From now on the unit is held."""
+        if not self.held:
+            self.counts = [base._version for base in self.bases]
+            self.held = True
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether no operation has written into the weights since they were lent."""
+        return not self.held or [base._version for base in self.bases] == self.counts
+
+
+class LentTree:
+    """The version counters of a whole tree that is lent, without its memory.
+
+    Args:
+        lent: by bucket, a tensor that was handed out, which shares the counter of the others.
+    """
+
+    def __init__(self, lent: Sequence[tuple[Bucket, torch.Tensor]]) -> None:
+        self.counters: list[tuple[Bucket, torch.Tensor, int]] = []
+        for bucket, tensor in lent:
+            if not tensor.is_inference():
+                probe = tensor.detach()
+                probe.data = probe.new_empty(0)
+                self.counters.append((bucket, probe, probe._version))
+
+    @property
+    def changed(self) -> list[Bucket]:
+        """The buckets into which an operation has written."""
+        return [bucket for bucket, probe, count in self.counters if probe._version != count]
+
+
+def changed(paths: Iterable[str], how: str) -> ScheduleError:
+    """The error for weights of which at least one was changed by a forward."""
+    names = [*map(repr, paths)]
+    more = f", ... ({len(names)} in all)" if len(names) > 3 else ""
+    which = f"the weight {names[0]}" if len(names) == 1 else f"a weight (one of {', '.join(names[:3])}{more})"
+    return ScheduleError(
+        f"the forward changed {which} {how}. Weights come from the state: gathered ones are copies, and the change "
+        "would be lost; replicated ones are the state's own, and it would stay. Compute with a changed copy, as "
+        "weight.clamp(...); or change weights between steps: fsdp.replace_params(state, params)."
+    )
 
 
 def owned(values: Sequence[torch.Tensor | None], loan: Loan | None) -> list[torch.Tensor | None]:
@@ -145,13 +195,16 @@ class Gathered:
         self.debug = debug
         self.whole: dict[str, torch.Tensor] = {}
         views: dict[str, torch.Tensor] = {}
+        aliases = []
         for bucket in unit.buckets:
             resident = own_of(state, bucket, debug)
             if resident is None:
                 local = state.main[bucket.name].local
                 resident = self.whole[bucket.name] = local.new_empty(bucket.numel, dtype=bucket.gather)
-            views |= lent_leaves(bucket, alias_of(resident), state.scales)
-        self.loan = Loan(unit.name, {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)})
+            aliases.append(alias_of(resident))
+            views |= lent_leaves(bucket, aliases[-1], state.scales)
+        weights = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
+        self.loan = Loan(unit.name, weights, aliases)
 
     def gather(self, state: Stored, lane: str = "side") -> None:
         self._take()

@@ -33,7 +33,7 @@ from .._state.state import State, Version
 from .._state.update import Kept, apply_optimizer, counting, keep, may_step, put_back
 from .._storage.gradients import in_order, of_tree, of_unit
 from .._storage.refresh import refresh
-from .._storage.weights import gather, lent_leaves, whole_of
+from .._storage.weights import LentTree, gather, lent_leaves, whole_of
 
 __all__ = ["finish_reductions", "has_gradients", "newest", "no_unit", "reduce", "release", "step", "unshard"]
 
@@ -86,12 +86,17 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
         lineage.touched()
         with lineage.beside(state):
             own = {name: scale.clone() for name, scale in state.scales.items()}  # those of a state change with it
+            lent = []
             for bucket in state.layout.buckets.values():
                 whole = whole_of(state, bucket)
                 if whole is None:
-                    views |= lent_leaves(bucket, gather(state, bucket), own)
+                    whole = gather(state, bucket)
+                    views |= lent_leaves(bucket, whole, own)
                 else:
                     views |= lent_leaves(bucket, whole, state.scales)
+                lent.append((bucket, whole))
+        lineage.check_lent()
+        lineage.lent = LentTree(lent)
         return state, state.treedef.unflatten([views[path] for path in state.layout.source])
 
     names = (unit,) if isinstance(unit, str) else tuple(dict.fromkeys(unit))
@@ -124,6 +129,8 @@ def release(state: State, unit: str | Sequence[str]) -> State:
     lineage = state.version.lineage
     lineage.enter(state.version.serial, "release")
     executor = lineage.executor or state._executor
+    if executor.written(names):
+        lineage.check_lent(names)
     move = executor.given_back(names)
     with lineage.call:
         executor.release(state, names, move)
@@ -164,6 +171,8 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
             raise no_unit(state, unit, "reduce")
         values, came = of_unit(one, grads)
         lineage.enter(state.version.serial, "reduce")
+        if lineage.lent:
+            lineage.check_lent()
         executor = lineage.executor or state._executor
         move = executor.came(one.name) if values else None
         with lineage.call:
@@ -184,6 +193,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
 
     total = of_tree(state.layout, grads)
     lineage.enter(state.version.serial, "reduce")
+    lineage.check_lent()
     executor = state._executor
     with lineage.call:
         executor.adopt(state.grads)
@@ -266,6 +276,7 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     has_gradients(state, "step")
     lineage = state.version.lineage
     lineage.enter(state.version.serial, "step")
+    lineage.check_lent(state.units)
     if skips:
         lineage.runtime.remark("step(skip=True)")
     executor = state._executor

@@ -10,28 +10,16 @@ Gathered weights are borrowed, replicated ones are the state's own: a change wou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 
-from functional_fsdp import Float8Weight, ScheduleError
-from functional_fsdp.extend import torch_private
+from functional_fsdp import Float8Weight
+from functional_fsdp.extend import changed, torch_private
 
 __all__ = ["WriteWatch", "changed", "clear", "place", "spoilt", "version", "written"]
-
-
-def changed(paths: Iterable[str], how: str) -> ScheduleError:
-    """The error for weights of which at least one was changed."""
-    names = [*map(repr, paths)]
-    more = f", ... ({len(names)} in all)" if len(names) > 3 else ""
-    which = f"the weight {names[0]}" if len(names) == 1 else f"a weight (one of {', '.join(names[:3])}{more})"
-    return ScheduleError(
-        f"the forward changed {which} {how}. Weights come from the state: gathered ones are copies, and the change "
-        "would be lost; replicated ones are the state's own, and it would stay. Compute with a changed copy, as "
-        "weight.clamp(...); or change weights between steps: fsdp.replace_params(state, params)."
-    )
 
 
 def spoilt(where: str) -> str:
