@@ -347,13 +347,13 @@ def filled(model: M, weights: Mapping[str, torch.Tensor]) -> M:
     aliases = aliases_of(model)
     weights = tied(weights, aliases) if aliases else weights
     module = skeleton_of(model)
-    made: dict[int, Any] = {}
+    made: dict[str, Any] = {}
     for path, placeholder in [*module.named_parameters(remove_duplicate=False)]:
         owner, _, name = path.rpartition(".")
-        weight = weights[path]
-        if id(weight) not in made:
-            made[id(weight)] = _parameter(weight, placeholder.requires_grad)
-        module.get_submodule(owner)._parameters[name] = made[id(weight)]
+        leaf = aliases.get(path, path)
+        if leaf not in made:
+            made[leaf] = _parameter(weights[path], placeholder.requires_grad)
+        module.get_submodule(owner)._parameters[name] = made[leaf]
     return module
 
 

@@ -1079,6 +1079,10 @@ def test_as_module_is_a_module_of_the_same_class_with_these_weights() -> None:
     assert torch.equal(torch.load(file, weights_only=False)(tokens), model(tokens))
     assert module.blocks[0].up.weight.data_ptr() == weights["blocks.0.up.weight"].data_ptr()  # no copy
     assert next(skeleton.parameters()).is_meta  # the skeleton goes without
+    one = torch.zeros(2, 2)
+    untied = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    parts = fsdp.as_module(untied, {"0.weight": one, "1.weight": one})
+    assert len([*parts.parameters()]) == 2  # not tied, whatever was given
     with pytest.raises(TreeError, match=r"as_module: Model has 13 parameters and was given 1 weights"):
         fsdp.as_module(skeleton, {"gain": weights["gain"]})
 
