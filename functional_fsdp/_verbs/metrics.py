@@ -21,10 +21,10 @@ from .._state.state import State
 __all__ = ["Op", "all_reduce", "axes_of", "over_axes", "pmax", "pmean", "psum"]
 
 Op = Literal["mean", "sum", "max"]
-#: what gloo and NCCL both add up
-TRAVELS = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8
-)  # fmt: skip
+_ADDED = (  # what gloo and NCCL both add up
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+)
 
 
 @overload
@@ -44,7 +44,8 @@ def pmean(state: State, tree: Any, axis: str | Iterable[str] | None = None) -> t
         axis: of the mesh, a name or several, in the place of the axes of the data.
 
     Raises:
-        TreeError: on every rank, where ranks have other shapes, dtypes or another structure. SpecError: no such axis.
+        TreeError: on every rank, where ranks have other shapes, dtypes or another structure; a tensor of float8, which
+        backends do not add up. SpecError: no such axis.
 
     Collective: one all-reduce an axis and dtype, on a lane of its own; before it, on the host, ranks compare what they
     give.
@@ -130,7 +131,7 @@ def all_reduce(
 
     Raises:
         TreeError: on every rank, where ranks have other shapes, dtypes or another structure; the largest of complex
-        tensors. SpecError: no such axis.
+        tensors; a dtype that backends do not add up (float8, int16, uint16 to uint64). SpecError: no such axis.
 
     Collective: one all-reduce an axis and dtype, on a lane of its own; before it, on the host, ranks compare what they
     give. Every rank of the mesh calls it.
@@ -148,14 +149,15 @@ def all_reduce(
     tensors = [tensor.to(state.count.device) for tensor in tensors]
     done = list(tensors)
     with _compared(state, tensors, what or op, structure, None if over == data else over):
+        if strange := [t for t in tensors if t.dtype not in _ADDED and not t.dtype.is_complex]:
+            refuse(
+                "TreeError",
+                f"{structure[0] if structure else 'all_reduce'}: a tensor {list(strange[0].shape)} of "
+                f"{strange[0].dtype}, which not every backend can add up. Nothing was sent, and the state is as it was. "
+                "Expected one of "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _ADDED)}: give its .float(), say.",
+            )
         for dtype in dict.fromkeys(t.dtype for t in tensors):
-            if not (dtype in TRAVELS or dtype.is_complex):
-                refuse(
-                    "TreeError",
-                    f"{structure[0] if structure else 'all_reduce'}: a tensor of {dtype}, which not every backend adds "
-                    f"up. Expected one of {', '.join(str(one).removeprefix('torch.') for one in TRAVELS)}, or complex. "
-                    "Convert it: .float(), say, or .to(torch.int64).",
-                )
             which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
             flat = torch.cat([tensors[i].reshape(-1) for i in which])
             if not dtype.is_complex:

@@ -117,6 +117,28 @@ def test_metrics_may_be_complex_or_bool(traced: bool) -> None:
         assert "all_reduce: a tensor of torch.complex128" in said[2]
 
 
+def not_added() -> tuple[list[str], float]:
+    """What is said of tensors that gloo cannot add up; and a sum on the same mesh afterwards."""
+    state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh()))
+    said = [
+        raised(lambda metric=metric: metric(state, {"a": 1.0, "b": torch.ones(2).to(torch.float8_e4m3fn)}))
+        for metric in (fsdp.psum, fsdp.pmean, fsdp.pmax)
+    ]
+    for dtype in (torch.float8_e5m2, torch.int16, torch.uint16, torch.uint32, torch.uint64):
+        given = torch.ones(2).to(dtype)
+        said.append(raised(lambda given=given: extend.all_reduce(state, [given])))
+    return said, fsdp.psum(state, torch.ones(2, dtype=torch.int16))[1].sum().item()
+
+
+def test_dtypes_that_backends_do_not_add_up_are_refused_and_the_mesh_goes_on() -> None:
+    for said, total in launch(not_added, nprocs=2):
+        for name, line in zip(("psum", "pmean", "pmax"), said, strict=False):
+            assert f"TreeError: {name}: a tensor [2] of torch.float8_e4m3fn" in line
+        for dtype, line in zip(("float8_e5m2", "int16", "uint16", "uint32", "uint64"), said[3:], strict=True):
+            assert f"TreeError: all_reduce: a tensor [2] of torch.{dtype}" in line
+        assert total == 4  # integers travel as float32
+
+
 def along() -> tuple[dict[str, float], str, str]:
     """Means and sums of the ranks' numbers along axes of the mesh."""
     mesh, placement = mesh_and_placement("hsdp")
