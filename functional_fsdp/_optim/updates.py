@@ -140,7 +140,11 @@ def from_updates(pair: Any) -> Updates:
     What it keeps for each parameter is sharded and saved as main weights are: FlatBuffers, where it uses tree_map over
     the parameters; or the tensors in them [n / ranks], in a list, a tuple or a dict, where it flattens them, as
     TorchOpt's ready-made optimizers do. To learn which those are, `init` is called once more, for two small parameters.
-    What else it keeps (a count, say) has to be tensors, the same on every rank.
+    What else it keeps (a count, say) has to be tensors, the same on every rank. Numbers of Python are not kept.
+
+    `update` has to treat each element by itself. It sees this rank's slices only, and nothing checks that: a pair that
+    clips by a norm, or uses the shape of a matrix, gives other weights on each number of ranks. Clip with
+    `T.clip_by_global_norm` before `step`.
 
     Example: `fsdp.from_updates(torchopt.adam(1e-3))`.
     """
