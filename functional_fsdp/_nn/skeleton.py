@@ -1,15 +1,16 @@
 """Skeletons: copies of modules with their structure and buffers but no weights.
 
 Each parameter is a placeholder on the meta device that says "bind weights first" when it is used; those of a tied leaf
-know of each other, see `_nn.ties`. Hooks and functions in attributes are copied along, see
-`_nn.closures`; what a copy would drop or get wrong without a word is refused.
+know of each other, see `_nn.ties`. One that lies elsewhere, too (`self.weights = [self.a, self.b]`), is the weight of
+its slot. Hooks, functions and weak references are copied along, see `_nn.copies`; what a copy would drop or get wrong
+without a word is refused.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Iterator
+from operator import is_not
 from typing import Any, TypeVar
 
 import torch
@@ -18,8 +19,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from .._common.calls import outside_inference
 from .._common.errors import SpecError, TreeError
-from .._common.torch_names import NoTorchFunction
-from .closures import HOOKS, Functions
+from .._common.torch_names import NoTorchFunction, pytree
+from .copies import Copier
 from .float8_linear import take_float8
 from .ties import Tie, aliases_of
 from .wrapped import refuse_wrapped
@@ -33,6 +34,7 @@ class Placeholder(nn.Parameter):
     """Where a weight belongs in a skeleton: has a shape and a dtype, and refuses everything else."""
 
     tie: Tie | None = None  # what the places of one tied leaf have in common
+    place: tuple[dict[str, Any], str] | None = None  # the slot whose weight it is, of one that lies elsewhere, too
     #: functions that only look at metadata, by name: of these it is what it seems to be
     answers = frozenset((
         "__get__", "__set__", "__hash__", "__repr__", "__len__", "__format__", "size", "dim", "ndimension", "numel",
@@ -50,22 +52,42 @@ class Placeholder(nn.Parameter):
                 "Spec(trainable={pattern: False})."
             )
         if name in Placeholder.answers:
+            first = args[0]
+            if type(first) is Placeholder and first.place and name != "__hash__" and first.lent() is not first:
+                return func(first.lent(), *args[1:], **(kwargs or {}))
             with NoTorchFunction():
                 return func(*args, **(kwargs or {}))
+        given = args, kwargs or {}
+        lent = pytree.tree_map_only(Placeholder, Placeholder.lent, given)
+        if any(map(is_not, pytree.tree_leaves(lent), pytree.tree_leaves(given))):
+            return func(*lent[0], **lent[1])
         raise TreeError(
             f"bind weights first: this is a skeleton, its parameters have no values ({name or func} was called on one "
             f"of shape {_shape((*args, *(kwargs or {}).values()))}). Call fsdp.bind(model, weights)(...), with weights "
             "from unshard; or have a module with weights: fsdp.as_module(model, weights)."
         )
 
+    def lent(self) -> torch.Tensor:
+        """The weight that is in its slot, of one that lies elsewhere; itself where there is none."""
+        held, name = self.place or ({}, "")
+        weight = held.get(name)
+        return self if weight is None or type(weight) is Placeholder else weight
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Placeholder(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        return memo.setdefault(id(self), _placeholder(self, copy.deepcopy(self.tie, memo)))
+        if id(self) not in memo:
+            made = memo[id(self)] = _placeholder(self, copy.deepcopy(self.tie, memo))
+            made.place = copy.deepcopy(self.place, memo)
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (tuple(self.shape), self.dtype, self.requires_grad, self.tie)
+        made = _rebuild, (tuple(self.shape), self.dtype, self.requires_grad, self.tie)
+        return made if self.place is None else (*made, self.place)
+
+    def __setstate__(self, place: Any) -> None:
+        self.place = place
 
 
 def _trains(t: torch.Tensor) -> bool:
@@ -93,36 +115,35 @@ def skeleton_of(module: M) -> M:
 
     Raises:
         TreeError: what a copy cannot have: hooks on parameters, tensors in the middle of a graph, parameters that are
-            made later, functions that go on with the original.
+            made later, what goes on with the original, see `_nn.copies`.
 
     Example: `model = extend.skeleton_of(nn.Linear(2, 3))`; `fsdp.bind(model, weights)(x)` computes with it.
     """
-    parts = dict(module.named_modules())
-    _refuse(module, parts)
+    _refuse(module)
     memo: dict[int, Any] = {id(p): _placeholder(p) for p in module.parameters()}
-    tables = [(path, part, vars(part).get(name)) for path, part in parts.items() for name in HOOKS]
-    found = [(path, table) for path, _, table in tables if table]
-    for _, table in found:
-        memo[id(table)] = OrderedDict()
-    skeleton = copy.deepcopy(module, memo)
-    functions = Functions(module, memo)
-    for path, part in parts.items():
-        functions.methods(path, type(part))
-        functions.attributes(path, memo[id(part)])
-    for path, table in found:
-        for number, hook in table.items():
-            memo[id(table)][number] = functions.of(hook, path)
+    copier = Copier(module, memo)
+    skeleton = copier.run()
     aliases = aliases_of(module)
     ties = {first: Tie() for first in aliases.values()}
-    for path, param in list(skeleton.named_parameters(remove_duplicate=False)):
+    params = dict(module.named_parameters(remove_duplicate=False))
+    made = dict(skeleton.named_parameters(remove_duplicate=False))
+    if params.keys() != made.keys():
+        raise TreeError(
+            f"a copy of {type(module).__name__} has other parameters than it has: {sorted(params.keys() ^ made.keys())}"
+            ". A part of it makes itself anew when it is copied (__deepcopy__, __setstate__)."
+        )
+    for path, param in params.items():
         owner, _, name = path.rpartition(".")  # a placeholder for each path
-        skeleton.get_submodule(owner)._parameters[name] = _placeholder(param, ties.get(aliases.get(path, path)))
+        held = skeleton.get_submodule(owner)._parameters
+        held[name] = _placeholder(param, ties.get(aliases.get(path, path)))
+        if id(param) in copier.met and memo[id(param)].place is None:
+            memo[id(param)].place = held, name
     take_float8(skeleton)
-    return skeleton
+    return skeleton  # type: ignore[no-any-return]
 
 
-def _refuse(module: nn.Module, parts: dict[str, nn.Module]) -> None:
-    for path, part in parts.items():
+def _refuse(module: nn.Module) -> None:
+    for path, part in module.named_modules():
         refuse_wrapped(path, part)
     for path, param in module.named_parameters(remove_duplicate=False):
         if isinstance(param, UninitializedParameter):
@@ -136,7 +157,12 @@ def _refuse(module: nn.Module, parts: dict[str, nn.Module]) -> None:
                 "To mask gradients, change fsdp.local_shards(state, 'grads') between the backward and step; to freeze "
                 "leaves, Spec(trainable={pattern: False})."
             )
-    for path, part in parts.items():
+    for path, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters()):
+            raise TreeError(
+                f"the module {path!r} is a torch.jit module, which keeps its weights to itself. Give the module that "
+                "it was made from."
+            )
         for name, value in vars(part).items():
             if isinstance(value, torch.Tensor) and not value.is_leaf:
                 raise TreeError(

@@ -22,7 +22,6 @@ import functools
 import hashlib
 import logging
 import random
-import sys
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -37,8 +36,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.checksum import checksum
+from .._common.objects import STANDARD, global_names
 from .._common.torch_names import OpOverload, OpOverloadPacket
-from .._nn.closures import global_names
 
 __all__ = ["describe_settings", "opaque_settings"]
 
@@ -53,7 +52,6 @@ NAMED = (
 OPAQUE = (torch.Generator, random.Random, dist.ProcessGroup, weakref.ReferenceType, types.GeneratorType)
 MACHINERY = ("torch._", "triton.", "functools")  # modules whose objects change by themselves
 INSIDE = ("_orig_mod", "__wrapped__", "fn")  # of a compiled module, a cache of results, a kernel: what the user wrote
-STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "functional_fsdp"}
 
 
 def describe_settings(value: Any, name: str = "") -> list[str]:

@@ -314,13 +314,14 @@ def test_an_empty_leaf_first_in_its_bucket() -> None:
     assert torch.equal(found, torch.ones(4))  # a copy: what was borrowed has been released
 
 
-def test_jit_modules_are_refused() -> None:
+def test_jit_modules_that_have_weights_are_refused() -> None:
     with pytest.warns(DeprecationWarning, match="deprecated"):
-        scripted = torch.jit.script(nn.ReLU())
-    state, model = made(nn.Sequential(nn.Linear(4, 4), scripted))
+        scripted, weighty = torch.jit.script(nn.ReLU()), torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(fsdp.TreeError, match=r"the module '1' is a torch\.jit module"):
-        T.forward_backward(model, total)
-    assert state.units
+        fsdp.functionalize(nn.Sequential(nn.Linear(4, 4), weighty))
+    state, model = made(nn.Sequential(nn.Linear(4, 4), scripted))
+    want = fsdp.bind(model, fsdp.full_params(state))(X)
+    assert torch.equal(T.apply(model)(state, X)[1], want)
 
 
 def test_freezing_a_skeleton_says_what_to_do() -> None:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 import torch.nn as nn
 
-from functional_fsdp import Layout, ScheduleError, State, TreeError, reduce, release, unshard
+from functional_fsdp import Layout, ScheduleError, State, reduce, release, unshard
 from functional_fsdp.extend import Collision, Session, lineage_of, refuse, skeleton_of, torch_private
 
 from .._compile.compile_units import Compiler, Options, refuse_around
@@ -79,12 +79,6 @@ class Driver:
         self.compiler = Compiler.of(compile)
         self.watch: Callable[[str, Gradients], None] | None = None  # what sees gradients before they are reduced
         self.reduce: Callable[..., State] = reduce
-        for path, part in model.named_modules():
-            if isinstance(part, torch.jit.ScriptModule):
-                raise TreeError(
-                    f"the module {path!r} is a torch.jit module, which keeps its weights to itself. Give the module "
-                    "that it was made from."
-                )
         self.model = skeleton_of(model)
         self.layout: Layout | None = None
         self.unit_calls: list[UnitCall] = []
