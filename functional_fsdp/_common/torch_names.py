@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
-    "CInterpreter", "FakeTensor", "FakeTensorMode", "NoTorchFunction", "OpOverload", "OpOverloadPacket",
+    "CInterpreter", "FakeTensor", "FakeTensorMode", "Fakes", "NoTorchFunction", "OpOverload", "OpOverloadPacket",
     "TorchDispatchMode", "all_gather_single", "autograd_node", "compilations_of", "current_stream", "default_store",
     "disable_current_modes", "disabled_torch_function", "dispatch_modes", "dynamo", "enable_python_dispatcher",
     "end_allocate_to_pool", "fakes_that_die", "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_",
@@ -83,9 +83,17 @@ def top_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | Non
     return found
 
 
+class Fakes(FakeTensorMode):  # type: ignore[misc]
+    """A mode of fake tensors that is not copied with a tensor: it has weak references to storages, and a copy of one
+    would free a storage twice."""
+
+    def __deepcopy__(self, memo: Any) -> Fakes:
+        return self
+
+
 def fakes_that_die() -> FakeTensorMode:
     """A mode of fake tensors that keeps none alive: its cache of what operations give would hold storages."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = Fakes(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     return mode
 

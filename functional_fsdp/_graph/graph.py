@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .._common.device import device_of
 from .._common.errors import ScheduleError
 from .._common.record import Collective
-from .._common.torch_names import FakeTensorMode, dynamo, enable_python_dispatcher, pytree
+from .._common.torch_names import Fakes, FakeTensorMode, dynamo, enable_python_dispatcher, pytree
 from .._common.tracing import GraphBuild, keep_residuals, lowering, users_line
 from .._distributed.lanes import LANES
 from .._runtime.runtime import runtime_of
@@ -189,7 +189,7 @@ def _trace(
     call, versions = _stand_ins((state, args, kwargs), verb, orders)
     leaves, treedef = pytree.tree_flatten(call)
     device = device_of(leaves)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = Fakes(allow_non_fake_inputs=True)
     which = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     out: Any = None
     given: tuple[int, ...] = ()

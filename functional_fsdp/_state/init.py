@@ -15,6 +15,7 @@ Recording initialisation on fake tensors is the idea of torchdistX's deferred_in
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import warnings
@@ -29,8 +30,8 @@ from .._common.calls import outside_inference
 from .._common.device import forked_random
 from .._common.errors import SpecError
 from .._common.torch_names import (
+    Fakes,
     FakeTensor,
-    FakeTensorMode,
     TorchDispatchMode,
     disable_current_modes,
     pytree,
@@ -81,7 +82,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, seed: int, device: torch.device) -> None:
         super().__init__()
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = Fakes(allow_non_fake_inputs=True)
         self.seed, self.device = seed, device
         self.calls: list[Recorded] = []
         self.alive: dict[int, Any] = {}  # storages, so that their numbers are not given out again
@@ -165,19 +166,40 @@ def _views(tree: Any) -> list[View]:
 
 
 class _Copies(TorchFunctionMode):
-    """While a skeleton is copied: what was fake in the module (buffers, tensors in attributes) becomes real."""
+    """Copies of fake tensors, by `copy.deepcopy`. torch's own would copy their mode, and its weak references with it.
 
-    def __init__(self, recorder: Recorder) -> None:
+    While the module is made, a copy is an operation that is recorded. While a skeleton is copied (`real`), what was
+    fake in the module (buffers, tensors in attributes) becomes real.
+    """
+
+    def __init__(self, recorder: Recorder, real: bool) -> None:
         super().__init__()
-        self.recorder = recorder
+        self.recorder, self.real = recorder, real
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__ and isinstance(args[0], FakeTensor):
             fake, memo = args
             if id(fake) not in memo:
-                memo[id(fake)] = self.recorder.replay([self.recorder.view(fake)])[0].requires_grad_(fake.requires_grad)
+                memo[id(fake)] = self.again(fake) if self.real else self.twin(fake, memo)
             return memo[id(fake)]
         return func(*args, **(kwargs or {}))
+
+    def again(self, fake: Any) -> torch.Tensor:
+        return self.recorder.replay([self.recorder.view(fake)])[0].requires_grad_(fake.requires_grad)
+
+    def twin(self, fake: Any, memo: dict[int, Any]) -> torch.Tensor:
+        """Another fake tensor, with the attributes that the user has given to this one."""
+        if not fake.is_leaf:
+            raise SpecError(
+                "init: a tensor that was computed from others which require gradients is copied by copy.deepcopy, and "
+                "torch copies leaves only. Compute it in the forward, or under torch.no_grad()."
+            )
+        made: Any = fake.detach().clone()
+        made = nn.Parameter(made, fake.requires_grad) if isinstance(fake, nn.Parameter) else made
+        own = {*vars(made), "_is_param", "_debug_trace"}
+        given = {name: x for name, x in vars(fake).items() if name not in own and "_memo" not in name}
+        vars(made).update(copy.deepcopy(given, memo))
+        return made if isinstance(fake, nn.Parameter) else made.requires_grad_(fake.requires_grad)
 
 
 @outside_inference
@@ -233,7 +255,7 @@ def init(
             cuts = checked(convert(module) if callable(convert) else convert)
             source, more = same_source(opened(weights), cuts)
             topics += more
-        with torch.no_grad(), _Copies(recorder):
+        with torch.no_grad(), _Copies(recorder, real=True):
             skeleton = skeleton_of(module)
         views = {path: recorder.view(p) for path, p in params.items()}
         return (infos, paths, treedef, recorder, views, skeleton, source, cuts), topics
@@ -265,8 +287,7 @@ def _recorded(make: Callable[[], M], seed: int, device: torch.device) -> tuple[R
         )
     recorder = Recorder(seed, device)
     try:
-        with warnings.catch_warnings(), torch.device(device), recorder.fake, recorder:
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by copy.deepcopy(layer)
+        with warnings.catch_warnings(), torch.device(device), _Copies(recorder, real=False), recorder.fake, recorder:
             module = make()
     except SpecError:
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 import weakref
@@ -13,10 +14,15 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
+from support.models import CASES
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.meta_utils import MetaConverter
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_fsdp as fsdp
 from functional_fsdp import Spec, SpecError, State
+from functional_fsdp import transforms as T
 
 
 def init(make: Callable[[], nn.Module], *, seed: int = 0, optimizer: Any = None, **spec: Any) -> tuple[State, Any]:
@@ -603,3 +609,56 @@ def test_construction_may_copy_layers() -> None:
         return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
 
     assert fsdp.init(make, Spec(fsdp.local_mesh()))[0].units == ("layers.0", "layers.1")  # warnings are errors here
+
+
+class Counted(nn.Module):
+    """Tensors of one number, of which torch keeps what they are, by weak references to storages."""
+
+    one: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale, self.shift = torch.tensor(2.0), nn.Parameter(torch.tensor(1.0))
+        self.register_buffer("one", torch.tensor(3.0))
+        self.linear.weight.note = "kept"  # type: ignore[attr-defined]
+
+
+class Copied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = Counted()
+        self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(2)])
+        notes = [one.linear.weight.note for one in (layer, *self.layers)]  # type: ignore[attr-defined, union-attr]
+        assert notes == ["kept"] * 3
+
+
+def test_layers_with_numbers_can_be_copied() -> None:
+    state, model = init(Copied)
+    found = fsdp.full_params(state)
+    assert torch.equal(found["layers.0.linear.weight"], found["layers.1.linear.weight"])
+    for i, layer in enumerate(model.layers):
+        assert (layer.scale.item(), layer.one.item(), found[f"layers.{i}.shift"].item()) == (2, 3, 1)
+
+
+@pytest.mark.parametrize("family", ["Copied", *CASES])
+def test_no_weak_reference_of_torchs_is_copied(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of one would free a storage twice, and corrupt the process's memory: so it is only asked for."""
+    asked: list[str] = []
+
+    def ask(self: Any, *protocol: Any) -> str:
+        asked.append(type(self).__name__)
+        return "nothing"  # what stands for itself
+
+    for kind in (StorageWeakRef, FakeTensorMode, MetaConverter):
+        monkeypatch.setattr(kind, "__reduce_ex__", ask)
+    case = CASES.get(family)
+    make = Copied if case is None else case.make
+    spec = {} if case is None else case.spec
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, model = init(make, **spec)
+    again = fsdp.functionalize(copy.deepcopy(model))[1]
+    parts = [path for path, part in again.named_modules() if path and type(part).forward is not nn.Module.forward]
+    T.remat(again, parts[0])
+    assert asked == []
