@@ -34,6 +34,7 @@ CONTRIBUTING.md has one in full.
 | values in graphs      | `users_line`, `refuse_values`                                                                |
 | CUDA graphs           | `Capture`, `NewCounts`, `Lineage`, `lineage_of`, `put`, `outside_inference`, `cuda_driver`   |
 |                       | `Veto`, `Vetoed`                                                                             |
+| objects               | `objects`, a module: what any Python object holds                                            |
 | torch's private names | `torch_private`, a module: the one place where the packages have them                        |
 
 The last five rows are for those who make compilers and graphs: they follow what torch does, and may change with it.
@@ -43,6 +44,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ._common import objects
 from ._common import torch_names as torch_private
 from ._common.calls import alone, outside_inference
 from ._common.device import computes_on, default_generator
@@ -138,6 +140,7 @@ __all__ = [
     "lineage_of",
     "loan_of",
     "match",
+    "objects",
     "outside_inference",
     "over_shards",
     "plan_for",

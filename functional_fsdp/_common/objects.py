@@ -37,8 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .torch_names import FakeTensor, FakeTensorMode, OpOverload, OpOverloadPacket
 
 __all__ = [
-    "ATOMS", "PROXIES", "STANDARD", "Cache", "Part", "Walk", "closed_over", "global_names", "is_atom", "is_opaque",
-    "is_weak", "names_in", "parts", "slots_in", "target", "within",
+    "ATOMS", "PROXIES", "STANDARD", "Cache", "Part", "Walk", "buffer_of", "closed_over", "global_names", "is_atom",
+    "is_opaque", "is_weak", "names_in", "parts", "slots_in", "target", "within",
 ]  # fmt: skip
 
 Cache: Any = type(lru_cache(int))
@@ -125,9 +125,22 @@ def _known(value: Any) -> list[Part] | None:
     elif isinstance(value, list | tuple | deque | set | frozenset):
         base: Any = next(b for b in (list, tuple, deque, set, frozenset) if isinstance(value, b))
         held = [Part(f"[{i}]", x) for i, x in enumerate(base.__iter__(value))]
+    elif buffer_of(value) is not None:
+        pass
+    elif hasattr(kind, "flat") and hasattr(value, "dtype"):  # an array of objects
+        held = [Part(f"[{i}]", x) for i, x in enumerate(value.flat)]
     elif not hasattr(value, "__dict__") and not _has_slots(kind):
         return None
     return [*held, *_attributes(value)]
+
+
+def buffer_of(value: Any) -> memoryview | None:
+    """The numbers that an array has in memory, numpy's, Python's or C's; None of anything else."""
+    try:
+        view = memoryview(value)
+        return view if "O" not in view.format else None
+    except (TypeError, ValueError, BufferError):
+        return None
 
 
 def _items(value: dict[Any, Any]) -> list[Part]:

@@ -267,7 +267,7 @@ class Copier:
             except Exception as error:  # whatever the class says
                 reason = error
                 self.memo.pop(id(value), None)
-        if self.reaches(value):
+        if self.reaches(value, True):
             self._refuse(path, value, f"cannot be copied ({reason}), and leads to a part of the model", "Leave it out.")
         return value
 
@@ -425,8 +425,8 @@ class Copier:
         ]
 
     def _refuse(self, path: Path, value: Any, what: str, remedy: str = REMEDY) -> NoReturn:
-        name = getattr(value, "__qualname__", None) or type(value).__qualname__
-        where = ""
+        named = isinstance(value, FunctionType | MethodType | type)
+        name, where = value.__qualname__ if named else type(value).__qualname__, ""
         while path is not None:
             path, part = path
             where = part + where

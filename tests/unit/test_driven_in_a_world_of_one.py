@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import copy
+import ctypes
+import dataclasses
+import functools
 import gc
+import types
 import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -480,6 +488,23 @@ class Config:
         self.scale, self.rope, self.table = 2.0, {"factor": 1.0}, torch.ones(2)
 
 
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    scale: float = 2.0
+    inner: list[Any] = dataclasses.field(default_factory=lambda: [{"deep": [1, {"deeper": 2}]}])
+
+
+class Words(dict[str, Any]):
+    """A dict whose items are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
 class Configured(Net):
     flag = False
 
@@ -487,6 +512,14 @@ class Configured(Net):
         super().__init__()
         self.config, self.widths, self.drop = Config(), [4, 4], nn.Dropout(0.5)
         self.heads, self.mask = {1, 2}, torch.ones(4)
+        self.space, self.args = types.SimpleNamespace(scale=2.0), argparse.Namespace(inner=types.SimpleNamespace(a=1))
+        self.slotted, self.ordered, self.words = Slotted(), OrderedDict(a=[{"b": 1}]), Words(scale=2.0)
+        self.queue, self.frozen = deque([{"a": 1}]), types.MappingProxyType({"a": [{"b": 1}]})
+        self.array, self.large = np.ones(4), np.arange(40_000.0)
+        self.strided, self.names = np.ones((4, 4))[:, ::2], np.array([{"a": 1}, None], dtype=object)
+        self.raw, self.shared, self.long = bytearray(4), ctypes.c_double(1.0), [*range(200)]
+        self.tensors, self.calls = [torch.ones(2), {"t": torch.ones(2)}], [functools.partial(max, 0), 3]
+        self._private, self.loose = types.SimpleNamespace(scale=2.0, seen={}), [nn.Linear(2, 2, bias=False)]
         self.register_buffer("rotary", torch.ones(4), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -497,11 +530,15 @@ def put(owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
+def put_item(owner: Any, name: Any, value: Any) -> None:
+    owner[name] = value
+
+
 CHANGED: dict[str, tuple[Callable[[Any], None], str]] = {
     "an attribute": (lambda m: put(m.drop, "p", 0.1), r"'drop\.p' was 0\.5 and is 0\.1"),
     "a class's default": (lambda m: put(m, "flag", True), "'flag' is new"),
     "a configuration": (lambda m: put(m.config, "scale", 3.0), r"'config\.scale' was 2\.0 and is 3\.0"),
-    "inside it": (lambda m: m.config.rope.update(factor=2.0), r"'config\.rope\.factor' was 1\.0 and is 2\.0"),
+    "inside it": (lambda m: m.config.rope.update(factor=2.0), r"config\.rope\['factor'\].* was 1\.0 and is 2\.0"),
     "a list": (lambda m: m.widths.append(4), r"'widths' was \[4, 4\] and is \[4, 4, 4\]"),
     "a module": (lambda m: put(m, "b", nn.Linear(4, 4)), "its modules or hooks"),
     "a hook": (lambda m: m.b.register_forward_hook(lambda *args: None), "the modules or hooks of 'b'"),
@@ -510,6 +547,28 @@ CHANGED: dict[str, tuple[Callable[[Any], None], str]] = {
     "a tensor's values": (lambda m: m.mask.zero_(), "the tensor 'mask' was changed in place"),
     "a tensor inside it": (lambda m: m.config.table.zero_(), r"the tensor 'config\.table' was changed in place"),
     "a buffer's values": (lambda m: m.rotary.zero_(), "the tensor 'rotary' was changed in place"),
+    "a namespace": (lambda m: put(m.space, "scale", 3.0), r"'space\.scale' was 2\.0 and is 3\.0"),
+    "a namespace in one": (lambda m: put(m.args.inner, "a", 2), r"'args\.inner\.a' was 1 and is 2"),
+    "slots": (lambda m: put(m.slotted, "scale", 3.0), r"'slotted\.scale' was 2\.0 and is 3\.0"),
+    "deep": (lambda m: put_item(m.slotted.inner[0]["deep"][1], "deeper", 3), r"\['deeper'\]. was 2 and is 3"),
+    "an ordered dict": (lambda m: put_item(m.ordered["a"][0], "b", 2), r"ordered\['a'\]\[0\]\['b'\]. was 1"),
+    "a class of dicts": (lambda m: put(m.words, "scale", 3.0), r"words\['scale'\]. was 2\.0 and is 3\.0"),
+    "a deque": (lambda m: put_item(m.queue[0], "a", 2), r"queue\[0\]\['a'\]. was 1 and is 2"),
+    "behind a proxy": (lambda m: put_item(m.frozen["a"][0], "b", 2), r"frozen\['a'\]\[0\]\['b'\]. was 1 and is 2"),
+    "an array": (lambda m: put_item(m.array, 3, 2.0), "the array 'array' was changed"),
+    "a large array": (lambda m: put_item(m.large, 39_999, 5.0), "the array 'large' was changed"),
+    "a strided array": (lambda m: put_item(m.strided, (3, 1), 5.0), "the array 'strided' was changed"),
+    "another array": (lambda m: put(m, "array", np.ones(5)), "the array 'array' was changed"),
+    "objects in an array": (lambda m: put_item(m.names[0], "a", 2), r"names\[0\]\['a'\]. was 1 and is 2"),
+    "bytes": (lambda m: put_item(m.raw, 0, 1), "the array 'raw' was changed"),
+    "a number of C's": (lambda m: put(m.shared, "value", 2.0), "the array 'shared' was changed"),
+    "a long list": (lambda m: put_item(m.long, 150, 0), r"'long\[150\]' was 150 and is 0"),
+    "another object": (lambda m: put(m, "space", types.SimpleNamespace(scale=1)), r"'space\.scale' was 2\.0 and is 1"),
+    "another kind": (lambda m: put(m, "space", Slotted()), r"'space' was a SimpleNamespace and is a Slotted"),
+    "tensors in a list": (lambda m: m.tensors[0].zero_(), r"the tensor 'tensors\[0\]' was changed in place"),
+    "tensors in a dict": (lambda m: put_item(m.tensors[1], "t", torch.ones(2)), r"tensors\[1\]\['t'\]. is another"),
+    "a private one": (lambda m: put(m._private, "scale", 3.0), r"'_private\.scale' was 2\.0 and is 3\.0"),
+    "a module in a list": (lambda m: put_item(m.loose, 0, nn.Linear(2, 2)), r"'loose\[0\]' is another module"),
     "deleted": (lambda m: delattr(m, "widths"), r"'widths' was \[4, 4\] and is None"),
 }
 
@@ -525,11 +584,36 @@ def test_a_setting_that_is_changed_later_is_refused(what: str, how: str, real: b
     run(state, X)
     change, said = CHANGED[what]
     change(model)
+    for _ in range(3 if what == "a large array" and not real else 0):
+        run(state, X)  # a part of it is looked at in each step
     for _ in range(2):
         with pytest.raises(fsdp.SpecError, match=rf"the model was changed after the transform was made of it.*{said}"):
             run(state, X)
     if what not in ("a module", "deleted"):
         drives(how, model)(state, X)
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_a_setting_that_stays_what_it_was_is_no_change(real: bool) -> None:
+    """Objects may be made anew; what grows in a private container is a cache."""
+    module = Configured()
+    state, model = made(module)
+    model = module if real else model
+    run = T.forward_backward(model, total)
+    for _ in range(3):
+        run(state, X)
+        model.space, model.slotted, model.calls = types.SimpleNamespace(scale=2.0), Slotted(), [*model.calls]
+        model.array, model.large = model.array.copy(), model.large.copy()
+        model._private.seen[len(model._private.seen)] = 1
+        model.ordered = copy.deepcopy(model.ordered)
+
+
+def test_that_there_is_more_than_is_looked_at_is_said() -> None:
+    module = Net()
+    state, _ = made(module)
+    module.rows = [{"a": i} for i in range(10_001)]  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match=r"the model holds more than 10000 objects that are no modules, as .*rows"):
+        T.forward_backward(module, total)(state, X)
 
 
 @pytest.mark.parametrize("real", [False, True])
