@@ -114,6 +114,8 @@ class Copier:
         """Whether a value does not own what it leads to."""
         if type(value) in (dict, list, tuple, *DICTS):
             return id(value) in self.hooks
+        if isinstance(value, StrongRef):
+            return False
         return isinstance(value, (FunctionType, Cache)) or is_weak(value) or is_opaque(value)
 
     def run(self) -> Any:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextvars
 import copy
 import ctypes
 import dataclasses
 import functools
 import gc
+import threading
 import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
+from functional_fsdp.transforms._drive import settings as driven_settings
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
 
@@ -574,8 +579,9 @@ CHANGED: dict[str, tuple[Callable[[Any], None], str]] = {
 
 
 @pytest.mark.parametrize("real", [False, True])
-@pytest.mark.parametrize("how", ["forward_backward", "apply", "second order"])
-@pytest.mark.parametrize("what", CHANGED)
+@pytest.mark.parametrize(
+    ("what", "how"), [(what, ("forward_backward", "apply", "second order")[i % 3]) for i, what in enumerate(CHANGED)]
+)
 def test_a_setting_that_is_changed_later_is_refused(what: str, how: str, real: bool) -> None:
     module = Configured()
     state, model = made(module)
@@ -608,11 +614,12 @@ def test_a_setting_that_stays_what_it_was_is_no_change(real: bool) -> None:
         model.ordered = copy.deepcopy(model.ordered)
 
 
-def test_that_there_is_more_than_is_looked_at_is_said() -> None:
+def test_that_there_is_more_than_is_looked_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driven_settings, "MOST", 10)
     module = Net()
     state, _ = made(module)
-    module.rows = [{"a": i} for i in range(10_001)]  # type: ignore[assignment]
-    with pytest.warns(UserWarning, match=r"the model holds more than 10000 objects that are no modules, as .*rows"):
+    module.rows = [{"a": i} for i in range(11)]  # type: ignore[assignment]
+    with pytest.warns(UserWarning, match=r"the model holds more than 10 objects that are no modules, as .*rows"):
         T.forward_backward(module, total)(state, X)
 
 
@@ -966,3 +973,258 @@ def test_a_loss_on_what_is_no_output_of_a_unit(how: str, frozen: str) -> None:
     for path, p in module.named_parameters():
         want = p if p.grad is None else p - 0.1 * p.grad
         torch.testing.assert_close(fsdp.full_params(state)[path], want.detach())
+
+
+# ---------------------------------------------------------------- how a forward reaches weights
+
+
+class Holder:
+    __slots__ = ("__weakref__", "held")
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Both(NamedTuple):
+    weight: Any
+    others: list[Any]
+
+
+def local_of(value: Any) -> threading.local:
+    made = threading.local()
+    made.held = value
+    return made
+
+
+def closing(m: Any) -> Callable[[], Any]:
+    w = m.w
+    return lambda: w * m.a.bias
+
+
+def hooked(m: Any) -> weakref.ref[Any]:
+    """A hook that holds the module weakly; the other way is in the hook."""
+    m.b.register_forward_hook(functools.partial(lambda ref, part, args, out: out * ref().w, weakref.ref(m)))
+    return weakref.ref(m)
+
+
+#: what a module has in an attribute, and what its forward makes of that
+REACHED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "weak reference": (weakref.ref, lambda it: it().w),
+    "weak reference to a part": (lambda m: [weakref.ref(m.a)], lambda it: it[0]().bias),
+    "weak reference to a weight": (lambda m: weakref.ref(m.w), lambda it: it() * 1),
+    "weak method": (lambda m: weakref.WeakMethod(m.scale), lambda it: it()()),
+    "weak values": (lambda m: weakref.WeakValueDictionary(a=m.a), lambda it: it["a"].bias),
+    "weak keys": (lambda m: weakref.WeakKeyDictionary({m.a: 2}), lambda it: next(k.bias * v for k, v in it.items())),
+    "weak set": (lambda m: weakref.WeakSet([m.a]), lambda it: next(iter(it)).bias),
+    "proxy": (lambda m: [weakref.proxy(m)], lambda it: it[0].w),
+    "hook that holds it": (hooked, lambda it: 1.0),
+    "cached method": (lambda m: functools.lru_cache(maxsize=2)(m.scale), lambda it: it.cache_clear() or it()),
+    "cache in a list": (lambda m: [functools.cache(lambda: m.w * 2)], lambda it: it[0].cache_clear() or it[0]()),
+    "of a thread": (local_of, lambda it: it.held.w),
+    "slots": (Holder, lambda it: it.held.w),
+    "method": (lambda m: m.scale, lambda it: it()),
+    "partial": (lambda m: functools.partial(torch.mul, m.w), lambda it: it(2.0)),
+    "closure over a weight": (closing, lambda it: it()),
+    "default that is a weight": (lambda m: lambda x, w=m.w: x * w, lambda it: it(2.0)),
+    "tuple of functions": (lambda m: (lambda: m.w, m.scale), lambda it: it[0]() * it[1]()),
+    "set of functions": (lambda m: {m.scale}, lambda it: next(iter(it))()),
+    "builtin method": (lambda m: {"w": m}.get, lambda it: it("w").w),
+    "list of weights": (lambda m: [m.w, m.a.bias], lambda it: it[0] * it[1].exp()),
+    "tuple of weights": (lambda m: (m.w, [m.a.bias]), lambda it: it[0].exp() * torch.stack((it[1][0], it[0]))[0]),
+    "named tuple of weights": (lambda m: Both(m.w, [m.a.bias]), lambda it: it.weight.clone().mul_(2) + it.others[0]),
+    "dict of weights": (lambda m: {"w": m.w, "v": [{1: m.w}]}, lambda it: it["w"] * it["v"][0][1]),
+    "dict by weight": (lambda m: {m.w: 3.0}, lambda it: next(k * v for k, v in it.items())),
+    "proxy of a dict": (lambda m: types.MappingProxyType({"w": m.w, "m": m}), lambda it: it["w"] * it["m"].w),
+    "object with a weight": (lambda m: types.SimpleNamespace(w=m.w, n=[m]), lambda it: it.w + it.n[0].a.bias),
+}
+
+
+class Reaching(Net):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.way = how, REACHED[how][0](self)
+
+    def scale(self) -> torch.Tensor:
+        return self.w * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * REACHED[self.how][1](self.way)
+
+
+@pytest.mark.parametrize("how", REACHED)
+def test_whatever_leads_to_weights_leads_to_those_of_the_state(how: str) -> None:
+    plain = Reaching(how)
+    losses, weights = [], {}
+    for _ in range(2):
+        loss = total(plain, X)
+        grads = torch.autograd.grad(loss, [*plain.parameters()])
+        with torch.no_grad():
+            for p, g in zip(plain.parameters(), grads, strict=True):
+                p -= 0.1 * g
+        losses.append(loss.item())
+    weights = dict(plain.named_parameters())
+    for way in ("driven", "second order", "bound"):
+        module = Reaching(how)
+        state, model = made(module)
+        del module  # what a weak reference leads to is the copy's
+        run: Any = T.forward_backward(model, total, second_order=way == "second order")
+        for want in losses:
+            if way == "bound":
+                state, params = fsdp.unshard(state)
+                loss_of = functools.partial(lambda model, p: total(fsdp.bind(model, p), X), model)
+                grads, loss = torch.func.grad_and_value(loss_of)(params)
+                state = fsdp.reduce(state, grads)
+            else:
+                state, loss = run(state, X)
+            state = fsdp.step(state)
+            assert loss.item() == pytest.approx(want)
+        for path, weight in fsdp.full_params(state).items():
+            torch.testing.assert_close(weight, weights[path].detach())
+        torch.testing.assert_close(T.apply(fsdp.functionalize(model)[1])(state, X)[1], plain(X).detach())
+
+
+REGISTRY: dict[str, Any] = {}
+
+
+def looked_up(name: str) -> Any:
+    return REGISTRY[name]
+
+
+class Registered(Net):
+    last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * REGISTRY["m"].w
+
+
+class Helped(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * looked_up("m").w
+
+
+class Shared(Net):
+    last: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * type(self).last.w
+
+
+class Owner:
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+
+def test_what_leads_to_weights_from_outside_is_refused() -> None:
+    said = {Registered: r"Registered\.forward\) reads the global variable 'REGISTRY', which holds a part of the model",
+            Helped: r"looked_up\) reads the global variable 'REGISTRY', which holds a part of the model",
+            Shared: r"Shared\.forward\) reads the attribute 'last' of Shared, which is a part of"}  # fmt: skip
+    for kind, match in said.items():
+        module = kind()
+        assert fsdp.functionalize(module)
+        REGISTRY["m"] = Shared.last = module
+        with pytest.raises(fsdp.TreeError, match=match):
+            fsdp.functionalize(module)
+        REGISTRY.clear()
+        Shared.last = None
+
+    module = Net()
+    owner = Owner(module)
+    module.owner = [weakref.ref(owner)]  # type: ignore[assignment]
+    with pytest.raises(fsdp.TreeError, match=r"'owner\[0\]' .* leads to a part of the model, by a weak reference"):
+        fsdp.functionalize(module)
+    module.owner = owner  # type: ignore[assignment]
+    model: Any = fsdp.functionalize(module)[1]
+    assert model.owner.module is model
+
+
+class Remade(nn.Module):
+    """Makes a part anew when it is copied, as modules do that compile their code."""
+
+    part: nn.Module
+
+    def __init__(self, keeps: bool = True) -> None:
+        super().__init__()
+        self.keeps, self.w = keeps, nn.Parameter(torch.ones(4))
+        self.part = nn.Sequential(nn.Tanh(), nn.Linear(4, 4))
+
+    def __getstate__(self) -> dict[str, Any]:
+        held = self.__dict__.copy()
+        held["_modules"] = {}
+        return held
+
+    def __setstate__(self, held: dict[str, Any]) -> None:
+        self.__dict__.update(held)
+        self.part = nn.Sequential(nn.Tanh(), nn.Linear(4, 4, bias=self.keeps))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.part(x * self.w)
+        return out
+
+
+def test_modules_that_make_a_part_anew_when_they_are_copied() -> None:
+    module = Remade()
+    want = module(X)
+    state, model = made(module)
+    assert torch.equal(T.apply(model)(state, X)[1], want)
+    with pytest.raises(fsdp.TreeError, match=r"a copy of Remade has other parameters than it has: \['part\.1\.bias'\]"):
+        fsdp.functionalize(Remade(keeps=False))
+
+
+class Failing:
+    """An object that refuses to be copied."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotImplementedError("not me")
+
+
+def test_what_cannot_be_copied_is_shared_unless_it_leads_to_a_weight(tmp_path: Path) -> None:
+    module: Any = Net()
+    with (tmp_path / "log").open("w") as file:
+        held = [threading.Lock(), file, map(int, "12"), (i for i in range(3)), threading.Event(), Failing([1]),
+                contextvars.ContextVar("c"), memoryview(b"1"), torch.utils._pytree.tree_structure([1]),
+                StorageWeakRef(torch.ones(1, device="cpu").untyped_storage())]  # fmt: skip
+        module.held = dict(enumerate(held))
+        state, model = made(module)
+        for i, value in enumerate(held):
+            assert (model.held[i] is value) is (i not in (2, 4))
+        assert model.held[4] is not held[4]  # an object of Python's; its lock is the same
+        want = T.apply(model)(state, X)[1]
+        assert torch.equal(want, module(X))
+    for value in (Failing([module.a]), (p for p in [module.w]), Failing(weakref.ref(module.b))):
+        module.held = [value]
+        with pytest.raises(fsdp.TreeError, match=r"'held\[0\]' .* cannot be copied .* leads to a part of the model"):
+            fsdp.functionalize(module)
+
+
+class Defaults(nn.Module):
+    """Keeps its default arguments, and methods have such, too."""
+
+    def __init__(
+        self, norm: Any = functools.partial(nn.LayerNorm, eps=1e-6), sizes: Any = [4, 4], act: Any = nn.ReLU(),  # noqa: B006, B008
+        first: Any = nn.Linear(4, 4), config: Any = types.SimpleNamespace(width=4),  # noqa: B008
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.kept, self.act, self.norm, self.config = (norm, sizes), act, norm(4), config
+        self.first, self.second = first, nn.Linear(*sizes)
+
+    def forward(self, x: torch.Tensor, act: Any = F.relu, sizes: Any = (4, 4)) -> torch.Tensor:
+        out: torch.Tensor = act(self.act(self.second(self.norm(self.first(x)))))
+        return out.reshape(-1, sizes[1])
+
+
+def test_default_arguments_that_an_instance_keeps() -> None:
+    module = Defaults()
+    state, model = made(module)
+    assert torch.equal(T.apply(model)(state, X)[1], module(X))
+
+    class Later(Net):
+        def late(self, layer: Any = Net().a) -> Any:  # noqa: B008
+            return layer
+
+    later = Later()
+    later.a = Later.late.__defaults__[0]  # type: ignore[index]
+    with pytest.raises(fsdp.TreeError, match=r"Later\.late\) closes over a part of the model"):
+        fsdp.functionalize(later)

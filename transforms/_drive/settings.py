@@ -63,7 +63,7 @@ class Noted:
         self.size = len(held)
         self.known = {*held}
         self.tensors = {name: (weakref.ref(t), version(t)) for name, t in self._tensors(owner, kept)}
-        self.parts = {name: weakref.ref(m) for name, m in held.items() if isinstance(m, nn.Module)}
+        self.parts = {name: weakref.ref(m) for name, m in held.items() if _is_a(m, nn.Module)}
         self.tables = self._tables(held) if self.module else ()
 
     def held(self, owner: Any) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Noted:
         every = (*self.held(owner).items(), *buffers.items())
         return [
             (name, t) for name, t in every
-            if isinstance(t, torch.Tensor) and not isinstance(t, Placeholder) and id(t) not in kept
+            if _is_a(t, torch.Tensor) and not isinstance(t, Placeholder) and id(t) not in kept
         ]  # fmt: skip
 
     def _tables(self, held: dict[str, Any]) -> Any:
@@ -282,6 +282,11 @@ class Settings:
             if new is not old:
                 mine.training = new
         self.training = now
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Whether a value is of a class itself; a proxy says that it is, too."""
+    return isinstance(value, kind) and type(value) not in objects.PROXIES
 
 
 def _nothing(held: Any) -> None:
