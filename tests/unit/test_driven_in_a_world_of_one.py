@@ -746,7 +746,10 @@ class Counting(Net):
         super().__init__()
         self.how = how
         self.register_buffer("count", torch.zeros(4), persistent=persistent)
-        self.extra = {"attribute": [self.count], "view": self.count[:2]}.get(how, 0)
+        self.extra = {
+            "attribute": [self.count], "view": self.count[:2], "deep": [{"a": (0, self.count)}],
+            "object": types.SimpleNamespace(seen=self.count), "slots": Slotted(inner=[self.count[1:]]),
+        }.get(how, 0)  # fmt: skip
         if how == "name":
             self.register_buffer("other", self.count)
         if how == "none":
@@ -815,8 +818,11 @@ def test_a_cache_that_is_replaced_warns_once() -> None:
     [
         ("removed", "the forward removed the buffer 'count'"),
         ("none", "the forward registered the buffer 'late', which the state cannot know of"),
-        ("attribute", "whose memory the attribute 'extra' has too"),
+        ("attribute", r"whose memory the attribute 'extra\[0\]' has too"),
         ("view", "whose memory the attribute 'extra' has too"),
+        ("deep", r"whose memory the attribute .extra\[0\]\['a'\]\[1\]. has too"),
+        ("object", r"whose memory the attribute 'extra\.seen' has too"),
+        ("slots", r"whose memory the attribute 'extra\.inner\[0\]' has too"),
         ("name", "whose memory the buffer '(other|count)' has too"),
     ],
 )

@@ -23,7 +23,16 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, Spec, SpecError, State
-from functional_fsdp.extend import all_reduce, bytes_of, every_buffer, lineage_of, ranks_of, refuse_meta, torch_private
+from functional_fsdp.extend import (
+    all_reduce,
+    bytes_of,
+    every_buffer,
+    lineage_of,
+    objects,
+    ranks_of,
+    refuse_meta,
+    torch_private,
+)
 
 from .watch import version
 
@@ -377,15 +386,15 @@ def _aliases(module: nn.Module, every: dict[str, tuple[dict[str, Any], str]]) ->
         holders.setdefault(_storage(held[name]), []).append(path)
     found = {path: f"the buffer {other!r}" for paths in holders.values() for path in paths for other in paths
              if other != path}  # fmt: skip
-    for where, part in module.named_modules():
-        for name, value in vars(part).items():
-            many = [*value.values()] if type(value) is dict else value
-            for t in many if isinstance(many, list | tuple) else [many]:
-                if name == "_buffers":
-                    break
-                if isinstance(t, torch.Tensor) and t.layout is torch.strided and t.numel() and not t.is_meta:
-                    for path in holders.get(_storage(t), ()):
-                        found[path] = f"the attribute {f'{where}.{name}'.lstrip('.')!r}"
+    if not holders:
+        return found
+    parts = [*module.named_modules()]
+    tables = {id(held) for _, part in parts for held in (part._buffers, part._parameters, part._modules)}
+    walk = objects.Walk(lambda x: id(x) not in tables and not isinstance(x, torch.Tensor))
+    for where, t in walk(objects.Part(path, part) for path, part in parts):
+        if isinstance(t, torch.Tensor) and t.layout is torch.strided and t.numel() and not t.is_meta:
+            for path in holders.get(_storage(t), ()):
+                found[path] = f"the attribute {where.lstrip('.')!r}"
     return found
 
 
