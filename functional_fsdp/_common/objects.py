@@ -37,8 +37,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .torch_names import FakeTensor, FakeTensorMode, OpOverload, OpOverloadPacket
 
 __all__ = [
-    "ATOMS", "PROXIES", "STANDARD", "Cache", "Part", "Walk", "buffer_of", "closed_over", "global_names", "is_atom",
-    "is_opaque", "is_weak", "names_in", "parts", "slots_in", "target", "within",
+    "ATOMS", "PROXIES", "STANDARD", "Cache", "Part", "Walk", "buffer_of", "closed_over", "global_names", "is_array",
+    "is_atom", "is_opaque", "is_weak", "names_in", "parts", "slots_in", "target", "within",
 ]  # fmt: skip
 
 Cache: Any = type(lru_cache(int))
@@ -127,7 +127,7 @@ def _known(value: Any) -> list[Part] | None:
         held = [Part(f"[{i}]", x) for i, x in enumerate(base.__iter__(value))]
     elif buffer_of(value) is not None:
         pass
-    elif hasattr(kind, "flat") and hasattr(value, "dtype"):  # an array of objects
+    elif is_array(value):  # of objects
         held = [Part(f"[{i}]", x) for i, x in enumerate(value.flat)]
     elif not hasattr(value, "__dict__") and not _has_slots(kind):
         return None
@@ -141,6 +141,12 @@ def buffer_of(value: Any) -> memoryview | None:
         return view if "O" not in view.format else None
     except (TypeError, ValueError, BufferError):
         return None
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array of numpy's, which need not be installed."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _items(value: dict[Any, Any]) -> list[Part]:
@@ -159,7 +165,7 @@ def _attributes(value: Any) -> list[Part]:
 
 
 @lru_cache(10_000)
-def _slot_names(cls: type) -> tuple[str, ...]:
+def _slot_names(cls: Any) -> tuple[str, ...]:
     found: list[str] = []
     for base in cls.__mro__:
         names = vars(base).get("__slots__", ())

@@ -83,7 +83,7 @@ def top_saved_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | Non
     return found
 
 
-class Fakes(FakeTensorMode):  # type: ignore[misc]
+class Fakes(FakeTensorMode):
     """A mode of fake tensors that is not copied with a tensor: it has weak references to storages, and a copy of one
     would free a storage twice."""
 

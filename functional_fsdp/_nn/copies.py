@@ -42,6 +42,7 @@ from .._common.objects import (
     Walk,
     closed_over,
     global_names,
+    is_array,
     is_atom,
     is_opaque,
     is_weak,
@@ -61,6 +62,7 @@ COPIED = [[name] for name in ("ao", "distributions", "fx", "nn", "optim", "utils
 REMEDY = (
     "Make it a method, in a subclass, or types.MethodType(function, module), and let it read what the module holds."
 )
+FUNCTIONS = ("__func__", "__wrapped__", "func")  # of a method, a cache, a partial
 MISSING: Any = object()
 Path = Any  # None, or (path of the owner, the part's name): put together where it is said
 
@@ -71,7 +73,7 @@ class StrongRef(weakref.ref):  # type: ignore[type-arg]
     __slots__ = ("kept",)
 
     def __init__(self, value: Any) -> None:
-        super().__init__(value)
+        super().__init__(value)  # type: ignore[call-arg]
         self.kept = value
 
 
@@ -100,6 +102,7 @@ class Copier:
         owning = Walk(lambda x: not self._lends(x) or bool(lends.update({id(x): x})))
         self.owned = {id(x) for _, x in owning([Part("", module)]) if not is_fixed(x)}
         self.owned -= lends.keys()
+        self.held = owning.seen.keys()  # functions, too
         self.kept += owning.seen.values()
         full = [part for part in modules if any(True for _ in (*part.parameters(), *part.buffers()))]
         self.weights = {*memo, *self.buffers, *map(id, full)}
@@ -166,7 +169,8 @@ class Copier:
         if kind is defaultdict:
             return self._dict(value, defaultdict(self.copy(value.default_factory, path, False)), path)
         if kind in LISTS:
-            made = self.memo[id(value)] = kind() if kind is not deque else deque(maxlen=value.maxlen)
+            made: Any = deque(maxlen=value.maxlen) if kind is deque else kind()
+            self.memo[id(value)] = made
             add = made.add if kind is set else made.append
             for i, x in enumerate(value):
                 add(self.copy(x, (path, f"[{i}]")))
@@ -196,6 +200,11 @@ class Copier:
         if kind is threading.local:
             made = self.memo[id(value)] = threading.local()
             vars(made).update({name: self.copy(x, (path, f".{name}")) for name, x in vars(value).items()})
+            return made
+        if is_array(value) and value.dtype.hasobject:
+            made = self.memo[id(value)] = value.copy()
+            for i, x in enumerate(value.flat):
+                made.flat[i] = self.copy(x, (path, f"[{i}]"))
             return made
         return self._object(value, path)
 
@@ -247,7 +256,7 @@ class Copier:
 
     def _led(self, value: Any, path: Path) -> Any:
         """What stands for that to which a weak reference leads."""
-        if id(value) in self.owned or id(value) in self.memo:
+        if id(value) in self.held or id(value) in self.memo:
             return self.copy(value, path)
         if not is_atom(value) and self.reaches(value):
             self._refuse(path, value, "leads to a part of the model, by a weak reference", "Keep a strong one to it.")
@@ -379,8 +388,8 @@ class Copier:
 
     def _code(self, function: Any, path: Path, cls: type | None = None) -> None:
         """Refuse a function that reads a part of the model from a global variable or a class: these are not copied."""
-        while isinstance(function, MethodType | partial | Cache):
-            function = getattr(function, "__func__", None) or getattr(function, "__wrapped__", None) or function.func
+        while isinstance(function, (MethodType, partial, Cache)):
+            function = next(getattr(function, name) for name in FUNCTIONS if hasattr(function, name))
         if not isinstance(function, FunctionType):
             return
         left: list[Any] = [function]

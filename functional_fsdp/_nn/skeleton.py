@@ -139,7 +139,7 @@ def skeleton_of(module: M) -> M:
         if id(param) in copier.met and memo[id(param)].place is None:
             memo[id(param)].place = held, name
     take_float8(skeleton)
-    return skeleton  # type: ignore[no-any-return]
+    return skeleton
 
 
 def _refuse(module: nn.Module) -> None:

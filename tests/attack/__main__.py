@@ -12,7 +12,16 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])  # so that this folder is the package `attack`
 
-SHARES = {"specs": 1.0, "driven": 1.0, "functions": 0.4, "interrupts": 0.2, "kills": 0.04, "files": 0.1, "differ": 0.1}
+SHARES = {
+    "specs": 1.0,
+    "driven": 1.0,
+    "functions": 0.4,
+    "objects": 1.0,
+    "interrupts": 0.2,
+    "kills": 0.04,
+    "files": 0.1,
+    "differ": 0.1,
+}
 
 
 def main() -> int:

@@ -21,7 +21,16 @@ from .verdict import COLUMNS, FINE, LATE, Verdict
 
 __all__ = ["Found", "play_all", "table"]
 
-BATCH = {"specs": 25, "driven": 25, "functions": 25, "interrupts": 12, "kills": 4, "files": 25, "differ": 10}
+BATCH = {
+    "specs": 25,
+    "driven": 25,
+    "functions": 25,
+    "objects": 50,
+    "interrupts": 12,
+    "kills": 4,
+    "files": 25,
+    "differ": 10,
+}
 LONG = 600.0  # seconds after which a player that says nothing is given up
 
 

@@ -507,7 +507,7 @@ class Words(dict[str, Any]):
             raise AttributeError(name)
         return self[name]
 
-    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+    __setattr__ = dict.__setitem__
 
 
 class Configured(Net):
@@ -518,8 +518,9 @@ class Configured(Net):
         self.config, self.widths, self.drop = Config(), [4, 4], nn.Dropout(0.5)
         self.heads, self.mask = {1, 2}, torch.ones(4)
         self.space, self.args = types.SimpleNamespace(scale=2.0), argparse.Namespace(inner=types.SimpleNamespace(a=1))
-        self.slotted, self.ordered, self.words = Slotted(), OrderedDict(a=[{"b": 1}]), Words(scale=2.0)
+        self.slotted, self.ordered, self.words = Slotted(), OrderedDict(a=[{"b": 1}], c=[1]), Words(scale=2.0)
         self.queue, self.frozen = deque([{"a": 1}]), types.MappingProxyType({"a": [{"b": 1}]})
+        self.nested = [[1.0], ([2],)]
         self.array, self.large = np.ones(4), np.arange(40_000.0)
         self.strided, self.names = np.ones((4, 4))[:, ::2], np.array([{"a": 1}, None], dtype=object)
         self.raw, self.shared, self.long = bytearray(4), ctypes.c_double(1.0), [*range(200)]
@@ -558,6 +559,9 @@ CHANGED: dict[str, tuple[Callable[[Any], None], str]] = {
     "deep": (lambda m: put_item(m.slotted.inner[0]["deep"][1], "deeper", 3), r"\['deeper'\]. was 2 and is 3"),
     "an ordered dict": (lambda m: put_item(m.ordered["a"][0], "b", 2), r"ordered\['a'\]\[0\]\['b'\]. was 1"),
     "a class of dicts": (lambda m: put(m.words, "scale", 3.0), r"words\['scale'\]. was 2\.0 and is 3\.0"),
+    "a list in a list": (lambda m: put_item(m.nested[0], 0, 2.0), r"'nested' was \[\[1\.0\], \(\[2\],\)\] and is"),
+    "a list in a tuple": (lambda m: m.nested[1][0].append(2), r"'nested' was \[\[1\.0\], \(\[2\],\)\] and is"),
+    "a list in a dict": (lambda m: m.ordered["c"].append(2), r"ordered\['c'\]. was \[1\] and is \[1, 2\]"),
     "a deque": (lambda m: put_item(m.queue[0], "a", 2), r"queue\[0\]\['a'\]. was 1 and is 2"),
     "behind a proxy": (lambda m: put_item(m.frozen["a"][0], "b", 2), r"frozen\['a'\]\[0\]\['b'\]. was 1 and is 2"),
     "an array": (lambda m: put_item(m.array, 3, 2.0), "the array 'array' was changed"),
@@ -603,8 +607,8 @@ def test_a_setting_that_is_changed_later_is_refused(what: str, how: str, real: b
 def test_a_setting_that_stays_what_it_was_is_no_change(real: bool) -> None:
     """Objects may be made anew; what grows in a private container is a cache."""
     module = Configured()
-    state, model = made(module)
-    model = module if real else model
+    state, copied = made(module)
+    model: Any = module if real else copied
     run = T.forward_backward(model, total)
     for _ in range(3):
         run(state, X)
@@ -1066,7 +1070,7 @@ def test_whatever_leads_to_weights_leads_to_those_of_the_state(how: str) -> None
         grads = torch.autograd.grad(loss, [*plain.parameters()])
         with torch.no_grad():
             for p, g in zip(plain.parameters(), grads, strict=True):
-                p -= 0.1 * g
+                p.sub_(0.1 * g)
         losses.append(loss.item())
     weights = dict(plain.named_parameters())
     for way in ("driven", "second order", "bound"):
@@ -1193,7 +1197,8 @@ def test_what_cannot_be_copied_is_shared_unless_it_leads_to_a_weight(tmp_path: P
                 contextvars.ContextVar("c"), memoryview(b"1"), torch.utils._pytree.tree_structure([1]),
                 StorageWeakRef(torch.ones(1, device="cpu").untyped_storage())]  # fmt: skip
         module.held = dict(enumerate(held))
-        state, model = made(module)
+        state, copied = made(module)
+        model: Any = copied
         for i, value in enumerate(held):
             assert (model.held[i] is value) is (i not in (2, 4))
         assert model.held[4] is not held[4]  # an object of Python's; its lock is the same

@@ -629,7 +629,7 @@ class Copied(nn.Module):
         super().__init__()
         layer = Counted()
         self.layers = nn.ModuleList([copy.deepcopy(layer) for _ in range(2)])
-        notes = [one.linear.weight.note for one in (layer, *self.layers)]  # type: ignore[attr-defined, union-attr]
+        notes = [one.linear.weight.note for one in (layer, *self.layers)]
         assert notes == ["kept"] * 3
 
 

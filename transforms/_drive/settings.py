@@ -15,12 +15,12 @@ import random
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain
 from numbers import Number
 from operator import attrgetter, itemgetter
-from types import FunctionType, MethodType
+from types import FunctionType, MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -33,7 +33,7 @@ from .watch import version
 
 __all__ = ["Settings"]
 
-PLAIN = (Number, str, bytes, range, enum.Enum, torch.dtype, torch.device, FunctionType, MethodType, objects.Cache, type)
+PLAIN = (Number, str, bytes, range, enum.Enum, torch.dtype, torch.device, FunctionType, objects.Cache, type)
 TABLES = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 OTHERS = (torch.Tensor, nn.Module, random.Random)  # what is no setting, or is looked at in other ways
@@ -59,7 +59,7 @@ class Noted:
             name for name, value in held.items() if _plain(value) and not (self.module and name == "training")
         ]
         self.get: Callable[[Any], Any] = itemgetter(*self.names) if self.names else _nothing
-        self.noted = tuple(map(_copied, self.get(held))) if len(self.names) > 1 else _copied(self.get(held))
+        self.noted = _copied(self.get(held))
         self.size = len(held)
         self.known = {*held}
         self.tensors = {name: (weakref.ref(t), version(t)) for name, t in self._tensors(owner, kept)}
@@ -164,7 +164,7 @@ class Settings:
         self.training = [part.training for part in model.modules()]
         self.every: list[Noted | Array] = []
         owners = self._note(model)
-        self.dicts: list[Mapping[Any, Any]] = []
+        self.dicts: list[dict[Any, Any]] = []
         self.empty: list[dict[str, Any]] = []
         self.containers: list[Iterable[Any]] = []
         self.slots: list[Callable[[], Any]] = []
@@ -176,12 +176,13 @@ class Settings:
                     self.arrays.append((part, owner))
                     continue
                 self._watch(owner)
+                for value in part.held(owner).values():
+                    self.containers += _changeable(value)
                 self.tensors += [t for ref, _ in part.tensors.values() if (t := ref()) is not None]
                 if part.module:
                     tables = [vars(owner)[name] for name in TABLES]
                     self.dicts += filter(None, tables)
                     self.empty += [table for table in tables if not table]
-                    self.containers += [value for value in vars(owner).values() if type(value) in (list, set)]
         self.before = self._values()
 
     def _note(self, model: nn.Module) -> list[Any]:
@@ -230,6 +231,8 @@ class Settings:
         if names:
             get = attrgetter(*names)
             self.slots.append(lambda: get(owner) if len(names) > 1 else (get(owner),))
+        if objects.is_array(owner) or isinstance(owner, MappingProxyType):
+            self.slots.append(lambda: [value for _, value in objects.parts(owner)])
 
     def _values(self) -> list[Any]:
         """All values, of settings or not, and the versions of tensors: compared by identity, in C, they say in a moment
@@ -274,7 +277,7 @@ class Settings:
                     "Make the transform again, after the change (a model that is changed by running it needs a copy "
                     "for that: copy.deepcopy(model))."
                 )
-            if part.module:
+            if isinstance(owner, nn.Module) and part.module:
                 now.append(owner.training)
         if now == self.training or not self.modes:
             return
@@ -303,6 +306,15 @@ def _plain(value: Any) -> bool:
 def _private(name: str) -> bool:
     """Whether a name, or a part of a path, begins with an underscore: there caches may grow."""
     return name.lstrip(".['")[:1] == "_" or "._" in name
+
+
+def _changeable(value: Any) -> Iterator[Any]:
+    """The lists and sets in a plain value."""
+    if isinstance(value, list | set):
+        yield value
+    if isinstance(value, list | tuple) and _plain(value):
+        for x in value:
+            yield from _changeable(x)
 
 
 def _copied(value: Any) -> Any:
