@@ -164,8 +164,14 @@ def _attributes(value: Any) -> list[Part]:
     return [Part(f".{name}", x) for name, x in (*held, *slots_in(value).items())]
 
 
+def _slot_names(cls: type) -> tuple[str, ...]:
+    names: Any = _names_of_slots  # to mypy a class has no hash
+    found: tuple[str, ...] = names(cls)
+    return found
+
+
 @lru_cache(10_000)
-def _slot_names(cls: Any) -> tuple[str, ...]:
+def _names_of_slots(cls: type) -> tuple[str, ...]:
     found: list[str] = []
     for base in cls.__mro__:
         names = vars(base).get("__slots__", ())

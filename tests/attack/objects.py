@@ -287,7 +287,7 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
         grads = torch.autograd.grad(want, [*plain.parameters()])
         with torch.no_grad():
             for p, g in zip(plain.parameters(), grads, strict=True):
-                p -= 0.1 * g
+                p.sub_(0.1 * g)
     now = dict(plain.named_parameters())
     for path, weight in fsdp.full_params(state).items():
         _same(weight, now[path], f"the weight {path!r}")
