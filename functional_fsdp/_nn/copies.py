@@ -278,8 +278,13 @@ class Copier:
             except Exception as error:  # whatever the class says
                 reason = error
                 self.memo.pop(id(value), None)
-        if self.reaches(value, True):
-            self._refuse(path, value, f"cannot be copied ({reason}), and leads to a part of the model", "Leave it out.")
+        if isinstance(value, torch.Tensor) or self.reaches(value, True):  # a tensor may be computed from weights
+            self._refuse(
+                path,
+                value,
+                f"cannot be copied ({str(reason).split(LINE)[0]}), and may lead to weights",
+                "Leave it out.",
+            )
         return value
 
     def _by_itself(self, value: Any, own: Any, path: Path) -> Any:

@@ -1204,9 +1204,9 @@ def test_what_cannot_be_copied_is_shared_unless_it_leads_to_a_weight(tmp_path: P
         assert model.held[4] is not held[4]  # an object of Python's; its lock is the same
         want = T.apply(model)(state, X)[1]
         assert torch.equal(want, module(X))
-    for value in (Failing([module.a]), (p for p in [module.w]), Failing(weakref.ref(module.b))):
+    for value in (Failing([module.a]), (p for p in [module.w]), Failing(weakref.ref(module.b)), module.w * 2):
         module.held = [value]
-        with pytest.raises(fsdp.TreeError, match=r"'held\[0\]' .* cannot be copied .* leads to a part of the model"):
+        with pytest.raises(fsdp.TreeError, match=r"'held\[0\]' .* cannot be copied .* may lead to weights"):
             fsdp.functionalize(module)
 
 
