@@ -279,12 +279,8 @@ class Copier:
                 reason = error
                 self.memo.pop(id(value), None)
         if isinstance(value, torch.Tensor) or self.reaches(value, True):  # a tensor may be computed from weights
-            self._refuse(
-                path,
-                value,
-                f"cannot be copied ({str(reason).split(LINE)[0]}), and may lead to weights",
-                "Leave it out.",
-            )
+            said = str(reason).splitlines()[:1] or [type(reason).__name__]
+            self._refuse(path, value, f"cannot be copied ({said[0]}), and may lead to weights", "Leave it out.")
         return value
 
     def _by_itself(self, value: Any, own: Any, path: Path) -> Any:
