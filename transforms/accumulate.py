@@ -52,9 +52,9 @@ def accumulate(
             of another kind.
 
     Example:
-        >>> forward_backward = T.accumulate(T.forward_backward(model, loss_fn), 4)  # doctest: +SKIP
-        >>> state, loss = forward_backward(state, batch)  # doctest: +SKIP
-        >>> detect = T.accumulate(forward_backward, 4, split=(0, list))  # images, a dict for each  # doctest: +SKIP
+        >>> forward_backward = T.accumulate(T.forward_backward(model, loss_fn), 4)
+        >>> state, loss = forward_backward(state, batch)
+        >>> detect = T.accumulate(forward_backward, 4, split=(0, list))  # images, a dict for each
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise SpecError(f"accumulate(n={n!r}): expected a number of microbatches of at least 1.")

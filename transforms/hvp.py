@@ -63,8 +63,8 @@ def hvp(
     Source: Pearlmutter 1994; per unit, jvp of the pullback.
 
     Example:
-        >>> product = T.hvp(model, loss_fn)  # doctest: +SKIP
-        >>> state, (loss, hv) = product(state, v, batch)  # doctest: +SKIP
+        >>> product = T.hvp(model, loss_fn)
+        >>> state, (loss, hv) = product(state, state.main, batch)  # along the weights
     """
     walk = stages_of("hvp", model, loss_fn)
 

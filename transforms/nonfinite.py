@@ -49,8 +49,9 @@ def skip_nonfinite(step: Callable[..., State]) -> Callable[[State], State]:
     Collective: as `any_nonfinite` and `step`.
 
     Example:
-        >>> step = T.skip_nonfinite(fsdp.step)  # doctest: +SKIP
-        >>> state = step(state)  # doctest: +SKIP
+        >>> step = T.skip_nonfinite(fsdp.step)
+        >>> state, loss = forward_backward(state, batch)
+        >>> state = step(state)
     """
 
     def stepped(state: State) -> State:

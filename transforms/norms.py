@@ -75,9 +75,10 @@ def norms(
     `tree` what `finish_reductions` issues.
 
     Example, a ratio as LAMB takes it:
-        >>> state, of_grads = T.norms(state)  # doctest: +SKIP
-        >>> state, of_weights = T.norms(state, state.main)  # doctest: +SKIP
-        >>> ratio = of_weights["head.weight"] / of_grads["head.weight"]  # doctest: +SKIP
+        >>> state, loss = forward_backward(state, batch)
+        >>> state, of_grads = T.norms(state)
+        >>> state, of_weights = T.norms(state, state.main)
+        >>> ratio = of_weights["head.weight"] / of_grads["head.weight"]
     """
     _check_ord("norms", ord)
     if by not in ("leaf", "unit"):
@@ -126,8 +127,9 @@ def dot(state: State, a: Buffers, b: Buffers) -> tuple[State, torch.Tensor]:
     Collective: one all-reduce of a few numbers for each axis that shards something.
 
     Example, how the loss changes along the weights:
-        >>> state = fsdp.finish_reductions(state)  # doctest: +SKIP
-        >>> state, product = T.dot(state, state.grads, state.main)  # doctest: +SKIP
+        >>> state, loss = forward_backward(state, batch)
+        >>> state = fsdp.finish_reductions(state)
+        >>> state, product = T.dot(state, state.grads, state.main)
     """
     for name, tree in (("a", a), ("b", b)):
         if not isinstance(tree, Mapping):

@@ -94,9 +94,10 @@ def remat(
     to choose Korthikanti et al. 2022 (arXiv:2205.05198), to move what is kept Rhu et al. 2016 (arXiv:1602.08124).
 
     Example:
-        >>> out, pullback = T.vjp(T.remat(stage), w, h)  # doctest: +SKIP
-        >>> model = T.remat(model, "blocks.*", save=("attn",), offload=("mlp",))  # doctest: +SKIP
-        >>> forward_backward = T.forward_backward(model, loss_fn)  # doctest: +SKIP
+        >>> stage = lambda w, h: fsdp.bind(model.blocks[0], w)(h)
+        >>> out, pullback = T.vjp(T.remat(stage), w, batch)
+        >>> model = T.remat(model, "blocks.*", save=("attn",), offload=("mlp",))
+        >>> forward_backward = T.forward_backward(model, loss_fn)
     """
     for name, given in (("save", save), ("offload", offload)):
         if isinstance(given, str):
@@ -148,8 +149,8 @@ def offload(what: Any, *patterns: str) -> Any:
         and for what was changed in place after it was saved; SpecError with `second_order=True`.
 
     Example:
-        >>> model = T.offload(model, "blocks.*.mlp")  # doctest: +SKIP
-        >>> stage = T.remat(lambda w, h: T.offload(mlp)(w["mlp"], T.saved(attn)(w["attn"], h)))  # doctest: +SKIP
+        >>> model = T.offload(model, "blocks.*.mlp")
+        >>> stage = T.remat(lambda w, h: T.offload(mlp)(w["mlp"], T.saved(attn)(w["attn"], h)))
     """
     if not isinstance(what, nn.Module):
         if patterns:
@@ -170,9 +171,10 @@ def saved(fn: F) -> F:
     `T.remat(model, "blocks.*", save=("attn",))`.
 
     Example:
-        >>> def stage(w, h):  # doctest: +SKIP
-        ...     return mlp(w["mlp"], h + T.saved(attn)(w["attn"], h))
-        >>> out, pullback = T.vjp(T.remat(stage), w, h)  # doctest: +SKIP
+        >>> attn = lambda w, h: h @ w["attn.weight"]
+        >>> mlp = lambda w, h: h @ w["mlp.weight"]
+        >>> stage = lambda w, h: mlp(w, h + T.saved(attn)(w, h))
+        >>> out, pullback = T.vjp(T.remat(stage), w, batch)
     """
     if isinstance(fn, nn.Module):
         raise SpecError("saved: this is a module. Name it by its path: T.remat(model, 'blocks.*', save=('attn',)).")

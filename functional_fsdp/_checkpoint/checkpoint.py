@@ -168,7 +168,8 @@ def load(
     Collective: every rank calls it.
 
     Example:
-        >>> state = fsdp.load(fsdp.latest_checkpoint("checkpoints"), Spec(mesh), adamw(lr=3e-4))  # doctest: +SKIP
+        >>> folder = fsdp.save(state, "checkpoints/step_1000")
+        >>> state = fsdp.load(fsdp.latest_checkpoint("checkpoints"), fsdp.Spec(mesh), fsdp.adamw(lr=3e-4))
     """
     if isinstance(folder, State):
         raise SpecError("load(folder, like=state): the folder comes first.")

@@ -259,7 +259,7 @@ def workers(nprocs: int | None = None, *, timeout: float | None = None) -> Worke
     Raises:
         RuntimeError: this process is itself a rank. ValueError: `nprocs` is less than 1.
 
-    >>> with workers(nprocs=2) as w:
+    >>> with workers(nprocs=2) as w:  # doctest: +SKIP
     ...     value = w(lambda x: x * 2, 21)
     ...     value.get()
     [42, 42]

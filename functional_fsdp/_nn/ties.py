@@ -61,8 +61,8 @@ def tie(state: Any, grads: Any) -> Any:
         the same structure.
 
     Example, a step of gradient descent inside a loss:
-        >>> inner = torch.func.grad(loss)(params)  # doctest: +SKIP
-        >>> params = tree_map(lambda p, g: p - lr * g, params, fsdp.tie(state, inner))  # doctest: +SKIP
+        >>> inner = torch.func.grad(loss)(params)
+        >>> params = tree_map(lambda p, g: p - lr * g, params, fsdp.tie(state, inner))
     """
     paths, leaves, treedef = flatten(grads)
     home = dict(zip(state.layout.paths, state.layout.source, strict=True))

@@ -215,7 +215,7 @@ def partition(members: Mapping[str, Any]) -> Partition:
 
     Collective: none of its own.
 
-    >>> sorted(partition({"norm": Optimizer(len, len), "default": Optimizer(len, len)}).members)
+    >>> sorted(fsdp.partition({"norm": fsdp.sgd(lr=0.1), "default": fsdp.adamw(lr=1e-3)}).members)
     ['default', 'norm']
     """
     if not isinstance(members, Mapping) or not members or not all(isinstance(label, str) for label in members):

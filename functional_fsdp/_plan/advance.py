@@ -69,11 +69,7 @@ def advance(plan: Plan, cursor: Cursor, event: Event) -> tuple[Cursor, tuple[Act
     Raises:
         ScheduleError: a gather would write over a unit that was not released, or a unit that is released is not held.
 
-    >>> from ._layout import LeafInfo, plan_layout
-    >>> from ._plan import make_plan
-    >>> from ._spec import Spec
-    >>> import torch
-    >>> p = make_plan(plan_layout([LeafInfo(f"{name}.w", (1024,), torch.float32) for name in "abc"], Spec({"data": 4})))
+    >>> p = fsdp.make_plan(fsdp.make_layout({f"{name}.w": torch.ones(1024) for name in "abc"}, fsdp.Spec({"data": 4})))
     >>> cursor, actions = advance(p, Cursor(p), ("unshard", ("a",)))
     >>> cursor.at, actions
     (1, (('gather', 0), ('gather', 1)))

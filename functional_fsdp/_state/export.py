@@ -75,8 +75,8 @@ def local_shards(
             (`reduce(..., last_microbatch=False)`), of which each rank holds a summand.
 
     Example, the norm of the weights:
-        >>> mine = local_shards(state, unique=True).values()  # doctest: +SKIP
-        >>> state, square = psum(state, sum(part.square().sum() for part in mine))  # doctest: +SKIP
+        >>> mine = fsdp.local_shards(state, unique=True).values()
+        >>> state, square = fsdp.psum(state, sum(part.square().sum() for part in mine))
     """
     state._valid("local_shards")
     if kind not in ("main", "weights", "grads"):

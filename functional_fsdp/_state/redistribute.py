@@ -67,7 +67,7 @@ def redistribute(state: State, spec: Spec, *, allow: Collection[str] = ()) -> St
     each tree.
 
     Example:
-        >>> state = fsdp.redistribute(state, Spec(mesh, fsdp.ddp("data")))  # for evaluation  # doctest: +SKIP
+        >>> state = fsdp.redistribute(state, fsdp.Spec(mesh, fsdp.ddp("data")))  # for evaluation
     """
     new = moved(state, spec, allow)
     state.version.lineage.moved_to(new)

@@ -53,8 +53,8 @@ def freeze(state: State, *patterns: str) -> State:
     Collective: as `redistribute`.
 
     Example, a head first and then everything:
-        >>> state = fsdp.freeze(state, "blocks.*")  # doctest: +SKIP
-        >>> state = fsdp.unfreeze(state, "blocks.*")  # doctest: +SKIP
+        >>> state = fsdp.freeze(state, "blocks.*")
+        >>> state = fsdp.unfreeze(state, "blocks.*")
     """
     return _changed("freeze", state, patterns, False)
 

@@ -88,8 +88,7 @@ def load_optimizer_state(
 
     Example:
         >>> kept = {path: {"mean": s["exp_avg"], "square": s["exp_avg_sq"]} for path, s in old["state"].items()}
-        ... # doctest: +SKIP
-        >>> state = fsdp.load_optimizer_state(state, kept, steps=1000)  # doctest: +SKIP
+        >>> state = fsdp.load_optimizer_state(state, kept, steps=1000)
     """
     state._valid("load_optimizer_state")
     if state.optimizer is None:

@@ -227,9 +227,9 @@ def replace_grads(state: State, grads: Any) -> State:
     Collective: every rank calls it. What `finish_reductions` issues, if the state has gradients that are not whole.
 
     Example, gradients taken at other weights (sharpness-aware minimisation):
-        >>> there = replace_params(state, moved)  # doctest: +SKIP
-        >>> there, loss = forward_backward(there, batch)  # doctest: +SKIP
-        >>> state = step(replace_grads(state, finish_reductions(there)))  # doctest: +SKIP
+        >>> there = fsdp.replace_params(state, moved)
+        >>> there, loss = forward_backward(there, batch)
+        >>> state = fsdp.step(fsdp.replace_grads(state, fsdp.finish_reductions(there)))
     """
     given: tuple[set[str], dict[str, int]] = set(), {}
     if isinstance(grads, State):

@@ -56,14 +56,14 @@ def apply(
     Collective: as `unshard` for each unit that is used.
 
     Example:
-        >>> predict = T.apply(model)  # doctest: +SKIP
-        >>> state, logits = predict(state, tokens)  # doctest: +SKIP
-        >>> generate = T.apply(model, lambda model, ids: model.generate(ids, max_new_tokens=20))  # doctest: +SKIP
-        >>> state, ids = generate(state, ids)  # doctest: +SKIP
+        >>> predict = T.apply(model)
+        >>> state, logits = predict(state, tokens)
+        >>> generate = T.apply(model, lambda model, ids: model.generate(ids, max_new_tokens=20))
+        >>> state, ids = generate(state, ids)
         >>> def sample(model, ids, seed):
         ...     torch.manual_seed(seed)  # for as long as `fn` runs
         ...     return model.generate(ids, max_new_tokens=20, do_sample=True)
-        >>> state, ids = T.apply(model, sample)(state, ids, extend.seeds(state, "sample")(k, rank))  # doctest: +SKIP
+        >>> state, ids = T.apply(model, sample)(state, ids, extend.seeds(state, "sample")(k, rank))
     """
     driver = Driver(model, compile)
     if not training:

@@ -115,8 +115,8 @@ def forward_backward(
     `find_nonfinite` a gather of the findings on the host.
 
     Example:
-        >>> forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())  # doctest: +SKIP
-        >>> state, loss = forward_backward(state, x)  # doctest: +SKIP
+        >>> forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
+        >>> state, loss = forward_backward(state, batch)
     """
     return ForwardBackward(model, loss_fn, has_aux, buffers, compile, second_order, find_nonfinite, input_grads, reduce)
 

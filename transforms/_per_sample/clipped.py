@@ -73,9 +73,9 @@ def clipped_gradients(
     (arXiv:2009.03106), Li et al. 2021 (arXiv:2110.05679).
 
     Example:
-        >>> clipped = T.clipped_gradients(model, loss_fn, max_norm=1.0, noise=1.1)  # doctest: +SKIP
-        >>> state, losses = clipped(state, batch)  # doctest: +SKIP
-        >>> state = fsdp.step(state)  # doctest: +SKIP
+        >>> clipped = T.clipped_gradients(model, loss_fn, max_norm=1.0, noise=1.1)
+        >>> state, losses = clipped(state, batch)
+        >>> state = fsdp.step(state)
     """
     walk = stages_of("clipped_gradients", model, loss_fn)
     if not 0 < max_norm < inf:

@@ -109,8 +109,8 @@ def per_sample_norms(
     Collective: as `unshard` for each stage, forward and backward.
 
     Example:
-        >>> norms_of = T.per_sample_norms(model, loss_fn)  # doctest: +SKIP
-        >>> state, (losses, norms) = norms_of(state, batch)  # doctest: +SKIP
+        >>> norms_of = T.per_sample_norms(model, loss_fn)
+        >>> state, (losses, norms) = norms_of(state, batch)
     """
     walk = stages_of("per_sample_norms", model, loss_fn)
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
