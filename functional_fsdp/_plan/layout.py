@@ -172,7 +172,15 @@ class Layout:
                 )
         sizes_of = ("main/rank", "weights/rank", "grads/rank")
         header = ("bucket", "leaves", "elements", "pad", "placement", "dtypes", *sizes_of)
-        return table(header, rows) + self._said_of_host()
+        return table(header, rows) + self._said_of_units() + self._said_of_host()
+
+    def _said_of_units(self) -> str:
+        sizes = {unit.name: sum(leaf.numel for bucket in unit.buckets for leaf in bucket.leaves) for unit in self.units}
+        if not sizes:
+            return ""
+        largest = max(sizes, key=lambda name: sizes[name])
+        share = sizes[largest] / max(sum(sizes.values()), 1)
+        return f"\n{len(sizes)} unit{'s' * (len(sizes) > 1)}, the largest of {share:.0%} of all elements: {largest!r}"
 
     def _said_of_host(self) -> str:
         sizes = {kind: self.host_nbytes(kind) for kind in ("main", "weights", "grads")}
@@ -217,7 +225,8 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
                 )
     tied = [leaf.path for leaf in leaves if leaf.aliases]
     nbytes = [leaf.numel * leaf.dtype.itemsize for leaf in leaves]
-    groups = find_units(paths, nbytes, tied, spec.units, aliases=every_path[len(paths) :])
+    dims = [len(leaf.shape) for leaf in leaves]
+    groups = find_units(paths, nbytes, tied, spec.units, dims, aliases=every_path[len(paths) :])
 
     order = tuple(order or (path for leaf in leaves for path in (leaf.path, *leaf.aliases)))
     used = {order[i]: at for at, i in enumerate(in_order_of_use(order))}

@@ -23,6 +23,7 @@ from .units import ByName, freeze_units
 __all__ = ["Spec"]
 
 Rules = tuple[tuple[str, Any], ...]
+FOUND = "found by what repeats in the paths; small numbered layers joined, containers divided"
 
 
 def _rules(value: Mapping[str, Any] | None) -> Rules:
@@ -197,7 +198,7 @@ class Spec:
             ("mesh", " × ".join(f"{axis} {size}" for axis, size in self.axes.items())),
             ("placement", str(self.placements[0][1]) if whole else rules(self.placements)),
             ("precision", rules(self.precisions) if self.precisions[0][0] != "*" else str(self.precisions[0][1])),
-            ("units", "found from the paths, small numbered layers joined" if self.units is None else str(self.units)),
+            ("units", FOUND if self.units is None else str(self.units)),
             ("labels", rules(self.labels) or "default"),
             ("trainable", rules(self.trainable) or "as given"),
             ("gradients", f"{self.average} over data ranks{''.join(apart)}"),

@@ -10,6 +10,16 @@ model.norm.weight           model.norm         the largest part that contains no
 head.proj.weight            head               the same
 head.weight = model.embed   (no unit)          a tied leaf is a unit of its own, called by its first path
 
+What is found so may be a container: `nn.Sequential(backbone, head)`, a list of towers, stages of blocks, blocks whose
+names are no numbers. A unit is looked into if it holds more than a third of all bytes, or more than a quarter and no
+part beside it has its form. If parts that repeat in it (siblings of one form: the same names of leaves, of as many
+dims) hold a third of its bytes or more, the largest leaf aside, it is divided: into the outermost numbered parts in it,
+or, where those are little, into the parts that hold modules. What comes of that is looked at in the same way.
+
+0.layers.0.attn.qkv         0.layers.0         a numbered part of a container, as if that were the model
+1.weight                    1
+features.block1.conv.weight features.block1    a part that holds modules, among others of its form
+
 A unit is called by the part of the tree that it is, by its leaf if that is tied, or as the spec says. Two units never
 have one name: where a tied leaf has the name of a part, the part is called `part.*`; a name that the spec chose, and
 that the tree has already, is refused.
@@ -20,8 +30,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import torch.nn as nn
@@ -33,6 +43,10 @@ from .settings import describe_settings, opaque_settings
 __all__ = ["ByName", "Group", "UnitsBy", "find_units", "freeze_units", "in_order_of_use", "relative_keys", "units"]
 
 ByName = Callable[[str], str | None]
+LARGE, ALONE = 3, 4  # one part in so many of all bytes: a unit of more is looked into; so is one like no other, of more
+MOST = 2  # one part in so many of all bytes: of a unit of more that cannot be divided there is a warning
+SMALL = 1 << 20  # bytes: not if it is smaller than this
+LAYERS = 4  # so many numbered layers of one form count as what repeats, though they hold no modules
 NUMBER = re.compile("([0-9]+)")
 DEEP = 100  # keys in a path that are looked at for their order
 
@@ -125,6 +139,7 @@ def find_units(
     nbytes: Sequence[int],
     tied: Sequence[str],
     patterns: Any,
+    dims: Sequence[int],
     where: str = "Spec(units)",
     aliases: Sequence[str] = (),
 ) -> list[Group]:
@@ -133,6 +148,7 @@ def find_units(
     Args:
         paths: the leaves' paths; `nbytes` their sizes; `tied`: those that are units of their own.
         patterns: None, the frozen form of `Spec(units=...)`, or a function from paths to names.
+        dims: how many dims each leaf has.
 
     Raises:
         SpecError: a pattern that matches nothing, a leaf that belongs to two units, or a name that the tree has.
@@ -151,7 +167,7 @@ def find_units(
         above.update(_ancestors(prefix))
 
     if patterns is None:
-        for i, block in _blocks(paths, nbytes, free).items():
+        for i, block in _found(paths, nbytes, dims, free).items():
             claim(i, _Owner("part", block), block)
     elif callable(patterns):
         for i in free:
@@ -178,8 +194,7 @@ def find_units(
     blocks = set(owner.values())
     for i in free:
         if i not in owner:
-            part = next((prefix for prefix in prefixes(paths[i]) if prefix not in above), paths[i])
-            owner[i] = _Owner("part", part)
+            owner[i] = _Owner("part", _largest_part(paths[i], above))
 
     found: dict[_Owner, list[int]] = {}
     for i in range(len(paths)):
@@ -187,27 +202,131 @@ def find_units(
     names = _names(list(found), {unit: paths[members[0]] for unit, members in found.items()}, where)
     groups = [Group(names[unit], unit.name, members) for unit, members in found.items()]
     parts = {names[unit] for unit in found if unit.kind == "part" and unit not in blocks}
-    _weigh(groups, nbytes, {names[unit] for unit in blocks if unit.kind != "leaf"}, parts)
+    _weigh(groups, nbytes, {names[unit] for unit in blocks if unit.kind != "leaf"}, parts, patterns is None)
     return groups
 
 
-def _blocks(paths: Sequence[str], nbytes: Sequence[int], free: Sequence[int]) -> dict[int, str]:
-    """For leaves below an integer in the path, by index, the block that they are in.
+def _largest_part(path: str, above: Container[str]) -> str:
+    """The largest part with a leaf of no block that contains no block. `above`: the paths that have one below them."""
+    return next((prefix for prefix in prefixes(path) if prefix not in above), path)
+
+
+def _found(paths: Sequence[str], nbytes: Sequence[int], dims: Sequence[int], free: Sequence[int]) -> dict[int, str]:
+    """For leaves in a block, by index, which one: numbered parts, and what containers are divided into."""
+    blocks = _blocks(paths, nbytes, free)
+    total = sum(nbytes)
+    tree: _Tree | None = None
+    seen: set[str] = set()
+    while True:
+        above = {prefix for block in set(blocks.values()) for prefix in _ancestors(block)}
+        members: dict[str, list[int]] = {}
+        for i in free:
+            members.setdefault(blocks[i] if i in blocks else _largest_part(paths[i], above), []).append(i)
+        sizes = {part: sum(nbytes[i] for i in some) for part, some in members.items() if part not in seen}
+        large = [part for part, size in sizes.items() if size * ALONE > total and len(members[part]) > 1]
+        if not large:
+            return blocks
+        tree = tree or _Tree(paths, nbytes, dims)
+        for part in large:
+            seen.add(part)
+            if sizes[part] * LARGE > total or not tree.like_another(part):
+                inside = _divided(part, paths, nbytes, members[part], tree)
+                if inside:
+                    blocks = {i: block for i, block in blocks.items() if block != part} | inside
+
+
+def _divided(
+    part: str, paths: Sequence[str], nbytes: Sequence[int], members: Sequence[int], tree: _Tree
+) -> dict[int, str]:
+    """The blocks in a container, by leaf. None if it is no container."""
+    beside = tree.size[part] - max(nbytes[i] for i in members)  # an embedding may outweigh all else
+    if 3 * tree.repeated(part) < beside:
+        return {}
+    depth = part.count(".") + 1
+    numbered = _blocks(paths, nbytes, members, depth)
+    if 3 * sum(nbytes[i] for i in numbered) >= beside:
+        return numbered
+    child = {i: ".".join(paths[i].split(".", depth + 1)[: depth + 1]) for i in members}
+    return {i: name for i, name in child.items() if name in tree.deep}
+
+
+class _Tree:
+    """What is where below each path: parts, bytes and forms.
+
+    Attributes:
+        parts: for each path the paths of the parts in it that hold leaves. size: its bytes.
+        form: equal numbers for equal names of leaves, of as many dims. deep: the paths that hold modules.
+    """
+
+    def __init__(self, paths: Sequence[str], nbytes: Sequence[int], dims: Sequence[int]) -> None:
+        self.size: Counter[str] = Counter()
+        below: dict[str, dict[str, int]] = {}  # the leaves in each path itself
+        self.parts: dict[str, dict[str, None]] = {"": {}}
+        for path, size, dim in zip(paths, nbytes, dims, strict=True):
+            above = ""
+            for prefix in prefixes(path):
+                self.size[prefix] += size
+                if prefix != path:
+                    self.parts.setdefault(above, {})[prefix] = None
+                    above = prefix
+            below.setdefault(above, {})[path.rsplit(".", 1)[-1]] = dim
+        self.deep = {path for path, parts in self.parts.items() if parts}
+        self.whole = sum(nbytes)
+        self.form: dict[str, int] = {}
+        known: dict[Any, int] = {}
+        for path in sorted(self.size, key=lambda path: -path.count(".")):
+            if path in below or path in self.parts:
+                inside = [(part.rsplit(".", 1)[-1], self.form[part]) for part in self.parts.get(path, ())]
+                form = (*sorted(inside), *sorted(below.get(path, {}).items()))
+                self.form[path] = known.setdefault((len(inside), form), len(known))
+
+    def like_another(self, part: str) -> bool:
+        """Whether a part beside it has its form."""
+        beside = self.parts[part.rpartition(".")[0]]
+        return any(other != part and self.form[other] == self.form[part] for other in beside)
+
+    def repeated(self, part: str) -> int:
+        """Bytes of what repeats in it: modules, or at least `LAYERS` numbered layers of what is most of the model."""
+        found, left = 0, [part]
+        layers = MOST * self.size[part] > self.whole
+        while left:
+            forms: dict[int, list[str]] = {}
+            for inside in self.parts.get(left.pop(), ()):
+                forms.setdefault(self.form[inside], []).append(inside)
+            for alike in forms.values():
+                numbered = layers and len(alike) >= LAYERS and all(one.rsplit(".", 1)[-1].isdigit() for one in alike)
+                if (len(alike) > 1 and alike[0] in self.deep) or numbered:
+                    found += sum(self.size[one] for one in alike)
+                else:
+                    left += alike
+        return found
+
+
+def _blocks(paths: Sequence[str], nbytes: Sequence[int], free: Sequence[int], depth: int = 0) -> dict[int, str]:
+    """For leaves below an integer in the path, by index, the block that they are in. depth: keys of the path of a
+    container, in which all of these lie; it is none itself.
 
     A numbered layer that holds its leaves itself (a convolution, a norm) is small beside others where layers differ: it
     joins the largest part above that holds no larger blocks and is no larger itself than the largest block of all.
     """
-    numbered = {i: next((p for p in prefixes(paths[i]) if p.rsplit(".", 1)[-1].isdigit()), paths[i]) for i in free}
+
+    def inside(path: str) -> Iterator[str]:
+        return islice(prefixes(path), depth, None)
+
+    numbered = {i: next((p for p in inside(paths[i]) if p.rsplit(".", 1)[-1].isdigit()), paths[i]) for i in free}
     blocks = {i: block for i, block in numbered.items() if block != paths[i]}
     size: Counter[str] = Counter()
     for i in free:
-        size.update(dict.fromkeys(prefixes(paths[i]), nbytes[i]))
+        for prefix in inside(paths[i]):
+            size[prefix] += nbytes[i]
+    named = set(blocks.values())
     deep = {block for i, block in blocks.items() if "." in paths[i][len(block) + 1 :]}  # they hold modules
-    around = {prefix for block in deep for prefix in prefixes(block)}
-    layers = Counter(part for block in {*blocks.values()} - deep for part in _ancestors(block))
-    largest = max((size[block] for block in blocks.values()), default=0)
+    around = {prefix for block in deep for prefix in inside(block)}
+    layers = Counter(part for block in named - deep for part in inside(block) if part != block)
+    largest = max((size[block] for block in named), default=0)
     joins = {part for part, count in layers.items() if count > 1 and part not in around and size[part] <= largest}
-    return {i: next((part for part in prefixes(block) if part in joins), block) for i, block in blocks.items()}
+    joined = {block: next((part for part in inside(block) if part in joins), block) for block in named}
+    return {i: joined[block] for i, block in blocks.items()}
 
 
 def _names(units: Sequence[_Owner], first: dict[_Owner, str], where: str) -> dict[_Owner, str]:
@@ -232,13 +351,31 @@ def _names(units: Sequence[_Owner], first: dict[_Owner, str], where: str) -> dic
     return names
 
 
-def _weigh(groups: Sequence[Group], nbytes: Sequence[int], blocks: set[str], parts: set[str]) -> None:
-    """Warn where a block type seems to have been forgotten."""
+def _weigh(groups: Sequence[Group], nbytes: Sequence[int], blocks: set[str], parts: set[str], found: bool) -> None:
+    """Warn where a block type seems to have been forgotten, and where one unit is most of the model.
+
+    Args:
+        blocks: the units that the spec names, or that were found from the paths; `parts`: the others, tied ones aside.
+        found: they were found.
+    """
     sizes = {group.name: sum(nbytes[i] for i in group.members) for group in groups}
     largest_leaf = {group.name: max(nbytes[i] for i in group.members) for group in groups}
     # what naming a block type could split: not one big leaf, as embeddings and heads are
-    rest = {unit: sizes[unit] for unit in sizes if unit in parts and 4 * largest_leaf[unit] < 3 * sizes[unit]}
-    if blocks and rest and max(rest.values()) > max(sizes[unit] for unit in blocks):
+    could = {unit for unit in sizes if 4 * largest_leaf[unit] < 3 * sizes[unit]}
+    rest = {unit: sizes[unit] for unit in sizes if unit in parts and unit in could}
+    total = sum(nbytes)
+    heavy = [unit for unit in could if MOST * sizes[unit] > total and sizes[unit] >= SMALL]
+    most = [unit for unit in heavy if found or unit in rest]
+    if most:
+        (unit,) = most
+        warnings.warn(
+            f"The unit {unit!r} has {sizes[unit] / total:.0%} of all bytes ({bytes_text(sizes[unit])} of "
+            f"{bytes_text(total)}), which are gathered and reduced at once, as nothing was found that repeats in it. "
+            f"Divide it: Spec(units=['{unit}.*', ...]), with a pattern for each kind of block in it, or "
+            "Spec(units=fsdp.units(model, Block)); or name it there, if it is to be one unit.",
+            stacklevel=3,
+        )
+    elif blocks and rest and max(rest.values()) > max(sizes[unit] for unit in blocks):
         largest, left = max(blocks, key=lambda unit: sizes[unit]), max(rest, key=lambda unit: rest[unit])
         warnings.warn(
             f"What no block covers ({left!r}, {bytes_text(rest[left])}) outweighs the largest unit, {largest!r} "

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -162,6 +163,107 @@ def test_every_leaf_is_in_exactly_one_unit() -> None:
     for units in (None, ["blocks.*"], [("wte", "wpe"), "blocks.0"], {"a": "blocks.*", "b": ["wte", "ln_f"]}):
         found = grouped(tree, units=units)
         assert sorted(path for paths in found.values() for path in paths) == sorted(GPT)
+
+
+# -------------------------------------------------------------------------------- containers
+
+
+def blocks(inside: str, names: Sequence[str], numel: int = 8) -> Tree:
+    """Blocks of two linear layers at these names."""
+    parts = ("up.weight", "up.bias", "down.weight")
+    shapes = {"up.weight": (numel, 4), "up.bias": (4,), "down.weight": (4, numel)}
+    return {f"{inside}{name}.{part}": torch.empty(shapes[part], device="meta") for name in names for part in parts}
+
+
+def numbers(count: int) -> list[str]:
+    return [str(i) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (blocks("0.layers.", numbers(6)) | leaves("1.weight"), [*(f"0.layers.{i}" for i in range(6)), "1"]),
+        (  # SentenceTransformer
+            leaves("0.bert.embed.weight") | blocks("0.bert.layer.", numbers(4)) | leaves("1.weight"),
+            ["0.bert.embed", *(f"0.bert.layer.{i}" for i in range(4)), "1"],
+        ),
+        (  # towers, of two kinds
+            blocks("towers.0.layers.", numbers(4)) | leaves("towers.0.head.w") | blocks("towers.1.h.", numbers(3), 9),
+            [*(f"towers.0.layers.{i}" for i in range(4)), "towers.0.head", *(f"towers.1.h.{i}" for i in range(3))],
+        ),
+        (  # stages: the large one is divided
+            {k: v for s, n in enumerate((2, 2, 18, 2)) for k, v in blocks(f"stages.{s}.", numbers(n)).items()},
+            ["stages.0", "stages.1", *(f"stages.2.{i}" for i in range(18)), "stages.3"],
+        ),
+        (blocks("features.", ["block0", "block1", "block2"]), [f"features.block{i}" for i in range(3)]),
+        (  # DenseNet: the larger block is divided, into layers whose shapes differ
+            leaves("f.conv0.weight")
+            | blocks("f.block1.", ["layer1", "layer2"], 4)
+            | {k: v for i in range(5) for k, v in blocks("f.block2.", [f"layer{i}"], 8 + 2 * i).items()}
+            | leaves("classifier.weight"),
+            ["f.conv0", "f.block1", *(f"f.block2.layer{i}" for i in range(5)), "classifier"],
+        ),
+        (  # RegNet: the first block of a stage has a form of its own
+            blocks("s1.", ["b1"], 2) | leaves("s2.b1.proj.weight") | blocks("s2.", ["b1", "b2", "b3", "b4"]),
+            ["s1", "s2.b1", "s2.b2", "s2.b3", "s2.b4"],
+        ),
+        (  # a container in a container
+            blocks("model.0.0.net.", ["a", "b", "c", "d"]) | leaves("model.0.1.weight", "model.1.weight"),
+            [*(f"model.0.0.net.{i}" for i in "abcd"), "model.0.1", "model.1"],
+        ),
+        (  # convolutions in a row
+            {f"0.features.{i}.weight": torch.empty(3, 3, device="meta") for i in range(0, 10, 2)} | leaves("1.weight"),
+            [*(f"0.features.{i}" for i in range(0, 10, 2)), "1"],
+        ),
+    ],
+)
+def test_a_container_is_divided_by_what_repeats_in_it(tree: Tree, expected: list[str]) -> None:
+    found = grouped(tree)
+    assert list(found) == expected
+    assert [path for paths in found.values() for path in paths] == list(tree)
+
+
+@pytest.mark.parametrize(
+    ("tree", "expected"),
+    [
+        (  # experts repeat in each of three blocks
+            {k: v for i in range(3) for k, v in blocks(f"h.{i}.experts.", numbers(4)).items()},
+            ["h.0", "h.1", "h.2"],
+        ),
+        (blocks("h.", numbers(2)), ["h.0", "h.1"]),  # more than a third, and nothing repeats in it
+        (leaves("h.0.mlp.0.weight", "h.0.mlp.2.weight", "h.0.out.weight"), ["h.0"]),  # layers of one block
+        (leaves("net.q.weight", "net.k.weight", "net.v.weight", "net.o.weight"), ["net"]),
+    ],
+)
+def test_what_is_no_container_is_not_divided(tree: Tree, expected: list[str]) -> None:
+    assert list(grouped(tree)) == expected
+
+
+def test_a_container_has_the_units_of_the_model_in_it() -> None:
+    model = nn.ModuleDict({"emb": nn.Embedding(30, 8), "stack": nn.ModuleList([Block() for _ in range(5)])})
+    alone = grouped(fsdp.functionalize(model)[0])
+    inside = grouped(fsdp.functionalize(nn.Sequential(model, nn.Linear(8, 2)))[0])
+    assert list(inside) == [*(f"0.{name}" for name in alone), "1"]
+
+
+def test_most_of_a_model_in_one_unit_warns() -> None:
+    tree = {f"net.{k}.weight": torch.empty(512, 256 + i, device="meta") for i, k in enumerate("abc")}
+    tree |= leaves("head.weight")
+    with pytest.warns(UserWarning, match=r"The unit 'net' has 100% of all bytes \(1.5 MiB of 1.5 MiB\)") as caught:
+        fsdp.make_layout(tree, Spec({"data": 2}))
+    assert len(caught) == 1
+    assert "nothing was found that repeats in it. Divide it: Spec(units=['net.*', ...])" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fsdp.make_layout(tree, Spec({"data": 2}, units=["net"]))
+        fsdp.make_layout(tree, Spec({"data": 2}, units=["net.*"]))
+
+
+def test_what_is_printed_says_how_units_are_found_and_which_is_the_largest() -> None:
+    spec = Spec({"data": 2})
+    assert "found by what repeats in the paths; small numbered layers joined, containers divided" in repr(spec)
+    last = repr(fsdp.make_layout(blocks("0.h.", numbers(4)) | leaves("1.weight"), spec)).splitlines()[-1]
+    assert last == "5 units, the largest of 24% of all elements: '0.h.0'"
 
 
 # -------------------------------------------------------------------------------- patterns
