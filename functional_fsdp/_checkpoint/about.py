@@ -23,7 +23,7 @@ from .._state.state import State
 from .._state.update import counted, with_counts
 from .._storage.flat import FlatBuffer
 from .note import Tensor
-from .parts import SAVED, Node, SavedTensor, any_apart, nodes_of
+from .parts import PLACE, SAVED, Node, SavedTensor, any_apart, by_place, nodes_of
 
 __all__ = ["ALLOWED", "about_of", "as_there", "check_same", "fits", "names_of"]
 
@@ -72,15 +72,14 @@ def _plain(tree: Any) -> Any:
 
 def _kinds(tree: Any) -> list[Any] | None:
     """By keys what lies there: elements of leaves, or a plain tensor."""
-    found: list[Any] = []
+    found: dict[Any, None] = {}
     for node in nodes_of(tree):
-        keys = [getattr(key, "key", None) for key in node.keys]
+        keys = tuple([getattr(key, "key", None) for key in node.keys])
         if node.value is not None and not all(type(key) is str for key in keys):
             return None
-        entry = [keys, "leaf" if isinstance(node.value, FlatBuffer) else "plain"]
-        if node.value is not None and entry not in found:
-            found.append(entry)
-    return found
+        if node.value is not None:
+            found[keys, "leaf" if isinstance(node.value, FlatBuffer) else "plain"] = None
+    return [[[*keys], kind] for keys, kind in found]
 
 
 def _kind(optimizer: Any) -> str:
@@ -140,12 +139,13 @@ def as_there(state: State, there: Collection[str]) -> State:
     if not counting:
         return state
     chosen = []
+    placed = by_place(there)
     always = {(node.path, node.value.bucket.name) for node in _by_leaf(with_counts(state, ()))}
     for node in _by_leaf(every):
         bucket = node.value.bucket
         if (node.path, bucket.name) not in always:
             names = [f"opt.{node.path}.{leaf.path}" for leaf in bucket.leaves]
-            if any(name in there or any(one.startswith(f"{name} of ") for one in there) for name in names):
+            if any(name in placed for name in names):
                 chosen.append(bucket.name)
     return with_counts(state, chosen)
 
@@ -226,4 +226,4 @@ def _places(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
     """Every place along these axes, as names of tensors say it."""
     places = itertools.product(*(range(sizes[axis]) for axis in axes))
     said = [", ".join(f"{axis} {i}" for axis, i in zip(axes, place, strict=True)) for place in places]
-    return [f" of {text}" if text else "" for text in said]
+    return [f"{PLACE}{text}" if text else "" for text in said]

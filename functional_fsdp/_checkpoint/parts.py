@@ -27,9 +27,10 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards
 
-__all__ = ["SAVED", "SavedTensor", "any_apart", "content", "named", "nodes_of", "own_place", "parts_of", "plain_names"]
+__all__ = ["PLACE", "SAVED", "SavedTensor", "any_apart", "by_place", "content", "named", "nodes_of", "own_place", "parts_of", "plain_names"]
 
 SAVED = ("main", "opt", "buffers", "count", "rng", "extras")
+PLACE = " of "  # between a tensor's name and where the ranks are that have it
 MAY_DIFFER = ("buffers",)  # where ranks keep their own, the first one's are saved
 
 
@@ -149,13 +150,25 @@ def content(part: SavedTensor) -> str:
 def _at(run: Runtime, axes: Iterable[str]) -> str:
     """Where on axes that a bucket is not averaged over: ranks there have leaves of their own."""
     said = ", ".join(f"{axis} {run.coordinate[axis]}" for axis in axes)
-    return f" of {said}" if said else ""
+    return f"{PLACE}{said}" if said else ""
 
 
 def own_place(state: State) -> str:
     """Where on all axes that any bucket is not averaged over: plain tensors may differ there."""
     run = runtime_of(state.spec.mesh)
     return _at(run, any_apart(state, run))
+
+
+def by_place(there: Iterable[str]) -> dict[str, str]:
+    """By its name without a place the first tensor that a checkpoint has of each: `main.w` -> `main.w of expert 0`."""
+    found: dict[str, str] = {}
+    for name in there:
+        found.setdefault(name, name)
+        at = name.find(PLACE)
+        while at >= 0:
+            found.setdefault(name[:at], name)
+            at = name.find(PLACE, at + 1)
+    return found
 
 
 def any_apart(state: State, run: Runtime) -> list[str]:

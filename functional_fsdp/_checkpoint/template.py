@@ -23,7 +23,7 @@ from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards
 from .._transports.auto import resolve_transport
 from .note import NOTE, Tensor
-from .parts import nodes_of
+from .parts import by_place, nodes_of
 
 __all__ = ["blank", "made_for", "with_extras"]
 
@@ -70,10 +70,11 @@ def made_for(
                 f"{path / NOTE} has leaves, buffers or a tree that no save has written "
                 f"({type(error).__name__}: {error})."
             ) from error
-        return (infos, paths, treedef, buffers, local), given(infos, paths, spec, as_optimizer(optimizer), 0)
+        layout, topics = given(infos, paths, spec, as_optimizer(optimizer), 0)
+        return (infos, paths, treedef, buffers, local, layout), topics
 
-    infos, paths, treedef, buffers, local = agree(joint, "what is given", look)
-    spec, layout = resolve_transport(spec, infos, paths)
+    infos, paths, treedef, buffers, local, layout = agree(joint, "what is given", look)
+    spec, layout = resolve_transport(spec, infos, paths, layout)
     state = build(joint, layout, spec, optimizer, treedef, None, buffers, local, 0)
     return state._evolve(extras=_tree(path, "extras", note, there, state))
 
@@ -141,14 +142,15 @@ def _tree(
             "load(folder, like=state)."
         )
     made: dict[str, Any] = {}
+    placed = by_place(there)
     for keys, kind in note[field]:
         name = ".".join((field, *keys))
         found: Any
         if kind == "leaf":
             assert state is not None
-            found = {b.bucket.name: like for b in state.main.values() if (like := _like(b, name, there)) is not None}
+            found = {b.bucket.name: like for b in state.main.values() if (like := _like(b, name, placed, there)) is not None}
         else:
-            one = next(one for key, one in there.items() if key == name or key.startswith(f"{name} of "))
+            one = there[placed[name]]
             found = torch.zeros(one.shape, dtype=one.dtype, device=None if state is None else state.count.device)
         at = made
         for key in keys[:-1]:
@@ -157,10 +159,12 @@ def _tree(
     return made
 
 
-def _like(main: FlatBuffer, name: str, there: Mapping[str, Tensor]) -> FlatBuffer | None:
+def _like(
+    main: FlatBuffer, name: str, placed: Mapping[str, str], there: Mapping[str, Tensor]
+) -> FlatBuffer | None:
     """Zeros for what a tree of the checkpoint has for a bucket's leaves; None if it has nothing."""
     for leaf in main.bucket.leaves:
-        for key in (f"{name}.{leaf.path}", *(k for k in there if k.startswith(f"{name}.{leaf.path} of "))):
-            if key in there:
-                return main.but(torch.zeros_like(main.local, dtype=there[key].dtype))
+        key = placed.get(f"{name}.{leaf.path}")
+        if key is not None:
+            return main.but(torch.zeros_like(main.local, dtype=there[key].dtype))
     return None

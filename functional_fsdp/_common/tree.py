@@ -11,18 +11,22 @@ leading part of it, always matches itself, whatever characters it has.
 
 from __future__ import annotations
 
+import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase, translate
+from functools import cached_property
 from typing import Any
 
 import optree
 
 from .torch_names import pytree
 
-__all__ = ["Paths", "bytes_text", "dotted", "first_match", "flatten", "match", "prefixes", "register", "table"]
+__all__ = ["PathIndex", "Paths", "bytes_text", "dotted", "first_match", "flatten", "match", "prefixes", "register", "table"]
 
 Paths = tuple[str, ...]
+SPECIAL = "*?[]"  # what is not literal in a pattern
 
 
 def _key(entry: Any) -> str:
@@ -77,6 +81,81 @@ def match(pattern: str, path: str) -> str | None:
     ('blocks.0', None)
     """
     return next((prefix for prefix in prefixes(path) if prefix == pattern or fnmatchcase(prefix, pattern)), None)
+
+
+class PathIndex:
+    """Paths that are asked for what many patterns match in them. A pattern costs what it may match: paths that begin
+    with the pattern's text up to its first special character, or that end, in a leading part, with its text after the
+    last one; all of them only if it has neither.
+
+    >>> PathIndex(["a.0.w", "a.1.w", "b"]).hits("a.*")
+    {0: 'a.0', 1: 'a.1'}
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self.paths = paths
+
+    @cached_property
+    def _below(self) -> dict[str, list[int]]:
+        """By leading part of a path, which paths begin with it."""
+        found: dict[str, list[int]] = {}
+        for i, path in enumerate(self.paths):
+            for prefix in prefixes(path):
+                found.setdefault(prefix, []).append(i)
+        return found
+
+    @cached_property
+    def _sorted(self) -> list[str]:
+        return sorted(self._below)
+
+    @cached_property
+    def _reversed(self) -> list[str]:
+        return sorted(prefix[::-1] for prefix in self._below)
+
+    def hits(self, pattern: str) -> dict[int, str]:
+        """By number of a path, in order, the shortest leading part of it that the pattern matches."""
+        if pattern == "*":
+            return {i: path.partition(".")[0] for i, path in enumerate(self.paths)}
+        found: dict[int, str] = {}
+        for prefix in sorted(self._matching(pattern), key=len):
+            for i in self._below[prefix]:
+                found.setdefault(i, prefix)
+        return dict(sorted(found.items()))
+
+    def _matching(self, pattern: str) -> set[str]:
+        """The leading parts that a pattern matches."""
+        itself = {pattern} if pattern in self._below else set()
+        marks = [i for i, letter in enumerate(pattern) if letter in SPECIAL]
+        if not marks:
+            return itself
+        head, tail = pattern[: marks[0]], pattern[marks[-1] + 1 :]
+        if len(head) >= len(tail):
+            some = _beginning(self._sorted, head)
+        else:
+            some = [prefix[::-1] for prefix in _beginning(self._reversed, tail[::-1])]
+        matches = re.compile(translate(pattern)).match
+        return itself | {prefix for prefix in some if matches(prefix)}
+
+    def any(self, pattern: str) -> bool:
+        """Whether a pattern matches any path."""
+        return bool(self.paths) if pattern == "*" else bool(self._matching(pattern))
+
+    def first_rules(self, rules: Sequence[tuple[str, Any]]) -> list[int | None]:
+        """For each path the number of the first rule whose pattern matches it."""
+        found: list[int | None] = [None] * len(self.paths)
+        left = len(found)
+        for number, (pattern, _) in enumerate(rules):
+            for i in self.hits(pattern) if left else ():
+                if found[i] is None:
+                    found[i] = number
+                    left -= 1
+        return found
+
+
+def _beginning(some: list[str], text: str) -> list[str]:
+    """Of sorted texts those that begin with this one."""
+    first = bisect_left(some, text)
+    return some[first : bisect_left(some, True, first, key=lambda one: not one.startswith(text))]
 
 
 def register(

@@ -50,6 +50,7 @@ for a unit whose turn is over begins the next round.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -100,7 +101,7 @@ class _Rules(Walk):
         ):  # nearly always
             due = [*range(self.issued, plan.due[at])]
             if due and self.held:
-                due = self.startable(at, self.issued, at, dict.fromkeys(self.held, -1))
+                due = self.startable(at, self.issued, at, self.good())
             due = self.issue(due)
             self.take([at], names)
             self.gather(due)
@@ -116,7 +117,7 @@ class _Rules(Walk):
             wrapping = found is not None and 0 <= found <= last
             first = 0 if wrapping else issued
             if found is not None and found >= 0 and not plan.by_name[name].nbytes and (
-                self.overwritten(range(first, plan.due[found]), dict.fromkeys(self.held, -1)) is not None
+                self.overwritten(range(first, plan.due[found]), self.good()) is not None
             ):  # fmt: skip
                 found = -1  # it is resident: good whatever is gathered
             if found is None or (found >= 0 and self.overwritten(range(first, self.needed(first, found)), mine)):
@@ -136,7 +137,7 @@ class _Rules(Walk):
     def jump(self, taken: Sequence[int], handed: Sequence[str], mine: dict[str, int], wraps: bool) -> None:
         """These uses come next, and not the one expected."""
         closing = list(range(self.issued, self.end)) if wraps else []
-        good = dict.fromkeys(self.held, -1) | mine
+        good = self.good() | mine
         over = self.overwritten(closing, {name: since for name, since in good.items() if since < 0})
         if over is not None:
             self.refuse(*over)
@@ -160,25 +161,25 @@ class _Rules(Walk):
         self.used.update(handed)
         self.held.update(handed)
         self.awaited.update([unit for unit, use in zip(units, uses, strict=True) if self.plan.opens[use]])
-        self.awaited.difference_update(
-            [unit for unit, use in zip(units, uses, strict=True) if use in self.plan.settles]
-        )
+        for unit, use in zip(units, uses, strict=True):
+            if use in self.plan.settles:
+                self.awaited.discard(unit)
 
     def next_use(self, name: str, start: int) -> int:
         """The next use of a unit in this pass, from `start` on; after all others if there is none."""
         planned = self.plan.by_name.get(name)
         uses = planned.uses if planned else ()
-        return next((k for k in uses if k >= start), len(self.plan.uses))
+        return next(iter(uses[bisect_left(uses, start) :]), len(self.plan.uses))
 
     def call_of(self, names: Sequence[str]) -> int:
         """The next use at which the plan has just these units at once, as one of them may have uses of its own before,
         which this rank leaves out; where there is none, the use that is expected."""
         wanted = {name for name in names if name not in self.held}
-        for first, last in self.plan.groups if len(wanted) > 1 else ():
+        groups = self.plan.groups
+        for first, last in groups[bisect_left(groups, (self.at, 0)) :] if len(wanted) > 1 else ():
             uses = range(first, last + 1)
             if (
-                self.at <= first
-                and last < self.limit
+                last < self.limit
                 and wanted == {self.plan.uses[k].unit for k in uses}
                 and all(self.plan.opens[k] or self.plan.uses[k].unit in self.awaited for k in uses)
                 and not any(self.must_come(k, names) for k in range(self.at, first))
@@ -201,7 +202,8 @@ class _Rules(Walk):
             return None
         if name in self.held:
             return -1
-        may = (k for k in planned.uses if start <= k < self.limit and (plan.opens[k] or name in self.awaited))
+        ahead_of = planned.uses[bisect_left(planned.uses, start) :]
+        may = (k for k in ahead_of if k < self.limit and (plan.opens[k] or name in self.awaited))
         ahead = next(may, None)
         if ahead is not None and not any(self.must_come(k, names) for k in range(start, ahead)):
             return ahead
@@ -243,12 +245,12 @@ class _Rules(Walk):
                 )
         for name in names:
             self.held.discard(name)
-            gather = self.live.get(name)
-            if gather is not None and self.plan.gathers[gather].last < self.at and name not in self.plan.stays:
-                del self.live[name]
+            there = self.live & self.plan.gathers_of[name]
+            if there and self.plan.gathers[there.bit_length() - 1].last < self.at and name not in self.plan.stays:
+                self.live &= ~there
                 self.actions.append(("free", name))
         if self.at and self.issued < self.plan.due[self.at - 1]:
-            due = self.startable(self.at - 1, self.issued, -1, dict.fromkeys(self.held, -1))
+            due = self.startable(self.at - 1, self.issued, -1, self.good())
             self.gather(self.issue(due))
         self.close_if_over()
 
@@ -257,7 +259,7 @@ class _Rules(Walk):
         start: list[int] = []
         while not (start or self.agreed or self.issued == len(self.plan.gathers)):
             i = self.issued
-            if self.overwritten((i,), dict.fromkeys(self.held, -1)) is not None:
+            if self.overwritten((i,), self.good()) is not None:
                 return
             start = self.issue((i,))
             self.at = max(self.at, self.plan.gathers[i].start)
@@ -270,8 +272,9 @@ class _Rules(Walk):
         reductions = self.plan.reductions
         if reductions and reductions[self.reduced].unit == unit:  # nearly always
             return self.reduced
-        which = [i for i, reduction in enumerate(reductions) if reduction.unit == unit]
-        return next((i for i in which if i >= self.reduced and i not in self.early), -1) if which else None
+        which = self.plan.reductions_of.get(unit, [])
+        left = which[bisect_left(which, self.reduced) :]
+        return next((i for i in left if i not in self.early), -1) if which else None
 
     def gradient(self, unit: str) -> None:
         """A gradient came."""

@@ -228,15 +228,18 @@ class Bucket:
     def only(self, labels: Container[str]) -> Bucket | None:
         """The bucket with the leaves of these labels alone, each where it is; itself if it has no others, None if it
         has none of them."""
-        every = dict.fromkeys([leaf.label for leaf in self.leaves])
-        own = tuple([label for label in every if label in labels])
-        if not own or len(own) == len(every):
+        own = tuple([label for label in self._labels if label in labels])
+        if not own or len(own) == len(self._labels):
             return self if own else None
         if own not in self._only:
             leaves = tuple([leaf for leaf in self.leaves if leaf.label in own])
             self._only[own] = one = replace(self, leaves=leaves, among=True)
             _ = one.labels, one.ranks, one.counts  # cached: Dynamo does not trace the first time
         return self._only[own]
+
+    @cached_property
+    def _labels(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([leaf.label for leaf in self.leaves]))
 
     @cached_property
     def _only(self) -> dict[tuple[str, ...], Bucket]:

@@ -21,7 +21,7 @@ use, without a copy-out. On two axes, `order[0]` cuts first and `order[1]` cuts 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from .._common.errors import SpecError
-from .._common.tree import Paths, bytes_text, first_match, match, table
+from .._common.tree import PathIndex, Paths, bytes_text, table
 from .._spec.placement import Placement
-from .._spec.precision import Dtypes
+from .._spec.precision import Dtypes, Precision
 from .._spec.spec import Spec
 from .._spec.units import find_units, in_order_of_use, relative_keys
 from .bucket import ALIGN, STAGED, Bucket, Leaf, aligned
@@ -211,6 +211,7 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
     """
     paths = [leaf.path for leaf in leaves]
     every_path = [*paths, *(alias for leaf in leaves for alias in leaf.aliases)]
+    index = PathIndex(every_path)
     for what, rules in (
         ("labels", spec.labels),
         ("trainable", spec.trainable),
@@ -218,7 +219,7 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
         ("precision", spec.precisions),
     ):
         for pattern, _ in rules:
-            if every_path and pattern != "*" and all(match(pattern, path) is None for path in every_path):
+            if every_path and pattern != "*" and not index.any(pattern):
                 raise SpecError(
                     f"Spec({what}): the pattern {pattern!r} matches nothing. Paths look like "
                     f"{', '.join(every_path[:4])}, ..."
@@ -226,33 +227,59 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
     tied = [leaf.path for leaf in leaves if leaf.aliases]
     nbytes = [leaf.numel * leaf.dtype.itemsize for leaf in leaves]
     dims = [len(leaf.shape) for leaf in leaves]
-    groups = find_units(paths, nbytes, tied, spec.units, dims, aliases=every_path[len(paths) :])
+    groups = find_units(paths, nbytes, tied, spec.units, dims, index=index)
+    kinds_of = _kinds(leaves, spec, index)
 
     order = tuple(order or (path for leaf in leaves for path in (leaf.path, *leaf.aliases)))
     used = {order[i]: at for at, i in enumerate(in_order_of_use(order))}
     groups.sort(key=lambda group: min(used[paths[i]] for i in group.members))
+    axes, data = spec.axes, spec.data
     units = []
     taken = {group.name for group in groups}
     for name, inside, members in groups:
         keys = relative_keys(inside, [paths[i] for i in members])
-        kinds: dict[Any, list[tuple[LeafInfo, str]]] = {}
+        kinds: dict[tuple[Any, ...], list[tuple[LeafInfo, str, str]]] = {}
         for i, key in zip(members, keys, strict=True):
-            leaf = leaves[i]
-            kind = (
-                spec.placement_of(leaf.path, *leaf.aliases),
-                spec.precision_of(leaf.path, *leaf.aliases).resolve(leaf.dtype, spec.transport.exact),
-                _trains(leaf, spec),
-            )
-            _refuse_float8(leaf, kind[0], kind[1])
-            kinds.setdefault(kind, []).append((leaf, key))
+            *kind, label = kinds_of[i]
+            _refuse_float8(leaves[i], kind[0], kind[1])
+            kinds.setdefault(tuple(kind), []).append((leaves[i], key, label))
         names = _bucket_names(name, len(kinds), taken)
         taken |= set(names)
         buckets = []
         for label, ((placement, dtypes, trainable), some) in zip(names, kinds.items(), strict=True):
-            buckets.append(_bucket(label, name, some, placement, dtypes, trainable, spec))
+            buckets.append(_bucket(label, name, some, placement, dtypes, trainable, axes, data))
         units.append(Unit(name, tuple(keys), tuple(paths[i] for i in members), tuple(buckets)))
     source = {path: leaf.path for leaf in leaves for path in (leaf.path, *leaf.aliases)}
     return Layout(tuple(units), order, tuple(source[path] for path in order))
+
+
+def _kinds(
+    leaves: Sequence[LeafInfo], spec: Spec, index: PathIndex
+) -> list[tuple[Placement, Dtypes, bool, str]]:
+    """Placement, dtypes, whether it trains, and label of each leaf, by the rules of the spec.
+
+    Args:
+        index: of the leaves' paths, and of their aliases after them.
+    """
+    rules = (spec.placements, spec.precisions, spec.trainable, spec.labels)
+    first = [index.first_rules(some) for some in rules]
+    dtypes: dict[Any, Dtypes] = {}
+    found = []
+    alias = len(leaves)
+    for i, leaf in enumerate(leaves):
+        mine = (i, *range(alias, alias + len(leaf.aliases)))
+        alias += len(leaf.aliases)
+        numbers = [min([n for k in mine if (n := some[k]) is not None], default=None) for some in first]
+        placement, precision, trainable, label = (
+            None if n is None else some[n][1] for some, n in zip(rules, numbers, strict=True)
+        )
+        kind = (numbers[1], leaf.dtype)
+        if kind not in dtypes:
+            dtypes[kind] = (precision or Precision()).resolve(leaf.dtype, spec.transport.exact)
+        trains = _trains(leaf, trainable)
+        placement = placement or spec.placement_of(leaf.path, *leaf.aliases)  # which says what there is
+        found.append((placement, dtypes[kind], trains, str(label or "default")))
+    return found
 
 
 def _refuse_float8(leaf: LeafInfo, placement: Placement, dtypes: Dtypes) -> None:
@@ -282,8 +309,7 @@ def _bucket_names(unit: str, count: int, taken: set[str]) -> list[str]:
     return [f"{unit}{colons}{k}" for k in range(count)]
 
 
-def _trains(leaf: LeafInfo, spec: Spec) -> bool:
-    said = first_match(spec.trainable, (leaf.path, *leaf.aliases))
+def _trains(leaf: LeafInfo, said: bool | None) -> bool:
     if said and not leaf.dtype.is_floating_point:
         raise SpecError(
             f"Spec(trainable): the leaf {leaf.path!r} is marked trainable, but its dtype is {leaf.dtype} and only "
@@ -295,21 +321,27 @@ def _trains(leaf: LeafInfo, spec: Spec) -> bool:
 def _bucket(
     name: str,
     unit: str,
-    chosen: list[tuple[LeafInfo, str]],
+    chosen: list[tuple[LeafInfo, str, str]],
     placement: Placement,
     dtypes: Any,
     trainable: bool,
-    spec: Spec,
+    axes: Mapping[str, int],
+    data: Sequence[str],
 ) -> Bucket:
-    sizes = tuple((axis, size) for axis, size in spec.axes.items() if axis in placement.data)
-    labelled = [(spec.label_of(leaf.path, *leaf.aliases), leaf, key) for leaf, key in chosen]
-    first = list(dict.fromkeys(label for label, _, _ in labelled))
+    """
+    Args:
+        axes: of the mesh, and their sizes; `data`: those over which any leaf's gradients are averaged.
+    """
+    sizes = tuple((axis, size) for axis, size in axes.items() if axis in placement.data)
+    first: dict[str, int] = {}
+    for _, _, label in chosen:
+        first.setdefault(label, len(first))
     placed, at = [], 0
-    for label, leaf, key in sorted(labelled, key=lambda item: first.index(item[0])):
+    for leaf, key, label in sorted(chosen, key=lambda item: first[item[2]]):
         placed.append(Leaf(leaf.path, key, leaf.shape, at, label))
         at += aligned(leaf.numel, ALIGN)
     numel = aligned(at, prod(size for _, size in sizes) * ALIGN)
-    share = prod(spec.axes[axis] for axis in spec.data if axis not in placement.data)
+    share = prod(axes[axis] for axis in data if axis not in placement.data)
     return Bucket(
         name, unit, tuple(placed), numel, placement, sizes,
         dtypes.main, dtypes.compute, dtypes.grads, dtypes.wire, dtypes.sum == "fp32", share, trainable,

@@ -100,26 +100,24 @@ def find_peak(
     slots = 1 if gpu and not plan.received else SLOTS
     comes_and_goes = gpu and not keeps_memory and plan.rule == "two sides"
     before: list[str] = []  # units whose gradients are complete, newest last
+    made = 0  # bytes of their main gradients
     found: list[tuple[int, dict[str, int], str]] = []
     for unit, alive in stretches:
         busy = [sizes[name] for name in before[-slots:] if name in sizes]
-        trained = [b for name in before for b in layout.by_name[name].buckets if b.trainable and not b.grads_on_host]
         parts = {
             **state,
-            "arena": _live(plan, sizes[unit].use if unit in sizes else -1) if comes_and_goes else plan.arena,
+            "arena": plan.live_bytes[sizes[unit].use if unit in sizes else -1] if comes_and_goes else plan.arena,
             "staging": plan.staging if keeps_memory else sum(one.nbytes for one in busy),
             "sums": sum(one.received for one in busy),
-            "main gradients": sum(bucket.nbytes("grads") for bucket in trained),
+            "main gradients": made,
             "activations": alive,
         }
         done = f"after the gradients of {before[-1]!r}" if before else "in the forward, or where the backward begins"
         found.append((sum(parts.values()), parts, done))
         before.append(unit)
+        trained = [b for b in layout.by_name[unit].buckets if b.trainable and not b.grads_on_host] if unit else []
+        made += sum(bucket.nbytes("grads") for bucket in trained)
     _, parts, where = max(found, key=lambda one: one[0])
     stays = frozenset(state) | (frozenset(("arena", "staging")) if keeps_memory else frozenset())
     return StepMemory({name: n for name, n in parts.items() if n}, stays, host, moved, where, tuple(stretches))
 
-
-def _live(plan: Plan, use: int) -> int:
-    """Bytes of the units that are live at a use; -1: at the last one."""
-    return sum(plan.by_name[name].nbytes for name in plan.live(use % len(plan.uses)))

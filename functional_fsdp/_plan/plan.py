@@ -210,18 +210,50 @@ class Plan:
         trained = {reduction.unit for reduction in self.reductions}
         return frozenset(unit.uses[-1] for unit in self.units if unit.name not in trained)
 
+    def share(self, one: str, other: str) -> bool:
+        """Whether two units share bytes: the release of one comes before the gather of the other."""
+        if one == other:
+            return False
+        a, b = self.by_name[one], self.by_name[other]
+        return a.address < b.address + b.nbytes and b.address < a.address + a.nbytes and min(a.nbytes, b.nbytes) > 0
+
     @cached_property
-    def sharing(self) -> dict[str, frozenset[str]]:
-        """For each unit, the others with which it shares bytes: their releases come before its gather."""
-        found: dict[str, list[str]] = {unit.name: [] for unit in self.units}
-        open_: list[PlannedUnit] = []
+    def crowded(self) -> frozenset[str]:
+        """The units that share bytes with any other."""
+        found: set[str] = set()
+        above: PlannedUnit | None = None  # of those seen, that which ends last
         for unit in sorted((u for u in self.units if u.nbytes), key=lambda u: u.address):
-            open_ = [other for other in open_ if other.address + other.nbytes > unit.address]
-            for other in open_:
-                found[other.name].append(unit.name)
-                found[unit.name].append(other.name)
-            open_.append(unit)
-        return {name: frozenset(others) for name, others in found.items()}
+            if above is not None and above.address + above.nbytes > unit.address:
+                found |= {above.name, unit.name}
+            if above is None or unit.address + unit.nbytes > above.address + above.nbytes:
+                above = unit
+        return frozenset(found)
+
+    @cached_property
+    def crowded_bits(self) -> int:
+        """The same, a bit for the number of each unit."""
+        return sum(1 << self.index[name] for name in self.crowded)
+
+    @cached_property
+    def crowded_gathers(self) -> int:
+        """The gathers of these, a bit for each."""
+        return sum(1 << i for i, gather in enumerate(self.gathers) if gather.unit in self.crowded)
+
+    @cached_property
+    def gathers_of(self) -> dict[str, int]:
+        """The gathers of each unit, a bit for each."""
+        found = dict.fromkeys(self.by_name, 0)
+        for i, gather in enumerate(self.gathers):
+            found[gather.unit] |= 1 << i
+        return found
+
+    @cached_property
+    def reductions_of(self) -> dict[str, list[int]]:
+        """The reductions of each unit that has any."""
+        found: dict[str, list[int]] = {}
+        for i, reduction in enumerate(self.reductions):
+            found.setdefault(reduction.unit, []).append(i)
+        return found
 
     @cached_property
     def stays(self) -> frozenset[str]:
@@ -229,7 +261,7 @@ class Plan:
         else lies where they do. Not with `debug`, where what is released is to be good no more."""
         if self.schedule.keep is None or self.schedule.debug:
             return frozenset()
-        return frozenset(unit.name for unit in self.units if unit.gathers == 1 and not self.sharing[unit.name])
+        return frozenset(unit.name for unit in self.units if unit.gathers == 1 and unit.name not in self.crowded)
 
     @cached_property
     def received(self) -> int:
@@ -239,6 +271,16 @@ class Plan:
     def live(self, use: int) -> tuple[str, ...]:
         """The units whose bytes are live during a use: gathered, or being gathered."""
         return tuple(u.name for u in self.units if any(first <= use <= last for first, last in u.lives))
+
+    @cached_property
+    def live_bytes(self) -> tuple[int, ...]:
+        """Bytes of the units that are live, during each use."""
+        changes = [0] * (len(self.uses) + 1)
+        for unit in self.units:
+            for first, last in unit.lives:
+                changes[first] += unit.nbytes
+                changes[last + 1] -= unit.nbytes
+        return tuple(accumulate(changes[:-1]))
 
     def __repr__(self) -> str:
         reduces = Counter(reduction.unit for reduction in self.reductions)

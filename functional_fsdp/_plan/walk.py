@@ -1,4 +1,7 @@
-"""Walk: a cursor while an event is worked out, with sets in the place of bits; and what ends rounds and passes. Pure.
+"""Walk: a cursor while an event is worked out, with names in the place of bits; and what ends rounds and passes. Pure.
+
+An event costs what it changes, however many units there are: sets stay bits, which are looked at one by one only where
+they are few (what is held or live in bytes that others share).
 
 Cursor ──▶ Walk ── the rules of `_plan.advance` ──▶ Cursor, actions
 """
@@ -10,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from .._common.errors import ScheduleError
-from .cursor import Cursor, bits, end_of_pass, numbers
+from .cursor import Bits, Cursor, end_of_pass, numbers
 from .plan import Plan
 
 __all__ = ["Action", "Collision", "Due", "Walk"]
@@ -23,6 +26,39 @@ class Collision(ScheduleError):
     """A gather would write over a unit that was not released."""
 
 
+class Few:
+    """A set as bits: of names or numbers, of which `number` says the place. Names that no plan has are in none."""
+
+    __slots__ = ("bits", "number")
+
+    def __init__(self, bits: Bits, number: Mapping[str, int] | Sequence[int]) -> None:
+        self.bits = bits
+        self.number: Any = number
+
+    def __contains__(self, one: object) -> bool:
+        try:
+            return bool(self.bits >> self.number[one] & 1)
+        except KeyError:
+            return False
+
+    def __bool__(self) -> bool:
+        return bool(self.bits)
+
+    def add(self, one: object) -> None:
+        self.bits |= 1 << self.number[one]
+
+    def update(self, some: Iterable[object]) -> None:
+        for one in some:
+            self.add(one)
+
+    def discard(self, one: object) -> None:
+        if one in self:
+            self.bits ^= 1 << self.number[one]
+
+    def clear(self) -> None:
+        self.bits = 0
+
+
 class Walk:
     """Where a program stands, and what is to be done, so far."""
 
@@ -30,18 +66,17 @@ class Walk:
         self.plan = plan
         self.at, self.issued, self.reduced = cursor.at, cursor.issued, cursor.reduced
         self.phase, self.agreed = cursor.phase, cursor.agreed
-        self.live = cursor.live
+        self.live = cursor.live_bits
         self.held, self.used, self.awaited = (
-            {plan.units[i].name for i in numbers(some)}
-            for some in (cursor.held_bits, cursor.used_bits, cursor.awaited_bits)
+            Few(some, plan.index) for some in (cursor.held_bits, cursor.used_bits, cursor.awaited_bits)
         )
-        self.seen, self.early = set(numbers(cursor.seen_bits)), set(numbers(cursor.early_bits))
+        self.seen = Few(cursor.seen_bits, range(len(plan.uses)))
+        self.early = Few(cursor.early_bits, range(len(plan.reductions)))
         self.due = [*cursor.due]
         self.training, self.round_done = cursor.training, cursor.round_done
         self.actions: list[Action] = []
 
     def cursor(self) -> Cursor:
-        index = self.plan.index
         return Cursor(
             self.plan,
             at=self.at,
@@ -49,12 +84,12 @@ class Walk:
             reduced=self.reduced,
             phase=self.phase,
             agreed=self.agreed,
-            live_bits=bits(self.live.values()),
-            held_bits=bits([index[name] for name in self.held]),
-            used_bits=bits([index[name] for name in self.used]),
-            awaited_bits=bits([index[name] for name in self.awaited]),
-            seen_bits=bits(self.seen),
-            early_bits=bits(self.early),
+            live_bits=self.live,
+            held_bits=self.held.bits,
+            used_bits=self.used.bits,
+            awaited_bits=self.awaited.bits,
+            seen_bits=self.seen.bits,
+            early_bits=self.early.bits,
             due=tuple(self.due),
             training=self.training,
             round_done=self.round_done,
@@ -88,12 +123,19 @@ class Walk:
     def overwritten(self, gathers: Iterable[int], good: Mapping[str, int]) -> tuple[int, str] | None:
         """The first of these gathers that would write over one of the units, and which. Gathers before a unit's own
         one, which come to `good[unit]`, do not matter."""
-        for i in gathers if good else ():
-            shares = self.plan.sharing[self.plan.gathers[i].unit]
-            for name in sorted(good):
-                if i > good[name] and name in shares:
+        if not good:
+            return None
+        names = sorted(good)
+        for i in gathers:
+            unit = self.plan.gathers[i].unit
+            for name in names if unit in self.plan.crowded else ():
+                if i > good[name] and self.plan.share(unit, name):
                     return i, name
         return None
+
+    def good(self) -> dict[str, int]:
+        """The units that are held where others lie, too, and that are good whatever was gathered before."""
+        return {self.plan.units[i].name: -1 for i in numbers(self.held.bits & self.plan.crowded_bits)}
 
     def refuse(self, gather: int, over: str) -> NoReturn:
         raise Collision(
@@ -107,11 +149,14 @@ class Walk:
         start = []
         for i in gathers:
             unit = self.plan.gathers[i].unit
-            if unit not in self.live or unit not in self.plan.stays:
+            there = self.live & self.plan.gathers_of[unit]
+            if not there or unit not in self.plan.stays:
                 start.append(i)
-            for other in self.live.keys() & self.plan.sharing[unit]:
-                del self.live[other]
-            self.live[unit] = i
+            self.live &= ~there
+            for other in numbers(self.live & self.plan.crowded_gathers) if unit in self.plan.crowded else ():
+                if self.plan.share(unit, self.plan.gathers[other].unit):
+                    self.live &= ~(1 << other)
+            self.live |= 1 << i
         self.issued += len(gathers)
         return start
 
@@ -192,7 +237,7 @@ class Walk:
             ScheduleError: a gather would write over a unit that was not released.
         """
         rest = list(range(self.issued, self.end))
-        over = None if step else self.overwritten(rest, dict.fromkeys(self.held, -1))
+        over = None if step else self.overwritten(rest, self.good())
         if over is not None:
             self.refuse(*over)
         rest = self.issue(rest)

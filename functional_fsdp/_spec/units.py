@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch.nn as nn
 
 from .._common.errors import SpecError
-from .._common.tree import bytes_text, match, prefixes
+from .._common.tree import PathIndex, bytes_text, prefixes
 from .settings import describe_settings, opaque_settings
 
 __all__ = ["ByName", "Group", "UnitsBy", "find_units", "freeze_units", "in_order_of_use", "relative_keys", "units"]
@@ -141,7 +141,7 @@ def find_units(
     patterns: Any,
     dims: Sequence[int],
     where: str = "Spec(units)",
-    aliases: Sequence[str] = (),
+    index: PathIndex | None = None,
 ) -> list[Group]:
     """Group leaves into units, in order of first appearance. No two have the same name.
 
@@ -149,6 +149,7 @@ def find_units(
         paths: the leaves' paths; `nbytes` their sizes; `tied`: those that are units of their own.
         patterns: None, the frozen form of `Spec(units=...)`, or a function from paths to names.
         dims: how many dims each leaf has.
+        index: of the paths, and of aliases after them, which patterns may match, too.
 
     Raises:
         SpecError: a pattern that matches nothing, a leaf that belongs to two units, or a name that the tree has.
@@ -180,16 +181,17 @@ def find_units(
             if name is not None:
                 claim(i, _Owner("name", name), paths[i])
     else:
+        index = index or PathIndex(paths)
         for name, group in patterns:
             named = "+".join(group) if name is None and isinstance(group, tuple) else name
             for pattern in group if isinstance(group, tuple) else (group,):
-                hits = [(i, match(pattern, paths[i])) for i in range(len(paths))]
-                if all(prefix is None for _, prefix in hits) and all(match(pattern, a) is None for a in aliases):
+                hits = index.hits(pattern)
+                if not hits:
                     raise SpecError(
                         f"{where}: the pattern {pattern!r} matches nothing. Paths look like {', '.join(paths[:4])}, ..."
                     )
-                for i, prefix in hits:
-                    if prefix is not None and paths[i] not in alone:
+                for i, prefix in hits.items():
+                    if i < len(paths) and paths[i] not in alone:
                         claim(i, _Owner("part", prefix) if named is None else _Owner("name", named), prefix)
     blocks = set(owner.values())
     for i in free:

@@ -249,7 +249,7 @@ def init(
         params = dict(module.named_parameters(remove_duplicate=False))
         shapes = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in params.values()}
         infos, paths, treedef = describe({path: shapes[id(p)] for path, p in params.items()})
-        topics = given(infos, paths, spec, as_optimizer(optimizer), seed)
+        plan, topics = given(infos, paths, spec, as_optimizer(optimizer), seed)
         source, cuts = None, checked(None)
         if weights is not None:
             cuts = checked(convert(module) if callable(convert) else convert)
@@ -258,11 +258,11 @@ def init(
         with torch.no_grad(), _Copies(recorder, real=True):
             skeleton = skeleton_of(module)
         views = {path: recorder.view(p) for path, p in params.items()}
-        return (infos, paths, treedef, recorder, views, skeleton, source, cuts), topics
+        return (infos, paths, treedef, recorder, views, skeleton, source, cuts, plan), topics
 
     with Joint(run, "init") as joint:
-        infos, paths, treedef, recorder, views, skeleton, source, cuts = agree(joint, "what is given", look)
-        spec, plan = resolve_transport(spec, infos, paths)
+        infos, paths, treedef, recorder, views, skeleton, source, cuts, plan = agree(joint, "what is given", look)
+        spec, plan = resolve_transport(spec, infos, paths, plan)
 
         def fetch(unit: Unit) -> dict[str, torch.Tensor]:
             return dict(zip(unit.paths, recorder.replay(views[path] for path in unit.paths), strict=True))

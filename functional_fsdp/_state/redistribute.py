@@ -93,11 +93,12 @@ def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistr
                 "gradients would be of another size. Where that is meant, say allow=['average']."
             )
         infos = leaf_infos(state.layout, state.spec)
-        return infos, given(infos, state.layout.paths, spec, state.optimizer, 0)
+        layout, topics = given(infos, state.layout.paths, spec, state.optimizer, 0)
+        return (infos, layout), topics
 
     with Joint(run, verb) as joint:
-        infos = agree(joint, "what is given", look)
-        spec, layout = resolve_transport(spec, infos, state.layout.paths)
+        infos, layout = agree(joint, "what is given", look)
+        spec, layout = resolve_transport(spec, infos, state.layout.paths, layout)
         mover = Mover(state, layout, spec, "replicas" in allow, trains)
         mover.compare(joint(mover.check, "what is kept"))
     state = free_arena(state)
@@ -243,17 +244,22 @@ class Mover:
     def _whole(self, field: str, tree: Buffers) -> None:
         """Check that a tree has all leaves of each new bucket, or none; and that it lies as main weights do."""
         homes = self._homes(tree)
+        looked: set[str] = set()
         for name, buffer in tree.items():
             if not buffer.bucket.by_leaf and buffer.states != states_of(self.old.buckets[name], "main"):
                 raise TreeError(
                     f"redistribute: State.{field} has {buffer!r}, which is not placed as the main weights are. Make it "
                     "from main weights, or leave it out: replace_extras(state, name=None)."
                 )
-            for leaf in buffer.bucket.leaves:
-                lacks = [one.path for one in homes[leaf.path].leaves if one.path not in homes]
-                if lacks and not buffer.bucket.by_leaf:
+            first = {homes[leaf.path].name: leaf.path for leaf in reversed(buffer.bucket.leaves)}
+            for home, path in () if buffer.bucket.by_leaf else first.items():
+                if home in looked:
+                    continue
+                looked.add(home)
+                lacks = next((one.path for one in homes[path].leaves if one.path not in homes), None)
+                if lacks is not None:
                     raise TreeError(
-                        f"redistribute: by the spec {leaf.path!r} and {lacks[0]!r} are in one bucket, and a tree of "
+                        f"redistribute: by the spec {path!r} and {lacks!r} are in one bucket, and a tree of "
                         f"State.{field} has the first of them only. Give both leaves such values, or other units."
                     )
 

@@ -173,15 +173,15 @@ def shard(
                     f"shard: the leaf {path!r} is on the meta device and has no values. Use init(lambda: Model(...), "
                     "spec), which materialises one unit at a time."
                 )
-        topics = given(infos, paths, spec, as_optimizer(optimizer), seed)
+        plan, topics = given(infos, paths, spec, as_optimizer(optimizer), seed)
         if src is not None:
             alike = "Give every rank the same src, and buffers of the same names, shapes and dtypes."
             topics.append(Topic(_sources(src, buffers or {}), SpecError, "sources", "one", alike))
-        return (infos, paths, treedef, values), topics
+        return (infos, paths, treedef, values, plan), topics
 
     with Joint(run, "shard") as joint:
-        infos, paths, treedef, values = agree(joint, "what is given", look)
-        spec, plan = resolve_transport(spec, infos, paths)
+        infos, paths, treedef, values, plan = agree(joint, "what is given", look)
+        spec, plan = resolve_transport(spec, infos, paths, plan)
         if src is not None:
             check_source("shard", src, run, plan)
         held: Any = buffers or {}
@@ -218,8 +218,11 @@ def needs_spec(where: str, spec: Any) -> Spec:
     return spec
 
 
-def given(infos: list[LeafInfo], paths: Sequence[str], spec: Spec, optimizer: Any, seed: int) -> list[Topic]:
-    """What ranks are to have been given alike, but for values; a spec that cannot be honoured is refused here."""
+def given(
+    infos: list[LeafInfo], paths: Sequence[str], spec: Spec, optimizer: Any, seed: int
+) -> tuple[Layout, list[Topic]]:
+    """The layout by the spec, and what ranks are to have been given alike, but for values; a spec that cannot be
+    honoured is refused here."""
     plan = plan_layout(infos, spec, paths)
     check_labels(optimizer, spec)
     kinds = [
@@ -230,7 +233,7 @@ def given(infos: list[LeafInfo], paths: Sequence[str], spec: Spec, optimizer: An
     settings = [*describe_settings(spec, "Spec"), *describe_settings(optimizer, "optimizer")]
     build_alike = "Build the same parameters on every rank (seed them alike, or use init)."
     give_alike = "Give every rank the same. An object of which not all counts says what does: by __fsdp_settings__()."
-    return [
+    return plan, [
         Topic(trees, TreeError, "trees", "leaf", build_alike),
         Topic([*settings, f"seed: {seed!r}"], SpecError, "settings", "one", give_alike),
         Topic(

@@ -50,16 +50,16 @@ class Auto(Transport):
 
 
 def resolve_transport(
-    spec: Spec, leaves: Sequence[LeafInfo], order: Sequence[str] | None = None
+    spec: Spec, leaves: Sequence[LeafInfo], order: Sequence[str], layout: Layout
 ) -> tuple[Spec, Layout]:
     """The spec with a transport that is on this machine, the same on every rank, and its layout. Collective where the
-    transport is "auto"."""
-    layout = plan_layout(leaves, spec, order)
+    transport is "auto". `layout`: that of the spec as it is."""
     transport = spec.transport.resolve_transport(runtime_of(spec.mesh), layout)
     if transport is spec.transport:
         return spec, layout
+    alike = transport.exact == spec.transport.exact  # all that a layout depends on
     spec = spec.with_transport(transport)
-    return spec, plan_layout(leaves, spec, order)
+    return spec, layout if alike else plan_layout(leaves, spec, order)
 
 
 def _choose(run: Runtime, axes: list[str]) -> tuple[Transport, str]:

@@ -118,6 +118,12 @@ def schedules_of(draw: Draw, layout: Layout) -> list[Schedule]:
     return found
 
 
+def sharing_of(plan: Plan) -> list[tuple[str, list[str]]]:
+    """By unit, those with which it shares bytes."""
+    names = sorted(plan.by_name)
+    return [(name, [other for other in names if plan.share(name, other)]) for name in names]
+
+
 def walked(plan: Plan, draw: Draw) -> list[Any]:
     """What a program does that follows the plan, and one that leaves out and repeats some of it."""
     found: list[Any] = []
@@ -162,7 +168,7 @@ def line_of(seed: int) -> str:
         plan = make_plan(layout, schedule, slots=1 + k % 2)
         plans.append(plan.hash)
         walks += walked(plan, draw)
-        shown += [repr(plan), plan.turn, plan.due, plan.opens, sorted((k, sorted(v)) for k, v in plan.sharing.items())]
+        shown += [repr(plan), plan.turn, plan.due, plan.opens, sharing_of(plan)]
         shown.append(predict(plan, gather=1e9, reduce=1e9, compute=1e-3))
         stretches = [*(Stretch(one.unit, i) for i, one in enumerate(plan.reductions)), Stretch("", 3)]
         shown += [repr(find_peak(layout, plan, {"main": 7}, stretches, gpu=gpu)) for gpu in (False, True)]

@@ -140,6 +140,7 @@ def test_a_layout_prints_as_a_table() -> None:
         "wte 1 15 113 zero3(data) float32 512 B 512 B 512 B",
         "blocks.0 2 12 244 zero3(data) float32 1.0 KiB 1.0 KiB 1.0 KiB",
         "blocks.1 2 12 244 zero3(data) float32 1.0 KiB 1.0 KiB 1.0 KiB",
+        "3 units, the largest of 38% of all elements: 'wte'",
     ]
 
 
