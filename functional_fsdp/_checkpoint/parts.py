@@ -27,7 +27,10 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards
 
-__all__ = ["PLACE", "SAVED", "SavedTensor", "any_apart", "by_place", "content", "named", "nodes_of", "own_place", "parts_of", "plain_names"]
+__all__ = [
+    *("PLACE", "SAVED", "SavedTensor", "any_apart", "by_place", "content", "named"),
+    *("nodes_of", "own_place", "parts_of", "plain_names"),
+]
 
 SAVED = ("main", "opt", "buffers", "count", "rng", "extras")
 PLACE = " of "  # between a tensor's name and where the ranks are that have it

@@ -148,7 +148,8 @@ def _tree(
         found: Any
         if kind == "leaf":
             assert state is not None
-            found = {b.bucket.name: like for b in state.main.values() if (like := _like(b, name, placed, there)) is not None}
+            alike = {b.bucket.name: _like(b, name, placed, there) for b in state.main.values()}
+            found = {bucket: like for bucket, like in alike.items() if like is not None}
         else:
             one = there[placed[name]]
             found = torch.zeros(one.shape, dtype=one.dtype, device=None if state is None else state.count.device)
@@ -159,9 +160,7 @@ def _tree(
     return made
 
 
-def _like(
-    main: FlatBuffer, name: str, placed: Mapping[str, str], there: Mapping[str, Tensor]
-) -> FlatBuffer | None:
+def _like(main: FlatBuffer, name: str, placed: Mapping[str, str], there: Mapping[str, Tensor]) -> FlatBuffer | None:
     """Zeros for what a tree of the checkpoint has for a bucket's leaves; None if it has nothing."""
     for leaf in main.bucket.leaves:
         key = placed.get(f"{name}.{leaf.path}")

@@ -23,7 +23,10 @@ import optree
 
 from .torch_names import pytree
 
-__all__ = ["PathIndex", "Paths", "bytes_text", "dotted", "first_match", "flatten", "match", "prefixes", "register", "table"]
+__all__ = [
+    *("PathIndex", "Paths", "bytes_text", "dotted", "first_match", "flatten", "match", "prefixes"),
+    *("register", "table"),
+]
 
 Paths = tuple[str, ...]
 SPECIAL = "*?[]"  # what is not literal in a pattern

@@ -110,23 +110,25 @@ class Gathers(Engine):
 
     def _crowded(self, unit: str) -> bool:
         """Whether something that is held lies where a unit would."""
-        places = self.arena.places
-        return any(name in places and places[name].loan.held for name in self.plan.sharing[unit])
+        some = self.arena.places.items() if unit in self.plan.crowded else ()
+        return any(place.loan.held and self.plan.share(unit, name) for name, place in some)
 
     def _free(self, unit: str) -> Mark:
         """The point from which a unit's place may be written: the newest release of what lay there."""
-        shares = self.plan.sharing[unit]
-        if not shares.isdisjoint(self.occupied):
+        if unit not in self.plan.crowded:
+            if (flying := self.flying.pop(unit, None)) is not None:
+                self.run.lanes.wait(flying.gathered)
+            return self.released.pop(unit, None)
+        share = self.plan.share
+        if any(share(unit, name) for name in self.occupied):
             raise ScheduleError(
                 f"gathering {unit!r} would write over {', '.join(self.occupied)}, in whose backward it is."
             )
-        if unit in self.flying or not shares.isdisjoint(self.flying):
-            for name in [name for name in self.flying if name in shares or name == unit]:
-                self.run.lanes.wait(self.flying.pop(name).gathered)  # skipped: nobody waited for it
+        for name in [name for name in self.flying if name == unit or share(unit, name)]:
+            self.run.lanes.wait(self.flying.pop(name).gathered)  # skipped: nobody waited for it
         mark = None
-        if self.released:
-            for name in [name for name in self.released if name in shares or name == unit]:
-                mark = self.released.pop(name)  # the dict is in order of release
+        for name in [name for name in self.released if name == unit or share(unit, name)]:
+            mark = self.released.pop(name)  # the dict is in order of release
         return mark
 
     def put_in_place(self, unit: str, weights: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
@@ -142,7 +144,7 @@ class Gathers(Engine):
         ):
             return None
         for name, other in self.flying.items():
-            if name in self.plan.sharing[unit]:
+            if self.plan.share(unit, name):
                 self.run.lanes.wait(other.gathered)
         undo = self.arena.put(unit, outside.whole)
         self.occupied.add(unit)

@@ -253,9 +253,7 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
     return Layout(tuple(units), order, tuple(source[path] for path in order))
 
 
-def _kinds(
-    leaves: Sequence[LeafInfo], spec: Spec, index: PathIndex
-) -> list[tuple[Placement, Dtypes, bool, str]]:
+def _kinds(leaves: Sequence[LeafInfo], spec: Spec, index: PathIndex) -> list[tuple[Placement, Dtypes, bool, str]]:
     """Placement, dtypes, whether it trains, and label of each leaf, by the rules of the spec.
 
     Args:

@@ -16,10 +16,12 @@ from collections.abc import Collection, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
-from .._spec.schedule import Schedule, means
+from .._spec.schedule import Schedule, named
 from .program import Program
 
 __all__ = ["Gather", "choose_kept", "simulate"]
+
+TRIED = 1 << 20  # sets of units that are tried for a budget; of more kinds of units all or none stay
 
 
 class Gather(NamedTuple):
@@ -42,6 +44,7 @@ def simulate(
 ) -> dict[str, list[Gather]]:
     """Each unit's gathers, those of `kept` once. A group counts as one use ahead, resident units do not count."""
     found: dict[str, list[Gather]] = {name: [] for name in sizes}
+    depths = schedule.depths([*sizes])
     order = program.order
     moments = [(a, b) for a, b in dict.fromkeys(program.groups) if any(sizes[name] for name in order[a : b + 1])]
     before: dict[str, int] = {}
@@ -50,7 +53,7 @@ def simulate(
             name = order[k]
             if not sizes[name]:
                 continue
-            begin = max(0, i - schedule.depth(name))
+            begin = max(0, i - depths[name])
             if name in before:
                 begin = max(begin, before[name] + 1)  # its bytes are in use until then
                 idle = begin > before[name] + 1
@@ -69,23 +72,26 @@ def choose_kept(schedule: Schedule, program: Program, sizes: Mapping[str, int]) 
     if keep is None or keep == "all":
         return set(sizes) if keep else set()
     if isinstance(keep, tuple):
-        return {name for name in sizes if any(means(pattern, name) for pattern in keep)}
+        return named(keep, [*sizes])
     saves: dict[int, list[str]] = {}
     for name, gathers in simulate(schedule, program, sizes, ()).items():
         if len(gathers) > 1:
             saves.setdefault(len(gathers) - 1, []).append(name)
     # Among units that save as many gathers each, the smallest first (of equal ones the last, whose lives are short), so
     # it remains to choose how many of each kind: gathers saved -> (fewest bytes, those units).
-    best: dict[int, tuple[int, tuple[str, ...]]] = {0: (0, ())}
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for save, names in saves.items():
         names.reverse()
         names.sort(key=lambda name: sizes[name])
         costs = list(accumulate((sizes[name] for name in names), initial=0))
-        grown: dict[int, tuple[int, tuple[str, ...]]] = {}
-        for saved, (spent, chosen) in best.items():
-            for n in range(bisect_right(costs, keep - spent)):
+        grown: dict[int, tuple[int, tuple[int, ...]]] = {}
+        few = len(best) * len(costs) <= TRIED
+        for saved, (spent, counts) in best.items():
+            most = bisect_right(costs, keep - spent)
+            for n in range(most) if few else (0, most - 1):
                 total = saved + n * save
                 if total not in grown or spent + costs[n] < grown[total][0]:
-                    grown[total] = (spent + costs[n], (*chosen, *names[:n]))
+                    grown[total] = (spent + costs[n], (*counts, n))
         best = grown
-    return set(best[max(best)][1])
+    _, counts = best[max(best)]
+    return {name for names, n in zip(saves.values(), counts, strict=True) for name in names[:n]}

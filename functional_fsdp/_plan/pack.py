@@ -18,16 +18,24 @@ bound is met. The same holds wherever "ever live at once" can be two-coloured. O
 | with kept  | what is kept lies above, the rest as if it were alone               | that of the rest, plus kept    |
 | slots      | one slot for each colour, as large as its largest                   | at most (depth + 1) × max      |
 | first fit  | large ones first, lowest gap; then again, what stuck out first      | within a few % of the bound    |
+
+Things that meet are looked at in pairs, up to `PAIRS` a thing. Where more meet, those that are kept, which nearly all
+others meet, are stacked above at once, so that only the rest is looked at; where the rest has more pairs, too, nothing
+shares a byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import accumulate
 
 __all__ = ["Interval", "Packing", "pack"]
 
 Interval = tuple[int, int]  # first and last moment of a life, both included
+PAIRS = 100  # that are looked at, for each thing
 WORK = 150_000  # placements tried while searching for a better first fit
 PATIENCE = 12  # tries without progress before the next order
 
@@ -55,15 +63,27 @@ def pack(sizes: Sequence[int], lives: Sequence[Sequence[Interval]], kept: Collec
     >>> pack([3, 4, 2], [[(0, 0)], [(0, 1)], [(1, 2)]])
     Packing(addresses=(0, 3, 0), total=7, bound=7, rule='two sides')
     """
-    near, bound = _meet(sizes, lives)
     everything = range(len(sizes))
-    rest = [i for i in everything if i not in kept]
-    rules: list[tuple[str, Callable[[], list[int] | None]]] = [
-        ("two sides", lambda: _two_sides(sizes, near, everything)),
-        ("two sides, kept above", lambda: _above(sizes, kept, _two_sides(sizes, near, rest))),
-        ("first fit", lambda: _search(sizes, lives, near, bound)),
-        ("slots, kept above", lambda: _above(sizes, kept, _slots(sizes, near, rest))),
-    ]
+    above = set(kept)
+    rest = [i for i in everything if i not in above]
+    bound, pairs = _most(sizes, lives, everything)
+    rules: list[tuple[str, Callable[[], list[int] | None]]]
+    if pairs <= PAIRS * len(sizes):
+        near = _meet(sizes, lives, everything)
+        rules = [
+            ("two sides", lambda: _two_sides(sizes, near, everything)),
+            ("two sides, kept above", lambda: _above(sizes, above, _two_sides(sizes, near, rest))),
+            ("first fit", lambda: _search(sizes, lives, near, bound)),
+            ("slots, kept above", lambda: _above(sizes, above, _slots(sizes, near, rest))),
+        ]
+    elif _most(sizes, lives, rest)[1] <= PAIRS * len(sizes):
+        near = _meet(sizes, lives, rest)
+        rules = [
+            ("two sides, kept above", lambda: _above(sizes, above, _two_sides(sizes, near, rest))),
+            ("slots, kept above", lambda: _above(sizes, above, _slots(sizes, near, rest))),
+        ]
+    else:
+        rules = [("nothing shared", lambda: _above(sizes, set(everything), [0] * len(sizes)))]
     best: Packing | None = None
     for rule, find in rules:
         addresses = find()
@@ -74,7 +94,7 @@ def pack(sizes: Sequence[int], lives: Sequence[Sequence[Interval]], kept: Collec
             best = Packing(tuple(addresses), total, bound, rule)
         if best.total == bound:
             break
-    assert best is not None  # first fit always finds one
+    assert best is not None  # the last rule always finds one
     return best
 
 
@@ -82,24 +102,41 @@ def _top(sizes: Sequence[int], addresses: Sequence[int], things: Iterable[int]) 
     return max((addresses[i] + sizes[i] for i in things), default=0)
 
 
-def _meet(sizes: Sequence[int], lives: Sequence[Sequence[Interval]]) -> tuple[list[set[int]], int]:
-    """Who is ever live together with whom, and the largest sum of bytes live at once."""
-    events = sorted((first, last, i) for i, intervals in enumerate(lives) for first, last in intervals)
-    near: list[set[int]] = [set() for _ in sizes]
-    live: dict[int, int] = {}
-    now = bound = 0
+def _moments(
+    lives: Sequence[Sequence[Interval]], things: Iterable[int]
+) -> Iterator[tuple[int, list[int], dict[int, None]]]:
+    """As time goes on: who comes, who has gone since the last one came, and who is there."""
+    events = sorted((first, last, i) for i in things for first, last in lives[i])
+    live: dict[int, None] = {}
+    ends: list[tuple[int, int]] = []
     for first, last, i in events:
-        for j in [j for j, end in live.items() if end < first]:
-            now -= sizes[j]
-            del live[j]
+        gone = []
+        while ends and ends[0][0] < first:
+            gone.append(heappop(ends)[1])
+            del live[gone[-1]]
         assert i not in live, "a thing's own intervals must not overlap"
+        yield i, gone, live
+        live[i] = None
+        heappush(ends, (last, i))
+
+
+def _most(sizes: Sequence[int], lives: Sequence[Sequence[Interval]], things: Iterable[int]) -> tuple[int, int]:
+    """The largest sum of bytes live at once, and how many pairs meet, counted each time."""
+    now = bound = pairs = 0
+    for i, gone, live in _moments(lives, things):
+        now += sizes[i] - sum(sizes[j] for j in gone)
+        bound, pairs = max(bound, now), pairs + len(live)
+    return bound, pairs
+
+
+def _meet(sizes: Sequence[int], lives: Sequence[Sequence[Interval]], things: Iterable[int]) -> list[set[int]]:
+    """Who is ever live together with whom."""
+    near: list[set[int]] = [set() for _ in sizes]
+    for i, _, live in _moments(lives, things):
         near[i].update(live)
         for j in live:
             near[j].add(i)
-        live[i] = last
-        now += sizes[i]
-        bound = max(bound, now)
-    return near, bound
+    return near
 
 
 def _two_sides(sizes: Sequence[int], near: Sequence[set[int]], things: Iterable[int]) -> list[int] | None:
@@ -122,7 +159,7 @@ def _two_sides(sizes: Sequence[int], near: Sequence[set[int]], things: Iterable[
     return [top - sizes[i] if side.get(i) else 0 for i in range(len(sizes))]
 
 
-def _above(sizes: Sequence[int], kept: Collection[int], addresses: list[int] | None) -> list[int] | None:
+def _above(sizes: Sequence[int], kept: AbstractSet[int], addresses: list[int] | None) -> list[int] | None:
     """The kept ones stacked on top of all others, which have `addresses` already."""
     if addresses is None:
         return None
@@ -147,7 +184,8 @@ def _slots(sizes: Sequence[int], near: Sequence[set[int]], things: Sequence[int]
             widths.append(0)
         colour[i] = last
         widths[last] = max(widths[last], sizes[i])
-    return [sum(widths[: colour[i]]) if i in colour else 0 for i in range(len(sizes))]
+    below = [0, *accumulate(widths)]
+    return [below[colour[i]] if i in colour else 0 for i in range(len(sizes))]
 
 
 def _first_fit(sizes: Sequence[int], near: Sequence[set[int]], order: Iterable[int]) -> list[int]:

@@ -120,4 +120,3 @@ def find_peak(
     _, parts, where = max(found, key=lambda one: one[0])
     stays = frozenset(state) | (frozenset(("arena", "staging")) if keeps_memory else frozenset())
     return StepMemory({name: n for name, n in parts.items() if n}, stays, host, moved, where, tuple(stretches))
-

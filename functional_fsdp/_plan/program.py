@@ -16,13 +16,15 @@ backward is through with all that came after it:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
 
 from .._common.errors import ScheduleError, SpecError
-from .._spec.schedule import Order, Schedule, means
+from .._common.tree import PathIndex
+from .._spec.schedule import Order, Schedule
 from .._spec.units import in_order_of_use
 from .layout import Layout
 from .pack import Interval
@@ -88,20 +90,24 @@ class Program:
         (3, 4)
         """
         ends = dict.fromkeys(last + 1 for _, last in self.groups[self.newest - 1 : self.length])
+        reaches = self._reaches()
         for end in ends:
-            left = self.order[end : self.length]
-            if end - self.newest < len(left) and self._reverses(left, end):
+            if end - self.newest < self.length - end and reaches[end] < end:
                 return end
         return self.newest
 
-    def _reverses(self, left: tuple[str, ...], end: int) -> bool:
-        """Whether the units in `left` come in the reverse order of the first `end` uses, of which it may skip some."""
-        back = [self.order[a : b + 1] for a, b in reversed(dict.fromkeys(self.groups[:end]))]
+    def _reaches(self) -> list[int]:
+        """For each use, up to which one the program has to have come so that this use and all after it may be its
+        backward: they are in the reverse order of some of the uses up to there. Its length where there are none."""
+        never = len(self.order)
+        calls = [*dict.fromkeys(self.groups)]
+        found = [0] * self.length
         at = 0
-        for name in left:
-            while at < len(back) and name not in back[at]:
+        for k in reversed(range(self.length)):
+            while at < len(calls) and self.order[k] not in self.order[calls[at][0] : calls[at][1] + 1]:
                 at += 1
-        return at < len(back)
+            found[k] = calls[at][1] if at < len(calls) else never
+        return found
 
     def completed(self, forward: int | None = None) -> list[tuple[str, int]]:
         """(unit, use) in order of time: where the gradient of each unit is complete, in each pass.
@@ -139,7 +145,7 @@ def combined(seen: Sequence[Seen], planned: Order, frozen: Collection[str] = ())
     (('a', 'b', 'c'), ('c', 'b', 'a'))
     """
     half = len(planned) // 2
-    forwards, backwards = [one[0] for one in seen], [one[1][::-1] for one in seen]
+    forwards, backwards = ([*dict.fromkeys(some)] for some in ([s[0] for s in seen], [s[1][::-1] for s in seen]))
     forward, backward = max(forwards, key=len), max(backwards, key=len)
     for other in forwards:
         forward = _merged(forward, other)
@@ -165,31 +171,39 @@ def _merged(order: Order, other: Order, but: Collection[str] = (), natural: Orde
     """An order with what only another one has put in, each after what comes before it there, or before what comes
     after it; of several places that which the natural order says; but not the units in `but`."""
     found = list(order)
+    there = set(found)
+    if there.issuperset(other):
+        return order
     place = {call: i for i, call in reversed([*enumerate(natural)])}  # its first
     for i, call in enumerate(other):
-        if call not in found and not all(name in but for name in _names(call)):
-            before = next((one for one in reversed(other[:i]) if one in found), None)
-            after = next((one for one in other[i + 1 :] if one in found), None)
+        if call not in there and not all(name in but for name in _names(call)):
+            before = next((one for one in reversed(other[:i]) if one in there), None)
+            after = next((one for one in other[i + 1 :] if one in there), None)
             low = found.index(before) + 1 if before is not None else 0
-            high = max(k for k, one in enumerate(found) if one == after) if after is not None else len(found)
+            high = len(found) - 1 - found[::-1].index(after) if after is not None else len(found)
             at = low if before is not None or after is None else high
             if call in place and low < high:
                 at = next((k for k in range(low, high) if place.get(found[k], -1) > place[call]), high)
             found.insert(at, call)
+            there.add(call)
     return tuple(found)
 
 
 def _filled(order: Order, natural: Order, kept: set[str], used: set[str]) -> Order:
     """An order, and what it lacks of the natural one, each time where that has it: what is kept, and what none used."""
-    found = list(order)
-    at = 0
+    places: dict[str | tuple[str, ...], list[int]] = {}
+    for i, call in enumerate(order):
+        places.setdefault(call, []).append(i)
+    found: list[str | tuple[str, ...]] = []
+    at = 0  # how much of the order is in `found`
     for call in natural:
-        if not kept.isdisjoint(_names(call)) or (call not in order and not used.issuperset(_names(call))):
-            found.insert(at, call)
-            at += 1
-        elif call in found[at:]:
-            at = found.index(call, at) + 1
-    return tuple(found)
+        there = places.get(call, ())
+        if not kept.isdisjoint(_names(call)) or (not there and not used.issuperset(_names(call))):
+            found.append(call)
+        elif (k := bisect_left(there, at)) < len(there):
+            found += order[at : there[k] + 1]
+            at = there[k] + 1
+    return (*found, *order[at:])
 
 
 def _within(some: Order, order: Order) -> bool:
@@ -215,9 +229,10 @@ def program(layout: Layout, schedule: Schedule) -> Program:
     keep = schedule.keep if isinstance(schedule.keep, tuple) else ()
     depths = () if isinstance(schedule.prefetch, int) else tuple(name for name, _ in schedule.prefetch)
     unknown = tuple(name for name in found.uses if name not in layout.by_name)
+    index = PathIndex(names)
     for what, wanted in (("order", unknown), ("keep", keep), ("prefetch", depths)):
         for name in wanted:
-            if what == "order" or (name != "*" and not any(means(name, unit) for unit in names)):
+            if what == "order" or (name != "*" and not index.any(name)):
                 raise SpecError(
                     f"Schedule({what}): {name!r} {'is not a unit' if what == 'order' else 'matches no unit'} of this "
                     f"layout. Its {len(names)} units are {', '.join(map(repr, names[:4]))}"
@@ -235,16 +250,16 @@ def _default(layout: Layout) -> tuple[str, ...]:
     owner = {path: unit.name for unit in layout.units for path in unit.paths}
     forward: list[str] = []
     seen: set[str] = set()
-    tied: list[str] = []  # used again before the next new unit
+    tied: dict[str, None] = {}  # used again before the next new unit
     for i in in_order_of_use(layout.paths):
         path, source = layout.paths[i], layout.source[i]
         name = owner[source]
         if path != source:
             if name not in (tied or forward[-1:]):
-                tied.append(name)
+                tied[name] = None
         elif name not in seen:
             seen.add(name)
             forward += [*tied, name]
-            tied = []
+            tied = {}
     forward = [name for name, _ in groupby([*forward, *tied])]
     return (*forward, *reversed(forward))

@@ -9,12 +9,12 @@ arena    addresses over time: pale while a unit is being gathered, half full whi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 
 from .._common.errors import SpecError
-from .._common.tree import bytes_text, match
+from .._common.tree import PathIndex, bytes_text
 from .canvas import EXPOSED, FAINT, INK, Page, binary_scale, colours_of
 from .plan import SLOTS, Plan, PlannedUnit
 
@@ -89,7 +89,7 @@ def predict(
         if not rate > 0:
             raise SpecError(f"timeline({what}={rate!r}): expected bytes a second, more than 0, as 300e9 for 300 GB/s.")
     given = compute if isinstance(compute, Mapping) else {"*": compute}
-    times = {unit.name: _seconds(given, unit.name) for unit in plan.units}
+    times = _seconds(given, [*plan.by_name])
     slow = {name: time for name, time in {**given, **times, "backward": backward}.items() if not time >= 0}
     if slow:
         raise SpecError(f"timeline(compute): {slow} is negative; expected seconds of at least 0.")
@@ -107,9 +107,8 @@ def predict(
         factor = backward if use.reduces else 1.0
         free["compute"] = done = begin + times[use.unit] * factor
         spans.append(Span("compute", use.unit, k, begin, done))
-        for reduction in plan.reductions[len(reduced) :]:
-            if reduction.use > k:
-                break
+        while len(reduced) < len(plan.reductions) and plan.reductions[len(reduced)].use <= k:
+            reduction = plan.reductions[len(reduced)]
             if len(reduced) >= SLOTS:  # the copy into staging waits for the bytes of the last but one
                 free["compute"] = done = max(done, reduced[-SLOTS])
             begin = max(done, free["reduce"])
@@ -119,12 +118,12 @@ def predict(
     return Timeline(tuple(sorted(spans, key=lambda span: (span.begin, span.end, LANES.index(span.lane)))))
 
 
-def _seconds(times: Mapping[str, float], unit: str) -> float:
-    """A unit's own time, else that of the first pattern that matches it."""
-    found = times.get(unit)
-    if found is None:
-        found = next((time for pattern, time in times.items() if match(pattern, unit) is not None), 0.0)
-    return found
+def _seconds(times: Mapping[str, float], units: Sequence[str]) -> dict[str, float]:
+    """Each unit's own time, else that of the first pattern that matches it."""
+    rules = [*times.items()]
+    first = PathIndex(units).first_rules(rules)
+    by_pattern = {unit: 0.0 if n is None else rules[n][1] for unit, n in zip(units, first, strict=True)}
+    return {unit: times.get(unit, by_pattern[unit]) for unit in units}
 
 
 def timeline(

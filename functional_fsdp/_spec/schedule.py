@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from .._common.errors import SpecError
-from .._common.tree import bytes_text, match
+from .._common.tree import PathIndex, bytes_text
 
-__all__ = ["Order", "Schedule", "means"]
+__all__ = ["Order", "Schedule", "named"]
 
 Order = tuple[str | tuple[str, ...], ...]  # units in order of use; a tuple of them is used at once
 
@@ -91,11 +91,12 @@ class Schedule:
         put(self, "debug", bool(debug))
         put(self, "overlap_update", bool(overlap_update))
 
-    def depth(self, unit: str) -> int:
-        """How many uses ahead of its own this unit's gather starts."""
+    def depths(self, units: Sequence[str]) -> dict[str, int]:
+        """How many uses ahead of its own each unit's gather starts."""
         if isinstance(self.prefetch, int):
-            return self.prefetch
-        return next((depth for pattern, depth in self.prefetch if means(pattern, unit)), 1)
+            return dict.fromkeys(units, self.prefetch)
+        rules = PathIndex(units).first_rules(self.prefetch)
+        return {unit: 1 if n is None else self.prefetch[n][1] for unit, n in zip(units, rules, strict=True)}
 
     def ordered(self, order: Sequence[str | Sequence[str]] | None) -> Schedule:
         """The same with this order: what a recorded schedule becomes after its first step."""
@@ -148,6 +149,7 @@ def _order(order: Sequence[str | Sequence[str]]) -> Order:
     return tuple(one if isinstance(one, str) else one[0] if len(one) == 1 else tuple(one) for one in order)
 
 
-def means(pattern: str, unit: str) -> bool:
-    """Whether a name or pattern of a schedule means this unit."""
-    return pattern == unit or match(pattern, unit) is not None
+def named(patterns: Sequence[str], units: Sequence[str]) -> set[str]:
+    """The units that names or patterns of a schedule mean."""
+    index = PathIndex(units)
+    return {units[i] for pattern in patterns for i in index.hits(pattern)}

@@ -57,7 +57,8 @@ def test_what_lay_there_is_back_after_something_was_put_in_its_place(there: str,
 def test_a_place_is_crowded_while_something_that_is_held_lies_there() -> None:
     def lent(**held: bool) -> Any:
         places = {unit: SimpleNamespace(loan=SimpleNamespace(held=one)) for unit, one in held.items()}
-        plan = SimpleNamespace(sharing={"a": ("c", "d"), "b": ()})
+        others = {"a": ("c", "d"), "b": ()}
+        plan = SimpleNamespace(share=lambda one, other: other in others[one], crowded={"a", "c", "d"})
         return SimpleNamespace(arena=SimpleNamespace(places=places), plan=plan)
 
     assert Gathers._crowded(lent(a=True, d=True), "a") is True

@@ -274,7 +274,8 @@ def test_the_drawing() -> None:
         ("u0", 4, 5, True),
     ]
     assert [(u.gathers, u.kept) for u in p.units] == [(2, False), (2, False), (1, True)]
-    assert p.sharing == {"u0": {"u2"}, "u1": set(), "u2": {"u0"}}
+    assert [{a, b} for a, b in combinations(p.by_name, 2) if p.share(a, b)] == [{"u0", "u2"}]
+    assert p.crowded == {"u0", "u2"}
     assert p.live(4) == ("u0", "u1")
 
 

@@ -80,11 +80,13 @@ def _visit(module: nn.Module, path: str, below: dict[str, Leaf], tied: set[str])
     if len(own) <= 1 and not isinstance(module, NEVER_CALLED):
         yield UnitModule(path, tuple(dict.fromkeys(unit for unit, _ in below.values())), tuple(below.items()))
         return
+    start = len(path) + 1 if path else 0
+    inside: dict[str, dict[str, Leaf]] = {}
+    for leaf, where in below.items():
+        inside.setdefault(leaf[start:].partition(".")[0], {})[leaf] = where
     for name, part in module._modules.items():
         if part is not None:
-            inner = f"{path}.{name}" if path else name
-            kept = {leaf: where for leaf, where in below.items() if leaf.startswith(f"{inner}.")}
-            yield from _visit(part, inner, kept, tied)
+            yield from _visit(part, f"{path}.{name}" if path else name, inside.get(name, {}), tied)
 
 
 def each_once(module: nn.Module, unit_modules: list[UnitModule]) -> list[UnitModule]:
