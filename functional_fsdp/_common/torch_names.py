@@ -12,6 +12,7 @@ What takes long to import is a function here.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import CodeType
@@ -23,23 +24,77 @@ import torch.utils._pytree as pytree
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
-    "CInterpreter", "FakeTensor", "FakeTensorMode", "Fakes", "NoTorchFunction", "OpOverload", "OpOverloadPacket",
-    "TorchDispatchMode", "all_gather_single", "autograd_node", "compilations_of", "current_stream", "default_store",
-    "disable_current_modes", "disabled_torch_function", "dispatch_modes", "dynamo", "enable_python_dispatcher",
-    "end_allocate_to_pool", "fakes_that_die", "foreach_add_", "foreach_clamp_max_", "foreach_clamp_min_",
-    "foreach_copy_", "foreach_div_", "foreach_lerp", "foreach_lerp_", "foreach_mul", "foreach_mul_", "foreach_norm",
-    "foreach_zero_", "forget_imports", "func_interpreter", "functional_collectives", "functorch_config", "fused_adamw_",
-    "fused_sgd_", "gloo_options", "inductor", "is_wrapped", "lift_on_host", "lifts_on_host", "make_wrapper",
-    "override_stale_capture_stream", "pop_saved_hooks", "push_saved_hooks", "pytree", "raw_stream", "read_objects_by",
+    "CInterpreter",
+    "FakeTensor",
+    "FakeTensorMode",
+    "Fakes",
+    "NoTorchFunction",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "all_gather_single",
+    "autograd_node",
+    "compilations_of",
+    "current_stream",
+    "default_store",
+    "disable_current_modes",
+    "disabled_torch_function",
+    "dispatch_modes",
+    "dynamo",
+    "enable_python_dispatcher",
+    "end_allocate_to_pool",
+    "fakes_that_die",
+    "foreach_add_",
+    "foreach_clamp_max_",
+    "foreach_clamp_min_",
+    "foreach_copy_",
+    "foreach_div_",
+    "foreach_lerp",
+    "foreach_lerp_",
+    "foreach_mul",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_zero_",
+    "forget_imports",
+    "func_interpreter",
+    "functional_collectives",
+    "functorch_config",
+    "fused_adamw_",
+    "fused_sgd_",
+    "gloo_options",
+    "gradients",
+    "inductor",
+    "is_wrapped",
+    "lift_on_host",
+    "lifts_on_host",
+    "make_wrapper",
+    "override_stale_capture_stream",
+    "pop_saved_hooks",
+    "push_saved_hooks",
+    "pytree",
+    "raw_stream",
+    "read_objects_by",
     "recompile_reason",
-    "reduce_scatter_single", "reparametrize_module", "set_grad_enabled", "set_override_stale_capture_stream",
-    "set_stream", "storage_at", "storage_info", "symmetric_memory", "to_scalar", "top_saved_hooks",
-    "unflatten_dense_tensors", "unpickler", "uses_of", "will_execute",
+    "reduce_scatter_single",
+    "reparametrize_module",
+    "set_grad_enabled",
+    "set_override_stale_capture_stream",
+    "set_stream",
+    "storage_at",
+    "storage_info",
+    "symmetric_memory",
+    "to_scalar",
+    "top_saved_hooks",
+    "unflatten_dense_tensors",
+    "unpickler",
+    "uses_of",
+    "will_execute",
 ]  # fmt: skip
 
 # ---- tensors, many at once: one kernel, or few
@@ -89,6 +144,37 @@ class Fakes(FakeTensorMode):
 
     def __deepcopy__(self, memo: Any) -> Fakes:
         return self
+
+
+class TorchDispatchMode(_python_dispatch.TorchDispatchMode):
+    """torch's. Its first operation does not import Dynamo, which takes a second: frames are kept from Dynamo once
+    something else has imported it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raw = cls.__dict__.get("__torch_dispatch__")
+
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+            if disable is None:
+                return raw(*args, **kwargs)  # type: ignore[misc]
+            disabled = disable(raw, True, wrapping=False)
+            setattr(raw, "__dynamo_disable", disabled)
+            return disabled(*args, **kwargs)
+
+        if inspect.isfunction(raw):
+            setattr(raw, "__dynamo_disable", dispatch)  # where torch keeps what it calls
+        super().__init_subclass__(**kwargs)
+
+
+def gradients(
+    output: torch.Tensor, scale: torch.Tensor, inputs: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad(output, inputs, scale, allow_unused=True)` of a `scale` of the output's shape, without its
+    comparison of sizes, for which torch imports sympy."""
+    found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+        (output,), (scale,), False, False, inputs, True, accumulate_grad=False
+    )
+    return found
 
 
 def fakes_that_die() -> FakeTensorMode:

@@ -91,6 +91,10 @@ class Schedule:
         put(self, "debug", bool(debug))
         put(self, "overlap_update", bool(overlap_update))
 
+    def depth(self, unit: str) -> int:
+        """How many uses ahead of its own this unit's gather starts."""
+        return self.depths([unit])[unit]
+
     def depths(self, units: Sequence[str]) -> dict[str, int]:
         """How many uses ahead of its own each unit's gather starts."""
         if isinstance(self.prefetch, int):

@@ -1,6 +1,6 @@
 """Docstrings: each example of each module runs, and gives what it says that it gives.
 
-An example has the names that its reader has: `fsdp`, `T`, `extend`, torch, those of its own module, and those of `scene`: a
+An example has the names that its reader has: `fsdp`, `T`, `extend`, torch, those of its own module, and of `scene`: a
 small model, its state, a batch and a loss. What needs a GPU, a compiler, other processes or a file from elsewhere says
 `doctest: +SKIP`.
 """

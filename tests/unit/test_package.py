@@ -312,3 +312,20 @@ def test_importing_loads_no_compiler() -> None:
     code = "import sys, functional_fsdp.transforms; print({'torch._dynamo', 'torch._inductor'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_steps_that_compile_nothing_load_no_compiler() -> None:
+    """Its import is most of the time of a small model's first step."""
+    code = """
+import sys, torch, functional_fsdp as fsdp, functional_fsdp.transforms as T
+blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout()) for _ in range(2)]
+state, model = fsdp.init(lambda: torch.nn.Sequential(*blocks), fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(lr=1e-3))
+forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
+for _ in range(2):
+    state, loss = forward_backward(state, torch.ones(3, 4))
+    state = fsdp.step(state)
+assert loss > 0
+print({"torch._dynamo", "torch._inductor", "sympy", "torch.onnx"} & {*sys.modules})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "set()"

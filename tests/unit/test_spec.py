@@ -357,7 +357,7 @@ def test_a_spec_prints_as_a_table() -> None:
         "placement": "hsdp(replica, shard)",
         "precision": "main float32 (float64 where leaves are), compute as the leaf, grads as main, wire as compute, "
         "sum as the transport does",
-        "units": "found from the paths, small numbered layers joined",
+        "units": "found by what repeats in the paths; small numbered layers joined, containers divided",
         "labels": "*.bias: no_decay",
         "trainable": "as given",
         "gradients": "sum over data ranks",

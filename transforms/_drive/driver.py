@@ -334,7 +334,7 @@ class Driver:
         with torch.enable_grad():  # the caller may have turned it off
             start = Start.apply(self, loss)
         with torch.autograd.set_multithreading_enabled(False):  # on this thread, as everything that this drives
-            grads = torch.autograd.grad(start, (self.places.token, *inputs), scale, allow_unused=True)
+            grads = torch_private.gradients(start, scale, (self.places.token, *inputs))
         return [*grads[1:]]
 
     def begin(self) -> None:
