@@ -23,7 +23,7 @@ __all__ = ["Op", "all_reduce", "axes_of", "over_axes", "pmax", "pmean", "psum"]
 Op = Literal["mean", "sum", "max"]
 _ADDED = (  # what gloo and NCCL both add up
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
 )
 
 
@@ -155,7 +155,7 @@ def all_reduce(
                 f"{structure[0] if structure else 'all_reduce'}: a tensor {list(strange[0].shape)} of "
                 f"{strange[0].dtype}, which not every backend can add up. Nothing was sent, and the state is as it was. "
                 "Expected one of "
-                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _ADDED)}: give its .float(), say.",
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _ADDED)}, or complex: give its .float(), say.",
             )
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             which = [i for i, t in enumerate(tensors) if t.dtype is dtype]

@@ -161,34 +161,6 @@ def test_tables_that_one_rank_has_are_sent_or_compared() -> None:
     assert loss == theirs == mean == float(loss_fn(Counting(), batch(0, 0)).detach())
 
 
-def untravelled() -> tuple[list[str], float]:
-    state, _ = begun()
-    said = []
-    for dtype in (torch.float8_e4m3fn, torch.int16, torch.uint16):
-        tensor = torch.ones(2, dtype=dtype)
-        for call in (
-            lambda t=tensor: fsdp.psum(state, {"loss": t}),
-            lambda t=tensor: fsdp.extend.all_reduce(state, [t], "sum", "data", "counts"),
-        ):
-            try:
-                call()
-            except fsdp.TreeError as error:
-                said.append(str(error))
-    state, total = fsdp.psum(state, 1.0)
-    return said, float(total)
-
-
-def test_a_dtype_that_a_backend_does_not_add_up_is_refused_and_the_mesh_goes_on() -> None:
-    (said, total), (other, _) = launch(untravelled, nprocs=2)
-    assert said == other
-    assert total == 2.0
-    named = [line.partition(", which")[0] for line in said]
-    assert named == [
-        "psum: a tensor [2] of torch.float8_e4m3fn",
-        *(f"all_reduce: a tensor [2] of torch.{kind}" for kind in ("float8_e4m3fn", "int16", "uint16")),
-    ]
-
-
 @pytest.mark.parametrize("how", ["in place", "data", "data ="])
 def test_one_rank_keeps_what_a_forward_writes_into_flags(how: str) -> None:
     class Flagged(nn.Module):
