@@ -150,12 +150,12 @@ def all_reduce(
     done = list(tensors)
     with _compared(state, tensors, what or op, structure, None if over == data else over):
         if strange := [t for t in tensors if t.dtype not in _ADDED and not t.dtype.is_complex]:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _ADDED)
             refuse(
                 "TreeError",
                 f"{structure[0] if structure else 'all_reduce'}: a tensor {list(strange[0].shape)} of "
                 f"{strange[0].dtype}, which not every backend can add up. Nothing was sent, and the state is as it was. "
-                "Expected one of "
-                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _ADDED)}, or complex: give its .float(), say.",
+                f"Expected one of {known}, or complex: give its .float(), say.",
             )
         for dtype in dict.fromkeys(t.dtype for t in tensors):
             which = [i for i, t in enumerate(tensors) if t.dtype is dtype]
