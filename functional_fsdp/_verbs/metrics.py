@@ -154,7 +154,7 @@ def all_reduce(
             refuse(
                 "TreeError",
                 f"{structure[0] if structure else 'all_reduce'}: a tensor {list(strange[0].shape)} of "
-                f"{strange[0].dtype}, which not every backend can add up. Nothing was sent, and the state is as it was. "
+                f"{strange[0].dtype}, which not every backend can add up. Nothing was sent, the state is as it was. "
                 f"Expected one of {known}, or complex: give its .float(), say.",
             )
         for dtype in dict.fromkeys(t.dtype for t in tensors):
