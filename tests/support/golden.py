@@ -1,6 +1,6 @@
 """Random trees, specs and schedules, and hashes of what is planned for them: layouts, plans, positions, owners, peaks.
 
-`python -m tests.support.golden` prints the lines of `tests/unit/golden.txt`. They say what every rank of every version
+`python tests/support/golden.py` prints the lines of `tests/unit/golden.txt`. They say what every rank of every version
 computes alike: a change that is about speed changes none of them. (Checkpoints do not depend on them.)
 """
 

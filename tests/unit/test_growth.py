@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from support.golden import TREES, line_of
 
 import functional_fsdp as fsdp
 import functional_fsdp.transforms as T
@@ -23,7 +24,6 @@ from functional_fsdp._plan.peak import Stretch, find_peak
 from functional_fsdp._plan.plan import make_plan
 from functional_fsdp._plan.positions import Positions
 from functional_fsdp._plan.timeline import predict
-from tests.support.golden import TREES, line_of
 
 GOLDEN = Path(__file__).with_name("golden.txt")
 MOST = 4.6  # times as many calls for four times as much
@@ -34,7 +34,7 @@ def test_what_is_planned_for_random_trees_is_what_it_was() -> None:
     _, *lines = GOLDEN.read_text().splitlines()
     assert len(lines) == TREES
     found = [line_of(tree) for tree in range(TREES)]
-    assert found == lines, "python -m tests.support.golden > tests/unit/golden.txt, if the change is meant"
+    assert found == lines, "python tests/support/golden.py > tests/unit/golden.txt, if the change is meant"
 
 
 # -------------------------------------------------------------------------------- counting
