@@ -4,8 +4,8 @@
     python examples/benchmark_scale.py 1000x64 10000x512     # leaves x units
 
 Leaves are small, [4, 4], so that what is measured is the work a leaf and a unit cost, and not their bytes. Layout and
-plan are those of one rank, on 8, 1,024 and 16,384 ranks on paper. The others are on one rank, without a GPU; FSDP2 wraps
-each unit and then the model, and DCP saves and loads the same tensors.
+plan are those of one rank, on 8, 1,024 and 16,384 ranks on paper. The others are on one rank, without a GPU; FSDP2
+wraps each unit and then the model, and DCP saves and loads the same tensors.
 """
 
 from __future__ import annotations
