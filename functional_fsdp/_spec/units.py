@@ -30,7 +30,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
@@ -110,13 +110,31 @@ def freeze_units(units: Any) -> Any:
         return units
     if isinstance(units, str):
         raise SpecError(f"Spec(units={units!r}): expected a list of patterns, as [{units!r}], or a mapping of names.")
+    if isinstance(units, type):
+        raise SpecError(f"Spec(units={units!r}): expected patterns of paths, not a class. {_remedy(units)}")
     if callable(units):
         return UnitsBy(units)
-    pairs = units.items() if isinstance(units, Mapping) else ((None, patterns) for patterns in units)
+    if not isinstance(units, Mapping | Iterable):
+        raise SpecError(f"Spec(units={units!r}): expected a list of patterns, as ['blocks.*'], or a mapping of names.")
+    pairs = [*units.items()] if isinstance(units, Mapping) else [(None, patterns) for patterns in units]
+    for _, patterns in pairs:
+        several = isinstance(patterns, Iterable) and not isinstance(patterns, str | type)
+        for pattern in patterns if several else (patterns,):
+            if not isinstance(pattern, str):
+                raise SpecError(f"Spec(units): {pattern!r} is no pattern. {_remedy(pattern)}")
     return tuple(
         (name, (p,) if isinstance(p, str) and name is not None else p if isinstance(p, str) else tuple(p))
         for name, p in pairs
     )
+
+
+def _remedy(pattern: Any) -> str:
+    if isinstance(pattern, type) and issubclass(pattern, nn.Module):
+        return (
+            "Patterns are texts, matched against the paths of leaves. For the modules of a class: "
+            f"Spec(units=fsdp.units(model, {pattern.__name__}))."
+        )
+    return "Patterns are texts, matched against the paths of leaves, as 'blocks.*'."
 
 
 class Group(NamedTuple):

@@ -63,7 +63,7 @@ def refuse_nesting(running: FrameType | None) -> None:
     if frame is not None:
         raise ScheduleError(
             "this transformed model is running: it was called again from within its own loss function. "
-            "UnitUse the model that the loss function is given."
+            "Use the model that the loss function is given."
         )
 
 

@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn as nn
 
 from functional_fsdp import FsdpError, SpecError, State
 
 from .._modules.outputs import map_tensors
 from .._modules.unit_modules import UnitModule
 
-__all__ = ["cast_inputs", "check_dtypes", "dtypes_of", "precisions", "refuse_dtypes"]
+__all__ = ["cast_inputs", "check_dtypes", "dtypes_of", "precisions", "refuse_buffers", "refuse_dtypes"]
 
 Precisions = dict[str, tuple[torch.dtype, bool]]
 
@@ -75,6 +76,26 @@ def refuse_dtypes(error: RuntimeError, given: Iterable[Any], dtypes: tuple[torch
             f"as x.to({dtypes[0]}); or have the floating inputs of modules cast: Precision(compute={dtypes[0]}, "
             "inputs=True)."
         ) from error
+
+
+def refuse_buffers(error: RuntimeError, module: nn.Module, dtypes: tuple[torch.dtype, ...], path: str) -> None:
+    """Raise what a RuntimeError means if it comes from a buffer of another floating dtype than the weights have.
+
+    Raises:
+        SpecError: it does.
+    """
+    if isinstance(error, FsdpError) or not any(word in str(error) for word in SAID) or not dtypes:
+        return
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point() and buffer.dtype not in dtypes:
+            part = ".".join(filter(None, (path, name.rpartition(".")[0], "*")))
+            raise SpecError(
+                f"the module {path!r} computes in {' and '.join(map(_name, dtypes))} and has the buffer {name!r} in "
+                f"{_name(buffer.dtype)}: buffers keep their dtype. Have the leaves that meet it compute in "
+                f"{_name(buffer.dtype)}, by a rule before the others: Spec(precision={{{part!r}: Precision(), "
+                f"'*': Precision(compute={dtypes[0]})}}), which takes inputs in {_name(buffer.dtype)}; or cast it in "
+                f"the forward. torch says: {str(error).splitlines()[0]}"
+            ) from error
 
 
 def check_dtypes(func: Any, args: Any) -> None:

@@ -23,7 +23,7 @@ from .._compile.compile_units import Compiled, Compiler
 from .._modules.outputs import map_tensors
 from .._modules.unit_modules import Leaf, UnitModule
 from .driven import Driven
-from .inputs import cast_inputs, dtypes_of, refuse_dtypes
+from .inputs import cast_inputs, dtypes_of, refuse_buffers, refuse_dtypes
 from .placeholders import WeightPlaceholder
 from .unit_uses import Outputs, UnitUse, Weights, no_output
 from .watch import WriteWatch, changed, clear, place, version
@@ -176,7 +176,7 @@ class UnitCall:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def enter(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """UnitUse the module's own code with its weights."""
+        """Run the module's own code with its weights."""
         driver = self.driver
         if self.inside:
             out = self.run(function, args, kwargs)
@@ -223,6 +223,7 @@ class UnitCall:
             self.check(lent, tensors, versions, call and call.node)
         except RuntimeError as error:
             refuse_dtypes(error, (args, kwargs), self.dtypes, f"the module {self.unit_module.path!r}")
+            refuse_buffers(error, self.module, self.dtypes, self.unit_module.path)
             raise
         finally:
             self.call, self.given = None, []

@@ -8,8 +8,8 @@ A rank's samples are its own, so per-sample gradients are never reduced: they ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -131,6 +131,30 @@ def _alone() -> AbstractContextManager[Any]:
     return nullcontext() if inside else torch.no_grad()
 
 
+@contextmanager
+def one_sample_at_a_time(verb: str, stage: Stage) -> Iterator[None]:
+    """Within, what vmap refuses is an error that names the stage and what to do.
+
+    Raises:
+        TreeError: the stage draws random numbers, or uses an operation that vmap does not know.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "called random operation" in str(error):
+            raise TreeError(
+                f"{verb}: the stage {stage.key!r} draws random numbers (dropout), and runs for one sample at a time "
+                "under vmap, which does not draw. Put the model in evaluation mode: model.eval(), or dropout=0."
+            ) from error
+        if "Batching rule not implemented" in str(error):
+            raise TreeError(
+                f"{verb}: the stage {stage.key!r} uses an operation that torch's vmap cannot run for each sample "
+                f"(nn.LSTM, nn.GRU and nn.RNN are of this kind). Write it with operations that vmap knows, such as a "
+                f"loop over time with nn.LSTMCell's formulas. torch says: {str(error).splitlines()[0]}"
+            ) from error
+        raise
+
+
 def batched(stage: Stage) -> Callable[..., Any]:
     """A stage's function, for a batch."""
 
@@ -149,7 +173,8 @@ def norms_of(walk: Stages, state: State, batch: Any, chunk: int | None) -> tuple
     for stage in walk.forward:
         state, w = stage.gather(state)
         inputs.append(h)
-        h = batched(stage)(stage.given(w), h, batch)
+        with one_sample_at_a_time(walk.verb, stage):
+            h = batched(stage)(stage.given(w), h, batch)
         state = stage.release(state)
     if not isinstance(h, torch.Tensor) or h.shape != (n,):
         got = f"a tensor of shape {tuple(h.shape[1:])}" if isinstance(h, torch.Tensor) else type(h).__name__

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from functional_fsdp import ScheduleError
+from functional_fsdp import FsdpError, ScheduleError
 from functional_fsdp.extend import computes_on
 
 from .._drive.watch import version
@@ -27,6 +27,7 @@ class GivenInputs:
     Attributes:
         device: where the call computes.
         storages: on which tensors among them lie.
+        caches: objects that keep keys and values of attention (Hugging Face's `Cache`).
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -35,6 +36,21 @@ class GivenInputs:
         tensors = [x for x in args if isinstance(x, torch.Tensor)] + [t for t, _ in self.later]
         self.device = computes_on(tensors)
         self.storages = {*map(storage_of, tensors)}
+        self.caches = [x for x in each_leaf((deeper, kwargs)) if hasattr(x, "get_seq_length")]
+
+    def refuse_caches(self, error: RuntimeError) -> None:
+        """Raise what an error of the recomputation means if the forward has put keys and values into a cache.
+
+        Raises:
+            ScheduleError: it has.
+        """
+        for cache in self.caches:
+            if not isinstance(error, FsdpError) and cache.get_seq_length():
+                raise ScheduleError(
+                    f"remat: the forward put its keys and values into a {type(cache).__name__} that it was given, and "
+                    "what is computed again finds them there a second time. Training needs no such cache: call the model "
+                    "with use_cache=False, or set model.config.use_cache = False."
+                ) from error
 
     def check(self) -> None:
         """They are what they were.

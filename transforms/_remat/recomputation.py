@@ -40,7 +40,11 @@ class Recomputation:
         draws = region.start.resumed() if region.start is not None else nullcontext()
         state = region.state.resumed() if region.state is not None else nullcontext()
         with running(self), draws, state, self._bound(region.states):
-            return region.fn(*args, **kwargs)
+            try:
+                return region.fn(*args, **kwargs)
+            except RuntimeError as error:
+                region.given.refuse_caches(error)
+                raise
 
     @staticmethod
     def _bound(states: list[ModuleState]) -> AbstractContextManager[Any]:
