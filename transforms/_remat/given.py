@@ -48,8 +48,8 @@ class GivenInputs:
             if not isinstance(error, FsdpError) and cache.get_seq_length():
                 raise ScheduleError(
                     f"remat: the forward put its keys and values into a {type(cache).__name__} that it was given, and "
-                    "what is computed again finds them there a second time. Training needs no such cache: call the model "
-                    "with use_cache=False, or set model.config.use_cache = False."
+                    "what is computed again finds them there a second time. Training needs no such cache: call the "
+                    "model with use_cache=False, or set model.config.use_cache = False."
                 ) from error
 
     def check(self) -> None:
