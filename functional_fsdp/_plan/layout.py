@@ -240,9 +240,9 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
         keys = relative_keys(inside, [paths[i] for i in members])
         kinds: dict[tuple[Any, ...], list[tuple[LeafInfo, str, str]]] = {}
         for i, key in zip(members, keys, strict=True):
-            *kind, label = kinds_of[i]
-            _refuse_float8(leaves[i], kind[0], kind[1])
-            kinds.setdefault(tuple(kind), []).append((leaves[i], key, label))
+            placement, dtypes, trainable, label = kinds_of[i]
+            _refuse_float8(leaves[i], placement, dtypes)
+            kinds.setdefault((placement, dtypes, trainable), []).append((leaves[i], key, label))
         names = _bucket_names(name, len(kinds), taken)
         taken |= set(names)
         buckets = []
