@@ -128,6 +128,7 @@ def fsdp2(build: Callable[[], Any], mesh: Any, dtype: torch.dtype) -> Step:
 def worker(args: Namespace) -> None:
     """One rank of one row, in a process of its own. Rank 0 prints the seconds as JSON."""
     import transformers
+    from transformers import LlamaForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if args.worker == "here":
@@ -161,7 +162,7 @@ def worker(args: Namespace) -> None:
     dtype = torch.bfloat16 if cuda else torch.float32
     watch = T.startup(progress=False)
     report = watch.__enter__()
-    step = (here if args.worker == "here" else fsdp2)(lambda: transformers.LlamaForCausalLM(config), mesh, dtype)
+    step = (here if args.worker == "here" else fsdp2)(lambda: LlamaForCausalLM(config), mesh, dtype)
     mark("build")
     draw = torch.Generator().manual_seed(1 + dist.get_rank())
     loss = None

@@ -120,13 +120,11 @@ def test_metrics_may_be_complex_or_bool(traced: bool) -> None:
 def not_added() -> tuple[list[str], float]:
     """What is said of tensors that gloo cannot add up; and a sum on the same mesh afterwards."""
     state = fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh()))
-    said = [
-        raised(lambda metric=metric: metric(state, {"a": 1.0, "b": torch.ones(2).to(torch.float8_e4m3fn)}))
-        for metric in (fsdp.psum, fsdp.pmean, fsdp.pmax)
-    ]
+    mixed = {"a": 1.0, "b": torch.ones(2).to(torch.float8_e4m3fn)}
+    said = [raised(partial(metric, state, mixed)) for metric in (fsdp.psum, fsdp.pmean, fsdp.pmax)]
     for dtype in (torch.float8_e5m2, torch.int16, torch.uint16, torch.uint32, torch.uint64):
         given = torch.ones(2).to(dtype)
-        said.append(raised(lambda given=given: extend.all_reduce(state, [given])))
+        said.append(raised(partial(extend.all_reduce, state, [given])))
     return said, fsdp.psum(state, torch.ones(2, dtype=torch.int16))[1].sum().item()
 
 
