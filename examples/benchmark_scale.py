@@ -78,7 +78,6 @@ def ours(leaves: int, units: int, folder: Path) -> dict[str, float]:
 
     state = seconds(found, "first step", step)
     state = seconds(found, "a step", step)
-    checkpoint: Any = dcp
     seconds(found, "save", lambda: fsdp.save(state, folder / "ours"))
     seconds(found, "load", lambda: fsdp.load(folder / "ours", like=state))
     return found
@@ -106,6 +105,7 @@ def theirs(leaves: int, units: int, folder: Path) -> dict[str, float]:
     kept = {
         f"{kind}.{path}": torch.ones(16) for kind in ("main", "mean", "square") for path, _ in net.named_parameters()
     }
+    checkpoint: Any = dcp
     seconds(found, "save", lambda: checkpoint.save(kept, checkpoint_id=folder / "theirs", no_dist=True))
     seconds(found, "load", lambda: checkpoint.load(kept, checkpoint_id=folder / "theirs", no_dist=True))
     return found
