@@ -17,6 +17,7 @@ from .._common.errors import CheckpointError, SpecError, TreeError
 from .._common.torch_names import pytree
 from .._optim.from_torch import FromTorch
 from .._optim.partition import Partition
+from .._optim.whole import WholeLeaves
 from .._runtime.runtime import runtime_of
 from .._state.redistribute import leaf_infos
 from .._state.state import State
@@ -86,7 +87,7 @@ def _kind(optimizer: Any) -> str:
     """What an optimizer is called: its class, or for a mere pair of functions the first one's name."""
     if optimizer is None:
         return "none"
-    if isinstance(optimizer, FromTorch):
+    if isinstance(optimizer, FromTorch | WholeLeaves):
         return f"from_torch({optimizer.cls.__qualname__})"
     if isinstance(optimizer, Partition):
         return f"partition({', '.join(f'{label}: {_kind(one)}' for label, one in sorted(optimizer.members.items()))})"

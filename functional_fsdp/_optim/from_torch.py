@@ -28,7 +28,9 @@ from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer, leaf_shards, no_counts
 from .numbers import at, by_label, check_settings, labels_in
 from .optimizer import Tree, UpdatesSome
-from .probe import Kept, Known, driven, learned, name_of
+from .probe import Kept, Known, driven, hand_over, learned, name_of, refuse, refuse_known
+from .prove import Observed, observed
+from .whole import WholeLeaves
 
 __all__ = ["FromTorch", "from_torch"]
 
@@ -64,6 +66,9 @@ class FromTorch(UpdatesSome):
 
     def __hash__(self) -> int:
         return hash((type(self), self.cls))
+
+    def __str__(self) -> str:
+        return f"{name_of(self.cls)}: elementwise, on flat shards"
 
     @cached_property
     def seen(self) -> dict[tuple[str, str], Known]:
@@ -161,9 +166,10 @@ class FromTorch(UpdatesSome):
                 f"{name_of(self.cls)}: the class needs {what} on the host in each step, which a CUDA graph cannot "
                 "give it. Use a class that takes capturable=True, as torch.optim.Adam, or leave T.cuda_graph out."
             )
+        now = None
         for rate in rates:
             number = not isinstance(rate, torch.Tensor) or host or lies_on_host(rate)
-            options["lr"] = float(rate) if number else as_rate(rate)
+            now = float(rate) if number else as_rate(rate)
         n, had = len(params), names.split(",")
         if lacks := [name for name in known.kept if name not in had]:
             raise TreeError(
@@ -175,7 +181,7 @@ class FromTorch(UpdatesSome):
         states = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)] or [{}] * n
         before = [tensor.clone() for tensor in (*params, *kept)] if skip is not None else []
         torch.autograd.graph.increment_version([*params, *kept])  # fused kernels do not, nor who writes to `.data`
-        after = driven(self.cls, options, params, grads, states)
+        after = driven(self.cls, options, params, grads, states, now)
         for name, column in columns.items():
             _put(known.kept[name], column, [state[name] for state in after])
         for tensor, old in zip((*params, *kept), before, strict=False):
@@ -249,32 +255,58 @@ def _(number: int, *args: Any) -> None:
     IN_GRAPHS[number] = LIVE[number]
 
 
-def from_torch(cls: type, **options: Any) -> FromTorch:
-    """An optimizer of torch.optim, or one of others in that form, on shards.
+WAYS = (None, "elementwise", "leaf")
+RATES = (0.1, 0.05, 0.01)  # of a learning rate that changes, where a class is observed
+SEEN: dict[tuple[Any, str], Observed] = {}
 
-    The class itself takes the steps, with its own kernels, on this rank's parts of the leaves. It has to be
-    elementwise, which is tried on a few numbers, here. What it keeps has the names that it gives them:
-    `State.opt["exp_avg"]`, sharded as main weights, [n / ranks]; and one number a leaf where it keeps one, as "step",
-    the same on every rank. Both are in checkpoints, `optimizer_state` and `redistribute`, by leaf.
-    `load_optimizer_state` takes what torch's own has kept.
+
+def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch | WholeLeaves:
+    """An optimizer of torch.optim, or one of others in that form, on shards: exactly what the class does.
+
+    There are two ways. *Elementwise*: the class takes its steps on this rank's parts of the leaves, flat, with its own
+    kernels. *Leaf*: each leaf travels, with its gradient and what the class keeps of it, to the one rank that owns it;
+    there an instance of the class has it whole, with its true shape; and it travels back. `print` says which way an
+    optimizer goes, and which line of the class decided.
+
+    What is proved, here: the class takes 24 steps on leaves of six shapes, with gradients of scales from 1e-4 to 1e4,
+    and every tensor operation is observed. It is elementwise if each operation on a weight, a gradient or what came of
+    them is pointwise (by torch's own tag), a copy, a fill, a cast, or a view that keeps elements in order; if its
+    Python reads no such value, and no shape, size, dim or requires_grad; and if it keeps its state by parameter, as
+    tensors and numbers. Such Python takes the same branches for all leaves and all pieces. A branch that a count takes
+    first after the 24th step is not seen. A class that has tensors of two leaves in one operation, or treats a leaf
+    otherwise beside other leaves than alone, is refused. For whole leaves it is checked that a new instance with the
+    state of the old one goes on to the same bits; and in each step, that the state has a structure seen before.
+
+    What the class keeps has the names that it gives them: `State.opt["exp_avg"]`, sharded as main weights,
+    [n / ranks]; and one number a leaf where it keeps one, as "step", the same on every rank. By whole leaves, a tensor
+    of another shape lies in the extent of its leaf. Both are in checkpoints, `optimizer_state` and `redistribute`, by
+    leaf, for any number of ranks. `load_optimizer_state` takes what torch's own has kept, for elementwise classes.
 
     Args:
-        cls: a class with the constructor and the `step()` of torch.optim.Optimizer, that keeps its state by parameter.
+        cls: a class with the constructor and the `step()` of torch.optim.Optimizer.
+        by: "elementwise" insists on the flat way, "leaf" on whole leaves. By default a class that is proved
+            elementwise goes the flat way, another one by leaf.
         options: its constructor's. Each may be given by label, `{label: value}`, with "default" for the others. `lr`
-            may be a function of the count tensor (int64 [], steps taken so far). On GPUs `capturable` is True unless it
-            is given, so that counts stay there.
+            may be a function of the count tensor (int64 [], steps taken so far); the constructor gets its first value,
+            and param_groups those after it. On GPUs `capturable` is True unless it is given, so that counts stay there.
 
     Returns:
         an `(init, update)` pair for `shard` and `init`. Leaves that got no gradient stay as they are, with their
-        counts. A compiled step has it as one operator, which is not fused with others.
+        counts. A compiled step has an elementwise one as one operator, which is not fused with others.
 
     Raises:
-        SpecError: a class that is not elementwise (torch's LBFGS, Muon, Adafactor and SparseAdam are not), or refuses
-            the options. ScheduleError, in a step: a CUDA graph of a class that needs numbers on the host.
+        SpecError: a class that couples leaves, or none of whose ways is exact, with the reason and the line; or one
+            that refuses the options. ScheduleError, in a step: a CUDA graph of a class that needs numbers on the host,
+            or any graph of whole leaves.
 
-    Waits: a class that keeps Python numbers, or tensors on the host beside a GPU, makes the host wait in each step.
+    Waits: a class that keeps Python numbers, or tensors on the host beside a GPU, makes the host wait in each step; and
+    so do whole leaves.
 
-    Collective: none.
+    Memory, by whole leaves: what a rank owns of half a gigabyte of main weights, with all that is kept of it, while it
+    computes; and a buffer as large as the leaf for each tensor that the class keeps, if that is smaller.
+
+    Collective: none if elementwise. By whole leaves two all-to-alls an axis, for weights and for each tensor that is
+    kept, one for gradients, and a sum of the numbers.
 
     >>> from_torch(torch.optim.NAdam, lr={"norm": 1e-4, "default": 1e-3}, weight_decay=0.1).cls.__name__
     'NAdam'
@@ -282,4 +314,48 @@ def from_torch(cls: type, **options: Any) -> FromTorch:
     if not isinstance(cls, type) or not callable(getattr(cls, "step", None)):
         given = f"an instance of {type(cls).__name__}" if not isinstance(cls, type) else cls.__name__
         raise SpecError(f"from_torch: expected a class as those of torch.optim, got {given}. Give the class.")
-    return FromTorch(cls, dict(options))
+    if by not in WAYS:
+        raise SpecError(f"from_torch: by is {by!r}; expected 'elementwise', 'leaf', or nothing.")
+    refuse_known(cls)
+    labels = [label for value in options.values() if isinstance(value, Mapping) for label in value]
+    found = []
+    for label in dict.fromkeys((*labels, "default")):
+        if all(not isinstance(v, Mapping) or label in v or "default" in v for v in options.values()):
+            found.append((label, _observed(cls, {name: by_label(name, v, label) for name, v in options.items()})))
+    for _, one in found:
+        if one.way == "all":
+            refuse(cls, f"it couples leaves: {one.finding}", "Use an optimizer without that", "")
+    decided = next((one.finding for _, one in found if one.way == "leaf"), None)
+    if decided is not None and by == "elementwise":
+        refuse(cls, str(decided), "Leave by= out: whole leaves then travel to owners")
+    why = str(decided) if decided else "by='leaf' was given"
+    if decided is None and by != "leaf":
+        try:
+            return FromTorch(cls, dict(options))
+        except SpecError as error:
+            if by == "elementwise":
+                raise
+            why = str(error).partition("parameters: ")[2] or str(error)
+    whole = WholeLeaves(cls, dict(options), why)
+    for label, _ in found:
+        whole.check(label)
+    return whole
+
+
+def _observed(cls: Any, options: dict[str, Any]) -> Observed:
+    rates = None
+    if "capturable" in options:
+        options["capturable"] = False  # on the host, where it is observed
+    if callable(options.get("lr")) or isinstance(options.get("lr"), torch.Tensor):
+        lr = options.pop("lr")
+        with torch.device("cpu"):
+            first = float(lr(torch.zeros((), dtype=torch.int64, device=HOST)) if callable(lr) else lr)
+        options["lr"], rates = first, dict(enumerate(RATES)) if callable(lr) else None
+    key = cls, repr((sorted(options.items(), key=lambda item: item[0]), rates))
+    if key not in SEEN:
+        try:
+            with torch.device("cpu"), torch.inference_mode(False):
+                SEEN[key] = observed(lambda params: cls(params, **options), hand_over, rates=rates)
+        except Exception as error:
+            refuse(cls, f"it raised {type(error).__name__}: {error}", "Give options that it takes, for all labels")
+    return SEEN[key]

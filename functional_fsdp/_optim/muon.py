@@ -21,7 +21,6 @@ import torch
 from einops import rearrange
 
 from .._common.errors import SpecError
-from .._common.record import Collective
 from .._common.torch_names import foreach_add_, foreach_copy_, foreach_lerp, foreach_lerp_, foreach_mul_
 from .._common.tree import register
 from .._plan.layout import Bucket, Leaf
@@ -30,6 +29,7 @@ from .._runtime.given import Leaves
 from .._storage.flat import summary, zeros
 from .numbers import Setting, at, check_settings, labels_in, number, numbers
 from .optimizer import Sender, Tree, UpdatesSome, portions
+from .travel import back, cut, ordered, there
 
 __all__ = ["Muon", "MuonState", "muon", "orthogonalized"]
 
@@ -160,26 +160,18 @@ class Muon(UpdatesSome):
             for owners in opt.owners if names else ():
                 moves = owners.moves(names, lacking, sender.coordinate)
                 if moves.some:
-                    weights, slopes, kept = (self._cut(moves, tree) for tree in (main, grads, opt.momentum))
+                    weights, slopes, kept = (cut(moves, tree) for tree in (main, grads, opt.momentum))
                     self._update(moves, skip, weights, slopes, kept, main[names[0]].local, count, sender)
         return main, opt
-
-    def _cut(self, moves: Moves, tree: Tree) -> Tensors:
-        return [tree[name].local[a:b] for name, a, b, _, _ in moves.runs]
 
     def _update(
         self, moves: Moves, skip: torch.Tensor | None, weights: Tensors, grads: Tensors, kept: Tensors,
         like: torch.Tensor, count: torch.Tensor, sender: Sender,
     ) -> None:  # fmt: skip
         change = self._moved(skip, grads, kept) if grads else like.new_empty(0, dtype=self.ns_dtype)
-        for hop in moves.hops:
-            one = Collective("all_to_all", hop.axis, hop.most, self.ns_dtype, "", "side", "matrices", hop.there)
-            change = sender.send(one, _ordered(change, hop.order), (hop.came, hop.sent))
+        change = there(moves, change, sender, "matrices")
         done = [self._orthogonal(change, *stack) for stack in moves.stacks]
-        change = _ordered(torch.cat(done), moves.held) if done else change
-        for hop in moves.hops[::-1]:
-            one = Collective("all_to_all", hop.axis, hop.most, self.ns_dtype, "", "side", "matrices", hop.back)
-            change = _ordered(sender.send(one, change, (hop.sent, hop.came)), hop.undone)
+        change = back(moves, done, change, sender, "matrices")
         if weights:
             self._apply(moves, skip, weights, change, count)
 
@@ -199,7 +191,7 @@ class Muon(UpdatesSome):
         self, change: torch.Tensor, shape: tuple[int, ...], pattern: Pattern | None, slices: Slices
     ) -> torch.Tensor:
         """Matrices of one shape, flat as they came."""
-        stack = _ordered(change, slices).view(-1, *shape)
+        stack = ordered(change, slices).view(-1, *shape)
         if pattern is None:
             return orthogonalized(stack, self.ns_coefficients, self.ns_steps, self.eps).reshape(-1)
         left, right = pattern[0].split("->")
@@ -242,15 +234,6 @@ def _keeps_order(pattern: str) -> bool:
     """Whether the matrices of a pattern lie one after the other."""
     left, right = (side.replace("(", " ").replace(")", " ").split() for side in pattern.split("->"))
     return left == right
-
-
-def _ordered(flat: torch.Tensor, order: Slices) -> torch.Tensor:
-    """Slices of a flat tensor, one after the other."""
-    if not order:
-        return flat[:0]
-    if all(order[i][1] == order[i + 1][0] for i in range(len(order) - 1)):
-        return flat[order[0][0] : order[-1][1]]
-    return torch.cat([flat[a:b] for a, b in order])
 
 
 def orthogonalized(

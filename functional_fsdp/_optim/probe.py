@@ -7,7 +7,8 @@ share.
     plain     the class as a user has it, on a vector and on a matrix
     driven    as `FromTorch` has it: pieces, a new instance in each step, state handed in and taken out
 
-Both take three steps on twelve numbers. If they differ, the class is refused.
+Both take fourteen steps on twelve numbers. If they differ, the class is not run this way. This finds out how the state
+of a class is held; that the class is elementwise is proved, see `prove`.
 """
 
 from __future__ import annotations
@@ -22,16 +23,14 @@ import torch
 from .._common.device import lies_on_host
 from .._common.errors import SpecError
 
-__all__ = ["WEIGHTS", "Kept", "Known", "driven", "learned", "name_of"]
+__all__ = ["WEIGHTS", "Kept", "Known", "driven", "hand_over", "learned", "name_of", "refuse", "refuse_known"]
 
 KNOWN = {
     "LBFGS": ("it keeps a history over all parameters at once, and evaluates the loss anew", "Use fsdp.adamw"),
-    "Muon": ("it orthogonalises whole matrices, of which a rank has parts", "Use fsdp.muon, where there is one"),
-    "Adafactor": ("it keeps means of rows and columns of matrices, of which a rank has parts", "Use fsdp.adamw"),
     "SparseAdam": ("it takes sparse gradients only, and reduced ones are dense", "Use fsdp.from_torch(Adam)"),
 }
 WEIGHTS = None  # of a moment that begins as a copy of the weights
-SIZE, CUTS, STEPS = 12, (5, 4, 0, 3), 3
+SIZE, CUTS, STEPS = 12, (5, 4, 0, 3), 14
 State = dict[str, Any]  # what a class keeps for one parameter, by name
 
 
@@ -78,6 +77,13 @@ def name_of(cls: type) -> str:
     return f"from_torch({cls.__name__})"
 
 
+def refuse_known(cls: Any) -> None:
+    """Refuse classes of torch.optim that no way can run."""
+    for one in cls.__mro__:
+        if one.__name__ in KNOWN and one.__module__.startswith("torch.optim"):
+            refuse(cls, *KNOWN[one.__name__])
+
+
 def learned(cls: Any, options: Mapping[str, Any], device: torch.device, rate: float | None) -> Known:
     """Try a class on a device.
 
@@ -88,9 +94,6 @@ def learned(cls: Any, options: Mapping[str, Any], device: torch.device, rate: fl
     Raises:
         SpecError: it is not elementwise, or refuses the options.
     """
-    for one in cls.__mro__:
-        if one.__name__ in KNOWN and one.__module__.startswith("torch.optim"):
-            _refuse(cls, *KNOWN[one.__name__])
     own = dict(options)
     if "capturable" in inspect.signature(cls).parameters:  # then counts stay on the device
         own["capturable"] = own.get("capturable", True) and not lies_on_host(torch.empty(0, device=device))
@@ -106,26 +109,23 @@ def learned(cls: Any, options: Mapping[str, Any], device: torch.device, rate: fl
         except SpecError:
             raise
         except Exception as error:
-            _refuse(cls, f"it raised {type(error).__name__}: {error}", "Give options that it takes, for all labels")
+            refuse(cls, f"it raised {type(error).__name__}: {error}", "Give options that it takes, for all labels")
     if not same:
-        why = "three steps on pieces of a vector, one instance each, gave other numbers than on the whole"
+        why = "some steps on pieces of a vector, one instance each, gave other numbers than on the whole"
         with torch.device("cpu"), torch.no_grad():
             if _compare(cls, trial, {}, device):  # from nothing, as it begins by itself
                 why = "what it keeps begins with the first gradient in a way of its own, as that of SGD(dampening=)"
-        _refuse(cls, why, "Use an elementwise one, as torch.optim.Adam, or write an (init, update) pair")
+        refuse(cls, why, "Use an elementwise one, as torch.optim.Adam, or write an (init, update) pair")
     return Known(kept, own, rates)
 
 
-def _refuse(cls: Any, why: str, remedy: str) -> None:
-    raise SpecError(
-        f"{name_of(cls)}: {cls.__module__}.{cls.__qualname__} cannot work on shards, flat pieces of parameters: {why}. "
-        f"{remedy}."
-    )
+def refuse(cls: Any, why: str, remedy: str, how: str = ", flat pieces of parameters") -> None:
+    raise SpecError(f"{name_of(cls)}: {cls.__module__}.{cls.__qualname__} cannot work on shards{how}: {why}. {remedy}.")
 
 
 def driven(
     cls: Any, options: Mapping[str, Any], params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor],
-    states: Sequence[State],
+    states: Sequence[State], lr: Any = None,
 ) -> list[State]:  # fmt: skip
     """One step of a new instance on these parameters, in place. Returns what it keeps of them now.
 
@@ -133,11 +133,13 @@ def driven(
         states: what it kept before, by parameter. Tensors are changed in place, or others returned for them.
     """
     optimizer = cls([torch.empty_like(params[0][:0])], **options)  # its own sums, if it makes some here, are empty
+    if lr is not None:  # what the constructor took from the first rate stays
+        optimizer.param_groups[0]["lr"] = lr
     own = [param.detach() for param in params]
     optimizer.param_groups[0]["params"] = own
     optimizer.state = defaultdict(dict, {param: dict(state) for param, state in zip(own, states, strict=True)})
     for param, grad in zip(own, grads, strict=True):
-        _hand_over(param, grad)
+        hand_over(param, grad)
     optimizer.step()
     for param, mine in zip(own, params, strict=True):
         if param.data_ptr() != mine.data_ptr():  # it was given other data
@@ -145,7 +147,7 @@ def driven(
     return [optimizer.state[param] for param in own]
 
 
-def _hand_over(param: torch.Tensor, grad: torch.Tensor) -> None:
+def hand_over(param: torch.Tensor, grad: torch.Tensor) -> None:
     """Give a torch optimizer a gradient, in the only way that it takes one. The parameter is a tensor of this call's
     own, which nobody else sees and no autograd fills: `.grad` of a user's tensor is never touched."""
     setattr(param, "grad", grad)  # noqa: B010
@@ -199,7 +201,7 @@ def _begin(cls: Any, options: Mapping[str, Any], device: torch.device) -> dict[s
     for one, state in optimizer.state.items():
         states[one] = state
     optimizer.state = states
-    _hand_over(param, torch.zeros_like(param))
+    hand_over(param, torch.zeros_like(param))
     weights = param.clone()
     optimizer.step()
     kept = {}
@@ -210,7 +212,7 @@ def _begin(cls: Any, options: Mapping[str, Any], device: torch.device) -> dict[s
             wide = torch.float64 if isinstance(value, float) else torch.int64
             kept[name] = Kept(True, float(value), wide, (), type(value), not lies_on_host(param))
         elif not isinstance(value, torch.Tensor):
-            _refuse(
+            refuse(
                 cls, f"it keeps a {type(value).__name__} as {name!r}, which is neither a tensor nor a number",
                 "Write an (init, update) pair, as examples/lion.py",
             )  # fmt: skip
@@ -218,7 +220,7 @@ def _begin(cls: Any, options: Mapping[str, Any], device: torch.device) -> dict[s
             host = value.device != param.device
             kept[name] = Kept(True, float(value), value.dtype, tuple(value.shape), None, host)
         elif value.shape != param.shape:
-            _refuse(
+            refuse(
                 cls, f"it keeps {list(value.shape)} elements as {name!r} of a parameter of {list(param.shape)}",
                 "Use one that keeps a tensor like the parameter, or a number",
             )  # fmt: skip
@@ -272,7 +274,7 @@ def _plain(
     param = _values(0, device).view(shape)
     optimizer = cls([param], **options)
     for step in range(1, STEPS + 1):
-        _hand_over(param, _values(step, device).view(shape))
+        hand_over(param, _values(step, device).view(shape))
         optimizer.step()
     return param.flatten(), {*optimizer.state[param]}
 
@@ -301,7 +303,7 @@ def _takes_tensors(cls: Any, options: Mapping[str, Any], kept: Mapping[str, Kept
     for lr in (0.25, torch.full((), 0.25, dtype=torch.float32, device=device)):
         param = _values(0, device)
         try:
-            driven(cls, dict(options) | {"lr": lr}, [param], [_values(1, device)], [states_of(kept, param)])
+            driven(cls, options, [param], [_values(1, device)], [states_of(kept, param)], lr)
         except Exception:
             return False
         found.append(param)

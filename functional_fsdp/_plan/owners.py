@@ -105,13 +105,14 @@ class Moves(NamedTuple):
     runs: (bucket, start, stop, label, (rows, columns)) of its shards, in elements of its local buffer. hops: there;
     back they are the other way round. stacks: (shape, pattern, (slices of what came of each, in order)), of matrices
     that are computed with together. held: the slices of the stacks, one after the other, in the order in which they
-    came. some: whether there is anything to do, on any rank.
+    came. members: which of `Owners.owned` each stack has, in order. some: whether there is anything to do, on any rank.
     """
 
     runs: tuple[tuple[str, int, int, str, tuple[int, int]], ...]
     hops: tuple[Hop, ...]
     stacks: tuple[tuple[tuple[int, ...], Pattern | None, Slices], ...]
     held: Slices
+    members: tuple[tuple[int, ...], ...]
     some: bool
 
 
@@ -188,13 +189,13 @@ class Owners:
             splits = [Splits(self, names, given, k, back) for back in (False, True)]
             (order, sent, came, most), held = self._hop(k, held, me)
             hops.append(Hop(axis, order, _undone(order), sent, came, most, *splits))
-        stacks, back = self._stacks(held[me])
+        stacks, back, members = self._stacks(held[me])
         local = tuple(
             (one.bucket, a - me * self.sizes[one.bucket], b - me * self.sizes[one.bucket], one.label, one.part.matrix)
             for i, a, b in runs
             for one in (self.owned[i],)
         )
-        return Moves(local, tuple(hops), stacks, back, bool(which))
+        return Moves(local, tuple(hops), stacks, back, members, bool(which))
 
     def _runs(self, rank: int, which: Sequence[int]) -> Pieces:
         """(which of `owned`, start, stop) of what a rank has, in elements of the bucket."""
@@ -234,7 +235,9 @@ class Owners:
         most = max(max(sum(s), sum(c)) for s, c in zip(sizes, came, strict=True))
         return (tuple(slices[j] for to in parts[me] for j in to), tuple(sizes[me]), came[me], most), after
 
-    def _stacks(self, held: Pieces) -> tuple[tuple[tuple[tuple[int, ...], Pattern | None, Slices], ...], Slices]:
+    def _stacks(
+        self, held: Pieces
+    ) -> tuple[tuple[tuple[tuple[int, ...], Pattern | None, Slices], ...], Slices, tuple[tuple[int, ...], ...]]:
         slices = _laid(b - a for _, a, b in held)
         of: dict[int, list[int]] = {}
         for j, (i, _, _) in enumerate(held):
@@ -247,7 +250,7 @@ class Owners:
             chosen = [j for i in members for j in sorted(of[i], key=lambda j: held[j][1])]
             stacks.append((shape, pattern, tuple(slices[j] for j in chosen)))
             order += chosen
-        return tuple(stacks), _undone(tuple(slices[j] for j in order))
+        return tuple(stacks), _undone(tuple(slices[j] for j in order)), tuple(map(tuple, kinds.values()))
 
 
 @lru_cache(maxsize=4096)

@@ -1,0 +1,345 @@
+"""How a torch.optim class couples elements, by what it does: each operation of some steps is observed.
+
+    elementwise   each tensor operation is pointwise, a copy, a fill, a cast, or a view that keeps elements in order
+    leaf          some is not, as a norm of a gradient; or Python looks at a shape or a value: leaves stay whole
+    all           an operation has tensors of two leaves, or a leaf goes another way beside others than alone
+
+A tensor is *touched* by a leaf if it is that leaf's weight or gradient, or if it was computed from such a tensor.
+Python that reads no touched value, and no shape, takes the same branches for every leaf and for every piece of it.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .._common.torch_names import TorchDispatchMode, pytree
+
+__all__ = ["Finding", "Observed", "beside", "numbers_like", "observed"]
+
+ORDER = ("elementwise", "leaf", "all")
+SHAPES = ((6, 8), (4, 3, 2, 2), (7,), (64, 72), (16, 24), (1, 5))
+KEPT_IN_ORDER = {
+    "copy_", "fill_", "zero_", "clone", "_to_copy", "detach", "alias", "lift_fresh", "zeros_like", "ones_like",
+    "empty_like", "full_like", "view", "_unsafe_view", "unsqueeze", "squeeze", "resolve_conj", "view_as",
+    "_reshape_alias", "contiguous",
+}  # fmt: skip
+FILLED = {"zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "empty_strided",
+          "new_empty_strided"}  # fmt: skip
+FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
+ACROSS = {"norm", "max", "powsum"}  # `_foreach_` operations of these names reduce each tensor
+READS = {
+    "shape": "the shape", "ndim": "the number of dims", "size": "the size", "dim": "the number of dims",
+    "numel": "the number of elements", "nelement": "the number of elements", "__len__": "the length",
+    "requires_grad": "requires_grad", "numpy": "values", "tolist": "values", "__array__": "values", "stride": "strides",
+}  # fmt: skip
+MAKES = ("zeros(", "ones(", "full(", "empty(", "_like(")
+
+
+class Finding(NamedTuple):
+    """Why a class is not elementwise. way: "leaf" or "all". where: file and line of the optimizer's own code."""
+
+    way: str
+    why: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.why} ({self.where})" if self.where else self.why
+
+
+class Observed(NamedTuple):
+    """What was found of a class with some options: the way that it can go, and what decided."""
+
+    way: str
+    finding: Finding | None
+
+
+def _frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of an optimizer's own code: of torch only torch.optim is that."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file != __file__ and ("/torch/" not in file or "/torch/optim/" in file) and "<" not in file:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _place(frame: FrameType | None) -> str:
+    if frame is None:
+        return ""
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    file = "/".join(frame.f_code.co_filename.split("/")[-3:])
+    return f"{file}:{frame.f_lineno}: {text}"
+
+
+class Watch(TorchDispatchMode):
+    """Tensor operations: which of them are not elementwise, and which have several leaves."""
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        super().__init__()
+        self.numels = numels
+        self.touched: dict[int, frozenset[int]] = {}  # by storage
+        self.uniform: set[int] = set()  # storages that are the same everywhere, by storage
+        self.alive: list[Any] = []  # so that no storage comes again
+        self.findings: dict[str, Finding] = {}
+        self.reads = False  # whether Python saw a touched value
+        self.names: list[str] = []
+
+    def touch(self, tensor: torch.Tensor, leaf: int) -> None:
+        self.alive.append(tensor)
+        self.touched[tensor.untyped_storage()._cdata] = frozenset((leaf,))
+
+    def leaves_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+        return frozenset().union(*(self.touched.get(t.untyped_storage()._cdata, ()) for t in tensors))
+
+    def note(self, way: str, why: str) -> None:
+        if way not in self.findings:
+            self.findings[way] = Finding(way, why, _place(_frame(sys._getframe(1))))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[-1]
+        self.names.append(name)
+        out = func(*args, **kwargs)
+        flat = pytree.tree_leaves((args, kwargs))
+        rows: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a]
+        lists = [a for a in lists if isinstance(a[0], torch.Tensor)]
+        if lists and name.startswith(("_foreach_", "_fused_")):
+            shared = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+            outs = list(out) if isinstance(out, list | tuple) and out and isinstance(out[0], torch.Tensor) else []
+            rows = [([one[i] for one in lists if i < len(one)] + shared, outs[i : i + 1]) for i in range(len(lists[0]))]
+        else:
+            ins = [t for t in flat if isinstance(t, torch.Tensor)]
+            rows = [(ins, [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)])]
+        for ins, outs in rows:
+            self.alive += [*ins, *outs]
+            self._look(func, name, ins, outs, args)
+        return out
+
+    def _look(
+        self, func: Any, name: str, ins: list[torch.Tensor], outs: list[torch.Tensor], args: Sequence[Any]
+    ) -> None:
+        leaves = self.leaves_of(ins)
+        writes = func._schema.is_mutable
+        if not leaves:
+            if name in FILLED or name in KEPT_IN_ORDER:
+                self.uniform |= {t.untyped_storage()._cdata for t in outs if all(self._is_uniform(one) for one in ins)}
+            return
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if name == "_local_scalar_dense" or name in ("equal", "is_nonzero"):
+            self.reads = True
+            self.note("leaf", f"Python reads a value computed from a {self._kind(leaves)}")
+            return
+        if len(leaves) > 1:
+            self.note("all", f"{name} takes tensors of several leaves together")
+        if random:
+            self.note("leaf", f"{name} draws random numbers")
+        elif name == "index_put_" and self._masks(args):
+            pass
+        elif not self._pointwise(func, name):
+            if name in FILLED:  # of the shape that it was given
+                self.uniform |= {t.untyped_storage()._cdata for t in outs}
+                return
+            self.note("leaf", f"{name} is not elementwise")
+        else:
+            numel = self.numels[min(leaves)]
+            for one in (*ins, *outs):
+                mine = self.touched.get(one.untyped_storage()._cdata)
+                whole = one.numel() == numel
+                if mine and not whole:
+                    self.note("leaf", f"{name} takes a part or a summary of a leaf")
+                elif not mine and one.numel() > 1 and not (whole and self._is_uniform(one)) and one not in outs:
+                    self.note("leaf", f"{name} takes a tensor whose elements go by their place")
+                elif whole and one.numel() > 1 and not one.is_contiguous():
+                    self.note("leaf", f"{name} takes the elements of a leaf in another order")
+        for one in (*outs, *(ins[:1] if writes and not outs else ())):
+            self.touched[one.untyped_storage()._cdata] = leaves | self.leaves_of([one])
+        if name.startswith(("_foreach_", "_fused_")) and writes:
+            for one in ins:
+                if one.numel() > 1 or self.leaves_of([one]):
+                    self.touched[one.untyped_storage()._cdata] = leaves
+
+    def _masks(self, args: Sequence[Any]) -> bool:
+        """Whether an `index_put_` sets one number where a mask of the same shape is true."""
+        target, (mask, *rest), value = args[:3]
+        return (
+            not rest
+            and mask is not None
+            and mask.dtype is torch.bool
+            and mask.shape == target.shape
+            and (value.numel() == 1)
+        )
+
+    def _is_uniform(self, tensor: torch.Tensor) -> bool:
+        return tensor.numel() <= 1 or tensor.untyped_storage()._cdata in self.uniform
+
+    def _kind(self, leaves: frozenset[int]) -> str:
+        return "leaf" if len(leaves) == 1 else "tensor of several leaves"
+
+    def _pointwise(self, func: Any, name: str) -> bool:
+        if name in FUSED or name in KEPT_IN_ORDER or torch.Tag.pointwise in func.tags:
+            return True
+        if name.startswith("_foreach_"):
+            one = name.removeprefix("_foreach_").rstrip("_")
+            if one in ACROSS:
+                return False
+            packet = getattr(torch.ops.aten, one, None)
+            return one in ("copy", "zero") or (
+                packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
+            )
+        return False
+
+
+class Reads(TorchFunctionMode):
+    """Shapes, sizes and values that an optimizer's Python asks a touched tensor for."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name in READS and args and isinstance(args[0], torch.Tensor):
+            self._read(name, args[0], sys._getframe(1))
+        return func(*args, **(kwargs or {}))
+
+    def _read(self, name: str, tensor: torch.Tensor, frame: FrameType) -> None:
+        file = frame.f_code.co_filename
+        if "/torch/" in file and "/torch/optim/" not in file:
+            return
+        if not self.watch.leaves_of([tensor]) and tensor.numel() <= 1:
+            return
+        line = linecache.getline(file, frame.f_lineno)
+        if name in ("shape", "size") and any(word in line for word in MAKES):
+            return
+        self.watch.reads |= READS[name] == "values"
+        if "leaf" not in self.watch.findings:
+            self.watch.findings["leaf"] = Finding("leaf", f"Python reads {READS[name]} of a leaf", _place(frame))
+
+
+def observed(
+    make: Callable[[list[torch.Tensor]], Any], hand_over: Callable[[torch.Tensor, torch.Tensor], None], steps: int = 24,
+    rates: Mapping[int, float] | None = None,
+) -> Observed:  # fmt: skip
+    """Observe a class for some steps, on leaves of several shapes; gradients have scales from 1e-4 to 1e4.
+
+    Args:
+        make: the instance of the class for some parameters.
+        hand_over: gives a parameter its gradient.
+        rates: learning rates by step, where they change.
+    """
+    try:
+        return _observed(make, hand_over, steps, rates, SHAPES)
+    except Exception as error:  # a class may take leaves of some shapes only
+        found = _observed(make, hand_over, steps, rates, tuple(shape for shape in SHAPES if len(shape) == 2))
+        some = Finding("leaf", f"it takes no leaf of some shapes: {error}", "")
+        return found if found.way == "all" else Observed("leaf", found.finding or some)
+
+
+def _observed(
+    make: Any, hand_over: Any, steps: int, rates: Mapping[int, float] | None, shapes: Sequence[tuple[int, ...]]
+) -> Observed:
+    params = _weights(shapes)
+    watch = Watch([p.numel() for p in params])
+    optimizer = make(params)
+    before = beside(optimizer)
+    for i, param in enumerate(params):  # what the constructor made
+        for one in [v for v in optimizer.state.get(param, {}).values() if isinstance(v, torch.Tensor)]:
+            even = one.shape == param.shape and (bool((one == one.flatten()[0]).all()) or torch.equal(one, param))
+            if even:
+                watch.touch(one, i)
+    for step in range(steps):
+        for i, (param, grad) in enumerate(zip(params, _gradients(step, shapes), strict=True)):
+            hand_over(param, grad)
+            watch.touch(param, i)
+            watch.touch(grad, i)
+        _rate(optimizer, rates, step)
+        with watch, Reads(watch):
+            optimizer.step()
+    found = watch.findings
+    changed = [k for k, v in beside(optimizer).items() if k not in before or not _same(before[k], v)]
+    if changed and "leaf" not in found:
+        found["leaf"] = Finding("leaf", f"it keeps {changed[0]!r} beside the state of parameters", "")
+    nested = [k for p in params for k, v in optimizer.state.get(p, {}).items() if v is None or _nested(v)]
+    if nested and "leaf" not in found:
+        found["leaf"] = Finding("leaf", f"its state has {nested[0]!r}, which is neither a tensor nor a number", "")
+    if "all" not in found and (watch.reads or changed):
+        wrong = _apart(make, hand_over, steps, rates, params, shapes)
+        if wrong is not None:
+            why = f"a leaf of shape {list(shapes[wrong])} goes another way beside other leaves than alone"
+            found["all"] = Finding("all", why, found["leaf"].where if "leaf" in found else "")
+    way = max(found, key=ORDER.index, default="elementwise")
+    return Observed(way, found.get(way))
+
+
+def _apart(
+    make: Any, hand_over: Any, steps: int, rates: Any, together: list[torch.Tensor], shapes: Sequence[tuple[int, ...]]
+) -> int | None:
+    """The first leaf that comes out otherwise if it is alone."""
+    for i, wanted in enumerate(together):
+        param = _weights(shapes)[i]
+        optimizer = make([param])
+        for step in range(steps):
+            hand_over(param, _gradients(step, shapes)[i])
+            _rate(optimizer, rates, step)
+            optimizer.step()
+        if not torch.equal(param.detach(), wanted.detach()):
+            return i
+    return None
+
+
+def _rate(optimizer: Any, rates: Mapping[int, float] | None, step: int) -> None:
+    if rates:
+        for group in optimizer.param_groups:
+            group["lr"] = rates[step % len(rates)]
+
+
+def numbers_like(shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Numbers in [-1, 1], no two of them alike, float64."""
+    i = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64, device="cpu")
+    return torch.sin(12.9898 * i + 78.233 * torch.sin(4.1414 * i + seed)).view(tuple(shape))
+
+
+def _weights(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    return [torch.nn.Parameter(numbers_like(shape, 100 + i)) for i, shape in enumerate(shapes)]
+
+
+def _gradients(step: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    scales = (1.0, 1e-4, 30.0, 1e4, 1e-2)
+    return [
+        numbers_like(shape, 1000 * step + i) * scales[(step // 3 + i) % len(scales)] for i, shape in enumerate(shapes)
+    ]
+
+
+def beside(optimizer: Any) -> dict[str, Any]:
+    """What an instance keeps beside the state of its parameters, by name."""
+    found = {f"group.{k}": v for k, v in optimizer.param_groups[0].items() if k not in ("params", "lr")}
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
+    known = ("_optimizer_", "_zero_grad", "_patch", "_warned", "_opt_called", "_need_device_dtype_check_for_fused")
+    found |= {f"self.{k}": v for k, v in own.items() if not k.startswith(known) and _simple(v)}
+    found |= {f"state.{k}": v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+def _simple(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return type(a) is type(b) and a.shape == b.shape and bool((a == b).all())
+    return a is b or bool(a == b)
+
+
+def _nested(value: Any) -> bool:
+    return not isinstance(value, bool | int | float | torch.Tensor)

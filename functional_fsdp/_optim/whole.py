@@ -1,0 +1,446 @@
+"""Optimizers that couple the elements of a leaf: each leaf whole at one owner rank, in an instance of the class itself.
+
+    shards    [ w0 w0 | w1 ] [ w1 w2 | w2 ]      weights, gradients, and what the class keeps
+    there     one all-to-all an axis, for each of them
+    owners    cls([leaf], **options), with its true shape; its state is handed in; `step()`; its state is taken out
+    back      weights and state to the shards
+
+So what is stored stays flat, sharded and by leaf, in whatever shape the class keeps it: a tensor of a state lies in the
+extent of its leaf, from the beginning, and in a second buffer where it is larger than the leaf.
+
+    opt["exp_avg"]    [ as main weights ]
+    opt["row"]        [ r0 . . | r1 . . ]        the first elements of the leaf's extent
+    opt["step"]       [ 3      | 3      ]        one number a leaf, the same on every rank
+    opt["form"]       [ 1      | 1      ]        what there is of the state: 0 before the first step
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from .._common.device import being_captured, zeros_as
+from .._common.errors import ScheduleError, SpecError, TreeError
+from .._common.torch_names import pytree
+from .._plan.layout import Bucket, Leaf
+from .._plan.owners import Given, Moves, Owners, Part, find_owners
+from .._runtime.given import Leaves
+from .._storage.flat import no_counts
+from .numbers import at, by_label, check_settings, labels_in
+from .optimizer import Sender, Tree, UpdatesSome, portions
+from .probe import hand_over, name_of
+from .prove import beside, numbers_like
+from .travel import back, cut, ordered, there
+
+__all__ = ["WholeLeaves"]
+
+Trees = dict[str, Tree]
+FORM = "form"
+PLAIN = (type(None), str, torch.dtype, torch.device, torch.Size)
+MOST = 64  # buffers for one tensor of a state
+
+
+class Slot(NamedTuple):
+    """One value in the state of a leaf. shape, dtype: of a tensor. python: the type of a number. value: another one."""
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    python: type | None = None
+    value: Any = None
+
+
+class Form(NamedTuple):
+    """What a state of a leaf looks like."""
+
+    structure: Any
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class WholeLeaves(UpdatesSome):
+    """A torch.optim class with options, that has whole leaves at owners. See `from_torch(by="leaf")`.
+
+    why: what decided that its leaves stay whole.
+    """
+
+    cls: Any
+    options: Mapping[str, Any]
+    why: str = field(default="", compare=False)
+    by_bucket: ClassVar[bool] = False
+    communicates: ClassVar[bool] = True
+    fill: ClassVar[int] = 1 << 29
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.cls))
+
+    def __fsdp_settings__(self) -> Any:
+        return self.cls, self.options
+
+    def __str__(self) -> str:
+        return f"{name_of(self.cls)}: whole leaves at owners, since {self.why}"
+
+    def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
+        return labels_in(name_of(self.cls), self.options)
+
+    def owners(self, buckets: Sequence[Bucket]) -> tuple[Owners, ...]:
+        """Which rank owns which leaf of these buckets. It prints."""
+        key = tuple(buckets)
+        if key not in self._plans:
+            groups = self._groups(buckets)
+            self._plans[key] = find_owners(buckets, _part, groups)
+        return self._plans[key]
+
+    @cached_property
+    def _plans(self) -> dict[tuple[Bucket, ...], tuple[Owners, ...]]:
+        return {}
+
+    @cached_property
+    def _forms(self) -> dict[Any, list[Form]]:
+        return {}
+
+    @cached_property
+    def _moving(self) -> dict[str, frozenset[str]]:
+        return {}
+
+    def _groups(self, buckets: Sequence[Bucket]) -> list[list[str]]:
+        sizes = {bucket.name: bucket.nbytes("main") for bucket in buckets}
+        return portions(dict(reversed(sizes.items())), self.fill)
+
+    # ---- an instance
+
+    def _options(self, label: str) -> tuple[dict[str, Any], Any]:
+        """The constructor's options for a label, with the first learning rate; and the rate that changes, or None."""
+        options = {name: by_label(name, value, label) for name, value in self.options.items()}
+        lr = options.get("lr")
+        if callable(lr):
+            with torch.device("cpu"):
+                options["lr"] = float(lr(torch.zeros((), dtype=torch.int64, device="cpu")))
+            return options, lr
+        return options, None
+
+    def _made(self, label: str, param: torch.Tensor, form: Form | None, values: Sequence[Any]) -> tuple[Any, Any]:
+        """An instance with what it kept of its one leaf; and what it has beside, as constructed."""
+        options, _ = self._options(label)
+        optimizer = self.cls([param], **options)
+        fresh = beside(optimizer)
+        if form is not None:
+            tree = pytree.tree_unflatten(list(values), form.structure)
+            optimizer.state = defaultdict(dict, {param: tree["state"]})
+            for key, value in tree["beside"].items():
+                where, name = key.split(".", 1)
+                if where == "group":
+                    optimizer.param_groups[0][name] = value
+                elif where == "self":
+                    vars(optimizer)[name] = value
+                else:
+                    optimizer.state[name] = value
+        return optimizer, fresh
+
+    def _taken(
+        self, label: str, optimizer: Any, param: torch.Tensor, fresh: Any, learn: bool
+    ) -> tuple[Form, list[Any]]:
+        now = beside(optimizer)
+        changed = frozenset(k for k, v in now.items() if k not in fresh or not _same(fresh[k], v))
+        known = self._moving.get(label, frozenset())
+        if learn:
+            known = self._moving[label] = known | changed
+        if changed - known:
+            raise TreeError(
+                f"{name_of(self.cls)}: the class changed {sorted(changed - known)[0]!r} of itself, which it had not in "
+                "its first steps, so that no State holds it. Write an (init, update) pair."
+            )
+        tree = {"state": dict(optimizer.state.get(param, {})), "beside": {k: now[k] for k in sorted(known)}}
+        pairs, structure = pytree.tree_flatten_with_path(tree)
+        slots, values = [], []
+        for path, value in pairs:
+            name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path[1:])
+            if isinstance(value, torch.Tensor):
+                if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_complex():
+                    raise SpecError(
+                        f"{name_of(self.cls)}: it keeps a {type(value).__name__} of {value.dtype} as {name!r}; a State "
+                        "has plain tensors of real numbers only."
+                    )
+                slots.append(Slot(name, tuple(value.shape), value.dtype))
+            elif isinstance(value, bool | int | float):
+                slots.append(Slot(name, python=type(value)))
+            elif isinstance(value, PLAIN):
+                slots.append(Slot(name, value=value))
+            else:
+                raise SpecError(
+                    f"{name_of(self.cls)}: it keeps a {type(value).__name__} as {name!r}, which no State can hold: "
+                    "tensors, numbers, None and texts, in dicts and lists, can be saved. Write an (init, update) pair."
+                )
+            values.append(value)
+        return Form(structure, tuple(slots)), values
+
+    def forms(self, leaf: Leaf, dtype: torch.dtype) -> list[Form]:
+        """What the class keeps of a leaf, in the order in which it comes to that, from some steps on numbers."""
+        key = (leaf.label, leaf.shape, dtype)
+        if key not in self._forms:
+            with torch.device("cpu"), torch.inference_mode(False):
+                self._forms[key] = self._tried(leaf.label, leaf.shape, dtype, leaf.path)
+        return self._forms[key]
+
+    def _tried(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> list[Form]:
+        found: list[Form] = []
+        param = torch.nn.Parameter(numbers_like(shape, 1).to(dtype))
+        try:
+            optimizer, fresh = self._made(label, param, None, ())
+            for step in range(12 if param.numel() <= 1 << 16 else 3):
+                hand_over(param, numbers_like(shape, 2 + step).to(dtype))
+                _stepped(optimizer)
+                form, _ = self._taken(label, optimizer, param, fresh, True)
+                found += [form] if form not in found else []
+        except (SpecError, TreeError):
+            raise
+        except Exception as error:
+            raise SpecError(
+                f"{name_of(self.cls)}: the class does not take the leaf {path!r} of shape {list(shape)}: it raised "
+                f"{type(error).__name__}: {error}. Give the leaf to another optimizer by its label: fsdp.partition."
+            ) from error
+        # what it keeps beside is named by the last step: forms of earlier steps have it, too
+        keys = self._moving[label]
+        if any({*_beside_of(form)} != keys for form in found):
+            return self._tried(label, shape, dtype, path)
+        return found
+
+    def check(self, label: str) -> None:
+        """Refuse a class of which a new instance that is given the state does not go on as the old one would."""
+        for shape in ((6, 8), (7,), (4, 3, 2, 2)):
+            try:
+                forms = self._tried(label, shape, torch.float64, "a leaf")
+            except SpecError:
+                if shape == (6, 8):
+                    raise
+                continue
+            runs = []
+            for anew in (False, True):
+                param = torch.nn.Parameter(numbers_like(shape, 3))
+                optimizer, fresh = self._made(label, param, None, ())
+                for step in range(13):
+                    hand_over(param, numbers_like(shape, 50 + step) * (1e-3, 1.0, 40.0)[step % 3])
+                    _stepped(optimizer)
+                    form, values = self._taken(label, optimizer, param, fresh, False)
+                    if anew:
+                        if form not in forms:
+                            break
+                        param = torch.nn.Parameter(param.detach().clone())
+                        optimizer, fresh = self._made(label, param, form, values)
+                runs.append(param.detach())
+            if not torch.equal(*runs):
+                raise SpecError(
+                    f"{name_of(self.cls)}: a new instance that is given the class's own state goes on otherwise than "
+                    f"the first one, on a leaf of shape {list(shape)}: the class keeps something in another place, or "
+                    "draws random numbers, so that no State can hold all of it. Write an (init, update) pair."
+                )
+
+    # ---- what is kept
+
+    def init(self, main: Tree) -> Trees:
+        check_settings(main, **self.options)
+        opt: Trees = {FORM: {}}
+        for bucket, buffer in main.items():
+            opt[FORM][bucket] = no_counts(buffer)
+            dtypes: dict[str, torch.dtype] = {}
+            for leaf in buffer.bucket.leaves:
+                if not leaf.numel:
+                    continue
+                for slot in [slot for form in self.forms(leaf, buffer.local.dtype) for slot in form.slots]:
+                    if slot.python is not None and bucket not in opt.setdefault(slot.name + "#", {}):
+                        opt[slot.name + "#"][bucket] = no_counts(buffer, torch.float64)
+                    for name in self._buffers_of(slot, leaf):
+                        dtype = _stored(slot.dtype)
+                        dtypes[name] = torch.promote_types(dtypes.get(name, dtype), dtype)
+            for name, dtype in dtypes.items():
+                opt.setdefault(name, {})[bucket] = buffer.but(zeros_as(buffer.local, dtype))
+        return opt
+
+    def _buffers_of(self, slot: Slot, leaf: Leaf) -> list[str]:
+        """The names of the buffers in which a tensor of a state lies."""
+        if slot.shape is None:
+            return []
+        count = -(-math.prod(slot.shape) // leaf.numel)
+        if count > MOST:
+            raise SpecError(
+                f"{name_of(self.cls)}: it keeps {math.prod(slot.shape):,} elements as {slot.name!r} of the leaf "
+                f"{leaf.path!r}, which has {leaf.numel:,}: more than {MOST} times as many. Give the leaf to another "
+                "optimizer by its label: fsdp.partition."
+            )
+        return [slot.name if not k else f"{slot.name}[{k}]" for k in range(count)]
+
+    # ---- a step
+
+    def update_some(
+        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor,
+        sender: Sender,
+    ) -> tuple[Tree, Trees]:  # fmt: skip
+        if not main:
+            return main, opt
+        device = next(iter(main.values())).local.device
+        if being_captured(device) or torch.compiler.is_compiling():
+            raise ScheduleError(
+                f"{name_of(self.cls)}: owners run the class's own Python in each step, which no graph can hold. Leave "
+                "the update out of the graph, or use a class that is elementwise."
+            )
+        if skip is not None and bool(skip):
+            return main, opt
+        buckets = [buffer.bucket for buffer in main.values()]
+        lacking: Given = tuple([(name, tuple(some)) for name, some in given.items()])
+        for owners in self.owners(buckets):
+            mine = {bucket.name for bucket in owners.buckets}
+            for group in self._groups(buckets):
+                names = tuple([name for name in group if name in mine])
+                moves = owners.moves(names, lacking, sender.coordinate) if names else None
+                if moves is not None and moves.some:
+                    self._update(owners, moves, names, given, grads, opt, main, count, sender)
+        return main, opt
+
+    def _update(
+        self, owners: Owners, moves: Moves, names: Sequence[str], given: Leaves, grads: Tree, opt: Trees, main: Tree,
+        count: torch.Tensor, sender: Sender,
+    ) -> None:  # fmt: skip
+        channels = {"/main": main, "/grads": grads}
+        numbers: dict[tuple[str, str], list[float]] = {}
+        for what, tree in opt.items():
+            some = {name: tree[name] for name in names if name in tree}
+            if some and next(iter(some.values())).bucket.by_leaf:
+                numbers |= {(what, name): buffer.local.tolist() for name, buffer in some.items()}
+            elif some:
+                channels[what] = some
+        came: dict[str, list[torch.Tensor]] = {}
+        for what, tree in channels.items():
+            flat = there(moves, self._sent(moves, tree, names, main), sender, "leaves")
+            came[what] = [
+                row for shape, _, slices in moves.stacks for row in ordered(flat, slices).view(-1, math.prod(shape))
+            ]
+        which = [owners.owned[i] for members in moves.members for i in members]
+        changed = {key: [0.0] * len(values) for key, values in numbers.items()}
+        for k, one in enumerate(which):
+            leaf = main[one.bucket].bucket.leaves[one.leaf]
+            rows = {what: rows[k] for what, rows in came.items() if one.bucket in channels[what]}
+            values = {what: v[one.leaf] for (what, bucket), v in numbers.items() if bucket == one.bucket}
+            for what, value in self._one(leaf, main[one.bucket].local.dtype, rows, values, count).items():
+                changed[what, one.bucket][one.leaf] = value
+        for what, tree in channels.items():
+            if what == "/grads":
+                continue
+            empty = self._sent(moves, tree, names, main)[:0]
+            flat = back(moves, came[what], empty, sender, "leaves")
+            runs = [end - start for _, start, end, _, _ in moves.runs]
+            for (name, start, end, _, _), new in zip(moves.runs, flat.split(runs) if runs else (), strict=True):
+                if name in tree:
+                    tree[name].local[start:end].copy_(new)
+        self._put_numbers(owners, given, opt, numbers, changed, sender)
+
+    def _sent(self, moves: Moves, tree: Tree, names: Sequence[str], main: Tree) -> torch.Tensor:
+        """This rank's runs of a tree, one after the other; zeros of a bucket that has none, and of one dtype."""
+        dtypes = [tree[name].local.dtype for name in names if name in tree]
+        dtype = dtypes[0]
+        for other in dtypes[1:]:
+            dtype = torch.promote_types(dtype, other)
+        if all(name in tree for name in names):
+            parts = cut(moves, tree)
+        else:
+            parts = [
+                tree[name].local[a:b] if name in tree else zeros_as(main[name].local[a:b], dtype)
+                for name, a, b, _, _ in moves.runs
+            ]
+        if not parts:
+            return main[names[0]].local.new_empty(0, dtype=dtype)
+        return torch.cat([part.to(dtype) for part in parts])
+
+    def _one(
+        self, leaf: Leaf, dtype: torch.dtype, rows: dict[str, torch.Tensor], numbers: dict[str, float],
+        count: torch.Tensor,
+    ) -> dict[str, float]:  # fmt: skip
+        """One step with one leaf; rows are changed in place. Returns the numbers that are kept of it."""
+        forms = self.forms(leaf, dtype)
+        before = int(numbers[FORM])
+        form = forms[before - 1] if before else None
+        values = [self._value(slot, leaf, rows, numbers) for slot in form.slots] if form else []
+        param = torch.nn.Parameter(rows["/main"].to(dtype).view(leaf.shape).clone())
+        with torch.inference_mode(False):
+            optimizer, fresh = self._made(leaf.label, param, form, values)
+            _, rate = self._options(leaf.label)
+            if rate is not None:
+                for one in optimizer.param_groups:
+                    one["lr"] = float(at("lr", rate, leaf.label, count))
+            hand_over(param, rows["/grads"].to(dtype).view(leaf.shape).clone())
+            _stepped(optimizer)
+            after, values = self._taken(leaf.label, optimizer, param, fresh, False)
+        if after not in forms:
+            raise TreeError(
+                f"{name_of(self.cls)}: what it keeps of the leaf {leaf.path!r} has another structure than it had in "
+                f"{len(forms)} forms of its first steps: {[slot.name for slot in after.slots]}. No State can hold "
+                "that. Write an (init, update) pair."
+            )
+        rows["/main"].copy_(param.detach().reshape(-1))
+        kept: dict[str, float] = dict.fromkeys(numbers, 0.0)
+        kept[FORM] = forms.index(after) + 1
+        for slot, value in zip(after.slots, values, strict=True):
+            if slot.python is not None:
+                kept[slot.name + "#"] = float(value)
+            flat = value.detach().reshape(-1) if slot.shape is not None else None
+            for k, name in enumerate(self._buffers_of(slot, leaf)):
+                assert flat is not None
+                part = flat[k * leaf.numel : (k + 1) * leaf.numel]
+                rows[name][: part.numel()].copy_(part)
+        return kept
+
+    def _value(self, slot: Slot, leaf: Leaf, rows: dict[str, torch.Tensor], numbers: dict[str, float]) -> Any:
+        if slot.python is not None:
+            return slot.python(numbers[slot.name + "#"])
+        if slot.shape is None:
+            return slot.value
+        parts = [rows[name] for name in self._buffers_of(slot, leaf)]
+        flat = torch.cat(parts)[: math.prod(slot.shape)] if parts else rows["/main"][:0]
+        return flat.to(slot.dtype, copy=True).view(slot.shape)
+
+    def _put_numbers(
+        self, owners: Owners, given: Leaves, opt: Trees, old: dict[tuple[str, str], list[float]],
+        changed: dict[tuple[str, str], list[float]], sender: Sender,
+    ) -> None:  # fmt: skip
+        """Each number from the rank that owns its leaf to all."""
+        first = opt[FORM][next(iter(changed))[1]].local
+        flat = torch.tensor([v for one in changed.values() for v in one], dtype=torch.float64, device=first.device)
+        if owners.axes:
+            (flat,) = sender.sum([flat], [tuple(axis for axis, _ in owners.axes)])
+        for (what, bucket), new in zip(changed, flat.split([len(v) for v in changed.values()]), strict=True):
+            local, some = opt[what][bucket].local, given.get(bucket)
+            if some is None:
+                local.copy_(new)
+            else:
+                took = torch.tensor(some, dtype=torch.bool, device=local.device)
+                local.copy_(torch.where(took, new.to(local.dtype), local))
+
+
+def _stored(dtype: torch.dtype | None) -> torch.dtype:
+    assert dtype is not None
+    return torch.uint8 if dtype is torch.bool else dtype
+
+
+def _part(leaf: Leaf) -> Iterator[Part]:
+    """A leaf as what is owned; what it costs is taken as its elements."""
+    if leaf.numel:
+        yield Part(tuple(leaf.shape), None, 0, (leaf.numel, 1), leaf.numel)
+
+
+def _stepped(optimizer: Any) -> None:
+    optimizer.step()
+
+
+def _beside_of(form: Form) -> list[str]:
+    return [*pytree.tree_unflatten(list(form.slots), form.structure)["beside"]]
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return type(a) is type(b) and a.shape == b.shape and bool((a == b).all())
+    return a is b or bool(a == b)
