@@ -335,7 +335,7 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
         except SpecError as error:
             if by == "elementwise":
                 raise
-            why = str(error).partition("parameters: ")[2] or str(error)
+            why = (str(error).partition("parameters: ")[2] or str(error)).partition(". Use ")[0]
     whole = WholeLeaves(cls, dict(options), why)
     for label, _ in found:
         whole.check(label)

@@ -114,7 +114,7 @@ def learned(cls: Any, options: Mapping[str, Any], device: torch.device, rate: fl
         why = "some steps on pieces of a vector, one instance each, gave other numbers than on the whole"
         with torch.device("cpu"), torch.no_grad():
             if _compare(cls, trial, {}, device):  # from nothing, as it begins by itself
-                why = "what it keeps begins with the first gradient in a way of its own, as that of SGD(dampening=)"
+                why = "what it keeps begins neither as one number nor as the weights, as that of SGD(dampening=)"
         refuse(cls, why, "Use an elementwise one, as torch.optim.Adam, or write an (init, update) pair")
     return Known(kept, own, rates)
 

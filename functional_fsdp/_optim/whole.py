@@ -125,10 +125,19 @@ class WholeLeaves(UpdatesSome):
             return options, lr
         return options, None
 
-    def _made(self, label: str, param: torch.Tensor, form: Form | None, values: Sequence[Any]) -> tuple[Any, Any]:
-        """An instance with what it kept of its one leaf; and what it has beside, as constructed."""
+    def _made(
+        self, label: str, param: torch.Tensor, form: Form | None, values: Sequence[Any], lacks: bool = False
+    ) -> tuple[Any, Any]:
+        """An instance with what it kept of its one leaf; and what it has beside, as constructed.
+
+        lacks: the leaf has no gradient. Then there is another one, which has: what an instance counts, it counts.
+        """
         options, _ = self._options(label)
-        optimizer = self.cls([param], **options)
+        params = [param]
+        if lacks:
+            params.append(torch.nn.Parameter(param.detach().clone()))
+            hand_over(params[1], torch.zeros_like(param))
+        optimizer = self.cls(params, **options)
         fresh = beside(optimizer)
         if form is not None:
             tree = pytree.tree_unflatten(list(values), form.structure)
@@ -190,14 +199,20 @@ class WholeLeaves(UpdatesSome):
 
     def _tried(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> list[Form]:
         found: list[Form] = []
-        param = torch.nn.Parameter(numbers_like(shape, 1).to(dtype))
         try:
-            optimizer, fresh = self._made(label, param, None, ())
-            for step in range(12 if param.numel() <= 1 << 16 else 3):
-                hand_over(param, numbers_like(shape, 2 + step).to(dtype))
-                _stepped(optimizer)
-                form, _ = self._taken(label, optimizer, param, fresh, True)
-                found += [form] if form not in found else []
+            for late in (0, 2):  # a leaf that gets its first gradients later
+                param = torch.nn.Parameter(numbers_like(shape, 1).to(dtype))
+                form, values = None, list[Any]()
+                for step in range(12 if param.numel() <= 1 << 16 else 4):
+                    lacks = step < late
+                    optimizer, fresh = self._made(label, param, form, values, lacks)
+                    if not lacks:
+                        hand_over(param, numbers_like(shape, 2 + step).to(dtype))
+                    optimizer.step()
+                    form, values = self._taken(label, optimizer, param, fresh, True)
+                    found += [form] if form not in found else []
+                if not self._moving[label]:
+                    break
         except (SpecError, TreeError):
             raise
         except Exception as error:
@@ -226,7 +241,7 @@ class WholeLeaves(UpdatesSome):
                 optimizer, fresh = self._made(label, param, None, ())
                 for step in range(13):
                     hand_over(param, numbers_like(shape, 50 + step) * (1e-3, 1.0, 40.0)[step % 3])
-                    _stepped(optimizer)
+                    optimizer.step()
                     form, values = self._taken(label, optimizer, param, fresh, False)
                     if anew:
                         if form not in forms:
@@ -292,6 +307,11 @@ class WholeLeaves(UpdatesSome):
         if skip is not None and bool(skip):
             return main, opt
         buckets = [buffer.bucket for buffer in main.values()]
+        if any(self._moving.values()):  # what an instance counts, it counts for leaves without a gradient, too
+            lacks = {(name, i) for name, some in given.items() for i, one in enumerate(some) if not one}
+            given = {}
+        else:
+            lacks = set()
         lacking: Given = tuple([(name, tuple(some)) for name, some in given.items()])
         for owners in self.owners(buckets):
             mine = {bucket.name for bucket in owners.buckets}
@@ -299,12 +319,12 @@ class WholeLeaves(UpdatesSome):
                 names = tuple([name for name in group if name in mine])
                 moves = owners.moves(names, lacking, sender.coordinate) if names else None
                 if moves is not None and moves.some:
-                    self._update(owners, moves, names, given, grads, opt, main, count, sender)
+                    self._update(owners, moves, names, given, lacks, grads, opt, main, count, sender)
         return main, opt
 
     def _update(
-        self, owners: Owners, moves: Moves, names: Sequence[str], given: Leaves, grads: Tree, opt: Trees, main: Tree,
-        count: torch.Tensor, sender: Sender,
+        self, owners: Owners, moves: Moves, names: Sequence[str], given: Leaves, lacks: set[tuple[str, int]],
+        grads: Tree, opt: Trees, main: Tree, count: torch.Tensor, sender: Sender,
     ) -> None:  # fmt: skip
         channels = {"/main": main, "/grads": grads}
         numbers: dict[tuple[str, str], list[float]] = {}
@@ -326,7 +346,8 @@ class WholeLeaves(UpdatesSome):
             leaf = main[one.bucket].bucket.leaves[one.leaf]
             rows = {what: rows[k] for what, rows in came.items() if one.bucket in channels[what]}
             values = {what: v[one.leaf] for (what, bucket), v in numbers.items() if bucket == one.bucket}
-            for what, value in self._one(leaf, main[one.bucket].local.dtype, rows, values, count).items():
+            bare = (one.bucket, one.leaf) in lacks
+            for what, value in self._one(leaf, main[one.bucket].local.dtype, rows, values, count, bare).items():
                 changed[what, one.bucket][one.leaf] = value
         for what, tree in channels.items():
             if what == "/grads":
@@ -358,7 +379,7 @@ class WholeLeaves(UpdatesSome):
 
     def _one(
         self, leaf: Leaf, dtype: torch.dtype, rows: dict[str, torch.Tensor], numbers: dict[str, float],
-        count: torch.Tensor,
+        count: torch.Tensor, lacks: bool,
     ) -> dict[str, float]:  # fmt: skip
         """One step with one leaf; rows are changed in place. Returns the numbers that are kept of it."""
         forms = self.forms(leaf, dtype)
@@ -367,13 +388,14 @@ class WholeLeaves(UpdatesSome):
         values = [self._value(slot, leaf, rows, numbers) for slot in form.slots] if form else []
         param = torch.nn.Parameter(rows["/main"].to(dtype).view(leaf.shape).clone())
         with torch.inference_mode(False):
-            optimizer, fresh = self._made(leaf.label, param, form, values)
+            optimizer, fresh = self._made(leaf.label, param, form, values, lacks)
             _, rate = self._options(leaf.label)
             if rate is not None:
                 for one in optimizer.param_groups:
                     one["lr"] = float(at("lr", rate, leaf.label, count))
-            hand_over(param, rows["/grads"].to(dtype).view(leaf.shape).clone())
-            _stepped(optimizer)
+            if not lacks:
+                hand_over(param, rows["/grads"].to(dtype).view(leaf.shape).clone())
+            optimizer.step()
             after, values = self._taken(leaf.label, optimizer, param, fresh, False)
         if after not in forms:
             raise TreeError(
@@ -430,10 +452,6 @@ def _part(leaf: Leaf) -> Iterator[Part]:
     """A leaf as what is owned; what it costs is taken as its elements."""
     if leaf.numel:
         yield Part(tuple(leaf.shape), None, 0, (leaf.numel, 1), leaf.numel)
-
-
-def _stepped(optimizer: Any) -> None:
-    optimizer.step()
 
 
 def _beside_of(form: Form) -> list[str]:
