@@ -72,7 +72,7 @@ def plain(cls: Any, options: dict[str, Any], steps: int, dtype: torch.dtype) -> 
 
 def sharded(optimizer: Any, steps: int, dtype: torch.dtype, folder: str) -> dict[str, torch.Tensor]:
     mesh = fsdp.local_mesh()
-    axis = mesh.mesh_dim_names[0]
+    (axis,) = mesh.mesh_dim_names or ()
     state = fsdp.shard(tree(0, dtype), fsdp.Spec(mesh), optimizer)
     for step in range(steps):
         grads = {name: gradients(step, dtype).get(name) for name in SHAPES}

@@ -323,6 +323,8 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
         if all(not isinstance(v, Mapping) or label in v or "default" in v for v in options.values()):
             found.append((label, _observed(cls, {name: by_label(name, v, label) for name, v in options.items()})))
     for _, one in found:
+        if one.way == "random":
+            refuse(cls, f"{one.finding}, which no other placement and no checkpoint repeats", "Use one without", "")
         if one.way == "all":
             refuse(cls, f"it couples leaves: {one.finding}", "Use an optimizer without that", "")
     decided = next((one.finding for _, one in found if one.way == "leaf"), None)

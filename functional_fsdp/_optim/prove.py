@@ -24,7 +24,7 @@ from .._common.torch_names import TorchDispatchMode, pytree
 
 __all__ = ["Finding", "Observed", "beside", "numbers_like", "observed"]
 
-ORDER = ("elementwise", "leaf", "all")
+ORDER = ("elementwise", "leaf", "all", "random")
 SHAPES = ((6, 8), (4, 3, 2, 2), (7,), (64, 72), (16, 24), (1, 5))
 KEPT_IN_ORDER = {
     "copy_", "fill_", "zero_", "clone", "_to_copy", "detach", "alias", "lift_fresh", "zeros_like", "ones_like",
@@ -40,11 +40,12 @@ READS = {
     "numel": "the number of elements", "nelement": "the number of elements", "__len__": "the length",
     "requires_grad": "requires_grad", "numpy": "values", "tolist": "values", "__array__": "values", "stride": "strides",
 }  # fmt: skip
+Shapes = Sequence[tuple[int, ...]]
 MAKES = ("zeros(", "ones(", "full(", "empty(", "_like(")
 
 
 class Finding(NamedTuple):
-    """Why a class is not elementwise. way: "leaf" or "all". where: file and line of the optimizer's own code."""
+    """Why a class is not elementwise. way: "leaf", "all" or "random". where: file and line of the class's own code."""
 
     way: str
     why: str
@@ -129,20 +130,19 @@ class Watch(TorchDispatchMode):
     ) -> None:
         leaves = self.leaves_of(ins)
         writes = func._schema.is_mutable
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.note("random", f"{name} draws random numbers")
         if not leaves:
             if name in FILLED or name in KEPT_IN_ORDER:
                 self.uniform |= {t.untyped_storage()._cdata for t in outs if all(self._is_uniform(one) for one in ins)}
             return
-        random = torch.Tag.nondeterministic_seeded in func.tags
         if name == "_local_scalar_dense" or name in ("equal", "is_nonzero"):
             self.reads = True
             self.note("leaf", f"Python reads a value computed from a {self._kind(leaves)}")
             return
         if len(leaves) > 1:
             self.note("all", f"{name} takes tensors of several leaves together")
-        if random:
-            self.note("leaf", f"{name} draws random numbers")
-        elif name == "index_put_" and self._masks(args):
+        if name == "index_put_" and self._masks(args):
             pass
         elif not self._pointwise(func, name):
             if name in FILLED:  # of the shape that it was given
@@ -150,13 +150,13 @@ class Watch(TorchDispatchMode):
                 return
             self.note("leaf", f"{name} is not elementwise")
         else:
-            numel = self.numels[min(leaves)]
+            numel, made = self.numels[min(leaves)], {*map(id, outs)}
             for one in (*ins, *outs):
                 mine = self.touched.get(one.untyped_storage()._cdata)
                 whole = one.numel() == numel
                 if mine and not whole:
                     self.note("leaf", f"{name} takes a part or a summary of a leaf")
-                elif not mine and one.numel() > 1 and not (whole and self._is_uniform(one)) and one not in outs:
+                elif not mine and one.numel() > 1 and not (whole and self._is_uniform(one)) and id(one) not in made:
                     self.note("leaf", f"{name} takes a tensor whose elements go by their place")
                 elif whole and one.numel() > 1 and not one.is_contiguous():
                     self.note("leaf", f"{name} takes the elements of a leaf in another order")
@@ -238,18 +238,25 @@ def observed(
         hand_over: gives a parameter its gradient.
         rates: learning rates by step, where they change.
     """
-    try:
-        return _observed(make, hand_over, steps, rates, SHAPES)
-    except Exception as error:  # a class may take leaves of some shapes only
-        found = _observed(make, hand_over, steps, rates, tuple(shape for shape in SHAPES if len(shape) == 2))
-        some = Finding("leaf", f"it takes no leaf of some shapes: {error}", "")
-        return found if found.way == "all" else Observed("leaf", found.finding or some)
+    matrices = tuple(shape for shape in SHAPES if len(shape) == 2)
+    first: Exception | None = None
+    for shapes, dtype in ((SHAPES, torch.float64), (SHAPES, torch.float32), (matrices, torch.float64)):
+        try:
+            found = _observed(make, hand_over, steps, rates, shapes, dtype)
+        except Exception as error:  # a class may take some shapes or some dtypes only
+            first = first or error
+            continue
+        some = Finding("leaf", f"it takes no leaf of some shapes: {first}", "")
+        return Observed("leaf", some) if shapes is matrices and found.finding is None else found
+    assert first is not None
+    raise first
 
 
 def _observed(
-    make: Any, hand_over: Any, steps: int, rates: Mapping[int, float] | None, shapes: Sequence[tuple[int, ...]]
-) -> Observed:
-    params = _weights(shapes)
+    make: Any, hand_over: Any, steps: int, rates: Mapping[int, float] | None, shapes: Shapes,
+    dtype: torch.dtype,
+) -> Observed:  # fmt: skip
+    params = _weights(shapes, dtype)
     watch = Watch([p.numel() for p in params])
     optimizer = make(params)
     before = beside(optimizer)
@@ -259,7 +266,7 @@ def _observed(
             if even:
                 watch.touch(one, i)
     for step in range(steps):
-        for i, (param, grad) in enumerate(zip(params, _gradients(step, shapes), strict=True)):
+        for i, (param, grad) in enumerate(zip(params, _gradients(step, shapes, dtype), strict=True)):
             hand_over(param, grad)
             watch.touch(param, i)
             watch.touch(grad, i)
@@ -274,7 +281,7 @@ def _observed(
     if nested and "leaf" not in found:
         found["leaf"] = Finding("leaf", f"its state has {nested[0]!r}, which is neither a tensor nor a number", "")
     if "all" not in found and (watch.reads or changed):
-        wrong = _apart(make, hand_over, steps, rates, params, shapes)
+        wrong = _apart(make, hand_over, steps, rates, params, shapes, dtype)
         if wrong is not None:
             why = f"a leaf of shape {list(shapes[wrong])} goes another way beside other leaves than alone"
             found["all"] = Finding("all", why, found["leaf"].where if "leaf" in found else "")
@@ -283,14 +290,20 @@ def _observed(
 
 
 def _apart(
-    make: Any, hand_over: Any, steps: int, rates: Any, together: list[torch.Tensor], shapes: Sequence[tuple[int, ...]]
+    make: Any,
+    hand_over: Any,
+    steps: int,
+    rates: Any,
+    together: list[torch.Tensor],
+    shapes: Shapes,
+    dtype: torch.dtype,
 ) -> int | None:
     """The first leaf that comes out otherwise if it is alone."""
     for i, wanted in enumerate(together):
-        param = _weights(shapes)[i]
+        param = _weights(shapes, dtype)[i]
         optimizer = make([param])
         for step in range(steps):
-            hand_over(param, _gradients(step, shapes)[i])
+            hand_over(param, _gradients(step, shapes, dtype)[i])
             _rate(optimizer, rates, step)
             optimizer.step()
         if not torch.equal(param.detach(), wanted.detach()):
@@ -310,14 +323,15 @@ def numbers_like(shape: Sequence[int], seed: int) -> torch.Tensor:
     return torch.sin(12.9898 * i + 78.233 * torch.sin(4.1414 * i + seed)).view(tuple(shape))
 
 
-def _weights(shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    return [torch.nn.Parameter(numbers_like(shape, 100 + i)) for i, shape in enumerate(shapes)]
+def _weights(shapes: Shapes, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.nn.Parameter(numbers_like(shape, 100 + i).to(dtype)) for i, shape in enumerate(shapes)]
 
 
-def _gradients(step: int, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+def _gradients(step: int, shapes: Shapes, dtype: torch.dtype) -> list[torch.Tensor]:
     scales = (1.0, 1e-4, 30.0, 1e4, 1e-2)
     return [
-        numbers_like(shape, 1000 * step + i) * scales[(step // 3 + i) % len(scales)] for i, shape in enumerate(shapes)
+        numbers_like(shape, 1000 * step + i).to(dtype) * scales[(step // 3 + i) % len(scales)]
+        for i, shape in enumerate(shapes)
     ]
 
 

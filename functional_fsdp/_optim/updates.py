@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from .._common.errors import TreeError
+from .._common.errors import SpecError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import register
 from .._storage.flat import FlatBuffer
 from .optimizer import Tree
+from .prove import Watch, numbers_like
 
 __all__ = ["Mirrored", "Updates", "from_updates"]
 
@@ -91,6 +92,8 @@ class Updates:
     pair: Any
 
     def init(self, main: Tree) -> Any:
+        if main:
+            _check(self.pair, main)
         state = self.pair.init(main)
         forms = _forms(self.pair, main) if main and _plain_tensors(state) else {}
 
@@ -125,6 +128,48 @@ class Updates:
         return pytree.tree_map(lambda p, u: p.add_(u), main, updates), after
 
 
+def _check(pair: Any, main: Tree) -> None:
+    """Refuse a pair that is not elementwise, by its operations in some steps with two parameters."""
+    like = next(iter(main.values()))
+
+    def tree(seed: int) -> Tree:
+        found = {"b": numbers_like((2,), seed), "a": numbers_like((3,), seed + 1)}
+        return {name: like.but(tensor.to(like.local.dtype)) for name, tensor in found.items()}
+
+    params, name = tree(1), type(pair).__name__
+    watch = Watch([2, 3])
+
+    def touched(trees: Tree) -> Tree:
+        for i, key in enumerate(trees):
+            watch.touch(trees[key].local, i)
+        return trees
+
+    touched(params)
+    with watch:
+        state = pair.init(params)
+    for step in range(8):
+        grads = touched(tree(10 + 2 * step))
+        before, structure = pytree.tree_flatten(state)
+        with watch:
+            updates, state = pair.update(grads, state, params=params)
+            params = pytree.tree_map(lambda p, u: p + u, params, updates)
+        after, new = pytree.tree_flatten(state)
+        if new != structure:  # which the first real step refuses
+            break
+        counts = [(a, b) for a, b in zip(before, after, strict=False) if isinstance(b, int | float) and a != b]
+        if counts:
+            raise SpecError(
+                f"from_updates({name}): the pair keeps the Python number {counts[0][1]!r}, {counts[0][0]!r} a step "
+                "before; no State saves it. Keep a tensor []."
+            )
+    if watch.findings:
+        found = next(iter(watch.findings.values()))
+        raise SpecError(
+            f"from_updates({name}): the pair is not elementwise, and a rank has shards only: {found}. Leave that part "
+            "out; fsdp.transforms.clip_by_global_norm, for one, clips gradients over all ranks."
+        )
+
+
 def _plain_tensors(state: Any) -> bool:
     """Whether a pair keeps tensors with dims outside of FlatBuffers."""
     nodes = pytree.tree_leaves(state, is_leaf=lambda node: isinstance(node, FlatBuffer))
@@ -145,6 +190,13 @@ def from_updates(pair: Any) -> Updates:
     `update` has to treat each element by itself. It sees this rank's slices only, and nothing checks that: a pair that
     clips by a norm, or uses the shape of a matrix, gives other weights on each number of ranks. Clip with
     `T.clip_by_global_norm` before `step`.
+
+    The pair has to be elementwise, which is observed, operation by operation, in eight steps with the two parameters:
+    see `from_torch`. A norm over gradients, as that of `torchopt.clip_grad_norm`, is refused with its line, and so is a
+    count that is a Python number.
+
+    Raises:
+        SpecError: by `shard` and `init`: a pair that is not elementwise, or that keeps a Python number which changes.
 
     Example: `fsdp.from_updates(torchopt.adam(1e-3))`.
     """

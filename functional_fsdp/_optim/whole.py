@@ -28,6 +28,7 @@ import torch
 from .._common.device import being_captured, zeros_as
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import pytree
+from .._common.tracing import traced_as
 from .._plan.layout import Bucket, Leaf
 from .._plan.owners import Given, Moves, Owners, Part, find_owners
 from .._runtime.given import Leaves
@@ -228,19 +229,23 @@ class WholeLeaves(UpdatesSome):
 
     def check(self, label: str) -> None:
         """Refuse a class of which a new instance that is given the state does not go on as the old one would."""
-        for shape in ((6, 8), (7,), (4, 3, 2, 2)):
+        ran, shapes = False, ((6, 8), (7,), (4, 3, 2, 2))
+        for shape, dtype in ((shape, dtype) for dtype in (torch.float64, torch.float32) for shape in shapes):
+            if dtype is torch.float32 and ran:
+                return
             try:
-                forms = self._tried(label, shape, torch.float64, "a leaf")
+                forms = self._tried(label, shape, dtype, "a leaf")
             except SpecError:
-                if shape == (6, 8):
+                if (shape, dtype) == (shapes[-1], torch.float32):
                     raise
                 continue
+            ran = True
             runs = []
             for anew in (False, True):
-                param = torch.nn.Parameter(numbers_like(shape, 3))
+                param = torch.nn.Parameter(numbers_like(shape, 3).to(dtype))
                 optimizer, fresh = self._made(label, param, None, ())
                 for step in range(13):
-                    hand_over(param, numbers_like(shape, 50 + step) * (1e-3, 1.0, 40.0)[step % 3])
+                    hand_over(param, numbers_like(shape, 50 + step).to(dtype) * (1e-3, 1.0, 40.0)[step % 3])
                     optimizer.step()
                     form, values = self._taken(label, optimizer, param, fresh, False)
                     if anew:
@@ -292,6 +297,16 @@ class WholeLeaves(UpdatesSome):
 
     # ---- a step
 
+    def _in_graph(self, *args: Any) -> tuple[Tree, Trees]:
+        raise ScheduleError(self._graph_text())
+
+    def _graph_text(self) -> str:
+        return (
+            f"{name_of(self.cls)}: owners run the class's own Python in each step, which no graph can hold. Leave the "
+            "update out of the graph, or use a class that is elementwise."
+        )
+
+    @traced_as(_in_graph)
     def update_some(
         self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor,
         sender: Sender,
@@ -299,11 +314,8 @@ class WholeLeaves(UpdatesSome):
         if not main:
             return main, opt
         device = next(iter(main.values())).local.device
-        if being_captured(device) or torch.compiler.is_compiling():
-            raise ScheduleError(
-                f"{name_of(self.cls)}: owners run the class's own Python in each step, which no graph can hold. Leave "
-                "the update out of the graph, or use a class that is elementwise."
-            )
+        if being_captured(device):
+            raise ScheduleError(self._graph_text())
         if skip is not None and bool(skip):
             return main, opt
         buckets = [buffer.bucket for buffer in main.values()]

@@ -266,7 +266,7 @@ class AdamOnGPUs(Counting):
 
 def test_numbers_on_the_host_are_staged_and_no_graph_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "lies_on_host", lambda tensor: False)
-    optimizer = fsdp.from_torch(AdamOnGPUs, lr={"bias": lambda count: 0.1, "default": 0.1})
+    optimizer: Any = fsdp.from_torch(AdamOnGPUs, lr={"bias": lambda count: 0.1, "default": 0.1})
     state = stepped(fsdp.shard(tree(0), spec("zero3"), optimizer), range(3))
     wanted, _ = plainly(Counting, 3)
     assert same(fsdp.full_params(state), wanted)
@@ -287,7 +287,7 @@ class ByNumber(torch.optim.SGD):
 
 
 def test_a_rate_that_changes_comes_as_a_number_where_a_tensor_does_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = fsdp.from_torch(ByNumber, lr=lambda count: 0.1 + 0 * count)
+    optimizer: Any = fsdp.from_torch(ByNumber, lr=lambda count: 0.1 + 0 * count)
     assert [known.rates for known in optimizer.seen.values()] == [False]
     state = stepped(fsdp.shard(tree(0), spec("zero3"), optimizer), range(2))
     assert same(fsdp.full_params(state), plainly(torch.optim.SGD, 2, lr=0.1)[0])
@@ -426,6 +426,18 @@ def test_a_class_that_couples_leaves_is_refused(cls: type, by: Any) -> None:
     text = rf"from_torch\({cls.__name__}\): .*cannot work on shards: it couples leaves: .*test_from_torch\.py:\d+: "
     with pytest.raises(SpecError, match=text):
         fsdp.from_torch(cls, by=by)
+
+
+class Random(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            p.sub_(torch.rand_like(p) * p.grad)
+
+
+def test_a_class_that_draws_random_numbers_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"shards: rand_like draws random numbers \(.*test_from_torch\.py:\d+: p\.sub_"):
+        fsdp.from_torch(Random)
 
 
 class FromFirstRate(torch.optim.SGD):

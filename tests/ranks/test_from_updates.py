@@ -159,3 +159,40 @@ def test_a_structure_that_changes_is_refused() -> None:
     state = fsdp.shard(tree(0), spec("zero3"), fsdp.from_updates(Growing("list")))
     with pytest.raises(fsdp.TreeError, match="step: the optimizer's update returned another structure for opt"):
         stepped(state, range(1))
+
+
+class ClipsByNorm:
+    """As torchopt.chain(clip_grad_norm(0.1), sgd(0.1)): each rank would clip by the norm of its own shards."""
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, grads: Any, opt: Any, params: Any = None) -> Any:
+        norm = torch.stack([g.square().sum() for g in pytree.tree_leaves(grads)]).sum().sqrt()
+        return pytree.tree_map(lambda g: -0.1 * g * torch.clamp(0.1 / norm, max=1.0), grads), opt
+
+
+class CountsInPython:
+    def init(self, params: Any) -> Any:
+        return {"steps": 0}
+
+    def update(self, grads: Any, opt: Any, params: Any = None) -> Any:
+        return pytree.tree_map(lambda g: -0.1 * g / (1 + opt["steps"]), grads), {"steps": opt["steps"] + 1}
+
+
+@pytest.mark.parametrize(
+    ("pair", "text"),
+    [
+        (
+            ClipsByNorm(),
+            r"\(ClipsByNorm\): the pair is not elementwise, and .* sum is not .*test_from_updates\.py:\d+: ",
+        ),
+        (
+            CountsInPython(),
+            r"\(CountsInPython\): the pair keeps the Python number 1, 0 a step before; no State saves it",
+        ),
+    ],
+)
+def test_a_pair_that_shards_cannot_follow_is_refused(pair: Any, text: str) -> None:
+    with pytest.raises(fsdp.SpecError, match=f"from_updates{text}"):
+        fsdp.shard(tree(0), fsdp.Spec(fsdp.local_mesh()), fsdp.from_updates(pair))
