@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import re
 import tempfile
 import warnings
 from importlib.metadata import version
@@ -131,7 +132,8 @@ def classes() -> list[tuple[str, str]]:
     return found
 
 
-def work(some: list[tuple[str, str]], steps: int, folder: str, out: str) -> None:
+def work(some: list[tuple[str, str]], steps: int, folder: str, out: str, long: int) -> None:
+    SHAPES["long"] = (long,)
     warnings.simplefilter("ignore")
     for module, name in some:
         cls = getattr(importlib.import_module(module), name)
@@ -171,19 +173,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--only", default="", help="classes whose module.name has this text")
+    parser.add_argument("--only", default="", help="classes whose module.name matches this regular expression")
+    parser.add_argument(
+        "--long", type=int, default=5000, help="elements of the longest vector: fewer for Shampoo's kind"
+    )
     parser.add_argument("--out", default="/tmp/sweep.tsv")
     parser.add_argument("--table", default="", help="print the table of this file, and stop")
     args = parser.parse_args()
     if args.table:
         print(table(args.table))
         return
-    chosen = [pair for pair in classes() if args.only in ".".join(pair)]
-    Path(args.out).write_text("")
+    chosen = [pair for pair in classes() if re.search(args.only, ".".join(pair))]
+    Path(args.out).touch()  # a sweep may go on in a file
     for k in range(0, len(chosen), 8):
         with tempfile.TemporaryDirectory() as folder:
             try:
-                fsdp.launch(work, (chosen[k : k + 8], args.steps, folder, args.out), nprocs=args.ranks)
+                fsdp.launch(work, (chosen[k : k + 8], args.steps, folder, args.out, args.long), nprocs=args.ranks)
             except Exception as error:
                 print(f"{chosen[k : k + 8]}: {type(error).__name__}: {error}")
     counts: dict[str, int] = {}

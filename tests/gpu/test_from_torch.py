@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("fresh_workers")
 
 Tree = dict[str, torch.Tensor]
 SHAPES = {"a.w": (90, 40), "a.bias": (130,), "b.w": (4, 4), "b.bias": (1,), "scale": ()}
-REFUSED = ("LBFGS", "Muon", "Adafactor", "SparseAdam")
+REFUSED = ("LBFGS", "Muon", "Adafactor", "SparseAdam")  # or not elementwise
 CLASSES = [
     name
     for name, cls in vars(torch.optim).items()
