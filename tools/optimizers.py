@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import inspect
 import re
+import sys
 import tempfile
+import types
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -115,11 +118,30 @@ def one(cls: Any, options: dict[str, Any], steps: int, folder: str) -> tuple[str
     return "different", f"{off:.3g} of {far:.3g} moved; {optimizer}"
 
 
+class Anything(types.ModuleType):
+    """In the place of a module of which nothing is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def load(module: str) -> Any:
+    """A module; of timm without its models, which need torchvision."""
+    if module == "timm.optim" and module not in sys.modules:
+        spec = importlib.util.find_spec("timm")
+        timm = types.ModuleType("timm")
+        timm.__path__ = [*(spec.submodule_search_locations or ())] if spec else []
+        sys.modules["timm"], sys.modules["timm.models"] = timm, Anything("timm.models")
+    return importlib.import_module(module)
+
+
 def classes() -> list[tuple[str, str]]:
     found = []
     for module in PACKAGES:
         try:
-            loaded = importlib.import_module(module)
+            loaded = load(module)
         except Exception:
             continue
         seen = set()
@@ -136,7 +158,7 @@ def work(some: list[tuple[str, str]], steps: int, folder: str, out: str, long: i
     SHAPES["long"] = (long,)
     warnings.simplefilter("ignore")
     for module, name in some:
-        cls = getattr(importlib.import_module(module), name)
+        cls = getattr(load(module), name)
         for i, options in enumerate(OPTIONS):
             if not {*options} <= {*inspect.signature(cls).parameters}:
                 continue

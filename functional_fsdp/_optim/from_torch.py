@@ -272,10 +272,12 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
     and every tensor operation is observed. It is elementwise if each operation on a weight, a gradient or what came of
     them is pointwise (by torch's own tag), a copy, a fill, a cast, or a view that keeps elements in order; if its
     Python reads no such value, and no shape, size, dim or requires_grad; and if it keeps its state by parameter, as
-    tensors and numbers. Such Python takes the same branches for all leaves and all pieces. A branch that a count takes
-    first after the 24th step is not seen. A class that has tensors of two leaves in one operation, or treats a leaf
-    otherwise beside other leaves than alone, is refused. For whole leaves it is checked that a new instance with the
-    state of the old one goes on to the same bits; and in each step, that the state has a structure seen before.
+    tensors and numbers. Such Python takes the same branches for all leaves and all pieces. Counts of steps in the state
+    are then set to 99, 999, 9,999 and 99,999, for two steps each; a branch that a count takes at other times only is
+    not seen: give `by="leaf"` for such a class. A class that has tensors of two leaves in one operation, or treats a
+    leaf otherwise beside other leaves than alone, is refused. For whole leaves it is checked that a new instance
+    with the state of the old one goes on to the same bits; and in each step, that the state has a structure that was
+    seen before.
 
     What the class keeps has the names that it gives them: `State.opt["exp_avg"]`, sharded as main weights,
     [n / ranks]; and one number a leaf where it keeps one, as "step", the same on every rank. By whole leaves, a tensor

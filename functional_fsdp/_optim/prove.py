@@ -40,6 +40,7 @@ READS = {
     "numel": "the number of elements", "nelement": "the number of elements", "__len__": "the length",
     "requires_grad": "requires_grad", "numpy": "values", "tolist": "values", "__array__": "values", "stride": "strides",
 }  # fmt: skip
+LATE = (99, 999, 9_999, 99_999)  # counts at which branches are looked for
 Shapes = Sequence[tuple[int, ...]]
 MAKES = ("zeros(", "ones(", "full(", "empty(", "_like(")
 
@@ -265,7 +266,8 @@ def _observed(
             even = one.shape == param.shape and (bool((one == one.flatten()[0]).all()) or torch.equal(one, param))
             if even:
                 watch.touch(one, i)
-    for step in range(steps):
+
+    def step_of(step: int) -> None:
         for i, (param, grad) in enumerate(zip(params, _gradients(step, shapes, dtype), strict=True)):
             hand_over(param, grad)
             watch.touch(param, i)
@@ -273,6 +275,15 @@ def _observed(
         _rate(optimizer, rates, step)
         with watch, Reads(watch):
             optimizer.step()
+
+    for step in range(steps):
+        step_of(step)
+    together = [param.detach().clone() for param in params]
+    if not watch.findings:
+        for late in LATE:
+            _count(optimizer, params, late)
+            for step in range(2):  # one of an even count, one of an odd one
+                step_of(steps + step)
     found = watch.findings
     changed = [k for k, v in beside(optimizer).items() if k not in before or not _same(before[k], v)]
     if changed and "leaf" not in found:
@@ -281,12 +292,23 @@ def _observed(
     if nested and "leaf" not in found:
         found["leaf"] = Finding("leaf", f"its state has {nested[0]!r}, which is neither a tensor nor a number", "")
     if "all" not in found and (watch.reads or changed):
-        wrong = _apart(make, hand_over, steps, rates, params, shapes, dtype)
+        wrong = _apart(make, hand_over, steps, rates, together, shapes, dtype)
         if wrong is not None:
             why = f"a leaf of shape {list(shapes[wrong])} goes another way beside other leaves than alone"
             found["all"] = Finding("all", why, found["leaf"].where if "leaf" in found else "")
     way = max(found, key=ORDER.index, default="elementwise")
     return Observed(way, found.get(way))
+
+
+def _count(optimizer: Any, params: Sequence[torch.Tensor], count: int) -> None:
+    """Set the counts of steps in the state of parameters, where there are some."""
+    for state in [optimizer.state.get(param, {}) for param in params]:
+        for name in [name for name in state if "step" in str(name) or "count" in str(name)]:
+            value = state[name]
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value.detach().fill_(count)
+            elif isinstance(value, int | float):
+                state[name] = type(value)(count)
 
 
 def _apart(

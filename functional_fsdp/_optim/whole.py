@@ -17,7 +17,6 @@ extent of its leaf, from the beginning, and in a second buffer where it is large
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -142,7 +141,7 @@ class WholeLeaves(UpdatesSome):
         fresh = beside(optimizer)
         if form is not None:
             tree = pytree.tree_unflatten(list(values), form.structure)
-            optimizer.state = defaultdict(dict, {param: tree["state"]})
+            optimizer.state[param] = tree["state"]
             for key, value in tree["beside"].items():
                 where, name = key.split(".", 1)
                 if where == "group":
@@ -435,7 +434,7 @@ class WholeLeaves(UpdatesSome):
             return slot.value
         parts = [rows[name] for name in self._buffers_of(slot, leaf)]
         flat = torch.cat(parts)[: math.prod(slot.shape)] if parts else rows["/main"][:0]
-        return flat.to(slot.dtype, copy=True).view(slot.shape)
+        return flat.to(slot.dtype).view(slot.shape).clone()  # no view, which some modes forbid to write to
 
     def _put_numbers(
         self, owners: Owners, given: Leaves, opt: Trees, old: dict[tuple[str, str], list[float]],

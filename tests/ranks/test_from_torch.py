@@ -359,6 +359,14 @@ class ReadsValues(Patterns):
         p.sub_(group["lr"] * g * min(1.0, 4.0 / float(g.abs().sum() + 1e-12)))
 
 
+class TurnsLate(Patterns):
+    """Normalized from the thousandth step on."""
+
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        s["step"] = s.get("step", 0) + 1
+        p.sub_(group["lr"] * (g / g.norm() if s["step"] >= 1000 else g))
+
+
 HABITS = {
     ByNorm: "linalg_vector_norm is not elementwise", InTheGroup: "it keeps 'group.k' beside the state of parameters",
     ByDims: "Python reads the number of dims of a leaf", BySize: "Python reads the number of elements of a leaf",
