@@ -14,6 +14,7 @@ from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, Spec, SpecError, launch
+from functional_fsdp import transforms as T
 from functional_fsdp._optim import from_torch, probe
 
 Tree = dict[str, torch.Tensor]
@@ -406,6 +407,49 @@ def whole_leaves(folder: str) -> list[str]:
 
 def test_classes_that_couple_within_a_leaf_have_whole_leaves_at_owners(tmp_path: Path) -> None:
     assert launch(whole_leaves, (str(tmp_path),), nprocs=2) == [[], []]
+
+
+def lamb_like() -> Any:
+    return fsdp.partition({"bias": fsdp.from_torch(torch.optim.Adam, lr=0.1), "default": fsdp.from_torch(Rows)})
+
+
+def gone_on(folder: str, presets: tuple[str, ...], first: bool) -> list[bool]:
+    """Whole leaves beside an elementwise optimizer, by placements; the second world goes on from the first one's."""
+    params = {name: torch.nn.Parameter(p) for name, p in tree(0).items()}
+    bias = [p for name, p in params.items() if "bias" in name]
+    own = [torch.optim.Adam(bias, lr=0.1), Rows([p for name, p in params.items() if "bias" not in name])]
+    for step in range(6):
+        for name, grad in tree(step + 1).items():
+            params[name].grad = grad
+        for one in own:
+            one.step()
+    found = []
+    for preset in presets:
+        if first:
+            state = stepped(fsdp.shard(tree(0), spec(preset), lamb_like()), range(3))
+            fsdp.save(state, f"{folder}/{preset}")
+        else:
+            state = fsdp.load(f"{folder}/zero3", spec(preset), lamb_like())
+        state = stepped(state, range(3, 6))
+        found.append(same(fsdp.full_params(state), {name: p.detach() for name, p in params.items()}))
+    return found
+
+
+def test_whole_leaves_go_on_in_another_world(tmp_path: Path) -> None:
+    assert launch(gone_on, (str(tmp_path), ("zero3", "ddp", "zero1"), True), nprocs=2) == [[True] * 3] * 2
+    assert launch(gone_on, (str(tmp_path), ("hsdp", "zero2"), False), nprocs=4) == [[True] * 2] * 4
+    assert launch(gone_on, (str(tmp_path), ("zero3",), False), nprocs=1) == [[True]]
+
+
+def test_no_graph_has_whole_leaves() -> None:
+    def train_step(state: fsdp.State, grads: Tree) -> fsdp.State:
+        return fsdp.step(fsdp.reduce(state, grads))
+
+    state = fsdp.shard(tree(0), Spec(fsdp.local_mesh()), fsdp.from_torch(Rows))
+    with pytest.raises(
+        Exception, match=r"from_torch\(Rows\): owners run the class's own Python in each step, which no"
+    ):
+        T.compile(train_step)(state, tree(1))
 
 
 @pytest.mark.parametrize("cls", HABITS)
