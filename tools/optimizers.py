@@ -134,6 +134,8 @@ def load(module: str) -> Any:
         timm = types.ModuleType("timm")
         timm.__path__ = [*(spec.submodule_search_locations or ())] if spec else []
         sys.modules["timm"], sys.modules["timm.models"] = timm, Anything("timm.models")
+    if module == "heavyball":
+        importlib.import_module("heavyball.utils").compile_mode = None  # type: ignore[attr-defined]
     return importlib.import_module(module)
 
 

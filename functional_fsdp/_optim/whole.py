@@ -16,6 +16,7 @@ extent of its leaf, from the beginning, and in a second buffer where it is large
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,12 +180,15 @@ class WholeLeaves(UpdatesSome):
                 slots.append(Slot(name, tuple(value.shape), value.dtype))
             elif isinstance(value, bool | int | float):
                 slots.append(Slot(name, python=type(value)))
-            elif isinstance(value, PLAIN):
-                slots.append(Slot(name, value=value))
+            elif isinstance(value, PLAIN) or (
+                isinstance(value, set) and all(isinstance(one, str | int | float) for one in value)
+            ):
+                slots.append(Slot(name, value=copy.copy(value)))
             else:
                 raise SpecError(
                     f"{name_of(self.cls)}: it keeps a {type(value).__name__} as {name!r}, which no State can hold: "
-                    "tensors, numbers, None and texts, in dicts and lists, can be saved. Write an (init, update) pair."
+                    "tensors, numbers, None, texts and sets of them, in dicts and lists, can be saved. Write an (init, "
+                    "update) pair."
                 )
             values.append(value)
         return Form(structure, tuple(slots)), values
@@ -406,7 +410,13 @@ class WholeLeaves(UpdatesSome):
                     one["lr"] = float(at("lr", rate, leaf.label, count))
             if not lacks:
                 hand_over(param, rows["/grads"].to(dtype).view(leaf.shape).clone())
-            optimizer.step()
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise TreeError(
+                    f"{name_of(self.cls)}: the class raised {type(error).__name__} with the leaf {leaf.path!r} of shape "
+                    f"{list(leaf.shape)}: {error}"
+                ) from error
             after, values = self._taken(leaf.label, optimizer, param, fresh, False)
         if after not in forms:
             raise TreeError(
@@ -431,7 +441,7 @@ class WholeLeaves(UpdatesSome):
         if slot.python is not None:
             return slot.python(numbers[slot.name + "#"])
         if slot.shape is None:
-            return slot.value
+            return copy.copy(slot.value)
         parts = [rows[name] for name in self._buffers_of(slot, leaf)]
         flat = torch.cat(parts)[: math.prod(slot.shape)] if parts else rows["/main"][:0]
         return flat.to(slot.dtype).view(slot.shape).clone()  # no view, which some modes forbid to write to
