@@ -30,7 +30,7 @@ CONTRIBUTING.md has one in full.
 | transports            | `Transport`, `Traits`, `Carrier`, `Collective`, `Route`, `BucketPlace`, `Place`, `Steps`,    |
 |                       | `Portions`                                                                                   |
 | compilers             | `begin_compiled`, `residuals_kept`, `keep_residuals`, `point_at_second_gathers`              |
-| steps as graphs       | `graph_of`, `Graph`, `GraphBuild`, `tracing_now`, `coordinate_of`                            |
+| steps as graphs       | `graph_of`, `Graph`, `GraphBuild`, `tracing_now`, `coordinate_of`, `foreign_tracer`          |
 | values in graphs      | `users_line`, `refuse_values`                                                                |
 | CUDA graphs           | `Capture`, `NewCounts`, `Lineage`, `lineage_of`, `put`, `outside_inference`, `cuda_driver`   |
 |                       | `Veto`, `Vetoed`                                                                             |
@@ -49,7 +49,17 @@ from ._common import torch_names as torch_private
 from ._common.calls import alone, outside_inference
 from ._common.device import computes_on, default_generator
 from ._common.record import Collective
-from ._common.tracing import KEEPING, GraphBuild, keep_residuals, refuse, traced_as, tracing, tracing_now, users_line
+from ._common.tracing import (
+    KEEPING,
+    GraphBuild,
+    foreign_tracer,
+    keep_residuals,
+    refuse,
+    traced_as,
+    tracing,
+    tracing_now,
+    users_line,
+)
 from ._common.tree import flatten, match
 from ._distributed import cuda_driver
 from ._distributed.lanes import Steps
@@ -132,6 +142,7 @@ __all__ = [
     "evolve",
     "find_peak",
     "flatten",
+    "foreign_tracer",
     "gather_leaves",
     "graph_of",
     "is_lent",

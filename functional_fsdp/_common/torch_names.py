@@ -30,6 +30,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
+    "PROXY",
     "CInterpreter",
     "FakeTensor",
     "FakeTensorMode",
@@ -45,6 +46,7 @@ __all__ = [
     "default_store",
     "disable_current_modes",
     "disabled_torch_function",
+    "dispatch_mode_of",
     "dispatch_modes",
     "dynamo",
     "enable_python_dispatcher",
@@ -71,11 +73,13 @@ __all__ = [
     "gradients",
     "inductor",
     "is_wrapped",
+    "jit_traces",
     "lift_on_host",
     "lifts_on_host",
     "make_wrapper",
     "override_stale_capture_stream",
     "pop_saved_hooks",
+    "pre_dispatch_mode_of",
     "push_saved_hooks",
     "pytree",
     "raw_stream",
@@ -122,6 +126,10 @@ will_execute = torch._C._will_engine_execute_node  # in the backward that runs
 lift_on_host = torch._C._set_only_lift_cpu_tensors  # so that modes see the copy to the device that torch.tensor makes
 lifts_on_host = torch._C._only_lift_cpu_tensors
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many are active
+PROXY = torch._C._TorchDispatchModeKey.PROXY
+dispatch_mode_of: Callable[[Any], Any] = torch._C._get_dispatch_mode  # the one of a kind that is active, or None
+pre_dispatch_mode_of: Callable[[int], Any] = torch._ops.mode_stack_state_for_pre_dispatch().get  # 0: of PROXY
+jit_traces: Callable[[], bool] = torch._C._is_tracing
 set_grad_enabled = torch._C._set_grad_enabled
 uses_of: Callable[[Any], int] = lambda storage: C._storage_Use_Count(storage._cdata)  # noqa: E731
 storage_at = torch._C._construct_storage_from_data_pointer  # of bytes that somebody else owns: address, device, bytes

@@ -18,12 +18,13 @@ import torch
 
 from . import errors
 from .record import Collective
-from .torch_names import dynamo
+from .torch_names import PROXY, dispatch_mode_of, dispatch_modes, dynamo, jit_traces, pre_dispatch_mode_of
 
 __all__ = [
     "KEEPING",
     "LOWERING",
     "GraphBuild",
+    "foreign_tracer",
     "keep_residuals",
     "lowering",
     "refuse",
@@ -95,6 +96,20 @@ def traced_as(traced: Callable[..., Any]) -> Callable[[F], F]:
 def tracing_now() -> GraphBuild | None:
     """What is noted of the graph that is being made of the running code; None where none is, or torch.compile does."""
     return LOWERING[-1] if LOWERING else None
+
+
+def foreign_tracer() -> str:
+    """Which of torch's tools traces the code that runs now, in this thread; "" where none does.
+
+    What traces steps in this package uses a proxy mode, too: this is for code that it does not run.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return "torch.export" if torch.compiler.is_exporting() else "torch.compile"
+    if jit_traces():
+        return "torch.jit.trace"
+    if (dispatch_modes() and dispatch_mode_of(PROXY) is not None) or pre_dispatch_mode_of(0) is not None:
+        return "torch.export" if torch.compiler.is_exporting() else "make_fx (or torch.func.linearize, which calls it)"
+    return ""
 
 
 def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:

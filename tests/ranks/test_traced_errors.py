@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn as nn
 from support.problems import batch, net
 from support.tables import marked
 from support.traced import compiled
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, SpecError, launch
@@ -232,6 +234,100 @@ def test_what_drives_the_schedule_itself_cannot_be_traced() -> None:
         torch.compile(forward_backward, fullgraph=True, backend="eager")(state, batch(0, 0)[0])
     with pytest.raises(Exception, match=r"apply drives the schedule .* torch.compile cannot trace"):
         torch.compile(T.apply(model), fullgraph=True, backend="eager")(state, batch(0, 0)[0])
+
+
+class Loose(nn.Module):
+    """Units, and a weight that is used before them, outside of any. Its `body` is compiled where `eager` is False."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w = nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.eager = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.both(x * self.w) if self.eager else self.body(x)
+
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    @torch.compile(backend="eager")
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return self.both(x)
+
+
+def half_compiled() -> nn.Module:
+    model = Loose()
+    model.eager = False
+    return model
+
+
+def plainly(model: nn.Module, x: torch.Tensor) -> Any:
+    return model(x)
+
+
+def scripted(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.jit.script(model)(x)
+
+
+def in_sequence() -> nn.Module:
+    return nn.Sequential(*Loose().blocks)
+
+
+TRACERS: list[tuple[str, Any, Any]] = [
+    ("torch.func.linearize", Loose, lambda model, x: torch.func.linearize(model, x)[1](x)),
+    ("make_fx", in_sequence, lambda model, x: make_fx(model)(x)(x)),
+    ("make_fx", in_sequence, lambda model, x: make_fx(model, pre_dispatch=True)(x)(x)),
+    ("torch.jit.trace", Loose, lambda model, x: torch.jit.trace(model, x)(x)),
+    ("torch.jit.trace", in_sequence, lambda model, x: torch.jit.trace(model, x)(x)),
+    ("torch.jit.script", in_sequence, scripted),
+    ("torch.export", Loose, lambda model, x: torch.export.export(model, (x,)).module()(x)),
+    ("torch.compile", Loose, lambda model, x: torch.compile(model, backend="eager")(x)),
+    ("torch.compile", in_sequence, lambda model, x: torch.compile(model, backend="eager", fullgraph=True)(x)),
+    ("torch.compile", half_compiled, plainly),
+    ("torch.compile", lambda: torch.compile(in_sequence(), backend="eager"), plainly),
+]
+
+
+def foreign(*presets: str) -> list[str]:
+    """What is wrong with each tool that traces a driven model: nothing, if it is refused and the state goes on."""
+    wrong = []
+    x = torch.ones(3, 4)
+    for preset in presets:
+        for tool, build, fn in TRACERS:
+            torch._dynamo.reset()
+            params, model = fsdp.functionalize(build())
+            spec = fsdp.Spec(fsdp.local_mesh(), getattr(fsdp, preset)("data"))
+            state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+            for call in (T.apply(model, fn), T.forward_backward(model, lambda m, x, fn=fn: fn(m, x).sum())):
+                said = "nothing was raised"
+                try:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of torch.jit
+                        call(state, x)
+                except ScheduleError as error:
+                    said = str(error)
+                if f"{tool} " not in said.replace(",", "") or "as_module(model, state)" not in said:
+                    wrong.append(f"{preset}, {tool}: {said}")
+                state = fsdp.drop_gradients(state)
+                if fn is not plainly:
+                    got = T.apply(model)(state, x)[1]
+                    if not torch.equal(got, build()(x)):
+                        wrong.append(f"{preset}, {tool}: the next call is wrong")
+            if not all(torch.equal(leaf, params[path]) for path, leaf in fsdp.full_params(state).items()):
+                wrong.append(f"{preset}, {tool}: weights changed")
+    return wrong
+
+
+def test_a_tool_that_traces_a_driven_model_is_refused_by_name() -> None:
+    assert foreign("zero3", "ddp") == []
+
+
+def test_before_anything_is_sent() -> None:
+    assert launch(foreign, ("zero3",), nprocs=2) == [[], []]
 
 
 def test_other_weights_for_a_pullback_are_an_error_and_the_function_again() -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, State, reduce, release, unshard
-from functional_fsdp.extend import Collision, Session, lineage_of, refuse, skeleton_of, torch_private
+from functional_fsdp.extend import Collision, Session, foreign_tracer, lineage_of, refuse, skeleton_of, torch_private
 
 from .._compile.compile_units import Compiler, Options, refuse_around
 from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
@@ -30,7 +30,7 @@ from .._uses import USES
 from .inputs import precisions
 from .placeholders import Places
 from .unit_calls import Slot, UnitCall
-from .unit_uses import Gradients, Start, UnitUse, Weights, no_output, refuse_transform
+from .unit_uses import Gradients, Start, UnitUse, Weights, no_output, refuse_transform, traced_by
 from .watch import changed, clear, spoilt
 
 __all__ = ["Driver", "Tensors", "caller", "eager_only", "refuse_nesting"]
@@ -198,6 +198,12 @@ class Driver:
 
     # ---------------------------------------------------------------- weights
 
+    def refuse_tracer(self) -> None:
+        """Refuse what traces the model to run it later: it would keep weights that are lent for a call."""
+        tool = foreign_tracer()
+        if tool:
+            refuse("ScheduleError", traced_by(tool))
+
     def gather(self, units: tuple[str, ...], keep: Sequence[UnitCall], outside: Units | None = None) -> Units:
         """Have these units gathered, and give back all others but those of the unit calls in `keep`.
 
@@ -276,6 +282,7 @@ class Driver:
 
     def leaf(self, leaf: Leaf) -> torch.Tensor:
         """A copy of one weight, for a use outside its unit module."""
+        self.refuse_tracer()
         if self.state is None:
             raise ScheduleError(f"the weight {leaf[1]!r} of the unit {leaf[0]!r} was used after the model had run.")
         unit, key = leaf

@@ -64,6 +64,8 @@ class WeightPlaceholder(Placeholder):
                 return device if attribute == "device" else attribute == f"is_{device.type}"
             if attribute in LEAF:
                 return LEAF[attribute]
+            if attribute == "grad_dtype":
+                return args[0].dtype
             known = attribute not in VALUES
         else:
             known = name in cls.answers

@@ -332,10 +332,11 @@ def _equal(new: Any, old: Any) -> bool:
 
 
 def _skipped(value: Any) -> bool:
-    """Whether an object holds no settings: tensors are looked at apart, and nobody can look into a lock or a file."""
+    """Whether an object holds no settings: tensors are looked at apart, nobody can look into a lock or a file, and what
+    torch.compile leaves in a module notes its own progress."""
     if isinstance(value, OTHERS) or objects.is_weak(value) or isinstance(value, objects.ATOMS):
         return True
-    return objects.is_opaque(value)
+    return objects.is_opaque(value) or type(value).__module__.startswith("torch._dynamo.")
 
 
 def _marks(value: Any) -> bool:

@@ -56,6 +56,9 @@ class TracedDriver(Driver):
         finally:
             self._stop()
 
+    def refuse_tracer(self) -> None:
+        """This tracer is the package's own."""
+
     def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
         """Gather these units. A graph can issue what no plan names."""
         self._unshard(units, False)

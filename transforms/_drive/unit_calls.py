@@ -25,7 +25,7 @@ from .._modules.unit_modules import Leaf, UnitModule
 from .driven import Driven
 from .inputs import cast_inputs, dtypes_of, refuse_buffers, refuse_dtypes
 from .placeholders import WeightPlaceholder
-from .unit_uses import Outputs, UnitUse, Weights, no_output
+from .unit_uses import Outputs, UnitUse, Weights, no_output, traced_by
 from .watch import WriteWatch, changed, clear, place, version
 
 __all__ = ["Slot", "UnitCall", "entered"]
@@ -187,6 +187,7 @@ class UnitCall:
             return out
         if driver.state is None:
             return function(self.module, *args, **kwargs)
+        driver.refuse_tracer()
         if self.inputs is not None:
             args, kwargs = cast_inputs(args, kwargs, self.inputs)
         besides = driver.besides and driver.besides.intersection(self.units)
@@ -305,6 +306,15 @@ def entered(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._unit_call.enter(cls.forward, args, kwargs)
 
-    body = {"__call__": __call__, "forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    def __prepare_scriptable__(self: Any) -> Any:
+        raise ScheduleError(traced_by("torch.jit.script"))
+
+    body = {
+        "__call__": __call__,
+        "forward": forward,
+        "__prepare_scriptable__": __prepare_scriptable__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    }
     _ENTERED[cls] = type(cls.__name__, (cls,), body)
     return _ENTERED[cls]

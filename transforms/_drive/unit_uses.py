@@ -29,6 +29,7 @@ __all__ = [
     "no_output",
     "refuse_inner_gradient",
     "refuse_transform",
+    "traced_by",
 ]
 
 SECOND = (
@@ -161,6 +162,17 @@ def refuse_transform() -> NoReturn:
     raise ScheduleError(
         "a transform of torch's (torch.func.grad, hessian, vmap, ...; forward-mode gradients) was called inside "
         f"the loss function or the model, around {SECOND}"
+    )
+
+
+def traced_by(tool: str) -> str:
+    """What is said where another tool traces a driven model."""
+    return (
+        f"{tool} traces a model that T.apply or T.forward_backward drives: inside the function that they were given, "
+        "or inside the model. A trace keeps weights to use them later, and these are gathered for one call at a time. "
+        "Nothing was gathered for the trace, and the state goes on. To compile units: T.forward_backward(..., "
+        "compile=True), or T.compile_units; the whole step: T.compile. To export or trace the model: "
+        "fsdp.as_module(model, state). For derivatives of derivatives: T.forward_backward(..., second_order=True)."
     )
 
 
