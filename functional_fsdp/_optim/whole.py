@@ -414,7 +414,7 @@ class WholeLeaves(UpdatesSome):
                 optimizer.step()
             except Exception as error:
                 raise TreeError(
-                    f"{name_of(self.cls)}: the class raised {type(error).__name__} with the leaf {leaf.path!r} of shape "
+                    f"{name_of(self.cls)}: raised {type(error).__name__} with the leaf {leaf.path!r} of shape "
                     f"{list(leaf.shape)}: {error}"
                 ) from error
             after, values = self._taken(leaf.label, optimizer, param, fresh, False)
