@@ -261,7 +261,7 @@ def _filled(
     if state.weights:
         weights, scales = (pytree.tree_map(empty_as, tree) for tree in (state.weights, state.scales))
         refresh(fresh.main, weights, scales)
-    lineage = state.version.lineage.heir(state.layout, state.spec, steps, fresh.count)
+    lineage = state.version.lineage.heir(joint.run, state.layout, state.spec, steps, fresh.count)
     lineage.enroll()
     return fresh._evolve(weights=weights, scales=scales, grads={}, version=Version(lineage, 0))._prepared()
 

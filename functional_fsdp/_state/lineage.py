@@ -82,9 +82,9 @@ class Lineage:
         self.call = OpenCall()
         self.taken: dict[str, Any] | None = None  # what the last step, or this verb, returned, but for the version
 
-    def heir(self, layout: Layout, spec: Spec, steps: int, count: torch.Tensor) -> Lineage:
-        """The lineage of states that are made of this one's, on the same ranks."""
-        return Lineage(self.runtime, layout, spec, steps, count, self.local_buffers, self.src)
+    def heir(self, run: Runtime, layout: Layout, spec: Spec, steps: int, count: torch.Tensor) -> Lineage:
+        """The lineage of states that are made of this one's, perhaps on another mesh."""
+        return Lineage(run, layout, spec, steps, count, self.local_buffers, self.src)
 
     def enroll(self) -> None:
         """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""

@@ -117,7 +117,7 @@ def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistr
               if keeps_copy(bucket)}  # fmt: skip
     scales = {name: no_scales(bucket, mover.run.device) for name, bucket in layout.buckets.items() if bucket.in_float8}
     refresh(main, copies, scales)
-    new = state.version.lineage.heir(layout, spec, state.steps, state.count)
+    new = state.version.lineage.heir(mover.run, layout, spec, state.steps, state.count)
     new.enroll()
     static = (spec, layout, state.optimizer, state.treedef, Version(new, 0))
     return State(main, copies, scales, {}, opt, state.buffers, state.count, state.rng, extras, *static)._prepared()

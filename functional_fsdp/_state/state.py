@@ -235,7 +235,8 @@ class State:
             return clone_as(x) if isinstance(x, torch.Tensor) else copy.deepcopy(x, memo)
 
         trees = {name: pytree.tree_map(clone, getattr(self, name)) for name in CHILDREN}
-        new = self.version.lineage.heir(self.layout, self.spec, self.steps, trees["count"])
+        lineage = self.version.lineage
+        new = lineage.heir(lineage.runtime, self.layout, self.spec, self.steps, trees["count"])
         return self._evolve(**trees, version=Version(new, 0))
 
     def __copy__(self) -> State:

@@ -104,11 +104,11 @@ def copies(state: State, optimizer: bool) -> dict[str, Any]:
 
 def renewed(state: State, trees: dict[str, Any], optimizer: bool, steps: int | None = None) -> State:
     """A State of its own lineage with these trees, and so many steps. Collective: as `refresh`."""
-    lineage = state.version.lineage
+    lineage, run = state.version.lineage, runtime_of(state.spec.mesh)
     with lineage.looking(state):
         refresh(trees["main"], trees["weights"], trees["scales"])
     steps = state.steps if steps is None else steps
-    new = lineage.heir(state.layout, state.spec, steps, trees["count"])
+    new = lineage.heir(run, state.layout, state.spec, steps, trees["count"])
     new.enroll()
     changes = {**trees, "grads": {}, "optimizer": state.optimizer if optimizer else None, "version": Version(new, 0)}
     return state._evolve(**changes)._prepared()
