@@ -7,7 +7,8 @@
     python examples/convert.py checkpoints/step_9 mixtral-tuned --config mixtral      and back, as transformers has them
 
 A checkpoint that is made so has weights and no optimizer state: load it with `fsdp.load(folder, spec, optimizer,
-allow=["optimizer"])`.
+allow=["optimizer"])`. Files name a tied weight twice, and each name becomes a leaf: tie them before a model uses them,
+`params["head.weight"] = params["embed.weight"]` and `fsdp.shard`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ CONTRIBUTING.md has one in full.
 | shards                | `shards`, `leaf_shards`, `LeafShard`, `gather_leaves`, `by_unit`                             |
 | numbers of all ranks  | `total`, `over_shards`, `all_reduce`, `ranks_of`, `Ranks`, `seeds`, `default_generator`      |
 | calls                 | `alone`, `begin_round`, `end_round`, `check_between_steps`, `traced_as`, `tracing`, `refuse` |
-| modules               | `skeleton_of`, `Placeholder`, `every_buffer`, `refuse_meta`, `around_bound_calls`            |
+| modules               | `skeleton_of`, `Placeholder`, `every_buffer`, `refuse_meta`, `around_bound_calls`,           |
+|                       | `aliases_of`                                                                                 |
 | trees by path         | `match`, `flatten`                                                                           |
 | bytes                 | `bytes_of`, `state_bytes`, `find_peak`, `Stretch`, `StepMemory`, `steps_on`, `plan_for`      |
 | borrowed weights      | `Loan`, `loan_of`, `is_lent`, `changed`                                                      |
@@ -68,6 +69,7 @@ from ._graph.regather import point_at_second_gathers
 from ._graph.trace import coordinate_of
 from ._nn.bound_calls import around_bound_calls
 from ._nn.skeleton import Placeholder, every_buffer, refuse_meta, skeleton_of
+from ._nn.ties import aliases_of
 from ._optim.optimizer import Sender, put
 from ._plan.peak import StepMemory, Stretch, find_peak
 from ._plan.route import Route
@@ -121,6 +123,7 @@ __all__ = [
     "Transport",
     "Veto",
     "Vetoed",
+    "aliases_of",
     "all_reduce",
     "alone",
     "around_bound_calls",

@@ -60,6 +60,43 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+class Twice(nn.Module):
+    """One weight at two places, if it is tied."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        if tied:
+            self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.b(self.a(x))
+        return y
+
+
+TIED_WAYS: dict[str, Any] = {
+    "forward_backward": lambda model: T.forward_backward(model, total),
+    "second_order": lambda model: T.forward_backward(model, total, second_order=True),
+    "apply": T.apply,
+    "norms": lambda model: T.per_sample_norms(model, total),
+    "lower": lambda model: lambda state, x: fsdp.lower(T.forward_backward(model, total), state, x),
+}
+
+
+@pytest.mark.parametrize("way", TIED_WAYS)
+def test_leaves_that_are_not_tied_where_the_models_are_are_refused(way: str) -> None:
+    tied, two = Twice(), Twice(False)
+    good, model = made(tied)
+    loose, untied = made(two)
+    call = TIED_WAYS[way](model)
+    for _ in range(2):  # after the model was fitted to a state, too
+        with pytest.raises(fsdp.TreeError, match=r"one weight at 'a.weight' and 'b.weight', .* two leaves"):
+            call(loose, X)
+        call(good, X)
+        good = fsdp.drop_gradients(good)
+    TIED_WAYS[way](untied)(good, X)  # whoever ties leaves of a model that does not has one leaf, as wished
+
+
 # ---------------------------------------------------------------- weights that a forward changes
 
 

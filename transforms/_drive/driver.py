@@ -135,6 +135,7 @@ class Driver:
         wanted = {p: (homes[p], t.size(), self.precisions[p][0], t.requires_grad) for p, t in before.items()}
         self.places = Places(self, wanted)
         for path, (held, name) in slots.items():
+            self.places.at[path].tie = getattr(held[name], "tie", None)
             held[name] = self.places.at[path]
         modules = [self.model.get_submodule(unit_module.path) for unit_module in unit_modules]
         compiled = self.compiler.chosen(modules) if self.compiler else ()

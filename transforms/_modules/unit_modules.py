@@ -22,6 +22,7 @@ from typing import Any
 import torch.nn as nn
 
 from functional_fsdp import Layout, TreeError
+from functional_fsdp.extend import aliases_of
 
 __all__ = ["Leaf", "UnitModule", "each_once", "find_unit_modules", "leaves_of", "order_of", "slots_of"]
 
@@ -56,7 +57,7 @@ def find_unit_modules(module: nn.Module, layout: Layout) -> list[UnitModule]:
     """The unit modules of a module, in the order of its modules.
 
     Raises:
-        TreeError: the module's parameters are not the leaves of the layout.
+        TreeError: the module's parameters are not the leaves of the layout, or are tied where its leaves are not.
     """
     paths = [path for path, _, _ in slots_of(module)]
     if set(paths) != set(layout.paths):
@@ -67,6 +68,15 @@ def find_unit_modules(module: nn.Module, layout: Layout) -> list[UnitModule]:
             f"this state is of another model: {type(module).__name__} has {len(paths)} parameters, the state "
             f"{len(layout.paths)} leaves; the model {' and '.join(said)}. Give the model that the state was made from."
         )
+    source = dict(zip(layout.paths, layout.source, strict=True))
+    for path, first in aliases_of(module).items():
+        if source[path] != source[first]:
+            raise TreeError(
+                f"the model has one weight at {first!r} and {path!r}, and in this state these are two leaves, which a "
+                "step would make different. Where the model's ties are right: params = fsdp.full_params(state), "
+                f"params[{path!r}] = params[{first!r}], then shard them; moments begin again. Where the state is "
+                "right: make the model without the tie."
+            )
     leaf = leaves_of(layout)
     users = Counter(layout.source)
     tied = {path for path, source in zip(layout.paths, layout.source, strict=True) if users[source] > 1}
