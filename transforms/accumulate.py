@@ -44,7 +44,8 @@ def accumulate(
     Returns:
         `f(state, *args, **kwargs) -> state, loss`. What is no tensor goes to each microbatch, as do tensors without
         dims; the loss is the mean; of `(loss, aux)`, aux is a list with one entry each. The gradients are those of the
-        mean of the microbatches' losses.
+        mean of the microbatches' losses. With `Spec(average="sum")` the loss is the sum over the microbatches, and the
+        gradients are those of the sum: microbatches add up as ranks do.
 
     Raises:
         TreeError: a tensor that cannot be cut into `n` equal parts, tensors of different lengths, or a list, a tuple or
@@ -68,17 +69,18 @@ def accumulate(
         state: State, *args: Any, last_microbatch: bool = True, scale: Any = 1.0, **kwargs: Any
     ) -> tuple[State, Any]:
         parts = cut(args, kwargs, n, split)
+        share = 1 if state.spec.average == "sum" else n  # what sums and gradients of all microbatches are divided by
         total: Any = None
         auxes = []
         has_aux = False
         for i, (some, more) in enumerate(parts):
             state, out = forward_backward(
-                state, *some, last_microbatch=last_microbatch and i == n - 1, scale=scale / n, **more
+                state, *some, last_microbatch=last_microbatch and i == n - 1, scale=scale / share, **more
             )
             has_aux = isinstance(out, tuple)
             loss, aux = out if has_aux else (out, None)
             total = loss if total is None else total + loss
             auxes.append(aux)
-        return state, (total / n, auxes) if has_aux else total / n
+        return state, (total / share, auxes) if has_aux else total / share
 
     return accumulated

@@ -6,6 +6,7 @@ import itertools
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -61,6 +62,29 @@ def test_accumulate_is_the_mean_over_microbatches(preset: str, has_aux: bool) ->
         assert largest(grads, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}) < 1e-12
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_accumulate_adds_up_where_ranks_do(compiled: bool) -> None:
+    """A mean over tokens: the sum of all microbatches, divided by the number of tokens."""
+    module = torch.nn.Linear(3, 1)
+    x = torch.randn(8, 3)
+    want = module(x).square().mean()
+    grads = torch.autograd.grad(want, [*module.parameters()])
+    params, model = fsdp.functionalize(module)
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> Any:
+        forward_backward = T.accumulate(T.forward_backward(model, lambda m, x: m(x).square().sum()), 4)
+        state, loss = forward_backward(state, x, scale=2.0)
+        state, tokens = fsdp.psum(state, torch.tensor(len(x)))
+        return fsdp.step(T.divide(state, tokens)), loss / tokens
+
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), average="sum"), fsdp.sgd(lr=0.1))
+    step = T.compile(train_step, "aot_eager") if compiled else train_step
+    state, loss = step(state, x)
+    torch.testing.assert_close(loss, want.detach())
+    for leaf, p, grad in zip(fsdp.full_params(state).values(), module.parameters(), grads, strict=True):
+        torch.testing.assert_close(leaf, (p - 0.2 * grad).detach())
+
+
 def test_accumulate_refuses_before_anything_runs() -> None:
     def never(state: Any, *args: Any, **kwargs: Any) -> Any:
         raise AssertionError("it ran")
@@ -81,7 +105,7 @@ def parts(n: int, *args: Any, split: Any = None, **kwargs: Any) -> list[Any]:
         seen.append((some, more) if more else some)
         return state, torch.zeros(())
 
-    state: Any = None
+    state: Any = SimpleNamespace(spec=SimpleNamespace(average="mean"))
     T.accumulate(record, n, split=split)(state, *args, **kwargs)
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, seen)
 
