@@ -60,6 +60,16 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
+@pytest.mark.parametrize("second_order", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_a_loss_without_a_gradient_to_step_by_is_refused(dtype: torch.dtype, second_order: bool) -> None:
+    state, model = made(Net())
+    call = T.forward_backward(model, lambda m, x: total(m, x).to(dtype), second_order=second_order)
+    with pytest.raises(fsdp.TreeError, match=f"a loss of {dtype}, .* expected a floating tensor"):
+        call(state, X)
+    T.forward_backward(model, total)(fsdp.drop_gradients(state), X)
+
+
 class Twice(nn.Module):
     """One weight at two places, if it is tied."""
 

@@ -98,7 +98,7 @@ def forward_backward(
     graph, and `compile` is of no account.
 
     Raises (from f):
-        TreeError: the state is of another model, the loss is no scalar, or with `input_grads` there is no floating
+        TreeError: the state is of another model, the loss is no floating scalar, or with `input_grads` there is no floating
         tensor in `args`.
         ScheduleError: the gradients of a whole round (`last_microbatch=True`) are there and no step has taken them, see
             `fsdp.drop_gradients`; nothing to differentiate; a gradient inside `loss_fn` without `second_order`;
@@ -235,6 +235,12 @@ class ForwardBackward(Generic[Out]):
             raise TreeError(
                 f"forward_backward: loss_fn returned {got}; expected a tensor with 1 element. Reduce it, as with "
                 ".mean(), and return what else there is with has_aux=True."
+            )
+        if not loss.is_floating_point():
+            raise TreeError(
+                f"forward_backward: loss_fn returned a loss of {loss.dtype}, which has no gradient that a step could "
+                "take; expected a floating tensor. Is it a count (an accuracy), or was it rounded? Return it with "
+                "has_aux=True. Of a complex one take .real, or .abs()."
             )
         if not loss.requires_grad:
             raise ScheduleError(
