@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -764,6 +765,6 @@ def test_accumulate_cuts_mappings_that_are_no_pytrees() -> None:
         seen.append((batch["a"], last_microbatch, scale))
         return state, torch.zeros(())
 
-    none: Any = None
-    T.accumulate(record, 2)(none, UserDict(a=torch.arange(4)))
+    state: Any = SimpleNamespace(spec=SimpleNamespace(average="mean"))
+    T.accumulate(record, 2)(state, UserDict(a=torch.arange(4)))
     assert [(a.tolist(), last, scale) for a, last, scale in seen] == [([0, 1], False, 0.5), ([2, 3], True, 0.5)]
