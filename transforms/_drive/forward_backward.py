@@ -98,8 +98,8 @@ def forward_backward(
     graph, and `compile` is of no account.
 
     Raises (from f):
-        TreeError: the state is of another model, the loss is no floating scalar, or with `input_grads` there is no floating
-        tensor in `args`.
+        TreeError: the state is of another model, the loss is no floating scalar, or with `input_grads` there is no
+        floating tensor in `args`.
         ScheduleError: the gradients of a whole round (`last_microbatch=True`) are there and no step has taken them, see
             `fsdp.drop_gradients`; nothing to differentiate; a gradient inside `loss_fn` without `second_order`;
             reentrant checkpointing; a loss that hangs on a unit other than by what its module returns; outputs of a
