@@ -52,6 +52,7 @@ class Engine:
     flying: dict[str, Place]
     released: dict[str, Mark]
     occupied: set[str]
+    written: list[str]
 
     @property
     def cursor(self) -> Cursor:

@@ -95,6 +95,7 @@ class Executor(Gathers, Reductions):
         self.newest: Mark = None  # the end of the newest gather
         self.flying: dict[str, Place] = {}  # gathers that compute has not waited for
         self.released: dict[str, Mark] = {}  # the point from which a unit's bytes are free, in order
+        self.written: list[str] = []  # units that are lent, and into whose weights an operation has written
         self.occupied: set[str] = set()  # units that lie where the plan has something else, see `put_in_place`
 
     def share(self) -> None:
@@ -302,6 +303,7 @@ class Executor(Gathers, Reductions):
         self.flying.clear()
         self.released.clear()
         self.occupied.clear()
+        self.written.clear()
         for place in self.arena.places.values():
             place.loan.held = False
         self.unplanned.clear()

@@ -69,8 +69,12 @@ class Gathers(Engine):
             lanes.wait(place.gathered if lanes.waits_on_host else place.ready(self.flying, self.newest))
         else:
             place = self.arena.place(state, name)
-        place.loan.lend()
-        return place.loan
+        loan = place.loan
+        if not loan.held:  # `lend`, without a call
+            loan.count, loan.held = 0, True
+            for base in loan.bases:
+                loan.count += base._version
+        return loan
 
     def _gather(self, state: Stored, index: int) -> None:
         unit = self.plan.gathers[index].unit
@@ -119,16 +123,23 @@ class Gathers(Engine):
             if (flying := self.flying.pop(unit, None)) is not None:
                 self.run.lanes.wait(flying.gathered)
             return self.released.pop(unit, None)
-        share = self.plan.share
-        if any(share(unit, name) for name in self.occupied):
+        if self.occupied and any(self.plan.share(unit, name) for name in self.occupied):
             raise ScheduleError(
                 f"gathering {unit!r} would write over {', '.join(self.occupied)}, in whose backward it is."
             )
-        for name in [name for name in self.flying if name == unit or share(unit, name)]:
-            self.run.lanes.wait(self.flying.pop(name).gathered)  # skipped: nobody waited for it
+        units = self.plan.by_name
+        begin, end = units[unit].address, units[unit].address + units[unit].nbytes  # below: `Plan.share`, without calls
+        if self.flying:
+            for name in [
+                n for n in self.flying if units[n].address < end and begin < units[n].address + units[n].nbytes
+            ]:
+                self.run.lanes.wait(self.flying.pop(name).gathered)  # skipped: nobody waited for it
         mark = None
-        for name in [name for name in self.released if name == unit or share(unit, name)]:
-            mark = self.released.pop(name)  # the dict is in order of release
+        if self.released:
+            for name in [
+                n for n in self.released if units[n].address < end and begin < units[n].address + units[n].nbytes
+            ]:
+                mark = self.released.pop(name)  # the dict is in order of release
         return mark
 
     def put_in_place(self, unit: str, weights: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
@@ -167,18 +178,32 @@ class Gathers(Engine):
             ScheduleError: one of them is not held.
         """
         if self.unplanned.units:
+            self.written.extend([name for name in names if not self._unchanged(name)])
             names = self._by_plan(names)
             if not names:
                 return self.position, ()
+        else:
+            places = self.arena.places
+            for name in names:
+                if name in places and places[name].loan.held:  # `Loan.unchanged`, without a call
+                    loan = places[name].loan
+                    count = loan.count
+                    for base in loan.bases:
+                        count -= base._version
+                    if count:
+                        self.written.append(name)
         if self.position.cursor.agreed:
             return self.position, tuple([("free", name) for name in names])
         return self.move("release", names)
 
-    def written(self, names: Sequence[str]) -> list[str]:
-        """Of these units, those that are held and into whose weights an operation has written."""
+    def _unchanged(self, name: str) -> bool:
+        """Whether no operation has written into a unit's weights since they were lent, if they are."""
         places, outside = self.arena.places, self.unplanned.units
-        lent = [(name, here[name].loan) for name in names for here in (outside, places) if name in here]
-        return [name for name, loan in lent if not loan.unchanged]
+        return all(here[name].loan.unchanged for here in (outside, places) if name in here)
+
+    def note_written(self, names: Sequence[str]) -> None:
+        """Note in `written` those of these units into whose weights an operation has written."""
+        self.written.extend([name for name in names if not self._unchanged(name)])
 
     def release(self, state: Stored, names: Sequence[str], move: Move) -> None:
         """Units are given back: a mark on compute, and gathers that waited for their bytes."""

@@ -286,7 +286,7 @@ class _Tree:
             above = ""
             for prefix in prefixes(path):
                 self.size[prefix] += size
-                if prefix != path:
+                if prefix not in (path, above):  # a name may be empty, as the root's is
                     self.parts.setdefault(above, {})[prefix] = None
                     above = prefix
             below.setdefault(above, {})[path.rsplit(".", 1)[-1]] = dim
@@ -302,7 +302,7 @@ class _Tree:
 
     def like_another(self, part: str) -> bool:
         """Whether a part beside it has its form."""
-        beside = self.parts[part.rpartition(".")[0]]
+        beside = self.parts.get(part.rpartition(".")[0], {})
         return any(other != part and self.form[other] == self.form[part] for other in beside)
 
     def repeated(self, part: str) -> int:

@@ -15,7 +15,7 @@ is next looked at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -219,15 +219,16 @@ class Lineage:
             self._consume(serial, "a call that was stopped")
             raise self._stale(serial, verb)
 
-    def check_lent(self, units: Sequence[str] = ()) -> None:
-        """What the step has handed out is what it was: the whole tree, and these units.
+    def check_lent(self) -> None:
+        """What the step has handed out is what it was: the whole tree, and units of which the executor has noted it.
 
         Raises:
             ScheduleError: an operation has written into it. Where it is the state's own, the lineage is of no more use.
         """
         buckets = self.lent.changed if self.lent else []
-        written = self.executor.written(units) if self.executor and units else ()
-        buckets += [bucket for unit in written for bucket in self.layout.by_name[unit].buckets]
+        if self.executor is not None and self.executor.written:
+            buckets += [bucket for unit in self.executor.written for bucket in self.layout.by_name[unit].buckets]
+            self.executor.written.clear()
         if buckets:
             self.lent = None
             if not all(bucket.gathers(self.spec.schedule.debug) for bucket in buckets):

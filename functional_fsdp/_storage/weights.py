@@ -10,6 +10,7 @@ gathered in float8, whatever the placement: a gather then moves bytes and casts 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,6 +24,7 @@ from .flat import FlatBuffer, leaves_of
 from .stored import Stored
 
 __all__ = [
+    "VERSION",
     "Gathered",
     "LentTree",
     "Loan",
@@ -38,6 +40,8 @@ __all__ = [
     "read",
     "whole_of",
 ]
+
+VERSION = attrgetter("_version")
 
 _LOANS: WeakValueDictionary[int, Loan] = WeakValueDictionary()
 
@@ -61,7 +65,7 @@ class Loan:
         self.unit = unit
         self.weights = weights
         self.bases = bases
-        self.counts: list[int] = []  # what the counters said when the weights were lent
+        self.count = 0  # the sum of these counters when the weights were lent; they only grow
         self.held = False
         self.storages: list[LentStorage] = []
         for tensor in weights.values():  # they live as long as the loan, so an id means one tensor
@@ -72,13 +76,13 @@ class Loan:
     def lend(self) -> None:
         """From now on the unit is held."""
         if not self.held:
-            self.counts = [base._version for base in self.bases]
+            self.count = sum(map(VERSION, self.bases))
             self.held = True
 
     @property
     def unchanged(self) -> bool:
         """Whether no operation has written into the weights since they were lent."""
-        return not self.held or [base._version for base in self.bases] == self.counts
+        return not self.held or sum(map(VERSION, self.bases)) == self.count
 
 
 class LentTree:

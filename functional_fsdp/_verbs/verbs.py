@@ -129,9 +129,9 @@ def release(state: State, unit: str | Sequence[str]) -> State:
     lineage = state.version.lineage
     lineage.enter(state.version.serial, "release")
     executor = lineage.executor or state._executor
-    if executor.written(names):
-        lineage.check_lent(names)
     move = executor.given_back(names)
+    if executor.written:
+        lineage.check_lent()
     with lineage.call:
         executor.release(state, names, move)
         return lineage.advance(state, ("release", names))
@@ -276,7 +276,8 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     has_gradients(state, "step")
     lineage = state.version.lineage
     lineage.enter(state.version.serial, "step")
-    lineage.check_lent(state.units)
+    state._executor.note_written(state.units)
+    lineage.check_lent()
     if skips:
         lineage.runtime.remark("step(skip=True)")
     executor = state._executor

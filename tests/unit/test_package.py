@@ -320,7 +320,8 @@ def test_steps_that_compile_nothing_load_no_compiler() -> None:
 import sys, torch, functional_fsdp as fsdp, functional_fsdp.transforms as T
 blocks = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout()) for _ in range(2)]
 params, model = fsdp.functionalize(torch.nn.Sequential(*blocks))
-state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(lr=1e-3))
+buffers = fsdp.buffers(model)
+state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(lr=1e-3), buffers=buffers)
 forward_backward = T.forward_backward(model, lambda model, x: model(x).square().mean())
 for _ in range(2):
     state, loss = forward_backward(state, torch.ones(3, 4))
