@@ -294,7 +294,7 @@ class _Tree:
         self.whole = sum(nbytes)
         self.form: dict[str, int] = {}
         known: dict[Any, int] = {}
-        for path in sorted(self.size, key=lambda path: -path.count(".")):
+        for path in sorted(self.size, key=lambda path: (not path, -path.count("."))):  # parts first, the root last
             if path in below or path in self.parts:
                 inside = [(part.rsplit(".", 1)[-1], self.form[part]) for part in self.parts.get(path, ())]
                 form = (*sorted(inside), *sorted(below.get(path, {}).items()))
