@@ -26,6 +26,8 @@ class Counting(nn.Module):
     quiet: torch.Tensor
     begun: torch.Tensor
     quietly: torch.Tensor
+    late: torch.Tensor
+    some: torch.Tensor
     table: torch.Tensor
 
     def __init__(self) -> None:
@@ -34,7 +36,7 @@ class Counting(nn.Module):
         self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
         self.register_buffer("wave", torch.zeros(3, dtype=torch.complex128))
         self.register_buffer("short", torch.zeros(3, dtype=torch.int16))
-        for name in ("seen", "quiet"):
+        for name in ("seen", "quiet", "late", "some"):
             self.register_buffer(name, torch.zeros(3, dtype=torch.int64))
         for name in ("begun", "quietly"):
             self.register_buffer(name, torch.tensor(False))
@@ -52,6 +54,10 @@ class Counting(nn.Module):
                 self.quiet.data.add_((x > 0).sum(0))
                 self.begun.copy_(x.sum() > 0)
                 self.quietly.data.copy_(x.sum() > 0)
+                if self.seen.sum() > 15:  # not in the first step
+                    self.late.data.add_((x > 0).sum(0))
+                if x.sum() > 0:  # on the second rank
+                    self.some.add_(1)
         return self.linear(x + self.table)
 
 
@@ -118,7 +124,7 @@ def test_ranks_agree_on_every_kind_of_buffer_and_go_on_so_after_a_load(tmp_path:
         for path in mine:  # as if it had not been interrupted; of a rank's own a checkpoint has the first one's
             assert torch.equal(mine[path], again[path]), (rule, path)
             assert path in differ or torch.equal(theirs[path], others[path]), (rule, path)
-        for path in ("seen", "short", "quiet"):  # counted on from what they agreed on: the first rank's
+        for path in ("seen", "short", "quiet", "late", "some"):  # counted on from what they agreed on: the first rank's
             assert torch.equal(mine[path], one[path]), (rule, path)
         assert torch.equal(mine["begun"], one["begun"])
         assert torch.equal(mine["quietly"], one["quietly"])

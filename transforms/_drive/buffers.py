@@ -65,8 +65,6 @@ class Buffers:
         self.given: Any = None  # the paths in the state, when `places` was found
         self.lent: dict[str, torch.Tensor] = {}
         self.before: dict[str, tuple[torch.Tensor, int, torch.Tensor | None]] = {}  # of what stays: version, a copy
-        self.silent: set[str] = set()  # what the first forward changed without its version telling, as through `.data`
-        self.compared = False  # whether that was looked for
         self.rode: set[str] = set()  # what came with a state, and was looked at
         self.checked: set[str] = set()  # what kernels may write to, is not in the state, and has not changed so far
         self.warned: set[str] = set()
@@ -158,8 +156,8 @@ class Buffers:
         """The buffers of the new state: the old ones if the forward can have changed nothing.
 
         Kernels write running statistics without telling (their versions do not change), and so does code through
-        `.data`: what modules in training mode have counts as changed. Ranks agree on floats of these, and on integers
-        and flags of which the version tells, or that the first forward changed without telling.
+        `.data`: what modules in training mode have counts as changed. Ranks agree on all of that, so that what one of
+        them alone has written is no other collective.
 
         Raises:
             SpecError: it changed one that the state does not have, or removed one, or made one.
@@ -170,15 +168,12 @@ class Buffers:
         now = {path: held.get(name) for path, (held, name) in self.places.items()}
         changed = self.changed(now)
         given = state.buffers if isinstance(state.buffers, dict) else {}
-        if not self.compared:
-            self.look_for_silent(state, changed, given)
-        agreed = {path for path, t in changed.items()
-                  if t is not None and (_averaged(t) or path in self.silent or self.told(t, path))}  # fmt: skip
         mine = {}
         for path, t in changed.items():
             if t is None:
                 raise SpecError(f"the forward removed the buffer {path!r}, which is in the state. Fill it with zeros.")
-            if path in self.aliases and (path in agreed or path not in self.rode) and self.other(t, path):
+            looks = path in self.aliases and (path not in self.rode or _averaged(t) or self.told(t, path))
+            if looks and self.other(t, path):
                 raise SpecError(
                     f"the forward changed the buffer {path!r}, whose memory {self.aliases[path]} has too: that would "
                     "not follow, since buffers come from the state. Keep it in one place, or read it by a property."
@@ -194,7 +189,7 @@ class Buffers:
             else:
                 self.checked.add(path)
         self._look_at_rest()
-        return {**given, **self._agreed(state, mine, agreed)} if mine else state.buffers
+        return {**given, **self._agreed(state, mine)} if mine else state.buffers
 
     def changed(self, now: dict[str, Any]) -> dict[str, Any]:
         """Those of the lent buffers that may have been changed."""
@@ -203,17 +198,6 @@ class Buffers:
             path: t for path, t in now.items()
             if self.told(t, path) or id(self.places[path][0]) in live
         }  # fmt: skip
-
-    def look_for_silent(self, state: State, changed: dict[str, Any], given: dict[str, Any]) -> None:
-        """Find, once, the integers and flags that a forward changes without telling, on any rank."""
-        self.compared = True
-        if all(path not in self.persistent or _averaged(t) for path, t in given.items()):
-            return
-        quiet = {path: t for path, t in changed.items() if path in given and not self.told(t, path)}
-        some = {path: t for path, t in quiet.items() if not _averaged(t)}
-        self.silent = {path for path, t in some.items() if not torch.equal(t, given[path].to(t.device))}
-        if self.rule != "local" and (ranks := ranks_of(state)).size > 1:
-            self.silent.update(*ranks.everyone(self.silent, "buffers that change without telling"))
 
     def told(self, t: torch.Tensor | None, path: str) -> bool:
         """Whether what is in the place of a lent buffer says that it was changed."""
@@ -271,14 +255,14 @@ class Buffers:
         for path, (held, name) in self.places.items():
             held[name] = self.own[path]
 
-    def _agreed(self, state: State, mine: dict[str, torch.Tensor], agreed: set[str]) -> dict[str, torch.Tensor]:
+    def _agreed(self, state: State, mine: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """By the rule, across the ranks that share a buffer. Integers and flags have no mean: by "mean" they are the
-        first rank's, too. One all-reduce an axis and dtype of floats, one for all integers. What is the ranks' own
-        (`local_buffers`) stays so."""
+        first rank's, too. One all-reduce an axis and dtype of floats, one for all integers, one for all bytes. What is
+        the ranks' own (`local_buffers`) stays so."""
         if self.rule == "local" or all(n == 1 for n in state.spec.axes.values()):
             return mine
         local = state.local_buffers
-        shared = {p: t for p, t in mine.items() if p in self.persistent and p in agreed and p not in local}
+        shared = {p: t for p, t in mine.items() if p in self.persistent and p not in local}
         if self.layout is not state.layout:
             self.layout, self.axes = state.layout, shared_axes(self.persistent, state.layout, state.spec)
         for first in (False, True):
@@ -355,9 +339,9 @@ def _averaged(t: torch.Tensor) -> bool:
 
 
 def _sent(t: torch.Tensor) -> torch.Tensor:
-    """A buffer as it travels: integers and flags as one dtype, floats that no backend adds up as float32."""
+    """A buffer as it travels: integers as one dtype, flags as bytes, floats that no backend adds up as float32."""
     if not _averaged(t):
-        return t.to(torch.int64)
+        return t.to(torch.int64 if t.dtype.itemsize > 1 else torch.uint8)
     return t.float() if t.dtype.itemsize == 1 else t
 
 

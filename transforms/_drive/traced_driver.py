@@ -146,9 +146,6 @@ class TracedBuffers(Buffers):
     def told(self, t: torch.Tensor | None, path: str) -> bool:
         return t is None or t is not self.lent[path] or self.spoilt(t, self.versions[path], None)
 
-    def look_for_silent(self, state: State, changed: dict[str, Any], given: dict[str, Any]) -> None:
-        pass  # none is: `told` sees every operation
-
     def other(self, t: torch.Tensor, path: str) -> bool:
         return True
 
