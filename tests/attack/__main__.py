@@ -17,6 +17,7 @@ SHARES = {
     "driven": 1.0,
     "functions": 0.4,
     "objects": 1.0,
+    "buffers": 0.5,
     "interrupts": 0.2,
     "kills": 0.04,
     "files": 0.1,

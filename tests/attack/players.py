@@ -26,6 +26,7 @@ BATCH = {
     "driven": 25,
     "functions": 25,
     "objects": 50,
+    "buffers": 25,
     "interrupts": 12,
     "kills": 4,
     "files": 25,
