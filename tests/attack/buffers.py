@@ -234,7 +234,8 @@ def _placement(preset: str, mesh: Any) -> Any:
 def _between(case: Case, state: fsdp.State, said: dict[str, Any], folder: str) -> tuple[fsdp.State, bool]:
     """Another state with the same values, and whether the next step is of a new transform."""
     spec, how = state.spec, said["between"]
-    other = fsdp.Spec(spec.mesh, _placement(said["preset"], spec.mesh)) if said["preset"] else spec
+    mesh: Any = spec.mesh
+    other = fsdp.Spec(mesh, _placement(said["preset"], mesh)) if said["preset"] else spec
     if how in ("save spec", "save like"):
         fsdp.save(state, folder)
         like = state if how == "save like" else None
