@@ -323,6 +323,7 @@ class Lineage:
         self._consume(self.base, by)
         self._consume(version.serial, by)
         self.lent = None
+        torch.clear_autocast_cache()  # its casts are kept by tensor, and tensors that are lent come again
         self.latest += 1
         self.base = self.head = self.latest
         self.call.depth, self.busy = 0, False

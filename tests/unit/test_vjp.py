@@ -780,3 +780,37 @@ def test_an_output_that_is_no_tree_is_refused(output: Any) -> None:
     _, pullback = T.vjp(lambda w, x: (mlp(w, x), Opaque(x.detach())), weights(), torch.ones(3, dtype=torch.float64))
     dw, _ = pullback(weights(), (torch.ones(2, dtype=torch.float64), None))
     assert dw["down"].abs().sum() > 0
+
+
+def test_an_autocast_that_stays_open_has_the_weights_of_each_step() -> None:
+    """autocast keeps casts by tensor, and a unit's weights are the same tensors in every step."""
+    torch.manual_seed(0)
+    params, model = fsdp.functionalize(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    x = torch.randn(16, 8)
+
+    def losses(opens: int) -> list[float]:
+        """With autocast around so many steps at a time."""
+        state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.5))
+        found = []
+        for number in range(4):
+            if number % opens == 0:
+                around = torch.autocast("cpu", dtype=torch.bfloat16)
+                around.__enter__()
+            h, pullbacks = x, {}
+            for unit in state.units:
+                state, w = fsdp.unshard(state, unit)
+                h, pullbacks[unit] = T.vjp(lambda w, h, unit=unit: fsdp.bind(model[int(unit)], w)(h), w, h)
+                state = fsdp.release(state, unit)
+            found.append(h.float().square().mean().item())
+            dh = (2 * h.float() / h.numel()).to(h.dtype)
+            for unit in reversed(state.units):
+                state, w = fsdp.unshard(state, unit)
+                dw, dh = pullbacks.pop(unit)(w, dh)
+                state = fsdp.release(fsdp.reduce(state, dw, unit), unit)
+            state = fsdp.step(state)
+            if number % opens == opens - 1:
+                around.__exit__(None, None, None)
+        return found
+
+    assert losses(4) == losses(1)
+    assert losses(1)[-1] < losses(1)[0]
