@@ -3,6 +3,10 @@
 | kind       | what is tried                                            | module        |
 |------------|----------------------------------------------------------|---------------|
 | specs      | trees, placements, precisions, schedules, programs        | specs.py      |
+| driven     | models and programs by `T.forward_backward`              | driven.py     |
+| functions  | functions of torch.autograd that are given weights       | functions.py  |
+| objects    | weights and settings in nests of objects                 | objects.py    |
+| buffers    | buffers that ranks share, and checkpoints of them         | buffers.py    |
 | interrupts | an exception or SIGINT at a random place, then again      | interrupts.py |
 | kills      | SIGKILL of a rank, or of the process that launched them   | kills.py      |
 | files      | damaged, swapped and crafted checkpoints, many writers    | files.py      |

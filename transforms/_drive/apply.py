@@ -53,7 +53,8 @@ def apply(
     same, as do states of one seed and step; the caller's own go on as they were. To sample anew, seed in `fn`: see the
     example.
 
-    Collective: as `unshard` for each unit that is used.
+    Collective: as `unshard` for each unit that is used; in the first call on a state of `shard(src=)` an exchange on
+    the host, by which ranks compare buffers that are not in the state.
 
     Example:
         >>> predict = T.apply(model)

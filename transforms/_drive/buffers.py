@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -73,19 +73,20 @@ class Buffers:
         self.axes: dict[str, tuple[str, ...]] = {}  # by path: those along which ranks have one buffer
         self.own = {path: held[name] for path, (held, name) in every.items()}
 
-    def lend(self, state: State, device: torch.device, collects: bool = True) -> None:
+    def lend(self, state: State, device: torch.device, collects: bool = True, compares: bool = True) -> None:
         """Copies of the state's buffers into the module, of all others the module's own; all on the device.
 
         Args:
             collects: `collect` follows, which asks what the forward changed.
+            compares: ranks look whether their modules have the same, where they should. False in a rehearsal.
         """
         given = state.buffers if isinstance(state.buffers, dict) else {}
         if given.keys() != self.given or device != self.device:
-            self.given = given.keys()
             self.places = self.persistent | {path: place for path, place in self.rest.items() if path in given}
-            self.move(device)
-            if collects:
+            self.move(device, given)
+            if compares:
                 self.compare(state)
+            self.given = given.keys()  # now that nothing was refused
         if collects:
             self.note()
         if not self.places:
@@ -104,7 +105,7 @@ class Buffers:
             held, name = self.places[path]
             held[name] = tensor
 
-    def move(self, device: torch.device) -> None:
+    def move(self, device: torch.device, given: Collection[str]) -> None:
         """The module's own buffers, once.
 
         Raises:
@@ -115,7 +116,7 @@ class Buffers:
         for path, (held, name) in every.items():
             if held[name].device.type != "meta":
                 held[name] = self.own[path] = held[name].to(device)
-            elif path not in self.given:
+            elif path not in given:
                 refuse_meta(path)
 
     def compare(self, state: State) -> None:

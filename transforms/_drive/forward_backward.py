@@ -212,7 +212,7 @@ class ForwardBackward(Generic[Out]):
     def rehearse(self, driver: Driver, args: Any, kwargs: Any) -> None:
         """A forward and its backward on this driver, of which nothing is kept."""
         buffers = Buffers(driver.model, self.buffers.rule)
-        buffers.lend(driver.state, driver.device, collects=False)
+        buffers.lend(driver.state, driver.device, collects=False, compares=False)
         try:
             with torch.enable_grad():
                 out = values(self.loss_fn(driver.model, *args, **kwargs))

@@ -9,7 +9,7 @@ Each graph has a copy of the model of its own: what a forward leaves in a module
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -113,8 +113,8 @@ class TracedBuffers(Buffers):
 
     writes: Writes | None = None
 
-    def lend(self, state: State, device: torch.device, collects: bool = True) -> None:
-        super().lend(state, device, collects)
+    def lend(self, state: State, device: torch.device, collects: bool = True, compares: bool = True) -> None:
+        super().lend(state, device, collects, compares)
         self.writes = Writes()
         self.writes.__enter__()
 
@@ -136,9 +136,9 @@ class TracedBuffers(Buffers):
     def spoilt(self, t: torch.Tensor, counted: int, copied: torch.Tensor | None) -> bool:
         return t._version != counted or self._wrote(t)
 
-    def move(self, device: torch.device) -> None:
+    def move(self, device: torch.device, given: Collection[str]) -> None:
         with torch_private.disable_current_modes():
-            super().move(device)
+            super().move(device, given)
 
     def compare(self, state: State) -> None:
         pass  # values are no part of a graph; the same model compares when it runs eagerly
