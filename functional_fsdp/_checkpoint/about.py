@@ -55,6 +55,7 @@ def about_of(state: State) -> dict[str, Any]:
         "extras": _kinds(state.extras),
         "buffers": _kinds(state.buffers),
         "local_buffers": sorted(state.local_buffers),
+        "src": state.version.lineage.src,
     }
 
 

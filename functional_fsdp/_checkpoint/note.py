@@ -7,6 +7,7 @@ paths, tree        all paths in the tree's order; its dicts, lists and tuples, w
                    place, or null where it is made of something else
 extras, buffers    [[keys, "leaf" or "plain"], ...], of what lies under these names; null where keys are no text
 local_buffers      paths of buffers that may differ by rank, as `shard(local_buffers=)` said
+src                the rank that had the values where only one had them (`shard(src=)`), or null
 tensors            {name: [dtype, shape, chunks]}, a chunk is [start, stop, file, offset, length, data, sums]
 files              {name: bytes}, every file beside this one
 metadata           sha256 of `.metadata`
@@ -49,8 +50,8 @@ FORMAT = 3
 FIELDS: dict[str, Any] = {
     "format": int, "step": int, "save": str, "placement": str, "mesh": str, "average": str, "optimizer": str,
     "leaves": dict, "paths": list, "tree": (dict, list, int, type(None)), "extras": (list, type(None)),
-    "buffers": (list, type(None)), "local_buffers": list, "tensors": dict, "files": dict, "metadata": str,
-    "digest": str,
+    "buffers": (list, type(None)), "local_buffers": list, "src": (int, type(None)), "tensors": dict,
+    "files": dict, "metadata": str, "digest": str,
 }  # fmt: skip
 
 

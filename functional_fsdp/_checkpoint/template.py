@@ -75,7 +75,7 @@ def made_for(
 
     infos, paths, treedef, buffers, local, layout = agree(joint, "what is given", look)
     spec, layout = resolve_transport(spec, infos, paths, layout)
-    state = build(joint, layout, spec, optimizer, treedef, None, buffers, local, 0)
+    state = build(joint, layout, spec, optimizer, treedef, None, buffers, local, 0, src=note["src"])
     return state._evolve(extras=_tree(path, "extras", note, there, state))
 
 

@@ -135,7 +135,7 @@ def test_ranks_agree_on_every_kind_of_buffer_and_go_on_so_after_a_load(tmp_path:
             torch.testing.assert_close(mine["mean"], one["mean"], rtol=0, atol=1e-12)
 
 
-def sent() -> tuple[list[str], float, float]:
+def sent(folder: str) -> tuple[list[str], float, float]:
     """Rank 0 has the values; the other's module was made without memory, and its table is what lay there."""
     torch.manual_seed(0)
     module = Counting()
@@ -148,7 +148,11 @@ def sent() -> tuple[list[str], float, float]:
     )
     step = T.forward_backward(model, loss_fn)
     said = []
-    calls: list[Any] = [step, step, T.apply(model), T.per_sample_norms(model, loss_fn), step]  # and not only once
+
+    def resumed(state: fsdp.State, x: torch.Tensor) -> Any:
+        return T.apply(model)(fsdp.load(fsdp.save(state, Path(folder) / "begun"), state.spec, fsdp.sgd(lr=0.1)), x)
+
+    calls: list[Any] = [step, step, T.apply(model), T.per_sample_norms(model, loss_fn), resumed, step]
     for call in calls:
         try:
             call(make(False), batch(0, 0))
@@ -160,10 +164,11 @@ def sent() -> tuple[list[str], float, float]:
     return said, float(loss), float(mean)
 
 
-def test_tables_that_one_rank_has_are_sent_or_compared() -> None:
-    (said, loss, mean), (other, theirs, _) = launch(sent, nprocs=2)
+def test_tables_that_one_rank_has_are_sent_or_compared(tmp_path: Path) -> None:
+    """By every transform that drives, again after a refusal, and after a load."""
+    (said, loss, mean), (other, theirs, _) = launch(sent, (str(tmp_path),), nprocs=2)
     assert said == other
-    assert len(said) == 5
+    assert len(said) == 6
     for text in said:
         assert "ranks have different buffers 'table', which is not persistent" in text
         assert "buffers=fsdp.buffers(module, every=True)" in text

@@ -137,7 +137,8 @@ class Buffers:
                     raise SpecError(
                         f"ranks have different buffers {path!r}, which is not persistent, so it is no part of a state "
                         f"dict: ranks 0 and {rank} of the mesh. shard(src={src}) has sent the weights, and the buffers "
-                        "that it was given. Give it all of them: buffers=fsdp.buffers(module, every=True)."
+                        "that it was given. Give it all of them: buffers=fsdp.buffers(module, every=True). Or make the "
+                        "module with its tables on every rank."
                     )
 
     def _live(self) -> set[int]:
