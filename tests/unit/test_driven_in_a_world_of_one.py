@@ -1286,3 +1286,44 @@ def test_default_arguments_that_an_instance_keeps() -> None:
     later.a = Later.late.__defaults__[0]  # type: ignore[index]
     with pytest.raises(fsdp.TreeError, match=r"Later\.late\) closes over a part of the model"):
         fsdp.functionalize(later)
+
+
+def test_buffers_carried_to_a_bound_critic_and_back_are_those_of_a_loop_in_plain_torch() -> None:
+    """Adversarial training by the recipe: a forward of either side turns the vectors of `spectral_norm`."""
+
+    def make(wide: int, seed: int, norm: Any = lambda layer: layer) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(norm(nn.Linear(3, wide)), nn.Tanh(), norm(nn.Linear(wide, 3))).double()
+
+    def tell_apart(critic: Any, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+        return F.softplus(-critic(real)).mean() + F.softplus(critic(fake)).mean()
+
+    spectral = nn.utils.parametrizations.spectral_norm
+    plain_critic, plain_generator = make(8, 1, spectral), make(4, 0)
+    sides = [torch.optim.SGD(one.parameters(), lr=0.3) for one in (plain_critic, plain_generator)]
+    module, spec = make(8, 1, spectral), fsdp.Spec(fsdp.local_mesh())
+    (critic_params, critic), (generator_params, generator) = map(fsdp.functionalize, (module, make(4, 0)))
+    judge = fsdp.shard(critic_params, spec, fsdp.sgd(lr=0.3), buffers=fsdp.buffers(module))
+    artist = fsdp.shard(generator_params, spec, fsdp.sgd(lr=0.3))
+    for step in range(5):
+        torch.manual_seed(step)
+        noise, real = torch.randn(2, 6, 3, dtype=torch.float64)
+        for side, optimizer in enumerate(sides):
+            optimizer.zero_grad()
+            fake = plain_generator(noise)
+            loss = F.softplus(-plain_critic(fake)).mean() if side else tell_apart(plain_critic, real, fake.detach())
+            loss.backward()
+            optimizer.step()
+        artist, fake = T.apply(generator)(artist, noise)
+        judge, _ = T.forward_backward(critic, tell_apart)(judge, real, fake)
+        judge, whole = fsdp.unshard(fsdp.step(judge))
+        critic.load_state_dict(dict(judge.buffers), strict=False)
+        bound = fsdp.bind(critic, whole)
+        fooled = T.forward_backward(generator, lambda model, z: F.softplus(-bound(model(z))).mean())  # noqa: B023
+        artist = fsdp.step(fooled(artist, noise)[0])
+        judge = fsdp.extend.evolve(fsdp.drop_gradients(judge), buffers=fsdp.buffers(critic))
+    for state, plain in ((judge, plain_critic), (artist, plain_generator)):
+        found, want = fsdp.state_dict(state), plain.state_dict()
+        assert found.keys() == want.keys()
+        for name, tensor in want.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
