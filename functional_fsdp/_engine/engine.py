@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .._distributed.lanes import Mark
 from .._plan.cursor import Cursor
@@ -51,7 +51,7 @@ class Engine:
     newest: Mark
     flying: dict[str, Place]
     released: dict[str, Mark]
-    occupied: set[str]
+    occupied: dict[str, Any]
     written: list[str]
 
     @property

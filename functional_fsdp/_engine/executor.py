@@ -96,7 +96,7 @@ class Executor(Gathers, Reductions):
         self.flying: dict[str, Place] = {}  # gathers that compute has not waited for
         self.released: dict[str, Mark] = {}  # the point from which a unit's bytes are free, in order
         self.written: list[str] = []  # units that are lent, and into whose weights an operation has written
-        self.occupied: set[str] = set()  # units that lie where the plan has something else, see `put_in_place`
+        self.occupied: dict[str, Any] = {}  # units put in place, see `put_in_place`, and what ends that
 
     def share(self) -> None:
         """Have the memory that ranks share for this plan. Collective when the plan is new, and after a restart: a rank

@@ -7,11 +7,11 @@ release ─▶ a mark on compute ─▶ gathers that waited for the bytes
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
-from .._common.errors import ScheduleError
 from .._distributed.lanes import Mark
 from .._plan.order import RecordedOrder
 from .._plan.positions import Move
@@ -42,6 +42,8 @@ class Gathers(Engine):
             names = self._by_plan(names)
             if not names:
                 return self.position, ()
+        if self.occupied and any(map(self._lain_over, names)):
+            return self.position, tuple([("unplanned", name) for name in names])
         return self.move("unshard", names)
 
     def unshard(self, state: Stored, names: Sequence[str], move: Move) -> dict[str, dict[str, torch.Tensor]]:
@@ -78,6 +80,7 @@ class Gathers(Engine):
 
     def _gather(self, state: Stored, index: int) -> None:
         unit = self.plan.gathers[index].unit
+        lying = self._make_way(unit) if self.occupied else ()
         after = self._free(unit)
         fresh = self.arena.take(unit)
         place = self.arena.place(state, unit)
@@ -90,6 +93,8 @@ class Gathers(Engine):
         issued, job, single = self.carrier.fill(place, state)
         place.gathered = self.newest = self.run.lanes.submit("gather", issued, job, after, single, mark=place.gathered)
         self.flying[unit] = place
+        for name in lying:
+            self.put_in_place(name)
 
     def _gather_beside(self, state: Stored, unit: str, by_plan: bool) -> None:
         """A use on which ranks agree first: at the unit's place, if that is wished, unless what is held lies there. Not
@@ -115,7 +120,28 @@ class Gathers(Engine):
     def _crowded(self, unit: str) -> bool:
         """Whether something that is held lies where a unit would."""
         some = self.arena.places.items() if unit in self.plan.crowded else ()
-        return any(place.loan.held and self.plan.share(unit, name) for name, place in some)
+        return any(place.loan.held and self.plan.share(unit, name) for name, place in some) or self._lain_over(unit)
+
+    def _lain_over(self, unit: str) -> bool:
+        """Whether a unit that is put in place lies where this one would, see `put_in_place`."""
+        return unit in self.plan.crowded and any(self.plan.share(unit, name) for name in self.occupied)
+
+    def _make_way(self, unit: str) -> list[str]:
+        """A gather writes where units may be put in place: they are put away, and these are put there again once it is
+        done. Nothing if it is the unit itself: it now lies there by the plan."""
+        lying = [name for name in self.occupied if self.plan.share(unit, name)]
+        for name in lying:
+            self._put_away(name)
+        if unit in self.occupied:
+            self.occupied[unit] = None
+        return lying
+
+    def _put_away(self, unit: str) -> None:
+        """What the plan has where a unit was put in place lies there again."""
+        undo = self.occupied.pop(unit, None)
+        if undo is not None:
+            undo()
+            self.fence = True  # what is gathered there next comes after this
 
     def _free(self, unit: str) -> Mark:
         """The point from which a unit's place may be written: the newest release of what lay there."""
@@ -123,10 +149,6 @@ class Gathers(Engine):
             if (flying := self.flying.pop(unit, None)) is not None:
                 self.run.lanes.wait(flying.gathered)
             return self.released.pop(unit, None)
-        if self.occupied and any(self.plan.share(unit, name) for name in self.occupied):
-            raise ScheduleError(
-                f"gathering {unit!r} would write over {', '.join(self.occupied)}, in whose backward it is."
-            )
         units = self.plan.by_name
         begin, end = units[unit].address, units[unit].address + units[unit].nbytes  # below: `Plan.share`, without calls
         if self.flying:
@@ -142,30 +164,19 @@ class Gathers(Engine):
                 mark = self.released.pop(name)  # the dict is in order of release
         return mark
 
-    def put_in_place(self, unit: str, weights: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
-        """A unit that is gathered outside the plan is needed where it lay by the plan, as `weights`. Returns what ends
-        that; None if it cannot be."""
-        place, outside = self.arena.places.get(unit), self.unplanned.units.get(unit)
-        if (
-            not place
-            or not outside
-            or self.carrier.read
-            or self._crowded(unit)
-            or any(place.loan.weights[key] is not w for key, w in weights.items())
-        ):
+    def put_in_place(self, unit: str) -> Callable[[], None] | None:
+        """A unit that is gathered outside the plan is needed where it lies by the plan, too. Returns what ends that;
+        None if it cannot be."""
+        if unit in self.occupied:
+            return lambda: None  # it lies there for a call around this one
+        outside = self.unplanned.units.get(unit)
+        if unit not in self.arena.places or not outside or self.carrier.read or self._crowded(unit):
             return None
         for name, other in self.flying.items():
             if self.plan.share(unit, name):
                 self.run.lanes.wait(other.gathered)
-        undo = self.arena.put(unit, outside.whole)
-        self.occupied.add(unit)
-
-        def end() -> None:
-            self.occupied.discard(unit)
-            undo()
-            self.fence = True  # what is gathered there next comes after this
-
-        return end
+        self.occupied[unit] = self.arena.put(unit, outside.whole)
+        return partial(self._put_away, unit)
 
     def also(self, unit: str) -> None:
         """A unit that is gathered by the plan is needed where it lay outside of it, too, until it is released."""

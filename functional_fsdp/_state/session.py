@@ -12,7 +12,7 @@ rest                           in the place of all from `begin` on: weights were
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -140,10 +140,10 @@ class Session:
         released."""
         self._executor.also(unit)
 
-    def put_in_place(self, unit: str, weights: Mapping[str, torch.Tensor]) -> Callable[[], None] | None:
-        """The other way round: a unit that is gathered beside the plan is needed where it lay by the plan, as
-        `weights`. Returns what ends that; None if something else lies there."""
-        return self._executor.put_in_place(unit, weights)
+    def put_in_place(self, unit: str) -> Callable[[], None] | None:
+        """The other way round: a unit that is gathered beside the plan is needed where it lies by the plan, too.
+        Returns what ends that; None if something else lies there."""
+        return self._executor.put_in_place(unit)
 
     def spoil(self, state: State, units: Iterable[str], why: str) -> None:
         """What was lent of these units was changed. Where it is the state's own (replicated weights), its lineage is of

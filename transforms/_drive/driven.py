@@ -41,11 +41,12 @@ class Driven(Protocol):
     places: Any
     weights: dict[str, dict[str, torch.Tensor]]
     besides: set[str]
-    again: set[str]
+    alone: set[Leaf]
     stack: list[Any]
     calls: list[Any]
     active: list[Any]
     backward: bool
+    gathering: bool
 
     @property
     def busy(self) -> Any: ...
@@ -55,6 +56,8 @@ class Driven(Protocol):
     def collect(self, unit: str, grads: Gradients) -> None: ...
 
     def gather(self, units: tuple[str, ...], keep: Any, outside: Set[str] | None = None) -> Set[str]: ...
+
+    def had_again(self, units: Sequence[str], outside: Set[str]) -> None: ...
 
     def leaf(self, leaf: Leaf) -> torch.Tensor: ...
 

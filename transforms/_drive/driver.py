@@ -96,7 +96,8 @@ class Driver:
         self.weights: dict[str, dict[str, torch.Tensor]] = {}  # of the units that are gathered
         self.outside: set[str] = set()  # of these, what the schedule does not know of
         self.besides: set[str] = set()  # units that a call had from there
-        self.again: set[str] = set()  # and that a recomputation had from there
+        self.again: dict[str, set[bool]] = {}  # and that a recomputation had: from there, or not, or both
+        self.alone: set[Leaf] = set()  # weights that were used outside their unit modules
         self.stack: list[UnitCall] = []  # unit modules that are being called, outermost first
         self.calls: list[UnitUse] = []  # of this forward
         self.active: list[UnitUse] = []  # whose backward is under way
@@ -104,6 +105,7 @@ class Driver:
         self.sums: dict[str, Gradients] = {}
         self.trace: tuple[list[Any], list[Any]] = ([], [])  # the order of use, forward and backward
         self.uses = [0, 0]  # of large units
+        self.gathering = False  # whether units are being gathered
         self.trains_now = False  # whether gradients are to come
         self.differentiating = False  # whether the forward is over
         self.backward = False  # whether the backward has begun
@@ -218,9 +220,10 @@ class Driver:
             refuse_transform()
         weights = self.weights
         if outside is not None:
-            moved = tuple(unit for unit in units if unit in weights and (unit in self.outside) is not (unit in outside))
-            if moved:
-                self.release(moved)
+            moved = [unit for unit in units if unit in weights and (unit in self.outside) is not (unit in outside)]
+            if moved:  # but for those that a call around this one reads where they are: see `regathered`
+                used = {unit for unit_call in keep for unit in unit_call.units}
+                self.release(tuple([unit for unit in moved if unit not in used]))
         if not all(unit in weights for unit in units):
             kept = {unit for unit_call in keep for unit in unit_call.units}
             stale = tuple(unit for unit in weights if unit not in kept and unit not in units)
@@ -233,7 +236,9 @@ class Driver:
                 USES[self.device](self, forward, backward, self.fresh * self.gradient_bytes)
             by_plan = units if not outside else tuple(unit for unit in units if unit not in outside)
             others = tuple(unit for unit in units if unit not in by_plan)
+            self.gathering = True
             self.fetch(units, by_plan, others)
+            self.gathering = False
         return self.outside.intersection(units) if self.outside else NONE
 
     def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
@@ -247,14 +252,19 @@ class Driver:
             self.outside.update(beside)
 
     def regathered(self, call: UnitUse, grads: Gradients) -> Gradients:
-        """The backward has come to a call, and its units are gathered again. Returns the gradients of its outputs."""
+        """The backward has come to a call, and its units are gathered again. They lie wherever something reads them:
+        where the forward had them, and where recomputations had them. Returns the gradients of its outputs."""
         assert call.unit_call is not None
-        if not all(map(is_, self.tensors(call.unit_call.leaves), call.lent)):
-            call.put_in_place()
-        for unit in self.again.intersection(call.unit_call.units):
-            if unit not in self.outside:
-                self.session.also(unit)
+        if self.again or not all(map(is_, self.tensors(call.unit_call.leaves), call.lent)):
+            for unit in call.unit_call.units:
+                for elsewhere in {unit in call.outside, *self.again.get(unit, ())} - {unit in self.outside}:
+                    call.bring(unit, elsewhere)
         return grads
+
+    def had_again(self, units: Sequence[str], outside: Units) -> None:
+        """A recomputation has these units, some of them from outside the schedule: what it saves lies there."""
+        for unit in units:
+            self.again.setdefault(unit, set()).add(unit in outside)
 
     def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
         if len(units) == 1:
@@ -287,6 +297,7 @@ class Driver:
         if self.state is None:
             raise ScheduleError(f"the weight {leaf[1]!r} of the unit {leaf[0]!r} was used after the model had run.")
         unit, key = leaf
+        self.alone.add(leaf)
         self.gather((unit,), self.busy)
         weight = self.weights[unit][key]
         if not torch.is_grad_enabled() or not self.trains(leaf):

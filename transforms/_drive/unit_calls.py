@@ -141,7 +141,8 @@ class UnitCall:
     def watch(self, function: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """`run`, looking at each operation, and at what the backward reads of weights."""
         before = [(t, t.detach()) for t in tensors]
-        with WriteWatch({path: tensors[i] for i, path in self.paths.items()}), self.saves():
+        weights = {path: tensors[i] for i, path in self.paths.items()}
+        with WriteWatch(weights, lambda: self.driver.gathering), self.saves():
             out = self.run(function, args, kwargs)
         for i, (t, same) in enumerate(before):
             if i not in self.rebound and place(t) != place(same):
@@ -179,6 +180,8 @@ class UnitCall:
         """Run the module's own code with its weights."""
         driver = self.driver
         if self.inside:
+            if driver.backward:
+                self.compute_again()
             out = self.run(function, args, kwargs)
             seen = self.call is not None and function is self.own_class.forward
             hooked = seen and (self.module._forward_hooks or GLOBAL._global_forward_hooks)
@@ -201,7 +204,7 @@ class UnitCall:
         storages = [tensors[i].untyped_storage()._cdata for i in self.firsts]
         call, given = None, []
         if driver.backward:  # activation checkpointing runs it again: the same, with nothing to come of it
-            driver.again.update(outside)
+            driver.had_again(self.units, outside)
         if torch.is_grad_enabled():
             call = UnitUse(driver, self, [self.leaves[i] for i in self.trained], driver.backward)
             given = _differentiated((*args, *kwargs.values()))
@@ -231,6 +234,12 @@ class UnitCall:
             driver.stack.pop()
             self.take()
         return _out(out, storages, call, given)
+
+    def compute_again(self) -> None:
+        """A recomputation calls it within its own backward, with the weights that this has."""
+        for call in self.driver.active:
+            if call.unit_call is self:
+                self.driver.had_again(self.units, call.outside)
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The module's own code, compiled if so wished; its weights are in it."""

@@ -81,33 +81,38 @@ class UnitUse:
         driver.gather(unit_call.units, self.parents, self.outside)
         grads = driver.regathered(self, grads)
         driver.active.append(self)
-        unit_call.put(self.tensors)
+        unit_call.put([*map(self.readable, unit_call.leaves, self.tensors)] if driver.alone else self.tensors)
         if self.idle:  # its weights are needed, and get no gradient
             self.idle = False
             for unit in self.trained:
                 driver.collect(unit, [None] * len(driver.keys[unit]))
         return grads
 
+    def readable(self, leaf: Leaf, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight for the slots of its module: a copy if the forward uses it outside, too. A recomputation around this
+        call may read it here for such a use, whose backward comes when the unit is released."""
+        if leaf not in self.driver.alone:
+            return tensor
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
     def refuse_inner(self) -> None:
         """Gradients come by the step's own backward, of calls of its forward."""
         if self.again or not self.driver.backward:
             refuse_inner_gradient()
 
-    def put_in_place(self) -> None:
-        """Its units are used more often than the schedule says, and lie elsewhere than in the forward."""
-        assert self.unit_call is not None
-        moved: dict[str, dict[str, torch.Tensor]] = {}
-        for (unit, key), then in zip(self.unit_call.leaves, self.lent, strict=True):
-            if self.driver.weights[unit][key] is not then:
-                moved.setdefault(unit, {})[key] = then
-        for unit, weights in moved.items():
-            undo = self.driver.session.put_in_place(unit, weights)
-            if undo is None:
-                raise ScheduleError(
-                    f"the unit {unit!r} is used more often than the schedule says, and was gathered to another place "
-                    "for the backward. Give the order: Schedule(order=[...])."
-                )
-            self.undo.append(undo)
+    def bring(self, unit: str, outside: bool) -> None:
+        """One of its units has to lie outside the schedule, or where the schedule has it, too, until this ends."""
+        session = self.driver.session
+        if outside:
+            session.also(unit)
+            return
+        undo = session.put_in_place(unit)
+        if undo is None:
+            raise ScheduleError(
+                f"the unit {unit!r} is used more often than the schedule says, and was gathered to another place "
+                "for the backward. Give the order: Schedule(order=[...])."
+            )
+        self.undo.append(undo)
 
     def end(self) -> None:
         if self.unit_call is not None and self.tensors:

@@ -10,7 +10,7 @@ Gathered weights are borrowed, replicated ones are the state's own: a change wou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class WriteWatch(torch_private.TorchDispatchMode):
 
     Args:
         weights: {path: tensor}, contiguous.
+        ours: whether the package itself is at work: a unit that is held may be gathered again where it lies.
     """
 
     supports_higher_order_operators = True
@@ -62,8 +63,9 @@ class WriteWatch(torch_private.TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], ours: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
+        self.ours = ours
         self.spans: dict[int, list[tuple[int, int, str]]] = {}
         for path, t in weights.items():
             if t.numel():
@@ -72,7 +74,7 @@ class WriteWatch(torch_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for value in written(func, args, kwargs):
+        for value in () if self.ours() else written(func, args, kwargs):
             spans = self.spans.get(value.untyped_storage()._cdata)
             if spans:
                 start, stop = _bytes(value)
