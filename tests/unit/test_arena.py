@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,13 +56,19 @@ def test_what_lay_there_is_back_after_something_was_put_in_its_place(there: str,
 
 
 def test_a_place_is_crowded_while_something_that_is_held_lies_there() -> None:
-    def lent(**held: bool) -> Any:
+    def lent(*put: str, **held: bool) -> Any:
+        """`put`: units that are put in place there."""
         places = {unit: SimpleNamespace(loan=SimpleNamespace(held=one)) for unit, one in held.items()}
         others = {"a": ("c", "d"), "b": ()}
         plan = SimpleNamespace(share=lambda one, other: other in others[one], crowded={"a", "c", "d"})
-        return SimpleNamespace(arena=SimpleNamespace(places=places), plan=plan)
+        made = SimpleNamespace(arena=SimpleNamespace(places=places), plan=plan, occupied=dict.fromkeys(put))
+        made._lain_over = partial(Gathers._lain_over, made)
+        return made
 
     assert Gathers._crowded(lent(a=True, d=True), "a") is True
     assert Gathers._crowded(lent(c=False, d=False), "a") is False  # was released
     assert Gathers._crowded(lent(), "a") is False  # was never gathered
     assert Gathers._crowded(lent(a=True, c=True, d=True), "b") is False
+    assert Gathers._crowded(lent("d"), "a") is True
+    assert Gathers._crowded(lent("b"), "a") is False
+    assert Gathers._crowded(lent("a", "d"), "b") is False
