@@ -61,7 +61,7 @@ def test_a_place_is_crowded_while_something_that_is_held_lies_there() -> None:
         places = {unit: SimpleNamespace(loan=SimpleNamespace(held=one)) for unit, one in held.items()}
         others = {"a": ("c", "d"), "b": ()}
         plan = SimpleNamespace(share=lambda one, other: other in others[one], crowded={"a", "c", "d"})
-        made = SimpleNamespace(arena=SimpleNamespace(places=places), plan=plan, occupied=dict.fromkeys(put))
+        made: Any = SimpleNamespace(arena=SimpleNamespace(places=places), plan=plan, occupied=dict.fromkeys(put))
         made._lain_over = partial(Gathers._lain_over, made)
         return made
 
