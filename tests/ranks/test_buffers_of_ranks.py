@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn as nn
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
+from functional_fsdp.transforms._drive.buffers import _digest
 
 RULES = ("mean", "first", "local")
 
@@ -211,3 +213,11 @@ def test_one_rank_keeps_what_a_forward_writes_into_flags(how: str) -> None:
     assert bool(state.buffers["begun"])
     assert int(state.buffers["count"]) == 3
     assert not model.begun
+
+
+def test_ranks_compare_the_bytes_that_a_table_has_wherever_these_lie() -> None:
+    """Of a view that is copied for it the copy lives until it was read."""
+    large = torch.arange(3 << 18, dtype=torch.float64).view(3, -1)
+    for table in (large, large.t(), torch.complex(large, -large).conj(), large[:, ::3], large[:0]):
+        want = hashlib.sha256(table.resolve_conj().contiguous().numpy().tobytes()).hexdigest()
+        assert [_digest(table) for _ in range(3)] == [want] * 3

@@ -129,7 +129,7 @@ class Buffers:
         ranks, src = ranks_of(state), lineage_of(state).src
         if src is None or ranks.size == 1 or not rest:
             return
-        mine = {path: hashlib.sha256(bytes_of(_bytes(self.own[path]))).hexdigest() for path in rest}
+        mine = {path: _digest(self.own[path]) for path in rest}
         found = ranks.everyone(mine, "buffers that are not persistent")
         for path in rest:
             for rank, theirs in enumerate(found):
@@ -330,9 +330,10 @@ def _by_rule(path: str, spec: Spec) -> set[tuple[str, ...]]:
         return set()
 
 
-def _bytes(t: torch.Tensor) -> torch.Tensor:
-    """uint8 [bytes], on the host."""
-    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def _digest(t: torch.Tensor) -> str:
+    """Of a tensor's bytes in their order."""
+    host = t.detach().cpu().resolve_conj().resolve_neg().contiguous()  # lives as long as its bytes are read
+    return hashlib.sha256(bytes_of(host)).hexdigest()
 
 
 def _averaged(t: torch.Tensor) -> bool:
