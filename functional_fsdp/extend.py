@@ -24,7 +24,7 @@ CONTRIBUTING.md has one in full.
 |                       | `aliases_of`                                                                                 |
 | trees by path         | `match`, `flatten`                                                                           |
 | bytes                 | `bytes_of`, `state_bytes`, `find_peak`, `Stretch`, `StepMemory`, `steps_on`, `plan_for`      |
-| borrowed weights      | `Loan`, `loan_of`, `is_lent`, `changed`                                                      |
+| borrowed weights      | `Loan`, `loan_of`, `is_lent`, `changed`, `spoilt`                                            |
 | copies to the host    | `copy_lane`, `CopyLane`, `HostBuffers`, `HostBuffer`, `computes_on`                          |
 | driving a module      | `Session`, `Collision`                                                                       |
 | optimizers            | `Sender`: what an update gets that communicates, see `fsdp.Optimizer`                        |
@@ -88,7 +88,7 @@ from ._state.veto import Veto, Vetoed
 from ._storage.flat import LeafShard, gather_leaves, leaf_shards
 from ._storage.place import BucketPlace, Place
 from ._storage.safetensors import bytes_of
-from ._storage.weights import Loan, changed, is_lent, loan_of
+from ._storage.weights import Loan, changed, is_lent, loan_of, spoilt
 from ._transports.carrier import Carrier, Portions
 from ._verbs.change import change, change_weights, separate_gradients
 from ._verbs.metrics import all_reduce
@@ -169,6 +169,7 @@ __all__ = [
     "separate_gradients",
     "shards",
     "skeleton_of",
+    "spoilt",
     "state_bytes",
     "steps_on",
     "torch_private",

@@ -212,9 +212,10 @@ class Gathers(Engine):
         places, outside = self.arena.places, self.unplanned.units
         return all(here[name].loan.unchanged for here in (outside, places) if name in here)
 
-    def note_written(self, names: Sequence[str]) -> None:
-        """Note in `written` those of these units into whose weights an operation has written."""
-        self.written.extend([name for name in names if not self._unchanged(name)])
+    def note_written(self) -> None:
+        """Note in `written` the units that are held and into whose weights an operation has written."""
+        for here in (self.unplanned.units, self.arena.places):
+            self.written.extend([name for name, it in here.items() if it.loan.held and not it.loan.unchanged])
 
     def release(self, state: Stored, names: Sequence[str], move: Move) -> None:
         """Units are given back: a mark on compute, and gathers that waited for their bytes."""

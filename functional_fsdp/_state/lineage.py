@@ -24,11 +24,11 @@ import torch
 from .._common.errors import FsdpError, ScheduleError, StaleStateError
 from .._common.interrupts import guard, leave
 from .._common.tracing import refuse
-from .._plan.layout import Layout
+from .._plan.layout import Bucket, Layout
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
 from .._storage.stored import Stored
-from .._storage.weights import LentTree, changed
+from .._storage.weights import LentTree, changed, spoilt
 from .graph_plan import GraphPlan, graph_plan
 from .open_call import OpenCall
 
@@ -231,12 +231,14 @@ class Lineage:
             self.executor.written.clear()
         if buckets:
             self.lent = None
-            if not all(bucket.gathers(self.spec.schedule.debug) for bucket in buckets):
-                self.broken = (
-                    "the forward changed weights in place, and these are replicated: they were this State's own. Load "
-                    "the last checkpoint."
-                )
+            self.spoil(buckets, spoilt())
             raise changed([leaf.path for bucket in buckets for leaf in bucket.leaves], "in place")
+
+    def spoil(self, buckets: Iterable[Bucket], why: str) -> None:
+        """What was lent of these buckets was changed. Where it is the state's own (replicated weights), the lineage is
+        of no more use, and every use says why."""
+        if not all(bucket.gathers(self.spec.schedule.debug) for bucket in buckets):
+            self.broken = why
 
     @property
     def begun(self) -> bool:

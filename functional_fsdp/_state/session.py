@@ -148,6 +148,4 @@ class Session:
     def spoil(self, state: State, units: Iterable[str], why: str) -> None:
         """What was lent of these units was changed. Where it is the state's own (replicated weights), its lineage is of
         no more use: from here on every use raises a StaleStateError that says why."""
-        layout, debug = state.layout, state.spec.schedule.debug
-        if not all(bucket.gathers(debug) for unit in units for bucket in layout.by_name[unit].buckets):
-            self._lineage.broken = why
+        self._lineage.spoil((bucket for unit in units for bucket in state.layout.by_name[unit].buckets), why)

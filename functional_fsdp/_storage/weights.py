@@ -24,7 +24,6 @@ from .flat import FlatBuffer, leaves_of
 from .stored import Stored
 
 __all__ = [
-    "VERSION",
     "Gathered",
     "LentTree",
     "Loan",
@@ -38,10 +37,11 @@ __all__ = [
     "owned",
     "poison",
     "read",
+    "spoilt",
     "whole_of",
 ]
 
-VERSION = attrgetter("_version")
+_VERSION = attrgetter("_version")
 
 _LOANS: WeakValueDictionary[int, Loan] = WeakValueDictionary()
 
@@ -76,13 +76,13 @@ class Loan:
     def lend(self) -> None:
         """From now on the unit is held."""
         if not self.held:
-            self.count = sum(map(VERSION, self.bases))
+            self.count = sum(map(_VERSION, self.bases))
             self.held = True
 
     @property
     def unchanged(self) -> bool:
         """Whether no operation has written into the weights since they were lent."""
-        return not self.held or sum(map(VERSION, self.bases)) == self.count
+        return not self.held or sum(map(_VERSION, self.bases)) == self.count
 
 
 class LentTree:
@@ -115,6 +115,14 @@ def changed(paths: Iterable[str], how: str) -> ScheduleError:
         f"the forward changed {which} {how}. Weights come from the state: gathered ones are copies, and the change "
         "would be lost; replicated ones are the state's own, and it would stay. Compute with a changed copy, as "
         "weight.clamp(...); or change weights between steps: fsdp.replace_params(state, params)."
+    )
+
+
+def spoilt(where: str = "") -> str:
+    """What is wrong with a state of whose own weights some were changed."""
+    return (
+        f"the forward changed weights in place{where and f', in {where}'}, and these are replicated: they were this "
+        "State's own. Load the last checkpoint."
     )
 
 

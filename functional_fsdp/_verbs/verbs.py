@@ -276,7 +276,7 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     has_gradients(state, "step")
     lineage = state.version.lineage
     lineage.enter(state.version.serial, "step")
-    state._executor.note_written(state.units)
+    state._executor.note_written()
     lineage.check_lent()
     if skips:
         lineage.runtime.remark("step(skip=True)")

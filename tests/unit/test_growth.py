@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn as nn
+from benchmark_scale import Net, loss_of
 from support.golden import TREES, line_of
 
 import functional_fsdp as fsdp
@@ -198,41 +198,16 @@ def test_a_layout_does_not_grow_with_the_ranks() -> None:
 # -------------------------------------------------------------------------------- states
 
 
-class Block(nn.Module):
-    def __init__(self, leaves: int) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(leaves))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum((part(x) for part in self.parts), x)
-
-
-class Net(nn.Module):
-    def __init__(self, units: int, leaves: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(leaves) for _ in range(units))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = 0.1 * block(x)
-        return x
-
-
 def spec() -> Spec:
     return Spec(fsdp.local_mesh())
 
 
 def state_of(units: int, leaves: int) -> fsdp.State:
-    return fsdp.shard(fsdp.functionalize(Net(units, leaves))[0], spec(), fsdp.adamw(lr=1e-3))
-
-
-def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).square().mean()
-    return loss
+    return fsdp.shard(fsdp.functionalize(Net(units * leaves, units))[0], spec(), fsdp.adamw(lr=1e-3))
 
 
 def driven(units: int, leaves: int, change: Any = lambda model: model) -> tuple[fsdp.State, Any]:
-    params, model = fsdp.functionalize(Net(units, leaves))
+    params, model = fsdp.functionalize(Net(units * leaves, units))
     return fsdp.shard(params, spec(), fsdp.adamw(lr=1e-3)), T.forward_backward(change(model), loss_of)
 
 
@@ -252,7 +227,7 @@ def memory(units: int, leaves: int) -> Work:
 
 
 def functionalized(units: int, leaves: int) -> Work:
-    model = Net(units, leaves)
+    model = Net(units * leaves, units)
     return lambda: fsdp.functionalize(model)
 
 
@@ -267,7 +242,7 @@ def sharded(units: int, leaves: int) -> Work:
 
 
 def initialised(units: int, leaves: int) -> Work:
-    return lambda: fsdp.init(lambda: Net(units, leaves), spec(), fsdp.adamw(lr=1e-3))
+    return lambda: fsdp.init(lambda: Net(units * leaves, units), spec(), fsdp.adamw(lr=1e-3))
 
 
 def folder() -> Path:

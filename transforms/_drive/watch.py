@@ -17,17 +17,9 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Float8Weight
-from functional_fsdp.extend import changed, torch_private
+from functional_fsdp.extend import changed, spoilt, torch_private
 
 __all__ = ["WriteWatch", "changed", "clear", "place", "spoilt", "version", "written"]
-
-
-def spoilt(where: str) -> str:
-    """What is wrong with a state of whose own weights some were changed."""
-    return (
-        f"the forward changed weights in place, in {where}, and these are replicated: they were this State's own. Load "
-        "the last checkpoint."
-    )
 
 
 def clear(module: nn.Module, held: dict[str, Any], name: str) -> None:
