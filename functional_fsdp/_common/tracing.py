@@ -104,12 +104,20 @@ def foreign_tracer() -> str:
     What traces steps in this package uses a proxy mode, too: this is for code that it does not run.
     """
     if torch.compiler.is_dynamo_compiling():
-        return "torch.export" if torch.compiler.is_exporting() else "torch.compile"
+        return "torch.export" if _exporting() else "torch.compile"
     if jit_traces():
         return "torch.jit.trace"
     if (dispatch_modes() and dispatch_mode_of(PROXY) is not None) or pre_dispatch_mode_of(0) is not None:
-        return "torch.export" if torch.compiler.is_exporting() else "make_fx (or torch.func.linearize, which calls it)"
+        return "torch.export" if _exporting() else "make_fx (or torch.func.linearize, which calls it)"
     return ""
+
+
+def _exporting() -> bool:
+    """Whether torch.export traces. Dynamo calls this for real: in torch 2.11 it takes `is_exporting` to be true."""
+    return torch.compiler.is_exporting()
+
+
+_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
 
 
 def users_line(frames: Iterable[tuple[FrameType, int]]) -> str:

@@ -199,7 +199,7 @@ class Bound:
         place = None if torch.compiler.is_compiling() else self._place or _place(module, self._weights)
         if place is None or not place[0].same():
             own = dict(module.named_buffers(remove_duplicate=False))
-            again = bool(own) and _recomputing()
+            again = len(own) > 0 and _recomputing()  # torch 2.11 does not trace `bool` of a dict
             if again:
                 own = {path: buffer.clone() for path, buffer in own.items()}
             tensors = {**own, **self._weights}

@@ -226,16 +226,17 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 def in_own_dicts(update: Callable[..., tuple[Any, Any]], grads: Tree, opt: Any, main: Tree, *rest: Any) -> Any:
     """Call an update that somebody wrote. It has dicts of its own: what it puts into them, others see by its result
-    only. Returns (main, opt), which are what was given if nothing was put there."""
+    only. Returns (main, opt), which are what was given if nothing was put there.
+
+    Only values are compared by identity: torch 2.11 does not trace `is` of two dicts."""
     leaves, structure = pytree.tree_flatten(opt, is_leaf=_whole)
     given = dict(main), pytree.tree_unflatten(leaves, structure)
     new, after = update(grads, given[1], given[0], *rest)
-    if new is given[0] and len(new) == len(main) and all(map(is_, new.values(), main.values())):
+    if isinstance(new, dict) and list(new) == list(main) and all(map(is_, new.values(), main.values())):
         new = main
-    if after is given[1]:
-        left, same = pytree.tree_flatten(after, is_leaf=_whole)
-        if same == structure and all(map(is_, left, leaves)):
-            after = opt
+    left, same = pytree.tree_flatten(after, is_leaf=_whole)
+    if same == structure and all(map(is_, left, leaves)):
+        after = opt
     return new, after
 
 

@@ -181,11 +181,11 @@ class Actor:
 
     def do_norm(self, op: Op) -> None:
         self.middle, norm = T.global_norm(self.now)
-        self._near(float(norm), self.oracle.norm(), "global_norm")
+        self._near(float(norm), self.oracle.norm(self.rank), "global_norm")
 
     def do_clip(self, op: Op) -> None:
         self.middle, norm = T.clip_by_global_norm(self.now, op["limit"])
-        self._near(float(norm), self.oracle.norm(), "clip_by_global_norm")
+        self._near(float(norm), self.oracle.norm(self.rank), "clip_by_global_norm")
         self.oracle.clip(op["limit"])
 
     def _near(self, got: float, want: float, what: str) -> None:

@@ -120,16 +120,29 @@ class Oracle:
         for leaf in self.leaves.values():
             leaf.grad = {}
 
-    def norm(self) -> float:
-        """Of all gradients, each element once."""
-        return math.sqrt(sum(float(g.square().sum()) for leaf in self.leaves.values() for g in leaf.grad.values()))
+    def norm(self, rank: int) -> float:
+        """Of all gradients, each element once, of the ranks that train with this one."""
+        parts = (
+            float(grad.square().sum())
+            for leaf in self.leaves.values()
+            for group, grad in leaf.grad.items()
+            if self._together(leaf, group, self.group(leaf, rank))
+        )
+        return math.sqrt(sum(parts))
+
+    def _together(self, leaf: OneLeaf, one: Any, other: Any) -> bool:
+        """Whether ranks with these copies of a leaf are at one place along the axes that no placement names."""
+        return all(a == b for axis, a, b in zip(leaf.own, one, other, strict=True) if axis not in self.data)
 
     def clip(self, limit: float) -> None:
-        scale = min(1.0, limit / (self.norm() + 1e-6))
-        if scale < 1.0:
-            self.exact = False
+        scales: dict[tuple[OneLeaf, Any], float] = {}
         for leaf in self.leaves.values():
-            leaf.grad = {group: scale * g for group, g in leaf.grad.items()}
+            for rank in range(len(self.ranks)):
+                if (leaf, self.group(leaf, rank)) not in scales:
+                    scales[leaf, self.group(leaf, rank)] = min(1.0, limit / (self.norm(rank) + 1e-6))
+        self.exact = self.exact and min(scales.values(), default=1.0) == 1.0
+        for leaf in self.leaves.values():
+            leaf.grad = {group: scales[leaf, group] * g for group, g in leaf.grad.items()}
 
     # ---- steps
 
