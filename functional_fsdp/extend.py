@@ -68,7 +68,7 @@ from ._graph.graph import Graph, graph_of, refuse_values
 from ._graph.regather import point_at_second_gathers
 from ._graph.trace import coordinate_of
 from ._nn.bound_calls import around_bound_calls
-from ._nn.skeleton import Placeholder, every_buffer, refuse_meta, skeleton_of
+from ._nn.skeleton import Placeholder, changed, every_buffer, refuse_meta, skeleton_of
 from ._nn.ties import aliases_of
 from ._optim.optimizer import Sender, put
 from ._plan.peak import StepMemory, Stretch, find_peak
@@ -88,7 +88,7 @@ from ._state.veto import Veto, Vetoed
 from ._storage.flat import LeafShard, gather_leaves, leaf_shards
 from ._storage.place import BucketPlace, Place
 from ._storage.safetensors import bytes_of
-from ._storage.weights import Loan, changed, is_lent, loan_of, spoilt
+from ._storage.weights import Loan, is_lent, loan_of, spoilt
 from ._transports.carrier import Carrier, Portions
 from ._verbs.change import change, change_weights, separate_gradients
 from ._verbs.metrics import all_reduce

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from operator import is_
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -19,12 +20,14 @@ from .._common.interrupts import whole
 from .._common.torch_names import autograd_node, func_interpreter, reparametrize_module
 from .bound_calls import around_bound
 from .replaced_buffers import Slot, keep, refuse_lost, stays
-from .skeleton import Placeholder, refuse_meta, skeleton_of
+from .skeleton import Placeholder, changed, refuse_meta, skeleton_of
 from .ties import aliases_of, tied
 
 M = TypeVar("M", bound=nn.Module)
 
 __all__ = ["Bound", "bind", "filled", "functionalize"]
+
+ASSIGNED = "by assignment"
 
 
 def functionalize(module: M) -> tuple[dict[str, torch.Tensor], M]:
@@ -205,6 +208,10 @@ class Bound:
             tensors = {**own, **self._weights}
             with reparametrize_module(module, tensors, tie_weights=False, strict=True, stack_weights=True):
                 out = function(module, *args, **kwargs)
+            if not torch.compiler.is_compiling():
+                lost = [path for path, weight in self._weights.items() if tensors[path] is not weight]
+                if lost:
+                    raise changed(lost, ASSIGNED)
             if own and not again:
                 keep(module, own, tensors)
             return out
@@ -222,6 +229,9 @@ class Bound:
             for (held, name), weight in zip(slots.slots, weights, strict=True):
                 held[name] = weight
             out = function(module, *args, **kwargs)
+            now = [held.get(name) for held, name in slots.slots]
+            if not all(map(is_, now, weights)):
+                raise changed([key for key, a, b in zip(slots.keys, now, weights, strict=True) if a is not b], ASSIGNED)
             done = not again
         finally:
             lost = slots.restore(module, done)

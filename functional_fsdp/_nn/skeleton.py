@@ -9,7 +9,7 @@ without a word is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from operator import is_not
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.nn.parameter import UninitializedParameter
 
 from .._common.calls import outside_inference
-from .._common.errors import SpecError, TreeError
+from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.torch_names import NoTorchFunction, pytree
 from .copies import Copier
 from .float8_linear import take_float8
@@ -27,7 +27,7 @@ from .wrapped import refuse_wrapped
 
 M = TypeVar("M", bound=nn.Module)
 
-__all__ = ["Placeholder", "every_buffer", "persistent", "refuse_meta", "skeleton_of"]
+__all__ = ["Placeholder", "changed", "every_buffer", "persistent", "refuse_meta", "skeleton_of"]
 
 
 class Placeholder(nn.Parameter):
@@ -191,4 +191,16 @@ def refuse_meta(path: str) -> None:
         f"the buffer {path!r} is on the meta device and has no values: its module was built there. Build the model by "
         "init(lambda: Model(config), spec), whose skeleton has real buffers, or functionalize one that was built on a "
         "real device; persistent ones may come from the state: shard(params, spec, optimizer, buffers={path: tensor})."
+    )
+
+
+def changed(paths: Iterable[str], how: str) -> ScheduleError:
+    """The error for weights of which at least one was changed by a forward."""
+    names = [*map(repr, paths)]
+    more = f", ... ({len(names)} in all)" if len(names) > 3 else ""
+    which = f"the weight {names[0]}" if len(names) == 1 else f"a weight (one of {', '.join(names[:3])}{more})"
+    return ScheduleError(
+        f"the forward changed {which} {how}. Weights come from the state: gathered ones are copies, and the change "
+        "would be lost; replicated ones are the state's own, and it would stay. Compute with a changed copy, as "
+        "weight.clamp(...); or change weights between steps: fsdp.replace_params(state, params)."
     )

@@ -24,11 +24,12 @@ import torch
 from .._common.errors import FsdpError, ScheduleError, StaleStateError
 from .._common.interrupts import guard, leave
 from .._common.tracing import refuse
+from .._nn.skeleton import changed
 from .._plan.layout import Bucket, Layout
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
 from .._storage.stored import Stored
-from .._storage.weights import LentTree, changed, spoilt
+from .._storage.weights import LentTree, spoilt
 from .graph_plan import GraphPlan, graph_plan
 from .open_call import OpenCall
 

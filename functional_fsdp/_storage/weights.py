@@ -17,7 +17,6 @@ from weakref import WeakValueDictionary
 import torch
 
 from .._common.device import keeps_released
-from .._common.errors import ScheduleError
 from .._nn.float8_weight import Float8Weight
 from .._plan.layout import Bucket, Unit
 from .flat import FlatBuffer, leaves_of
@@ -28,7 +27,6 @@ __all__ = [
     "LentTree",
     "Loan",
     "alias_of",
-    "changed",
     "gather",
     "is_lent",
     "lent_leaves",
@@ -104,18 +102,6 @@ class LentTree:
     def changed(self) -> list[Bucket]:
         """The buckets into which an operation has written."""
         return [bucket for bucket, probe, count in self.counters if probe._version != count]
-
-
-def changed(paths: Iterable[str], how: str) -> ScheduleError:
-    """The error for weights of which at least one was changed by a forward."""
-    names = [*map(repr, paths)]
-    more = f", ... ({len(names)} in all)" if len(names) > 3 else ""
-    which = f"the weight {names[0]}" if len(names) == 1 else f"a weight (one of {', '.join(names[:3])}{more})"
-    return ScheduleError(
-        f"the forward changed {which} {how}. Weights come from the state: gathered ones are copies, and the change "
-        "would be lost; replicated ones are the state's own, and it would stay. Compute with a changed copy, as "
-        "weight.clamp(...); or change weights between steps: fsdp.replace_params(state, params)."
-    )
 
 
 def spoilt(where: str = "") -> str:

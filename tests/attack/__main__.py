@@ -18,6 +18,7 @@ SHARES = {
     "functions": 0.4,
     "objects": 1.0,
     "buffers": 0.5,
+    "written": 0.5,
     "interrupts": 0.2,
     "kills": 0.04,
     "files": 0.1,

@@ -27,6 +27,7 @@ BATCH = {
     "functions": 25,
     "objects": 50,
     "buffers": 25,
+    "written": 25,
     "interrupts": 12,
     "kills": 4,
     "files": 25,

@@ -19,6 +19,7 @@ SHARE = {
     "functions": 10,
     "objects": 30,
     "buffers": 12,
+    "written": 12,
     "interrupts": 4,
     "files": 4,
     "differ": 4,

@@ -139,3 +139,25 @@ def test_an_error_says_what_to_do(case: str) -> None:
     call, kind, said = CASES[case]
     with pytest.raises(kind, match=f"(?s){said}"):
         call()
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.up(x).amax() + (x @ x if len(x) == 3 else 0)
+        return out
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="exceptions have notes from Python 3.11 on")
+@pytest.mark.parametrize(("rows", "where"), [(0, "the module '1'"), (3, "the module '1'")])
+def test_an_error_of_torch_in_a_unit_says_which_and_what_it_was_given(rows: int, where: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Breaks())
+    state = state_of(model)
+    for call in (T.apply(model), T.forward_backward(model, mean_square)):
+        with pytest.raises((RuntimeError, IndexError)) as caught:
+            call(state, torch.randn(rows, 4))
+        assert caught.value.__notes__ == [f"In {where}, called with float32 [{rows}, 4]."]
+        state = fsdp.drop_gradients(state)

@@ -733,20 +733,9 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize(
-    "what",
-    [
-        "in place",
-        "replace a buffer",
-        "fill a buffer",
-        "delete a buffer",
-        "replace a parameter",
-        "delete a parameter",
-        "an attribute in its place",
-    ],
-)
-def test_what_a_module_does_to_itself(what: str, known: bool) -> None:
-    """Parameters are as before the call, and buffers that it took away; what it made of others stays."""
+@pytest.mark.parametrize("what", ["in place", "replace a buffer", "fill a buffer", "delete a buffer"])
+def test_what_a_module_does_to_its_buffers(what: str, known: bool) -> None:
+    """Buffers that a call takes away are there again; what it makes of others stays."""
     module = Stateful()
     params, skeleton = fsdp.functionalize(module)
     h = torch.randn(4, 2)
@@ -756,12 +745,28 @@ def test_what_a_module_does_to_itself(what: str, known: bool) -> None:
     for calls in (1, 2):
         assert torch.equal(fsdp.bind(skeleton, params)(h, what), want)
         assert untouched(skeleton)
-        assert set(dict(skeleton.named_parameters())) == {"layer.weight", "gain"}
-        assert "gain" not in vars(skeleton)
         assert torch.equal(skeleton.mean, want.mean(0) if what == "replace a buffer" else torch.zeros(2))
         assert not skeleton.mean.requires_grad
         assert skeleton.count == (calls if what == "in place" else 0)
         assert (skeleton.seen is h) == (what == "fill a buffer")
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("what", ["replace a parameter", "delete a parameter", "an attribute in its place"])
+def test_a_parameter_that_a_module_puts_in_the_place_of_another_is_refused(what: str, known: bool) -> None:
+    """It would be lost. The skeleton is as it was, and goes on."""
+    module = Stateful()
+    params, skeleton = fsdp.functionalize(module)
+    h = torch.randn(4, 2)
+    if known:
+        fsdp.bind(skeleton, params)(h, "nothing")
+    for _ in range(2):
+        with pytest.raises(fsdp.ScheduleError, match=r"changed the weight 'gain' by assignment.*replace_params"):
+            fsdp.bind(skeleton, params)(h, what)
+        assert untouched(skeleton)
+        assert set(dict(skeleton.named_parameters())) == {"layer.weight", "gain"}
+        assert "gain" not in vars(skeleton)
+        assert torch.equal(fsdp.bind(skeleton, params)(h, "nothing"), module.layer(h) * module.gain)
 
 
 class Assigns(nn.Module):

@@ -78,6 +78,25 @@ def refuse_dtypes(error: RuntimeError, given: Iterable[Any], dtypes: tuple[torch
         ) from error
 
 
+def note_module(error: Exception, path: str, given: Iterable[Any]) -> None:
+    """Have an error of a module's own code say in which unit it was raised, and what that was called with.
+
+    The innermost unit is named. Errors of this package say by themselves where they are; Python 3.10 has no notes.
+    """
+    if isinstance(error, FsdpError) or getattr(error, "__notes__", ()) or not hasattr(error, "add_note"):
+        return
+    tensors: list[str] = []
+
+    def look(t: torch.Tensor) -> torch.Tensor:
+        tensors.append(f"{_name(t.dtype)} {[*t.shape]}")
+        return t
+
+    for one in given:
+        map_tensors(look, one)
+    where = f"the module {path!r}" if path else "the model itself"
+    error.add_note(f"In {where}, called with {', '.join(tensors) or 'no tensors'}.")
+
+
 def refuse_buffers(error: RuntimeError, module: nn.Module, dtypes: tuple[torch.dtype, ...], path: str) -> None:
     """Raise what a RuntimeError means if it comes from a buffer of another floating dtype than the weights have.
 

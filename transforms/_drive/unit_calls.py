@@ -23,7 +23,7 @@ from .._compile.compile_units import Compiled, Compiler
 from .._modules.outputs import map_tensors
 from .._modules.unit_modules import Leaf, UnitModule
 from .driven import Driven
-from .inputs import cast_inputs, dtypes_of, refuse_buffers, refuse_dtypes
+from .inputs import cast_inputs, dtypes_of, note_module, refuse_buffers, refuse_dtypes
 from .placeholders import WeightPlaceholder
 from .unit_uses import Outputs, UnitUse, Weights, no_output, traced_by
 from .watch import WriteWatch, changed, clear, place, version
@@ -225,9 +225,11 @@ class UnitCall:
             watch = not self.watched and not driver.backward
             out = self.watch(function, args, kwargs, tensors) if watch else self.run(function, args, kwargs)
             self.check(lent, tensors, versions, call and call.node)
-        except RuntimeError as error:
-            refuse_dtypes(error, (args, kwargs), self.dtypes, f"the module {self.unit_module.path!r}")
-            refuse_buffers(error, self.module, self.dtypes, self.unit_module.path)
+        except Exception as error:
+            if isinstance(error, RuntimeError):
+                refuse_dtypes(error, (args, kwargs), self.dtypes, f"the module {self.unit_module.path!r}")
+                refuse_buffers(error, self.module, self.dtypes, self.unit_module.path)
+            note_module(error, self.unit_module.path, (args, kwargs))
             raise
         finally:
             self.call, self.given = None, []
