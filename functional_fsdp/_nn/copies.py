@@ -273,7 +273,7 @@ class Copier:
                     return self._by_itself(value, own, path)
                 reduce = copyreg.dispatch_table.get(type(value))
                 return self._rebuilt(value, reduce(value) if reduce else value.__reduce_ex__(4), path)
-            except (TreeError, RecursionError):
+            except (TreeError, RecursionError, MemoryError):
                 raise
             except Exception as error:  # whatever the class says
                 reason = error

@@ -209,9 +209,9 @@ class Bound:
             with reparametrize_module(module, tensors, tie_weights=False, strict=True, stack_weights=True):
                 out = function(module, *args, **kwargs)
             if not torch.compiler.is_compiling():
-                lost = [path for path, weight in self._weights.items() if tensors[path] is not weight]
-                if lost:
-                    raise changed(lost, ASSIGNED)
+                assigned = [path for path, weight in self._weights.items() if tensors[path] is not weight]
+                if assigned:
+                    raise changed(assigned, ASSIGNED)
             if own and not again:
                 keep(module, own, tensors)
             return out

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 
-from .._common.errors import TreeError
+from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import flatten
 from .._plan.layout import Layout, Unit
 from .._runtime.given import ALL
 
-__all__ = ["in_order", "like", "of_tree", "of_unit", "refuse_meta"]
+__all__ = ["in_order", "like", "of_tree", "of_unit", "refuse_meta", "refuse_zeros"]
 
 T = TypeVar("T")
 KIND = attrgetter("shape", "dtype", "layout")  # as `Unit.gradients`
@@ -102,6 +103,26 @@ def of_tree(layout: Layout, grads: Any) -> dict[str, torch.Tensor]:
         value = _plain(name, value, shape)
         total[source] = total[source] + value if source in total else value
     return total
+
+
+def refuse_zeros(grads: Iterable[torch.Tensor | None]) -> None:
+    """Refuse inference tensors of zeros where torch.func gives these under `torch.inference_mode`, as in torch 2.11.
+
+    Raises:
+        ScheduleError: it does.
+    """
+    if _inference_gives_zeros() and not any(grad.any() for grad in grads if grad is not None):
+        raise ScheduleError(
+            f"reduce under torch.inference_mode: torch.func.grad gives zeros there in torch {torch.__version__}, with "
+            "no error. Take the step outside of it; for weights without gradients use torch.no_grad."
+        )
+
+
+@cache
+def _inference_gives_zeros() -> bool:
+    with torch.inference_mode():
+        grad: torch.Tensor = torch.func.grad(torch.square)(torch.ones(()))
+        return not bool(grad)
 
 
 def _match(wanted: Sequence[str], paths: Sequence[str], leaves: Sequence[Any], where: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from .._runtime.given import ALL, Leaves
 from .._state.arrivals import check_arrivals, prepare_arrivals
 from .._state.state import State, Version
 from .._state.update import Kept, apply_optimizer, counting, keep, may_step, put_back
-from .._storage.gradients import in_order, of_tree, of_unit
+from .._storage.gradients import in_order, of_tree, of_unit, refuse_zeros
 from .._storage.refresh import refresh
 from .._storage.weights import LentTree, gather, lent_leaves, whole_of
 
@@ -159,7 +159,8 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
 
     Raises:
         TreeError: another structure, shape or a non-tensor, a complex or quantized gradient, before anything is sent;
-            one on the meta device. StaleStateError, ScheduleError.
+            one on the meta device. StaleStateError, ScheduleError: also under `torch.inference_mode` where
+            torch.func gives zeros there (torch 2.11).
 
     Collective: reduce-scatter where gradients are sharded, and on the last call what the placement's
     table row says; in the compute dtype.
@@ -170,6 +171,8 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
         if one is None:
             raise no_unit(state, unit, "reduce")
         values, came = of_unit(one, grads)
+        if values and values[-1] is not None and values[-1].is_inference():
+            refuse_zeros(values)
         lineage.enter(state.version.serial, "reduce")
         if lineage.lent:
             lineage.check_lent()
@@ -192,6 +195,8 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
             return lineage.advance(state, ("reduce", unit), executor.grads)
 
     total = of_tree(state.layout, grads)
+    if any(grad.is_inference() for grad in total.values()):
+        refuse_zeros(total.values())
     lineage.enter(state.version.serial, "reduce")
     lineage.check_lent()
     executor = state._executor

@@ -28,26 +28,62 @@ __all__ = ["draw", "play", "smaller"]
 
 Case = dict[str, Any]
 D, LR = 4, 0.5
-Write = Callable[[nn.Module], None]
+Write = Callable[[Any], Any]
 
 
-def _assign(module: nn.Module) -> None:
+class Part(nn.Module):
+    """A layer whose forward does something to its weight, always or from its third call on."""
+
+    def __init__(self, how: str, later: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.5 * torch.randn(D, D))
+        self.bias = nn.Parameter(torch.randn(D))
+        self.how, self.begins, self.calls = how, 3 if later else 0, [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1
+        if self.calls[0] > self.begins:
+            with torch.no_grad():
+                (WRITES | HARMLESS)[self.how](self)
+        return torch.tanh(F.linear(x, self.weight, self.bias))
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Any:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _assign(module: Any) -> None:
     module.weight = nn.Parameter(0.5 * module.weight.detach())
 
 
-def _data(module: nn.Module) -> None:
+def _data(module: Any) -> None:
     module.weight.data = 0.5 * module.weight.data
 
 
-def _foreach(module: nn.Module) -> None:
+def _foreach(module: Any) -> None:
     torch._foreach_mul_([module.weight], 0.5)
 
 
-def _view(module: nn.Module) -> None:
+def _view(module: Any) -> None:
     module.weight.view(-1)[1:].mul_(0.5)
 
 
-def _swapped(module: nn.Module) -> None:
+def _swapped(module: Any) -> None:
     held = module.weight[0].clone()
     module.weight[0] = module.weight[1]
     module.weight[1] = held
@@ -82,49 +118,13 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
     "float64": lambda: _default_dtype(torch.float64),
     "device": lambda: torch.device("cpu"),
     "anomaly": torch.autograd.detect_anomaly,
-    "deterministic": lambda: _deterministic(),
+    "deterministic": _deterministic,
     "save on cpu": torch.autograd.graph.save_on_cpu,
     "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
     "one thread": lambda: torch.autograd.set_multithreading_enabled(False),
     "random": torch.random.fork_rng,
 }
 UNPLAIN = ("no_grad", "inference")  # a plain module does not train in them: what we do is right, or refused
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def _deterministic() -> Any:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-class Part(nn.Module):
-    """A layer whose forward does something to its weight, always or from its third call on."""
-
-    def __init__(self, how: str, later: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.5 * torch.randn(D, D))
-        self.bias = nn.Parameter(torch.randn(D))
-        self.how, self.begins, self.calls = how, 3 if later else 0, [0]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls[0] += 1
-        if self.calls[0] > self.begins:
-            with torch.no_grad():
-                (WRITES | HARMLESS)[self.how](self)
-        return torch.tanh(F.linear(x, self.weight, self.bias))
 
 
 class Model(nn.Sequential):
@@ -219,7 +219,7 @@ def _plain_step(case: Case, plain: Model, step: int) -> list[torch.Tensor]:
         for p, *shares in zip(plain.parameters(), *(one.parameters() for one in copies), strict=True):
             p.copy_(shares[0] - LR * sum(share.grad for share in shares) / case["world"])
     for part, share in zip(plain, copies[0], strict=True):
-        part.calls[0] = share.calls[0]
+        vars(part)["calls"][0] = vars(share)["calls"][0]
     return [loss.detach() for loss in losses]
 
 
@@ -251,7 +251,8 @@ def _driven(model: Any) -> Any:
 
 
 def _loss(y: torch.Tensor) -> torch.Tensor:
-    return y.float().square().mean()
+    out: torch.Tensor = y.float().square().mean()
+    return out
 
 
 def _batch(case: Case, step: int, rank: int) -> torch.Tensor:

@@ -96,3 +96,19 @@ def test_only_these_parts_multiply_in_float8() -> None:
     exact, found = loss_fn(made(False), x).item(), loss_fn(made(), x).item()
     assert exact != found
     assert found == pytest.approx(exact, rel=1e-2)
+
+
+@pytest.mark.skipif(not hasattr(Exception, "add_note"), reason="exceptions have notes from Python 3.11 on")
+def test_a_batch_of_no_rows_is_torchaos_own_error() -> None:
+    """The module refuses it by itself; in a driven step the error says where it was, and the state goes on."""
+    params, skeleton = fsdp.functionalize(made())
+    with pytest.raises(RuntimeError, match=r"numel\(\) == 0"):
+        fsdp.bind(skeleton, params)(torch.randn(0, 16))
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.05))
+    forward_backward = T.forward_backward(skeleton, loss_fn)
+    with pytest.raises(RuntimeError, match=r"numel\(\) == 0") as caught:
+        forward_backward(state, torch.randn(0, 16))
+    assert caught.value.__notes__ == ["In the module 'blocks.0', called with float32 [0, 32]."]
+    state, loss = forward_backward(fsdp.drop_gradients(state), batch(0, 0))
+    assert loss > 0
+    assert fsdp.step(state).steps == 1

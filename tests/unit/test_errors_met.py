@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +75,87 @@ def cached() -> Any:
     loss = lambda m, ids: m(ids, labels=ids).loss  # noqa: E731
     forward_backward = T.forward_backward(T.remat(model, "model.layers.*"), loss)
     return forward_backward(state_of(model), torch.randint(32, (2, 8)))
+
+
+def one(**spec: Any) -> fsdp.State:
+    return fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh(), **spec), fsdp.sgd(lr=0.1))
+
+
+def begun(grads: Any, unit: str | None = None) -> Any:
+    state = fsdp.unshard(one(), unit)[0] if unit else fsdp.unshard(one())[0]
+    return fsdp.reduce(state, grads, unit)
+
+
+def file_of(folder: Path, name: str, held: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(held)
+    return folder / name
+
+
+def loaded(path: Path) -> Any:
+    return fsdp.load_weights(one(), path)
+
+
+HEADER = b'{"w":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}'
+HELD = len(HEADER).to_bytes(8, "little") + HEADER
+
+
+def torn(folder: Path) -> Any:
+    """A file of safetensors whose tensor lacks bytes."""
+    return loaded(file_of(folder, "torn.safetensors", HELD + bytes(7)))
+
+
+def twice_in_files(folder: Path) -> Any:
+    for name in ("a.safetensors", "b.safetensors"):
+        file_of(folder, name, HELD + bytes(16))
+    return loaded(folder)
+
+
+def pickled(folder: Path, held: Any) -> Any:
+    torch.save(held, folder / "held.pt")
+    return loaded(folder / "held.pt")
+
+
+def named_twice() -> Any:
+    return fsdp.shard({"a": torch.ones(2)}, fsdp.Spec(fsdp.local_mesh()), buffers={"a": torch.ones(2)})
+
+
+def stepped() -> fsdp.State:
+    state = one()
+    state, _ = fsdp.unshard(state)
+    return fsdp.step(fsdp.reduce(state, {"w": torch.ones(4)}))
+
+
+def abandoned() -> Any:
+    old, _ = fsdp.unshard(one())
+    state = fsdp.drop_gradients(old)
+    state, _ = fsdp.unshard(state)
+    fsdp.step(fsdp.reduce(state, {"w": torch.ones(4)}))
+    return fsdp.drop_gradients(old)
+
+
+def of_frozen(call: Callable[[fsdp.State], Any]) -> Any:
+    return call(one(trainable={"*": False}))
+
+
+def kept_weight() -> Any:
+    """A weight of one call, used after it."""
+    kept: list[Any] = []
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(self.scale)
+            out: torch.Tensor = self.up(x) * self.scale
+            return out
+
+    state = state_of(Keeps(), units=["up", "scale"])
+    fsdp.drop_gradients(T.apply(Keeps())(state, torch.ones(2, 4))[0])
+    return kept[0] * 2
 
 
 MESH = {"data": 2}
@@ -161,3 +243,82 @@ def test_an_error_of_torch_in_a_unit_says_which_and_what_it_was_given(rows: int,
             call(state, torch.randn(rows, 4))
         assert caught.value.__notes__ == [f"In {where}, called with float32 [{rows}, 4]."]
         state = fsdp.drop_gradients(state)
+
+
+Placed = Callable[[Path], Any]
+PLACED: dict[str, tuple[Placed, type[Exception], str]] = {
+    "load: arguments the wrong way round": (
+        lambda _: fsdp.load(one(), "folder"),  # type: ignore[arg-type]
+        fsdp.SpecError, r"load\(folder, like=state\): the folder comes first"),
+    "load: neither spec nor state": (
+        lambda folder: fsdp.load(folder), fsdp.SpecError, "expected either a spec .* or like=state"),
+    "load: a text of what is allowed": (
+        lambda folder: fsdp.load(folder, like=one(), allow="buffers"),
+        fsdp.SpecError, r"load\(allow='buffers'\): expected some of"),
+    "save_safetensors: a dtype of integers": (
+        lambda folder: fsdp.save_safetensors(one(), folder / "out", dtype=torch.int32),
+        fsdp.SpecError, r"save_safetensors\(dtype=torch\.int32\): expected a floating dtype"),
+    "save_safetensors: a name for two": (
+        lambda folder: fsdp.save_safetensors(named_twice(), folder / "out"),
+        fsdp.SpecError, "a parameter and a buffer are both called 'a'. Rename"),
+    "safetensors: bytes are missing": (torn, fsdp.CheckpointError, r"torn\.safetensors"),
+    "safetensors: no header": (
+        lambda folder: loaded(file_of(folder, "x.safetensors", (10**9).to_bytes(8, "little") + b"{}")),
+        fsdp.CheckpointError, r"is no safetensors file: its header would have 1000000000 of its 10 bytes"),
+    "safetensors: one name in two files": (twice_in_files, fsdp.CheckpointError, "has 'w' in two files"),
+    "an index that is none": (
+        lambda folder: loaded(file_of(folder, "model.safetensors.index.json", b"[1]").parent),
+        fsdp.CheckpointError, "is no index of weights"),
+    "a file that holds a list": (
+        lambda folder: pickled(folder, [torch.ones(4)]), fsdp.CheckpointError, "holds a list; expected a state dict"),
+    "a file that holds numbers": (
+        lambda folder: pickled(folder, {"w": 3}), fsdp.TreeError, "has a int at 'w'; expected tensors by name"),
+    "reduce: a list for a unit": (
+        lambda _: begun([torch.ones(4)], "w"), fsdp.TreeError, r"grads is a list; expected \{key: tensor\}"),
+    "reduce: another shape": (
+        lambda _: begun({"w": torch.ones(5)}), fsdp.TreeError, r"\(5,\).*global shape \(4,\)"),
+    "reduce: another tree": (
+        lambda _: begun({"v": torch.ones(4)}), fsdp.TreeError, "lacks 'w' and has the unknown 'v'"),
+    "reduce: a complex gradient": (
+        lambda _: begun({"w": torch.ones(4, dtype=torch.complex64)}),
+        fsdp.TreeError, "expected a dense tensor of floats"),
+    "reduce: on the meta device": (
+        lambda _: begun({"w": torch.ones(4, device="meta")}), fsdp.TreeError, "meta device and has no numbers"),
+    "local_shards: another kind": (
+        lambda _: fsdp.local_shards(one(), "moments"),  # type: ignore[arg-type]
+        fsdp.TreeError, "expected one of 'main', 'weights', 'grads'"),
+    "newest, before a step": (
+        lambda _: fsdp.newest(one()), fsdp.StaleStateError, "newest: no step of this state's lineage"),
+    "drop_gradients of an old state": (lambda _: abandoned(), fsdp.StaleStateError, "drop_gradients"),
+    "norms where all is frozen": (
+        lambda _: of_frozen(T.global_norm), fsdp.ScheduleError, "nothing is trainable: every leaf is frozen"),
+    "norms without gradients": (
+        lambda _: T.global_norm(one()), fsdp.ScheduleError, r"has no gradients\. Call state = reduce"),
+    "divide by a vector": (
+        lambda _: T.divide(one(), torch.ones(2)), fsdp.TreeError, r"divide: the divisor has shape \(2,\)"),
+    "a module for a tree": (
+        lambda _: fsdp.shard(nn.Linear(2, 2), fsdp.Spec(fsdp.local_mesh())),
+        fsdp.TreeError, r"is a module \(Linear\)\. Split it"),
+    "a mesh on paper": (
+        lambda _: fsdp.shard({"w": torch.ones(2)}, fsdp.Spec(MESH)), fsdp.SpecError, "is a plan without ranks. To run"),
+    "nesterov without momentum": (
+        lambda _: fsdp.sgd(lr=0.1, nesterov=True), fsdp.SpecError, "needs momentum: give a positive one"),
+    "compiled, and differentiated twice": (
+        lambda _: T.forward_backward(nn.Linear(2, 2), mean_square, compile=True, second_order=True),
+        fsdp.SpecError, "torch does not differentiate compiled code twice"),
+    "cuda_graph: another word": (
+        lambda _: T.cuda_graph(stepped, host_reads="warn"),  # type: ignore[arg-type]
+        fsdp.SpecError, r"host_reads='warn'.*expected \"error\""),
+    "norms of tensors": (
+        lambda _: T.norms(one(), {"w": torch.ones(4)}),  # type: ignore[dict-item]
+        fsdp.TreeError, r"norms: the tree has tensor\(.*for the bucket 'w'; expected"),
+    "a weight after its call": (lambda _: kept_weight(), fsdp.ScheduleError, "was used after the model had run"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", PLACED)
+def test_an_error_of_files_and_trees_says_what_to_do(case: str, tmp_path: Path) -> None:
+    call, kind, said = PLACED[case]
+    with pytest.raises(kind, match=f"(?s){said}"):
+        call(tmp_path)

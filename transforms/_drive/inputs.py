@@ -83,7 +83,7 @@ def note_module(error: Exception, path: str, given: Iterable[Any]) -> None:
 
     The innermost unit is named. Errors of this package say by themselves where they are; Python 3.10 has no notes.
     """
-    if isinstance(error, FsdpError) or getattr(error, "__notes__", ()) or not hasattr(error, "add_note"):
+    if isinstance(error, FsdpError) or getattr(error, "__notes__", None) or not hasattr(error, "add_note"):
         return
     tensors: list[str] = []
 
