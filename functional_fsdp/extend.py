@@ -36,6 +36,7 @@ CONTRIBUTING.md has one in full.
 | CUDA graphs           | `Capture`, `NewCounts`, `Lineage`, `lineage_of`, `put`, `outside_inference`, `cuda_driver`   |
 |                       | `Veto`, `Vetoed`                                                                             |
 | objects               | `objects`, a module: what any Python object holds                                            |
+| names in profiles     | `ranges`, a module: `ranged`, `opened`, for where `profiling()`                              |
 | torch's private names | `torch_private`, a module: the one place where the packages have them                        |
 
 The last five rows are for those who make compilers and graphs: they follow what torch does, and may change with it.
@@ -45,7 +46,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._common import objects
+from ._common import objects, ranges
 from ._common import torch_names as torch_private
 from ._common.calls import alone, outside_inference
 from ._common.device import computes_on, default_generator
@@ -160,6 +161,7 @@ __all__ = [
     "plan_for",
     "point_at_second_gathers",
     "put",
+    "ranges",
     "ranks_of",
     "refuse",
     "refuse_meta",

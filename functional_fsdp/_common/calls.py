@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from .errors import CommError, FsdpError, ScheduleError
+from .ranges import profiling, ranged, said
 from .torch_names import CInterpreter, func_interpreter, pytree, set_grad_enabled
 from .tracing import LOWERING, refuse, tracing
 
@@ -100,6 +101,9 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
         except AttributeError:
             _token(state, fn.__name__)  # says what it is instead
             raise
+        call: Callable[..., Any] = fn
+        if profiling():
+            call = ranged(fn, said(fn.__name__, args))
         before = torch.is_grad_enabled()
         me = get_ident()
         outermost = not users or users.get(0) != me  # else within another call of this thread
@@ -112,9 +116,9 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
             if owner == me:
                 if torch.is_inference_mode_enabled():
                     with torch.inference_mode(False), torch.no_grad():
-                        return fn(*args, **kwargs)
+                        return call(*args, **kwargs)
                 set_grad_enabled(False)
-                return fn(*args, **kwargs)
+                return call(*args, **kwargs)
         except dist.DistError as error:
             raise _unreachable(fn.__name__, state, error) from error
         finally:
@@ -150,16 +154,17 @@ def alone(fn: F, name: str = "", at: int = 0, traced: Callable[..., Any] | None 
         if tracing():
             return in_graph(*args, **kwargs)
         state = args[at] if len(args) > at else kwargs.get("state")
+        call = ranged(fn, name or fn.__name__) if profiling() else fn
         me, owner = get_ident(), 0
         users = _token(state, name or fn.__name__).lineage.runtime.users
         if users.get(0) == me:  # within another call of this thread
-            return _outside(fn, args, kwargs)
+            return _outside(call, args, kwargs)
         try:
             owner = users.setdefault(0, me)
             if owner != me and _taken_over(users, owner, me):
                 owner = me
             if owner == me:
-                return _outside(fn, args, kwargs)
+                return _outside(call, args, kwargs)
         except dist.DistError as error:
             raise _unreachable(name or fn.__name__, state, error) from error
         finally:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from .._common.ranges import profiling, ranged
 from .._distributed.lanes import Mark
 from .._plan.order import RecordedOrder
 from .._plan.positions import Move
@@ -91,7 +92,10 @@ class Gathers(Engine):
             self.fence = False
             after = self.run.lanes.mark()
         issued, job, single = self.carrier.fill(place, state)
-        place.gathered = self.newest = self.run.lanes.submit("gather", issued, job, after, single, mark=place.gathered)
+        submit = self.run.lanes.submit
+        if profiling():
+            submit = ranged(submit, f"gather {unit}")
+        place.gathered = self.newest = submit("gather", issued, job, after, single, mark=place.gathered)
         self.flying[unit] = place
         for name in lying:
             self.put_in_place(name)

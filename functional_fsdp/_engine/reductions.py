@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .._common.ranges import profiling, ranged
 from .._plan.layout import Unit
 from .._plan.order import RecordedOrder
 from .._plan.positions import Move
@@ -121,7 +122,10 @@ class Reductions(Engine):
         while self.backlog:
             index, values, last = self.backlog[0]
             unit = self.layout.by_name[self.plan.reductions[index].unit]
-            if not self.staging.reduce(index, unit, values, self.grads, last, self.spec.mesh, relents):
+            reduce = self.staging.reduce
+            if profiling():
+                reduce = ranged(reduce, f"reduce gradients of {unit.name}")
+            if not reduce(index, unit, values, self.grads, last, self.spec.mesh, relents):
                 if not self.run.left:
                     self.run.left.append(weakref.ref(self))
                 return

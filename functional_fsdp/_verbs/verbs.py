@@ -24,6 +24,7 @@ import torch
 from .._common.calls import verb
 from .._common.errors import ScheduleError, StaleStateError
 from .._common.interrupts import arrive, guard, whole
+from .._common.ranges import profiling, ranged
 from .._common.torch_names import pytree
 from .._graph import traced, traced_step
 from .._optim.optimizer import check, put, tensors_of
@@ -308,8 +309,11 @@ def _vote_and_take(state: State, skip: Any) -> State:
     copies = [state.weights[name].local for name in trainable if name in state.weights]
     touched = [buffer.local for buffer in main.values()] + tensors_of(state.opt) + copies
     versions = [leaf._version for leaf in touched]
+    compare = lineage.runtime.compare
+    if profiling():
+        compare = ranged(compare, "vote")
     try:
-        lacking = executor.given.agree(lineage.runtime, lineage.runtime.compare(vote))
+        lacking = executor.given.agree(lineage.runtime, compare(vote))
     except ScheduleError:
         lineage.call.unchanged()
         raise
@@ -340,7 +344,8 @@ def _take(
     lineage.runtime.confirm()
     try:
         kept = skip if veto is None else veto.decided(skip)
-        new_main, new_opt = apply_optimizer(state, main, kept, given)
+        update = ranged(apply_optimizer, "update") if profiling() else apply_optimizer
+        new_main, new_opt = update(state, main, kept, given)
         opt = state.opt
         same = new_main is main and all(main[name] is state.main[name] for name in state.layout.trainable)
         if not same or new_opt is not opt:  # else it was all done in place

@@ -185,6 +185,8 @@ class Driver:
         for unit_call in self.unit_calls:
             unit_call.empty()
         for call in self.calls:
+            if call.close is not None:
+                call.close()
             call.node, call.outs = None, []  # they hold each other
             call.tensors, call.shared = [], []
         self._clear()

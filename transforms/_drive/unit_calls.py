@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.modules.module as GLOBAL
 
 from functional_fsdp import Float8Weight, ScheduleError
-from functional_fsdp.extend import torch_private
+from functional_fsdp.extend import ranges, torch_private
 
 from .._compile.compile_units import Compiled, Compiler
 from .._modules.outputs import map_tensors
@@ -311,7 +311,10 @@ def entered(cls: type[nn.Module]) -> type[nn.Module]:
         return _ENTERED[cls]
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._unit_call.enter(cls.__call__, args, kwargs)
+        enter = self._unit_call.enter
+        if ranges.profiling():
+            enter = ranges.ranged(enter, f"forward {self._unit_call.unit_module.path}")
+        return enter(cls.__call__, args, kwargs)
 
     @wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

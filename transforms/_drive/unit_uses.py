@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from functional_fsdp import ScheduleError
+from functional_fsdp.extend import ranges
 
 from .._modules.unit_modules import Leaf
 from .driven import Driven, Gradients, Opened
@@ -55,6 +56,7 @@ class UnitUse:
         self.outside: Set[str] = frozenset()  # units that it had from outside the schedule
         self.undo: list[Callable[[], None]] = []  # what puts back what lay where its weights are needed
         self.idle = False  # whether its backward runs, and not that of its weights
+        self.close: Callable[[], None] | None = None  # what ends its backward's range in a profile
         self.node: Any = None  # of Weights, in the graph
         self.outs: list[Any] = []  # of Outputs: one, or two where hooks see the first
         self.trained: dict[str, list[tuple[int, int]]] = {}  # for each unit: (which of `leaves`, which of its keys)
@@ -78,6 +80,8 @@ class UnitUse:
             if other.unit_call not in self.parents:
                 other.end()
         driver.active = [other for other in driver.active if other.unit_call in self.parents]
+        if ranges.profiling():
+            self.close = ranges.opened(f"backward {unit_call.unit_module.path}")
         driver.gather(unit_call.units, self.parents, self.outside)
         grads = driver.regathered(self, grads)
         driver.active.append(self)
@@ -120,6 +124,8 @@ class UnitUse:
             self.unit_call.take()
             while self.undo:
                 self.undo.pop()()
+        if self.close is not None:
+            self.close()
 
     def gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
         """All gradients of this call's weights are there."""
