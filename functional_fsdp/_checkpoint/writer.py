@@ -10,14 +10,14 @@ torch's own writer talks to all ranks while it writes and wraps what goes wrong;
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import pickle
-import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -31,7 +31,11 @@ from .parts import SavedTensor
 __all__ = ["THREADS", "Written", "around", "complete", "write_tensors"]
 
 THREADS = min(8, os.cpu_count() or 1)  # that read, copy and sum beside each other, which holds no interpreter lock
-HEADER = 30  # bytes of a zip member's header before its name
+SMALL = 1 << 16  # bytes: to hand so few to a thread, or to read them again from the file, takes longer than the rest
+HEADER, SIGNATURE = 30, b"PK\x03\x04"  # bytes of a zip member's header before its name, and how it begins
+MEMBER = b"/data/0"  # how the tensor's name ends in its archive
+
+T = TypeVar("T")
 
 
 class Written(NamedTuple):
@@ -78,14 +82,20 @@ def write_tensors(folder: Path, file: str, token: str, parts: Sequence[SavedTens
         with open(folder / file, "x+b") as raw, ThreadPoolExecutor(THREADS) as threads:
             raw.write(head(token, file))
             for part, host in _on_host(parts, threads):
-                start, sums = raw.tell(), _sums(host, threads)  # taken while it is written
-                _save(host, raw)
-                at, n = raw.tell(), host.numel()
-                data = _data(raw) if n else at
-                chunk = Chunk(part.start, part.start + n, file, start, at - start, data, ())
-                chunk = chunk._replace(sums=(around(raw, chunk, host.nbytes), *(one.result() for one in sums)))
+                sums = _sums(host, threads)  # taken while it is written
+                archive: IO[bytes] = raw if host.nbytes > SMALL else io.BytesIO()
+                start, n = archive.tell(), host.numel()
+                _save(host, archive)
+                end = archive.tell()
+                data = _data(archive, start) if n else end
+                chunk = Chunk(part.start, part.start + n, file, start, end - start, data, ())
+                chunk = chunk._replace(sums=(around(archive, chunk, host.nbytes), *(one() for one in sums)))
+                archive.seek(end)
+                if isinstance(archive, io.BytesIO):
+                    at = raw.tell()
+                    raw.write(archive.getbuffer())
+                    chunk = chunk._replace(offset=at, data=at + data)
                 entries.append(Written(part.name, host.dtype, part.shape, chunk))
-                raw.seek(at)
             raw.flush()
             os.fsync(raw.fileno())
             return entries, raw.tell()
@@ -95,13 +105,21 @@ def write_tensors(folder: Path, file: str, token: str, parts: Sequence[SavedTens
 
 def _on_host(parts: Iterable[SavedTensor], threads: ThreadPoolExecutor) -> Iterator[tuple[SavedTensor, torch.Tensor]]:
     """Each part with its numbers on the host; those of the next are copied meanwhile."""
-    ahead: tuple[SavedTensor, Future[torch.Tensor]] | None = None
+    ahead: tuple[SavedTensor, Callable[[], torch.Tensor]] | None = None
     for part in parts:
-        now, ahead = ahead, (part, threads.submit(_plain, part.tensor))
+        now, ahead = ahead, (part, _started(threads, part.tensor, _plain, part.tensor))
         if now:
-            yield now[0], now[1].result()
+            yield now[0], now[1]()
     if ahead:
-        yield ahead[0], ahead[1].result()
+        yield ahead[0], ahead[1]()
+
+
+def _started(threads: ThreadPoolExecutor, tensor: torch.Tensor, work: Callable[..., T], *args: Any) -> Callable[[], T]:
+    """Have a thread do work on a tensor, or do it now where it is small. What is returned gives the result."""
+    if tensor.nbytes > SMALL or not lies_on_host(tensor):
+        return threads.submit(work, *args).result
+    done = work(*args)
+    return lambda: done
 
 
 def _save(tensor: torch.Tensor, raw: IO[bytes]) -> None:
@@ -124,13 +142,14 @@ def _begun(error: BaseException) -> BaseException:
     return error
 
 
-def _data(raw: IO[bytes]) -> int:
-    """Where the bytes of the tensor begin in the archive with which the file ends."""
-    with zipfile.ZipFile(raw) as archive:
-        start = next(info.header_offset for info in archive.infolist() if info.filename.endswith("/data/0"))
-    raw.seek(start + HEADER - 4)
-    lengths = raw.read(4)  # of the name, and of what comes after it
-    return start + HEADER + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+def _data(file: IO[bytes], start: int) -> int:
+    """Where the bytes of the tensor begin in the archive that begins at `start`."""
+    file.seek(start)
+    begins = file.read(SMALL)  # the members before it hold a few hundred bytes
+    name = begins.index(MEMBER)
+    header = begins.rindex(SIGNATURE, 0, name)
+    lengths = begins[header + HEADER - 4 : header + HEADER]  # of the name, and of what comes after it
+    return start + header + HEADER + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
 
 
 def around(raw: IO[bytes], chunk: Chunk, nbytes: int) -> int:
@@ -141,9 +160,9 @@ def around(raw: IO[bytes], chunk: Chunk, nbytes: int) -> int:
     return zlib.crc32(raw.read(chunk.offset + chunk.length - chunk.data - nbytes), before)
 
 
-def _sums(host: torch.Tensor, threads: ThreadPoolExecutor) -> list[Future[int]]:
+def _sums(host: torch.Tensor, threads: ThreadPoolExecutor) -> list[Callable[[], int]]:
     view = bytes_of(host)
-    return [threads.submit(zlib.crc32, view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)]
+    return [_started(threads, host, zlib.crc32, view[at : at + BLOCK]) for at in range(0, len(view), BLOCK)]
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from benchmark_scale import Net, loss_of
 from support.golden import TREES, line_of
 
@@ -313,3 +314,18 @@ def test_states_grow_with_the_units(what: str) -> None:
 @pytest.mark.parametrize("what", ["shard", "first step", "save", "load", "load by a spec", "redistribute"])
 def test_states_grow_with_the_leaves(what: str) -> None:
     assert grows(STATES[what], 2, 30, by_leaf=True) <= MOST
+
+
+def test_a_save_is_less_work_a_tensor_than_that_of_torchs_checkpoints() -> None:
+    def theirs(_: int, leaves: int) -> Work:
+        there, path = {f"{kind}.{k}": torch.ones(16) for kind in "abc" for k in range(leaves)}, folder()
+        return lambda: dcp.save(there, checkpoint_id=path / "saved", no_dist=True)
+
+    def more(make: Callable[[int, int], Work]) -> int:
+        make(1, 2)()
+        return calls(make(1, 42)) - calls(make(1, 2))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        assert more(saved) <= 0.8 * more(theirs)
