@@ -187,8 +187,8 @@ LARGE = [{"mode": "default"}, {"options": {"max_autotune": False}}]
 
 @pytest.mark.parametrize("options", [True, *(pytest.param(one, marks=pytest.mark.large) for one in LARGE)])
 def test_copies_of_weights_do_not_stay_between_forward_and_backward(options: Any) -> None:
-    found = launch(between_passes, (True, options), nprocs=2)
-    plain = launch(between_passes, (False, options), nprocs=2) if options is True else found
+    found = launch(between_passes, (True, options), nprocs=1)  # each rank would run Inductor, for the same code
+    plain = launch(between_passes, (False, options), nprocs=1) if options is True else found
     for (losses, kept), (wanted, _) in zip(found, plain, strict=True):
         assert kept == []
         assert losses == wanted

@@ -114,7 +114,7 @@ def test_three_steps_have_the_device_s_bits(preset: str, optimizer: str, micro: 
 
 def other_ways(preset: str) -> Trees:
     """A step that is skipped, gradients that are lacking, and a compiled step."""
-    params, model = fsdp.functionalize(net(torch.float32))
+    params, model = fsdp.functionalize(net(torch.float32, 1))
     found: Trees = {}
     for kind in ("device", HOST):
         spec = spec_of(preset, kind)
