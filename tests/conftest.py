@@ -73,7 +73,7 @@ def own_workers(request: pytest.FixtureRequest) -> Iterator[None]:
         stop_workers()
 
 
-FEW = 40  # tests
+FEW = 8  # tests: after forty, threads of groups take most of the time
 _GROUPED = pytest.StashKey[dict[Any, int]]()  # how many tests of each file have made groups
 
 
