@@ -91,6 +91,7 @@ __all__ = [
     "set_grad_enabled",
     "set_override_stale_capture_stream",
     "set_stream",
+    "start_compilers",
     "storage_at",
     "storage_info",
     "symmetric_memory",
@@ -286,3 +287,13 @@ def inductor() -> Any:
     import torch._inductor.custom_graph_pass
 
     return torch._inductor
+
+
+def start_compilers() -> None:
+    """Have Inductor start the processes in which it compiles Triton's kernels, as it does itself when it compiles
+    first: they take seconds until they are ready. Once they are there, or without Triton, nothing happens."""
+    from torch._inductor import async_compile
+
+    start = getattr(async_compile, "maybe_warm_pool", None)
+    if start is not None:
+        start()

@@ -323,7 +323,7 @@ def taken(how: str, arrive: bool) -> Any:
     """Weights after a captured step of this kind, how many buckets it was to update on arrival, and what raced."""
     CELL[:] = [torch.tensor(0.1)]
     with in_small(), ordered() as order:
-        params, model = fsdp.functionalize(net(torch.float32))
+        params, model = fsdp.functionalize(net(torch.float32, 2))
         mesh, rules = fsdp.local_mesh(), {"*": fsdp.zero3("data")}
         if how == "experts":
             mesh = fsdp.local_mesh(expert=2, data=2)

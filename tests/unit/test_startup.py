@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from functional_fsdp import transforms as T
 from functional_fsdp.transforms._compile.startup import OTHER, Sampler, StartupReport
@@ -89,3 +90,15 @@ def test_a_thread_that_is_gone_is_elsewhere() -> None:
     sampler = Sampler(StartupReport(), 5.0, None)
     sampler.whose = -1
     assert sampler.look() == OTHER
+
+
+@pytest.mark.parametrize(("compile", "times"), [(True, 1), ({"backend": "eager"}, 0), (False, 0)])
+def test_the_processes_that_compile_kernels_start_before_the_first_step(
+    compile: Any, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor import async_compile
+
+    started: list[bool] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: started.append(True))
+    T.forward_backward(torch.nn.Linear(2, 2), lambda model, x: model(x).sum(), compile=compile)
+    assert len(started) == times

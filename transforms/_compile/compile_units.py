@@ -100,6 +100,8 @@ class Compiler:
         unknown = [name for name in options if name not in KNOWN]
         if unknown:
             raise SpecError(f"compile: torch.compile has no option {unknown[0]!r} here; there are {', '.join(KNOWN)}.")
+        if options.get("backend", "inductor") == "inductor":
+            torch_private.start_compilers()  # while the rest is imported, and the step rehearsed and traced
         self.dynamo: Any = torch_private.dynamo()
         self.options = {"fullgraph": True, "dynamic": False, **options}
         _check(self.options)
