@@ -36,7 +36,7 @@ CONTRIBUTING.md has one in full.
 | CUDA graphs           | `Capture`, `NewCounts`, `Lineage`, `lineage_of`, `put`, `outside_inference`, `cuda_driver`   |
 |                       | `Veto`, `Vetoed`                                                                             |
 | objects               | `objects`, a module: what any Python object holds                                            |
-| names in profiles     | `ranges`, a module: `ranged`, `opened`, for where `profiling()`                              |
+| names in profiles     | `ranges`, a module: `ranged`, `opened`                                                       |
 | torch's private names | `torch_private`, a module: the one place where the packages have them                        |
 
 The last five rows are for those who make compilers and graphs: they follow what torch does, and may change with it.

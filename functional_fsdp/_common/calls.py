@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from .errors import CommError, FsdpError, ScheduleError
-from .ranges import profiling, ranged, said
-from .torch_names import CInterpreter, func_interpreter, pytree, set_grad_enabled
+from .ranges import ranged, said
+from .torch_names import CInterpreter, func_interpreter, profiler, pytree, set_grad_enabled
 from .tracing import LOWERING, refuse, tracing
 
 __all__ = ["alone", "ordinary", "outside_inference", "verb"]
@@ -102,7 +102,7 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
             _token(state, fn.__name__)  # says what it is instead
             raise
         call: Callable[..., Any] = fn
-        if profiling():
+        if profiler._is_profiler_enabled:
             call = ranged(fn, said(fn.__name__, args))
         before = torch.is_grad_enabled()
         me = get_ident()
@@ -154,7 +154,7 @@ def alone(fn: F, name: str = "", at: int = 0, traced: Callable[..., Any] | None 
         if tracing():
             return in_graph(*args, **kwargs)
         state = args[at] if len(args) > at else kwargs.get("state")
-        call = ranged(fn, name or fn.__name__) if profiling() else fn
+        call = ranged(fn, name or fn.__name__) if profiler._is_profiler_enabled else fn
         me, owner = get_ident(), 0
         users = _token(state, name or fn.__name__).lineage.runtime.users
         if users.get(0) == me:  # within another call of this thread

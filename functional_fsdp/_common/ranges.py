@@ -4,8 +4,8 @@
         state, loss = train_step(state, batch)      fsdp gather blocks.4    what is given to a lane meanwhile
                                                     fsdp forward blocks.3, fsdp backward blocks.3
 
-They are `record_function`: `torch.autograd.profiler.emit_nvtx` has them for other profilers. Where no profiler runs,
-callers ask `profiling()`, and make no range.
+They are `record_function`: `torch.autograd.profiler.emit_nvtx` has them for other profilers. Callers make a range
+only while a profiler runs, by a look at `profiler._is_profiler_enabled`, which is no call.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 
 from torch.autograd.profiler import record_function
 
-from .torch_names import profiling
-
-__all__ = ["opened", "profiling", "ranged", "said"]
+__all__ = ["opened", "ranged", "said"]
 
 
 def ranged(fn: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ import torch.utils._pytree as pytree
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
+from torch.autograd import profiler  # `_is_profiler_enabled`: whether one runs, also `emit_nvtx`
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
 from torch.utils import _python_dispatch
@@ -80,7 +81,7 @@ __all__ = [
     "override_stale_capture_stream",
     "pop_saved_hooks",
     "pre_dispatch_mode_of",
-    "profiling",
+    "profiler",
     "push_saved_hooks",
     "pytree",
     "raw_stream",
@@ -128,7 +129,6 @@ will_execute = torch._C._will_engine_execute_node  # in the backward that runs
 lift_on_host = torch._C._set_only_lift_cpu_tensors  # so that modes see the copy to the device that torch.tensor makes
 lifts_on_host = torch._C._only_lift_cpu_tensors
 dispatch_modes = torch._C._len_torch_dispatch_stack  # how many are active
-profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # in this thread
 PROXY = torch._C._TorchDispatchModeKey.PROXY
 dispatch_mode_of: Callable[[Any], Any] = torch._C._get_dispatch_mode  # the one of a kind that is active, or None
 pre_dispatch_mode_of: Callable[[int], Any] = torch._ops.mode_stack_state_for_pre_dispatch().get  # 0: of PROXY

@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from .._common.ranges import profiling, ranged
+from .._common.ranges import ranged
+from .._common.torch_names import profiler
 from .._distributed.lanes import Mark
 from .._plan.order import RecordedOrder
 from .._plan.positions import Move
@@ -93,7 +94,7 @@ class Gathers(Engine):
             after = self.run.lanes.mark()
         issued, job, single = self.carrier.fill(place, state)
         submit = self.run.lanes.submit
-        if profiling():
+        if profiler._is_profiler_enabled:
             submit = ranged(submit, f"gather {unit}")
         place.gathered = self.newest = submit("gather", issued, job, after, single, mark=place.gathered)
         self.flying[unit] = place

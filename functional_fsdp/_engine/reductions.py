@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from .._common.ranges import profiling, ranged
+from .._common.ranges import ranged
+from .._common.torch_names import profiler
 from .._plan.layout import Unit
 from .._plan.order import RecordedOrder
 from .._plan.positions import Move
@@ -123,7 +124,7 @@ class Reductions(Engine):
             index, values, last = self.backlog[0]
             unit = self.layout.by_name[self.plan.reductions[index].unit]
             reduce = self.staging.reduce
-            if profiling():
+            if profiler._is_profiler_enabled:
                 reduce = ranged(reduce, f"reduce gradients of {unit.name}")
             if not reduce(index, unit, values, self.grads, last, self.spec.mesh, relents):
                 if not self.run.left:

@@ -121,7 +121,7 @@ def refuse_zeros(grads: Iterable[torch.Tensor | None]) -> None:
 @cache
 def _inference_gives_zeros() -> bool:
     with torch.inference_mode():
-        grad: torch.Tensor = torch.func.grad(torch.square)(torch.ones(()))
+        grad: torch.Tensor = torch.func.grad(torch.square)(torch.ones((), device="cpu"))
         return not bool(grad)
 
 

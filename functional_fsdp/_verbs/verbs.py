@@ -24,8 +24,8 @@ import torch
 from .._common.calls import verb
 from .._common.errors import ScheduleError, StaleStateError
 from .._common.interrupts import arrive, guard, whole
-from .._common.ranges import profiling, ranged
-from .._common.torch_names import pytree
+from .._common.ranges import ranged
+from .._common.torch_names import profiler, pytree
 from .._graph import traced, traced_step
 from .._optim.optimizer import check, put, tensors_of
 from .._runtime.given import ALL, Leaves
@@ -310,7 +310,7 @@ def _vote_and_take(state: State, skip: Any) -> State:
     touched = [buffer.local for buffer in main.values()] + tensors_of(state.opt) + copies
     versions = [leaf._version for leaf in touched]
     compare = lineage.runtime.compare
-    if profiling():
+    if profiler._is_profiler_enabled:
         compare = ranged(compare, "vote")
     try:
         lacking = executor.given.agree(lineage.runtime, compare(vote))
@@ -344,7 +344,7 @@ def _take(
     lineage.runtime.confirm()
     try:
         kept = skip if veto is None else veto.decided(skip)
-        update = ranged(apply_optimizer, "update") if profiling() else apply_optimizer
+        update = ranged(apply_optimizer, "update") if profiler._is_profiler_enabled else apply_optimizer
         new_main, new_opt = update(state, main, kept, given)
         opt = state.opt
         same = new_main is main and all(main[name] is state.main[name] for name in state.layout.trainable)

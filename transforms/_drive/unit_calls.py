@@ -312,7 +312,7 @@ def entered(cls: type[nn.Module]) -> type[nn.Module]:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         enter = self._unit_call.enter
-        if ranges.profiling():
+        if torch_private.profiler._is_profiler_enabled:
             enter = ranges.ranged(enter, f"forward {self._unit_call.unit_module.path}")
         return enter(cls.__call__, args, kwargs)
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from functional_fsdp import ScheduleError
-from functional_fsdp.extend import ranges
+from functional_fsdp.extend import ranges, torch_private
 
 from .._modules.unit_modules import Leaf
 from .driven import Driven, Gradients, Opened
@@ -80,7 +80,7 @@ class UnitUse:
             if other.unit_call not in self.parents:
                 other.end()
         driver.active = [other for other in driver.active if other.unit_call in self.parents]
-        if ranges.profiling():
+        if torch_private.profiler._is_profiler_enabled:
             self.close = ranges.opened(f"backward {unit_call.unit_module.path}")
         driver.gather(unit_call.units, self.parents, self.outside)
         grads = driver.regathered(self, grads)
