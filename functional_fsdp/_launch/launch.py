@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .._common.errors import CommError
 from .._common.torch_names import gloo_options
 from .attempt import store_of_this_attempt
+from .launchers import take_task
 from .objects import without_numpy
 from .pool import LaunchError
 from .worker import STORE, TIMEOUT
@@ -45,7 +46,7 @@ def local_mesh(device: str | None = None, /, **axes: int) -> DeviceMesh:
 
     Raises:
         ValueError: the sizes do not multiply to the number of ranks, or a rank has no GPU of its own.
-        CommError: not all ranks came; or `srun` or `mpirun` started several tasks, and RANK and WORLD_SIZE are not set.
+        CommError: not all ranks came; or `mpirun` started tasks on several hosts, and MASTER_ADDR is not set.
 
     >>> local_mesh(replica=1, shard=-1).mesh_dim_names
     ('replica', 'shard')
@@ -90,6 +91,8 @@ def _reached(what: str) -> Iterator[None]:
 
 
 def _init_process_group(device: str) -> None:
+    if STORE not in os.environ and not {"RANK", "WORLD_SIZE"} <= {*os.environ}:
+        take_task()
     if device == "cuda":
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if SHARED_GPUS in os.environ:  # NCCL refuses two ranks of one host on a GPU
@@ -110,37 +113,11 @@ def _init_process_group(device: str) -> None:
         with _reached("local_mesh()"):
             store, rank, world = store_of_this_attempt(timeout)
     else:
-        _refuse_another_launcher()
         store, rank, world = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     with _reached("local_mesh()"):
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     # gloo's threads need the interpreter once more to drop the last collective's tensors; without it they abort.
     atexit.register(time.sleep, 0.1)
-
-
-def _refuse_another_launcher() -> None:
-    """Without RANK and WORLD_SIZE each task of `srun` or `mpirun` would be a world of one, and train alone."""
-    for launcher, rank, world, local in _LAUNCHERS:
-        if world == "SLURM_NTASKS" and os.environ.get(rank) == "0":
-            continue  # the script of `sbatch` has these too, and what it starts without `srun` is one process
-        if rank in os.environ and os.environ.get(world, "1") != "1":
-            raise CommError(
-                f"local_mesh(): {launcher} started this process as task {os.environ[rank]} of {os.environ[world]} "
-                f"({rank}, {world}), but RANK and WORLD_SIZE are not both set, so it would be a world of one. Start "
-                "the ranks with torchrun, or set in each task, before Python starts:\n"
-                f"    export RANK=${rank} WORLD_SIZE=${world} LOCAL_RANK=${local}\n"
-                "    export MASTER_ADDR=<host of rank 0> MASTER_PORT=29500\n"
-                "To have a world of one in this task: export RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=localhost "
-                "MASTER_PORT=<a free port>."
-            )
-
-
-_LAUNCHERS = (  # their variables: the rank, how many there are, the rank on this host
-    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    ("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-    ("MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-)
 
 
 def _sizes(axes: dict[str, int], world: int) -> tuple[int, ...]:

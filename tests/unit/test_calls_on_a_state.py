@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import pickle
 import sys
 import threading
@@ -21,8 +20,6 @@ import torch.utils._pytree as pytree
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._common import calls as _entry
-from functional_fsdp._launch import launch as _launch
-from functional_fsdp._launch.worker import STORE
 
 # ---------------------------------------------------------------- threads
 
@@ -332,45 +329,6 @@ def test_a_model_computes_in_the_mode_of_its_caller() -> None:
     state, z = T.apply(model)(state, torch.ones(5, 4))
     assert not z.is_inference()
     assert torch.equal(y, z)
-
-
-# ---------------------------------------------------------------- other launchers
-
-
-@pytest.mark.parametrize("task", [
-    {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"},
-    {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "0"},
-    {"SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "3"},
-    {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"},
-    {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3"},
-])  # fmt: skip
-def test_a_task_of_another_launcher_is_no_world_of_one(task: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    other_launchers(monkeypatch, task)
-    rank, world, local = task
-    with pytest.raises(fsdp.CommError, match=f"as task {task[rank]} of 8") as raised:
-        _launch._init_process_group("cpu")
-    assert f"export RANK=${rank} WORLD_SIZE=${world} LOCAL_RANK=${local}" in str(raised.value)
-
-
-@pytest.mark.parametrize("task", [
-    {},
-    {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"},  # the script of sbatch itself
-    {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"},
-    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-])  # fmt: skip
-def test_one_task_of_another_launcher_is_a_world_of_one(task: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    other_launchers(monkeypatch, task)
-    _launch._refuse_another_launcher()
-    assert not {"RANK", "WORLD_SIZE"} & {*os.environ}  # what it went by
-
-
-def other_launchers(monkeypatch: pytest.MonkeyPatch, task: dict[str, str]) -> None:
-    """The variables of one task, and none of those that the tests were started with."""
-    known = {name for _, *names in _launch._LAUNCHERS for name in names}
-    for name in (known | {"RANK", "WORLD_SIZE", STORE}) - set(task):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in task.items():
-        monkeypatch.setenv(name, value)
 
 
 def under_inference_mode() -> tuple[fsdp.State, Any]:

@@ -1,0 +1,111 @@
+"""local_mesh() under srun and mpirun: two processes each, with the variables that these set; and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.commands import ROOT
+
+import functional_fsdp as fsdp
+from functional_fsdp._launch import launchers
+from functional_fsdp._launch.worker import STORE
+
+SLURM = {"SLURM_JOB_ID": "4711", "SLURM_STEP_NODELIST": "localhost"}
+TASKS = {
+    "srun": lambda rank: SLURM | {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": rank},
+    "Open MPI": lambda rank: {
+        "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": rank,
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "MPI": lambda rank: {"PMI_RANK": rank, "PMI_SIZE": "2", "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": "2"},
+    "torchrun": lambda rank: {
+        "RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29763",
+    },
+}  # fmt: skip
+PROGRAM = """
+import os, torch, functional_fsdp as fsdp
+mesh = fsdp.local_mesh()
+state = fsdp.shard({"w": torch.zeros(4)}, fsdp.Spec(mesh), fsdp.sgd(lr=1.0))
+state, params = fsdp.unshard(state)
+state = fsdp.step(fsdp.reduce(state, {"w": torch.full((4,), 1.0 + mesh.get_rank())}))
+print(mesh.size(), os.environ["LOCAL_RANK"], fsdp.full_params(state)["w"].tolist())
+"""
+
+
+@pytest.mark.parametrize("launcher", TASKS)
+def test_two_processes_are_one_world(launcher: str) -> None:
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM], env=without_launchers() | TASKS[launcher](rank), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    said = [one.communicate(timeout=120) for one in started]
+    for rank, (out, errors) in enumerate(said):
+        assert out.split("\n")[0] == f"2 {rank} [-1.5, -1.5, -1.5, -1.5]", errors
+        taken = f"local_mesh(): 2 ranks, started by {launcher} (" in errors
+        assert taken == (rank == 0 and launcher != "torchrun"), errors
+
+
+def without_launchers() -> dict[str, str]:
+    """The environment, without variables that say where a rank is."""
+    known = {name for one in launchers.LAUNCHERS for name in one[1:] if name} | {*launchers.HOSTS}
+    gone = known | {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", STORE}
+    env = {name: value for name, value in os.environ.items() if name not in gone}
+    return env | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def set_only(monkeypatch: pytest.MonkeyPatch, **task: str) -> None:
+    known = {name for one in launchers.LAUNCHERS for name in one[1:] if name} | {*launchers.HOSTS}
+    for name in known | {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", STORE}:
+        monkeypatch.setenv(name, "")  # so that it is put back, whoever sets it
+        monkeypatch.delenv(name)
+    for name, value in task.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_first_host_of_a_list_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
+    set_only(monkeypatch, **task, SLURM_STEP_NODELIST="gpu[007-008]", SLURM_JOB_NODELIST="gpu[001-008]")
+    assert launchers.take_task()
+    found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
+    assert found == ["9", "16", "1", "gpu007", str(20_000 + 123_456 % 20_000)]
+
+
+def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "3"}
+    set_only(monkeypatch, **task, MASTER_ADDR="head", MASTER_PORT="1234")
+    assert launchers.take_task()
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("head", "1234")
+
+
+@pytest.mark.parametrize("task", [
+    {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "3"},
+    {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+    {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"},
+])  # fmt: skip
+def test_tasks_that_do_not_know_where_rank_0_is_are_refused(
+    task: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_only(monkeypatch, **task)
+    rank, world, local = [*task][:3]
+    with pytest.raises(fsdp.CommError, match=f"as task {task[rank]} of 8") as raised:
+        launchers.take_task()
+    assert f"export RANK=${rank} WORLD_SIZE=${world} LOCAL_RANK=${local}\n" in str(raised.value)
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize("task", [
+    {},
+    {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"},  # the script of sbatch itself
+    {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"},
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+])  # fmt: skip
+def test_one_task_of_another_launcher_is_a_world_of_one(task: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_only(monkeypatch, **task)
+    assert not launchers.take_task()
+    assert not {"RANK", "WORLD_SIZE"} & {*os.environ}
