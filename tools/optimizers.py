@@ -2,14 +2,15 @@
 
     pip install --target /tmp/optimizers --no-deps \\
         pytorch_optimizer==4.1.0 torch_optimizer==0.3.0 timm==1.0.31 schedulefree==1.4.1 prodigyopt==1.1.2 \\
-        dadaptation==3.2 lion-pytorch==0.2.5 heavyball==3.2.1 torch-optimi==0.3.3 pytorch-ranger==0.1.1
+        dadaptation==3.2 lion-pytorch==0.2.5 heavyball==3.2.1 torch-optimi==0.3.3 pytorch-ranger==0.1.1 \\
+        torchao==0.18.0 bitsandbytes==0.50.2
     PYTHONPATH=/tmp/optimizers python tools/optimizers.py --ranks 2 --out /tmp/sweep.tsv
     python tools/optimizers.py --table /tmp/sweep.tsv     # the table of docs/guide/optimizers.md
 
 A class is *equal* if its weights are those of the class to 1e-9 of the distance moved, or the dtype's rounding of it
 where it computes in a smaller one; *refused*, with the reason; or *different*, which no class may be. Gradients have
 very different scales; one leaf gets none in the first steps; one step is skipped; the state goes through a checkpoint
-and another placement in the middle.
+and another placement in the middle. A class that is refused because it couples leaves is tried with by="all".
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import signal
 import sys
 import tempfile
 import types
@@ -46,6 +48,7 @@ SHAPES = {
     "big": (64, 72),
     "long": (5000,),
 }
+LIMIT = 120  # seconds for one class: Shampoo's kind takes roots of large matrices
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"weight_decay": 0.1})
 
 
@@ -72,6 +75,17 @@ def plain(cls: Any, options: dict[str, Any], steps: int, dtype: torch.dtype) -> 
             p.grad = gradients(step, dtype).get(name)
         optimizer.step()
     return {name: p.detach() for name, p in params.items()}
+
+
+def matched(cls: Any, options: dict[str, Any], steps: int, dtype: torch.dtype, folder: str) -> tuple[Any, Any]:
+    try:
+        optimizer = fsdp.from_torch(cls, **options)
+        return optimizer, sharded(optimizer, steps, dtype, folder)
+    except (fsdp.SpecError, fsdp.TreeError) as refusal:
+        if "by='all'" not in str(refusal):
+            raise
+        optimizer = fsdp.from_torch(cls, by="all", **options)
+        return optimizer, sharded(optimizer, steps, dtype, folder + ".all")
 
 
 def sharded(optimizer: Any, steps: int, dtype: torch.dtype, folder: str) -> dict[str, torch.Tensor]:
@@ -102,8 +116,7 @@ def one(cls: Any, options: dict[str, Any], steps: int, folder: str) -> tuple[str
     if wanted is None:
         return "itself fails", f"{type(error).__name__}: {error}"
     try:
-        optimizer = fsdp.from_torch(cls, **options)
-        found = sharded(optimizer, steps, dtype, folder)
+        optimizer, found = matched(cls, options, steps, dtype, folder)
     except (fsdp.SpecError, fsdp.TreeError) as refusal:
         return "refused", str(refusal)
     except Exception as e:
@@ -156,12 +169,13 @@ def classes() -> list[tuple[str, str]]:
     return found
 
 
-def work(some: list[tuple[str, str]], steps: int, folder: str, out: str, long: int) -> None:
+def work(some: list[tuple[str, str]], steps: int, folder: str, out: str, long: int, options_of: int) -> None:
     SHAPES["long"] = (long,)
     warnings.simplefilter("ignore")
     for module, name in some:
         cls = getattr(load(module), name)
-        for i, options in enumerate(OPTIONS):
+        signal.alarm(LIMIT)
+        for i, options in enumerate(OPTIONS[:options_of]):
             if not {*options} <= {*inspect.signature(cls).parameters}:
                 continue
             needs = (
@@ -187,7 +201,7 @@ def table(file: str) -> str:
         seen.add((module, name))
         way, couples = "refused", "leaves" if "couples leaves" in why else "cannot be held or run"
         if verdict == "equal":
-            way = "elementwise" if "elementwise, on" in why else "leaf"
+            way = "elementwise" if "elementwise, on" in why else "all" if "all leaves together" in why else "leaf"
             couples = "nothing" if way == "elementwise" else why.partition("since ")[2].partition(" (")[0]
         rows.append(f"| {module}.{name} {version(PACKAGES[module])} | {couples.replace('|', '/')[:90]} | {way} |")
     return "\n".join(rows)
@@ -201,20 +215,28 @@ def main() -> None:
     parser.add_argument(
         "--long", type=int, default=5000, help="elements of the longest vector: fewer for Shampoo's kind"
     )
+    parser.add_argument("--options", type=int, default=len(OPTIONS), help="how many sets of options")
     parser.add_argument("--out", default="/tmp/sweep.tsv")
     parser.add_argument("--table", default="", help="print the table of this file, and stop")
     args = parser.parse_args()
     if args.table:
         print(table(args.table))
         return
-    chosen = [pair for pair in classes() if re.search(args.only, ".".join(pair))]
     Path(args.out).touch()  # a sweep may go on in a file
-    for k in range(0, len(chosen), 8):
+    had = {tuple(line.split("\t")[:2]) for line in Path(args.out).read_text().splitlines()}
+    chosen = [one for one in classes() if re.search(args.only, ".".join(one)) and one not in had]
+    while chosen:
+        some = chosen[:8]
         with tempfile.TemporaryDirectory() as folder:
             try:
-                fsdp.launch(work, (chosen[k : k + 8], args.steps, folder, args.out, args.long), nprocs=args.ranks)
+                fsdp.launch(work, (some, args.steps, folder, args.out, args.long, args.options), nprocs=args.ranks)
             except Exception as error:
-                print(f"{chosen[k : k + 8]}: {type(error).__name__}: {error}")
+                print(f"{some}: {type(error).__name__}: {error}"[:400], flush=True)
+        done = {tuple(line.split("\t")[:2]) for line in Path(args.out).read_text().splitlines()}
+        if lost := [one for one in some if one not in done][:1]:  # the ranks died with it
+            with Path(args.out).open("a") as file:
+                file.write("\t".join((*lost[0], "{}", "fails", f"in {LIMIT} seconds, or killed its process")) + "\n")
+        chosen = [one for one in chosen if one not in done and one not in lost]
     counts: dict[str, int] = {}
     for line in Path(args.out).read_text().splitlines():
         counts[line.split("\t")[3]] = counts.get(line.split("\t")[3], 0) + 1

@@ -30,6 +30,8 @@ from .numbers import at, by_label, check_settings, labels_in
 from .optimizer import Tree, UpdatesSome
 from .probe import Kept, Known, driven, hand_over, learned, name_of, refuse, refuse_known
 from .prove import Observed, observed
+from .scout import Scout
+from .together import AllLeaves
 from .whole import WholeLeaves
 
 __all__ = ["FromTorch", "from_torch"]
@@ -87,6 +89,10 @@ class FromTorch(UpdatesSome):
             self.seen[label, device.type] = learned(self.cls, options, device, rate)
         return self.seen[label, device.type]
 
+    @cached_property
+    def scout(self) -> Scout:
+        return Scout(self.cls)
+
     @property
     def by_bucket(self) -> bool:
         """Not where numbers cross to the host, which would wait for each part."""
@@ -136,15 +142,18 @@ class FromTorch(UpdatesSome):
                     lists = calls.setdefault((leaf.label, names), [[] for _ in views])
                     for tensors, column in zip(lists, views, strict=True):
                         tensors.append(column[i])
+        due = {label: self.scout.due(label, next(iter(main))) for label, _ in calls}
         for (label, names), (params, gradients, *kept) in calls.items():
             lr = by_label("lr", self.options.get("lr"), label)
             rates = [at("lr", lr, label, count)] if callable(lr) or isinstance(lr, torch.Tensor) else []
-            self._step(label, ",".join(names), rates, params, gradients, [t for one in kept for t in one], skip)
+            flat = [t for one in kept for t in one]
+            self._step(label, ",".join(names), rates, params, gradients, flat, skip, due[label])
         return main, opt
 
     def _as_one(
-        self, label: str, names: str, rates: list[Any], params: Tensors, grads: Tensors, kept: Tensors, skip: Any
-    ) -> None:
+        self, label: str, names: str, rates: list[Any], params: Tensors, grads: Tensors, kept: Tensors, skip: Any,
+        due: bool = True,
+    ) -> None:  # fmt: skip
         """One operator in a graph: the class runs in it as it does eagerly."""
         tensors = [
             rate if isinstance(rate, torch.Tensor) else torch.full((), rate, dtype=torch.float64, device=HOST)
@@ -154,8 +163,10 @@ class FromTorch(UpdatesSome):
 
     @traced_as(_as_one)
     def _step(
-        self, label: str, names: str, rates: list[Any], params: Tensors, grads: Tensors, kept: Tensors, skip: Any
-    ) -> None:
+        self, label: str, names: str, rates: list[Any], params: Tensors, grads: Tensors, kept: Tensors, skip: Any,
+        due: bool = True,
+    ) -> None:  # fmt: skip
+        """due: whether the scouts go ahead; in a graph's operator they do each time."""
         known = self.known(label, params[0].device)
         options = dict(known.options)
         host = known.staged or not (known.rates and options.get("capturable", True))
@@ -179,6 +190,8 @@ class FromTorch(UpdatesSome):
         columns = {name: kept[i * n : i * n + n] for i, name in enumerate(had) if name in known.kept}
         given = {name: _given(known.kept[name], column) for name, column in columns.items()}
         states = [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)] or [{}] * n
+        if due and not being_captured(params[0].device):
+            self.scout.look(label, known, options, params[0], states, now)
         before = [tensor.clone() for tensor in (*params, *kept)] if skip is not None else []
         torch.autograd.graph.increment_version([*params, *kept])  # fused kernels do not, nor who writes to `.data`
         after = driven(self.cls, options, params, grads, states, now)
@@ -255,7 +268,7 @@ def _(number: int, *args: Any) -> None:
     IN_GRAPHS[number] = LIVE[number]
 
 
-WAYS = (None, "elementwise", "leaf")
+WAYS = (None, "elementwise", "leaf", "all")
 RATES = (0.1, 0.05, 0.01)  # of a learning rate that changes, where a class is observed
 SEEN: dict[tuple[Any, str], Observed] = {}
 
@@ -317,7 +330,7 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
         given = f"an instance of {type(cls).__name__}" if not isinstance(cls, type) else cls.__name__
         raise SpecError(f"from_torch: expected a class as those of torch.optim, got {given}. Give the class.")
     if by not in WAYS:
-        raise SpecError(f"from_torch: by is {by!r}; expected 'elementwise', 'leaf', or nothing.")
+        raise SpecError(f"from_torch: by is {by!r}; expected 'elementwise', 'leaf', 'all', or nothing.")
     refuse_known(cls)
     labels = [label for value in options.values() if isinstance(value, Mapping) for label in value]
     found = []
@@ -327,20 +340,30 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
     for _, one in found:
         if one.way == "random":
             refuse(cls, f"{one.finding}, which no other placement and no checkpoint repeats", "Use one without", "")
-        if one.way == "all":
-            refuse(cls, f"it couples leaves: {one.finding}", "Use an optimizer without that", "")
+        if one.way == "all" and by != "all":
+            remedy = "Give by='all', which gathers all leaves on each rank, or use an optimizer without that"
+            refuse(cls, f"it couples leaves: {one.finding}", remedy, "")
+    if by == "all":
+        if labels:
+            text = "expected the same for all leaves, since it has all of them in one group"
+            raise SpecError(f"{name_of(cls)}: by is 'all', but options are given by label, {labels[0]!r}: {text}.")
+        return _checked(AllLeaves(cls, dict(options), str(found[0][1].finding or "by='all' was given")), found)
+    late = next((str(one.late) for _, one in found if one.late is not None), "")
     decided = next((one.finding for _, one in found if one.way == "leaf"), None)
-    if decided is not None and by == "elementwise":
-        refuse(cls, str(decided), "Leave by= out: whole leaves then travel to owners")
-    why = str(decided) if decided else "by='leaf' was given"
-    if decided is None and by != "leaf":
+    if by == "elementwise" and (decided is not None or late):
+        refuse(cls, str(decided or late), "Leave by= out: whole leaves then travel to owners")
+    why = str(decided) if decided else late or "by='leaf' was given"
+    if decided is None and by != "leaf" and not late:
         try:
             return FromTorch(cls, dict(options))
         except SpecError as error:
             if by == "elementwise":
                 raise
             why = (str(error).partition("parameters: ")[2] or str(error)).partition(". Use ")[0]
-    whole = WholeLeaves(cls, dict(options), why)
+    return _checked(WholeLeaves(cls, dict(options), why, late), found)
+
+
+def _checked(whole: WholeLeaves, found: list[tuple[str, Observed]]) -> WholeLeaves:
     for label, _ in found:
         whole.check(label)
     return whole

@@ -14,8 +14,10 @@ of a class is held; that the class is elementwise is proved, see `prove`.
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +25,18 @@ import torch
 from .._common.device import lies_on_host
 from .._common.errors import SpecError
 
-__all__ = ["WEIGHTS", "Kept", "Known", "driven", "hand_over", "learned", "name_of", "refuse", "refuse_known"]
+__all__ = [
+    "WEIGHTS",
+    "Kept",
+    "Known",
+    "driven",
+    "hand_over",
+    "learned",
+    "name_of",
+    "refuse",
+    "refuse_known",
+    "states_of",
+]
 
 KNOWN = {
     "LBFGS": ("it keeps a history over all parameters at once, and evaluates the loss anew", "Use fsdp.adamw"),
@@ -105,6 +118,9 @@ def learned(cls: Any, options: Mapping[str, Any], device: torch.device, rate: fl
             trial = own if rate is None else own | {"lr": 0.01}
             begins = kept if rate is None else _begin(cls, trial, device)
             same = _compare(cls, trial, begins, device)
+            if not same and any(_first(one) for one in kept.values()):  # counts that the first step set to 1
+                kept, begins = _from_zero(kept), _from_zero(begins)
+                same = _compare(cls, trial, begins, device)
             rates = rate is None or _takes_tensors(cls, trial, begins, device)
         except SpecError:
             raise
@@ -125,12 +141,13 @@ def refuse(cls: Any, why: str, remedy: str, how: str = ", flat pieces of paramet
 
 def driven(
     cls: Any, options: Mapping[str, Any], params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor],
-    states: Sequence[State], lr: Any = None,
+    states: Sequence[State], lr: Any = None, within: AbstractContextManager[Any] | None = None,
 ) -> list[State]:  # fmt: skip
     """One step of a new instance on these parameters, in place. Returns what it keeps of them now.
 
     Args:
         states: what it kept before, by parameter. Tensors are changed in place, or others returned for them.
+        within: what the class's own `step()` is called in.
     """
     optimizer = cls([torch.empty_like(params[0][:0])], **options)  # its own sums, if it makes some here, are empty
     if lr is not None:  # what the constructor took from the first rate stays
@@ -140,14 +157,15 @@ def driven(
     optimizer.state = defaultdict(dict, {param: dict(state) for param, state in zip(own, states, strict=True)})
     for param, grad in zip(own, grads, strict=True):
         hand_over(param, grad)
-    optimizer.step()
+    with within or nullcontext():
+        optimizer.step()
     for param, mine in zip(own, params, strict=True):
         if param.data_ptr() != mine.data_ptr():  # it was given other data
             mine.copy_(param)
     return [optimizer.state[param] for param in own]
 
 
-def hand_over(param: torch.Tensor, grad: torch.Tensor) -> None:
+def hand_over(param: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Give a torch optimizer a gradient, in the only way that it takes one. The parameter is a tensor of this call's
     own, which nobody else sees and no autograd fills: `.grad` of a user's tensor is never touched."""
     setattr(param, "grad", grad)  # noqa: B010
@@ -235,6 +253,14 @@ def _begin(cls: Any, options: Mapping[str, Any], device: torch.device) -> dict[s
     return kept
 
 
+def _first(one: Kept) -> bool:
+    return one.number and one.value == 1
+
+
+def _from_zero(kept: Mapping[str, Kept]) -> dict[str, Kept]:
+    return {name: one._replace(value=0.0) if _first(one) else one for name, one in kept.items()}
+
+
 def states_of(kept: Mapping[str, Kept], param: torch.Tensor) -> State:
     """What a class is given for a parameter before its first step."""
     found: State = {}
@@ -264,24 +290,41 @@ def _compare(cls: Any, options: Mapping[str, Any], kept: Mapping[str, Kept], dev
     matrix, _ = _plain(cls, options, device, (3, SIZE // 3))
     grouped, alone = (_pieces(cls, options, kept, device, apart) for apart in (False, True))
     fits = all(torch.allclose(wanted, other, rtol=1e-9, atol=1e-12) for other in (matrix, *grouped[:1], *alone[:1]))
-    return fits and all(keeps == names for _, names in (grouped, alone))
+    return fits and all(_alike(keeps, names) for _, names in (grouped, alone))
+
+
+def _alike(wanted: Mapping[str, float | None], found: Mapping[str, float | None]) -> bool:
+    """Whether the same is kept, by name, and numbers are the same ones: a count that is not shows in a late step."""
+    pairs = [(value, found.get(name)) for name, value in wanted.items()]
+    return wanted.keys() == found.keys() and all(
+        a is None or b is None or math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs
+    )
+
+
+def _numbers_in(state: State) -> dict[str, float | None]:
+    """What is kept by name: of numbers their values."""
+    return {
+        name: float(value) if isinstance(value, int | float) or value.numel() == 1 else None
+        for name, value in state.items()
+        if value is not None
+    }
 
 
 def _plain(
     cls: Any, options: Mapping[str, Any], device: torch.device, shape: tuple[int, ...]
-) -> tuple[torch.Tensor, set[str]]:
-    """As its author meant it: the weights after some steps, flat, and the names of what it keeps."""
+) -> tuple[torch.Tensor, dict[str, float | None]]:
+    """As its author meant it: the weights after some steps, flat, and what it keeps by name."""
     param = _values(0, device).view(shape)
     optimizer = cls([param], **options)
     for step in range(1, STEPS + 1):
         hand_over(param, _values(step, device).view(shape))
         optimizer.step()
-    return param.flatten(), {*optimizer.state[param]}
+    return param.flatten(), _numbers_in(optimizer.state[param])
 
 
 def _pieces(
     cls: Any, options: Mapping[str, Any], kept: Mapping[str, Kept], device: torch.device, apart: bool
-) -> tuple[torch.Tensor, set[str]]:
+) -> tuple[torch.Tensor, dict[str, float | None]]:
     """The same by `driven`, all pieces at once or one at a time."""
     whole = _values(0, device)
     params = whole.split(CUTS)
@@ -294,7 +337,7 @@ def _pieces(
             ]
         else:
             states = driven(cls, options, params, [g.clone() for g in grads], states)
-    return whole, {*states[0]}
+    return whole, _numbers_in(states[0])
 
 
 def _takes_tensors(cls: Any, options: Mapping[str, Any], kept: Mapping[str, Kept], device: torch.device) -> bool:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import linecache
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._common.torch_names import TorchDispatchMode, pytree
 
-__all__ = ["Finding", "Observed", "beside", "numbers_like", "observed"]
+__all__ = ["Finding", "Observed", "Watch", "beside", "numbers_like", "observed"]
 
 ORDER = ("elementwise", "leaf", "all", "random")
 SHAPES = ((6, 8), (4, 3, 2, 2), (7,), (64, 72), (16, 24), (1, 5))
@@ -41,6 +42,7 @@ READS = {
     "requires_grad": "requires_grad", "numpy": "values", "tolist": "values", "__array__": "values", "stride": "strides",
 }  # fmt: skip
 LATE = (99, 999, 9_999, 99_999)  # counts at which branches are looked for
+LACKS = {1: range(3), 3: range(2, 5), 4: range(7, 9)}  # steps in which a leaf gets no gradient, by leaf
 Shapes = Sequence[tuple[int, ...]]
 MAKES = ("zeros(", "ones(", "full(", "empty(", "_like(")
 
@@ -57,10 +59,14 @@ class Finding(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """What was found of a class with some options: the way that it can go, and what decided."""
+    """What was found of a class with some options: the way that it can go, and what decided.
+
+    late: why it may go that way only in steps in which every leaf has a gradient; None: in all.
+    """
 
     way: str
     finding: Finding | None
+    late: Finding | None = None
 
 
 def _frame(frame: FrameType | None) -> FrameType | None:
@@ -97,6 +103,12 @@ class Watch(TorchDispatchMode):
     def touch(self, tensor: torch.Tensor, leaf: int) -> None:
         self.alive.append(tensor)
         self.touched[tensor.untyped_storage()._cdata] = frozenset((leaf,))
+
+    @contextmanager
+    def and_reads(self) -> Iterator[None]:
+        """Observe operations and what Python reads; also of what a class compiles."""
+        with torch.compiler.set_stance("force_eager"), self, Reads(self):
+            yield
 
     def leaves_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
         return frozenset().union(*(self.touched.get(t.untyped_storage()._cdata, ()) for t in tensors))
@@ -229,7 +241,7 @@ class Reads(TorchFunctionMode):
 
 
 def observed(
-    make: Callable[[list[torch.Tensor]], Any], hand_over: Callable[[torch.Tensor, torch.Tensor], None], steps: int = 24,
+    make: Callable[[list[torch.Tensor]], Any], hand_over: Callable[[torch.Tensor, torch.Tensor | None], None], steps: int = 24,
     rates: Mapping[int, float] | None = None,
 ) -> Observed:  # fmt: skip
     """Observe a class for some steps, on leaves of several shapes; gradients have scales from 1e-4 to 1e4.
@@ -241,21 +253,25 @@ def observed(
     """
     matrices = tuple(shape for shape in SHAPES if len(shape) == 2)
     first: Exception | None = None
-    for shapes, dtype in ((SHAPES, torch.float64), (SHAPES, torch.float32), (matrices, torch.float64)):
+    tries = [(SHAPES, torch.float64), (SHAPES, torch.float32), (matrices, torch.float64)]
+    for lacks, (shapes, dtype) in [(lacks, one) for lacks in (LACKS, {}) for one in tries]:
         try:
-            found = _observed(make, hand_over, steps, rates, shapes, dtype)
+            found = _observed(make, hand_over, steps, rates, shapes, dtype, lacks)
         except Exception as error:  # a class may take some shapes or some dtypes only
             first = first or error
             continue
+        if lacks and found.way == "all":
+            always = _observed(make, hand_over, steps, rates, shapes, dtype, {})
+            found = always if always.way == "all" else always._replace(late=found.finding)
         some = Finding("leaf", f"it takes no leaf of some shapes: {first}", "")
-        return Observed("leaf", some) if shapes is matrices and found.finding is None else found
+        return found._replace(way="leaf", finding=some) if shapes is matrices and found.finding is None else found
     assert first is not None
     raise first
 
 
 def _observed(
     make: Any, hand_over: Any, steps: int, rates: Mapping[int, float] | None, shapes: Shapes,
-    dtype: torch.dtype,
+    dtype: torch.dtype, lacks: Mapping[int, range],
 ) -> Observed:  # fmt: skip
     params = _weights(shapes, dtype)
     watch = Watch([p.numel() for p in params])
@@ -268,12 +284,13 @@ def _observed(
                 watch.touch(one, i)
 
     def step_of(step: int) -> None:
-        for i, (param, grad) in enumerate(zip(params, _gradients(step, shapes, dtype), strict=True)):
+        for i, (param, grad) in enumerate(zip(params, _gradients(step, shapes, dtype, lacks), strict=True)):
             hand_over(param, grad)
             watch.touch(param, i)
-            watch.touch(grad, i)
+            if grad is not None:
+                watch.touch(grad, i)
         _rate(optimizer, rates, step)
-        with torch.compiler.set_stance("force_eager"), watch, Reads(watch):  # what a class compiles is observed, too
+        with watch.and_reads():
             optimizer.step()
 
     for step in range(steps):
@@ -291,11 +308,12 @@ def _observed(
     nested = [k for p in params for k, v in optimizer.state.get(p, {}).items() if v is None or _nested(v)]
     if nested and "leaf" not in found:
         found["leaf"] = Finding("leaf", f"its state has {nested[0]!r}, which is neither a tensor nor a number", "")
-    if "all" not in found and (watch.reads or changed):
-        wrong = _apart(make, hand_over, steps, rates, together, shapes, dtype)
+    if "all" not in found:
+        wrong = _apart(make, hand_over, steps, rates, together, shapes, dtype, lacks)
         if wrong is not None:
-            why = f"a leaf of shape {list(shapes[wrong])} goes another way beside other leaves than alone"
-            found["all"] = Finding("all", why, found["leaf"].where if "leaf" in found else "")
+            some = ", some of which have no gradient in some steps," if lacks else ""
+            why = f"a leaf of shape {list(shapes[wrong])} goes another way beside other leaves{some} than alone"
+            found["all"] = Finding("all", why, found["leaf"].where if "leaf" in found and not lacks else "")
     way = max(found, key=ORDER.index, default="elementwise")
     return Observed(way, found.get(way))
 
@@ -312,20 +330,18 @@ def _count(optimizer: Any, params: Sequence[torch.Tensor], count: int) -> None:
 
 
 def _apart(
-    make: Any,
-    hand_over: Any,
-    steps: int,
-    rates: Any,
-    together: list[torch.Tensor],
-    shapes: Shapes,
-    dtype: torch.dtype,
-) -> int | None:
-    """The first leaf that comes out otherwise if it is alone."""
+    make: Any, hand_over: Any, steps: int, rates: Any, together: list[torch.Tensor], shapes: Shapes,
+    dtype: torch.dtype, lacks: Mapping[int, range],
+) -> int | None:  # fmt: skip
+    """The first leaf that comes out otherwise if it is alone; but for one beside it where it has no gradient, so that
+    what the class counts by itself goes on."""
     for i, wanted in enumerate(together):
-        param = _weights(shapes, dtype)[i]
-        optimizer = make([param])
+        param, other = _weights(shapes, dtype)[i], _weights(shapes, dtype)[i]
+        optimizer = make([param, other] if i in lacks else [param])
         for step in range(steps):
-            hand_over(param, _gradients(step, shapes, dtype)[i])
+            grad = _gradients(step, shapes, dtype, lacks)[i]
+            hand_over(param, grad)
+            hand_over(other, torch.zeros_like(other) if grad is None else None)
             _rate(optimizer, rates, step)
             optimizer.step()
         if not torch.equal(param.detach(), wanted.detach()):
@@ -349,10 +365,12 @@ def _weights(shapes: Shapes, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.nn.Parameter(numbers_like(shape, 100 + i).to(dtype)) for i, shape in enumerate(shapes)]
 
 
-def _gradients(step: int, shapes: Shapes, dtype: torch.dtype) -> list[torch.Tensor]:
+def _gradients(step: int, shapes: Shapes, dtype: torch.dtype, lacks: Mapping[int, range]) -> list[torch.Tensor | None]:
     scales = (1.0, 1e-4, 30.0, 1e4, 1e-2)
     return [
-        numbers_like(shape, 1000 * step + i).to(dtype) * scales[(step // 3 + i) % len(scales)]
+        None
+        if step in lacks.get(i, ())
+        else numbers_like(shape, 1000 * step + i).to(dtype) * scales[(step // 3 + i) % len(scales)]
         for i, shape in enumerate(shapes)
     ]
 

@@ -68,12 +68,13 @@ class Form(NamedTuple):
 class WholeLeaves(UpdatesSome):
     """A torch.optim class with options, that has whole leaves at owners. See `from_torch(by="leaf")`.
 
-    why: what decided that its leaves stay whole.
+    why: what decided that its leaves stay whole. late: why every leaf needs a gradient in each step; "": none does.
     """
 
     cls: Any
     options: Mapping[str, Any]
     why: str = field(default="", compare=False)
+    late: str = field(default="", compare=False)
     by_bucket: ClassVar[bool] = False
     communicates: ClassVar[bool] = True
     fill: ClassVar[int] = 1 << 29
@@ -85,7 +86,8 @@ class WholeLeaves(UpdatesSome):
         return self.cls, self.options
 
     def __str__(self) -> str:
-        return f"{name_of(self.cls)}: whole leaves at owners, since {self.why}"
+        late = f". Each leaf needs a gradient in each step: {self.late}" if self.late else ""
+        return f"{name_of(self.cls)}: whole leaves at owners, since {self.why}{late}"
 
     def named_labels(self) -> Iterator[tuple[str, Sequence[str]]]:
         return labels_in(name_of(self.cls), self.options)
@@ -141,17 +143,22 @@ class WholeLeaves(UpdatesSome):
         optimizer = self.cls(params, **options)
         fresh = beside(optimizer)
         if form is not None:
-            tree = pytree.tree_unflatten(list(values), form.structure)
-            optimizer.state[param] = tree["state"]
-            for key, value in tree["beside"].items():
-                where, name = key.split(".", 1)
-                if where == "group":
-                    optimizer.param_groups[0][name] = value
-                elif where == "self":
-                    vars(optimizer)[name] = value
-                else:
-                    optimizer.state[name] = value
+            self._filled(optimizer, param, form, values)
         return optimizer, fresh
+
+    def _filled(self, optimizer: Any, param: torch.Tensor, form: Form, values: Sequence[Any]) -> None:
+        """Give an instance what it kept of a leaf, and beside."""
+        tree = pytree.tree_unflatten(list(values), form.structure)
+        if tree["state"]:
+            optimizer.state[param] = tree["state"]
+        for key, value in tree["beside"].items():
+            where, name = key.split(".", 1)
+            if where == "group":
+                optimizer.param_groups[0][name] = value
+            elif where == "self":
+                vars(optimizer)[name] = value
+            else:
+                optimizer.state[name] = value
 
     def _taken(
         self, label: str, optimizer: Any, param: torch.Tensor, fresh: Any, learn: bool
@@ -238,31 +245,40 @@ class WholeLeaves(UpdatesSome):
                 return
             try:
                 forms = self._tried(label, shape, dtype, "a leaf")
+                wanted = self._run(label, shape, dtype, None)
             except SpecError:
                 if (shape, dtype) == (shapes[-1], torch.float32):
                     raise
                 continue
             ran = True
-            runs = []
-            for anew in (False, True):
-                param = torch.nn.Parameter(numbers_like(shape, 3).to(dtype))
-                optimizer, fresh = self._made(label, param, None, ())
-                for step in range(13):
-                    hand_over(param, numbers_like(shape, 50 + step).to(dtype) * (1e-3, 1.0, 40.0)[step % 3])
-                    optimizer.step()
-                    form, values = self._taken(label, optimizer, param, fresh, False)
-                    if anew:
-                        if form not in forms:
-                            break
-                        param = torch.nn.Parameter(param.detach().clone())
-                        optimizer, fresh = self._made(label, param, form, values)
-                runs.append(param.detach())
-            if not torch.equal(*runs):
+            if not torch.equal(wanted, self._run(label, shape, dtype, forms)):
                 raise SpecError(
                     f"{name_of(self.cls)}: a new instance that is given the class's own state goes on otherwise than "
                     f"the first one, on a leaf of shape {list(shape)}: the class keeps something in another place, or "
                     "draws random numbers, so that no State can hold all of it. Write an (init, update) pair."
                 )
+
+    def _run(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None) -> torch.Tensor:
+        """A leaf after thirteen steps: of one instance, or of a new one in each step, with states of these forms."""
+        param = torch.nn.Parameter(numbers_like(shape, 3).to(dtype))
+        optimizer, fresh = self._made(label, param, None, ())
+        for step in range(13):
+            hand_over(param, numbers_like(shape, 50 + step).to(dtype) * (1e-3, 1.0, 40.0)[step % 3])
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise SpecError(
+                    f"{name_of(self.cls)}: in step {step + 1}, with a leaf of shape {list(shape)} and {dtype}, "
+                    f"{'an instance' if forms is None else 'a new instance that is given the state of the old one'} "
+                    f"of the class raised {type(error).__name__}: {error}"
+                ) from error
+            form, values = self._taken(label, optimizer, param, fresh, False)
+            if forms is not None:
+                if form not in forms:
+                    break
+                param = torch.nn.Parameter(param.detach().clone())
+                optimizer, fresh = self._made(label, param, form, values)
+        return param.detach()
 
     # ---- what is kept
 
@@ -314,13 +330,17 @@ class WholeLeaves(UpdatesSome):
         self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor,
         sender: Sender,
     ) -> tuple[Tree, Trees]:  # fmt: skip
-        if not main:
+        if not main or self._skipped(skip, main):
             return main, opt
-        device = next(iter(main.values())).local.device
-        if being_captured(device):
-            raise ScheduleError(self._graph_text())
-        if skip is not None and bool(skip):
-            return main, opt
+        lacking_one = next(
+            (leaf.path for name, some in given.items() if name in main
+             for leaf, one in zip(main[name].bucket.leaves, some, strict=True) if not one), None,
+        )  # fmt: skip
+        if self.late and lacking_one is not None:
+            raise TreeError(
+                f"{name_of(self.cls)}: the leaf {lacking_one!r} has no gradient in this step, but with this class "
+                f"{self.late}. Give it zeros, or by='all'."
+            )
         buckets = [buffer.bucket for buffer in main.values()]
         if any(self._moving.values()):  # what an instance counts, it counts for leaves without a gradient, too
             lacks = {(name, i) for name, some in given.items() for i, one in enumerate(some) if not one}
@@ -336,6 +356,11 @@ class WholeLeaves(UpdatesSome):
                 if moves is not None and moves.some:
                     self._update(owners, moves, names, given, lacks, grads, opt, main, count, sender)
         return main, opt
+
+    def _skipped(self, skip: torch.Tensor | None, main: Tree) -> bool:
+        if being_captured(next(iter(main.values())).local.device):
+            raise ScheduleError(self._graph_text())
+        return skip is not None and bool(skip)
 
     def _update(
         self, owners: Owners, moves: Moves, names: Sequence[str], given: Leaves, lacks: set[tuple[str, int]],
@@ -418,6 +443,13 @@ class WholeLeaves(UpdatesSome):
                     f"{list(leaf.shape)}: {error}"
                 ) from error
             after, values = self._taken(leaf.label, optimizer, param, fresh, False)
+        return self._kept(leaf, param, forms, after, values, rows, numbers)
+
+    def _kept(
+        self, leaf: Leaf, param: torch.Tensor, forms: list[Form], after: Form, values: Sequence[Any],
+        rows: dict[str, torch.Tensor], numbers: dict[str, float],
+    ) -> dict[str, float]:  # fmt: skip
+        """Put a leaf and what is kept of it into rows. Returns the numbers."""
         if after not in forms:
             raise TreeError(
                 f"{name_of(self.cls)}: what it keeps of the leaf {leaf.path!r} has another structure than it had in "

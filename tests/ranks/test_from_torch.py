@@ -537,7 +537,7 @@ def test_what_is_refused_with_its_reason() -> None:
     for wrong in (torch.optim.SGD([torch.zeros(1)]), dict, "Adam"):
         with pytest.raises(SpecError, match=r"from_torch: expected a class as those of torch\.optim, got .*Give the"):
             fsdp.from_torch(wrong)  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match="from_torch: by is 'rows'; expected 'elementwise', 'leaf', or nothing"):
+    with pytest.raises(SpecError, match="from_torch: by is 'rows'; expected 'elementwise', 'leaf', 'all', or nothing"):
         fsdp.from_torch(torch.optim.SGD, by="rows")
     with pytest.raises(
         SpecError, match=r"begins neither as one number nor as the weights, as that of SGD\(dampening=\)"

@@ -1,0 +1,180 @@
+"""Optimizers that couple leaves: all of them whole on every rank, in one instance of the class itself.
+
+    shards    [ w0 w0 | w1 ] [ w1 w2 | w2 ]      weights, gradients, and what the class keeps, as `WholeLeaves` has it
+    gathered  an all-gather an axis, for each of them
+    each rank cls([w0, w1, w2], **options); its state is handed in; `step()`; each rank keeps its own slice
+
+Every rank computes the same, so nothing travels back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._common.errors import SpecError, TreeError
+from .._common.record import Collective
+from .._plan.layout import Bucket
+from .._runtime.given import Leaves
+from .._storage.flat import FlatBuffer
+from .numbers import at
+from .optimizer import Sender, Tree
+from .probe import hand_over, name_of
+from .prove import beside, numbers_like
+from .whole import FORM, Form, Trees, WholeLeaves
+
+__all__ = ["AllLeaves"]
+
+LABEL = "default"
+Held = tuple[list[Form], int, list[Any]]  # the forms of a leaf, which one its state has now (from 1 on), the values
+
+
+@dataclass(frozen=True)
+class AllLeaves(WholeLeaves):
+    """A torch.optim class with options, that has all leaves together. See `from_torch(by="all")`."""
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.cls))
+
+    def __str__(self) -> str:
+        sizes = [nbytes for nbytes in self._plans.values() if isinstance(nbytes, int)]
+        held = f" ({max(sizes):,} bytes)" if sizes else ""
+        return f"{name_of(self.cls)}: all leaves together, on one gathered copy a rank{held}, since {self.why}"
+
+    def nbytes(self, opt: Trees, main: Tree) -> int:
+        """Bytes of the gathered copy that each rank has in a step: weights, gradients, and all that is kept."""
+        trees = [main, main, *(tree for tree in opt.values())]
+        buffers = [b for tree in trees for b in tree.values() if not b.bucket.by_leaf]
+        return sum(main[b.bucket.name].bucket.numel * b.local.itemsize for b in buffers)
+
+    # ---- an instance
+
+    def _together(self, params: Sequence[torch.Tensor], held: Sequence[Held | None]) -> tuple[Any, Any]:
+        optimizer = self.cls([*params], **self._options(LABEL)[0])
+        fresh = beside(optimizer)
+        for param, one in zip(params, held, strict=True):
+            if one is not None and one[1]:
+                self._filled(optimizer, param, one[0][one[1] - 1], one[2])
+        return optimizer, fresh
+
+    def _tried(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> list[Form]:
+        """Forms of a leaf alone, and as the first and the second one of two, which begin together or not."""
+        found = super()._tried(label, shape, dtype, path)
+        numel = math.prod(shape)
+        for place in (0, 1):
+            for late in (0, 1, 2):
+                params = [torch.nn.Parameter(numbers_like(shape, 1 + i).to(dtype)) for i in range(2)]
+                optimizer, fresh = self._together(params, [None, None])
+                for step in range(12 if numel <= 1 << 16 else 4):
+                    for i, param in enumerate(params):
+                        lacks = step < 3 and late == 1 + (i == place)
+                        hand_over(param, None if lacks else numbers_like(shape, 2 + step + i).to(dtype))
+                    try:
+                        optimizer.step()
+                        form, _ = self._taken(label, optimizer, params[place], fresh, True)
+                    except (SpecError, TreeError):
+                        raise
+                    except Exception:  # without a gradient, say: then a real step says so
+                        break
+                    found += [form] if form not in found else []
+        return found
+
+    def _run(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None) -> torch.Tensor:
+        """As of one leaf, but of three, one of which gets no gradient in some steps."""
+        params: list[torch.Tensor] = [torch.nn.Parameter(numbers_like(shape, 3 + i).to(dtype)) for i in range(3)]
+        optimizer, fresh = self._together(params, [None] * 3)
+        for step in range(13):
+            for i, param in enumerate(params):
+                scale = (1e-3, 1.0, 40.0)[(step + i) % 3]
+                lacks = i == 1 and (step < 2 or step == 7)
+                hand_over(param, None if lacks else numbers_like(shape, 50 + step + 20 * i).to(dtype) * scale)
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise SpecError(
+                    f"{name_of(self.cls)}: in step {step + 1}, with leaves of shape {list(shape)} and {dtype}, the "
+                    f"class raised {type(error).__name__}: {error}"
+                ) from error
+            taken = [self._taken(label, optimizer, param, fresh, False) for param in params]
+            if forms is not None:
+                if any(form not in forms for form, _ in taken):
+                    break
+                params = [torch.nn.Parameter(param.detach().clone()) for param in params]
+                held = [(forms, forms.index(form) + 1, values) for form, values in taken]
+                optimizer, fresh = self._together(params, held)
+        return torch.stack([param.detach() for param in params])
+
+    # ---- what is kept
+
+    def init(self, main: Tree) -> Trees:
+        opt = super().init(main)
+        self._plans[tuple([b.bucket for b in main.values()])] = self.nbytes(opt, main)  # type: ignore[assignment]
+        return opt
+
+    # ---- a step
+
+    def update_some(
+        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor,
+        sender: Sender,
+    ) -> tuple[Tree, Trees]:  # fmt: skip
+        if not main or self._skipped(skip, main):
+            return main, opt
+        numbers: dict[tuple[str, str], list[float]] = {}
+        gathered: dict[tuple[str, str], torch.Tensor] = {}
+        for what, tree in {"/main": main, "/grads": grads, **opt}.items():
+            for name, buffer in tree.items():
+                if buffer.bucket.by_leaf:
+                    numbers[what, name] = buffer.local.tolist()
+                else:
+                    gathered[what, name] = _whole(buffer, main[name].bucket, sender)
+        leaves = [(n, i, leaf) for n, b in main.items() for i, leaf in enumerate(b.bucket.leaves) if leaf.numel]
+        params, held, rows = [], list[Held | None](), list[dict[str, torch.Tensor]]()
+        for name, i, leaf in leaves:
+            row = {what: flat[leaf.offset :][: leaf.numel] for (what, n), flat in gathered.items() if n == name}
+            of = {what: values[i] for (what, n), values in numbers.items() if n == name}
+            forms, form = self.forms(leaf, main[name].local.dtype), int(of[FORM])
+            values = [self._value(slot, leaf, row, of) for slot in forms[form - 1].slots] if form else []
+            held.append((forms, form, values))
+            rows.append(row)
+            param = torch.nn.Parameter(row["/main"].to(main[name].local.dtype).view(leaf.shape).clone())
+            if name not in given or given[name][i]:
+                hand_over(param, row["/grads"].to(param.dtype).view(leaf.shape).clone())
+            params.append(param)
+        with torch.inference_mode(False):
+            optimizer, fresh = self._together(params, held)
+            if (rate := self._options(LABEL)[1]) is not None:
+                for group in optimizer.param_groups:
+                    group["lr"] = float(at("lr", rate, LABEL, count))
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise TreeError(f"{name_of(self.cls)}: raised {type(error).__name__}: {error}") from error
+            taken = [self._taken(LABEL, optimizer, param, fresh, False) for param in params]
+        for k, (name, i, leaf) in enumerate(leaves):
+            of = {what: values[i] for (what, n), values in numbers.items() if n == name}
+            form, values = taken[k]
+            for what, number in self._kept(leaf, params[k], held[k][0], form, values, rows[k], of).items():
+                numbers[what, name][i] = number
+        for what, tree in {"/main": main, **opt}.items():
+            for name, buffer in tree.items():
+                if buffer.bucket.by_leaf:
+                    buffer.local.copy_(torch.tensor(numbers[what, name], dtype=buffer.local.dtype))
+                else:
+                    start, stop = buffer.span()
+                    buffer.local.copy_(gathered[what, name][start:stop])
+        return main, opt
+
+
+def _whole(buffer: FlatBuffer, bucket: Bucket, sender: Sender) -> torch.Tensor:
+    """A bucket's elements from all ranks that shard it, [numel]."""
+    flat = buffer.local
+    for axis in reversed([axis for axis in bucket.placement.order if axis in bucket.placement.main]):
+        ranks = bucket.ranks[axis]
+        if ranks > 1:
+            one = Collective("all_gather", axis, ranks * flat.numel(), flat.dtype, "", "side", "all leaves")
+            flat = sender.send(one, flat, ([flat.numel()] * ranks, [flat.numel()] * ranks))
+    return flat if flat is not buffer.local else flat.clone()
