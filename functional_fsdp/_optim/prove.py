@@ -241,8 +241,8 @@ class Reads(TorchFunctionMode):
 
 
 def observed(
-    make: Callable[[list[torch.Tensor]], Any], hand_over: Callable[[torch.Tensor, torch.Tensor | None], None], steps: int = 24,
-    rates: Mapping[int, float] | None = None,
+    make: Callable[[list[torch.Tensor]], Any], hand_over: Callable[[torch.Tensor, torch.Tensor | None], None],
+    steps: int = 24, rates: Mapping[int, float] | None = None,
 ) -> Observed:  # fmt: skip
     """Observe a class for some steps, on leaves of several shapes; gradients have scales from 1e-4 to 1e4.
 

@@ -13,7 +13,7 @@ from support.presets import PRESETS
 from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
-from functional_fsdp import ScheduleError, Spec, SpecError, launch
+from functional_fsdp import ScheduleError, Spec, SpecError, TreeError, launch
 from functional_fsdp import transforms as T
 from functional_fsdp._optim import from_torch, probe
 
@@ -478,6 +478,118 @@ def test_a_class_that_couples_leaves_is_refused(cls: type, by: Any) -> None:
     text = rf"from_torch\({cls.__name__}\): .*cannot work on shards: it couples leaves: .*test_from_torch\.py:\d+: "
     with pytest.raises(SpecError, match=text):
         fsdp.from_torch(cls, by=by)
+
+
+class Grows(Patterns):
+    """The same, for leaves some of which have no gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            group["d"] = max(group.get("d", 1e-3), 1e-2 * sum(float(p.grad.abs().sum()) for p in given))
+            for p in given:
+                p.sub_(group["d"] * p.grad)
+
+
+class Waits(Patterns):
+    """As heavyball's: no leaf takes a step before the one that came last has had some."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            given = [p for p in group["params"] if p.grad is not None]
+            for p in given:
+                self.state[p]["n"] = self.state[p].get("n", 0) + 1
+            if min(self.state[p]["n"] for p in given) > 2:
+                torch._foreach_add_(given, [p.grad for p in given], alpha=-group["lr"])
+
+
+def all_leaves(folder: str, by: str | None, late: bool) -> list[str]:
+    """Beside the class itself: perhaps late leaves; a skipped step, a checkpoint, other placements and units."""
+    wrong = []
+
+    def given(step: int) -> dict[str, Any]:
+        return {n: None if late and step in (0, 1, 2, 8) and "bias" in n else g for n, g in tree(step + 1).items()}
+
+    for cls in (Waits, Grows) if by else (Waits,):
+        params = {name: torch.nn.Parameter(p.double()) for name, p in tree(0).items()}
+        own = cls(params.values())
+        optimizer = fsdp.from_torch(cls, by=by)
+        doubles = {name: p.double() for name, p in tree(0).items()}
+        state = fsdp.shard(doubles, spec("zero3"), optimizer)
+        for step in range(12):
+            for name, grad in given(step).items():
+                params[name].grad = None if grad is None else grad.double()
+            own.step()
+            if step == 5:
+                state = fsdp.load(fsdp.save(state, f"{folder}/{cls.__name__}{by}"), spec("zero1", ["*"]), optimizer)
+                state = fsdp.redistribute(state, spec("ddp", ["norm", "a", ["b", "scale"]]))
+                state = fsdp.redistribute(state, spec("zero3", ["norm", "a", ["b", "scale"]]))
+                nans = {n: torch.full_like(p, torch.nan) for n, p in doubles.items()}
+                state = fsdp.step(fsdp.reduce(state, nans), skip=torch.tensor(True))
+            state = fsdp.step(fsdp.reduce(state, given(step)))
+        found = fsdp.full_params(state)
+        moved = max(float((p.detach() - doubles[n]).abs().max()) for n, p in params.items() if p.numel())
+        off = max(float((p.detach() - found[n]).abs().max()) for n, p in params.items() if p.numel())
+        if moved < 1e-2 or off > 1e-12 * moved:
+            wrong.append(f"{cls.__name__}: {off} of {moved}")
+    return wrong
+
+
+def test_a_class_that_couples_leaves_has_all_of_them_on_each_rank(tmp_path: Path) -> None:
+    assert launch(all_leaves, (str(tmp_path), "all", True), nprocs=2) == [[], []]
+
+
+def test_leaves_that_couple_where_one_has_no_gradient(tmp_path: Path) -> None:
+    assert launch(all_leaves, (str(tmp_path), None, False), nprocs=2) == [[], []]
+    optimizer = fsdp.from_torch(Waits)
+    text = "other leaves, some of which have no gradient in some steps, than alone"
+    assert re.search(rf"whole leaves at owners, .*{text}", str(optimizer))
+    with pytest.raises(SpecError, match=rf"cannot work on shards.*{text}. Leave by= out"):
+        fsdp.from_torch(Waits, by="elementwise")
+    state = stepped(fsdp.shard(tree(0), spec("ddp"), optimizer), range(3))
+    before = fsdp.full_params(state)
+    with pytest.raises(TreeError, match=rf"from_torch\(Waits\): the leaf 'a\.bias' has no gradient .*{text}.*by='all'"):
+        fsdp.step(fsdp.reduce(state, {**tree(4), "a.bias": None}))
+    assert same(fsdp.full_params(state), before)
+
+
+def test_all_leaves_together_say_what_they_hold() -> None:
+    optimizer = fsdp.from_torch(Grows, by="all")
+    fsdp.shard(tree(0), Spec(fsdp.local_mesh()), optimizer)
+    numel = sum(p.numel() for p in tree(0).values())
+    held = re.search(r"all leaves together, on one gathered copy a rank \(([\d,]+) bytes\), since .*", str(optimizer))
+    assert held is not None
+    assert int(held[1].replace(",", "")) >= 2 * 4 * numel
+    with pytest.raises(SpecError, match=r"from_torch\(Grows\): by is 'all', but options are given by label, 'bias'"):
+        fsdp.from_torch(Grows, by="all", lr={"bias": 0.1, "default": 0.2})
+
+
+class TurnsLater(Patterns):
+    """Its sign from the thirtieth step on, and normalized in the fortieth."""
+
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        s["step"] = s.get("step", 0) + 1
+        if s["step"] == 40:
+            g = g / g.norm()
+        p.sub_(group["lr"] * (g.sign() if s["step"] >= 30 else g))
+
+
+def test_each_real_step_is_one_that_was_proved() -> None:
+    """A count at which nobody looked: what is elementwise there is run, what is not is refused before the step."""
+    optimizer = fsdp.from_torch(TurnsLater)
+    assert "elementwise" in str(optimizer)
+    state = stepped(fsdp.shard(tree(0), Spec(fsdp.local_mesh()), optimizer), range(39))
+    assert same(fsdp.full_params(state), plainly(TurnsLater, 39)[0])
+    before = fsdp.full_params(state)
+    with pytest.raises(
+        TreeError,
+        match=r"from_torch\(TurnsLater\): in this step the class does .* linalg_vector_norm is not elementwise "
+        r"\(.*test_from_torch\.py:\d+: g = g / g\.norm\(\)\)\. The step was not taken\. Give by='leaf'",
+    ):
+        stepped(state, range(39, 40))
+    assert same(fsdp.full_params(state), before)
 
 
 class Random(torch.optim.SGD):
