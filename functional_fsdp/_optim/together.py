@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,9 +42,13 @@ class AllLeaves(WholeLeaves):
         return hash((type(self), self.cls))
 
     def __str__(self) -> str:
-        sizes = [nbytes for nbytes in self._plans.values() if isinstance(nbytes, int)]
-        held = f" ({max(sizes):,} bytes)" if sizes else ""
+        held = f" ({max(self._held):,} bytes)" if self._held else ""
         return f"{name_of(self.cls)}: all leaves together, on one gathered copy a rank{held}, since {self.why}"
+
+    @cached_property
+    def _held(self) -> list[int]:
+        """Bytes of the copies of States that were begun."""
+        return []
 
     def nbytes(self, opt: Trees, main: Tree) -> int:
         """Bytes of the gathered copy that each rank has in a step: weights, gradients, and all that is kept."""
@@ -84,13 +89,21 @@ class AllLeaves(WholeLeaves):
         return found
 
     def _run(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None) -> torch.Tensor:
-        """As of one leaf, but of three, one of which gets no gradient in some steps."""
+        """As of one leaf, but of three, one of which gets no gradient in some steps; if the class can have that."""
+        try:
+            return self._run_three(label, shape, dtype, forms, (0, 1, 7))
+        except SpecError:
+            return self._run_three(label, shape, dtype, forms, ())
+
+    def _run_three(
+        self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None, late: Sequence[int]
+    ) -> torch.Tensor:
         params: list[torch.Tensor] = [torch.nn.Parameter(numbers_like(shape, 3 + i).to(dtype)) for i in range(3)]
         optimizer, fresh = self._together(params, [None] * 3)
         for step in range(13):
             for i, param in enumerate(params):
                 scale = (1e-3, 1.0, 40.0)[(step + i) % 3]
-                lacks = i == 1 and (step < 2 or step == 7)
+                lacks = i == 1 and step in late
                 hand_over(param, None if lacks else numbers_like(shape, 50 + step + 20 * i).to(dtype) * scale)
             try:
                 optimizer.step()
@@ -112,7 +125,7 @@ class AllLeaves(WholeLeaves):
 
     def init(self, main: Tree) -> Trees:
         opt = super().init(main)
-        self._plans[tuple([b.bucket for b in main.values()])] = self.nbytes(opt, main)  # type: ignore[assignment]
+        self._held.append(self.nbytes(opt, main))
         return opt
 
     # ---- a step
@@ -132,13 +145,13 @@ class AllLeaves(WholeLeaves):
                 else:
                     gathered[what, name] = _whole(buffer, main[name].bucket, sender)
         leaves = [(n, i, leaf) for n, b in main.items() for i, leaf in enumerate(b.bucket.leaves) if leaf.numel]
-        params, held, rows = [], list[Held | None](), list[dict[str, torch.Tensor]]()
+        params, held, rows = list[torch.Tensor](), list[Held](), list[dict[str, torch.Tensor]]()
         for name, i, leaf in leaves:
             row = {what: flat[leaf.offset :][: leaf.numel] for (what, n), flat in gathered.items() if n == name}
             of = {what: values[i] for (what, n), values in numbers.items() if n == name}
-            forms, form = self.forms(leaf, main[name].local.dtype), int(of[FORM])
-            values = [self._value(slot, leaf, row, of) for slot in forms[form - 1].slots] if form else []
-            held.append((forms, form, values))
+            forms, which = self.forms(leaf, main[name].local.dtype), int(of[FORM])
+            values = [self._value(slot, leaf, row, of) for slot in forms[which - 1].slots] if which else []
+            held.append((forms, which, values))
             rows.append(row)
             param = torch.nn.Parameter(row["/main"].to(main[name].local.dtype).view(leaf.shape).clone())
             if name not in given or given[name][i]:
@@ -156,8 +169,7 @@ class AllLeaves(WholeLeaves):
             taken = [self._taken(LABEL, optimizer, param, fresh, False) for param in params]
         for k, (name, i, leaf) in enumerate(leaves):
             of = {what: values[i] for (what, n), values in numbers.items() if n == name}
-            form, values = taken[k]
-            for what, number in self._kept(leaf, params[k], held[k][0], form, values, rows[k], of).items():
+            for what, number in self._kept(leaf, params[k], held[k][0], *taken[k], rows[k], of).items():
                 numbers[what, name][i] = number
         for what, tree in {"/main": main, **opt}.items():
             for name, buffer in tree.items():

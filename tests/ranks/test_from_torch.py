@@ -750,6 +750,7 @@ def compiled(preset: str, way: str) -> float:
     state = fsdp.shard(tree(0), spec(preset), nadam())
     for i in range(3):
         state = step(state, tree(i + 1))
+    assert state.optimizer.scout.turn >= 3  # scouts go before each compiled step, too
     assert state.optimizer is from_torch.IN_GRAPHS[state.optimizer.number]  # which outlives the State with the graph
     found = fsdp.full_params(state)
     return max(float((found[n] - p).abs().max()) for n, p in wanted.items() if p.numel())
