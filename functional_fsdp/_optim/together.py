@@ -68,25 +68,29 @@ class AllLeaves(WholeLeaves):
 
     def _tried(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> list[Form]:
         """Forms of a leaf alone, and as the first and the second one of two, which begin together or not."""
-        found = super()._tried(label, shape, dtype, path)
-        numel = math.prod(shape)
-        for place in (0, 1):
-            for late in (0, 1, 2):
-                params = [torch.nn.Parameter(numbers_like(shape, 1 + i).to(dtype)) for i in range(2)]
-                optimizer, fresh = self._together(params, [None, None])
-                for step in range(12 if numel <= 1 << 16 else 4):
+        found, before = list[Form](), self._moving.setdefault(label, frozenset())
+        first: Exception | None = None
+        for leaves, place, late in ((1, 0, -1), *((2, place, late) for place in (0, 1) for late in (-1, 0, 1))):
+            params = [torch.nn.Parameter(numbers_like(shape, 1 + i).to(dtype)) for i in range(leaves)]
+            try:
+                optimizer, fresh = self._together(params, [None] * leaves)
+                for step in range(12 if math.prod(shape) <= 1 << 16 else 4):
                     for i, param in enumerate(params):
-                        lacks = step < 3 and late == 1 + (i == place)
+                        lacks = step < 3 and i == late
                         hand_over(param, None if lacks else numbers_like(shape, 2 + step + i).to(dtype))
-                    try:
-                        optimizer.step()
-                        form, _ = self._taken(label, optimizer, params[place], fresh, True)
-                    except (SpecError, TreeError):
-                        raise
-                    except Exception:  # without a gradient, say: then a real step says so
-                        break
+                    optimizer.step()
+                    form, _ = self._taken(label, optimizer, params[place], fresh, True)
                     found += [form] if form not in found else []
-        return found
+            except (SpecError, TreeError):
+                raise
+            except Exception as error:  # without a gradient, say: then a real step says so
+                first = first or error
+        if not found:
+            raise SpecError(
+                f"{name_of(self.cls)}: the class does not take the leaf {path!r} of shape {list(shape)}: it raised "
+                f"{type(first).__name__}: {first}. Give the leaf to another optimizer by its label: fsdp.partition."
+            ) from first
+        return found if self._moving[label] == before else self._tried(label, shape, dtype, path)
 
     def _run(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None) -> torch.Tensor:
         """As of one leaf, but of three, one of which gets no gradient in some steps; if the class can have that."""

@@ -173,7 +173,7 @@ class WholeLeaves(UpdatesSome):
                 f"{name_of(self.cls)}: the class changed {sorted(changed - known)[0]!r} of itself, which it had not in "
                 "its first steps, so that no State holds it. Write an (init, update) pair."
             )
-        tree = {"state": dict(optimizer.state.get(param, {})), "beside": {k: now[k] for k in sorted(known)}}
+        tree = {"state": dict(optimizer.state.get(param, {})), "beside": {k: now[k] for k in sorted(known) if k in now}}
         pairs, structure = pytree.tree_flatten_with_path(tree)
         slots, values = [], []
         for path, value in pairs:
@@ -209,7 +209,7 @@ class WholeLeaves(UpdatesSome):
         return self._forms[key]
 
     def _tried(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> list[Form]:
-        found: list[Form] = []
+        found, before = list[Form](), self._moving.get(label, frozenset())
         try:
             for late in (0, 2):  # a leaf that gets its first gradients later
                 param = torch.nn.Parameter(numbers_like(shape, 1).to(dtype))
@@ -231,9 +231,8 @@ class WholeLeaves(UpdatesSome):
                 f"{name_of(self.cls)}: the class does not take the leaf {path!r} of shape {list(shape)}: it raised "
                 f"{type(error).__name__}: {error}. Give the leaf to another optimizer by its label: fsdp.partition."
             ) from error
-        # what it keeps beside is named by the last step: forms of earlier steps have it, too
-        keys = self._moving[label]
-        if any({*_beside_of(form)} != keys for form in found):
+        # what it keeps beside is known by the last step only: forms of earlier steps shall have it, too
+        if self._moving.get(label, frozenset()) != before:
             return self._tried(label, shape, dtype, path)
         return found
 
@@ -505,10 +504,6 @@ def _part(leaf: Leaf) -> Iterator[Part]:
     """A leaf as what is owned; what it costs is taken as its elements."""
     if leaf.numel:
         yield Part(tuple(leaf.shape), None, 0, (leaf.numel, 1), leaf.numel)
-
-
-def _beside_of(form: Form) -> list[str]:
-    return [*pytree.tree_unflatten(list(form.slots), form.structure)["beside"]]
 
 
 def _same(a: Any, b: Any) -> bool:
