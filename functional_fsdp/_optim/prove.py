@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._common.torch_names import TorchDispatchMode, pytree
 
-__all__ = ["Finding", "Observed", "Watch", "beside", "numbers_like", "observed"]
+__all__ = ["Finding", "Observed", "Watch", "beside", "numbers_like", "observed", "same"]
 
 ORDER = ("elementwise", "leaf", "all", "random")
 SHAPES = ((6, 8), (4, 3, 2, 2), (7,), (64, 72), (16, 24), (1, 5))
@@ -302,7 +302,7 @@ def _observed(
             for step in range(2):  # one of an even count, one of an odd one
                 step_of(steps + step)
     found = watch.findings
-    changed = [k for k, v in beside(optimizer).items() if k not in before or not _same(before[k], v)]
+    changed = [k for k, v in beside(optimizer).items() if k not in before or not same(before[k], v)]
     if changed and "leaf" not in found:
         found["leaf"] = Finding("leaf", f"it keeps {changed[0]!r} beside the state of parameters", "")
     nested = [k for p in params for k, v in optimizer.state.get(p, {}).items() if v is None or _nested(v)]
@@ -382,14 +382,25 @@ def beside(optimizer: Any) -> dict[str, Any]:
     known = ("_optimizer_", "_zero_grad", "_patch", "_warned", "_opt_called", "_need_device_dtype_check_for_fused")
     found |= {f"self.{k}": v for k, v in own.items() if not k.startswith(known) and _simple(v)}
     found |= {f"state.{k}": v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
-    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+    return {k: _copied(v) for k, v in found.items()}
 
 
 def _simple(value: Any) -> bool:
+    if type(value) is dict:
+        return all(isinstance(key, str) and _simple(one) for key, one in value.items())
     return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
 
 
-def _same(a: Any, b: Any) -> bool:
+def _copied(value: Any) -> Any:
+    if type(value) is dict and _simple(value):
+        return {key: _copied(one) for key, one in value.items()}
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether what an instance kept beside is the same."""
+    if type(a) is dict and type(b) is dict:
+        return a.keys() == b.keys() and all(same(one, b[key]) for key, one in a.items())
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return type(a) is type(b) and a.shape == b.shape and bool((a == b).all())
     return a is b or bool(a == b)

@@ -36,7 +36,7 @@ from .._storage.flat import no_counts
 from .numbers import at, by_label, check_settings, labels_in
 from .optimizer import Sender, Tree, UpdatesSome, portions
 from .probe import hand_over, name_of
-from .prove import beside, numbers_like
+from .prove import beside, numbers_like, same
 from .travel import back, cut, ordered, there
 
 __all__ = ["WholeLeaves"]
@@ -155,6 +155,9 @@ class WholeLeaves(UpdatesSome):
             where, name = key.split(".", 1)
             if where == "group":
                 optimizer.param_groups[0][name] = value
+            elif where == "self" and type(value) is dict and type(vars(optimizer).get(name)) is dict:
+                vars(optimizer)[name].clear()  # which others of the instance may have, too
+                vars(optimizer)[name].update(value)
             elif where == "self":
                 vars(optimizer)[name] = value
             else:
@@ -164,7 +167,7 @@ class WholeLeaves(UpdatesSome):
         self, label: str, optimizer: Any, param: torch.Tensor, fresh: Any, learn: bool
     ) -> tuple[Form, list[Any]]:
         now = beside(optimizer)
-        changed = frozenset(k for k, v in now.items() if k not in fresh or not _same(fresh[k], v))
+        changed = frozenset(k for k, v in now.items() if k not in fresh or not same(fresh[k], v))
         known = self._moving.get(label, frozenset())
         if learn:
             known = self._moving[label] = known | changed
@@ -238,24 +241,28 @@ class WholeLeaves(UpdatesSome):
 
     def check(self, label: str) -> None:
         """Refuse a class of which a new instance that is given the state does not go on as the old one would."""
-        ran, shapes = False, ((6, 8), (7,), (4, 3, 2, 2))
-        for shape, dtype in ((shape, dtype) for dtype in (torch.float64, torch.float32) for shape in shapes):
-            if dtype is torch.float32 and ran:
-                return
+        ran, refusal = False, SpecError("")
+        tried = [(shape, dtype) for shape in ((6, 8), (7,), (4, 3, 2, 2)) for dtype in (torch.float64, torch.float32)]
+        done: set[tuple[int, ...]] = set()
+        for shape, dtype in tried:  # float32 for a shape that it does not take in float64
+            if shape in done:
+                continue
             try:
                 forms = self._tried(label, shape, dtype, "a leaf")
                 wanted = self._run(label, shape, dtype, None)
-            except SpecError:
-                if (shape, dtype) == (shapes[-1], torch.float32):
-                    raise
+            except SpecError as error:
+                refusal = error
                 continue
             ran = True
+            done.add(shape)
             if not torch.equal(wanted, self._run(label, shape, dtype, forms)):
                 raise SpecError(
                     f"{name_of(self.cls)}: a new instance that is given the class's own state goes on otherwise than "
                     f"the first one, on a leaf of shape {list(shape)}: the class keeps something in another place, or "
                     "draws random numbers, so that no State can hold all of it. Write an (init, update) pair."
                 )
+        if not ran:
+            raise refusal
 
     def _run(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None) -> torch.Tensor:
         """A leaf after thirteen steps: of one instance, or of a new one in each step, with states of these forms."""
@@ -504,9 +511,3 @@ def _part(leaf: Leaf) -> Iterator[Part]:
     """A leaf as what is owned; what it costs is taken as its elements."""
     if leaf.numel:
         yield Part(tuple(leaf.shape), None, 0, (leaf.numel, 1), leaf.numel)
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
-        return type(a) is type(b) and a.shape == b.shape and bool((a == b).all())
-    return a is b or bool(a == b)
