@@ -368,7 +368,24 @@ class TurnsLate(Patterns):
         p.sub_(group["lr"] * (g / g.norm() if s["step"] >= 1000 else g))
 
 
+class Inner(Patterns):
+    """As heavyball's SOAP: a count in a dict of the instance, by which it does something in each third step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.inner = {"turn": 0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner["turn"] += 1
+        super().step()
+
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        p.sub_(group["lr"] * (g.sign() if self.inner["turn"] % 3 == 0 else g))
+
+
 HABITS = {
+    Inner: "it keeps 'self.inner' beside the state of parameters",
     ByNorm: "linalg_vector_norm is not elementwise", InTheGroup: "it keeps 'group.k' beside the state of parameters",
     ByDims: "Python reads the number of dims of a leaf", BySize: "Python reads the number of elements of a leaf",
     SlowCopy: "what it keeps begins neither as one number nor", Nested: "Python reads the number of elements of a leaf",
@@ -602,6 +619,24 @@ class Random(torch.optim.SGD):
 def test_a_class_that_draws_random_numbers_is_refused() -> None:
     with pytest.raises(SpecError, match=r"shards: rand_like draws random numbers \(.*test_from_torch\.py:\d+: p\.sub_"):
         fsdp.from_torch(Random)
+
+
+class Hidden(Patterns):
+    """Keeps a list of its own for matrices, which it takes in float32 only."""
+
+    def one(self, p: Any, g: Any, s: Any, group: Any) -> None:
+        if p.dim() == 2:
+            if p.dtype is torch.float64:
+                raise TypeError("float32 only")
+            vars(self).setdefault("seen", []).append(1)
+            g = g * len(vars(self)["seen"])
+        p.sub_(group["lr"] * g)
+
+
+def test_what_no_state_can_hold_is_found_for_each_shape() -> None:
+    text = r"a new instance that is given the class's own state goes on otherwise .* on a leaf of shape \[6, 8\]"
+    with pytest.raises(SpecError, match=text):
+        fsdp.from_torch(Hidden, by="all")
 
 
 class FromFirstRate(torch.optim.SGD):
