@@ -26,8 +26,9 @@ from ._common.errors import (
     TreeError,
 )
 from ._graph.lower import Lowered, abstract_state, lower
-from ._launch.launch import LaunchError, launch, local_mesh
-from ._launch.workers import Handle, WorkerGroup, workers
+from ._launch.launch import LaunchError, launch, local_mesh, workers
+from ._launch.simulated import simulate
+from ._launch.workers import Handle, WorkerGroup
 from ._nn.float8_weight import Float8Weight
 from ._nn.module import bind, functionalize
 from ._nn.ties import tie
@@ -153,6 +154,7 @@ __all__ = [
     "save_safetensors",
     "sgd",
     "shard",
+    "simulate",
     "state_dict",
     "step",
     "symmetric",

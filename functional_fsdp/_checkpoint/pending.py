@@ -61,6 +61,6 @@ def finish(run: Runtime) -> None:
 
 def settled() -> None:
     """Wait for the saves of all meshes, however they end."""
-    for saving in [*_saving.values()]:
+    for run, saving in [*_saving.items()]:
         if saving.owner == os.getpid():
-            Future.exception(saving)
+            run.medium.until_done(saving)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-__all__ = ["arrive", "guard", "leave", "of_the_program", "resume", "whole"]
+__all__ = ["arrive", "guard", "leave", "must_wait", "of_the_program", "resume", "whole"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 SOON, PATIENCE = 0.003, 1.0  # seconds
@@ -102,7 +102,7 @@ class Held:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if _must_wait(frame):
+        if must_wait(frame):
             since = _waiting[:1]
             if not since:
                 _waiting.append(now)
@@ -124,13 +124,14 @@ def _carry() -> None:
     while _waiting:
         time.sleep(SOON)
         frame = sys._current_frames().get(main)
-        if not _must_wait(frame) and not _in_transit(frame):
+        if not must_wait(frame) and not _in_transit(frame):
             if _taken_out():
                 signal.pthread_kill(main, signal.SIGINT)
             return
 
 
-def _must_wait(frame: FrameType | None) -> bool:
+def must_wait(frame: FrameType | None) -> bool:
+    """Whether what runs there is not to be stopped."""
     return any(f.f_code in _codes for f in _stack(frame))
 
 

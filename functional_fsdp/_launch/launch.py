@@ -18,19 +18,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._common.errors import CommError
 from .._common.torch_names import gloo_options
+from . import meshes
 from .attempt import store_of_this_attempt
 from .launchers import take_task
 from .objects import without_numpy
 from .pool import LaunchError
+from .simulated import Simulation
 from .worker import STORE, TIMEOUT
 from .workers import WorkerGroup, default_nprocs
 
-__all__ = ["SHARED_GPUS", "LaunchError", "launch", "local_mesh", "stop_workers"]
+__all__ = ["SHARED_GPUS", "LaunchError", "launch", "local_mesh", "stop_workers", "workers"]
 
 T = TypeVar("T")
 SHARED_GPUS = "FUNCTIONAL_FSDP_SHARED_GPUS"  # set where ranks may share a GPU, as tests do
-_kept: dict[tuple[int, int], WorkerGroup] = {}  # by the caller's process and the number of ranks
-_meshes: dict[Any, Any] = {}  # one for each shape, since one of several axes brings new process groups
+_kept: dict[tuple[int, int, bool], WorkerGroup] = {}  # by the caller's process, the number of ranks, and of what kind
 _numbers = itertools.count()  # of the process groups that this process was in: each has keys of its own in the store
 
 
@@ -54,18 +55,18 @@ def local_mesh(device: str | None = None, /, **axes: int) -> DeviceMesh:
     if not dist.is_initialized():
         _init_process_group(device or ("cuda" if torch.cuda.device_count() else "cpu"))
     device = device or ("cuda" if "nccl" in dist.get_backend_config() else "cpu")
-    axes = axes or {"data": -1}
-    if _meshes.get("of") is not dist.group.WORLD:
-        _meshes.clear()  # whose process groups were destroyed
-        _meshes["of"] = dist.group.WORLD
+    axes = axes or meshes.default_axes
+    if meshes.made.get("of") is not dist.group.WORLD:
+        meshes.made.clear()  # whose process groups were destroyed
+        meshes.made["of"] = dist.group.WORLD
     names, sizes = tuple(axes), _sizes(axes, dist.get_world_size())
     key = device, names, sizes
-    if key not in _meshes:
+    if key not in meshes.made:
         with _reached(f"local_mesh({', '.join(f'{name}={size}' for name, size in axes.items())})"):
-            _meshes[key] = init_device_mesh(
+            meshes.made[key] = init_device_mesh(
                 device, sizes, mesh_dim_names=names, backend_override=_patient(device, names, sizes)
             )
-    return _meshes[key]
+    return meshes.made[key]
 
 
 def _patient(device: str, names: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
@@ -148,6 +149,7 @@ def launch(
     *,
     nprocs: int | None = None,
     timeout: float | None = None,
+    simulate: bool = False,
 ) -> list[T]:
     """Runs `fn(*args, **kwargs)` on `nprocs` ranks of this machine and returns every rank's result, in rank order.
 
@@ -162,6 +164,7 @@ def launch(
         nprocs: number of ranks. Default: one for each GPU, or 2 where there is none.
         timeout: seconds a collective may wait for the other ranks, for the groups that are created in this call.
             Default: 600.
+        simulate: on ranks that take turns in this process, see `simulate`.
 
     Raises:
         LaunchError: a rank raised or died. The workers survive if every rank came to an end.
@@ -177,10 +180,38 @@ def launch(
             f"launch(): args is {args!r}; expected a tuple, as in launch(fn, (1, 2)). The number of ranks is nprocs="
         )
     count = default_nprocs() if nprocs is None else nprocs
-    key = os.getpid(), count
+    key = os.getpid(), count, simulate
     if key not in _kept:
-        _kept[key] = WorkerGroup(count, None, "launch")
+        _kept[key] = Simulation(count, {}, "launch") if simulate else WorkerGroup(count, None, "launch")
     return _kept[key]._run(fn, args, kwargs or {}, keep=False, timeout=timeout)
+
+
+def workers(nprocs: int | None = None, *, timeout: float | None = None, simulate: bool = False) -> WorkerGroup:
+    """Start worker processes that are the ranks of this machine, and keep what calls return.
+
+    Each is a process with the environment of torchrun, so `local_mesh()` in a function that they run spans them. They
+    are started by a process of their own, never forked from the caller, who may have run a backward or used CUDA; they
+    start while the caller goes on. They end with `close()`, with the `with` block, or with the caller, however it ends.
+    If one dies, what they held is lost: handles raise, and the next call without one starts new workers.
+
+    Args:
+        nprocs: number of ranks. Default: one for each GPU, or 2 where there is none.
+        timeout: seconds a collective may wait for the other ranks, for groups that are created from now on.
+            Default: 600.
+        simulate: ranks that take turns in this process in the place of processes, see `simulate`. Their `traffic` says
+            what they sent.
+
+    Raises:
+        RuntimeError: this process is itself a rank. ValueError: `nprocs` is less than 1.
+
+    >>> with workers(nprocs=2) as w:  # doctest: +SKIP
+    ...     value = w(lambda x: x * 2, 21)
+    ...     value.get()
+    [42, 42]
+    """
+    count = default_nprocs() if nprocs is None else nprocs
+    what = f"workers(nprocs={count}{', simulate=True' if simulate else ''})"
+    return Simulation(count, {}, what) if simulate else WorkerGroup(count, timeout, what)
 
 
 def stop_workers() -> None:

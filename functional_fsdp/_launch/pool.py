@@ -28,6 +28,7 @@ from .._common.errors import FsdpError
 from .._common.interrupts import of_the_program
 from .results import Key
 from .server import Server, exit_code
+from .transfer import dumps, loads
 from .worker import STORE, Call, Setup
 
 __all__ = ["LaunchError", "Pool", "end_all", "forget_all", "interrupts"]
@@ -152,6 +153,9 @@ class Pool:
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
+
+    pack: Any = staticmethod(lambda task, special: dumps(task, special=special))
+    unpack: Any = staticmethod(loads)
 
     def run(self, call: Call, name: str, struck: list[int]) -> list[Any]:
         """One call on every rank: shows what they print, and waits until all are done or all is lost.

@@ -69,7 +69,7 @@ class Call(NamedTuple):
     """
 
     number: int
-    payload: bytes
+    payload: Any  # bytes, for a process
     keep: bool
     cwd: str
     path: list[str]

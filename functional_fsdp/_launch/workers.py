@@ -16,12 +16,12 @@ import torch
 from .pool import LaunchError, Pool, end_all, forget_all, interrupts
 from .reloads import Versions
 from .results import Key, held, meshes, renew, same, short
-from .transfer import dumps, loads
 from .worker import Call
 
-__all__ = ["Handle", "WorkerGroup", "workers"]
+__all__ = ["HANDLES", "Handle", "WorkerGroup", "default_nprocs"]
 
 GET, PRINT = "Handle.get()", "repr(Handle)"  # calls that handles make, by name
+HANDLES = "handles"  # in a copy's memo: what comes in their place
 TIMEOUT = 600.0  # seconds a collective may wait, unless the caller says otherwise
 _versions = Versions()
 
@@ -59,6 +59,9 @@ class Handle:
         except LaunchError as error:
             return [f"cannot be printed: {error.reports.get(rank, error)}" for rank in range(self._owner.nprocs)]
 
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        return memo[HANDLES](self) if HANDLES in memo else self.__reduce__()
+
     def __reduce__(self) -> Any:
         raise TypeError(
             "a handle is a value on workers: give it to a call of the same workers, or fetch the value with .get()"
@@ -69,7 +72,7 @@ class WorkerGroup:
     """Processes that are the ranks of this machine; made by `workers`. Calling it runs a function on every rank."""
 
     def __init__(self, nprocs: int, timeout: float | None, what: str) -> None:
-        _no_rank(what)
+        no_rank(what)
         if nprocs < 1:
             raise ValueError(f"{what}: nprocs is {nprocs}; expected the number of ranks, at least 1")
         self.nprocs, self.timeout, self._what = nprocs, TIMEOUT if timeout is None else timeout, what
@@ -127,9 +130,12 @@ class WorkerGroup:
         if self._pool is None or not self._pool.alive():
             if self._pool is not None:
                 self._pool.kill()
-            self._pool = Pool(self.nprocs)
+            self._pool = self._make()
             weakref.finalize(self, self._pool.kill).atexit = False
         return self._pool
+
+    def _make(self) -> Pool:
+        return Pool(self.nprocs)
 
     def _run(
         self,
@@ -144,7 +150,7 @@ class WorkerGroup:
         name = name or str(getattr(fn, "__qualname__", fn))
         if self._closed:
             raise RuntimeError(f"{self._what} was closed, so {name} cannot run. Start new ones: fsdp.workers(nprocs=2)")
-        _no_rank(self._what)
+        no_rank(self._what)
         with self._lock:
             if self._serving:
                 raise RuntimeError(
@@ -179,7 +185,7 @@ class WorkerGroup:
         finally:
             if not pool.idle:
                 pool.kill(f"the call {what} was cut short")
-        return returned if keep else [_loads(what, rank, result) for rank, result in enumerate(found)]
+        return returned if keep else [_loads(pool, what, rank, result) for rank, result in enumerate(found)]
 
     def _handles(self, pool: Pool, number: int, lengths: list[int | None]) -> Any:
         """A handle; of tuples that are equally long on every rank, one for each item."""
@@ -193,8 +199,8 @@ class WorkerGroup:
         handles that it was given refer to the newest states."""
 
         def run(fn: Callable[..., Any], *args: Any) -> list[Any]:
-            again = call._replace(number=next(self._numbers), payload=dumps((fn, args, {})), keep=False)
-            return [loads(data) for data in pool.run(again._replace(drop=list(pool.drop)), "renew", [])]
+            again = call._replace(number=next(self._numbers), payload=pool.pack((fn, args, {}), {}), keep=False)
+            return [pool.unpack(data) for data in pool.run(again._replace(drop=list(pool.drop)), "renew", [])]
 
         pool.drop.append((call.number, None))
         if not pool.idle:
@@ -208,7 +214,7 @@ class WorkerGroup:
         except LaunchError as error:  # that of the call itself says more; handles say this one
             pool.kill(f"their ranks could not meet after a call that failed: {str(error).splitlines()[0]}")
 
-    def _dumps(self, what: str, task: Any, given: list[Key]) -> bytes:
+    def _dumps(self, what: str, task: Any, given: list[Key]) -> Any:
         def reduced(handle: Handle) -> Any:
             if not handle._pool.alive():
                 raise LaunchError(
@@ -221,7 +227,7 @@ class WorkerGroup:
             return held, (handle._key,)
 
         try:
-            return dumps(task, special={Handle: reduced})
+            return self._start().pack(task, {Handle: reduced})
         except (LaunchError, ValueError):
             raise
         except Exception as error:
@@ -243,40 +249,15 @@ class WorkerGroup:
 _sets: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
 
 
-def workers(nprocs: int | None = None, *, timeout: float | None = None) -> WorkerGroup:
-    """Start worker processes that are the ranks of this machine, and keep what calls return.
-
-    Each is a process with the environment of torchrun, so `local_mesh()` in a function that they run spans them. They
-    are started by a process of their own, never forked from the caller, who may have run a backward or used CUDA; they
-    start while the caller goes on. They end with `close()`, with the `with` block, or with the caller, however it ends.
-    If one dies, what they held is lost: handles raise, and the next call without one starts new workers.
-
-    Args:
-        nprocs: number of ranks. Default: one for each GPU, or 2 where there is none.
-        timeout: seconds a collective may wait for the other ranks, for groups that are created from now on.
-            Default: 600.
-
-    Raises:
-        RuntimeError: this process is itself a rank. ValueError: `nprocs` is less than 1.
-
-    >>> with workers(nprocs=2) as w:  # doctest: +SKIP
-    ...     value = w(lambda x: x * 2, 21)
-    ...     value.get()
-    [42, 42]
-    """
-    count = default_nprocs() if nprocs is None else nprocs
-    return WorkerGroup(count, timeout, f"workers(nprocs={count})")
-
-
-def _loads(what: str, rank: int, result: bytes) -> Any:
+def _loads(pool: Pool, what: str, rank: int, result: Any) -> Any:
     try:
-        return loads(result)
+        return pool.unpack(result)
     except Exception as error:
         said = f"{what}: what rank {rank} sent cannot be read here: {type(error).__name__}: {error}"
         raise LaunchError(said, {rank: said}) from error
 
 
-def _no_rank(what: str) -> None:
+def no_rank(what: str) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
         raise RuntimeError(f"{what}: this process already is rank {rank} of {world}. Call the function itself")

@@ -12,7 +12,6 @@ peers, and meets them before anything else (see `_runtime.restart`).
 from __future__ import annotations
 
 import pickle
-import time
 import zlib
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -65,6 +64,7 @@ class Agreement(Peers):
         heard: at the last meeting, every rank's `form`, in words.
     """
 
+    medium: Any
     store: Any
     world: Any
     arrivals: dist.ProcessGroup | None
@@ -336,7 +336,7 @@ class Agreement(Peers):
         Raises:
             CommError: a rank is gone, or the time is over. RestartError: a peer abandoned the step.
         """
-        now, limit = time.monotonic(), self.timeout.total_seconds()
+        now, limit = self.medium.now(), self.timeout.total_seconds()
         spent = now - begun
         if not self.gone():
             self.absent = 0.0
@@ -350,7 +350,7 @@ class Agreement(Peers):
             asked = restarts and not news and self._asked()
             news = news and (not callable(restarts) or restarts())
         except dist.DistError as why:
-            spent = time.monotonic() - begun
+            spent = self.medium.now() - begun
             raise self.fail(f"{what} failed after {spent:.1f} s: the ranks' store cannot be reached", why) from why
         if lost:
             self.lose(f"Another rank says: {lost}")

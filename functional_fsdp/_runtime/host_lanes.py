@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -139,7 +138,7 @@ class HostLanes(Lanes):
 
     def _finish(self, queue: Queue, job: Job, relents: bool) -> bool:
         """Wait for a job. Only that a work has not ended means "not yet": what its own code raises goes on its way."""
-        run, begun, patience = self.run, time.monotonic(), FIRST
+        run, begun, patience = self.run, self.run.medium.now(), FIRST
         while not job.done:
             error = job.pause(patience) if job.works and not job.calls else None
             if error is None:

@@ -12,7 +12,6 @@ group's timeout.
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -128,10 +127,10 @@ class Meeting:
 
 def _read(run: Any, prefix: str, ranks: Iterable[int]) -> list[bytes]:
     """What these ranks (by their place in the mesh) put under `prefix`, as soon as all have."""
-    begun = looked = time.monotonic()
+    begun = looked = run.medium.now()
     keys = {r: f"{prefix}{r}" for r in ranks}
     while missing := [r for r, key in keys.items() if not run.store.check([key])]:
-        now = time.monotonic()
+        now = run.medium.now()
         if now - begun > run.timeout.total_seconds():
             absent = [run.ranks[r] for r in missing]
             why = f"restart: rank(s) {absent} did not answer within {now - begun:.0f} s."
@@ -144,7 +143,7 @@ def _read(run: Any, prefix: str, ranks: Iterable[int]) -> list[bytes]:
             broken = run.meeting is not None and run.meeting.broken()
             run.listen("restart: waiting for the other ranks", begun, "", failed=broken, restarts=False)
         _progress(run)
-        time.sleep(0.002)
+        run.medium.rest(0.002)
     return [run.store.get(key) for key in keys.values()]
 
 
@@ -181,7 +180,7 @@ def _catch_up(run: Any, name: str, counts: list[int], prefix: str) -> None:
 
 def _drain(run: Any, name: str) -> None:
     """Finish what is in flight on a lane: every rank that takes part is here."""
-    queue, begun = run.lanes.queues[name], time.monotonic()
+    queue, begun = run.lanes.queues[name], run.medium.now()
     while (error := queue.drain(POLL)) is not None:
         what = f"restart: what was in flight on the {name} lane never came to an end: it"
         run.listen(what, begun, error, failed=queue.jobs[0].failed(), restarts=False)

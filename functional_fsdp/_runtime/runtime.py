@@ -28,13 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._common.device import current_device
 from .._common.errors import SpecError
 from .._common.record import Collective
-from .._common.torch_names import default_store
-from .._distributed.collectives import gloo
-from .._distributed.groups import forget, level, new_group, one_thread
-from .._distributed.host_vote import HostVote
+from .._distributed.groups import one_thread
 from .._distributed.lanes import LANES, QUEUES, Log, Steps
+from .._distributed.medium import medium_of
 from .._distributed.store import PatientStore
-from .._distributed.watch import ProcessWatch
 from .agreement import Agreement
 from .stream_lanes import lanes_of
 
@@ -66,6 +63,8 @@ class Runtime(Agreement):
         self.draws: dict[tuple[int, int], int] = {}  # what a step draws again: offsets, by microbatch and place
         self.again: dict[tuple[int, int], torch.Generator] = {}  # that a captured step draws them from
         self.given_rows: dict[tuple[str, bytes], list[bytes]] = {}  # of traced steps, see `_state.graph_plan`
+        self.world: Any = dist.group.WORLD
+        self.medium = medium_of(self.world)
         self.lanes = lanes_of(self)
         self.users: dict[int, int] = {}  # under 0 the thread that is in a call, see `_common.calls`
         self.lineage_count = 0
@@ -81,7 +80,6 @@ class Runtime(Agreement):
         self.grid = mesh.mesh  # ranks [sizes]; the mesh itself is not kept: when it is let go, so is this
         self.ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
         self.rank = 0  # which of them this one is
-        self.world: Any = dist.group.WORLD
         self.place = ""  # in the store
         if self.size == 1:
             return
@@ -90,13 +88,13 @@ class Runtime(Agreement):
         self.timeout = _timeout(mesh, self.device)
         self.rank = self.ranks.index(dist.get_rank())
         offers = [run.place for run in _unused if run.ranks == self.ranks and run.idle()]
-        self.place, again, processes = level(self.ranks, self.timeout, offers)
-        self.watch = ProcessWatch(processes)
+        self.place, again, processes = self.medium.level(self.ranks, self.timeout, offers)
+        self.watch = self.medium.watch(processes)
         for run in sorted((run for run in _unused if run.place in again), key=lambda run: again.index(run.place)):
             _unused.remove(run)
             for kind, groups in run.let_go().items():
                 self.spare_groups.setdefault(kind, []).extend(groups)
-        self.store: Any = dist.PrefixStore(f"{self.place}/run", default_store())  # type: ignore[attr-defined]
+        self.store: Any = self.medium.store(self.place)
         for i, axis in enumerate(names):
             mine = mesh.mesh.movedim(i, -1).reshape(-1, mesh.shape[i])
             row = self.rows[axis] = next(row.tolist() for row in mine if dist.get_rank() in row)
@@ -105,17 +103,17 @@ class Runtime(Agreement):
                 for lane in LANES:
                     self.groups[lane, axis] = self._group(row, f"{lane} {axis}", self.lanes.backend)
         self.control: Any = self._group(self.ranks, "control", "gloo")
-        self.host_vote = HostVote.of(self)
+        self.host_vote = self.medium.vote(self)
         if not all(self.everyone(len(self.watch) == self.size - 1, "who sees whom")):
             self.arrivals = self._group(self.ranks, "arrivals", "gloo")
             self.store = PatientStore(self.store, self.timeout)
-        forget(self.place, self.ranks)
+        self.medium.forget(self.place, self.ranks)
 
     def _group(self, ranks: list[int], what: str, backend: str) -> dist.ProcessGroup:
         """A group of these ranks: one that was used before, or a new one. Collective."""
         kind = backend, tuple(ranks), self.timeout
         spare = self.spare_groups.get(kind)
-        group = spare.pop(0) if spare else new_group(ranks, what, self.timeout, backend, gone=self.gone)
+        group = spare.pop(0) if spare else self.medium.group(ranks, what, self.timeout, backend, gone=self.gone)
         self.own_groups.setdefault(kind, []).append(group)
         return group
 
@@ -145,10 +143,10 @@ class Runtime(Agreement):
             if lane == "traced" and self.spare_groups.get((backend, tuple(self.rows[axis]), self.timeout)):
                 self.groups[lane, axis] = self._group(self.rows[axis], "", backend)
                 return self.groups[lane, axis]
-            place = level(self.rows[axis], self.timeout).place
-            group = new_group(self.rows[axis], f"{lane} {axis}", self.timeout, backend, options, self.gone)
+            place = self.medium.level(self.rows[axis], self.timeout).place
+            group = self.medium.group(self.rows[axis], f"{lane} {axis}", self.timeout, backend, options, self.gone)
             if lane == "traced":  # else ranks are not connected before they communicate, and may still read there
-                forget(place, self.rows[axis])
+                self.medium.forget(place, self.rows[axis])
                 self.own_groups.setdefault((backend, tuple(self.rows[axis]), self.timeout), []).append(group)
             self.groups[lane, axis] = group
         return self.groups[lane, axis]
@@ -168,7 +166,7 @@ class Runtime(Agreement):
             return self.lanes.collective(hop, out, given, self.groups[hop.lane, hop.axis])
         if hop.kind == "all_reduce" and hop.dtype is torch.int64 and self.host_vote is not None:
             return self.host_vote.largest(out)
-        return gloo(hop, out, given, self.control)
+        return self.medium.exchange(hop, out, given, self.control)
 
     def now(self, hop: Collective, out: torch.Tensor, given: torch.Tensor) -> None:
         """One collective on its lane; the compute lane waits for it."""
@@ -208,15 +206,15 @@ def runtime_of(mesh: Any) -> Runtime:
     if run is None:
         _forget_groups()
         run = Runtime(mesh)
-    _RUNTIMES[id(mesh)] = weakref.ref(mesh, partial(_dropped, id(mesh))), run
+    _RUNTIMES[id(mesh)] = weakref.ref(mesh, partial(_dropped, _RUNTIMES, _unused, id(mesh))), run
     return run
 
 
-def _dropped(key: int, _: Any) -> None:
+def _dropped(runtimes: dict[int, Any], unused: list[Runtime], key: int, _: Any) -> None:
     """A mesh is no more. This may be in the middle of anything."""
-    _, run = _RUNTIMES.pop(key, (None, None))
-    if run is not None and run.size > 1 and not any(run is other for _, other in _RUNTIMES.values()):
-        _unused.append(run)
+    _, run = runtimes.pop(key, (None, None))
+    if run is not None and run.size > 1 and not any(run is other for _, other in runtimes.values()):
+        unused.append(run)
 
 
 def _forget_groups() -> None:

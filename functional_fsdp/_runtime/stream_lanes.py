@@ -218,5 +218,8 @@ class StreamLanes(HostLanes):
 
 
 def lanes_of(run: Agreement) -> Lanes:
-    """The lanes of a mesh: streams where it has GPUs, else the host's."""
+    """The lanes of a mesh: its medium's own; else streams where it has GPUs, else the host's."""
+    if run.medium.lanes is not None:
+        found: Lanes = run.medium.lanes(run)
+        return found
     return StreamLanes(run) if run.device.type == "cuda" else HostLanes(run)

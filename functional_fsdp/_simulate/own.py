@@ -1,0 +1,111 @@
+"""Own: what each rank has of its own that a process has once: it is put in place when the rank's turn comes, and taken
+away when it ends. Everything else that is the process's (globals of modules, the working directory) ranks share."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .._checkpoint import pending
+from .._common.tracing import KEEPING, LOWERING
+from .._runtime import runtime
+
+__all__ = ["Own", "Stream"]
+
+LISTS: tuple[list[Any], ...] = (LOWERING, KEEPING)  # which others hold on to: their items change places
+
+
+class Own:
+    """Attributes of modules, torchrun's variables, random generators, and where it prints.
+
+    Args:
+        places: {(module, attribute): value}, beside those that every rank has.
+        environ: variables; None: there is none of that name.
+    """
+
+    def __init__(self, places: Mapping[tuple[Any, str], Any], environ: Mapping[str, str | None]) -> None:
+        self.places = dict(places)
+        self.environ = dict(environ)
+        self.lists: list[list[Any]] = [[] for _ in LISTS]
+        self.drawn: list[Any] = [torch.Generator().get_state(), random.Random(0).getstate(), None]
+        self.cuda: Any = None
+
+    @classmethod
+    def of_the_caller(cls, like: Own) -> Own:
+        """What is in place now, where that of a rank will be."""
+        found = cls(
+            {(module, name): getattr(module, name) for module, name in like.places},
+            {name: os.environ.get(name) for name in like.environ},
+        )
+        return found
+
+    @staticmethod
+    def fresh() -> dict[tuple[Any, str], Any]:
+        """What a process that has made no mesh yet has of this package."""
+        return {
+            (runtime, "_RUNTIMES"): {},
+            (runtime, "_unused"): [],
+            (pending, "_saving"): type(pending._saving)(),
+        }
+
+    def leave(self) -> None:
+        for module, name in self.places:
+            self.places[module, name] = getattr(module, name)
+        for i, shared in enumerate(LISTS):
+            if shared:
+                self.lists[i] = shared[:]
+                shared.clear()
+        numpy = sys.modules.get("numpy")
+        self.drawn = [torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()]
+        if torch.cuda.is_initialized():
+            self.cuda = torch.cuda.get_rng_state()
+
+    def enter(self) -> None:
+        for (module, name), value in self.places.items():
+            setattr(module, name, value)
+        for shared, mine in zip(LISTS, self.lists, strict=True):
+            shared.extend(mine)
+            mine.clear()
+        for name, said in self.environ.items():
+            if said is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = said
+        torch.default_generator.set_state(self.drawn[0])
+        random.setstate(self.drawn[1])
+        if self.drawn[2] is not None:
+            sys.modules["numpy"].random.set_state(self.drawn[2])
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
+
+
+class Stream(io.TextIOBase):
+    """Where a rank prints: where the caller does, each line with the rank's number in front."""
+
+    encoding = "utf-8"
+
+    def __init__(self, to: Any, rank: int) -> None:
+        self.to, self.prefix = to, f"[rank {rank}] "
+        self.begun = False  # whether there is a part of a line
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines(keepends=True):
+            self.to.write(line if self.begun else self.prefix + line)
+            self.begun = not line.endswith("\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self.to.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        found: int = self.to.fileno()
+        return found

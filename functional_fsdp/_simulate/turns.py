@@ -1,0 +1,254 @@
+"""Turns: ranks that are threads of this process, of which exactly one runs at a time. It passes the baton on where it
+waits for another rank, or ends.
+
+    rank 0   ──compute── waits │                            │ ──compute── ...
+    rank 1                     │ ──compute── waits          │
+    rank 2                     │                ──compute── │    the next one that can go on, in order of ranks
+
+So a run is deterministic. Time is that of waits: where no rank can go on, the clock jumps to the first wait that has a
+limit, which ends with "not yet", so that a rank looks around as between processes. Where that changes nothing either,
+nothing ever will: the ranks are stopped, and what each waits for is said.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+
+from .._common.interrupts import must_wait
+from .._common.tracing import users_line
+from .own import Own
+
+__all__ = ["Deadlock", "Killed", "Rank", "Turns"]
+
+NEVER = float("inf")
+QUIET = 3.0  # seconds of the ranks' clock in which nothing changes: longer than any rank waits for news of another
+TICK = 0.001  # seconds, where what is waited for is none of the ranks'
+
+
+class Deadlock(RuntimeError):
+    """No rank can go on."""
+
+
+class Killed(BaseException):
+    """The end of a rank, as of a process that was killed."""
+
+
+class Rank:
+    """A rank: its thread while a call runs, and what it has of its own."""
+
+    def __init__(self, number: int, own: Own) -> None:
+        self.number, self.own = number, own
+        self.thread: threading.Thread | None = None
+        self.baton = threading.Lock()  # who waits for it waits for its turn
+        self.gone = ""  # how it was killed
+        self.begin()
+
+    def begin(self) -> None:
+        """A call begins."""
+        self.ready: Callable[[], bool] | None = None  # what it waits for; None: it can go on
+        self.until = NEVER  # when it stops waiting
+        self.real = False  # whether it waits for something outside
+        self.what = ""
+        self.over = self.stopped = False
+        self.skipped = 0
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def frame(self) -> FrameType | None:
+        return sys._current_frames().get(self.thread.ident or 0) if self.thread else None
+
+    def said(self) -> str:
+        """What it waits for, and where."""
+        if self.over or self.gone:
+            return f"rank {self.number} {self.gone or ('raised' if self.error is not None else 'has ended')}"
+        return f"rank {self.number} waits for {self.what}, at {users_line(traceback.walk_stack(self.frame()))}"
+
+
+class Turns:
+    """The ranks of one simulation, and whose turn it is.
+
+    Args:
+        order: "ranks", the next one that can go on; or "random", any of them, also after each collective.
+        slow: by rank, how many turns of others pass before one of its own.
+
+    Attributes:
+        now: seconds, by the ranks' clock. moved: when a rank last did something that another may wait for.
+        failure: why the ranks are stopped.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], order: str, seed: int, slow: Mapping[int, int]) -> None:
+        self.ranks, self.slow = ranks, slow
+        self.random = random.Random(seed) if order == "random" else None
+        self.now = self.moved = 0.0
+        self.current: Rank | None = None
+        self.stop: type[BaseException] | None = None
+        self.failure: Deadlock | None = None
+        self.failed: list[Rank] = []  # that raised, in this order
+        self.finished = threading.Event()
+
+    # ---- the caller's side
+
+    def run(self, work: Callable[[Rank], Any], struck: list[int], caller: Own) -> None:
+        """`work` on every rank, to its end. Each keeps its result or error.
+
+        Args:
+            struck: grows by an item for each Ctrl-C.
+        """
+        ranks = [rank for rank in self.ranks if not rank.gone]
+        if not ranks:
+            return
+        self.stop = self.failure = None
+        self.failed = []
+        self.finished.clear()
+        self.moved = self.now
+        for rank in ranks:
+            rank.begin()
+            rank.baton.acquire(blocking=False)
+            context = contextvars.copy_context()
+            rank.thread = threading.Thread(
+                target=context.run, args=(self._live, rank, work), name=f"rank {rank.number}", daemon=True
+            )
+            rank.thread.start()
+        caller.leave()
+        try:
+            self.current = self._choose()
+            assert self.current is not None
+            self.current.own.enter()
+            self.current.baton.release()
+            while not self.finished.wait(0.05):
+                if struck:
+                    self.stop = KeyboardInterrupt
+        finally:
+            caller.enter()
+        for rank in ranks:
+            assert rank.thread is not None
+            rank.thread.join()
+            rank.thread = None
+
+    def _live(self, rank: Rank, work: Callable[[Rank], Any]) -> None:
+        """The life of a rank's thread."""
+        rank.baton.acquire()
+        try:
+            with torch.autograd.set_multithreading_enabled(False):  # a backward runs here, too
+                self._check(rank)
+                rank.result = work(rank)
+        except Killed as error:
+            rank.gone = str(error)
+        except BaseException as error:
+            rank.error = error
+            self.failed.append(rank)
+        rank.over = True
+        self.moved = self.now
+        self._pass_on(rank)
+
+    # ---- a rank's side
+
+    def fault(self, hop: Any) -> None:
+        pass
+
+    def stir(self) -> None:
+        """This rank does something that another may wait for."""
+        self.moved = self.now
+
+    def offer(self) -> None:
+        """A place where another rank may go on."""
+        if self.random is not None and self.current is not None:
+            self.park(None, "")
+
+    def rest(self, seconds: float) -> None:
+        self.park(_never, "another rank", seconds)
+
+    def park(
+        self, ready: Callable[[], bool] | None, what: str, patience: float = NEVER, real: bool = False
+    ) -> bool:  # fmt: skip
+        """Let others go on until it is `ready`, or for so long. Returns whether it is.
+
+        Args:
+            what: is waited for, for people. real: it is not for a rank to do.
+        """
+        rank = self.current
+        assert rank is not None
+        if ready is None or not ready():
+            rank.ready, rank.until, rank.what, rank.real = ready, self.now + patience, what, real
+            self._pass_on(rank)
+            rank.ready, rank.until, rank.real = None, NEVER, False
+            self._check(rank)
+        return ready is None or ready()
+
+    def _check(self, rank: Rank) -> None:
+        """Raise if this rank is to stop here."""
+        if self.stop is not None and not rank.stopped and not must_wait(sys._getframe(1)):
+            rank.stopped = True
+            raise self.stop
+
+    def _pass_on(self, rank: Rank) -> None:
+        """To whoever is next; returns when it is this rank's turn again."""
+        following = self._choose()
+        if following is rank:
+            return
+        rank.own.leave()
+        self.current = following
+        if following is None:
+            self.finished.set()
+            return
+        following.own.enter()
+        following.baton.release()
+        if not rank.over:
+            rank.baton.acquire()
+
+    def _choose(self) -> Rank | None:
+        """The next rank that goes on; None where all have ended."""
+        while True:
+            at = self.current.number + 1 if self.current is not None else 0
+            living = [rank for rank in (*self.ranks[at:], *self.ranks[:at]) if not (rank.over or rank.gone)]
+            if not living:
+                return None
+            able = [rank for rank in living if rank.ready is None or self._stops(rank) or rank.ready()]
+            if able:
+                return self._of(able)
+            if any(rank.real for rank in living):
+                time.sleep(TICK)
+                continue
+            first = min(living, key=lambda rank: rank.until)
+            if first.until - self.moved > QUIET:
+                self._fail(living)
+                continue
+            self.now = max(self.now, first.until)
+            return first
+
+    def _stops(self, rank: Rank) -> bool:
+        return self.stop is not None and not rank.stopped and not must_wait(rank.frame())
+
+    def _of(self, able: list[Rank]) -> Rank:
+        if self.random is not None:
+            return self.random.choice(able)
+        for rank in able:
+            rank.skipped += 1
+            if rank.skipped >= self.slow.get(rank.number, 1):
+                rank.skipped = 0
+                return rank
+        return able[0]
+
+    def _fail(self, living: list[Rank]) -> None:
+        """No rank can go on."""
+        if self.failure is None:
+            self.failure = Deadlock("no rank can go on:\n  " + "\n  ".join(rank.said() for rank in self.ranks))
+            self.stop = KeyboardInterrupt
+        else:  # those that must not be stopped wait for those that were
+            for rank in living:
+                rank.ready = None
+        self.moved = self.now
+
+
+def _never() -> bool:
+    return False
