@@ -209,6 +209,8 @@ OpOverloadPacket = torch._ops.OpOverloadPacket
 functional_collectives: Any = torch.ops._c10d_functional
 to_scalar: Any = torch.ops.aten._local_scalar_dense.default  # Tensor.item
 
+compile_id: Any = torch._guards.CompileContext.current_compile_id  # None where this thread compiles nothing
+
 # ---- torch.distributed
 c10d: Any = dist.distributed_c10d
 default_store: Any = c10d._get_default_store

@@ -24,7 +24,9 @@ from typing import Any
 
 import torch
 
+from .._common.errors import FsdpError
 from .._common.interrupts import must_wait
+from .._common.torch_names import compile_id
 from .._common.tracing import users_line
 from .own import Own
 
@@ -179,6 +181,12 @@ class Turns:
         rank = self.current
         assert rank is not None
         if ready is None or not ready():
+            if compile_id() is not None:
+                raise FsdpError(
+                    "simulated ranks cannot wait for each other while torch.compile is at work, which does one thing at "
+                    "a time in a process. Take the step eagerly or by T.cuda_graph, or compile units by "
+                    "T.forward_backward(compile=...); or run it on processes."
+                )
             rank.ready, rank.until, rank.what, rank.real = ready, self.now + patience, what, real
             self._pass_on(rank)
             rank.ready, rank.until, rank.real = None, NEVER, False

@@ -127,9 +127,9 @@ class Vote(HostVote):
             most, least = (max(given[i] for _, given in came) for i in range(2))
             for out, _ in came:
                 if out is not None:
-                    out[:] = [most, least]
+                    out[0], out[1] = most, least
 
-        yield [lambda: self.group.meet("a vote", (ballot, list(ballot)), act)]
+        yield [lambda: self.group.meet("a vote", (ballot, [int(n) for n in ballot]), act)]
 
 
 class Medium:
