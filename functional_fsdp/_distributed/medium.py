@@ -4,6 +4,7 @@ have this one; a process group that is something else brings its own, as an attr
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
@@ -43,8 +44,8 @@ class Processes:
         return dist.PrefixStore(f"{place}/run", default_store())  # type: ignore[attr-defined]
 
     def until_done(self, future: Any) -> None:
-        """Wait for what this rank's own process does."""
-        future.exception()
+        """Wait for what this rank's own process does beside it."""
+        Future.exception(future)
 
 
 _PROCESSES = Processes()

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._checkpoint.pending import settled
@@ -16,7 +16,7 @@ from .._common.torch_names import c10d
 from .._simulate import turns
 from .._simulate.own import Own, Stream
 from .._simulate.traffic import Traffic
-from .._simulate.turns import Rank, Turns
+from .._simulate.turns import Fault, Rank, Turns
 from .._simulate.world import Medium, World, enter_torch, leave_torch, torch_world
 from . import meshes, results
 from .pool import LaunchError, Pool
@@ -27,21 +27,24 @@ from .workers import HANDLES, Handle, WorkerGroup
 __all__ = ["Simulation", "simulate"]
 
 
-NONE: Mapping[int, int] = types.MappingProxyType({})
+NONE: Mapping[int, Any] = types.MappingProxyType({})
 
 
 class SimulatedPool(Pool):
     """Ranks in the place of worker processes."""
 
     def __init__(
-        self, size: int, axes: Mapping[str, int], order: str = "ranks", seed: int = 0, slow: Mapping[int, int] = NONE
-    ) -> None:
+        self, size: int, axes: Mapping[str, int], order: str = "ranks", seed: int = 0, slow: Mapping[int, int] = NONE,
+        kill: Mapping[int, Fault] = NONE, only: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
         self.owner, self.idle, self.why = os.getpid(), True, ""
         self.drop: list[Key] = []
         self.axes = dict(axes)
-        self.ranks: Any = [Rank(number, self._own(number, size)) for number in range(size)]
+        self.ranks: Any = [Rank(number, self._own(number, size)) for number in (range(size) if only is None else only)]
+        for rank in self.ranks:
+            rank.fault = kill.get(rank.number)
         self.turns = Turns(self.ranks, order, seed, slow)
-        self.world = World(size, range(size), self.turns)
+        self.world = World(size, self.turns)
 
     def _own(self, rank: int, size: int) -> Own:
         places: dict[tuple[Any, str], Any] = Own.fresh()
@@ -127,8 +130,7 @@ class SimulatedPool(Pool):
                 error.args = (f"{error}\n\n{failure}",)
             raise error from (failed[0].error if failed else None)
         if failure is not None:
-            said = {rank.number: rank.said() for rank in self.ranks}
-            raise LaunchError(f"{name}: {failure}", {number: said[number] for number in stopped}) from failure
+            raise LaunchError(f"{name}: {failure}", {rank: failure.waits[rank] for rank in stopped}) from failure
         return [rank.result for rank in self.ranks]
 
 
@@ -179,7 +181,9 @@ class Simulation(WorkerGroup):
         super().__init__(size, None, what)
 
     def _make(self) -> Pool:
-        return SimulatedPool(self.nprocs, self._axes, **self._settings)
+        pool = SimulatedPool(self.nprocs, self._axes, **self._settings)
+        self._settings.pop("kill", None)  # once: those that come after are others
+        return pool
 
     @property
     def traffic(self) -> Traffic:
@@ -189,8 +193,8 @@ class Simulation(WorkerGroup):
 
 
 def simulate(
-    *, order: str = "ranks", seed: int = 0, kill: Mapping[int, str] | None = None,
-    slow: Mapping[int, int] | None = None, **axes: int,
+    *, order: str = "ranks", seed: int = 0, kill: Mapping[int, str] = NONE, slow: Mapping[int, int] = NONE,
+    only: Sequence[int] | None = None, **axes: int,
 ) -> Simulation:  # fmt: skip
     """Ranks of one process, on a mesh of these axes: what runs on processes and GPUs runs here unchanged.
 
@@ -202,27 +206,37 @@ def simulate(
     Args:
         order: "ranks"; or "random", where any rank that can goes on, also in between: what is right in one order must
             be right in all. seed: of these.
-        kill: by rank, where it ends as a process that was killed does.
-        slow: by rank, how many turns of others pass before one of its own.
+        kill: by rank, where it ends as a process that is killed does: "step 5", "step 5, in reduce of blocks.2". Steps
+            count from 1.
+        slow: by rank, for how many turns in which it could go on it does not.
+        only: the ranks that there are. The others give what the first of these gives, in every collective, and have no
+            results: layouts, agreement and memory are those of all, numbers are not (but for a first rank's).
         **axes: of the mesh that `local_mesh()` gives there, sizes by name.
 
     Returns:
         what `workers` returns: calls give handles, and `with` ends it.
 
     Raises:
-        ValueError: no axis, or one of size 0 or less; or `order` is something else.
-        A call: LaunchError as `workers`, which names the rank, from the rank's own error; or says which rank waits for
-            what, and where, if no rank can go on.
+        ValueError: no axis, or one of no size; `order`, `kill` or a rank is none that there is.
+        LaunchError: (a call) as `workers`, from the rank's own error; or no rank could go on, with what each of them
+            waits for, and where.
 
     >>> with simulate(replica=2, shard=2) as ranks:
     ...     ranks(lambda: local_mesh().get_coordinate()).get()
     [[0, 0], [0, 1], [1, 0], [1, 1]]
     """
-    size = math.prod(axes.values())
     call = f"simulate({', '.join(f'{name}={size}' for name, size in axes.items())})"
     bad = [name for name, size in axes.items() if not isinstance(size, int) or size < 1]
     if not axes or bad:
         raise ValueError(f"{call}: {f'{bad[0]}={axes[bad[0]]} is no size' if bad else 'no axis'}. Give sizes from 1 on")
+    size = math.prod(axes.values())
     if order not in ("ranks", "random"):
         raise ValueError(f"{call}: order is {order!r}; expected 'ranks' or 'random'")
-    return Simulation(size, axes, call, order=order, seed=seed, slow=slow or {})
+    chosen = None if only is None else sorted({*only})
+    absent = [rank for rank in (*(chosen or ()), *kill, *slow) if rank not in range(size)]
+    if absent or chosen == []:
+        raise ValueError(
+            f"{call}: {f'there is no rank {absent[0]}' if absent else 'only=[] is nobody'} of 0 to {size - 1}"
+        )
+    faults = {rank: Fault.of(text) for rank, text in kill.items()}
+    return Simulation(size, axes, call, order=order, seed=seed, slow=slow, kill=faults, only=chosen)

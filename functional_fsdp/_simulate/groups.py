@@ -73,7 +73,7 @@ class Group(dist.ProcessGroup):
         self.place, self.n = self.ranks.index(rank), len(ranks)
         self.count = 0
         self.name = self.description = ""
-        self.here = [i for i, other in enumerate(ranks) if other in world.present]
+        self.here = [i for i, other in enumerate(ranks) if other in world.ranks]
 
     # ---- meeting
 
@@ -314,7 +314,10 @@ _BINARY: dict[str, Any] = {
     "bor": torch.bitwise_or,
     "bxor": torch.bitwise_xor,
 }
-_OPS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "product", "BAND": "band", "BOR": "bor", "BXOR": "bxor"}  # fmt: skip
+_OPS = {
+    "SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "product", "BAND": "band", "BOR": "bor",
+    "BXOR": "bxor",
+}  # fmt: skip
 
 
 def _op(op: Any) -> str:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import contextvars
 import random
+import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,19 +31,51 @@ from .._common.torch_names import compile_id
 from .._common.tracing import users_line
 from .own import Own
 
-__all__ = ["Deadlock", "Killed", "Rank", "Turns"]
+__all__ = ["Deadlock", "Fault", "Rank", "Turns"]
 
 NEVER = float("inf")
+VERBS = {"unshard": "gather", "reduce": "reduce"}  # the lane of each
 QUIET = 3.0  # seconds of the ranks' clock in which nothing changes: longer than any rank waits for news of another
 TICK = 0.001  # seconds, where what is waited for is none of the ranks'
 
 
 class Deadlock(RuntimeError):
-    """No rank can go on."""
+    """No rank can go on. waits: what each says."""
+
+    def __init__(self, waits: dict[int, str]) -> None:
+        super().__init__("no rank can go on:\n  " + "\n  ".join(waits.values()))
+        self.waits = waits
 
 
 class Killed(BaseException):
     """The end of a rank, as of a process that was killed."""
+
+
+class Fault(NamedTuple):
+    """Where a rank is killed: in which step, counted from 1; in which verb, and of which unit ("": in any)."""
+
+    step: int
+    verb: str
+    unit: str
+
+    @classmethod
+    def of(cls, text: str) -> Fault:
+        """ValueError: it is none."""
+        found = re.fullmatch(r"step (\d+)(?:, in (unshard|reduce)(?: of (.+))?)?", text)
+        if found is None:
+            raise ValueError(f"{text!r} is no place in a run. Say 'step 5', or 'step 5, in reduce of blocks.2'")
+        return cls(int(found[1]), found[2] or "", found[3] or "")
+
+    def __str__(self) -> str:
+        where = f", in {self.verb}{self.unit and f' of {self.unit}'}" if self.verb else ""
+        return f"step {self.step}{where}"
+
+    def here(self, step: int, lane: str, buckets: Iterable[str]) -> bool:
+        return (
+            step == self.step
+            and (not self.verb or lane == VERBS[self.verb])
+            and (not self.unit or any(one.partition(":")[0] == self.unit for one in buckets))
+        )
 
 
 class Rank:
@@ -53,6 +86,7 @@ class Rank:
         self.thread: threading.Thread | None = None
         self.baton = threading.Lock()  # who waits for it waits for its turn
         self.gone = ""  # how it was killed
+        self.fault: Fault | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -96,6 +130,7 @@ class Turns:
         self.stop: type[BaseException] | None = None
         self.failure: Deadlock | None = None
         self.failed: list[Rank] = []  # that raised, in this order
+        self.heard: set[Any] = set()
         self.finished = threading.Event()
 
     # ---- the caller's side
@@ -144,23 +179,36 @@ class Turns:
             with torch.autograd.set_multithreading_enabled(False):  # a backward runs here, too
                 self._check(rank)
                 rank.result = work(rank)
-        except Killed as error:
-            rank.gone = str(error)
         except BaseException as error:
-            rank.error = error
-            self.failed.append(rank)
+            if not rank.gone:
+                rank.error = error
+                self.failed.append(rank)
         rank.over = True
         self.moved = self.now
         self._pass_on(rank)
 
     # ---- a rank's side
 
-    def fault(self, hop: Any) -> None:
-        pass
+    def issues(self, step: int, lane: str, buckets: Iterable[str]) -> None:
+        """This rank is about to issue something: perhaps its last."""
+        rank = self.current
+        assert rank is not None
+        if rank.fault is not None and rank.fault.here(step, lane, buckets):
+            rank.gone, rank.fault = f"was killed in {rank.fault}", None
+            self.stir()
+        self._check(rank)
 
-    def stir(self) -> None:
-        """This rank does something that another may wait for."""
-        self.moved = self.now
+    def stir(self, news: Any = None) -> None:
+        """This rank does something that another may wait for.
+
+        Args:
+            news: what it says while it waits, which changes something once.
+        """
+        if news is None:
+            self.heard.clear()
+        if news is None or news not in self.heard:
+            self.moved = self.now
+            self.heard.add(news)
 
     def offer(self) -> None:
         """A place where another rank may go on."""
@@ -183,8 +231,8 @@ class Turns:
         if ready is None or not ready():
             if compile_id() is not None:
                 raise FsdpError(
-                    "simulated ranks cannot wait for each other while torch.compile is at work, which does one thing at "
-                    "a time in a process. Take the step eagerly or by T.cuda_graph, or compile units by "
+                    "simulated ranks cannot wait for each other while torch.compile is at work, which does one "
+                    "thing at a time in a process. Take the step eagerly or by T.cuda_graph, or compile units by "
                     "T.forward_backward(compile=...); or run it on processes."
                 )
             rank.ready, rank.until, rank.what, rank.real = ready, self.now + patience, what, real
@@ -195,6 +243,8 @@ class Turns:
 
     def _check(self, rank: Rank) -> None:
         """Raise if this rank is to stop here."""
+        if rank.gone:
+            raise Killed(rank.gone)
         if self.stop is not None and not rank.stopped and not must_wait(sys._getframe(1)):
             rank.stopped = True
             raise self.stop
@@ -217,7 +267,7 @@ class Turns:
     def _choose(self) -> Rank | None:
         """The next rank that goes on; None where all have ended."""
         while True:
-            at = self.current.number + 1 if self.current is not None else 0
+            at = self.ranks.index(self.current) + 1 if self.current is not None else 0
             living = [rank for rank in (*self.ranks[at:], *self.ranks[:at]) if not (rank.over or rank.gone)]
             if not living:
                 return None
@@ -250,7 +300,7 @@ class Turns:
     def _fail(self, living: list[Rank]) -> None:
         """No rank can go on."""
         if self.failure is None:
-            self.failure = Deadlock("no rank can go on:\n  " + "\n  ".join(rank.said() for rank in self.ranks))
+            self.failure = Deadlock({rank.number: rank.said() for rank in self.ranks})
             self.stop = KeyboardInterrupt
         else:  # those that must not be stopped wait for those that were
             for rank in living:

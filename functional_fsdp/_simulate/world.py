@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from .._common.record import Collective
 from .._common.torch_names import c10d
 from .._distributed.groups import Levelled
 from .._distributed.host_vote import HostVote
-from .._distributed.lanes import QUEUES
+from .._distributed.lanes import QUEUES, Mark
 from .._runtime.host_lanes import HostLanes
 from .groups import Group, Meeting, Work
 from .traffic import Traffic
@@ -35,12 +36,13 @@ class World:
     """What the ranks of one simulation share.
 
     Attributes:
-        present: the ranks that there are; others bring what the first one brings.
+        ranks: those that there are; others bring what the first one brings.
         said: the ranks' store. cells: of votes, by the place of a mesh in it.
     """
 
-    def __init__(self, size: int, present: Sequence[int], turns: Turns) -> None:
-        self.size, self.present, self.turns = size, frozenset(present), turns
+    def __init__(self, size: int, turns: Turns) -> None:
+        self.size, self.turns = size, turns
+        self.ranks = {rank.number: rank for rank in turns.ranks}
         self.meetings: dict[Any, Meeting] = {}
         self.letters: dict[Any, list[torch.Tensor]] = {}
         self.said: dict[str, bytes] = {}
@@ -57,7 +59,6 @@ def simulated(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Gr
 def _issue(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Group) -> Work:
     what = f"{hop.kind} of {hop.bucket!r} ({hop.lane} lane, {hop.numel} {str(hop.dtype).removeprefix('torch.')})"
     world = group.world
-    world.turns.fault(hop)
     world.traffic.note(group.global_rank, hop, group.n)
     world.turns.offer()
     if hop.kind == "barrier":
@@ -78,24 +79,34 @@ class Lanes(HostLanes):
     backend = BACKEND
     collective = staticmethod(simulated)
 
+    def submit(self, lane: str, hops: tuple[Collective, ...], *args: Any, **kwargs: Any) -> Mark:
+        self.run.medium.world.turns.issues(self.run.votes + 1, lane, [hop.bucket for hop in hops])
+        return super().submit(lane, hops, *args, **kwargs)
+
 
 class Store:
-    """The ranks' store, of one mesh."""
+    """The ranks' store, of one mesh. What ranks say that are not there is what the first one says."""
 
-    def __init__(self, world: World, place: str) -> None:
+    def __init__(self, world: World, ranks: list[int], place: str) -> None:
         self.world, self.place = world, place
+        here = [i for i, rank in enumerate(ranks) if rank in world.ranks]
+        self.instead = {str(i): str(here[0]) for i in range(len(ranks)) if i not in here}
+
+    def _key(self, key: str) -> str:
+        what, _, rank = key.rpartition("/")
+        told = what.startswith(("status", "log")) and rank in self.instead
+        return f"{self.place}/{what}/{self.instead[rank]}" if told else f"{self.place}/{key}"
 
     def check(self, keys: list[str]) -> bool:
-        return all(f"{self.place}/{key}" in self.world.said for key in keys)
+        return all(self._key(key) in self.world.said for key in keys)
 
     def get(self, key: str) -> bytes:
-        return self.world.said[f"{self.place}/{key}"]
+        return self.world.said[self._key(key)]
 
     def set(self, key: str, value: str | bytes) -> None:
         key, data = f"{self.place}/{key}", value.encode() if isinstance(value, str) else value
-        if self.world.said.get(key) != data:
-            self.world.said[key] = data
-            self.world.turns.stir()
+        self.world.said[key] = data
+        self.world.turns.stir((key, data))
 
     def delete_key(self, key: str) -> bool:
         return self.world.said.pop(f"{self.place}/{key}", None) is not None
@@ -105,7 +116,7 @@ class Watch:
     """Which ranks are gone, by place among those of a mesh."""
 
     def __init__(self, world: World, ranks: Mapping[int, int]) -> None:
-        self.seen = {place: world.turns.ranks[rank] for place, rank in ranks.items() if rank in world.present}
+        self.seen = {place: world.ranks[rank] for place, rank in ranks.items() if rank in world.ranks}
         self.size = len(ranks)
 
     def ended(self) -> list[int]:
@@ -151,7 +162,7 @@ class Medium:
         pass
 
     def store(self, place: str) -> Store:
-        return Store(self.world, place)
+        return Store(self.world, [*map(int, place.partition("/")[0].split("."))], place)
 
     def group(
         self, ranks: list[int], what: str, timeout: Any, backend: str, options: Any = None, gone: Any = None
@@ -174,7 +185,10 @@ class Medium:
         self.world.turns.rest(seconds)
 
     def until_done(self, future: Any) -> None:
-        self.world.turns.park(future.done, "what this process does beside it", real=True)
+        if self.world.turns.current is None:  # the caller asks, when all have ended
+            Future.exception(future)
+        else:
+            self.world.turns.park(future.done, "what this process does beside it", real=True)
 
 
 def torch_world(medium: Medium) -> Any:
