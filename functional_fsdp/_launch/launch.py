@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -186,6 +186,12 @@ def launch(
     return _kept[key]._run(fn, args, kwargs or {}, keep=False, timeout=timeout)
 
 
+@overload
+def workers(
+    nprocs: int | None = None, *, timeout: float | None = None, simulate: Literal[False] = False
+) -> WorkerGroup: ...
+@overload
+def workers(nprocs: int | None = None, *, timeout: float | None = None, simulate: Literal[True]) -> Simulation: ...
 def workers(nprocs: int | None = None, *, timeout: float | None = None, simulate: bool = False) -> WorkerGroup:
     """Start worker processes that are the ranks of this machine, and keep what calls return.
 

@@ -157,7 +157,8 @@ def _copied(task: Any, replaced: Callable[[Handle], Any]) -> Any:
         again = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, closed)
         again.__kwdefaults__ = fn.__kwdefaults__
         fn = again
-    args, kwargs = copy.deepcopy((args, kwargs), {HANDLES: replaced})
+    memo: dict[Any, Any] = {HANDLES: replaced}
+    args, kwargs = copy.deepcopy((args, kwargs), memo)
     return fn, args, kwargs
 
 
@@ -179,6 +180,9 @@ class Simulation(WorkerGroup):
     def __init__(self, size: int, axes: Mapping[str, int], what: str, **settings: Any) -> None:
         self._axes, self._settings = axes, settings
         super().__init__(size, None, what)
+
+    def __enter__(self) -> Simulation:
+        return self
 
     def _make(self) -> Pool:
         pool = SimulatedPool(self.nprocs, self._axes, **self._settings)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Work"]
 
 Act = Callable[[list[Any]], None]
+_Base: Any = dist.ProcessGroup  # whose methods have several forms, of which `torch.distributed` calls one
 
 
 class Meeting:
@@ -60,7 +61,7 @@ class Work(dist.Work):
         return True
 
 
-class Group(dist.ProcessGroup):
+class Group(_Base):  # type: ignore[misc]
     """This rank's part of a group.
 
     Args:
@@ -260,11 +261,11 @@ class Group(dist.ProcessGroup):
     # ---- what torch asks
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         return self.name
 
     @property
-    def group_desc(self) -> str:  # type: ignore[override]
+    def group_desc(self) -> str:
         return self.description
 
     def _set_group_name(self, name: str) -> None:

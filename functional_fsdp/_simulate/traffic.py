@@ -52,14 +52,12 @@ class Traffic:
             row = rows.setdefault(key[1:], [0, 0])
             row[0] += count
             row[1] += self.received[key]
-        lines = [(*BY, "collectives", "bytes received")]
+        lines: list[tuple[str, ...]] = [(*BY, "collectives", "bytes received")]
         lines += [(*key, f"{count:,}", f"{nbytes:,}") for key, (count, nbytes) in sorted(rows.items())]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        sides = ("<",) * len(BY) + (">", ">")
         return "\n".join(
-            "  ".join(
-                text.ljust(width) if i < len(BY) else text.rjust(width)
-                for i, (text, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
+            "  ".join(f"{text:{side}{width}}" for text, side, width in zip(line, sides, widths, strict=True))
             for line in lines
         )
 

@@ -34,7 +34,7 @@ import functional_fsdp as fsdp
 
 from .verdict import LATE, LIMIT, PATIENCE, SCALE, Verdict, judged, worst
 
-__all__ = ["KINDS", "draw", "module_of", "play", "play_here", "play_one"]
+__all__ = ["KINDS", "draw", "module_of", "play", "play_here", "play_one", "play_simulated"]
 
 Case = dict[str, Any]
 KINDS = ("specs", "driven", "functions", "objects", "buffers", "written", "interrupts", "kills", "files", "differ")
@@ -263,3 +263,32 @@ def _lost(folder: str, world: int, done: list[int], number: int, hung: bool, dea
         with contextlib.suppress(OSError), open(os.path.join(folder, f"said{rank}"), errors="replace") as file:
             said += [line.strip()[:200] for line in file if "what()" in line or "Fatal" in line][:2]
     return Verdict(column, "; ".join([first[:300], *said]), clean=False)
+
+
+def play_simulated(cases: list[Case], order: str = "ranks", seed: int = 0) -> list[Verdict]:
+    """The verdicts of cases, in order, on ranks that take turns in this process."""
+    verdicts, sets = [], {}
+    with contextlib.ExitStack() as stack, warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+        warnings.simplefilter("ignore")
+        for number, case in enumerate(cases):
+            world = case["world"]
+            if world not in sets:
+                sets[world] = stack.enter_context(fsdp.simulate(data=world, order=order, seed=seed))
+            inside = os.path.join(folder, str(number))
+            try:
+                said = sets[world](_simulated, case, inside).get()
+            except fsdp.LaunchError as error:
+                said = [Verdict("hang" if "no rank can go on" in str(error) else "raw", str(error), clean=False)]
+            if not all(one.clean for one in said):
+                del sets[world]
+            verdicts.append(worst(said))
+    return verdicts
+
+
+def _simulated(case: Case, inside: str) -> Verdict:
+    """A case, on one of those ranks."""
+    try:
+        verdict: Verdict = module_of(case["kind"]).play(case, int(os.environ["RANK"]), inside)
+    except BaseException as error:
+        verdict = judged(error, 0.0, PATIENCE)
+    return verdict

@@ -12,10 +12,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from support.presets import AXES, PRESETS
 from support.problems import full_grads, mesh_and_placement
+from support.ranks import launch
 from support.tables import marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import in_host_memory
 

@@ -10,9 +10,8 @@ import torch
 from support.modelled import RANKS, Seen, driven, plain
 from support.models import CASES
 from support.problems import largest
+from support.ranks import launch
 from support.tables import marked
-
-from functional_fsdp import launch
 
 
 @cache

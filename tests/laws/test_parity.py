@@ -6,9 +6,8 @@ import pytest
 import torch
 from support.presets import PRESETS
 from support.problems import LOOPS, largest, net, reference, sharded
+from support.ranks import launch
 from support.tables import product
-
-from functional_fsdp import launch
 
 ALL = PRESETS
 

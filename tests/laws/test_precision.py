@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.nn as nn
 from support.dtypes import BF16, F32, PRODUCT, RANKS, exact, hold, pairs, pairwise
+from support.ranks import launch
 from support.tables import FULL
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 
 
 def test_the_table_of_laws() -> None:

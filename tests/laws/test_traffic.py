@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 from support.presets import PRESETS
+from support.ranks import launch
 from support.tables import product
 from support.traffic import BF16, F32, Traffic, counted
 
 import functional_fsdp as fsdp
-from functional_fsdp import launch
 
 UNITS = 4
 GATHERS = 2 * UNITS - 1  # forward and backward; the last unit stays gathered

@@ -12,10 +12,11 @@ from support.commands import code_under
 from support.copies import abandoned
 from support.presets import PRESETS, ranks_of
 from support.problems import LOOPS, batch, loss_fn, net, reference, sharded
+from support.ranks import launch
 from support.tables import marked
 
 import functional_fsdp as fsdp
-from functional_fsdp import SpecError, extend, launch
+from functional_fsdp import SpecError, extend
 from functional_fsdp import transforms as T
 
 TRANSPORTS = ("by_sums", "copy_engine", "collective")  # those that CPUs have, and that of CONTRIBUTING.md

@@ -14,8 +14,8 @@ from attack.verdict import COLUMNS, LATE, Verdict, worst
 
 SEED = 7
 SHARE = {
-    "specs": 6,
-    "driven": 10,
+    "specs": 2,
+    "driven": 3,
     "functions": 10,
     "objects": 30,
     "buffers": 12,
@@ -44,6 +44,15 @@ def test_a_share_of_the_attack(kind: str, count: int) -> None:
     assert len(found) == count
     bad = {name: (verdict.column, verdict.text) for name, verdict in found.items() if not verdict.fine}
     assert not {name: said for name, said in bad.items() if name not in KNOWN}
+
+
+@pytest.mark.parametrize("order", ["ranks", "random"])
+@pytest.mark.parametrize(("kind", "count"), [("specs", 10), ("driven", 20)])
+def test_a_share_is_right_on_simulated_ranks_in_two_orders(kind: str, count: int, order: str) -> None:
+    cases = [harness.draw(kind, SEED + 1, index) for index in range(count)]
+    verdicts = harness.play_simulated(cases, order, SEED)
+    assert len(verdicts) == count
+    assert not [(case["name"], one.text) for case, one in zip(cases, verdicts, strict=True) if not one.fine]
 
 
 @pytest.mark.parametrize("name", ["specs:0:369", "specs:1:973", "differ:1:99", "differ:0:84"])

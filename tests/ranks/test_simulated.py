@@ -314,7 +314,7 @@ def test_what_cannot_be_simulated_is_refused(given: dict[str, Any], said: str) -
 def dropped(who: int) -> tuple[list[str], Tree]:
     """One rank drops a step in the middle; all go on."""
     state, model = setup()
-    said = []
+    said: list[str] = []
     done = 0
     while done < 3:
         try:
@@ -352,9 +352,9 @@ def saved(folder: str) -> Tree:
     return fsdp.full_params(state)
 
 
-def loaded(folder: str) -> tuple[Tree, Tree]:
+def loaded(folder: str) -> tuple[Tree, ...]:
     spec = fsdp.Spec(fsdp.local_mesh())
-    return tuple(fsdp.full_params(fsdp.load(f"{folder}/{name}", spec, fsdp.adamw(lr=1e-2))) for name in "ab")  # type: ignore[return-value]
+    return tuple(fsdp.full_params(fsdp.load(f"{folder}/{name}", spec, fsdp.adamw(lr=1e-2))) for name in "ab")
 
 
 def test_checkpoints_come_and_go_between_simulated_ranks_and_processes(tmp_path: Path) -> None:
