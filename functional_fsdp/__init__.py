@@ -27,7 +27,7 @@ from ._common.errors import (
 )
 from ._graph.lower import Lowered, abstract_state, lower
 from ._launch.launch import LaunchError, launch, local_mesh, workers
-from ._launch.simulated import simulate
+from ._launch.simulated import Simulation, simulate
 from ._launch.workers import Handle, WorkerGroup
 from ._nn.float8_weight import Float8Weight
 from ._nn.module import bind, functionalize
@@ -44,6 +44,7 @@ from ._plan.layout import Bucket, Layout, Leaf, Unit
 from ._plan.plan import Plan, make_plan
 from ._plan.route import Partial, Replicated, Sharded
 from ._plan.timeline import timeline
+from ._simulate.traffic import Traffic
 from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._spec.precision import Precision
 from ._spec.schedule import Schedule
@@ -95,12 +96,14 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Sharded",
+    "Simulation",
     "Sliced",
     "Spec",
     "SpecError",
     "Stacked",
     "StaleStateError",
     "State",
+    "Traffic",
     "Transposed",
     "TreeError",
     "Unit",

@@ -22,7 +22,7 @@ SHORTER = {
     "gradient_penalty": ("steps=150", "steps=15"),
 }
 #: `make test` runs these, in one kernel: starting one takes long
-QUICK = ("first_steps", "per_sample_gradients", "gradient_penalty")
+QUICK = ("first_steps", "simulate", "per_sample_gradients", "gradient_penalty")
 as_stored = pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.large)])
 
 
@@ -126,3 +126,19 @@ def test_gradient_penalty(stored: bool) -> None:
     assert len(re.findall(agree, text)) == 2
     assert "without second_order: a gradient of a gradient was asked for" in text
     assert pictures == 2
+
+
+def test_simulate() -> None:
+    text, pictures = execute("simulate", stored=False)
+    found = re.search(r"loss of each rank: \[(.*)\]", text)
+    assert found is not None
+    losses = found[1].split(", ")
+    assert len(losses) == 8
+    assert len({*losses}) == 1
+    assert float(losses[0]) < 12
+    assert re.search(r"^replica +outer +\S+ +all_reduce +8 +[\d,]+$", text, re.MULTILINE)
+    assert "no rank can go on:\n  rank 0 waits for " in text
+    assert "rank 6 has ended" in text
+    assert "[rank 2] {'0.weight': (64, 16)" in text
+    assert "ValueError('a bad batch')" in text
+    assert pictures == 0
