@@ -17,7 +17,7 @@ __all__ = [
     "arrival", "as_rate", "being_captured", "best_device", "casts_float8", "clone_as", "computes_on", "current_device",
     "default_generator", "device_of", "empty_as", "forked_random", "fused_sgd_takes", "host_bandwidth",
     "host_buffer", "host_memory", "in_host_memory", "keeps_released", "lies_on_host", "make_room", "on_host", "pin",
-    "rows_at_once", "runs_triton", "table_may_stay", "unpin", "zeros_as",
+    "random_state", "rows_at_once", "runs_triton", "set_random_state", "table_may_stay", "unpin", "zeros_as",
 ]  # fmt: skip
 
 PROBE = 1 << 26  # bytes
@@ -233,6 +233,18 @@ def table_may_stay(device: torch.device) -> bool:
 def default_generator(device: torch.device) -> torch.Generator | None:
     """The generator that a GPU draws from by default; None where that is the host's, `torch.default_generator`."""
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else None
+
+
+def random_state() -> Any:
+    """Where the default generators of the host and of the current GPU are, for `set_random_state`."""
+    return torch.default_generator.get_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+
+
+def set_random_state(state: Any) -> None:
+    host, gpu = state
+    torch.default_generator.set_state(host)
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu)
 
 
 def forked_random(device: torch.device) -> Any:

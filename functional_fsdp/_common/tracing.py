@@ -24,9 +24,11 @@ __all__ = [
     "KEEPING",
     "LOWERING",
     "GraphBuild",
+    "bring_back",
     "foreign_tracer",
     "keep_residuals",
     "lowering",
+    "put_away",
     "refuse",
     "traced_as",
     "tracing",
@@ -158,6 +160,18 @@ def lowering() -> Iterator[GraphBuild]:
         yield LOWERING[-1]
     finally:
         LOWERING.pop()
+
+
+def put_away() -> tuple[list[GraphBuild], list[bool]]:
+    """What is under way here, for `bring_back`: other code runs in between, of which none of it is true."""
+    found = LOWERING[:], KEEPING[:]
+    LOWERING.clear()
+    KEEPING.clear()
+    return found
+
+
+def bring_back(found: tuple[list[GraphBuild], list[bool]]) -> None:
+    LOWERING[:], KEEPING[:] = found
 
 
 @contextmanager

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from .world import World
 
 __all__ = ["Group", "Work"]
 
@@ -40,7 +37,7 @@ class Meeting:
 class Work(dist.Work):
     """A collective under way, of one rank."""
 
-    def __init__(self, world: World, meeting: Meeting, result: Any = None) -> None:
+    def __init__(self, world: Any, meeting: Meeting, result: Any = None) -> None:
         super().__init__()
         self.world, self.meeting, self.found = world, meeting, result
 
@@ -68,7 +65,7 @@ class Group(_Base):  # type: ignore[misc]
         ranks: all of them, in the order of the group. key: the same on each of them.
     """
 
-    def __init__(self, world: World, rank: int, ranks: Sequence[int], key: Any) -> None:
+    def __init__(self, world: Any, rank: int, ranks: Sequence[int], key: Any) -> None:
         super().__init__(ranks.index(rank), len(ranks))
         self.world, self.global_rank, self.ranks, self.key = world, rank, list(ranks), key
         self.place, self.n = self.ranks.index(rank), len(ranks)

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from .._checkpoint import pending
-from .._common.tracing import KEEPING, LOWERING
+from .._common.device import random_state, set_random_state
+from .._common.tracing import bring_back, put_away
 from .._runtime import runtime
 
 __all__ = ["Own", "Stream"]
-
-LISTS: tuple[list[Any], ...] = (LOWERING, KEEPING)  # which others hold on to: their items change places
 
 
 class Own:
@@ -32,9 +31,8 @@ class Own:
     def __init__(self, places: Mapping[tuple[Any, str], Any], environ: Mapping[str, str | None]) -> None:
         self.places = dict(places)
         self.environ = dict(environ)
-        self.lists: list[list[Any]] = [[] for _ in LISTS]
-        self.drawn: list[Any] = [torch.Generator().get_state(), random.Random(0).getstate(), None]
-        self.cuda: Any = None
+        self.traced: Any = ([], [])
+        self.drawn: Any = (torch.Generator().get_state(), None), random.Random(0).getstate(), None
 
     @classmethod
     def of_the_caller(cls, like: Own) -> Own:
@@ -57,32 +55,24 @@ class Own:
     def leave(self) -> None:
         for module, name in self.places:
             self.places[module, name] = getattr(module, name)
-        for i, shared in enumerate(LISTS):
-            if shared:
-                self.lists[i] = shared[:]
-                shared.clear()
+        self.traced = put_away()
         numpy = sys.modules.get("numpy")
-        self.drawn = [torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()]
-        if torch.cuda.is_initialized():
-            self.cuda = torch.cuda.get_rng_state()
+        self.drawn = random_state(), random.getstate(), numpy and numpy.random.get_state()
 
     def enter(self) -> None:
         for (module, name), value in self.places.items():
             setattr(module, name, value)
-        for shared, mine in zip(LISTS, self.lists, strict=True):
-            shared.extend(mine)
-            mine.clear()
+        bring_back(self.traced)
         for name, said in self.environ.items():
             if said is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = said
-        torch.default_generator.set_state(self.drawn[0])
-        random.setstate(self.drawn[1])
-        if self.drawn[2] is not None:
-            sys.modules["numpy"].random.set_state(self.drawn[2])
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
+        of_torch, of_python, of_numpy = self.drawn
+        set_random_state(of_torch)
+        random.setstate(of_python)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
 
 
 class Stream(io.TextIOBase):

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp._distributed import groups as _groups
-from functional_fsdp._runtime import runtime as _runtime
+from functional_fsdp._distributed.medium import Processes
 from functional_fsdp._runtime.runtime import runtime_of
 
 
@@ -67,15 +67,14 @@ def dies_while_communicators_are_made() -> None:
     fsdp.local_mesh()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     if dist.get_rank() == dist.get_world_size() - 1:
-        runtime, made = cast("Any", _runtime), itertools.count()
-        real = runtime.new_group
+        made, real = itertools.count(), Processes.group
 
         def dies(*args: Any, **settings: Any) -> Any:
             if next(made):
                 os.kill(os.getpid(), signal.SIGKILL)
             return real(*args, **settings)
 
-        runtime.new_group = dies
+        Processes.group = staticmethod(dies)
     runtime_of(mesh)
 
 

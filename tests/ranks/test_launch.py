@@ -482,7 +482,7 @@ def test_a_worker_that_dies_between_calls_is_replaced() -> None:
     pids = launch(os.getpid, nprocs=2)
     os.kill(pids[0], signal.SIGKILL)
     deadline = time.monotonic() + 5
-    pool = _launch._kept[os.getpid(), 2]._pool
+    pool = _launch._kept[os.getpid(), 2, False]._pool
     while pool is not None and pool.alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not set(launch(os.getpid, nprocs=2)) & set(pids)

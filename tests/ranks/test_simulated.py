@@ -237,7 +237,7 @@ def test_ctrl_c_stops_the_call_and_keeps_the_last_whole_step() -> None:
         state, counts = ranks(steps, state, model, 0)
         taken, *others = counts.get()
         assert others == [taken] * 2
-        assert 2 < taken < 100_000
+        assert 2 <= taken < 100_000
         state, _ = ranks(steps, state, model, 2)
         found = ranks(fsdp.full_params, state).get()
     with simulate(data=3) as ranks:
