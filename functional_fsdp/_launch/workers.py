@@ -123,7 +123,7 @@ class WorkerGroup:
         status = "closed" if self._closed else f"busy with {self._serving}" if self._serving else "idle"
         if not self._closed and self._pool is not None and not self._pool.alive():
             status = f"gone ({self._pool.why}); the next call starts new ones"
-        return f"workers(nprocs={self.nprocs}): {status}"
+        return f"{self._what}: {status}"
 
     def _start(self) -> Pool:
         """The workers, new ones if some have died."""

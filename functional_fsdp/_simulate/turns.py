@@ -13,6 +13,7 @@ nothing ever will: the ranks are stopped, and what each waits for is said.
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import random
 import re
 import sys
@@ -36,6 +37,7 @@ __all__ = ["Deadlock", "Fault", "Rank", "Turns"]
 NEVER = float("inf")
 VERBS = {"unshard": "gather", "reduce": "reduce"}  # the lane of each
 QUIET = 3.0  # seconds of the ranks' clock in which nothing changes: longer than any rank waits for news of another
+LOOK = 0.05  # seconds after which the caller looks whether Ctrl-C was pressed
 TICK = 0.001  # seconds, where what is waited for is none of the ranks'
 
 
@@ -162,15 +164,26 @@ class Turns:
             assert self.current is not None
             self.current.own.enter()
             self.current.baton.release()
-            while not self.finished.wait(0.05):
-                if struck:
-                    self.stop = KeyboardInterrupt
+            seen = 0
+            while not self.finished.wait(LOOK):
+                if len(struck) > seen:
+                    self.stop, seen = KeyboardInterrupt, len(struck)
+                    if seen > 1:  # a rank may never wait
+                        self._strike()
         finally:
             caller.enter()
         for rank in ranks:
             assert rank.thread is not None
             rank.thread.join()
             rank.thread = None
+
+    def _strike(self) -> None:
+        """Stop the rank whose turn it is, wherever it is in Python."""
+        rank = self.current
+        if rank is not None and rank.thread is not None:
+            rank.stopped = True
+            struck = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(rank.thread.ident or 0), struck)
 
     def _live(self, rank: Rank, work: Callable[[Rank], Any]) -> None:
         """The life of a rank's thread."""

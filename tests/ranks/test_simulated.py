@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,34 @@ def test_ctrl_c_stops_the_call_and_keeps_the_last_whole_step() -> None:
         state, _ = ranks(steps, state, model, taken + 2)
         right = ranks(fsdp.full_params, state).get()
     assert all(torch.equal(found[0][key], right[0][key]) for key in right[0])
+
+
+def runs_forever() -> None:
+    if dist.get_rank() == 1:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        while True:
+            pass
+    dist.barrier()
+
+
+def test_a_second_ctrl_c_stops_a_rank_that_waits_for_nobody() -> None:
+    with simulate(data=2) as ranks:
+        with pytest.raises(KeyboardInterrupt, match="all 2 ranks have stopped"):
+            ranks(runs_forever)
+        assert ranks(dist.get_rank).get() == [0, 1]
+        assert repr(ranks) == "simulate(data=2): idle"
+
+
+def test_eight_ranks_are_ready_at_once() -> None:
+    took = []
+    for _ in range(5):
+        begun = time.process_time()
+        with simulate(data=8) as ranks:
+            ranks(setup)
+        took.append(time.process_time() - begun)
+    assert min(took) < 0.2
 
 
 STOPS = """
