@@ -226,8 +226,8 @@ def simulate(
             waits for, and where.
 
     >>> with simulate(replica=2, shard=2) as ranks:
-    ...     ranks(lambda: local_mesh().get_coordinate()).get()
-    [[0, 0], [0, 1], [1, 0], [1, 1]]
+    ...     ranks(lambda: fsdp.local_mesh()["shard"].get_local_rank()).get()
+    [0, 1, 0, 1]
     """
     call = f"simulate({', '.join(f'{name}={size}' for name, size in axes.items())})"
     bad = [name for name, size in axes.items() if not isinstance(size, int) or size < 1]

@@ -178,7 +178,9 @@ class AllLeaves(WholeLeaves):
         for what, tree in {"/main": main, **opt}.items():
             for name, buffer in tree.items():
                 if buffer.bucket.by_leaf:
-                    buffer.local.copy_(torch.tensor(numbers[what, name], dtype=buffer.local.dtype))
+                    buffer.local.copy_(
+                        torch.tensor(numbers[what, name], dtype=buffer.local.dtype, device=buffer.local.device)
+                    )
                 else:
                     start, stop = buffer.span()
                     buffer.local.copy_(gathered[what, name][start:stop])

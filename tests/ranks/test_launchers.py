@@ -35,7 +35,9 @@ print(mesh.size(), os.environ["LOCAL_RANK"], fsdp.full_params(state)["w"].tolist
 """
 
 
-@pytest.mark.parametrize("launcher", TASKS)
+@pytest.mark.parametrize(
+    "launcher", ["srun", *(pytest.param(one, marks=pytest.mark.large) for one in TASKS if one != "srun")]
+)
 def test_two_processes_are_one_world(launcher: str) -> None:
     started = [
         subprocess.Popen(

@@ -849,16 +849,18 @@ def test_a_step_whose_update_changed_gradients_and_raised_begins_anew() -> None:
 
 
 def test_a_class_of_torch_that_writes_to_data_and_raises_leaves_a_state_that_says_so() -> None:
-    raises = [False]
+    calls = [-1]  # after which it raises: those of the step before this one, which is taken on two small leaves
 
     class ByData(ByParameter):
         def change(self, p: torch.Tensor, lr: float) -> None:
             p.data.add_(p.grad, alpha=-lr)  # type: ignore[arg-type]
-            if raises[0]:
+            calls[0] -= 1
+            if calls[0] == 0:
                 raise ValueError("half-way")
 
     state = fsdp.shard({"w": torch.ones(4)}, Spec(fsdp.local_mesh()), fsdp.from_torch(ByData, lr=0.1))
-    raises[0] = True
+    state = stepped(state, 1.0)  # now the operations are known, and one small step goes before
+    calls[0] = 2
     with pytest.raises(ValueError, match="half-way"):
         stepped(state, 1.0)
     with pytest.raises(StaleStateError, match="half updated"):
