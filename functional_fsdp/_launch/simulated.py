@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -88,7 +89,10 @@ class SimulatedPool(Pool):
         return found
 
     def run(self, call: Call, name: str, struck: list[int]) -> list[Any]:
-        for rank in self.ranks:  # print where the caller does now
+        for rank in self.ranks:  # print where the caller does now, and warn as it does
+            rank.own.places[warnings, "filters"] = [*warnings.filters]
+            for name in ("showwarning", "_showwarnmsg_impl"):  # what `catch_warnings` changes
+                rank.own.places[warnings, name] = getattr(warnings, name)
             for kind in ("stdout", "stderr"):
                 to = getattr(sys, kind)
                 rank.own.places[sys, kind] = Stream(to, rank.number) if rank.number else to

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -440,3 +441,22 @@ def test_a_few_of_a_thousand_ranks() -> None:
         found = by_rank(ranks(of_many))
     assert found == [(1024, [rank], {"w": (4096, 3)}, found[0][3]) for rank in (0, 17)]
     assert found[0][3] == 128  # 12, padded
+
+
+def warned() -> list[str]:
+    """Filters of one rank, set while the other has its turn."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always" if dist.get_rank() else "ignore")
+        dist.all_reduce(torch.ones(2))
+        warnings.warn(f"by {dist.get_rank()}", stacklevel=1)
+        dist.all_reduce(torch.ones(2))
+    return [str(one.message) for one in found]
+
+
+def test_each_has_its_own_filters_of_warnings() -> None:
+    before = [*warnings.filters]
+    for order in ("ranks", "random"):
+        with fsdp.simulate(data=2, order=order) as ranks:  # type: ignore[arg-type]
+            assert ranks(lambda: (fsdp.local_mesh().size(), warned())[1]).get() == [[], ["by 1"]]
+            assert ranks(lambda: warnings.filters == before).get() == [True, True]
+    assert warnings.filters == before
