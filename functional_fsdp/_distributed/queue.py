@@ -21,8 +21,8 @@ class Job:
     """
 
     __slots__ = (
-        "__weakref__", "calls", "done", "hops", "issued", "lane", "number", "ordered", "ordinal", "single", "started",
-        "steps", "works",
+        "__weakref__", "awaited", "calls", "done", "hops", "issued", "lane", "number", "ordered", "ordinal", "single",
+        "started", "steps", "works",
     )  # fmt: skip
 
     def __init__(
@@ -39,6 +39,7 @@ class Job:
         self.works: list[Any] = []  # what it waits for
         self.issued = 0  # calls
         self.started = self.done = False
+        self.awaited = 0  # how many wait for it, who take it on: a destructor may come to `reap` meanwhile
 
     def issue(self) -> None:
         """Issue what comes next. After an interrupt call it again to go on."""
@@ -179,7 +180,9 @@ class Queue:
         while self.jobs:
             job = self.jobs[0]
             if not job.done:
-                if not (job.single and job.started and job.ready()) or getattr(job.steps, "gi_running", False):
+                if job.awaited or not (job.single and job.started and job.ready()):
+                    return
+                if getattr(job.steps, "gi_running", False):
                     return
                 job.works = []
                 self.advance(job)
@@ -194,10 +197,14 @@ class Queue:
         """
         while self.jobs:
             job = self.jobs[0]
-            while not job.done:
-                error = job.pause(patience) if not job.calls else None
-                if error is not None:
-                    return error
-                self.advance(job, quiet=True)
+            job.awaited += 1
+            try:
+                while not job.done:
+                    error = job.pause(patience) if not job.calls else None
+                    if error is not None:
+                        return error
+                    self.advance(job, quiet=True)
+            finally:
+                job.awaited -= 1
             self.start()
         return None

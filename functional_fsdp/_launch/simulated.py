@@ -91,8 +91,8 @@ class SimulatedPool(Pool):
     def run(self, call: Call, name: str, struck: list[int]) -> list[Any]:
         for rank in self.ranks:  # print where the caller does now, and warn as it does
             rank.own.places[warnings, "filters"] = [*warnings.filters]
-            for name in ("showwarning", "_showwarnmsg_impl"):  # what `catch_warnings` changes
-                rank.own.places[warnings, name] = getattr(warnings, name)
+            for place in ("showwarning", "_showwarnmsg_impl"):  # what `catch_warnings` changes
+                rank.own.places[warnings, place] = getattr(warnings, place)
             for kind in ("stdout", "stderr"):
                 to = getattr(sys, kind)
                 rank.own.places[sys, kind] = Stream(to, rank.number) if rank.number else to

@@ -139,38 +139,42 @@ class HostLanes(Lanes):
     def _finish(self, queue: Queue, job: Job, relents: bool) -> bool:
         """Wait for a job. Only that a work has not ended means "not yet": what its own code raises goes on its way."""
         run, begun, patience = self.run, self.run.medium.now(), FIRST
-        while not job.done:
-            error = job.pause(patience) if job.works and not job.calls else None
-            if error is None:
-                queue.advance(job)
-                continue
-            patience = min(2 * patience, POLL)
-            for other in self.queues.values():  # a peer may wait for what a job on another lane issues next
-                other.progress()
-            run.listen(_said(job), begun, error, job.failed(), lambda: self._short(job))
-            if run.capturing:
-                continue  # its jobs have numbers of their own, which say nothing to peers
-            try:
-                awaited = self._awaited()
-                if relents and not AHEAD.isdisjoint(awaited):
-                    return False
-                before = {lane: peer for lane, peer in awaited.items() if self._before(job, peer)}
-                follows = job.lane in BESIDE and self._follows(before)
-                if before and follows:
-                    patience = FIRST
+        job.awaited += 1
+        try:
+            while not job.done:
+                error = job.pause(patience) if job.works and not job.calls else None
+                if error is None:
+                    queue.advance(job)
                     continue
-                if run.store.check([told := f"apart/{run.meetings}"]):
-                    run.void()
-                    raise ScheduleError(run.store.get(told).decode())
-                for peer in awaited.values():
-                    self._part(job, peer)
-                counts = {name: log.count for name, log in run.issued.items()}
-                axes = [*{hop.axis for hop in job.hops}]
-                said = Waiting(dist.get_rank(), job.ordinal, axes, job.hops[0].bucket, counts, relents or follows)
-                run.store.set(f"waits/{run.meetings}/{job.lane}", json.dumps(said))
-            except dist.DistError as why:
-                raise run.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
-        return True
+                patience = min(2 * patience, POLL)
+                for other in self.queues.values():  # a peer may wait for what a job on another lane issues next
+                    other.progress()
+                run.listen(_said(job), begun, error, job.failed(), lambda: self._short(job))
+                if run.capturing:
+                    continue  # its jobs have numbers of their own, which say nothing to peers
+                try:
+                    awaited = self._awaited()
+                    if relents and not AHEAD.isdisjoint(awaited):
+                        return False
+                    before = {lane: peer for lane, peer in awaited.items() if self._before(job, peer)}
+                    follows = job.lane in BESIDE and self._follows(before)
+                    if before and follows:
+                        patience = FIRST
+                        continue
+                    if run.store.check([told := f"apart/{run.meetings}"]):
+                        run.void()
+                        raise ScheduleError(run.store.get(told).decode())
+                    for peer in awaited.values():
+                        self._part(job, peer)
+                    counts = {name: log.count for name, log in run.issued.items()}
+                    axes = [*{hop.axis for hop in job.hops}]
+                    said = Waiting(dist.get_rank(), job.ordinal, axes, job.hops[0].bucket, counts, relents or follows)
+                    run.store.set(f"waits/{run.meetings}/{job.lane}", json.dumps(said))
+                except dist.DistError as why:
+                    raise run.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
+            return True
+        finally:
+            job.awaited -= 1
 
     def _before(self, job: Job, peer: Waiting) -> bool:
         """Whether a peer that waits for this rank has not come to the job that this rank waits for: neither will ever

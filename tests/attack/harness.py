@@ -275,10 +275,13 @@ def play_simulated(cases: list[Case], order: str = "ranks", seed: int = 0) -> li
             if world not in sets:
                 sets[world] = stack.enter_context(fsdp.simulate(data=world, order=order, seed=seed))
             inside = os.path.join(folder, str(number))
+            _ended.clear()
             try:
                 said = sets[world](_simulated, case, inside).get()
             except fsdp.LaunchError as error:
-                said = [Verdict("hang" if "no rank can go on" in str(error) else "raw", str(error), clean=False)]
+                ended = "".join(f"\n{one.column}: {one.text}" for one in _ended)
+                column = "hang" if "no rank can go on" in str(error) else "raw"
+                said = [Verdict(column, f"{error}{ended}", clean=False)]
             if not all(one.clean for one in said):
                 del sets[world]
             verdicts.append(worst(said))
@@ -291,4 +294,8 @@ def _simulated(case: Case, inside: str) -> Verdict:
         verdict: Verdict = module_of(case["kind"]).play(case, int(os.environ["RANK"]), inside)
     except BaseException as error:
         verdict = judged(error, 0.0, PATIENCE)
+    _ended.append(verdict)
     return verdict
+
+
+_ended: list[Verdict] = []  # of simulated ranks: what those say for whom others wait

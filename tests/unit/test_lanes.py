@@ -273,6 +273,31 @@ def test_interrupted_issuing_goes_on_where_it_was() -> None:
     assert len(lane.works) == job.issued == 3
 
 
+def test_a_destructor_that_comes_while_a_job_is_waited_for_leaves_it_alone() -> None:
+    """Garbage may be collected at any time, in any thread: what a state held is let go of then."""
+    lane = Lane()
+
+    class Reaps(Work):
+        def wait(self, patience: timedelta | None = None) -> None:
+            self.over = True
+            lane.queue.reap()
+
+    def steps() -> Steps:
+        for _ in range(2):
+            lane.works.append(Reaps())
+            yield [lambda: lane.works[-1]]
+
+    first, last = Job(steps(), "lane", (1, 1), single=True), lane.job(1, single=True)
+    for job in (first, last):
+        lane.queue.add(job)
+    lane.works[1].over = True
+    assert lane.queue.drain(timedelta(seconds=0.01)) is None
+    assert first.done
+    assert last.done
+    assert first.issued == 2
+    assert not lane.queue.jobs
+
+
 def test_together_dies_with_each_of_its_jobs() -> None:
     def dying() -> Steps:
         yield [Work]
