@@ -22,7 +22,7 @@ SHORTER = {
     "gradient_penalty": ("steps=150", "steps=15"),
 }
 #: `make test` runs these, in one kernel: starting one takes long
-QUICK = ("first_steps", "simulate", "per_sample_gradients", "gradient_penalty")
+QUICK = ("first_steps", "simulate", "gradient_penalty")
 as_stored = pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.large)])
 
 

@@ -78,7 +78,8 @@ def test_functional_collectives_have_one_thread_a_group() -> None:
     assert launch(overtaken, ("lanes",), nprocs=2) == [[(2, True)] * 3] * 2  # which issue no all-gathers of gloo's
 
 
-@pytest.mark.parametrize("total", [pytest.param("native", marks=pytest.mark.large), "fp32"])
+@pytest.mark.large
+@pytest.mark.parametrize("total", ["native", "fp32"])
 def test_every_stage_has_the_dtype_that_the_spec_says(total: Any) -> None:
     """bfloat16 compute: as with lanes, to the rounding of another order of operations in bfloat16."""
     precision = fsdp.Precision(compute=torch.bfloat16, sum=total)

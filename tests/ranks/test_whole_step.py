@@ -744,7 +744,7 @@ def dropped(backend: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.large), "aot_eager"])
 def test_masks_differ_by_step_and_rank_and_come_again(backend: str) -> None:
     first, second = launch(dropped, (backend,), nprocs=2)
     for seen in (first, second):
