@@ -456,7 +456,7 @@ def warned() -> list[str]:
 def test_each_has_its_own_filters_of_warnings() -> None:
     before = [*warnings.filters]
     for order in ("ranks", "random"):
-        with fsdp.simulate(data=2, order=order) as ranks:  # type: ignore[arg-type]
+        with fsdp.simulate(data=2, order=order) as ranks:
             assert ranks(lambda: (fsdp.local_mesh().size(), warned())[1]).get() == [[], ["by 1"]]
             assert ranks(lambda: warnings.filters == before).get() == [True, True]
     assert warnings.filters == before
