@@ -164,6 +164,11 @@ def measured(name: str, rounds: int) -> dict[str, list[float]]:
             "whole matrices": whole(config),
             "FSDP2": theirs(config),
         }
+    return in_turns(rows, rounds)
+
+
+def in_turns(rows: dict[str, Row], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each row in each round, after one to warm up."""
     found: dict[str, list[float]] = {}
     for i in range(rounds + 1):
         for what, row in rows.items():

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from typing import Any
 
 import torch
 from _benchmark_models import MODELS
-from benchmark_muon import ours, synchronize
+from benchmark_muon import in_turns, ours
 
 import functional_fsdp as fsdp
 
@@ -78,16 +77,7 @@ def measured(name: str, rounds: int) -> dict[str, list[float]]:
                 f"{cls.__name__}, owners": ours(config, fsdp.from_torch(cls, by="leaf")),
                 f"{cls.__name__}, gather everything": ours(config, fsdp.from_torch(cls, by="all")),
             }
-        for i in range(rounds + 1):
-            for what, row in rows.items():
-                ready = row.ready()
-                synchronize()
-                begun = time.perf_counter()
-                row.step(ready)
-                if fsdp.local_mesh().device_type == "cuda":
-                    torch.cuda.synchronize()
-                if i:
-                    found.setdefault(what, []).append(1e3 * (time.perf_counter() - begun))
+        found |= in_turns(rows, rounds)
     return found
 
 

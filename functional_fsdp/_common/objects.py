@@ -107,7 +107,7 @@ def _known(value: Any) -> list[Part] | None:
     if isinstance(value, property):
         return [Part(".fget", value.fget), Part(".fset", value.fset)]
     if isinstance(value, types.CellType):
-        return [Part("", x) for x in _inside(value)]
+        return [Part("", x) for x in contents_of(value)]
     if isinstance(value, torch.Tensor):
         return [] if isinstance(value, FakeTensor) else _attributes(value)
     held: list[Part] = []
@@ -206,7 +206,8 @@ def target(reference: Any) -> Any:
         return None
 
 
-def _inside(cell: types.CellType) -> tuple[Any, ...]:
+def contents_of(cell: types.CellType) -> tuple[Any, ...]:
+    """What a cell of a closure holds, as a tuple of one; () where it is empty."""
     try:
         return (cell.cell_contents,)
     except ValueError:  # empty
@@ -216,7 +217,7 @@ def _inside(cell: types.CellType) -> tuple[Any, ...]:
 def closed_over(function: types.FunctionType, defaults: bool = True) -> list[Part]:
     """What a function closes over, its defaults, and what is in its attributes."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    found = [Part(f".{name}", x) for name, cell in cells for x in _inside(cell)]
+    found = [Part(f".{name}", x) for name, cell in cells for x in contents_of(cell)]
     if defaults:
         found += [Part(".__defaults__", x) for x in function.__defaults__ or ()]
         found += [Part(f".{name}", x) for name, x in (function.__kwdefaults__ or {}).items()]

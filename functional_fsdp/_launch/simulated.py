@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._checkpoint.pending import settled
+from .._common.objects import contents_of
 from .._common.torch_names import c10d
 from .._simulate import turns
 from .._simulate.own import Own, Stream
@@ -152,11 +153,10 @@ def _copied(task: Any, replaced: Callable[[Handle], Any]) -> Any:
     """(fn, args, kwargs), each rank's own, with something in the place of handles: in arguments, and in what the
     function closes over."""
     fn, args, kwargs = task
-    cells = [cell.cell_contents if _full(cell) else None for cell in getattr(fn, "__closure__", None) or ()]
-    if any(isinstance(value, Handle) for value in cells):
+    cells = [(cell, *contents_of(cell)) for cell in getattr(fn, "__closure__", None) or ()]
+    if any(isinstance(value, Handle) for _, *held in cells for value in held):
         closed = tuple(
-            types.CellType(replaced(value)) if isinstance(value, Handle) else cell
-            for cell, value in zip(fn.__closure__, cells, strict=True)
+            types.CellType(replaced(*held)) if held and isinstance(held[0], Handle) else cell for cell, *held in cells
         )
         again = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, closed)
         again.__kwdefaults__ = fn.__kwdefaults__
@@ -164,13 +164,6 @@ def _copied(task: Any, replaced: Callable[[Handle], Any]) -> Any:
     memo: dict[Any, Any] = {HANDLES: replaced}
     args, kwargs = copy.deepcopy((args, kwargs), memo)
     return fn, args, kwargs
-
-
-def _full(cell: Any) -> bool:
-    try:
-        return bool(cell.cell_contents) or True
-    except ValueError:
-        return False
 
 
 class Simulation(WorkerGroup):

@@ -159,7 +159,7 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
     before = fsdp.full_params(state)
     with context() if case["opened"] == "loop" else contextlib.nullcontext():
         for step in range(case["steps"]):
-            with _left(context, case["opened"]):
+            with _anew(case):
                 wanted = _plain_step(case, plain, step)
             try:
                 with within():
@@ -172,7 +172,7 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
                     raise
                 writes = any(how in WRITES or how == "restored" for how in case["parts"])
                 if not (hooks or writes or case["around"] in UNPLAIN):
-                    raise Unfit(error) from error
+                    raise
                 _goes_on(state, before)
                 return Verdict("refused", notes={"end": type(error).__name__})
             late = case["when"] == "later" or case["way"] == "units"
@@ -189,24 +189,15 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
     return Verdict("right", notes={"end": "end"})
 
 
-class Unfit(fsdp.FsdpError):
-    """A refusal where there is nothing to refuse."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(f"{type(error).__name__}: {error}")
-
-
 @contextlib.contextmanager
-def _left(context: Callable[[], Any], opened: str) -> Any:
+def _anew(case: Case) -> Any:
     """The context, entered anew, for the plain module; torch's defaults where it would not train."""
+    plain = case["around"] in UNPLAIN
     with torch.inference_mode(False), torch.enable_grad():
-        if context in (torch.no_grad, torch.inference_mode):
+        torch.clear_autocast_cache()
+        with contextlib.nullcontext() if plain else CONTEXTS[case["around"]]():
             yield
-        else:
-            torch.clear_autocast_cache()
-            with context():
-                yield
-            torch.clear_autocast_cache()
+        torch.clear_autocast_cache()
 
 
 def _plain_step(case: Case, plain: Model, step: int) -> list[torch.Tensor]:

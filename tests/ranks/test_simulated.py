@@ -443,6 +443,17 @@ def test_a_few_of_a_thousand_ranks() -> None:
     assert found[0][3] == 128  # 12, padded
 
 
+def test_a_function_may_close_over_tensors_handles_and_what_is_not_there_yet() -> None:
+    numbers = torch.arange(3.0)
+    with fsdp.simulate(data=2) as ranks:
+        handle = ranks(lambda: fsdp.local_mesh().get_rank())
+        assert ranks(lambda: (numbers + later if numbers is None else numbers + handle).tolist()).get() == [
+            [0.0, 1.0, 2.0],
+            [1.0, 2.0, 3.0],
+        ]
+        later = 1
+
+
 def warned() -> list[str]:
     """Filters of one rank, set while the other has its turn."""
     with warnings.catch_warnings(record=True) as found:
