@@ -29,7 +29,7 @@ from .._storage.flat import FlatBuffer, leaf_shards, no_counts
 from .numbers import at, by_label, check_settings, labels_in
 from .optimizer import Tree, UpdatesSome
 from .probe import Kept, Known, driven, hand_over, learned, name_of, refuse, refuse_known
-from .prove import Observed, observed
+from .prove import ORDER, Observed, observed
 from .scout import Scout
 from .together import AllLeaves
 from .whole import WholeLeaves
@@ -392,9 +392,11 @@ def _observed(cls: Any, options: dict[str, Any]) -> Observed:
         options["lr"], rates = first, dict(enumerate(RATES)) if callable(lr) else None
     key = cls, repr((sorted(options.items(), key=lambda item: item[0]), rates))
     if key not in SEEN:
+        both = [None, rates] if rates else [None]  # at low rates leaves may hardly feel each other
         try:
             with torch.device("cpu"), torch.inference_mode(False):
-                SEEN[key] = observed(lambda params: cls(params, **options), hand_over, rates=rates)
+                tries = [observed(lambda params: cls(params, **options), hand_over, rates=one) for one in both]
+            SEEN[key] = max(tries, key=lambda one: (ORDER.index(one.way), one.late is not None))
         except Exception as error:
             refuse(cls, f"it raised {type(error).__name__}: {error}", "Give options that it takes, for all labels")
     return SEEN[key]

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._common.torch_names import TorchDispatchMode, pytree
 
-__all__ = ["Finding", "Observed", "Watch", "beside", "numbers_like", "observed", "same"]
+__all__ = ["ORDER", "Finding", "Observed", "Watch", "beside", "numbers_like", "observed", "same"]
 
 ORDER = ("elementwise", "leaf", "all", "random")
 SHAPES = ((6, 8), (4, 3, 2, 2), (7,), (64, 72), (16, 24), (1, 5))
