@@ -329,7 +329,8 @@ def main() -> None:
         print(table(json.loads(Path(args.table).read_text())["rows"]))
         return
     if args.one:
-        for row in tried(*args.one.split(":"), args):
+        module, _, name = args.one.partition(":")
+        for row in tried(module, name, args):
             part = Path(args.out + ".part")
             part.write_text(json.dumps(row))
             part.replace(args.out)

@@ -267,7 +267,7 @@ def _(number: int, *args: Any) -> None:
 
 
 WAYS = (None, "elementwise", "leaf", "all")
-RATES = (0.1, 0.05, 0.01)  # of a learning rate that changes, where a class is observed
+RATES = {0: 0.1, 1: 0.05, 2: 0.01}  # by step: of a learning rate that changes, where a class is observed
 SEEN: dict[tuple[Any, str], Observed] = {}
 
 
@@ -285,10 +285,10 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
     on a weight, a gradient or what came of them is pointwise (by torch's own tag), a copy, a fill, a cast, or a view
     that keeps elements in order; if its Python reads no such value, and no shape, size, dim or requires_grad; and if
     it keeps its state by parameter, as tensors and numbers. Such Python takes the same branches for all leaves and
-    all pieces. Counts of steps in the state are then set to 99, 999, 9,999 and 99,999, for two steps each. A class
-    that has tensors of two leaves in one operation, or treats a leaf otherwise beside other leaves than alone,
-    couples leaves: it is refused, unless it goes the third way. For whole leaves it is checked that a new instance
-    with the state of the old one goes on to the same bits.
+    all pieces. Counts of steps in the state are then set to 99, 999, 9,999 and 99,999, for two steps each. With a rate
+    that changes, all this is done at the first rate and at others. A class that has tensors of two leaves in one
+    operation, or treats a leaf otherwise beside other leaves than alone, couples leaves: it is refused, unless it goes
+    the third way. Of whole leaves a new instance, given the old one's state, is seen to go on to the same bits.
 
     What is checked as it runs. Elementwise: before each step the class takes it on two leaves of six numbers, with
     the real counts, rate, dtype and device. A sequence of operations that was not met before is observed as above; if
@@ -344,8 +344,7 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
     if by not in WAYS:
         raise SpecError(f"from_torch: by is {by!r}; expected 'elementwise', 'leaf', 'all', or nothing.")
     refuse_known(cls)
-    labels = [label for value in options.values() if isinstance(value, Mapping) for label in value]
-    found = []
+    found, labels = [], [label for value in options.values() if isinstance(value, Mapping) for label in value]
     for label in dict.fromkeys((*labels, "default")):
         if all(not isinstance(v, Mapping) or label in v or "default" in v for v in options.values()):
             found.append((label, _observed(cls, {name: by_label(name, v, label) for name, v in options.items()})))
@@ -382,21 +381,20 @@ def _checked(whole: WholeLeaves, found: list[tuple[str, Observed]]) -> WholeLeav
 
 
 def _observed(cls: Any, options: dict[str, Any]) -> Observed:
-    rates = None
+    both: list[Any] = [None]  # at low rates leaves may hardly feel each other: at the first one, too
     if "capturable" in options:
         options["capturable"] = False  # on the host, where it is observed
     if callable(options.get("lr")) or isinstance(options.get("lr"), torch.Tensor):
         lr = options.pop("lr")
         with torch.device("cpu"):
-            first = float(lr(torch.zeros((), dtype=torch.int64, device=HOST)) if callable(lr) else lr)
-        options["lr"], rates = first, dict(enumerate(RATES)) if callable(lr) else None
-    key = cls, repr((sorted(options.items(), key=lambda item: item[0]), rates))
+            options["lr"] = float(lr(torch.zeros((), dtype=torch.int64, device=HOST)) if callable(lr) else lr)
+        both += [RATES] if callable(lr) else []
+    key = cls, repr((sorted(options.items(), key=lambda item: item[0]), both))
     if key not in SEEN:
-        both = [None, rates] if rates else [None]  # at low rates leaves may hardly feel each other
         try:
             with torch.device("cpu"), torch.inference_mode(False):
                 tries = [observed(lambda params: cls(params, **options), hand_over, rates=one) for one in both]
-            SEEN[key] = max(tries, key=lambda one: (ORDER.index(one.way), one.late is not None))
+                SEEN[key] = max(tries, key=lambda one: (ORDER.index(one.way), one.late is not None))
         except Exception as error:
             refuse(cls, f"it raised {type(error).__name__}: {error}", "Give options that it takes, for all labels")
     return SEEN[key]

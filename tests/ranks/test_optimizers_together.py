@@ -266,3 +266,20 @@ def test_another_world_reads_it_without_a_template(kind: str, preset: str, ranks
             lacks = {name for name in some if name not in kept[path]}
             assert not any(some[name].any() for name in lacks), (path, lacks)  # counts of steps that none has missed
             assert all(torch.equal(kept[path][name], some[name]) for name in {*some} - lacks), path
+
+
+class TogetherAtFullRate(torch.optim.SGD):
+    """All leaves share a norm, but at a rate of one only."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        some = [p for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in some]).norm() if group["lr"] >= 1 else 1.0
+        for p in some:
+            p.sub_(group["lr"] * p.grad / norm)
+
+
+def test_a_class_whose_rate_changes_is_observed_at_its_first_rate_too() -> None:
+    with pytest.raises(fsdp.SpecError, match="couples leaves: stack takes tensors of several leaves"):
+        fsdp.from_torch(TogetherAtFullRate, lr=lambda count: 1.0 / (1.0 + count))
