@@ -170,7 +170,7 @@ def launch(
         LaunchError: a rank raised or died. The workers survive if every rank came to an end.
         RuntimeError: this process is itself a rank, or the call came from inside another one (a signal handler, say).
         TypeError: `fn` or its arguments hold something that cannot be sent.
-        ValueError: `nprocs` is less than 1.
+        ValueError: `nprocs` is less than 1; a `timeout` for simulated ranks.
 
     >>> launch(lambda x: x * 2, (21,), nprocs=2)  # doctest: +SKIP
     [42, 42]
@@ -179,6 +179,8 @@ def launch(
         raise TypeError(
             f"launch(): args is {args!r}; expected a tuple, as in launch(fn, (1, 2)). The number of ranks is nprocs="
         )
+    if simulate:
+        _no_timeout("launch", timeout)
     count = default_nprocs() if nprocs is None else nprocs
     key = os.getpid(), count, simulate
     if key not in _kept:
@@ -186,12 +188,20 @@ def launch(
     return _kept[key]._run(fn, args, kwargs or {}, keep=False, timeout=timeout)
 
 
+def _no_timeout(call: str, timeout: float | None) -> None:
+    if timeout is not None:
+        raise ValueError(
+            f"{call}(timeout={timeout}, simulate=True): simulated ranks wait for no clock: when none can go on, an "
+            "error says at once which waits for what. Leave timeout out, or leave simulate out for processes."
+        )
+
+
 @overload
 def workers(
     nprocs: int | None = None, *, timeout: float | None = None, simulate: Literal[False] = False
 ) -> WorkerGroup: ...
 @overload
-def workers(nprocs: int | None = None, *, timeout: float | None = None, simulate: Literal[True]) -> Simulation: ...
+def workers(nprocs: int | None = None, *, timeout: None = None, simulate: Literal[True]) -> Simulation: ...
 def workers(nprocs: int | None = None, *, timeout: float | None = None, simulate: bool = False) -> WorkerGroup:
     """Start worker processes that are the ranks of this machine, and keep what calls return.
 
@@ -208,13 +218,16 @@ def workers(nprocs: int | None = None, *, timeout: float | None = None, simulate
             what they sent.
 
     Raises:
-        RuntimeError: this process is itself a rank. ValueError: `nprocs` is less than 1.
+        RuntimeError: this process is itself a rank.
+        ValueError: `nprocs` is less than 1; a `timeout` for simulated ranks.
 
     >>> with workers(nprocs=2) as w:  # doctest: +SKIP
     ...     value = w(lambda x: x * 2, 21)
     ...     value.get()
     [42, 42]
     """
+    if simulate:
+        _no_timeout("workers", timeout)
     count = default_nprocs() if nprocs is None else nprocs
     what = f"workers(nprocs={count}{', simulate=True' if simulate else ''})"
     return Simulation(count, {}, what) if simulate else WorkerGroup(count, timeout, what)

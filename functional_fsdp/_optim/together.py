@@ -31,6 +31,7 @@ from .whole import FORM, Form, Trees, WholeLeaves
 __all__ = ["AllLeaves"]
 
 LABEL = "default"
+CHANGES = 6  # the step of a trial from which on a learning rate that is scheduled is another one
 Held = tuple[list[Form], int, list[Any]]  # the forms of a leaf, which one its state has now (from 1 on), the values
 
 
@@ -104,7 +105,12 @@ class AllLeaves(WholeLeaves):
     ) -> torch.Tensor:
         params: list[torch.Tensor] = [torch.nn.Parameter(numbers_like(shape, 3 + i).to(dtype)) for i in range(3)]
         optimizer, fresh = self._together(params, [None] * 3)
+        moves = self._options(LABEL)[1] is not None  # then it changes here, too: an instance may have kept an old one
+        first = [group.get("lr") for group in optimizer.param_groups]
         for step in range(13):
+            for group, rate in zip(optimizer.param_groups, first, strict=True):
+                if moves and step >= CHANGES:
+                    group["lr"] = rate / 4
             for i, param in enumerate(params):
                 scale = (1e-3, 1.0, 40.0)[(step + i) % 3]
                 lacks = i == 1 and step in late

@@ -283,3 +283,31 @@ class TogetherAtFullRate(torch.optim.SGD):
 def test_a_class_whose_rate_changes_is_observed_at_its_first_rate_too() -> None:
     with pytest.raises(fsdp.SpecError, match="couples leaves: stack takes tensors of several leaves"):
         fsdp.from_torch(TogetherAtFullRate, lr=lambda count: 1.0 / (1.0 + count))
+
+
+class KeepsRates(torch.optim.Optimizer):
+    """Keeps the size of a step by its number in the instance, as RAdam of torch_optimizer does for ten steps: a leaf
+    that comes late finds those of a rate that was."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self._sizes: dict[int, float] = {}
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    count = self.state[p]["step"] = self.state[p].get("step", 0) + 1
+                    p.data.sub_(p.grad, alpha=self._sizes.setdefault(count, group["lr"] / count))
+
+
+def test_rates_that_an_instance_keeps_from_before_a_change_are_seen() -> None:
+    def begun(lr: Any) -> str:
+        try:
+            fsdp.from_torch(KeepsRates, by="all", lr=lr)
+        except fsdp.SpecError as error:
+            return str(error)
+        return "taken"
+
+    assert begun(0.01) == "taken"  # the rate stays: what is kept is what would be computed
+    assert "KeepsRates): a new instance that is given" in begun(lambda count: 0.01 / (1 + count))

@@ -471,3 +471,12 @@ def test_each_has_its_own_filters_of_warnings() -> None:
             assert ranks(lambda: (fsdp.local_mesh().size(), warned())[1]).get() == [[], ["by 1"]]
             assert ranks(lambda: warnings.filters == before).get() == [True, True]
     assert warnings.filters == before
+
+
+@pytest.mark.parametrize("call", ["launch", "workers"])
+def test_a_timeout_is_refused_as_no_clock_is_waited_for(call: str) -> None:
+    given: Any = {"launch": lambda **k: fsdp.launch(int, **k), "workers": fsdp.workers}[call]
+    with pytest.raises(
+        ValueError, match=rf"{call}\(timeout=5, simulate=True\): .* wait for no clock.*Leave timeout out"
+    ):
+        given(nprocs=2, timeout=5, simulate=True)
