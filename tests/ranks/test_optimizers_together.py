@@ -293,7 +293,7 @@ class KeepsRates(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
         self._sizes: dict[int, float] = {}
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
