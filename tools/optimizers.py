@@ -92,7 +92,7 @@ def rate(first: float) -> Callable[[Any], Any]:
 
 
 def plain(cls: Any, options: dict[str, Any], scheduled: bool, steps: int, dtype: torch.dtype) -> Any:
-    """The weights by the class itself, and the number that its rate is at first, if it has one."""
+    """The weights by the class itself."""
     params = {name: torch.nn.Parameter(p) for name, p in tree(0, dtype).items()}
     optimizer = cls([*params.values()], **options)
     first = optimizer.param_groups[0].get("lr")
@@ -139,17 +139,19 @@ def by_any(cls: Any, options: dict[str, Any]) -> Any:
 def sharded(cls: Any, case: Case, others: int, options: dict[str, Any], steps: int, dtype: torch.dtype) -> Any:
     """(weights of rank 0, the optimizer); the second half on so many other ranks."""
     with tempfile.TemporaryDirectory() as folder:
+
+        def halves(optimizer: Any, path: str) -> Any:
+            run(first_half, (optimizer, steps, dtype, path, 0), case.ranks)
+            return run(second_half, (optimizer, steps, dtype, path, 1), others)
+
         optimizer = by_any(cls, options)
         try:
-            run(first_half, (optimizer, steps, dtype, folder + "/a", 0), case.ranks)
-            found = run(second_half, (optimizer, steps, dtype, folder + "/a", 1), others)
+            return halves(optimizer, folder + "/a"), optimizer
         except (fsdp.SpecError, fsdp.TreeError) as refusal:
             if "by='all'" not in str(refusal):
                 raise
             optimizer = fsdp.from_torch(cls, by="all", **options)
-            run(first_half, (optimizer, steps, dtype, folder + "/b", 0), case.ranks)
-            found = run(second_half, (optimizer, steps, dtype, folder + "/b", 1), others)
-    return found, optimizer
+            return halves(optimizer, folder + "/b"), optimizer
 
 
 def run(fn: Callable[..., Any], args: tuple[Any, ...], ranks: int) -> Any:

@@ -26,7 +26,7 @@ from .._common.tracing import traced_as
 from .._plan.bucket import Bucket
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer, leaf_shards, no_counts
-from .numbers import at, by_label, check_settings, labels_in
+from .numbers import at, by_label, check_settings, first_of, labels_in
 from .optimizer import Tree, UpdatesSome
 from .probe import Kept, Known, driven, hand_over, learned, name_of, refuse, refuse_known
 from .prove import ORDER, Observed, observed
@@ -85,9 +85,7 @@ class FromTorch(UpdatesSome):
             options = {name: by_label(name, value, label) for name, value in self.options.items()}
             rate = None
             if callable(options.get("lr")) or isinstance(options.get("lr"), torch.Tensor):
-                lr = options.pop("lr")
-                with torch.device("cpu"):
-                    rate = float(lr(torch.zeros((), dtype=torch.int64, device=HOST)) if callable(lr) else lr)
+                rate = first_of(options.pop("lr"))
             self.seen[label, device.type] = learned(self.cls, options, device, rate)
         return self.seen[label, device.type]
 
@@ -344,7 +342,8 @@ def from_torch(cls: type, *, by: str | None = None, **options: Any) -> FromTorch
     if by not in WAYS:
         raise SpecError(f"from_torch: by is {by!r}; expected 'elementwise', 'leaf', 'all', or nothing.")
     refuse_known(cls)
-    found, labels = [], [label for value in options.values() if isinstance(value, Mapping) for label in value]
+    labels = [label for value in options.values() if isinstance(value, Mapping) for label in value]
+    found = []
     for label in dict.fromkeys((*labels, "default")):
         if all(not isinstance(v, Mapping) or label in v or "default" in v for v in options.values()):
             found.append((label, _observed(cls, {name: by_label(name, v, label) for name, v in options.items()})))
@@ -386,8 +385,7 @@ def _observed(cls: Any, options: dict[str, Any]) -> Observed:
         options["capturable"] = False  # on the host, where it is observed
     if callable(options.get("lr")) or isinstance(options.get("lr"), torch.Tensor):
         lr = options.pop("lr")
-        with torch.device("cpu"):
-            options["lr"] = float(lr(torch.zeros((), dtype=torch.int64, device=HOST)) if callable(lr) else lr)
+        options["lr"] = first_of(lr)
         both += [RATES] if callable(lr) else []
     key = cls, repr((sorted(options.items(), key=lambda item: item[0]), both))
     if key not in SEEN:

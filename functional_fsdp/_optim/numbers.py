@@ -15,7 +15,8 @@ from .._common.errors import SpecError
 from .optimizer import Tree
 
 __all__ = [
-    "Setting", "at", "by_label", "check_settings", "fixed", "labels_in", "number", "numbers", "pair_of", "tensors",
+    "Setting", "at", "by_label", "check_settings", "first_of", "fixed", "labels_in", "number", "numbers", "pair_of",
+    "tensors",
 ]  # fmt: skip
 
 R = TypeVar("R")
@@ -39,6 +40,12 @@ def at(name: str, value: Any, label: str, count: torch.Tensor) -> Any:
     if isinstance(found, tuple):
         return tuple([one(count) if callable(one) else one for one in found])
     return found(count) if callable(found) else found
+
+
+def first_of(value: Any) -> float:
+    """What a number, a tensor or a function of the count is before the first step, found on the host."""
+    with torch.device("cpu"):
+        return float(value(torch.zeros((), dtype=torch.int64, device="cpu")) if callable(value) else value)
 
 
 def fixed(rules: R, names: Sequence[str], count: torch.Tensor, labels: Iterable[str]) -> R:

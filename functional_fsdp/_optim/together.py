@@ -105,12 +105,11 @@ class AllLeaves(WholeLeaves):
     ) -> torch.Tensor:
         params: list[torch.Tensor] = [torch.nn.Parameter(numbers_like(shape, 3 + i).to(dtype)) for i in range(3)]
         optimizer, fresh = self._together(params, [None] * 3)
-        moves = self._options(LABEL)[1] is not None  # then it changes here, too: an instance may have kept an old one
-        first = [group.get("lr") for group in optimizer.param_groups]
+        options, rate = self._options(LABEL)
         for step in range(13):
-            for group, rate in zip(optimizer.param_groups, first, strict=True):
-                if moves and step >= CHANGES:
-                    group["lr"] = rate / 4
+            if rate is not None and step >= CHANGES:  # an instance may have kept the one from before
+                for group in optimizer.param_groups:
+                    group["lr"] = options["lr"] / 4
             for i, param in enumerate(params):
                 scale = (1e-3, 1.0, 40.0)[(step + i) % 3]
                 lacks = i == 1 and step in late

@@ -33,7 +33,7 @@ from .._plan.layout import Bucket, Leaf
 from .._plan.owners import Given, Moves, Owners, Part, find_owners
 from .._runtime.given import Leaves
 from .._storage.flat import no_counts
-from .numbers import at, by_label, check_settings, labels_in
+from .numbers import at, by_label, check_settings, first_of, labels_in
 from .optimizer import Sender, Tree, UpdatesSome, portions
 from .probe import hand_over, name_of
 from .prove import beside, numbers_like, same
@@ -123,9 +123,7 @@ class WholeLeaves(UpdatesSome):
         options = {name: by_label(name, value, label) for name, value in self.options.items()}
         lr = options.get("lr")
         if callable(lr):
-            with torch.device("cpu"):
-                options["lr"] = float(lr(torch.zeros((), dtype=torch.int64, device="cpu")))
-            return options, lr
+            return options | {"lr": first_of(lr)}, lr
         return options, None
 
     def _made(
