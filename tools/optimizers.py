@@ -8,7 +8,8 @@
     python tools/optimizers.py --table sweep.json         # the table of docs/guide/optimizer-classes.md
 
 A class is *equal* if in every case its weights are those of the class to 1e-9 of the distance moved, or the dtype's
-rounding of it where it computes in a smaller one; *refused*, with the reason; *different*, which no class may be;
+rounding of it where it computes in a smaller one; *in part*, if some cases are equal and others refused; *refused*,
+with the reason; *different*, which no class may be;
 *fails by itself*, where the class cannot be made or run on whole parameters; or *too slow*. A case is a number of
 simulated ranks, a placement, options, and a schedule. Gradients have very different scales; one leaf gets none in the
 first steps; one step is skipped; the state goes through a checkpoint in the middle, into another placement and,
@@ -53,7 +54,7 @@ SHAPES = {"m": (16, 24), "odd": (5, 7), "conv": (8, 4, 3, 3), "v": (7,), "late":
 PLACEMENTS: dict[int, tuple[Callable[..., Any], ...]] = {
     1: (fsdp.ddp, fsdp.zero1), 2: (fsdp.zero3, fsdp.zero1), 4: (fsdp.ddp, fsdp.zero3)
 }  # fmt: skip
-VERDICTS = ("equal", "refused", "different", "fails by itself", "too slow")
+VERDICTS = ("equal", "in part", "refused", "different", "fails by itself", "too slow")
 CLASS_LIMIT = 200  # seconds for one class: Shampoo's kind takes roots of large matrices
 
 
@@ -95,6 +96,8 @@ def plain(cls: Any, options: dict[str, Any], scheduled: bool, steps: int, dtype:
     """The weights by the class itself."""
     params = {name: torch.nn.Parameter(p) for name, p in tree(0, dtype).items()}
     optimizer = cls([*params.values()], **options)
+    if callable(train := getattr(optimizer, "train", None)):
+        train()  # of schedulefree
     first = optimizer.param_groups[0].get("lr")
     for step in range(steps):
         for name, p in params.items():
@@ -212,6 +215,7 @@ def load(module: str) -> Any:
     if module == "timm.optim" and module not in sys.modules:
         spec = importlib.util.find_spec("timm")
         timm = types.ModuleType("timm")
+        timm.__spec__ = spec  # which others ask for
         timm.__path__ = [*(spec.submodule_search_locations or ())] if spec else []
         sys.modules["timm"], sys.modules["timm.models"] = timm, Anything("timm.models")
     if module == "heavyball":
@@ -266,8 +270,9 @@ def tried(module: str, name: str, args: Any) -> Iterator[dict[str, Any]]:
              "seconds": round(time.monotonic() - begun, 2)}
         )  # fmt: skip
         found = [one["verdict"] for one in row["cases"]]
-        row["verdict"] = next((v for v in ("different", "equal", "refused") if v in found), found[0])
-        row["why"] = next(one["why"] for one in row["cases"] if one["verdict"] == row["verdict"])
+        first = next((v for v in ("different", "equal", "refused") if v in found), found[0])
+        row["verdict"] = "in part" if first == "equal" and "refused" in found else first
+        row["why"] = next(one["why"] for one in row["cases"] if one["verdict"] == first)
         yield row
         if len(found) == 1 and verdict in ("refused", "fails by itself"):
             return  # with the default options
@@ -299,10 +304,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     """One row a class: how it couples, and its way."""
     lines = ["| class | couples | way |", "|---|---|---|"]
     for row in rows:
-        if row["verdict"] not in ("equal", "refused"):
+        if row["verdict"] not in ("equal", "in part", "refused"):
             continue
         way, couples, why = "refused", row["why"].replace("|", "/"), row["why"]
-        if row["verdict"] == "equal":
+        if row["verdict"] != "refused":
             way = "elementwise" if "elementwise, on" in why else "all" if "all leaves together" in why else "leaf"
             couples = "nothing" if way == "elementwise" else couples.partition("since ")[2].partition(" (")[0]
         else:

@@ -28,7 +28,7 @@ from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer, leaf_shards, no_counts
 from .numbers import at, by_label, check_settings, first_of, labels_in
 from .optimizer import Tree, UpdatesSome
-from .probe import Kept, Known, driven, hand_over, learned, name_of, refuse, refuse_known
+from .probe import Kept, Known, driven, hand_over, learned, made, name_of, refuse, refuse_known
 from .prove import ORDER, Observed, observed
 from .scout import Scout
 from .together import AllLeaves
@@ -391,7 +391,7 @@ def _observed(cls: Any, options: dict[str, Any]) -> Observed:
     if key not in SEEN:
         try:
             with torch.device("cpu"), torch.inference_mode(False):
-                tries = [observed(lambda params: cls(params, **options), hand_over, rates=one) for one in both]
+                tries = [observed(lambda params: made(cls, params, options), hand_over, rates=one) for one in both]
                 SEEN[key] = max(tries, key=lambda one: (ORDER.index(one.way), one.late is not None))
         except Exception as error:
             refuse(cls, f"it raised {type(error).__name__}: {error}", "Give options that it takes, for all labels")

@@ -100,7 +100,7 @@ class Muon(UpdatesSome):
         sizes = {bucket.name: bucket.nbytes("main") for bucket in buckets}
         return tuple(map(tuple, portions(dict(reversed(sizes.items())), self.fill)))
 
-    def _parts(self, leaf: Leaf) -> Iterator[Part]:
+    def _parts(self, bucket: Bucket, leaf: Leaf) -> Iterator[Part]:
         """A leaf's matrices, each for itself where they lie one after the other; else the leaf."""
         pattern = self._pattern(leaf.label)
         *batch, m, n = self._shape(leaf, pattern)

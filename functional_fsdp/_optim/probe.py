@@ -32,6 +32,7 @@ __all__ = [
     "driven",
     "hand_over",
     "learned",
+    "made",
     "name_of",
     "refuse",
     "refuse_known",
@@ -139,6 +140,14 @@ def refuse(cls: Any, why: str, remedy: str, how: str = ", flat pieces of paramet
     raise SpecError(f"{name_of(cls)}: {cls.__module__}.{cls.__qualname__} cannot work on shards{how}: {why}. {remedy}.")
 
 
+def made(cls: Any, params: Sequence[torch.Tensor], options: Mapping[str, Any]) -> Any:
+    """An instance of a class; of one with two modes, as those of schedulefree, in the mode for steps."""
+    optimizer = cls([*params], **options)
+    if callable(train := getattr(optimizer, "train", None)):
+        train()
+    return optimizer
+
+
 def driven(
     cls: Any, options: Mapping[str, Any], params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor],
     states: Sequence[State], lr: Any = None, within: AbstractContextManager[Any] | None = None,
@@ -149,7 +158,7 @@ def driven(
         states: what it kept before, by parameter. Tensors are changed in place, or others returned for them.
         within: what the class's own `step()` is called in.
     """
-    optimizer = cls([torch.empty_like(params[0][:0])], **options)  # its own sums, if it makes some here, are empty
+    optimizer = made(cls, [torch.empty_like(params[0][:0])], options)  # its own sums, if it makes some here, are empty
     if lr is not None:  # what the constructor took from the first rate stays
         optimizer.param_groups[0]["lr"] = lr
     own = [param.detach() for param in params]
@@ -214,7 +223,7 @@ def _begin(cls: Any, options: Mapping[str, Any], device: torch.device) -> dict[s
     """What a class begins with: what it first sets, where all gradients are zero."""
     param = _values(0, device)
     first: State = {}
-    optimizer = cls([param], **options)
+    optimizer = made(cls, [param], options)
     states = _States(first)
     for one, state in optimizer.state.items():
         states[one] = state
@@ -315,7 +324,7 @@ def _plain(
 ) -> tuple[torch.Tensor, dict[str, float | None]]:
     """As its author meant it: the weights after some steps, flat, and what it keeps by name."""
     param = _values(0, device).view(shape)
-    optimizer = cls([param], **options)
+    optimizer = made(cls, [param], options)
     for step in range(1, STEPS + 1):
         hand_over(param, _values(step, device).view(shape))
         optimizer.step()

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
 
 from .._common.torch_names import TorchDispatchMode, pytree
 
-__all__ = ["ORDER", "Finding", "Observed", "Watch", "beside", "numbers_like", "observed", "same"]
+__all__ = ["ORDER", "Finding", "Observed", "Watch", "Work", "beside", "numbers_like", "observed", "same"]
 
 ORDER = ("elementwise", "leaf", "all", "random")
 SHAPES = ((6, 8), (4, 3, 2, 2), (7,), (64, 72), (16, 24), (1, 5))
@@ -44,6 +45,7 @@ READS = {
 LATE = (99, 999, 9_999, 99_999)  # counts at which branches are looked for
 LACKS = {1: range(3), 3: range(2, 5), 4: range(7, 9)}  # steps in which a leaf gets no gradient, by leaf
 Shapes = Sequence[tuple[int, ...]]
+FACTOR = 10  # operations of a factorization, in products of its dims: of QR 2 to 4, of eigenvalues 9, of an SVD 20
 MAKES = ("zeros(", "ones(", "full(", "empty(", "_like(")
 
 
@@ -238,6 +240,23 @@ class Reads(TorchFunctionMode):
         self.watch.reads |= READS[name] == "values"
         if "leaf" not in self.watch.findings:
             self.watch.findings["leaf"] = Finding("leaf", f"Python reads {READS[name]} of a leaf", _place(frame))
+
+
+class Work(TorchDispatchMode):
+    """Floating-point operations of products, as torch counts them, and of factorizations, by their largest term."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.flops += int(count(*args, **(kwargs or {}), out_val=out))
+        elif "linalg_" in func._schema.name and isinstance(args[0], torch.Tensor) and args[0].ndim > 1:
+            self.flops += FACTOR * args[0].numel() * min(args[0].shape[-2:])
+        return out
 
 
 def observed(

@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -22,17 +21,14 @@ from .._common.record import Collective
 from .._plan.layout import Bucket
 from .._runtime.given import Leaves
 from .._storage.flat import FlatBuffer
-from .numbers import at
 from .optimizer import Sender, Tree
 from .probe import hand_over, name_of
-from .prove import beside, numbers_like
-from .whole import FORM, Form, Trees, WholeLeaves
+from .prove import numbers_like
+from .whole import Form, Held, Trees, WholeLeaves
 
 __all__ = ["AllLeaves"]
 
 LABEL = "default"
-CHANGES = 6  # the step of a trial from which on a learning rate that is scheduled is another one
-Held = tuple[list[Form], int, list[Any]]  # the forms of a leaf, which one its state has now (from 1 on), the values
 
 
 @dataclass(frozen=True)
@@ -59,14 +55,6 @@ class AllLeaves(WholeLeaves):
 
     # ---- an instance
 
-    def _together(self, params: Sequence[torch.Tensor], held: Sequence[Held | None]) -> tuple[Any, Any]:
-        optimizer = self.cls([*params], **self._options(LABEL)[0])
-        fresh = beside(optimizer)
-        for param, one in zip(params, held, strict=True):
-            if one is not None and one[1]:
-                self._filled(optimizer, param, one[0][one[1] - 1], one[2])
-        return optimizer, fresh
-
     def _tried(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> list[Form]:
         """Forms of a leaf alone, and as the first and the second one of two, which begin together or not."""
         found, before = list[Form](), self._moving.setdefault(label, frozenset())
@@ -74,7 +62,7 @@ class AllLeaves(WholeLeaves):
         for leaves, place, late in ((1, 0, -1), *((2, place, late) for place in (0, 1) for late in (-1, 0, 1))):
             params = [torch.nn.Parameter(numbers_like(shape, 1 + i).to(dtype)) for i in range(leaves)]
             try:
-                optimizer, fresh = self._together(params, [None] * leaves)
+                optimizer, fresh = self._made(label, params, [None] * leaves)
                 for step in range(12 if math.prod(shape) <= 1 << 16 else 4):
                     for i, param in enumerate(params):
                         lacks = step < 3 and i == late
@@ -93,42 +81,15 @@ class AllLeaves(WholeLeaves):
             ) from first
         return found if self._moving[label] == before else self._tried(label, shape, dtype, path)
 
-    def _run(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None) -> torch.Tensor:
-        """As of one leaf, but of three, one of which gets no gradient in some steps; if the class can have that."""
+    def _run(
+        self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None, leaves: int = 3,
+        late: Sequence[int] = (0, 1, 7),
+    ) -> torch.Tensor:  # fmt: skip
+        """Of three leaves, one of which gets no gradient in some steps; if the class can have that."""
         try:
-            return self._run_three(label, shape, dtype, forms, (0, 1, 7))
+            return super()._run(label, shape, dtype, forms, leaves, late)
         except SpecError:
-            return self._run_three(label, shape, dtype, forms, ())
-
-    def _run_three(
-        self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None, late: Sequence[int]
-    ) -> torch.Tensor:
-        params: list[torch.Tensor] = [torch.nn.Parameter(numbers_like(shape, 3 + i).to(dtype)) for i in range(3)]
-        optimizer, fresh = self._together(params, [None] * 3)
-        options, rate = self._options(LABEL)
-        for step in range(13):
-            if rate is not None and step >= CHANGES:  # an instance may have kept the one from before
-                for group in optimizer.param_groups:
-                    group["lr"] = options["lr"] / 4
-            for i, param in enumerate(params):
-                scale = (1e-3, 1.0, 40.0)[(step + i) % 3]
-                lacks = i == 1 and step in late
-                hand_over(param, None if lacks else numbers_like(shape, 50 + step + 20 * i).to(dtype) * scale)
-            try:
-                optimizer.step()
-            except Exception as error:
-                raise SpecError(
-                    f"{name_of(self.cls)}: in step {step + 1}, with leaves of shape {list(shape)} and {dtype}, the "
-                    f"class raised {type(error).__name__}: {error}"
-                ) from error
-            taken = [self._taken(label, optimizer, param, fresh, False) for param in params]
-            if forms is not None:
-                if any(form not in forms for form, _ in taken):
-                    break
-                params = [torch.nn.Parameter(param.detach().clone()) for param in params]
-                held = [(forms, forms.index(form) + 1, values) for form, values in taken]
-                optimizer, fresh = self._together(params, held)
-        return torch.stack([param.detach() for param in params])
+            return super()._run(label, shape, dtype, forms, leaves)
 
     # ---- what is kept
 
@@ -154,31 +115,24 @@ class AllLeaves(WholeLeaves):
                 else:
                     gathered[what, name] = _whole(buffer, main[name].bucket, sender)
         leaves = [(n, i, leaf) for n, b in main.items() for i, leaf in enumerate(b.bucket.leaves) if leaf.numel]
-        params, held, rows = list[torch.Tensor](), list[Held](), list[dict[str, torch.Tensor]]()
+        params, held, rows = list[torch.Tensor](), list[Held | None](), list[dict[str, torch.Tensor]]()
         for name, i, leaf in leaves:
             row = {what: flat[leaf.offset :][: leaf.numel] for (what, n), flat in gathered.items() if n == name}
             of = {what: values[i] for (what, n), values in numbers.items() if n == name}
-            forms, which = self.forms(leaf, main[name].local.dtype), int(of[FORM])
-            values = [self._value(slot, leaf, row, of) for slot in forms[which - 1].slots] if which else []
-            held.append((forms, which, values))
+            held.append(self._held_by(leaf, self.forms(leaf, main[name].local.dtype), row, of))
             rows.append(row)
             param = torch.nn.Parameter(row["/main"].to(main[name].local.dtype).view(leaf.shape).clone())
             if name not in given or given[name][i]:
                 hand_over(param, row["/grads"].to(param.dtype).view(leaf.shape).clone())
             params.append(param)
         with torch.inference_mode(False):
-            optimizer, fresh = self._together(params, held)
-            if (rate := self._options(LABEL)[1]) is not None:
-                for group in optimizer.param_groups:
-                    group["lr"] = float(at("lr", rate, LABEL, count))
-            try:
-                optimizer.step()
-            except Exception as error:
-                raise TreeError(f"{name_of(self.cls)}: raised {type(error).__name__}: {error}") from error
+            optimizer, fresh = self._made(LABEL, params, held)
+            self._stepped(LABEL, optimizer, count, f"{len(leaves)} leaves")
             taken = [self._taken(LABEL, optimizer, param, fresh, False) for param in params]
         for k, (name, i, leaf) in enumerate(leaves):
             of = {what: values[i] for (what, n), values in numbers.items() if n == name}
-            for what, number in self._kept(leaf, params[k], held[k][0], *taken[k], rows[k], of).items():
+            forms = self.forms(leaf, params[k].dtype)
+            for what, number in self._kept(leaf, params[k], forms, *taken[k], rows[k], of).items():
                 numbers[what, name][i] = number
         for what, tree in {"/main": main, **opt}.items():
             for name, buffer in tree.items():

@@ -35,8 +35,8 @@ from .._runtime.given import Leaves
 from .._storage.flat import no_counts
 from .numbers import at, by_label, check_settings, first_of, labels_in
 from .optimizer import Sender, Tree, UpdatesSome, portions
-from .probe import hand_over, name_of
-from .prove import beside, numbers_like, same
+from .probe import hand_over, made, name_of
+from .prove import Work, beside, numbers_like, same
 from .travel import back, cut, ordered, there
 
 __all__ = ["WholeLeaves"]
@@ -45,6 +45,8 @@ Trees = dict[str, Tree]
 FORM = "form"
 PLAIN = (type(None), str, torch.dtype, torch.device, torch.Size)
 MOST = 64  # buffers for one tensor of a state
+FLOPS = 256  # that cost as much as an element that travels
+CHANGES = 6  # the step of a trial from which on a learning rate that is scheduled is another one
 
 
 class Slot(NamedTuple):
@@ -62,6 +64,9 @@ class Form(NamedTuple):
 
     structure: Any
     slots: tuple[Slot, ...]
+
+
+Held = tuple[Form, Sequence[Any]]  # what an instance keeps of a leaf: its form, and the values in that
 
 
 @dataclass(frozen=True)
@@ -93,15 +98,31 @@ class WholeLeaves(UpdatesSome):
         return labels_in(name_of(self.cls), self.options)
 
     def owners(self, buckets: Sequence[Bucket]) -> tuple[Owners, ...]:
-        """Which rank owns which leaf of these buckets. It prints."""
+        """Which rank owns which leaf of these buckets. It prints.
+
+        Ranks are balanced by what they move and compute, in one number: the elements of a leaf and of all that is kept
+        of it, and one more for each 256 floating-point operations of a step, as the trial counts them.
+        """
         key = tuple(buckets)
         if key not in self._plans:
             groups = self._groups(buckets)
-            self._plans[key] = find_owners(buckets, _part, groups)
+            self._plans[key] = find_owners(buckets, self._part, groups)
         return self._plans[key]
 
     @cached_property
     def _plans(self) -> dict[tuple[Bucket, ...], tuple[Owners, ...]]:
+        return {}
+
+    def _part(self, bucket: Bucket, leaf: Leaf) -> Iterator[Part]:
+        if leaf.numel:
+            forms = self.forms(leaf, bucket.main)
+            kept = max(sum(math.prod(slot.shape or (0,)) for slot in form.slots) for form in forms)
+            work = self._work[leaf.label, leaf.shape, bucket.main] // FLOPS
+            yield Part(tuple(leaf.shape), None, 0, (leaf.numel, 1), leaf.numel + kept + work)
+
+    @cached_property
+    def _work(self) -> dict[tuple[str, tuple[int, ...], torch.dtype], int]:
+        """Floating-point operations in a step with a leaf, but for those by element."""
         return {}
 
     @cached_property
@@ -126,23 +147,35 @@ class WholeLeaves(UpdatesSome):
             return options | {"lr": first_of(lr)}, lr
         return options, None
 
-    def _made(
-        self, label: str, param: torch.Tensor, form: Form | None, values: Sequence[Any], lacks: bool = False
-    ) -> tuple[Any, Any]:
-        """An instance with what it kept of its one leaf; and what it has beside, as constructed.
+    def _made(self, label: str, params: Sequence[torch.Tensor], held: Sequence[Held | None]) -> tuple[Any, Any]:
+        """An instance with what it kept of its leaves; and what it has beside, as constructed."""
+        optimizer = made(self.cls, params, self._options(label)[0])
+        fresh = beside(optimizer)
+        for param, one in zip(params, held, strict=True):
+            if one is not None:
+                self._filled(optimizer, param, *one)
+        return optimizer, fresh
+
+    def _one_made(self, label: str, param: torch.Tensor, held: Held | None, lacks: bool) -> tuple[Any, Any]:
+        """An instance with one leaf.
 
         lacks: the leaf has no gradient. Then there is another one, which has: what an instance counts, it counts.
         """
-        options, _ = self._options(label)
-        params = [param]
-        if lacks:
-            params.append(torch.nn.Parameter(param.detach().clone()))
-            hand_over(params[1], torch.zeros_like(param))
-        optimizer = self.cls(params, **options)
-        fresh = beside(optimizer)
-        if form is not None:
-            self._filled(optimizer, param, form, values)
-        return optimizer, fresh
+        if not lacks:
+            return self._made(label, [param], [held])
+        other = torch.nn.Parameter(param.detach().clone())
+        hand_over(other, torch.zeros_like(param))
+        return self._made(label, [param, other], [held, None])
+
+    def _stepped(self, label: str, optimizer: Any, count: torch.Tensor, what: str) -> None:
+        """One step of an instance, at the rate of this count. what: which leaves it has, for an error."""
+        if (rate := self._options(label)[1]) is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = float(at("lr", rate, label, count))
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise TreeError(f"{name_of(self.cls)}: raised {type(error).__name__} with {what}: {error}") from error
 
     def _filled(self, optimizer: Any, param: torch.Tensor, form: Form, values: Sequence[Any]) -> None:
         """Give an instance what it kept of a leaf, and beside."""
@@ -211,18 +244,21 @@ class WholeLeaves(UpdatesSome):
 
     def _tried(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> list[Form]:
         found, before = list[Form](), self._moving.get(label, frozenset())
+        work, steps = Work(), 0
         try:
             for late in (0, 2):  # a leaf that gets its first gradients later
                 param = torch.nn.Parameter(numbers_like(shape, 1).to(dtype))
-                form, values = None, list[Any]()
+                held: Held | None = None
                 for step in range(12 if param.numel() <= 1 << 16 else 4):
                     lacks = step < late
-                    optimizer, fresh = self._made(label, param, form, values, lacks)
+                    optimizer, fresh = self._one_made(label, param, held, lacks)
                     if not lacks:
                         hand_over(param, numbers_like(shape, 2 + step).to(dtype))
-                    optimizer.step()
-                    form, values = self._taken(label, optimizer, param, fresh, True)
-                    found += [form] if form not in found else []
+                    with work:
+                        optimizer.step()
+                    steps += 1
+                    held = self._taken(label, optimizer, param, fresh, True)
+                    found += [held[0]] if held[0] not in found else []
                 if not self._moving[label]:
                     break
         except (SpecError, TreeError):
@@ -235,6 +271,7 @@ class WholeLeaves(UpdatesSome):
         # what it keeps beside is known by the last step only: forms of earlier steps shall have it, too
         if self._moving.get(label, frozenset()) != before:
             return self._tried(label, shape, dtype, path)
+        self._work[label, shape, dtype] = work.flops // steps
         return found
 
     def check(self, label: str) -> None:
@@ -262,27 +299,41 @@ class WholeLeaves(UpdatesSome):
         if not ran:
             raise refusal
 
-    def _run(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None) -> torch.Tensor:
-        """A leaf after thirteen steps: of one instance, or of a new one in each step, with states of these forms."""
-        param = torch.nn.Parameter(numbers_like(shape, 3).to(dtype))
-        optimizer, fresh = self._made(label, param, None, ())
+    def _run(
+        self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None, leaves: int = 1,
+        late: Sequence[int] = (),
+    ) -> torch.Tensor:  # fmt: skip
+        """Leaves after thirteen steps: of one instance, or of a new one in each step, with states of these forms.
+
+        late: steps in which the second leaf gets no gradient. A rate that is scheduled changes on the way, since an
+        instance may have kept the one from before.
+        """
+        params: list[torch.Tensor] = [torch.nn.Parameter(numbers_like(shape, 3 + i).to(dtype)) for i in range(leaves)]
+        optimizer, fresh = self._made(label, params, [None] * leaves)
+        options, rate = self._options(label)
         for step in range(13):
-            hand_over(param, numbers_like(shape, 50 + step).to(dtype) * (1e-3, 1.0, 40.0)[step % 3])
+            if rate is not None and step >= CHANGES:
+                for group in optimizer.param_groups:
+                    group["lr"] = options["lr"] / 4
+            for i, param in enumerate(params):
+                scale = (1e-3, 1.0, 40.0)[(step + i) % 3]
+                lacks = i == 1 and step in late
+                hand_over(param, None if lacks else numbers_like(shape, 50 + step + 20 * i).to(dtype) * scale)
             try:
                 optimizer.step()
             except Exception as error:
+                whose = "an instance" if forms is None else "a new instance that is given the state of the old one"
                 raise SpecError(
-                    f"{name_of(self.cls)}: in step {step + 1}, with a leaf of shape {list(shape)} and {dtype}, "
-                    f"{'an instance' if forms is None else 'a new instance that is given the state of the old one'} "
-                    f"of the class raised {type(error).__name__}: {error}"
+                    f"{name_of(self.cls)}: in step {step + 1}, with {'leaves' if leaves > 1 else 'a leaf'} of shape "
+                    f"{list(shape)} and {dtype}, {whose} of the class raised {type(error).__name__}: {error}"
                 ) from error
-            form, values = self._taken(label, optimizer, param, fresh, False)
+            held = [self._taken(label, optimizer, param, fresh, False) for param in params]
             if forms is not None:
-                if form not in forms:
+                if any(form not in forms for form, _ in held):
                     break
-                param = torch.nn.Parameter(param.detach().clone())
-                optimizer, fresh = self._made(label, param, form, values)
-        return param.detach()
+                params = [torch.nn.Parameter(param.detach().clone()) for param in params]
+                optimizer, fresh = self._made(label, params, held)
+        return torch.stack([param.detach() for param in params])
 
     # ---- what is kept
 
@@ -427,25 +478,13 @@ class WholeLeaves(UpdatesSome):
     ) -> dict[str, float]:  # fmt: skip
         """One step with one leaf; rows are changed in place. Returns the numbers that are kept of it."""
         forms = self.forms(leaf, dtype)
-        before = int(numbers[FORM])
-        form = forms[before - 1] if before else None
-        values = [self._value(slot, leaf, rows, numbers) for slot in form.slots] if form else []
+        held = self._held_by(leaf, forms, rows, numbers)
         param = torch.nn.Parameter(rows["/main"].to(dtype).view(leaf.shape).clone())
         with torch.inference_mode(False):
-            optimizer, fresh = self._made(leaf.label, param, form, values, lacks)
-            _, rate = self._options(leaf.label)
-            if rate is not None:
-                for one in optimizer.param_groups:
-                    one["lr"] = float(at("lr", rate, leaf.label, count))
+            optimizer, fresh = self._one_made(leaf.label, param, held, lacks)
             if not lacks:
                 hand_over(param, rows["/grads"].to(dtype).view(leaf.shape).clone())
-            try:
-                optimizer.step()
-            except Exception as error:
-                raise TreeError(
-                    f"{name_of(self.cls)}: raised {type(error).__name__} with the leaf {leaf.path!r} of shape "
-                    f"{list(leaf.shape)}: {error}"
-                ) from error
+            self._stepped(leaf.label, optimizer, count, f"the leaf {leaf.path!r} of shape {list(leaf.shape)}")
             after, values = self._taken(leaf.label, optimizer, param, fresh, False)
         return self._kept(leaf, param, forms, after, values, rows, numbers)
 
@@ -473,7 +512,17 @@ class WholeLeaves(UpdatesSome):
                 rows[name][: part.numel()].copy_(part)
         return kept
 
-    def _value(self, slot: Slot, leaf: Leaf, rows: dict[str, torch.Tensor], numbers: dict[str, float]) -> Any:
+    def _held_by(
+        self, leaf: Leaf, forms: list[Form], rows: dict[str, torch.Tensor], numbers: Mapping[str, float]
+    ) -> Held | None:
+        """What is kept of a leaf, as the class has it; None before its first step."""
+        which = int(numbers[FORM])
+        if not which:
+            return None
+        form = forms[which - 1]
+        return form, [self._value(slot, leaf, rows, numbers) for slot in form.slots]
+
+    def _value(self, slot: Slot, leaf: Leaf, rows: dict[str, torch.Tensor], numbers: Mapping[str, float]) -> Any:
         if slot.python is not None:
             return slot.python(numbers[slot.name + "#"])
         if slot.shape is None:
@@ -503,9 +552,3 @@ class WholeLeaves(UpdatesSome):
 def _stored(dtype: torch.dtype | None) -> torch.dtype:
     assert dtype is not None
     return torch.uint8 if dtype is torch.bool else dtype
-
-
-def _part(leaf: Leaf) -> Iterator[Part]:
-    """A leaf as what is owned; what it costs is taken as its elements."""
-    if leaf.numel:
-        yield Part(tuple(leaf.shape), None, 0, (leaf.numel, 1), leaf.numel)

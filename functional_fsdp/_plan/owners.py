@@ -5,8 +5,9 @@
     rank 1  [ w1 w1 w2 w2 ]    all-to-all  rank 1  w0
                                ◀──
 
-Owners are balanced by floating-point operations: the largest matrix goes first, each to the rank that has least so far
-(Graham 1969, "Bounds on multiprocessing timing anomalies"), in each group of buckets that is updated at once.
+Owners are balanced by their work, which for Muon is floating-point operations: the largest matrix goes first, each to
+the rank that has least so far (Graham 1969, "Bounds on multiprocessing timing anomalies"), in each group of buckets
+that is updated at once.
 On two axes that shard there is a hop along each: first to the owner's place on the outer one.
 """
 
@@ -35,14 +36,14 @@ class Part(NamedTuple):
     """What is owned as a whole: a matrix, or a leaf whose matrices do not lie apart.
 
     shape: of what is owned. pattern: how to get [..., rows, columns] from it; None: it is a matrix. start: where it
-    begins in the leaf, in elements. matrix: (rows, columns). flops: what it costs.
+    begins in the leaf, in elements. matrix: (rows, columns). work: what it costs, in one unit.
     """
 
     shape: tuple[int, ...]
     pattern: Pattern | None
     start: int
     matrix: tuple[int, int]
-    flops: int
+    work: int
 
 
 class Owned(NamedTuple):
@@ -147,10 +148,10 @@ class Owners:
         return f"{zlib.crc32(repr((self.axes, self.owned)).encode()):08x}"
 
     def loads(self) -> list[int]:
-        """Floating-point operations of each rank."""
+        """The work of each rank: of Muon, floating-point operations."""
         found = [0] * self.ranks
         for one in self.owned:
-            found[one.owner] += one.part.flops
+            found[one.owner] += one.part.work
         return found
 
     def __repr__(self) -> str:
@@ -163,7 +164,7 @@ class Owners:
             rows.append((rank, len(mine), f"{elements:,}", f"{load:.3g}", f"{load / even:.3f}"))
         axes = " × ".join(f"{axis} {n}" for axis, n in self.axes) or "no axis"
         head = f"owners of {len(self.owned)} matrices along {axes}\n"
-        return head + table(("rank", "matrices", "elements", "operations", "of the mean"), rows)
+        return head + table(("rank", "matrices", "elements", "work", "of the mean"), rows)
 
     def moves(self, names: tuple[str, ...], given: Given, here: tuple[tuple[str, int], ...]) -> Moves:
         """What the rank at `here` does with the matrices of these buckets, of leaves that got a gradient."""
@@ -270,12 +271,12 @@ def _laid(sizes: Iterable[int]) -> Slices:
 
 
 def find_owners(
-    buckets: Sequence[Bucket], cut: Callable[[Leaf], Iterable[Part]], together: Sequence[Sequence[str]]
+    buckets: Sequence[Bucket], cut: Callable[[Bucket, Leaf], Iterable[Part]], together: Sequence[Sequence[str]]
 ) -> tuple[Owners, ...]:
     """Owners for the leaves of these buckets, for each set of axes along which some of them are cut.
 
     Args:
-        cut: what is owned of a leaf as a whole.
+        cut: what is owned as a whole of a leaf of a bucket.
         together: names of buckets that are updated at once.
     """
     groups: dict[tuple[tuple[str, int], ...], list[Bucket]] = {}
@@ -289,7 +290,7 @@ def find_owners(
             Owned(bucket.name, i, leaf.path, leaf.label, leaf.offset + one.start, one)
             for bucket in some
             for i, leaf in enumerate(bucket.leaves)
-            for one in cut(leaf)
+            for one in cut(bucket, leaf)
         ]
         found.append(Owners(axes, tuple(some), _balanced(owned, prod(n for _, n in axes), together)))
     return tuple(found)
@@ -303,10 +304,10 @@ def _balanced(owned: Sequence[Owned], ranks: int, together: Sequence[Iterable[st
     for k in range(len(together)):
         here, of_bucket = [0] * ranks, dict[tuple[str, int], int]()
         mine = [i for i, one in enumerate(owned) if group_of[one.bucket] == k]
-        for i in sorted(mine, key=lambda i: -owned[i].part.flops):
-            bucket, flops = owned[i].bucket, owned[i].part.flops
+        for i in sorted(mine, key=lambda i: -owned[i].part.work):
+            bucket, work = owned[i].bucket, owned[i].part.work
             rank = min(range(ranks), key=lambda r: (here[r], load[r], of_bucket.get((bucket, r), 0), r))
             owner[i] = rank
-            here[rank], load[rank] = here[rank] + flops, load[rank] + flops
-            of_bucket[bucket, rank] = of_bucket.get((bucket, rank), 0) + flops
+            here[rank], load[rank] = here[rank] + work, load[rank] + work
+            of_bucket[bucket, rank] = of_bucket.get((bucket, rank), 0) + work
     return tuple(one._replace(owner=owner[i]) for i, one in enumerate(owned))

@@ -458,6 +458,61 @@ def test_whole_leaves_go_on_in_another_world(tmp_path: Path) -> None:
     assert launch(gone_on, (str(tmp_path), ("zero3",), False), nprocs=1) == [[True]]
 
 
+class Rooted(torch.optim.SGD):
+    """Keeps a square for each row of a matrix and multiplies by it, as preconditioners do; vectors go as they are."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.ndim == 2:
+                kept = self.state[p].setdefault("square", torch.zeros(len(p), len(p), dtype=p.dtype))
+                kept += p.grad @ p.grad.T
+                p.grad = kept @ p.grad
+        return super().step(closure)
+
+
+def rooted() -> list[int]:
+    shapes = {"matrix": (48, 4), "vector": (192,), "other": (192,), "last": (192,)}
+    weights = {name: torch.linspace(-1, 1, 192).view(shape) for name, shape in shapes.items()}
+    optimizer: Any = fsdp.from_torch(Rooted, lr=0.1)
+    state = fsdp.shard(weights, fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data"), units=["*"]), optimizer)
+    (owners,) = optimizer.owners([one.bucket for one in state.main.values()])
+    return [one.owner for one in owners.owned]
+
+
+def test_owners_are_balanced_by_what_is_kept_and_computed() -> None:
+    for owners in launch(rooted, nprocs=2, simulate=True):
+        matrix, *vectors = owners
+        assert all(one != matrix for one in vectors), owners  # by elements each rank would have two leaves
+
+
+class Modes(torch.optim.SGD):
+    """Has a mode for steps, as schedulefree's classes do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["train_mode"] = False
+
+    def train(self) -> None:
+        self.param_groups[0]["train_mode"] = True
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["train_mode"]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("by", [None, "leaf", "all"])
+def test_a_class_with_modes_takes_its_steps_in_the_one_for_steps(by: Any) -> None:
+    def stepped_by(optimizer: Any) -> Tree:
+        state = fsdp.shard(tree(0), spec("zero3"), optimizer)
+        return fsdp.full_params(stepped(state, range(2)))
+
+    found, wanted = (
+        launch(stepped_by, (fsdp.from_torch(cls, lr=0.1, by=by),), nprocs=2, simulate=True)[0]
+        for cls in (Modes, torch.optim.SGD)
+    )
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_no_graph_has_whole_leaves() -> None:
     def train_step(state: fsdp.State, grads: Tree) -> fsdp.State:
         return fsdp.step(fsdp.reduce(state, grads))

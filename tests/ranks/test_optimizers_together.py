@@ -301,13 +301,30 @@ class KeepsRates(torch.optim.Optimizer):
                     p.data.sub_(p.grad, alpha=self._sizes.setdefault(count, group["lr"] / count))
 
 
-def test_rates_that_an_instance_keeps_from_before_a_change_are_seen() -> None:
+class MeansRates(torch.optim.Optimizer):
+    """Goes by the mean of the last rates, which it keeps in a list of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self._rates: list[float] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self._rates.append(group["lr"])
+            last = self._rates[-4:]
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(p.grad / p.grad.norm(), alpha=sum(last) / len(last))
+
+
+@pytest.mark.parametrize(("cls", "by"), [(KeepsRates, "all"), (MeansRates, "all"), (MeansRates, "leaf")])
+def test_rates_that_an_instance_keeps_from_before_a_change_are_seen(cls: type, by: str) -> None:
     def begun(lr: Any) -> str:
         try:
-            fsdp.from_torch(KeepsRates, by="all", lr=lr)
+            fsdp.from_torch(cls, by=by, lr=lr)
         except fsdp.SpecError as error:
             return str(error)
         return "taken"
 
     assert begun(0.01) == "taken"  # the rate stays: what is kept is what would be computed
-    assert "KeepsRates): a new instance that is given" in begun(lambda count: 0.01 / (1 + count))
+    assert f"{cls.__name__}): a new instance that is given" in begun(lambda count: 0.01 / (1 + count))

@@ -20,7 +20,7 @@ from functional_fsdp import Placement, Schedule, Spec, ddp, zero1, zero2, zero3
 from functional_fsdp._common.errors import FsdpError
 from functional_fsdp._plan.advance import advance
 from functional_fsdp._plan.cursor import Cursor
-from functional_fsdp._plan.layout import Layout, Leaf, LeafInfo, plan_layout
+from functional_fsdp._plan.layout import Bucket, Layout, Leaf, LeafInfo, plan_layout
 from functional_fsdp._plan.owners import Part, find_owners
 from functional_fsdp._plan.peak import Stretch, find_peak
 from functional_fsdp._plan.plan import Plan, make_plan
@@ -144,7 +144,7 @@ def walked(plan: Plan, draw: Draw) -> list[Any]:
     return found
 
 
-def parts_of(leaf: Leaf) -> list[Part]:
+def parts_of(bucket: Bucket, leaf: Leaf) -> list[Part]:
     """What one rank owns of a leaf: each of its matrices."""
     if len(leaf.shape) < 2:
         return []

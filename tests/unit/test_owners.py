@@ -145,10 +145,10 @@ def test_owners_are_printed() -> None:
     (owners,) = fsdp.muon().owners(layout({"a": (8, 8), "b": (8, 8), "c": (4, 8)}, "zero3", (2,)))
     assert [line.rstrip() for line in repr(owners).splitlines()] == [
         "owners of 3 matrices along data 2",
-        "rank  matrices  elements  operations  of the mean",
-        "----  --------  --------  ----------  -----------",
-        "0            2        96    1.86e+04        1.094",
-        "1            1        64    1.54e+04        0.906",
+        "rank  matrices  elements      work  of the mean",
+        "----  --------  --------  --------  -----------",
+        "0            2        96  1.86e+04        1.094",
+        "1            1        64  1.54e+04        0.906",
     ]
 
 
@@ -167,7 +167,7 @@ def test_leaves_of_several_matrices_are_parted_where_they_lie_apart() -> None:
     assert [(p.shape, p.start) for p in parts["qkv"]] == [((4, 5), 0), ((4, 5), 20), ((4, 5), 40)]
     assert [(p.shape, p.start) for p in parts["experts"]] == [((4, 5), 0), ((4, 5), 20), ((4, 5), 40)]
     assert [(p.shape, p.start, p.matrix) for p in parts["woven"]] == [((5, 12), 0, (5, 4))]
-    assert parts["woven"][0].flops == 3 * 5 * (4 * 4 * 4 * 5 + 2 * 4**3)
+    assert parts["woven"][0].work == 3 * 5 * (4 * 4 * 4 * 5 + 2 * 4**3)
 
 
 @pytest.mark.parametrize(
