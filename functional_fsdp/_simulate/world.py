@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._common.errors import FsdpError
 from .._common.record import Collective
 from .._common.torch_names import c10d
 from .._distributed.groups import Levelled
@@ -28,6 +29,11 @@ from .turns import Turns
 __all__ = ["Medium", "World"]
 
 BACKEND = "simulated"
+WHOLE_STEP = (
+    "simulated ranks cannot compile a whole step: torch.compile does one thing at a time in a process, and finds the "
+    "communicators of one rank only. Take the step eagerly or by T.cuda_graph, or compile units by "
+    "T.forward_backward(compile=...); or run it on processes."
+)
 NAMES = 1 << 20  # of groups, for each rank
 _starts = itertools.count(1)
 
@@ -78,6 +84,9 @@ class Lanes(HostLanes):
 
     backend = BACKEND
     collective = staticmethod(simulated)
+
+    def traced(self, lane: str) -> str:
+        raise FsdpError(WHOLE_STEP)
 
     def submit(self, lane: str, hops: tuple[Collective, ...], *args: Any, **kwargs: Any) -> Mark:
         self.run.medium.world.turns.issues(self.run.votes + 1, lane, [hop.bucket for hop in hops])

@@ -480,3 +480,32 @@ def test_a_timeout_is_refused_as_no_clock_is_waited_for(call: str) -> None:
         ValueError, match=rf"{call}\(timeout=5, simulate=True\): .* wait for no clock.*Leave timeout out"
     ):
         given(nprocs=2, timeout=5, simulate=True)
+
+
+def whole_steps(way: str) -> tuple[str, int]:
+    """What a compiled step says, and the steps that were taken: that one, eagerly."""
+    spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data"))
+    params, model = fsdp.functionalize(net(torch.float32))
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1))
+    driven = T.forward_backward(model, loss_fn)
+
+    def step(state: fsdp.State, data: Any) -> fsdp.State:
+        state, _ = driven(state, data) if way != "by hand" else LOOPS["whole"](model, state, data, True)
+        return fsdp.step(state)
+
+    compiled = T.compile(step, backend="aot_eager") if way == "T.compile" else torch.compile(step, backend="aot_eager")
+    said = ""
+    try:
+        compiled(state, batch(0, dist.get_rank(), 0))
+    except Exception as error:
+        said = f"{error}"
+    return said, step(state, batch(0, dist.get_rank(), 0)).steps
+
+
+@pytest.mark.parametrize("way", ["T.compile", "by hand"])
+def test_whole_steps_are_not_compiled_and_nothing_is_lost(way: str) -> None:
+    for said, steps in launch(whole_steps, (way,), nprocs=2, simulate=True):
+        assert "simulated ranks cannot compile a whole step" in said
+        assert steps == 1
+    compiled = torch.compile(lambda x: x + 1, backend="aot_eager")
+    assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]  # torch's own state is as it was
