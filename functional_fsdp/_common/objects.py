@@ -54,7 +54,8 @@ GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
 PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size))
 WEAK = (weakref.ReferenceType, weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)
 #: modules whose functions and classes are the same wherever their version is
-STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "functional_fsdp"}
+# Packages whose code and globals hold no part of a model. pytest's is in each `assert` of a file that it rewrote.
+STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "functional_fsdp", "_pytest"}
 
 
 class Part(NamedTuple):

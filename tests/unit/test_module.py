@@ -1203,3 +1203,19 @@ def test_modules_that_another_library_has_taken_over() -> None:
     part: Any = fully_shard(nn.Linear(2, 2))
     with pytest.raises(TreeError, match=r"the module '1', a FSDPLinear, was taken over"):
         fsdp.functionalize(nn.Sequential(nn.Linear(2, 2), part))
+
+
+class Asserts(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.ndim == 2, x  # which pytest writes anew, with its own globals
+        return super().forward(x)
+
+
+def test_what_pytest_holds_is_nothing_that_a_model_reads(request: pytest.FixtureRequest) -> None:
+    model, key = Asserts(2, 2), pytest.StashKey[Any]()
+    request.config.stash[key] = model
+    try:
+        params, called = fsdp.functionalize(model)
+    finally:
+        del request.config.stash[key]
+    assert fsdp.bind(called, params)(torch.ones(1, 2)).shape == (1, 2)
