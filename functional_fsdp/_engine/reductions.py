@@ -107,6 +107,11 @@ class Reductions(Engine):
         self.position, _ = self.move("skip", (unit,))
         return True
 
+    def expect(self, unit: str) -> None:
+        """In this backward a gradient of this unit will come, though the forward may not have used it."""
+        if not isinstance(self.order, RecordedOrder):
+            self.position, _ = self.move("await", (unit,))
+
     def _issue(self, due: Iterable[tuple[int, bool]], relents: bool = True) -> None:
         """Reduce what is due, in order; with `relents` what finds no staging is left, if a peer needs this rank to go
         on before it can come to what holds the staging."""

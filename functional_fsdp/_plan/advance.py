@@ -27,6 +27,7 @@ for a unit whose turn is over begins the next round.
 | "reduce tree", unit  | as "reduce", of a whole tree's gradient: these come between two "round", and in no pass    |
 | "empty tree", unit   | as "empty", of a whole tree's gradient                                                     |
 | "skip", unit         | it was used in the forward, and no gradient of it will come                                |
+| "await", unit        | its gradient will come in this backward, whether or not the forward used it                |
 | "begin"              | a pass begins, which ends where "end" says                                                 |
 | "begin agreed"       | and in which ranks agree on each use                                                       |
 | "turn"               | its forward is over                                                                        |
@@ -218,7 +219,8 @@ class _Rules(Walk):
         first, last = self.plan.uses[use].group
         if not all(self.plan.uses[k].unit in self.used for k in range(first, last + 1)):
             return False  # it was used elsewhere, and not in this call
-        return not any(k in self.seen and not self.plan.opens[k] for k in self.plan.by_name[unit].uses)
+        seen = [k for k in self.plan.by_name[unit].uses if k in self.seen]  # none: only its gradient comes, see "await"
+        return bool(seen) and all(self.plan.opens[k] for k in seen)
 
     def startable(self, use: int, issued: int, needed: int, good: Mapping[str, int]) -> list[int]:
         """The gathers that the plan issues at `use`, without those that have to wait and can: for uses past `needed`.
@@ -303,6 +305,12 @@ class _Rules(Walk):
         self.awaited.discard(unit)
         self.used.discard(unit)
 
+    def expect(self, unit: str) -> None:
+        """A gradient of this unit will come in this pass, and nothing stands for it until then."""
+        if unit in self.plan.index:
+            self.used.add(unit)
+            self.awaited.add(unit)
+
     def round(self) -> None:
         """This round is over."""
         self.reduce(self.rest_of_round())
@@ -325,6 +333,10 @@ class _Rules(Walk):
         self.phase = "backward" if self.phase else ""
 
     def over(self) -> None:
+        """The pass is over. It trains on every rank, and goes to its end even where this one used nothing in it."""
+        if self.phase:
+            self.training = True
+            self.at = self.at if self.agreed else len(self.plan.uses)
         self.close()
         self.phase, self.agreed = "", False
 
@@ -344,6 +356,7 @@ _EVENTS: dict[str, Any] = {
     "empty": lambda walk, unit: (walk.empty(unit), walk.close_if_over()),
     "empty tree": _Rules.empty,
     "skip": _Rules.skip,
+    "await": _Rules.expect,
     "begin": _Rules.begin,
     "begin agreed": lambda walk: walk.begin(agreed=True),
     "turn": _Rules.turn,

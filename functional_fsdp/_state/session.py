@@ -103,6 +103,11 @@ class Session:
         it by `reduce`, with None for each leaf."""
         return self._executor.skip(unit)
 
+    def await_gradient(self, unit: str) -> None:
+        """On this rank a gradient of this unit will come in this backward, which has begun, though nothing in the
+        forward gathered it: what the gradient is computed from needs none of its weights."""
+        self._executor.expect(unit)
+
     def all_done(self, state: State) -> None:
         """This rank has come to all that it uses in the backward. Others may need it, while the order is a guess."""
         with torch.no_grad(), self._lineage.call:

@@ -41,6 +41,7 @@ def case(world: int, parts: str, *steps: Any, registered: Any = None, tied: Any 
     return {"kind": "driven", "world": world, "seed": 5, "model": model, "steps": [*steps]} | plain | settings
 
 
+READS_NOTHING = ["given", "Untouched", None]  # and has a gradient of the weight that no other unit has
 AROUND = ["checkpoint", use(0, 1, 2, 3)]
 SKIPS = [*use(0), ["scale"], ["checkpoint", use(1, 2)], ["scale"]]
 NO_GRAD = ["checkpoint", [*use(0, 1), ["nograd", 2]]]
@@ -92,6 +93,13 @@ CASES = {
     "a unit of the first step that is registered last and used first, by one rank": case(
         4, "lbnl", step(*use(3, 0, 1, 2), leave=[[], [0], [0, 2], [0]]),
         step(*use(3, 0, 1, 2), leave=[[0], [], [0], [3]]),
+    ),
+    "a gradient of a weight that no forward reads": case(
+        2, "ll", step(*use(1, 0), READS_NOTHING),
+        step(*use(1, 0), READS_NOTHING, leave=[[], [0]], more=[[2]]), preset="zero2",
+    ),
+    "and on a rank nothing else": case(
+        2, "ll", step(*use(0, 1), READS_NOTHING), step(*use(0, 1), READS_NOTHING, leave=[[0, 1]], more=[[1], [0, 1]])
     ),
 }  # fmt: skip
 

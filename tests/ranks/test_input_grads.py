@@ -221,3 +221,46 @@ def test_inputs_from_inference_mode_and_float32() -> None:
     plain = x.clone().requires_grad_()
     want = torch.autograd.grad(module(plain).square().sum(), plain)[0]
     torch.testing.assert_close(one(call, module), want, rtol=1e-5, atol=1e-6)
+
+
+class Optional(nn.Module):
+    """Ranks use the parts that they name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)).double()
+
+    def forward(self, x: torch.Tensor, which: list[int]) -> torch.Tensor:
+        for i in which:
+            x = torch.tanh(self.parts[i](x))
+        return x.square().mean()
+
+
+USED: tuple[list[list[int]], ...] = ([[0, 1, 2], [0, 1, 2]], [[0, 1, 2], []], [[], []], [[], [1]])  # in each step
+
+
+def some_use_nothing(preset: str) -> float:
+    """How far the weights are from the plain module's, and inputs' gradients, where a rank uses no weight at all."""
+    module, rank = Optional(), dist.get_rank()
+    state, model = start(module, preset)
+    state = fsdp.shard(dict(module.named_parameters()), state.spec, fsdp.sgd(lr=0.5))
+    backward = T.forward_backward(model, lambda model, x, which: model(x, which), input_grads=True)
+    optimizer, far = torch.optim.SGD(module.parameters(), lr=0.5), 0.0
+    data = [torch.randn(3, WIDTH, dtype=torch.float64, requires_grad=True) for _ in USED[0]]
+    for used in USED:
+        state, (_, (dx, _)) = backward(state, data[rank].detach(), used[rank])
+        state = fsdp.step(state)
+        optimizer.zero_grad()
+        for x, which in zip(data, used, strict=True):
+            x.grad = None
+            (module(x, which) / len(used)).backward()
+        optimizer.step()
+        far = max(far, (dx - len(used) * data[rank].grad).abs().max().item())  # type: ignore[operator]
+    weights = fsdp.full_params(state)
+    return max(far, *((weights[path] - p).abs().max().item() for path, p in module.named_parameters()))
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero2", "ddp"])
+def test_a_rank_may_use_no_weight_at_all(preset: str) -> None:
+    assert max(launch(some_use_nothing, (preset,), nprocs=2, simulate=True)) < 1e-12

@@ -990,6 +990,40 @@ def test_where_ranks_agree_on_each_use_gradients_are_reduced_in_the_plans_order_
     assert rank.gathers == list(range(len(rank.plan.gathers)))
 
 
+@pytest.mark.parametrize("agreed", [False, True])
+def test_no_zeros_for_a_gradient_that_comes_without_a_use(agreed: bool) -> None:
+    """It was given to a function whose forward reads no weight; other units are come to meanwhile, by their turn or as
+    a peer waits."""
+    rank = Rank(made(3))
+    rank.happens("begin agreed" if agreed else "begin")
+    for name in "ac":
+        rank.happens("unshard", name)
+        rank.happens("release", name)
+    rank.happens("turn")
+    rank.happens("await", "b")
+    rank.happens("unshard", "c")
+    assert rank.reduce("c") == [(0, True)]
+    assert reductions_of(rank.happens("peer reduces")) == []
+    rank.happens("release", "c")
+    assert "unplanned" not in dict(rank.happens("unshard", "a"))
+    assert rank.reduce("a") == []
+    assert rank.reduce("b") == [(1, True), (2, True)]
+    rank.happens("release", "a")
+    rank.happens("end")
+    assert reductions_of(rank.happens("step")) == []
+
+
+def test_a_pass_in_which_nothing_is_used_goes_to_its_end() -> None:
+    rank = Rank(made(3))
+    rank.happens("begin")
+    rank.happens("turn")
+    rank.happens("await", "b")
+    assert rank.reduce("b") == []
+    rank.happens("end")
+    assert rank.gathers == list(range(len(rank.plan.gathers)))
+    assert (rank.reductions, rank.given) == ([0, 1, 2], [False, True, False])
+
+
 def test_a_peer_is_given_no_zeros_while_this_ranks_forward_goes_on() -> None:
     rank = Rank(made(3))
     rank.happens("begin agreed")

@@ -372,13 +372,20 @@ class Driver:
                 raise no_output(call.unit_call)
             for unit in call.trained:
                 used[unit] = used.get(unit, 0) + (comes or call.idle)
-        for unit in self.places.given():
+        given = self.places.given()
+        for unit in given:
             used[unit] = used.get(unit, 0) + 1
-        self.expect(used)
+        self.expect(used, given)
 
-    def expect(self, used: dict[str, int]) -> None:
-        """How many gradients are to come for each unit that the forward used and that trains."""
+    def expect(self, used: dict[str, int], given: Sequence[str]) -> None:
+        """How many gradients are to come for each unit that the forward used and that trains; and units of which a
+        Function was given a weight, which it need not have read."""
         self.session.expect(self.state, tuple(self.trace[0]), [unit for unit in used if used[unit]])
+        for unit in given:
+            self.session.await_gradient(unit)
+        if self.trainable and not self.state.grads and not any(used.values()):  # inputs alone get some; peers reduce
+            unit, _ = min(self.trainable)
+            self._reduce(unit, [None] * len(self.keys[unit]))
         for unit in reversed(used):
             if used[unit]:
                 self.pending[unit] = used[unit]

@@ -9,7 +9,7 @@ Each graph has a copy of the model of its own: what a forward leaves in a module
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -88,7 +88,7 @@ class TracedDriver(Driver):
         self.differentiating = True
         return self.back(loss, scale, inputs)
 
-    def expect(self, used: dict[str, int]) -> None:
+    def expect(self, used: dict[str, int], given: Sequence[str]) -> None:
         """Units that get no gradient are not reduced: that is a part of the graph."""
         self.pending = {unit: n for unit, n in reversed(used.items()) if n}
 
