@@ -389,6 +389,7 @@ def test_what_cannot_work_says_so() -> None:
 def functions(preset: str) -> dict[str, float]:
     """How far weights are from those of the plain module on all ranks' data; ranks use functions at other places."""
     found = {}
+    fsdp.local_mesh()  # first: it starts the process group
     for kind in KINDS:
         modules = [Placed(kind, *PLACES[:: rank + 2]) for rank in range(dist.get_world_size())]
         state, model = start(modules[dist.get_rank()], preset, units=["a", "b", "norm"])
