@@ -224,6 +224,9 @@ def finish_reductions(state: State) -> State:
     What was announced with `last_microbatch=False` is reduced now; a unit that got no gradient counts as zero, and is
     reduced like the others because its peers on other ranks may have got one. Called by `step`.
 
+    Ranks vote in `step`, not here. Where they did different things in this step, so that `step` will refuse it, what
+    this gives them may be other gradients on each rank.
+
     Raises:
         ScheduleError: there are no gradients at all.
 

@@ -35,6 +35,7 @@ class Actor:
         self.varied = False  # ranks left out other units in each microbatch of this step
         self.looked = False  # units were used in it that the schedule does not have there
         self.apart = False  # ranks do different things in it
+        self.unvoted: Wrong | None = None  # gradients of it that its `step` may not take
         layout = state.layout
         self.unit_of = {path: unit.name for unit in layout.units for path in unit.paths}
         self.home = {  # of tied leaves, the place whose path the unit has
@@ -53,12 +54,17 @@ class Actor:
             try:
                 getattr(self, f"do_{op['op']}")(op)
             except fsdp.ScheduleError as error:
-                if self.varied or (self.looked and self.apart):  # ranks cannot know then where a microbatch ends
+                if self.unclear:
                     raise Refused(error) from error
                 raise
             yield
 
     # ---- gradients
+
+    @property
+    def unclear(self) -> bool:
+        """Whether ranks cannot know where a microbatch of this step ends: its `step` may be refused."""
+        return self.varied or (self.looked and self.apart)
 
     @property
     def now(self) -> fsdp.State:
@@ -167,7 +173,12 @@ class Actor:
 
     def do_finish(self, op: Op) -> None:
         self.middle = fsdp.finish_reductions(self.now)
-        self._check_grads(self.middle)
+        try:
+            self._check_grads(self.middle)
+        except Wrong as wrong:
+            if not self.unclear:
+                raise
+            self.unvoted = wrong  # only `step` compares what ranks issued
 
     def _check_grads(self, state: fsdp.State) -> None:
         for buffer in state.grads.values():
@@ -197,6 +208,8 @@ class Actor:
             self.state = fsdp.step(self.now)
         else:
             self.state = fsdp.step(self.now, skip=torch.tensor(op["skip"]))
+        if self.unvoted is not None:
+            raise self.unvoted
         self.middle = None
         self.micros, self.varied, self.apart = 0, False, False
         self.looked = self.looked and self.state.spec.schedule.order == "recorded"  # the schedule has it from now on
@@ -284,7 +297,7 @@ class Actor:
         """A microbatch that all ranks give up."""
         with suppress(fsdp.RestartError):  # of a peer that is done with it and has begun anew
             self.do_micro(op["micro"])
-        self.middle, self.micros = None, 0
+        self.middle, self.micros, self.unvoted = None, 0, None
         self.oracle.forget()
 
     def do_drop(self, op: Op) -> None:

@@ -51,8 +51,7 @@ def draw(rng: Random, world: int, settings: dict[str, Any], own: bool) -> list[O
                 micro |= {"skip": other, "varied": True} if varied else {"skip": skip}
             ops.append({**micro, "absent": absent})
             if rng.random() < 0.08:
-                look = _look(rng, between=False)  # unit by unit it may seem to be a part of what a rank leaves out
-                ops.append({**look, "way": "tree"} if skip and look["op"] == "eval" else look)
+                ops.append(_look(rng, between=False))
         if rng.random() < 0.5:
             ops.append({"op": "finish"})
         if rng.random() < 0.2:

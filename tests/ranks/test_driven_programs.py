@@ -99,7 +99,7 @@ CASES = {
         step(*use(1, 0), READS_NOTHING, leave=[[], [0]], more=[[2]]), preset="zero2",
     ),
     "and on a rank nothing else": case(
-        2, "lll", step(*use(0, 1), READS_NOTHING), step(*use(0, 1), READS_NOTHING, leave=[[0, 1]], more=[[1], [0, 1]])
+        2, "lll", step(*use(0, 1), READS_NOTHING), step(*use(0, 1), READS_NOTHING, leave=[[0, 1]])
     ),
 }  # fmt: skip
 

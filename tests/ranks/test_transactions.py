@@ -131,6 +131,48 @@ def test_ranks_that_issue_different_collectives_do_not_commit() -> None:
     check_that_different_collectives_do_not_commit()
 
 
+def evaluates_by_units_and_leaves_out() -> tuple[list[float], str, list[float]]:
+    """A look at all units, and a microbatch in which the first rank leaves one out, which goes on from that look: its
+    first use may be the look's backward. What `finish_reductions` shows, what `step` says, and the weights of a step
+    from the state before."""
+    params = {"a": {"w": torch.ones(3)}, "b": {"w": torch.ones(0)}}
+    mesh = fsdp.local_mesh()
+    base = fsdp.shard(params, fsdp.Spec(mesh, fsdp.zero2("data"), average="sum"), fsdp.sgd(lr=0.5))
+
+    def microbatch(state: fsdp.State, units: str) -> fsdp.State:
+        for unit in units:
+            state, _ = fsdp.unshard(state, unit)
+            state = fsdp.release(state, unit)
+        for unit in reversed(units):
+            state, w = fsdp.unshard(state, unit)
+            state = fsdp.reduce(state, {"w": torch.full_like(w["w"], 1.0 + dist.get_rank())}, unit)
+            state = fsdp.release(state, unit)
+        return state
+
+    state = base
+    for unit in "ab":
+        state, _ = fsdp.unshard(state, unit)
+        state = fsdp.release(state, unit)
+    state = microbatch(state, "ab" if dist.get_rank() else "a")
+    shown, said = [], ""
+    try:
+        state = fsdp.finish_reductions(state)
+        shown = fsdp.local_shards(state, "grads")["a.w"].tolist()
+        fsdp.step(state)
+    except fsdp.ScheduleError as error:
+        said = str(error)
+    state = fsdp.step(microbatch(base, "ab" if dist.get_rank() else "a"))
+    return shown, said, fsdp.full_params(state)["a"]["w"].tolist()
+
+
+def test_gradients_that_ranks_see_apart_are_voted_on_in_the_step() -> None:
+    found = launch(evaluates_by_units_and_leaves_out, nprocs=2, simulate=True)
+    assert found[0][0] == [1.0, 1.0, 1.0], "of this rank alone: nobody has voted"
+    for _, said, weights in found:
+        assert "The state before the step is valid" in said
+        assert weights == [1 - 0.5 * 3.0] * 3
+
+
 def evaluates_between() -> bool:
     state, model = start()
     _, params = fsdp.unshard(state)  # a look that keeps the old state
