@@ -315,6 +315,24 @@ class _Rules(Walk):
         """This round is over."""
         self.reduce(self.rest_of_round())
 
+    def closed_round(self) -> None:
+        """So it is for the pass, if one is under way: no more gradients come in it that peers may be waiting for."""
+        due = self.rest_of_round()
+        if self.training and not self.round_done:
+            due = due or [(i, False) for i in range(len(self.plan.reductions))]
+            self.round_done = True
+        self.reduce(due)
+
+    def tree_gradient(self, unit: str) -> None:
+        """A gradient of a whole tree came, which is of no pass."""
+        before = self.training, self.round_done
+        self.gradient(unit)
+        self.training, self.round_done = before
+
+    def tree_empty(self, unit: str) -> None:
+        """The same, of one without elements."""
+        self.reduce(self.take_due())
+
     def peer_reduces(self) -> None:
         """The next reduction, since a peer waits for it. None if its gradient may still come."""
         over = self.phase == "forward" or (self.phase and self.round_done)  # a driven pass has one round
@@ -352,9 +370,9 @@ _EVENTS: dict[str, Any] = {
     "unshard": _Rules.unshard,
     "release": _Rules.release,
     "reduce": lambda walk, unit: (walk.gradient(unit), walk.close_if_over()),
-    "reduce tree": _Rules.gradient,
+    "reduce tree": _Rules.tree_gradient,
     "empty": lambda walk, unit: (walk.empty(unit), walk.close_if_over()),
-    "empty tree": _Rules.empty,
+    "empty tree": _Rules.tree_empty,
     "skip": _Rules.skip,
     "await": _Rules.expect,
     "begin": _Rules.begin,
@@ -362,7 +380,7 @@ _EVENTS: dict[str, Any] = {
     "turn": _Rules.turn,
     "end": _Rules.over,
     "close": _Rules.close,
-    "round": _Rules.round,
+    "round": _Rules.closed_round,
     "finish": _Rules.finish,
     "step": lambda walk: walk.finish(step=True),
     "look": _Rules.look,

@@ -155,6 +155,13 @@ class Rank:
         """What is reduced now."""
         return reductions_of(self.happens("reduce", name))
 
+    def tree(self) -> None:
+        """A microbatch of the whole tree."""
+        self.happens("round")
+        for name in dict.fromkeys(reduction.unit for reduction in self.plan.reductions):
+            self.happens("reduce tree", name)
+        self.happens("round")
+
     def end(self) -> None:
         """As `step`: catch up with the gathers, close the round, begin anew."""
         self.held.clear()
@@ -898,6 +905,42 @@ def test_examples_of_ranks_that_skip_units_in_evaluations(keep: Any, passes: tup
 
 
 # -------------------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize("passes", ["ut", "tu", "utu", "uut", "utt"])
+@pytest.mark.parametrize("micros", [1, 2, 3])
+def test_ranks_that_skip_units_beside_microbatches_of_the_whole_tree_issue_the_same(micros: int, passes: str) -> None:
+    """The program may have more microbatches than the step."""
+    p = made(3, *"abccba" * micros, keep=())
+
+    def issued(used: str) -> tuple[list[int], list[int]]:
+        rank = Rank(p)
+        for kind in passes:
+            rank.train(used) if kind == "u" else rank.tree()
+        rank.end()
+        assert not rank.unplanned
+        return rank.gathers, rank.reductions
+
+    assert {repr(issued(used)) for used in ("abc", "ab", "ac", "bc", "a", "b", "c")} == {repr(issued("abc"))}
+
+
+def test_a_rank_with_an_empty_gradient_alone_closes_the_round_before_a_whole_tree() -> None:
+    layout = plan_layout([LeafInfo(f"{x}.w", (256 * (x != "b"),), torch.float32) for x in "abc"], Spec({"data": 2}))
+    p = make_plan(layout, Schedule())
+
+    def issued(used: str) -> list[int]:
+        rank = Rank(p)
+        for name in used:
+            rank.once(name)
+        for name in reversed(used):
+            rank.use(name)
+            rank.happens("empty" if name == "b" else "reduce", name)
+            rank.release(name)
+        rank.tree()
+        rank.end()
+        return rank.reductions
+
+    assert issued("b") == issued("abc") == issued("ab") == [0, 1, 0, 1]
 
 
 def test_printing_shows_what_a_person_needs() -> None:
