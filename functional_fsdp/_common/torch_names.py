@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 from torch.autograd import profiler  # `_is_profiler_enabled`: whether one runs, also `emit_nvtx`
 from torch.autograd.graph import _engine_run_backward
+from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -79,6 +81,8 @@ __all__ = [
     "lifts_on_host",
     "make_wrapper",
     "override_stale_capture_stream",
+    "parametrize",
+    "parametrized_anew",
     "pop_saved_hooks",
     "pre_dispatch_mode_of",
     "profiler",
@@ -193,6 +197,24 @@ def fakes_that_die() -> FakeTensorMode:
     mode = Fakes(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     return mode
+
+
+AS_IT_IS = nullcontext()
+
+
+def parametrized_anew() -> AbstractContextManager[None]:
+    """Within, `torch.nn.utils.parametrize.cached()`, if it is open, has nothing of before, and after it what it had. It
+    keeps values by module, and here a module has other weights from one call to the next."""
+    return _put_aside() if parametrize._cache_enabled else AS_IT_IS
+
+
+@contextmanager
+def _put_aside() -> Iterator[None]:
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before
 
 
 # ---- CUDA: None in a build without it, and, the last two, before torch 2.13

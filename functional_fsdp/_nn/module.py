@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from operator import is_
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
@@ -17,7 +18,13 @@ import torch.nn as nn
 
 from .._common.errors import TreeError
 from .._common.interrupts import whole
-from .._common.torch_names import autograd_node, func_interpreter, reparametrize_module
+from .._common.torch_names import (
+    autograd_node,
+    func_interpreter,
+    parametrize,
+    parametrized_anew,
+    reparametrize_module,
+)
 from .bound_calls import around_bound
 from .replaced_buffers import Slot, keep, refuse_lost, stays
 from .skeleton import Placeholder, changed, refuse_meta, skeleton_of
@@ -188,10 +195,12 @@ class Bound:
 
     def _lend(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Call a function of the module while the module has these weights and its buffers (at each of their paths)."""
-        around = None if torch.compiler.is_compiling() else around_bound(self._module)
-        if around is None:
+        if torch.compiler.is_compiling():
             return self._call(function, args, kwargs)
-        with around:
+        around = around_bound(self._module)
+        if around is None and not parametrize._cache_enabled:
+            return self._call(function, args, kwargs)
+        with around if around is not None else nullcontext(), parametrized_anew():
             return self._call(function, args, kwargs)
 
     def _call(self, function: Any, args: Any, kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 
 from .._checkpoint import pending
 from .._common.device import random_state, set_random_state
+from .._common.torch_names import parametrize
 from .._common.tracing import bring_back, put_away
 from .._runtime import runtime
 
@@ -45,11 +46,13 @@ class Own:
 
     @staticmethod
     def fresh() -> dict[tuple[Any, str], Any]:
-        """What a process that has made no mesh yet has of this package."""
+        """What a process that has made no mesh yet has of this package, and what torch keeps by module."""
         return {
             (runtime, "_RUNTIMES"): {},
             (runtime, "_unused"): [],
             (pending, "_saving"): type(pending._saving)(),
+            (parametrize, "_cache_enabled"): 0,
+            (parametrize, "_cache"): {},
         }
 
     def leave(self) -> None:

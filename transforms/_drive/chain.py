@@ -136,7 +136,8 @@ class Link:
         self._put_back()
         before = [(part, {**part.__dict__}) for part in self.module.modules()]
         try:
-            with torch_private.reparametrize_module(self.module, tensors, tie_weights=False, stack_weights=True):
+            lent = torch_private.reparametrize_module(self.module, tensors, tie_weights=False, stack_weights=True)
+            with lent, torch_private.parametrized_anew():
                 out = function(self.module, *args, **kwargs)
         finally:
             self.inside = False

@@ -172,7 +172,8 @@ class Driver:
         self.fresh = not state.grads and not lineage_of(state).arriving
         try:
             self.caller, self.state, self.session, self.trains_now = caller(), state, session, trains
-            yield session.number
+            with torch_private.parametrized_anew():
+                yield session.number
             self.look_back()
             self.release()
             if trains:
@@ -354,7 +355,8 @@ class Driver:
         """Through autograd's graph."""
         with torch.enable_grad():  # the caller may have turned it off
             start = Start.apply(self, loss)
-        with torch.autograd.set_multithreading_enabled(False):  # on this thread, as everything that this drives
+        on_this_thread = torch.autograd.set_multithreading_enabled(False)  # as everything that this drives
+        with on_this_thread, torch_private.parametrized_anew():  # for what is recomputed
             grads = torch_private.gradients(start, scale, (self.places.token, *inputs))
         return [*grads[1:]]
 

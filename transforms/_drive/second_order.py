@@ -90,7 +90,7 @@ class Whole:
                 held[name] = self.leaves[home[path]]
             before = [(version(t), t.data_ptr()) for t in self.leaves.values()]
             watch = not self.watched or state.spec.schedule.debug
-            with WriteWatch(self.leaves) if watch else nullcontext():
+            with torch_private.parametrized_anew(), WriteWatch(self.leaves) if watch else nullcontext():
                 yield session.number
             self.watched = True
             self._check(session, before, home)

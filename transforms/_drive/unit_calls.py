@@ -245,6 +245,12 @@ class UnitCall:
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The module's own code, compiled if so wished; its weights are in it."""
+        if torch_private.parametrize._cache_enabled:
+            with torch_private.parametrized_anew():
+                return self._run(function, args, kwargs)
+        return self._run(function, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.compiled is None:
             return function(self.module, *args, **kwargs)
         return self.compiled.module(self.own_class, function, self.module, args, kwargs)

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError
-from functional_fsdp.extend import around_bound_calls
+from functional_fsdp.extend import around_bound_calls, torch_private
 
 from .._modules.outputs import map_tensors
 from .kept_outputs import LOST, differentiable
@@ -39,7 +39,7 @@ class Recomputation:
             region.moves.arrive()
         draws = region.start.resumed() if region.start is not None else nullcontext()
         state = region.state.resumed() if region.state is not None else nullcontext()
-        with running(self), draws, state, self._bound(region.states):
+        with running(self), draws, state, self._bound(region.states), torch_private.parametrized_anew():
             try:
                 return region.fn(*args, **kwargs)
             except RuntimeError as error:

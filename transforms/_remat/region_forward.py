@@ -51,7 +51,8 @@ class RegionForward:
         try:
             if region.state is not None:
                 region.state.begin()
-            with running(self), around_bound_calls(partial(self._bound, region.states)) as self.around:
+            bound = around_bound_calls(partial(self._bound, region.states))
+            with torch_private.parametrized_anew(), running(self), bound as self.around:
                 out = region.fn(*args, **kwargs)
             if region.state is not None:
                 region.state.end()
