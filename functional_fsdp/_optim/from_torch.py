@@ -138,7 +138,7 @@ class FromTorch(UpdatesSome):
                     lists = calls.setdefault((leaf.label, names), [[] for _ in views])
                     for tensors, column in zip(lists, views, strict=True):
                         tensors.append(column[i])
-        due = {label: self.scout.due(label, next(iter(main))) for label, _ in calls}
+        due = {label: self.scout.due(label, next(iter(main)), count) for label, _ in calls}
         for (label, names), (params, gradients, *kept) in calls.items():
             lr = by_label("lr", self.options.get("lr"), label)
             rates = [at("lr", lr, label, count)] if callable(lr) or isinstance(lr, torch.Tensor) else []

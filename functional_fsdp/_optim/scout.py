@@ -49,11 +49,16 @@ class Scout:
         self.cls = cls
         self.proved: dict[Any, Sequences] = {}
         self.buckets: dict[str, set[str]] = {}
+        self.count: Any = None
         self.turn = 0
 
     @traced_as(_always)
-    def due(self, label: str, bucket: str) -> bool:
-        """Whether a step begins with this call: its first bucket came before, or none did."""
+    def due(self, label: str, bucket: str, count: torch.Tensor) -> bool:
+        """Whether a step begins with this call: of another State, which has its own count, or its first bucket came
+        before."""
+        if count is not self.count:
+            self.count = count
+            self.buckets.clear()
         seen = self.buckets.setdefault(label, set())
         begins = not seen or bucket in seen
         if begins:

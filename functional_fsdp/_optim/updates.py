@@ -187,13 +187,9 @@ def from_updates(pair: Any) -> Updates:
     TorchOpt's ready-made optimizers do. To learn which those are, `init` is called once more, for two small parameters.
     What else it keeps (a count, say) has to be tensors, the same on every rank. Numbers of Python are not kept.
 
-    `update` has to treat each element by itself. It sees this rank's slices only, and nothing checks that: a pair that
-    clips by a norm, or uses the shape of a matrix, gives other weights on each number of ranks. Clip with
-    `T.clip_by_global_norm` before `step`.
-
     The pair has to be elementwise, which is observed, operation by operation, in eight steps with the two parameters:
     see `from_torch`. A norm over gradients, as that of `torchopt.clip_grad_norm`, is refused with its line, and so is a
-    count that is a Python number.
+    count that is a Python number. Clip with `T.clip_by_global_norm` before `step`.
 
     Raises:
         SpecError: by `shard` and `init`: a pair that is not elementwise, or that keeps a Python number which changes.

@@ -664,6 +664,19 @@ def test_each_real_step_is_one_that_was_proved() -> None:
     assert same(fsdp.full_params(state), before)
 
 
+def test_steps_of_two_states_with_one_optimizer_are_checked_in_turn() -> None:
+    optimizer = fsdp.from_torch(TurnsLater)
+    one, other = (
+        fsdp.shard({name: {"w": torch.ones(3)}}, Spec(fsdp.local_mesh(), units=[name]), optimizer) for name in "ab"
+    )
+    for _ in range(39):
+        one = fsdp.step(fsdp.reduce(one, {"a": {"w": torch.ones(3)}}))
+        other = fsdp.step(fsdp.reduce(other, {"b": {"w": torch.ones(3)}}))
+    for state, name in ((other, "b"), (one, "a")):
+        with pytest.raises(TreeError, match="The step was not taken"):
+            fsdp.step(fsdp.reduce(state, {name: {"w": torch.ones(3)}}))
+
+
 class Random(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
