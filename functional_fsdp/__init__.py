@@ -69,6 +69,9 @@ from ._verbs.metrics import pmax, pmean, psum
 from ._verbs.optimizer_state import load_optimizer_state, optimizer_state
 from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
+from .look.compare import Comparison, Difference, compare
+from .look.fingerprint import fingerprint
+from .look.prints import Prints
 
 __version__ = "0.1.0"
 
@@ -76,7 +79,9 @@ __all__ = [
     "Bucket",
     "CheckpointError",
     "CommError",
+    "Comparison",
     "Concatenated",
+    "Difference",
     "FlatBuffer",
     "Float8Weight",
     "FsdpError",
@@ -91,6 +96,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Precision",
+    "Prints",
     "Replicated",
     "RestartError",
     "Schedule",
@@ -114,11 +120,13 @@ __all__ = [
     "async_save",
     "bind",
     "buffers",
+    "compare",
     "conversions_of",
     "ddp",
     "draw",
     "drop_gradients",
     "extend",
+    "fingerprint",
     "finish_reductions",
     "free_arena",
     "freeze",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from threading import get_ident
 from types import CodeType
 from typing import Any, TypeVar, cast
@@ -97,13 +97,16 @@ def _checked(fn: F, traced: Callable[..., Any]) -> F:
             raise ScheduleError(fn.__name__ + TRANSFORM)
         state: Any = args[0] if args else kwargs.get("state")
         try:
-            users = state.version.lineage.runtime.users
+            run = state.version.lineage.runtime
         except AttributeError:
             _token(state, fn.__name__)  # says what it is instead
             raise
+        users = run.users
         call: Callable[..., Any] = fn
+        if run.watcher is not None:
+            call = partial(run.watcher, fn.__name__, fn)
         if profiler._is_profiler_enabled:
-            call = ranged(fn, said(fn.__name__, args))
+            call = ranged(call, said(fn.__name__, args))
         before = torch.is_grad_enabled()
         me = get_ident()
         outermost = not users or users.get(0) != me  # else within another call of this thread

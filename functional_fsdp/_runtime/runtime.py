@@ -55,6 +55,8 @@ class Runtime(Agreement):
         self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
         self.capturing = False
         self.veto: Any = None  # what may take the step back, see `_state.veto`
+        #: what each verb, and each forward of a driven unit, is called through: `watcher(name, fn, *args, **kwargs)`
+        self.watcher: Any = None
         self.remarks: list[str] = []  # of the step that is captured
         self.chosen: dict[tuple[bool, tuple[str, ...]], Any] = {}  # "auto", for large models or not, and by axes
         self.spare: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # windows that no lineage uses, by number

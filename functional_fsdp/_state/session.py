@@ -13,6 +13,7 @@ rest                           in the place of all from `begin` on: weights were
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -73,6 +74,11 @@ class Session:
             with torch.no_grad(), lineage.call:
                 self._executor.follow(order)
         self.number = self._executor.begins
+
+    @property
+    def watcher(self) -> Any:
+        """What forwards of units are called through, `watcher("forward blocks.3", fn, *args)`; None: nothing."""
+        return self._lineage.runtime.watcher
 
     # ---------------------------------------------------------------- a pass that trains
 

@@ -89,6 +89,8 @@ def imagined_buffers(model: nn.Module) -> Iterator[ImaginedBuffers]:
 class Unconcerned:
     """What a driver's session is where no schedule is followed."""
 
+    watcher = None
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: ()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -317,9 +317,12 @@ def entered(cls: type[nn.Module]) -> type[nn.Module]:
         return _ENTERED[cls]
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        enter = self._unit_call.enter
+        unit_call = self._unit_call
+        enter, session = unit_call.enter, unit_call.driver.session
         if torch_private.profiler._is_profiler_enabled:
-            enter = ranges.ranged(enter, f"forward {self._unit_call.unit_module.path}")
+            enter = ranges.ranged(enter, f"forward {unit_call.unit_module.path}")
+        if session is not None and session.watcher is not None and not unit_call.driver.backward:
+            enter = partial(session.watcher, f"forward {unit_call.unit_module.path}", enter)
         return enter(cls.__call__, args, kwargs)
 
     @wraps(cls.forward)

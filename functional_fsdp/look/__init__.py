@@ -1,0 +1,1 @@
+"""Looks at steps that ran: fingerprints, and two runs compared. No folder below imports it."""

@@ -1,0 +1,311 @@
+"""fingerprint: a train step that notes digests of all that goes through it.
+
+    batch ── input      unshard ── weight      forward of a unit ── output      reduce ── gradient, of this rank
+    finish_reductions ── reduced       step ── given: the gradients that it gets        after it ── update
+
+The runtime of a mesh shows each verb, and each forward of a driven unit, to its `watcher`, if it has one. Here is the
+only one there is. Each rank digests what it has; parts of shards add up to the leaf, whatever the placement.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import update_wrapper
+from typing import Any
+
+import torch
+
+from .._common.calls import outside_inference
+from .._common.device import default_generator
+from .._common.torch_names import pytree
+from .._runtime.runtime import Runtime, runtime_of
+from .._state.state import State
+from .._storage.flat import FlatBuffer, leaf_shards
+from .._verbs.shards import by_unit, shards
+from .._verbs.verbs import finish_reductions
+from .digest import Digest, digest
+from .prints import Key, Prints, Row, Step
+
+__all__ = ["Fingerprinted", "fingerprint"]
+
+Axes = tuple[str, ...]
+Noted = tuple[Digest, Axes | None, int | None, str]  # digest; along what parts add up; use; dtype
+
+
+def fingerprint(train_step: Callable[..., Any]) -> Fingerprinted:
+    """The same train step, which notes a hash, a norm and two projections of what goes through it. See `compare`.
+
+    | kind       | what it is of                                                                         | by      |
+    |------------|---------------------------------------------------------------------------------------|---------|
+    | `input`    | each tensor of the arguments but the state                                            | rank    |
+    | `main`     | main weights before the step; `moment`: what the optimizer keeps beside them          | leaf    |
+    | `weight`   | weights as `unshard` gives them, at each use                                          | leaf    |
+    | `output`   | what the forward of a driven unit returns                                             | rank    |
+    | `gradient` | what `reduce` is given                                                                | rank    |
+    | `reduced`  | gradients after the reduction; `given`: those that `step` gets, after clipping, say   | leaf    |
+    | `update`   | main weights after the step, and by how much they moved                               | leaf    |
+    | `result`   | what else the train step returns                                                      | rank    |
+    | `rng`      | the default generator, where numbers may be drawn                                     | rank    |
+
+    Args:
+        train_step: `train_step(state, *args, **kwargs)`, which returns the new state, or a tuple or another tree with
+            it. In any of the three ways; of compiled steps and replayed graphs, where no Python runs, there are
+            `input`, `main`, `moment`, `update` and `result`.
+
+    Returns:
+        a function that is called as `train_step`, and changes no bit of what that does. Its `prints` are a `Prints`,
+        the same on every rank.
+
+    Raises (from it):
+        TypeError: the first argument is no State. Whatever `train_step` raises: then nothing is noted.
+
+    A step waits for the device at its end, and takes as much memory beside it as 4 million elements of the largest
+    tensor take, some times over.
+
+    Collective: those of `train_step`, and one gather on the host of some dozen bytes for each leaf and kind.
+
+    Example: `step = fsdp.fingerprint(train_step)`; `state, loss = step(state, batch)`; `step.prints.save("a.json")`.
+    """
+    return Fingerprinted(train_step)
+
+
+class Fingerprinted:
+    """What `fingerprint` returns."""
+
+    def __init__(self, train_step: Callable[..., Any]) -> None:
+        self.train_step = train_step
+        self.prints = Prints()
+        self._keys: dict[int, list[Any]] = {}
+        update_wrapper(self, train_step, updated=())
+
+    @outside_inference
+    def __call__(self, state: State, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(state, State):
+            raise TypeError(f"fingerprint: the first argument is a State, not {type(state).__name__}.")
+        run = runtime_of(state.spec.mesh)
+        if not self.prints.ranks:
+            self.prints = Prints(run.size, _setting(state, run), state.spec.average)
+        watch = Watch(run)
+        number = state.steps
+        watch.tree("input", (args, kwargs))
+        watch.rng("")
+        watch.buffers(state, "main", state.main)
+        watch.moments(state)
+        before = {key: noted[0][1] for key, noted in watch.noted.items() if key.kind == "main"}
+        outer, run.watcher = run.watcher, watch
+        try:
+            out = self.train_step(state, *args, **kwargs)
+        finally:
+            run.watcher = outer
+        leaves = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, State))
+        new = next((leaf for leaf in leaves if isinstance(leaf, State)), None)
+        if new is not None:
+            watch.updates(new, before)
+            state = new
+        watch.tree("result", out)
+        self.prints.steps.append(self._together(run, number, watch.noted))
+        return out
+
+    def _together(self, run: Runtime, number: int, noted: dict[Key, Noted]) -> Step:
+        """What all ranks noted in a step."""
+        hashes = [h.cpu() for (h, _), *_ in noted.values()]
+        numbers = [n.cpu() for (_, n), *_ in noted.values()]
+        about = [(*key, along, use, dtype) for key, (_, along, use, dtype) in noted.items()]
+        known = self._keys.get(-1) == about  # the receivers have them
+        self._keys[-1] = about
+        values = torch.stack(hashes).tolist(), torch.stack(numbers).tolist()
+        found = run.everyone((None if known else about, *values), "fingerprints")
+        for rank, (keys, *_) in enumerate(found):
+            if keys is not None:
+                self._keys[rank] = keys
+        return combined(number, [(self._keys[rank], h, n) for rank, (_, h, n) in enumerate(found)], places(run))
+
+
+def places(run: Runtime) -> list[dict[str, int]]:
+    """Where each rank stands on each axis, in order of ranks."""
+    where = [dict(zip(run.sizes, at, strict=True)) for at in _indices(run.grid)]
+    return [where[i] for i in torch.argsort(run.grid.flatten()).tolist()]
+
+
+def _indices(grid: torch.Tensor) -> list[list[int]]:
+    return torch.nonzero(torch.ones_like(grid)).tolist()
+
+
+def combined(
+    number: int, found: list[tuple[list[Any], list[int], list[list[float]]]], at: list[dict[str, int]]
+) -> Step:
+    """One step of all ranks: parts of shards are added up, and rows that are alike are one."""
+    step = Step(number)
+    rows: dict[Key, dict[int, Row]] = {}
+    alongs: dict[Key, Axes | None] = {}
+    for rank, (keys, hashes, numbers) in enumerate(found):
+        for (*name, along, use, dtype), h, n in zip(keys, hashes, numbers, strict=True):
+            key = Key(*name)
+            rows.setdefault(key, {})[rank] = Row(h, *n)
+            alongs.setdefault(key, along)
+            step.dtypes.setdefault(key, dtype)
+            if use is not None:
+                step.uses.setdefault(key, use)
+    for key, by_rank in rows.items():
+        along = alongs[key]
+        if along is None:
+            every = tuple(by_rank.get(rank, Row(0, 0.0, 0.0, 0.0)) for rank in range(len(found)))
+        else:
+            groups: dict[tuple[Any, ...], list[Row]] = {}
+            for rank, row in by_rank.items():
+                groups.setdefault(tuple(n for axis, n in at[rank].items() if axis not in along), []).append(row)
+            every = tuple(_sum(group) for group in groups.values())
+        step.rows[key] = every[:1] if all(repr(row) == repr(every[0]) for row in every) else every
+    return step
+
+
+def _sum(rows: list[Row]) -> Row:
+    total = sum(row.hash for row in rows) & 2**64 - 1
+    rest = (sum(column) for column in zip(*(row[1:] for row in rows), strict=True))
+    return Row(total - (total >> 63 << 64), *rest)
+
+
+def _setting(state: State, run: Runtime) -> str:
+    mesh = ", ".join(f"{axis}={size}" for axis, size in run.sizes.items())
+    buckets = {
+        f"{b.placement} {b.main} {b.compute} {b.gather} {b.wire} {b.grads}" for b in state.layout.buckets.values()
+    }
+    return f"mesh {mesh or 'of 1'}; {state.spec.transport}; {run.device.type}; {'; '.join(sorted(buckets))}"
+
+
+class Watch:
+    """What one rank notes of one step; the `watcher` of its runtime meanwhile."""
+
+    def __init__(self, run: Runtime) -> None:
+        self.run = run
+        self.noted: dict[Key, Noted] = {}
+        self.seen: Counter[tuple[str, str, str]] = Counter()
+        self.reduced = True  # whether nothing was given to `reduce` since gradients were noted after it
+
+    def note(
+        self, kind: str, unit: str, leaf: str, found: Digest, along: Axes | None = None, use: int | None = None,
+        dtype: torch.dtype | str = "",
+    ) -> None:  # fmt: skip
+        nth = self.seen[kind, unit, leaf]
+        self.seen[kind, unit, leaf] += 1
+        self.noted[Key(kind, unit, leaf, nth)] = found, along, use, str(dtype).removeprefix("torch.")
+
+    def __call__(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A verb, or the forward of a unit, is called through it."""
+        if self.run.capturing:
+            return fn(*args, **kwargs)
+        verb, _, unit = name.partition(" ")
+        with torch.no_grad():
+            given = getattr(self, f"before_{verb}", None)
+            args = args if given is None else given(unit, args, kwargs)
+        out = fn(*args, **kwargs)
+        with torch.no_grad():
+            look = getattr(self, f"after_{verb}", None)
+            if look is not None:
+                look(unit, out, args, kwargs)
+        return out
+
+    # ---------------------------------------------------------------- verbs
+
+    def after_unshard(self, _: str, out: Any, args: Any, kwargs: Any) -> None:
+        state, weights = out
+        name = args[1] if len(args) > 1 else kwargs.get("unit")
+        cursor = state.version.cursor
+        use = cursor.at - 1 if cursor is not None else None
+        if name is None:
+            at = dict(zip(state.layout.paths, pytree.tree_leaves(weights, is_leaf=_tensor), strict=True))
+            for unit in state.layout.units:
+                for path in unit.paths:
+                    self.weight(unit.name, path, at[path], None)
+        for unit in () if name is None else (name,) if isinstance(name, str) else name:
+            lent = weights if isinstance(name, str) else weights[unit]
+            one = state.layout.by_name[unit]
+            for key, path in zip(one.keys, one.paths, strict=True):
+                self.weight(unit, path, lent[key], use)
+
+    def weight(self, unit: str, path: str, tensor: torch.Tensor, use: int | None) -> None:
+        plain = tensor if type(tensor) is torch.Tensor else torch.Tensor(tensor.to(torch.float32))
+        self.note("weight", unit, path, digest(plain), None, use, tensor.dtype)
+
+    def before_reduce(self, _: str, args: Any, kwargs: Any) -> Any:
+        state, grads = args[0], args[1] if len(args) > 1 else kwargs["grads"]
+        unit = args[2] if len(args) > 2 else kwargs.get("unit")
+        self.reduced = False
+        for name, values in by_unit(state, "reduce", grads, unit).items():
+            self.rng(name)
+            for path, grad in zip(state.layout.by_name[name].paths, values, strict=True):
+                if grad is not None:
+                    self.note("gradient", name, path, digest(grad), None, None, grad.dtype)
+        return args
+
+    def after_finish_reductions(self, _: str, out: State, args: Any, kwargs: Any) -> None:
+        if not self.reduced:
+            self.buffers(out, "reduced", out.grads)
+        self.reduced = True
+
+    def before_step(self, _: str, args: Any, kwargs: Any) -> Any:
+        if args[0].optimizer is None:
+            return args  # it raises
+        state = finish_reductions(args[0])
+        self.buffers(state, "given", state.grads)
+        return state, *args[1:]
+
+    # ---------------------------------------------------------------- units of a driven step
+
+    def before_forward(self, unit: str, args: Any, kwargs: Any) -> Any:
+        self.rng(unit)
+        return args
+
+    def after_forward(self, unit: str, out: Any, args: Any, kwargs: Any) -> None:
+        self.rng(unit)
+        self.tree("output", out, unit)
+
+    # ---------------------------------------------------------------- trees
+
+    def tree(self, kind: str, tree: Any, unit: str = "") -> None:
+        """Tensors of a tree, this rank's own."""
+        flat, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, State))
+        for path, leaf in flat:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
+                name = pytree.keystr(path) or "[0]"
+                self.note(kind, unit, name, digest(leaf, rows=True), None, None, leaf.dtype)
+
+    def buffers(self, state: State, kind: str, tree: dict[str, FlatBuffer], suffix: str = "") -> None:
+        """Leaves of buffers, of which this rank has a part."""
+        for name, buffer in tree.items():
+            (along,) = shards(state, {name: buffer})
+            for leaf, start, local in leaf_shards(buffer):
+                found = digest(local, start)
+                self.note(kind, buffer.bucket.unit, leaf.path + suffix, found, along, None, local.dtype)
+
+    def moments(self, state: State) -> None:
+        """What the optimizer keeps of leaves."""
+        flat, _ = pytree.tree_flatten_with_path(state.opt, is_leaf=lambda x: isinstance(x, FlatBuffer))
+        for path, leaf in flat:
+            known = isinstance(leaf, FlatBuffer) and state.layout.buckets.get(leaf.bucket.name)
+            if known and leaf.bucket.numel == known.numel:
+                name = "".join(pytree.keystr((key,)) for key in path if str(getattr(key, "key", "")) != known.name)
+                self.buffers(state, "moment", {known.name: leaf}, f" {name}")
+
+    def updates(self, state: State, before: dict[Key, torch.Tensor]) -> None:
+        """Main weights after the step; projections are of how they moved."""
+        inner = Watch(self.run)
+        inner.buffers(state, "update", state.main)
+        for key, ((found, numbers), along, use, dtype) in inner.noted.items():
+            old = before.get(key._replace(kind="main"))
+            if old is not None:
+                numbers = torch.cat([numbers[:1], numbers[1:] - old[1:]])
+            self.noted[key] = (found, numbers), along, use, dtype
+
+    def rng(self, unit: str) -> None:
+        """The generators that numbers are drawn from by default."""
+        if self.run.capturing:
+            return
+        device = default_generator(self.run.device)
+        states = [torch.default_generator.get_state()] + ([] if device is None else [device.get_state()])
+        self.note("rng", unit, "", digest(torch.cat(states)))
+
+
+def _tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
