@@ -71,6 +71,7 @@ from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
 from .look.compare import Comparison, Difference, compare
 from .look.fingerprint import fingerprint
+from .look.observe import Late, Observation, observe
 from .look.prints import Prints
 
 __version__ = "0.1.0"
@@ -87,10 +88,12 @@ __all__ = [
     "FsdpError",
     "Handle",
     "HostTransfer",
+    "Late",
     "LaunchError",
     "Layout",
     "Leaf",
     "Lowered",
+    "Observation",
     "Optimizer",
     "Partial",
     "Placement",
@@ -150,6 +153,7 @@ __all__ = [
     "make_plan",
     "muon",
     "newest",
+    "observe",
     "optimizer_state",
     "partition",
     "pmax",

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
+from typing import Any
 
 from .._common.errors import SpecError
 from .._common.tree import PathIndex, bytes_text
-from .canvas import EXPOSED, FAINT, INK, Page, binary_scale, colours_of
+from .canvas import EXPOSED, FAINT, INK, Page, Panel, binary_scale, colours_of
 from .plan import SLOTS, Plan, PlannedUnit
 
-__all__ = ["Span", "Timeline", "draw_timeline", "predict", "timeline"]
+__all__ = ["LANES", "SCALES", "Span", "Timeline", "draw_lanes", "draw_timeline", "predict", "timeline"]
 
 LANES = ("gather", "compute", "reduce")
 SCALES = ((1.0, "s"), (1e3, "ms"), (1e6, "µs"))
@@ -174,21 +175,12 @@ def draw_timeline(plan: Plan, timeline: Timeline, path: str | PathLike[str]) -> 
     page.text(title, 15, INK, 0.36, weight="bold")
     shares = (f"{timeline.hidden(lane):.0%} of the {lane} lane" for lane in ("gather", "reduce"))
     page.text(f"compute hides {' and '.join(shares)}; it waits where hatched")
-    head = page.panel(2.3, (end * 1.01, 3.0))
-    rows = {"gather": 2.0, "compute": 1.0, "reduce": 0.0}
-    for name, y in rows.items():
-        head.box(0, y + 0.14, end, 0.72, facecolor="#f4f5f7", edgecolor="none")
-        for span in timeline.lane(name):
-            label = span.unit if span.seconds else ""
-            x, w = span.begin * scale, span.seconds * scale
-            head.box(x, y + 0.14, w, 0.72, label, facecolor=colours[span.unit])
-    at = 0.0
+    waits, at = [], 0.0
     for span in timeline.lane("compute"):
         if span.seconds and span.begin - at > 1e-4 * timeline.seconds:
-            wait = (at * scale, 1.14, (span.begin - at) * scale, 0.72)
-            head.box(*wait, facecolor="none", edgecolor=EXPOSED, hatch="////")
+            waits.append((at, span.begin))
         at = span.end if span.seconds else at
-    head.rows({name: y + 0.5 for name, y in rows.items()})
+    head = draw_lanes(page, timeline, end, scale, colours, waits)
 
     page.text(
         f"arena: pale, being gathered; half full, ready and waiting; full, in use    ·    {plan.rule}, "
@@ -212,6 +204,26 @@ def draw_timeline(plan: Plan, timeline: Timeline, path: str | PathLike[str]) -> 
     if body.unnamed or head.unnamed:
         page.key(colours)
     page.save(path)
+
+
+def draw_lanes(
+    page: Page, timeline: Timeline, end: float, scale: float, colours: Mapping[str, Any],
+    waits: Sequence[tuple[float, float]], below: float = 0.15,
+) -> Panel:  # fmt: skip
+    """Lanes over time, up to `end` in units of 1 / `scale` seconds; hatched where compute waits, in seconds."""
+    head = page.panel(2.3, (end * 1.01, 3.0), below)
+    rows = {"gather": 2.0, "compute": 1.0, "reduce": 0.0}
+    for name, y in rows.items():
+        head.box(0, y + 0.14, end, 0.72, facecolor="#f4f5f7", edgecolor="none")
+        for span in timeline.lane(name):
+            label = span.unit if span.seconds else ""
+            x, w = span.begin * scale, span.seconds * scale
+            head.box(x, y + 0.14, w, 0.72, label, facecolor=colours[span.unit])
+    for begin, stop in waits:
+        wait = (begin * scale, 1.14, (stop - begin) * scale, 0.72)
+        head.box(*wait, facecolor="none", edgecolor=EXPOSED, hatch="////")
+    head.rows({name: y + 0.5 for name, y in rows.items()})
+    return head
 
 
 def _lives(unit: PlannedUnit, timeline: Timeline) -> list[tuple[float, float, float, list[Span]]]:

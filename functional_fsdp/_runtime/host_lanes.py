@@ -23,7 +23,9 @@ import torch.distributed as dist
 
 from .._common.errors import ScheduleError
 from .._common.interrupts import whole
+from .._common.ranges import ranged
 from .._common.record import Collective
+from .._common.torch_names import profiler
 from .._distributed.collectives import gloo
 from .._distributed.lanes import QUEUES, Lanes, Log, Mark, Steps, Waiting
 from .._distributed.queue import Job, Queue
@@ -115,8 +117,10 @@ class HostLanes(Lanes):
         queue = self.queues[mark.lane]
         jobs = queue.jobs
         while jobs and jobs[0].number <= mark.number:  # all that is before it, too: it may be done already
-            job = jobs[0]
-            if not job.done and not self._finish(queue, job, relents):
+            job, finish = jobs[0], self._finish
+            if profiler._is_profiler_enabled and job.hops:
+                finish = ranged(finish, f"wait {job.lane} {job.hops[0].bucket}")
+            if not job.done and not finish(queue, job, relents):
                 return False
             queue.start()
         return True
