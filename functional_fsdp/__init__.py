@@ -71,6 +71,7 @@ from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
 from .look.compare import Comparison, Difference, compare
 from .look.fingerprint import fingerprint
+from .look.flight import flight_record
 from .look.observe import Late, Observation, observe
 from .look.prints import Prints
 
@@ -131,6 +132,7 @@ __all__ = [
     "extend",
     "fingerprint",
     "finish_reductions",
+    "flight_record",
     "free_arena",
     "freeze",
     "from_torch",

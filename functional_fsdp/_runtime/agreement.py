@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -34,10 +35,11 @@ if TYPE_CHECKING:
     from .._distributed.host_vote import HostVote
     from .._distributed.watch import ProcessWatch
 
-__all__ = ["Agreement", "Vote"]
+__all__ = ["ON_LOSS", "Agreement", "Vote"]
 
 T = TypeVar("T")
 
+ON_LOSS: list[Callable[[Agreement, str], None]] = []  # called where the communicators of a mesh become of no use
 GRACE = 1.0  # seconds that what a rank sent before it ended may still be on its way
 
 
@@ -318,6 +320,7 @@ class Agreement(Peers):
 
     def lose(self, why: str, tell: bool = True) -> None:
         """The communicators are of no more use."""
+        first = not self.failed
         self.failed = self.failed or why
         self.epoch += 1
         if not tell:
@@ -325,6 +328,8 @@ class Agreement(Peers):
         with suppress(RuntimeError):  # whoever keeps the store may be gone, too
             self.store.set("failed", why)
             self.store.set(f"restart/{self.meetings}", "1")
+        for record in ON_LOSS if first else ():
+            record(self, why)
 
     def listen(self, what: str, begun: float, error: object, failed: bool = False, restarts: Any = True) -> None:
         """While this rank waits for `what`, since `begun`: raise if it need not wait any longer.

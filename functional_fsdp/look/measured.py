@@ -174,12 +174,12 @@ def _on_device(
     reductions: Sequence[str],
 ) -> None:  # fmt: skip
     lanes = [*_lanes(kernels, ranges, gathers, reductions)]
-    time: Counter[Any] = Counter()
+    time: dict[Any, float] = {}
     for kernel, found in zip(kernels, lanes, strict=True):
         if found is None:
-            time[kernel.stream] += kernel.end - kernel.begin
+            time[kernel.stream] = time.get(kernel.stream, 0.0) + kernel.end - kernel.begin
     apart = {k.stream for k, found in zip(kernels, lanes, strict=True) if found is not None and k.communicates}
-    home = max(({s: t for s, t in time.items() if s not in apart} or time).items(), key=lambda one: one[1])[0]
+    home = max({s: t for s, t in time.items() if s not in apart} or time, key=lambda stream: time[stream], default=None)
     compute = [k for k, found in zip(kernels, lanes, strict=True) if found is None and k.stream == home]
     busy = union((k.begin, k.end) for k in compute)
     start = min(k.begin for k in kernels)

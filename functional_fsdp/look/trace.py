@@ -28,7 +28,7 @@ class Range(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Work on the device: when it ran, on which stream, and when and where the host gave it, or the graph that it is of."""
+    """Work on the device: when and on which stream it ran, and when and where the host gave it, or its graph."""
 
     name: str
     stream: Any
