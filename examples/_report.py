@@ -121,6 +121,27 @@ class Log:
         )
 
 
+class Board:
+    """Scalars for TensorBoard. Without a folder, on all ranks but one, nothing is written."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.writer: Any = None
+        if folder is not None:
+            from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
+
+            self.writer = SummaryWriter(str(folder))
+
+    def add(self, step: int, **values: float) -> None:
+        """These values after so many steps."""
+        if self.writer is not None:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
 def peak_memory(device: torch.device) -> int:
     """Most bytes so far: allocated by torch on a GPU, resident in this process on the CPU."""
     if device.type == "cuda":

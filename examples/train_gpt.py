@@ -22,6 +22,7 @@ another gives the same losses but for rounding. Dropout is another matter: each 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import os
 import time
@@ -34,7 +35,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _gpt import GPT, Config
-from _report import Log, digest, draw, peak_memory
+from _report import Board, Log, digest, draw, peak_memory
 from _unsharded import Unsharded
 from torch import Tensor, nn
 
@@ -93,6 +94,7 @@ def main(args: argparse.Namespace) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     log = Log(args, rank)
+    board = Board(args.tensorboard if rank == 0 else None)
 
     # Data: the batch of a step is a pure function of (seed, step), of which each rank takes its part.
     corpus, context = _corpus.load(), 32 if args.tiny else 128
@@ -132,7 +134,7 @@ def main(args: argparse.Namespace) -> None:
         return state, float(loss)
 
     # Training.
-    begin = time.perf_counter()
+    begin, shown = time.perf_counter(), start
     for step in log.progress(start, args.steps):
         state, loss, norm = train_step(model, state, batch_of(step, rank))
         losses.append(loss)
@@ -144,11 +146,17 @@ def main(args: argparse.Namespace) -> None:
             for kept in (losses, log.norms):
                 kept[-10:] = map(float, kept[-10:])  # small tensors kept for long would fragment the heap
             log.show(losses[-1], speed, peak_memory(device))
+            for i in range(shown, step + 1):  # losses are means over ranks; one of them writes
+                board.add(i + 1, loss=losses[i], norm=log.norms[i], learning_rate=float(rate(torch.tensor(i))))
+            board.add(step + 1, tokens_per_second=speed)
+            shown = step + 1
         if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             state, log.held_out[step + 1] = held_out_loss(state, 4)
+            board.add(step + 1, held_out=log.held_out[step + 1])
             log.save(losses)
             fsdp.save(state, log.checkpoints / f"step_{step + 1}")
     seconds = time.perf_counter() - begin
+    board.close()
 
     # What came of it.
     state, held_out = held_out_loss(state, 1)
@@ -205,11 +213,14 @@ def arguments() -> argparse.Namespace:
         help="go on from the newest checkpoint in the folder, if there is one, of a run with the same --steps, --seed "
         "and --batch; so it is without this flag when torchrun --max-restarts starts the ranks again",
     )
+    add("--tensorboard", type=Path, metavar="DIR", help="log to TensorBoard there: means over ranks, by one of them")
     add("--check", action="store_true", help="train unsharded beside it, on all ranks' batches, and compare")
     add("--tiny", action="store_true", help=argparse.SUPPRESS)  # for tests
     args = parser.parse_args()
     if args.check and (args.resume or args.dropout):
         parser.error("--check compares from the first step on, and without random numbers: no --resume, no --dropout")
+    if args.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        parser.error("--tensorboard needs a package that is not installed: pip install tensorboard")
     args.steps = args.steps or (20 if args.check else 800)
     args.batch = args.batch or (12 if args.tiny else 16)
     args.save_every = args.save_every or max(1, args.steps // 4)

@@ -3,13 +3,17 @@ something else than how they are started run in this process."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import shutil
 import sys
 from argparse import Namespace
 from collections import Counter
-from functools import cache
+from functools import cache, partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import _corpus
@@ -143,6 +147,47 @@ def test_train_gpt_refuses_to_resume_another_run(straight: tuple[Path, dict[str,
     said = "has {'steps': 8, 'seed': 0, 'batch': 12}, this one {'steps': 9, 'seed': 0, 'batch': 12}"
     with pytest.raises(ValueError, match=said):
         log.latest()
+
+
+class Writer:
+    """In the place of TensorBoard's, which is no dependency: what it is given, a line each."""
+
+    def __init__(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True)  # once: by one rank
+        self.file = (Path(folder) / "scalars").open("w")
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        print(json.dumps([name, value, step]), file=self.file)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_train_gpt_logs_to_tensorboard_from_one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = ModuleType("tensorboard")
+    package.__spec__ = ModuleSpec("tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", package)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setattr(fsdp, "launch", partial(launch, simulate=True))  # where these modules are
+    figures = train(tmp_path / "run", "--ranks", "2", "--tensorboard", str(tmp_path / "board"), by=None)
+    lines = [json.loads(line) for line in (tmp_path / "board" / "scalars").read_text().splitlines()]
+    found = {(name, step): value for name, value, step in lines}
+    assert len(found) == len(lines)
+    assert [found["loss", step + 1] for step in range(8)] == figures["losses"]
+    assert {name for name, _ in found} == {"loss", "norm", "learning_rate", "tokens_per_second", "held_out"}
+    assert found["learning_rate", 8] == pytest.approx(
+        3e-3 * (1 + math.cos(7 * math.pi / 8)) / 2, rel=1e-5
+    )  # of float32
+
+
+def test_train_gpt_without_tensorboard_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "tensorboard" else find(name, *a))
+    with pytest.raises(SystemExit):
+        here("train_gpt.py", "--tensorboard", "runs/board")
+    assert "--tensorboard needs a package that is not installed: pip install tensorboard" in capsys.readouterr().err
 
 
 @pytest.mark.large

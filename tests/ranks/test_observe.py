@@ -95,6 +95,9 @@ def test_steps_that_run_no_python(tmp_path: Path) -> None:
     for one in fsdp.launch(observed, (tmp_path, False, True), nprocs=2):
         assert one["rows"] == ()
         assert one["seconds"] > 0
+        assert one["exposed"]["gather"] > 0
+        assert one["exposed"]["reduce"] > 0
+        assert "exposed communication: gather" in one["text"]
 
 
 def test_a_step_that_raises_ends_the_profile() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,48 @@ def test_a_step_has_the_names_of_its_verbs_units_and_lanes(tmp_path: Path) -> No
             if way == "driven":
                 passes = [name for name in names if name.startswith(("forward", "backward"))]
                 assert passes == ["forward_backward", "forward 0", "forward 2", "backward 2", "backward 0"]
+
+
+def compiled_on_ranks(folder: Path, backend: str) -> dict[tuple[str, str], tuple[list[str], bool]]:
+    found = {}
+    inside = folder / str(fsdp.local_mesh().get_rank())
+    inside.mkdir()
+    for preset in ("zero3", "zero1"):
+        for way in WAYS:
+            state, model = made(preset)
+            step = driven_once(model) if way is driven else functools.partial(swapped, way, model)
+            compiled = T.compile(step, backend=backend)
+            state = compiled(compiled(state))
+            ranges = ranges_of(lambda state=state, compiled=compiled: compiled(state), inside)  # type: ignore[misc]
+            found[preset, way.__name__] = [one["name"].removeprefix("fsdp ") for one in ranges], nested(ranges)
+    return found
+
+
+def swapped(way: Any, model: Any, state: fsdp.State) -> fsdp.State:
+    new: fsdp.State = way(state, model)
+    return new
+
+
+def driven_once(model: Any) -> Callable[[fsdp.State], fsdp.State]:
+    forward_backward = T.forward_backward(model, loss_of)
+    return lambda state: fsdp.step(forward_backward(state, X)[0])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.large)])
+def test_a_compiled_step_has_the_names_of_what_it_issues(backend: str, tmp_path: Path) -> None:
+    gathers = ["gather 0", "gather 2"]
+    reductions = ["reduce gradients of 2", "reduce gradients of 0"]
+    for found in fsdp.launch(compiled_on_ranks, (tmp_path, backend), nprocs=2):
+        assert len(found) == 2 * len(WAYS)
+        for (preset, way), (names, ordered) in found.items():
+            assert ordered
+            assert names[0] == "compiled step"
+            again = ["gather 0"] if (preset, way) != ("zero3", "by_tree") and preset == "zero3" else []
+            assert [name for name in names if name.startswith("gather")] == gathers + again
+            assert [name for name in names if name.startswith("reduce")] == reductions
+            waits = sorted(name for name in names if name.startswith("wait"))
+            assert waits == sorted(f"wait {name}" for name in [*gathers, *again, "reduce 2", "reduce 0"])
+            assert len(names) == 1 + 2 * len(waits)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

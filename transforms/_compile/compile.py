@@ -27,6 +27,7 @@ from functional_fsdp.extend import (
 )
 
 from .inductors import through_inductor
+from .names import named
 from .whole_step import Programs
 
 __all__ = ["compile"]
@@ -92,8 +93,13 @@ def compile(train_step: F, backend: str = "inductor", **config: Any) -> F:
             f"compile(backend={backend!r}): expected one of {', '.join(map(repr, BACKENDS))}. Others work with "
             "torch.compile(train_step, fullgraph=True, backend=...), which computes a unit's forward twice."
         )
-    compiled = torch.compile(train_step, fullgraph=True, dynamic=False, backend=_backend(backend, config))
     programs = Programs(train_step, backend, config)
+    inner = _backend(backend, config)
+
+    def with_names(module: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return named(inner(module, inputs), programs.issued)
+
+    compiled = torch.compile(train_step, fullgraph=True, dynamic=False, backend=with_names)
 
     @wraps(train_step)
     def run(state: State, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ import torch.fx as fx
 
 from functional_fsdp import FsdpError, ScheduleError, State
 from functional_fsdp.extend import (
+    Collective,
     Graph,
     GraphBuild,
     Ranks,
@@ -38,6 +39,7 @@ from .._seed import seeded
 from .arguments import StepCall, flat_state, is_state, kind_of, named, refuse_mutable, refuse_sparse, resolved
 from .draws import Draws, Seeded
 from .inductors import through_inductor
+from .names import named as named_in_profiles
 
 __all__ = ["Programs"]
 
@@ -79,7 +81,8 @@ class CompiledStep:
         self.inductor = backend == "inductor"
         self.seeded = bool(drawn.ops) and not self.inductor
         with self._plain():
-            self.run = self._compiled(module, drawn, call, config) if self.inductor else module.forward
+            run = self._compiled(module, drawn, call, config) if self.inductor else module.forward
+        self.run = named_in_profiles(run, graph.session.issued)
 
     def _compiled(
         self, module: fx.GraphModule, drawn: Draws, call: StepCall, config: dict[str, Any]
@@ -182,6 +185,7 @@ class Programs:
         self.plain: set[Any] = set()
         self.made = 0
         self.agreed: set[tuple[str, ...]] = set()  # collectives that every rank has
+        self.issued: tuple[Collective, ...] = ()  # of the newest step that drives no module
 
     def find(self, state: State, args: Any, kwargs: Any) -> Callable[[], Any] | None:
         """A call of its program, made if there is none; None if the step drives no module: then Dynamo, which follows
@@ -250,6 +254,7 @@ class Programs:
             drawn.refuse()
             self._agree(graph, ranks_of(state))
             return CompiledStep(graph, drawn, call, kind, self.backend, self.config)
+        self.issued = tuple(graph.session.issued)
         if graph.session.functions:
             raise ScheduleError(
                 f"compile: the step uses the torch.autograd.Function {', '.join(graph.session.functions)}. Under "
