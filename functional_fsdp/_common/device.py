@@ -14,10 +14,11 @@ from .errors import SpecError
 from .torch_names import storage_at
 
 __all__ = [
-    "arrival", "as_rate", "being_captured", "best_device", "casts_float8", "clone_as", "computes_on", "current_device",
-    "default_generator", "device_of", "empty_as", "forked_random", "fused_sgd_takes", "host_bandwidth",
-    "host_buffer", "host_memory", "in_host_memory", "keeps_released", "lies_on_host", "make_room", "on_host", "pin",
-    "random_state", "rows_at_once", "runs_triton", "set_random_state", "table_may_stay", "unpin", "zeros_as",
+    "arrival", "as_rate", "being_captured", "best_device", "casts_float8", "clone_as", "computes_on", "count_peak",
+    "current_device", "default_generator", "device_of", "empty_as", "forked_random", "fused_sgd_takes",
+    "host_bandwidth", "host_buffer", "host_memory", "in_host_memory", "keeps_released", "lies_on_host", "make_room",
+    "on_host", "peak_of", "pin", "random_state", "rows_at_once", "runs_triton", "set_random_state", "table_may_stay",
+    "unpin", "zeros_as",
 ]  # fmt: skip
 
 PROBE = 1 << 26  # bytes
@@ -215,6 +216,23 @@ def arrival(sources: Iterable[torch.Tensor]) -> Callable[[], None]:
     event = torch.cuda.Event()
     event.record()
     return event.synchronize
+
+
+def count_peak(device: torch.device) -> bool:
+    """Count the peak of its memory from now on, when it has done what it was given. Returns whether it is counted."""
+    if device.type != "cuda":
+        return False
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return True
+
+
+def peak_of(device: torch.device) -> int | None:
+    """Bytes at the peak since `count_peak`, when it has done what it was given; None where nothing counts."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
 
 
 def being_captured(device: torch.device) -> bool:

@@ -13,9 +13,9 @@ from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
+from .._common.device import count_peak, peak_of
 from .._common.errors import ScheduleError
 from .._common.ranges import ranged
 from .._common.torch_names import profiler, pytree
@@ -167,20 +167,15 @@ class Observed:
         if profiler._is_profiler_enabled:
             raise ScheduleError("observe: a profiler runs already. End it first; observe begins one of its own.")
         activities = [ProfilerActivity.CPU]
-        if run.device.type == "cuda":
+        if count_peak(run.device):
             activities.append(ProfilerActivity.CUDA)
-            torch.cuda.synchronize(run.device)
-            torch.cuda.reset_peak_memory_stats(run.device)
         self._profile = profile(activities=activities, acc_events=True)
         self._profile.start()
         self._clock = ranged(time.time, CLOCK)()
         run.everyone(0, "observe")  # all ranks are here
 
     def _end(self, run: Runtime, state: State) -> None:
-        peak = None
-        if run.device.type == "cuda":
-            torch.cuda.synchronize(run.device)
-            peak = torch.cuda.max_memory_allocated(run.device)
+        peak = peak_of(run.device)
         self._profile.stop()
         with TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
