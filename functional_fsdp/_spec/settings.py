@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.checksum import checksum
-from .._common.objects import STANDARD, global_names
+from .._common.objects import STANDARD, contents_of, global_names
 from .._common.torch_names import OpOverload, OpOverloadPacket
 
 __all__ = ["describe_settings", "opaque_settings"]
@@ -242,12 +242,11 @@ class _Walk:
                 if name in fn.__globals__:
                     self._global(f"{where}.{name}", fn, fn.__globals__[name])
         for name, cell in names.items():
-            try:
-                held = cell.cell_contents
-            except ValueError:
+            held = contents_of(cell)
+            if held:
+                self.visit(f"{where}.{name}", *held)
+            else:
                 self.say(f"{where}.{name}", "not set yet")
-                continue
-            self.visit(f"{where}.{name}", held)
 
     def _global(self, where: str, fn: types.FunctionType, value: Any) -> None:
         """What a function reads from its module: numbers, tensors and functions that are written there. Of anything

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from functional_fsdp.extend import objects
+
 MOST, DEEP = 64, 3  # items and levels of containers that are looked into
 
 __all__ = ["generators_in", "generators_of", "set_state", "state_of"]
@@ -71,7 +73,8 @@ def _of_function(fn: Any, found: list[Any], seen: set[int]) -> None:
     elif isinstance(fn, MethodType):
         held = [fn.__func__, *getattr(fn.__self__, "__dict__", {}).values()]
     elif isinstance(fn, FunctionType):
-        held = [fn.__defaults__, fn.__kwdefaults__, getattr(fn, "__wrapped__", None), *_closed_over(fn)]
+        closed_over = [value for cell in fn.__closure__ or () for value in objects.contents_of(cell)]
+        held = [fn.__defaults__, fn.__kwdefaults__, getattr(fn, "__wrapped__", None), *closed_over]
     else:  # an object that can be called
         held = [] if isinstance(fn, type | torch.nn.Module) else [*getattr(fn, "__dict__", {}).values()]
     for value in held:
@@ -79,11 +82,3 @@ def _of_function(fn: Any, found: list[Any], seen: set[int]) -> None:
             _of_function(value, found, seen)
         else:
             found += generators_in(value)
-
-
-def _closed_over(fn: FunctionType) -> Iterator[Any]:
-    for cell in fn.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # nothing is in it yet
-            continue
