@@ -142,10 +142,8 @@ def all_reduce(
     over = data if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
     if wrong := [name for i, name in enumerate(over) if name not in every or name in over[:i]]:
         known = ", ".join(map(repr, every))
-        raise SpecError(
-            f"all_reduce: expected distinct axes of the mesh, got axis={axis!r}. {wrong[0]!r} is not one of {known}, "
-            "or is there twice."
-        )
+        why = "is there twice" if wrong[0] in every else f"is not one of {known}"
+        raise SpecError(f"all_reduce: expected distinct axes of the mesh, got axis={axis!r}. {wrong[0]!r} {why}.")
     tensors = [tensor.to(state.count.device) for tensor in tensors]
     done = list(tensors)
     with _compared(state, tensors, what or op, structure, None if over == data else over):

@@ -245,6 +245,15 @@ def test_an_error_of_torch_in_a_unit_says_which_and_what_it_was_given(rows: int,
         state = fsdp.drop_gradients(state)
 
 
+def counting() -> fsdp.State:
+    pair = (lambda main: {"n": 3}, lambda grads, opt, main: (main, opt))
+    return fsdp.shard({"w": torch.ones(4)}, fsdp.Spec(fsdp.local_mesh()), pair)
+
+
+def planned() -> fsdp.Plan:
+    return fsdp.make_plan(fsdp.make_layout({"w": torch.ones(4)}, fsdp.Spec({"data": 2})))
+
+
 Placed = Callable[[Path], Any]
 PLACED: dict[str, tuple[Placed, type[Exception], str]] = {
     "load: arguments the wrong way round": (
@@ -312,6 +321,63 @@ PLACED: dict[str, tuple[Placed, type[Exception], str]] = {
     "norms of tensors": (
         lambda _: T.norms(one(), {"w": torch.ones(4)}),  # type: ignore[dict-item]
         fsdp.TreeError, r"norms: the tree has tensor\(.*for the bucket 'w'; expected"),
+    "muon: two coefficients": (
+        lambda _: fsdp.muon(lr=0.1, ns_coefficients=(1.0, 2.0)),  # type: ignore[arg-type]
+        fsdp.SpecError, r"ns_coefficients is \(1\.0, 2\.0\); expected three numbers"),
+    "muon: a pattern of another shape": (
+        lambda _: fsdp.shard({"w": torch.ones(4, 4)}, fsdp.Spec(fsdp.local_mesh()),
+                             fsdp.muon(lr=0.1, matrices={"default": ("a b c -> a b c", {})})),
+        fsdp.SpecError, r"'a b c -> a b c' does not fit the leaf 'w' of shape \[4, 4\]"),
+    "timeline: negative seconds": (
+        lambda folder: fsdp.timeline(planned(), folder / "t.svg", gather=1e9, reduce=1e9, compute=-1.0),
+        fsdp.SpecError, r"timeline\(compute\): .*-1\.0.*expected seconds of at least 0"),
+    "Precision: float16": (
+        lambda _: fsdp.Precision(compute=torch.float16), fsdp.SpecError, "loss scaling.*Use torch.bfloat16"),
+    "Spec: a dtype for a Precision": (
+        lambda _: fsdp.Spec(MESH, precision={"w": torch.bfloat16}),  # type: ignore[dict-item]
+        fsdp.SpecError, r"'w' maps to torch\.bfloat16; expected a Precision, as Precision\(compute="),
+    "Concatenated: too few sizes": (
+        lambda _: fsdp.Concatenated(["q", "k"], sizes=[2]), fsdp.SpecError, "got 2 parts, 1 sizes. Give one size each"),
+    "Transposed: a dim that there is not": (
+        lambda folder: fsdp.save_safetensors(one(), folder / "out", convert={"w": fsdp.Transposed("w", 0, 2)}),
+        fsdp.SpecError, r"Transposed has dim 2 of \[4\], which has 1 dims\. Give another dim"),
+    "Sliced: more than there is": (
+        lambda folder: fsdp.save_safetensors(one(), folder / "out", convert={"w": fsdp.Sliced("w", 3, of=5)}),
+        fsdp.SpecError, "Sliced takes 4 elements from 3 on along dim 0, of 5. Give start= and of="),
+    "save: a number in an optimizer's state": (
+        lambda folder: fsdp.save(counting(), folder / "out"),
+        fsdp.TreeError, r"State\.opt holds a int at 'n'; only tensors are written\. Keep it as a tensor"),
+    "save: a sparse tensor among the extras": (
+        lambda folder: fsdp.save(fsdp.replace_extras(one(), s=torch.ones(2).to_sparse()), folder / "out"),
+        fsdp.TreeError, r"layout torch\.sparse_coo at 's'; only plain, dense tensors"),
+    "all_reduce: an axis twice": (
+        lambda _: fsdp.extend.all_reduce(one(), [torch.ones(())], "sum", ("data", "data")),
+        fsdp.SpecError, r"expected distinct axes of the mesh.*'data' is there twice"),
+    "replace_grads: a tensor for a buffer": (
+        lambda _: fsdp.replace_grads(one(), {"w": torch.ones(4)}),
+        fsdp.TreeError, "the bucket 'w' is a Tensor; expected a FlatBuffer"),
+    "stages: a unit twice": (
+        lambda _: T.hvp({("a", "a"): mean_square}),
+        fsdp.SpecError, r"the key \('a', 'a'\) names a unit twice"),
+    "accumulate: a split of another length": (
+        lambda _: T.accumulate(T.forward_backward(nn.Linear(4, 4), mean_square), 2, split=(0, 0))(
+            state_of(nn.Linear(4, 4)), torch.ones(2, 4)),
+        fsdp.SpecError, "split has 2 entries for 1 positional arguments. Give one each"),
+    "accumulate: a word for a dim": (
+        lambda _: T.accumulate(T.forward_backward(nn.Linear(4, 4), mean_square), 2, split=("rows",))(
+            state_of(nn.Linear(4, 4)), torch.ones(2, 4)),
+        fsdp.SpecError, "split says 'rows' of .*which is a Tensor. Give a dim"),
+    "remat: twice": (
+        lambda _: T.remat(T.remat(nn.Sequential(nn.Linear(4, 4)), "0"), "0"),
+        fsdp.SpecError, "the module '0' .*Name it once"),
+    "remat: a part saved and moved": (
+        lambda _: T.remat(nn.Sequential(drop()), "0", save=("0",), offload=("0",)),
+        fsdp.SpecError, "in '0' the part '0' is saved and '0' is moved.*Name each part once"),
+    "step_memory of second order": (
+        lambda _: T.step_memory(
+            T.forward_backward(nn.Linear(4, 4), mean_square, second_order=True), state_of(nn.Linear(4, 4)),
+            torch.ones(2, 4)),
+        fsdp.ScheduleError, r"step_memory: .*second_order=True"),
     "a weight after its call": (lambda _: kept_weight(), fsdp.ScheduleError, "was used after the model had run"),
 }  # fmt: skip
 
