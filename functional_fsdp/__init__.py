@@ -25,6 +25,7 @@ from ._common.errors import (
     StaleStateError,
     TreeError,
 )
+from ._exchange.checkpoint import Checkpoint, open_checkpoint
 from ._graph.lower import Lowered, abstract_state, lower
 from ._launch.launch import LaunchError, launch, local_mesh, workers
 from ._launch.simulated import Simulation, simulate
@@ -79,6 +80,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Bucket",
+    "Checkpoint",
     "CheckpointError",
     "CommError",
     "Comparison",
@@ -156,6 +158,7 @@ __all__ = [
     "muon",
     "newest",
     "observe",
+    "open_checkpoint",
     "optimizer_state",
     "partition",
     "pmax",

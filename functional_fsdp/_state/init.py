@@ -46,7 +46,7 @@ from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
 from .._storage.conversions import Conversions, checked
 from .._storage.flat import FlatBuffer
-from .._storage.sources import Rename, fill, opened, same_source
+from .._storage.sources import Rename, Source, fill, opened, same_source
 from .._transports.auto import resolve_transport
 from .export import buffers
 from .shard import build, describe, given, needs_spec
@@ -211,7 +211,7 @@ def init(
     local_buffers: Sequence[str] = (),
     seed: int = 0,
     every_buffer: bool = False,
-    weights: str | os.PathLike[str] | Mapping[str, torch.Tensor] | None = None,
+    weights: str | os.PathLike[str] | Source | Mapping[str, torch.Tensor] | None = None,
     rename: Rename | None = None,
     convert: Conversions | Callable[[M], Conversions] | None = None,
     partial: bool = False,
@@ -223,8 +223,8 @@ def init(
         spec, optimizer, local_buffers: as for `shard`.
         seed: decides every bit of the weights, whatever the world size and the placement.
         every_buffer: the state gets the buffers that are not persistent, too; see `buffers`.
-        weights: where their values come from in the place of the initialisers: a folder or file of safetensors, a state
-            dict of torch.save, or {name: tensor}; each rank reads its runs only. See `load_weights`.
+        weights: where their values come from in the place of the initialisers: a folder or file of any format that
+            `open_checkpoint` knows, or {name: tensor}; each rank reads its runs only. See `load_weights`.
         rename, convert, partial: as for `load_weights`; `convert` may also be a function that is given the module, as
             `conversions_of` is. With `partial` leaves that are missing there are initialised.
 

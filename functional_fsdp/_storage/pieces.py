@@ -24,7 +24,7 @@ import torch
 from .._common.errors import SpecError
 from .conversions import Concatenated, Conversion, Sliced, Stacked, Transposed
 
-__all__ = ["CHUNK", "Block", "Piece", "blocks", "pieces"]
+__all__ = ["CHUNK", "Block", "Dim", "Line", "Piece", "blocks", "piece_of", "pieces", "strides_of"]
 
 CHUNK = 1 << 24  # elements of a block at most, read or written at once
 
@@ -99,11 +99,11 @@ def pieces(path: str, shape: Iterable[int], said: Conversion) -> list[Piece]:
         SpecError: a conversion that does not fit the leaf.
     """
     shape = tuple(shape)
-    dims = tuple(Dim(n, stride, 0, n) for n, stride in zip(shape, _strides(shape), strict=True))
+    dims = tuple(Dim(n, stride, 0, n) for n, stride in zip(shape, strides_of(shape), strict=True))
     return [*_pieces(f"convert: {path!r} is {list(shape)}, and", said, dims, 0)]
 
 
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     """In elements, of a leaf in C order."""
     return tuple(accumulate(reversed((*shape, 1)[1:]), int.__mul__))[::-1]
 
@@ -119,7 +119,7 @@ def _pieces(where: str, said: Conversion, dims: tuple[Dim, ...], offset: int) ->
         return dim % len(dims)
 
     if isinstance(said, str):
-        yield _piece(said, dims, offset)
+        yield piece_of(said, dims, offset)
     elif isinstance(said, Stacked):
         i = at(said.dim, whole=True)
         if dims[i].size != len(said.parts):
@@ -165,10 +165,10 @@ def _pieces(where: str, said: Conversion, dims: tuple[Dim, ...], offset: int) ->
         )
 
 
-def _piece(name: str, dims: tuple[Dim, ...], memory: int) -> Piece:
+def piece_of(name: str, dims: tuple[Dim, ...], memory: int) -> Piece:
     """A piece from its dims in the file's order; those that follow one another in both leaves are one line."""
     shape = tuple(dim.of for dim in dims)
-    strides = _strides(shape)
+    strides = strides_of(shape)
     file = sum(dim.start * stride for dim, stride in zip(dims, strides, strict=True))
     lines: list[Line] = []
     for one in sorted(
@@ -217,7 +217,7 @@ def _dense(lines: tuple[Line, ...], memory: int, file: int, most: int) -> Iterat
     """A box, from its largest stride in the file on, in blocks that lie end to end there."""
     sizes = tuple(line.size for line in lines)
     inner = prod(sizes[1:])
-    dense = all(line.file == n for line, n in zip(lines, _strides(sizes), strict=True))
+    dense = all(line.file == n for line, n in zip(lines, strides_of(sizes), strict=True))
     if dense and prod(sizes) <= most:
         yield Block(file, memory, sizes, tuple(line.memory for line in lines))
         return

@@ -20,13 +20,18 @@ import torch
 
 from .._common.errors import CheckpointError
 
-__all__ = ["DTYPES", "Entry", "bytes_of", "create", "entries", "read_at", "read_into", "write_at"]
+__all__ = ["DTYPES", "Entry", "bytes_of", "create", "entries", "read_at", "read_header", "read_into", "write_at"]
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
 }  # fmt: skip
+PAIRS = "F4"  # two numbers a byte: the format counts numbers, torch counts bytes
+if hasattr(torch, "float4_e2m1fn_x2"):
+    DTYPES[PAIRS] = torch.float4_e2m1fn_x2
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST = 100_000_000  # bytes of a header, as the format's own library has it
 
@@ -45,10 +50,15 @@ class Entry(NamedTuple):
 
 
 def entries(path: Path) -> dict[str, Entry]:
-    """What a file holds.
+    """What a file holds; raises as `read_header`."""
+    return read_header(path)[0]
+
+
+def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """What a file holds, and what else its header says: texts by name.
 
     Raises:
-        CheckpointError: it is no such file, or damaged. OSError: as the disk has it.
+        CheckpointError: it is no such file, or damaged, or has a dtype that torch has not. OSError: as the disk has it.
     """
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -58,18 +68,25 @@ def entries(path: Path) -> dict[str, Entry]:
         text = file.read(n)
     try:
         header = json.loads(text)
-        found = {}
-        for name, about in header.items():
-            if name != "__metadata__":
-                found[name] = _entry(path, about, 8 + n, size)
-        return found
+        about = header.pop("__metadata__", None) or {}
+        return {name: _entry(path, name, one, 8 + n, size) for name, one in header.items()}, about
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no safetensors file: {type(error).__name__}: {error}") from None
 
 
-def _entry(path: Path, about: Mapping[str, Any], base: int, size: int) -> Entry:
+def _entry(path: Path, name: str, about: Mapping[str, Any], base: int, size: int) -> Entry:
     start, stop = about["data_offsets"]
-    made = Entry(path, DTYPES[about["dtype"]], tuple(about["shape"]), base + start)
+    kind, shape = about["dtype"], tuple(about["shape"])
+    if kind not in DTYPES:
+        raise CheckpointError(
+            f"{path} has {name!r} as {kind}, a dtype that this torch has not, or that is not read. Expected one of "
+            f"{', '.join(DTYPES)}."
+        )
+    if kind == PAIRS:
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"{about} has no pairs")
+        shape = (*shape[:-1], shape[-1] // 2)
+    made = Entry(path, DTYPES[kind], shape, base + start)
     if not all(type(n) is int and n >= 0 for n in (*made.shape, start, stop)) or base + stop > size:
         raise ValueError(f"{about} is beyond the file's {size} bytes")
     if stop - start != made.numel * made.dtype.itemsize:
@@ -83,7 +100,8 @@ def create(path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]
     at = 0
     for name, (dtype, shape) in tensors.items():
         n = torch.Size(shape).numel() * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, at + n]}
+        said = [*shape[:-1], 2 * shape[-1]] if NAMES[dtype] == PAIRS and shape else [*shape]
+        header[name] = {"dtype": NAMES[dtype], "shape": said, "data_offsets": [at, at + n]}
         at += n
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

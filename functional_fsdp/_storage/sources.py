@@ -1,38 +1,36 @@
 """Sources: where weights come from, a run of elements at a time.
 
-a folder     model.safetensors.index.json and its files, or every *.safetensors; pytorch_model.bin alike
-a file       *.safetensors, or what torch.save has written: a state dict, memory-mapped, read with weights_only
-a mapping    {name: tensor}
+a mapping      {name: tensor}
+a checkpoint   what `open_checkpoint` gives, of any format; a path is opened by it
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from .._common.errors import CheckpointError, SpecError, TreeError
+from .._common.errors import SpecError, TreeError
 from .._runtime.agree import Topic
 from .conversions import Conversions, checked, same_conversions
 from .flat import FlatBuffer, leaf_shards
 from .pieces import Piece, blocks, pieces
-from .safetensors import Entry, entries, read_into
+from .spans import Files, entry_values
 
-__all__ = ["Rename", "Source", "fill", "opened", "same_source"]
+__all__ = ["Rename", "Source", "fill", "opened", "opens_paths", "same_source"]
 
 Rename = Callable[[str], str] | Mapping[str, str]
-INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+Opener = TypeVar("Opener", bound=Callable[..., "Source"])
+OPENERS: list[Callable[[Path], Source]] = []  # by what a path is opened: the reader of checkpoints registers itself
 
 
 class Source:
-    """Tensors by name, in files or in memory."""
+    """Tensors by name, in files or in memory: each a tensor, an Entry or a Span (see `spans`)."""
 
-    def __init__(self, what: str, tensors: Mapping[str, Entry | torch.Tensor]) -> None:
+    def __init__(self, what: str, tensors: Mapping[str, Any]) -> None:
         self.what, self.tensors = what, tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -40,19 +38,38 @@ class Source:
 
     def read(self, some: Iterable[Piece], start: int, into: torch.Tensor) -> None:
         """Elements [start, start + n) of the leaf that has these pieces, into `into` [n], of any dtype and device."""
-        with ExitStack() as stack:
-            files: dict[Path, Any] = {}
+        with Files() as files:
             for piece in some:
                 one = self.tensors[piece.name]
                 for block in blocks(piece, start, start + into.numel()):
-                    if isinstance(one, torch.Tensor):
-                        values = one.detach().reshape(-1)[block.file : block.file + block.numel]
-                    else:
-                        if one.path not in files:
-                            files[one.path] = stack.enter_context(open(one.path, "rb", buffering=0))
-                        values = torch.empty(block.numel, dtype=one.dtype, device="cpu")
-                        read_into(files[one.path].fileno(), one, block.file, values)
+                    values = entry_values(one, block.file, block.numel, files)
                     block.of(into, start).copy_(values.view(block.sizes))
+
+    def prefix_for(self, paths: Iterable[str]) -> tuple[str, str]:
+        """What a name in the source has at its beginning that a path has not, and the other way round: ("model.", "")
+        where "model.w" is the leaf "w". Nothing where a path is a name there, or where not all names follow."""
+        paths = [*paths]
+        if any(path in self.tensors for path in paths) or not paths:
+            return "", ""
+        tails = {path: [name for name in self.tensors if name.endswith(f".{path}")] for path in paths[:1]}
+        for name in tails[paths[0]]:
+            prefix = name.removesuffix(paths[0])
+            if all(one.startswith(prefix) and one.removeprefix(prefix) in {*paths} for one in self.tensors):
+                return prefix, ""
+        for name in self.tensors:
+            for path in paths:
+                if path.endswith(f".{name}"):
+                    prefix = path.removesuffix(name)
+                    if all(prefix + one in {*paths} for one in self.tensors):
+                        return "", prefix
+            break
+        return "", ""
+
+
+def opens_paths(opener: Opener) -> Opener:
+    """Have paths opened by this function."""
+    OPENERS[:] = [opener]
+    return opener
 
 
 def opened(source: Any) -> Source:
@@ -61,18 +78,16 @@ def opened(source: Any) -> Source:
     Raises:
         FileNotFoundError, CheckpointError: there are no weights, or they are damaged. SpecError: no kind of source.
     """
+    if isinstance(source, Source):
+        return source
     if isinstance(source, Mapping):
         return Source("the mapping", _tensors("the mapping", source))
     if not isinstance(source, str | os.PathLike):
         raise SpecError(
-            f"weights: got a {type(source).__name__}; expected a folder, a file, or a mapping of names to tensors."
+            f"weights: got a {type(source).__name__}; expected a folder, a file, what open_checkpoint gives, or a "
+            "mapping of names to tensors."
         )
-    path = Path(source)
-    if path.is_dir():
-        return Source(str(path), _folder(path))
-    if not path.exists():
-        raise FileNotFoundError(f"weights: there is no {path}.")
-    return Source(str(path), _file(path))
+    return OPENERS[0](Path(source))
 
 
 def same_source(source: Source, convert: Conversions) -> tuple[Source, list[Topic]]:
@@ -82,48 +97,15 @@ def same_source(source: Source, convert: Conversions) -> tuple[Source, list[Topi
     return source, [Topic(lines, TreeError, "weights in their sources", "one", remedy), same_conversions(convert)]
 
 
-def _folder(path: Path) -> dict[str, Entry | torch.Tensor]:
-    files: Iterable[Path] = sorted(path.glob("*.safetensors"))
-    for name in INDEX:
-        if (path / name).is_file():
-            try:
-                chosen = sorted({*json.loads((path / name).read_text())["weight_map"].values()})
-                if any(Path(one).name != one for one in chosen):
-                    raise ValueError(f"it names {chosen[0]!r}, which lies elsewhere")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{path / name} is no index of weights: {error}") from None
-            files = [path / one for one in chosen]
-            break
-    files = files or [one for one in (path / "pytorch_model.bin",) if one.exists()]
-    if not files:
-        raise FileNotFoundError(f"weights: {path} has no *.safetensors and no pytorch_model.bin.")
-    found: dict[str, Entry | torch.Tensor] = {}
-    for file in files:
-        for name, one in _file(file).items():
-            if name in found:
-                raise CheckpointError(f"{path} has {name!r} in two files, {file.name} and another.")
-            found[name] = one
-    return found
-
-
-def _file(path: Path) -> Mapping[str, Entry | torch.Tensor]:
-    if path.suffix == ".safetensors":
-        return entries(path)
-    try:
-        held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except OSError:
-        raise
-    except Exception as error:  # whatever an unpickler meets
-        raise CheckpointError(f"{path} is no state dict that torch.load reads with weights_only: {error}") from error
-    if not isinstance(held, Mapping):
-        raise CheckpointError(f"{path} holds a {type(held).__name__}; expected a state dict.")
-    return _tensors(str(path), held)
-
-
-def _tensors(what: str, held: Mapping[Any, Any]) -> dict[str, Entry | torch.Tensor]:
+def _tensors(what: str, held: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
     for name, one in held.items():
         if not isinstance(name, str) or not isinstance(one, torch.Tensor):
             raise TreeError(f"weights: {what} has a {type(one).__name__} at {name!r}; expected tensors by name.")
+        if type(one) not in (torch.Tensor, torch.nn.Parameter) and hasattr(one, "full_tensor"):
+            raise TreeError(
+                f"weights: {what} has a {type(one).__name__} at {name!r}; expected plain tensors. Give whole ones, "
+                ".full_tensor() on every rank; or save them, and open the folder by open_checkpoint."
+            )
     return dict(held)
 
 
@@ -153,12 +135,13 @@ def fill(
     """
 
     def there(path: str) -> list[Piece]:
-        named = rename(path) if callable(rename) else (rename or {}).get(path, path)
+        named = rename(path) if callable(rename) else (rename or {}).get(path, theirs + path.removeprefix(ours))
         return pieces(path, leaves[aliases.get(path, path)][0], convert.get(path, named))
 
     leaves = {leaf.path: (leaf.shape, buffer.local.dtype) for buffer in main.values() for leaf in buffer.bucket.leaves}
     leaves |= {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in buffers.items()}
     checked(convert, None if partial else (*leaves, *aliases))
+    theirs, ours = ("", "") if rename or convert else source.prefix_for((*leaves, *aliases))
     wanted = {path: there(path) for path in (*leaves, *aliases)}
     found: dict[str, list[Piece]] = {}
     again: dict[str, list[list[Piece]]] = {}  # of tied leaves what is there under another name, too
@@ -235,10 +218,20 @@ def _complain(
         )
 
 
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+PAIRS = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers in an element, which nothing converts
+
+
 def _holds(mine: torch.dtype, theirs: torch.dtype) -> bool:
     """Whether a leaf can have these values: floating ones may be rounded, others must stay."""
+    if mine is theirs:
+        return True
+    if PAIRS in (mine, theirs) or mine.is_complex or theirs.is_complex:
+        return mine.is_complex and theirs.is_complex
     if mine.is_floating_point or theirs.is_floating_point:
         return mine.is_floating_point and theirs.is_floating_point
+    if (theirs in UNSIGNED) is not (mine in UNSIGNED):
+        return theirs in UNSIGNED and mine.itemsize > theirs.itemsize
     return mine.itemsize >= theirs.itemsize
 
 

@@ -29,7 +29,7 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 @verb(_refuse)
 def load_weights(
     state: State,
-    source: str | os.PathLike[str] | Mapping[str, torch.Tensor],
+    source: str | os.PathLike[str] | Source | Mapping[str, torch.Tensor],
     *,
     rename: Rename | None = None,
     convert: Conversions | None = None,
@@ -43,9 +43,10 @@ def load_weights(
 
     Args:
         state: any state that no step has consumed. It stays as it is, and is as usable as before.
-        source: a folder as Hugging Face writes them (safetensors with an index, or pytorch_model.bin); a file of
-            safetensors or of torch.save, which is read with weights_only; or {name: tensor}.
-        rename: from a leaf's path to its name in the source: a function, or a mapping of those that differ.
+        source: a folder or file of any format that `open_checkpoint` knows, of whatever package, nothing of which is
+            run; what `open_checkpoint` gives; or {name: tensor}.
+        rename: from a leaf's path to its name in the source: a function, or a mapping of those that differ. None: as
+            they are, or with one beginning ("model.") that all names there have and the leaves have not.
         convert: {path: what holds the leaf in the source} where that is not one leaf: parts that are `Stacked` or
             `Concatenated`, one `Transposed`, or a slice of one (`Sliced`); or its name. `conversions_of(model)` makes
             that of a Hugging Face model. Of a transposed leaf a rank reads a run for each row of the source.

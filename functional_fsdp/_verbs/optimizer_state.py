@@ -17,6 +17,7 @@ from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
+from .._state.update import with_counts
 from .._storage.flat import FlatBuffer, gather_leaves
 from .._storage.sources import Source, fill, opened, same_source
 from .replace import copies, renewed
@@ -61,17 +62,20 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 @verb(_refuse)
 def load_optimizer_state(
-    state: State, source: str | os.PathLike[str] | Nested, *, steps: int | None = None, partial: bool = False
+    state: State, source: str | os.PathLike[str] | Source | Nested, *, steps: int | None = None, partial: bool = False
 ) -> State:
     """A State whose optimizer goes on from what another one kept: leaves of global shapes -> shards [n / ranks].
 
     Args:
         state: any state that no step has consumed. It stays as it is, and is as usable as before.
-        source: `{path: {name: tensor}}` as `optimizer_state` gives it; or a file or folder, as `load_weights` reads
-            them, with names as "mean.layers.0.w". What `torch.optim.AdamW` calls "exp_avg" is "mean" here, and
+        source: what `open_checkpoint` gives, or its path: moments and counts of steps of AdamW, as other packages keep
+            them, for `adamw` and `from_torch`; or `{path: {name: tensor}}` as `optimizer_state` gives it; or a file or
+            folder with names as "mean.layers.0.w". What `torch.optim.AdamW` calls "exp_avg" is "mean" here, and
             "exp_avg_sq" is "square". Counts of steps that leaves have missed ("missed" of `adamw`) may be there or not:
             without them every leaf has had every step.
-        steps: how many steps were taken, for what follows the count (bias corrections, schedules). None: as `state`.
+        steps: how many steps were taken, for what follows the count (bias corrections, schedules). None: as the
+        checkpoint
+            says, or else as `state`.
         partial: True where some may be missing, which stay as they are, and others be there.
 
     Returns:
@@ -99,9 +103,12 @@ def load_optimizer_state(
     trees: dict[str, Any] = {}
 
     def look() -> tuple[Source, list[Topic]]:
+        nonlocal steps
         if steps is not None and (type(steps) is not int or steps < 0):
             raise SpecError(f"load_optimizer_state(steps={steps!r}): expected a whole number, 0 or more, or None.")
-        found, topics = same_source(_source(source), {})
+        given, taken = _source(state, source)
+        steps = taken if steps is None else steps
+        found, topics = same_source(given, {})
         return found, [*topics, Topic([f"steps: {steps}"], SpecError, "numbers", "one", "Give every rank the same.")]
 
     def read() -> None:
@@ -129,11 +136,42 @@ def load_optimizer_state(
     return renewed(state, trees, True, steps)
 
 
-def _source(source: Any) -> Source:
-    if isinstance(source, Mapping) and all(isinstance(one, Mapping) for one in source.values()):
+def _source(state: State, source: Any) -> tuple[Source, int | None]:
+    """What there is, and how many steps were taken, where it says so."""
+    if (
+        isinstance(source, Mapping)
+        and not isinstance(source, Source)
+        and all(isinstance(one, Mapping) for one in source.values())
+    ):
         flat = {f"{name}.{path}" if path else name: t for path, some in source.items() for name, t in some.items()}
-        return opened(flat)
-    return opened(source)
+        return opened(flat), None
+    found = opened(source)
+    if not getattr(found, "optimizer", None):
+        return found, None  # names as "mean.layers.0.w"
+    there: Any = found
+    return Source(found.what, _of_checkpoint(state, there)), there.step
+
+
+def _of_checkpoint(state: State, there: Any) -> dict[str, Any]:
+    """What a checkpoint has for this state's optimizer, under its own names.
+
+    Raises:
+        TreeError: it has nothing that this optimizer keeps.
+    """
+    every = with_counts(state, state.layout.trainable)  # "missed", which a state has where a leaf ever missed a step
+    names = {n.path: THEIRS.get(n.path, n.path) for n in nodes_of(every.opt) if isinstance(n.value, FlatBuffer)}
+    paths = dict(zip(state.layout.paths, state.layout.source, strict=True))
+    found: dict[str, Any] = there.moments(names, paths)
+    if not found:
+        has = sorted({name for some in there.optimizer.values() for name in some})
+        raise TreeError(
+            f"load_optimizer_state: {there.what} has {', '.join(map(repr, has)) or 'no optimizer state'} for "
+            f"{len(there.optimizer)} leaves; this optimizer keeps {', '.join(map(repr, names.values())) or 'nothing'}."
+        )
+    return found
+
+
+THEIRS = {"mean": "exp_avg", "square": "exp_avg_sq"}  # what adamw keeps, as torch.optim.AdamW calls it
 
 
 def _read(nodes: list[Node], there: Source, partial: bool) -> None:

@@ -1,0 +1,249 @@
+"""open_checkpoint: what lies in a folder or a file of any known format, as tensors by name that are read when asked
+for.
+
+checkpoint = open_checkpoint("run/global_step100")     DeepSpeed ZeRO-3, 8 ranks: 291 leaves, 1 tie, moments
+init(make, spec, optimizer, weights=checkpoint)        each rank reads its runs of the leaves
+load_optimizer_state(state, checkpoint)                and of the moments
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._common.errors import CheckpointError, SpecError
+from .._common.tree import bytes_text, table
+from .._storage.sources import Source, opens_paths
+from .._storage.spans import Files, Filled, entry_values, numel_of
+from .contents import Contents, Format, number_of
+from .formats.accelerate import Accelerate
+from .formats.dcp import Dcp
+from .formats.deepspeed import DeepSpeed
+from .formats.hugging_face import HuggingFace, SafetensorsFile
+from .formats.own import Own
+from .formats.rank_files import RankFiles
+from .formats.state_dicts import StateDict
+
+__all__ = ["Checkpoint", "open_checkpoint"]
+
+FORMATS: tuple[Format, ...] = (
+    Own(), Accelerate(), DeepSpeed(), Dcp(), RankFiles(), HuggingFace(), SafetensorsFile(), StateDict(),
+)  # fmt: skip
+MOST_TIED = 1 << 20  # elements of a leaf that are compared to tell whether two are one
+
+
+class Checkpoint(Source, Mapping[str, torch.Tensor]):
+    """Tensors by name in files, which are read when they are asked for; made by `open_checkpoint`.
+
+    A mapping: `checkpoint["w"]` reads one leaf, whole, into the host's memory, and `checkpoint.items()` one after
+    another. Printing it gives a table.
+
+    Attributes:
+        path: what was opened. format, version, world: what wrote it, of which version, and how many ranks did; None
+        where
+            the files do not say.
+        leaves: {name: (shape, dtype)} of weights and buffers, ties once.
+        ties: {further name: the name that holds the leaf}.
+        buffers, frozen: names, as far as the files say.
+        optimizer: {leaf: names of what an optimizer keeps for it}.
+        step: how many steps were taken, or None.
+        left: what else is there and is not read.
+    """
+
+    def __init__(self, path: Path, contents: Contents) -> None:
+        Source.__init__(self, str(path), contents.tensors)
+        self.path, self.contents = path, contents
+        self.format, self.version, self.world = contents.format, contents.version, contents.world
+        self.left = contents.left
+
+    # ---- a mapping
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        one = self.tensors[self.ties.get(name, name)]
+        with Files() as files:
+            return entry_values(one, 0, numel_of(one.shape), files).view(tuple(one.shape))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    # ---- what is there
+
+    @property
+    def leaves(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(one.shape), one.dtype) for name, one in self.tensors.items()}
+
+    @cached_property
+    def ties(self) -> dict[str, str]:
+        told = self.contents.ties
+        return {a: b for a, b in told.items() if b in self.tensors} if told is not None else {}
+
+    @cached_property
+    def buffers(self) -> frozenset[str]:
+        """As the files say, or else: integers and flags, statistics of norms, and what lacks moments beside them."""
+        if self.contents.buffers is not None:
+            return self.contents.buffers
+        kinds = {name for name, one in self.tensors.items() if not one.dtype.is_floating_point}
+        kinds |= {n for n in self.tensors if n.rsplit(".", 1)[-1] in ("running_mean", "running_var")}
+        return frozenset(kinds - self.optimizer.keys())
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        return self.contents.frozen or frozenset()
+
+    @property
+    def optimizer(self) -> dict[str, tuple[str, ...]]:
+        return {leaf: tuple(kept) for leaf, kept in self.contents.moments.items()}
+
+    @cached_property
+    def steps(self) -> dict[str, int]:
+        """Steps that the moments of each leaf have seen."""
+        return {leaf: number_of(one) for leaf, one in self.contents.steps.items()}
+
+    @property
+    def step(self) -> int | None:
+        return max(self.steps.values(), default=self.contents.step)
+
+    def alike(self) -> dict[str, str]:
+        """{further name: first name} of matrices of which the first 1 Mi elements have the same bits: what may be tied,
+        where the files name a tied leaf twice. Reads them."""
+        found: dict[str, str] = {}
+        first: dict[Any, list[tuple[str, torch.Tensor]]] = {}
+        by_shape: dict[Any, list[str]] = {}
+        for name, (shape, dtype) in self.leaves.items():
+            if len(shape) > 1 and numel_of(shape) > 1 and dtype.is_floating_point:
+                by_shape.setdefault((shape, dtype), []).append(name)
+        with Files() as files:
+            for key, names in by_shape.items():
+                for name in names if len(names) > 1 else ():
+                    n = min(numel_of(key[0]), MOST_TIED)
+                    values = entry_values(self.tensors[name], 0, n, files)
+                    same = next((other for other, held in first.get(key, ()) if torch.equal(held, values)), None)
+                    if same is None and not bool((values == values[0]).all()):
+                        first.setdefault(key, []).append((name, values.clone()))
+                    elif same is not None:
+                        found[name] = same
+        return found
+
+    def moments(self, names: Mapping[str, str], paths: Mapping[str, str]) -> dict[str, Any]:
+        """What an optimizer keeps, for `load_optimizer_state`: {"NAME.path": tensor} for its own names and leaves.
+
+        Args:
+            names: the optimizer's name -> that in the files. paths: all paths of leaves -> the one that holds the leaf.
+        """
+        theirs, ours = self.prefix_for(paths)
+        found: dict[str, Any] = {}
+        for path, home in paths.items():
+            name = theirs + path.removeprefix(ours)
+            kept = self.contents.moments.get(name, {})
+            if name in self.contents.steps:
+                kept = {**kept, "step": Filled((), torch.float32, self.steps[name])}
+                if self.steps[name] != self.step:
+                    kept["missed"] = Filled((), torch.int64, (self.step or 0) - self.steps[name])
+            for mine, slot in names.items():
+                if slot in kept:
+                    found.setdefault(f"{mine}.{home}", kept[slot])
+        return found
+
+    def __repr__(self) -> str:
+        told = [self.format, *([self.version] if self.version else [])]
+        if self.world:
+            told.append(f"{self.world} ranks" if self.world > 1 else "1 rank")
+        if self.step is not None:
+            told.append(f"step {self.step}")
+        if self.contents.prefix:
+            told.append(f"names without {self.contents.prefix!r}")
+        total = sum(numel_of(shape) * dtype.itemsize for shape, dtype in self.leaves.values())
+        rows = []
+        ties: dict[str, list[str]] = {}
+        for alias, name in self.ties.items():
+            ties.setdefault(name, []).append(alias)
+        for name, (shape, dtype) in self.leaves.items():
+            notes = ["buffer"] if name in self.buffers else ["frozen"] if name in self.frozen else []
+            notes += [f"also {alias}" for alias in ties.get(name, ())]
+            kept = ", ".join(self.optimizer.get(name, ()))
+            rows.append((name, [*shape], str(dtype).removeprefix("torch."), "; ".join(notes) or "-", kept or "-"))
+        shown = rows if len(rows) <= 40 else [*rows[:20], ("...", "", "", "", ""), *rows[-20:]]
+        text = f"Checkpoint {self.path}\n{', '.join(told)}: {len(rows)} leaves, {bytes_text(total)}\n"
+        text += table(("leaf", "shape", "dtype", "kind", "optimizer"), shown)
+        return text + (
+            f"\nnot read: {', '.join(self.left[:6])}{', ...' if len(self.left) > 6 else ''}" if self.left else ""
+        )
+
+
+@opens_paths
+def open_checkpoint(path: str | os.PathLike[str], *, prefix: str | None = None) -> Checkpoint:
+    """Find out what a folder or a file of weights is, whoever wrote it. Reads no tensor, and runs nothing of it.
+
+    Known are: this library's checkpoints; folders of torch.distributed.checkpoint, as FSDP2, torchtitan, Accelerate and
+    Lightning write them, with optimizer states by name; DeepSpeed's ZeRO-1, 2 and 3, and its universal format; files of
+    ranks with DTensors (verl); Hugging Face's folders (safetensors, torch.save, with an index or without), and those
+    that torch's DCP wrote by rank; single files of safetensors and of torch.save (Lightning's .ckpt among them).
+
+    Args:
+        path: a folder or a file. All ranks must see it.
+        prefix: what weights' names begin with there and leaves' paths do not, as "model."; None: found from the names.
+
+    Returns:
+        a mapping {name: tensor} that reads a leaf when asked for it. `init(weights=)`, `load_weights` and
+        `load_optimizer_state` take it, and read each rank's runs only; all of them take paths, too.
+
+    Raises:
+        FileNotFoundError: nothing there. CheckpointError: it is of no known format; or a file that is named is missing,
+        damaged, of another checkpoint, or wants something to be run.
+
+    Collective: none.
+
+    Example:
+        >>> checkpoint = fsdp.open_checkpoint("global_step100")  # doctest: +SKIP
+        >>> state, model = fsdp.init(make, spec, fsdp.adamw(lr=3e-4), weights=checkpoint)  # doctest: +SKIP
+        >>> state = fsdp.load_optimizer_state(state, checkpoint)  # doctest: +SKIP
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"weights: there is no {path}.")
+    for one in FORMATS:
+        if one.claims(path):
+            contents = one.read(path)
+            break
+    else:
+        there = sorted(child.name for child in path.iterdir())[:5]
+        raise FileNotFoundError(
+            f"weights: {path} has no *.safetensors and no pytorch_model.bin, and is no checkpoint of a known format; "
+            f"it has {', '.join(there) or 'no files'}."
+        )
+    if prefix is not None:
+        contents = _prefixed(path, contents, prefix)
+    if not contents.tensors:
+        raise CheckpointError(f"{path} is {contents.format}, and has no weights.")
+    return Checkpoint(path, contents)
+
+
+def _prefixed(path: Path, contents: Contents, prefix: str) -> Contents:
+    """The same with names as a prefix says."""
+    names = {contents.prefix + name: name for name in contents.tensors}
+    below = {full.removeprefix(prefix): name for full, name in names.items() if full.startswith(prefix)}
+    if not below:
+        raise SpecError(f"{path} has no weights below {prefix!r}; there are {', '.join([*names][:5])}, ...")
+    new = {name: short for short, name in below.items()}
+    contents.left = (*contents.left, *(full for full in names if not full.startswith(prefix)))
+    contents.tensors = {short: contents.tensors[name] for short, name in below.items()}
+    contents.moments = {new.get(name, name): kept for name, kept in contents.moments.items()}
+    contents.steps = {new.get(name, name): one for name, one in contents.steps.items()}
+    if contents.ties is not None:
+        full = {a: (contents.prefix + a).removeprefix(prefix) for a in contents.ties}
+        contents.ties = {full[a]: new.get(b, b) for a, b in contents.ties.items()}
+    contents.prefix = prefix
+    return contents

@@ -1,0 +1,171 @@
+"""Contents: what a reader of a format finds in a checkpoint, the same for all formats, and how names are sorted out.
+
+model.embed.weight                     a weight, called embed.weight
+optim.state.embed.weight.exp_avg       "exp_avg" that an optimizer keeps for it
+train_state.step, lr_scheduler....     neither
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from .._common.errors import CheckpointError
+from .._storage.spans import Files, entry_values, numel_of
+
+__all__ = ["Contents", "Format", "by_number", "number_of", "plain_name", "sorted_out", "without_prefix"]
+
+Spans = dict[str, Any]  # Entry, Cut, Blob, Filled or tensor, by name
+Moments = dict[str, dict[str, Any]]  # what an optimizer keeps for a leaf, by the leaf's name and its own
+
+
+@dataclass
+class Contents:
+    """What a checkpoint has.
+
+    Attributes:
+        format: what wrote it, in words. version: of that, or None. world: how many ranks wrote it, or None.
+        tensors: weights and persistent buffers by name, ties once.
+        ties: {further name: the name that holds the leaf}; None: the format does not say.
+        buffers, frozen: names; None: the format does not say.
+        moments: {leaf: {"exp_avg": ...}}, with the names that the optimizer has for them.
+        steps: {leaf: steps that its moments have seen}, a number or where it lies; step: of all, or None.
+        left: what else is there and is not read.
+    """
+
+    format: str
+    tensors: Spans
+    version: str | None = None
+    world: int | None = None
+    ties: dict[str, str] | None = None
+    buffers: frozenset[str] | None = None
+    frozen: frozenset[str] | None = None
+    moments: Moments = field(default_factory=dict)
+    steps: dict[str, Any] = field(default_factory=dict)
+    step: int | None = None
+    prefix: str = ""
+    left: tuple[str, ...] = ()
+
+
+class Format(Protocol):
+    """A format of checkpoints."""
+
+    def claims(self, path: Path) -> bool:
+        """Whether what lies there is of this format, by the names of its files."""
+
+    def read(self, path: Path) -> Contents:
+        """What lies there. No tensor is read.
+
+        Raises:
+            CheckpointError: naming the file that is damaged, missing or of another checkpoint.
+        """
+
+
+# ---------------------------------------------------------------- names
+
+WRAPPERS = re.compile(r"(^|(?<=\.))(_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module|_forward_module)\.")
+OPTIMIZERS = re.compile(r"^(?P<root>(?:[\w-]*\.)*?[\w-]*optim[\w-]*\.|)state\.(?P<leaf>.+)\.(?P<slot>[A-Za-z_]\w*)$")
+OTHERS = re.compile(
+    r"^(?:[\w-]*\.)?(?:[\w-]*optim[\w-]*|train_state|dataloader|data_loader|lr_schedulers?|schedulers?|rng\w*|extra_state"
+    r"|callbacks|loops|hyper_parameters|param_groups)(?:\.|$)"
+)
+PREFIXES = ("model.", "module.", "state_dict.", "app.", "module.model.", "app.model.", "model.module.")
+
+
+def plain_name(name: str) -> str:
+    """A leaf's name without what wrappers of modules add to it."""
+    return WRAPPERS.sub("", name)
+
+
+def without_prefix(names: Sequence[str], leaves: Iterable[str] = ()) -> str:
+    """What weights' names begin with beside the leaf's path: as an optimizer's names for them say, or else where all
+    have the same of those that packages use."""
+    known = {plain_name(leaf) for leaf in leaves}
+    held = {*names}
+    if known:
+        if known <= held:
+            return ""
+        for prefix in PREFIXES:
+            if {prefix + leaf for leaf in known} <= held:
+                return prefix
+        return ""
+    return next(
+        (p for p in sorted(PREFIXES, key=len, reverse=True) if names and all(n.startswith(p) for n in names)), ""
+    )
+
+
+def sorted_out(named: Mapping[str, Any]) -> tuple[Spans, Moments, list[str], str]:
+    """Weights, moments, what is neither, and the prefix that the weights' names had."""
+    weights: Spans = {}
+    moments: Moments = {}
+    others: list[str] = []
+    for name, one in named.items():
+        match = OPTIMIZERS.match(name)
+        if match is not None and not match["leaf"].split(".")[0].isdigit():
+            moments.setdefault(plain_name(match["leaf"]), {})[match["slot"]] = one
+        elif match is not None or OTHERS.match(name):
+            others.append(name)
+        else:
+            weights[plain_name(name)] = one
+    prefix = without_prefix([*weights], moments)
+    if prefix:
+        others += [name for name in weights if not name.startswith(prefix)]
+        weights = {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
+    return weights, moments, others, prefix
+
+
+def by_number(
+    where: Path,
+    state: Mapping[Any, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    weights: Mapping[str, Any],
+) -> tuple[Moments, str]:
+    """Moments that torch.optim has by number, by the names of weights: in their order, by shape.
+
+    Args:
+        groups: the optimizer's param_groups, whose "params" are the numbers.
+
+    Returns:
+        the moments, and why there are none.
+    """
+    order = [number for group in groups for number in group["params"]]
+    numbers = [number for number in order if number in state]
+    if any(isinstance(number, str) for number in order):
+        return {plain_name(name): dict(state[name]) for name in numbers}, ""
+    shapes = [next((tuple(t.shape) for t in state[k].values() if len(getattr(t, "shape", ()))), None) for k in numbers]
+    names = [*weights]
+    ways = [1] + [0] * len(numbers)  # in how many ways the first k moments are some of the weights so far
+    for name in names:
+        for k in range(len(numbers), 0, -1):
+            if shapes[k - 1] in (None, tuple(weights[name].shape)):
+                ways[k] += ways[k - 1]
+    if ways[-1] != 1:
+        how = "no leaves" if ways[-1] == 0 else "several sets of leaves"
+        return {}, f"{where.name}: moments by number, {len(numbers)} of them, which fit {how} by their order and shapes"
+    found: Moments = {}
+    k = len(numbers)
+    counts = [[1] + [0] * len(numbers)]
+    for name in names:
+        last = counts[-1]
+        fits = [shapes[j] in (None, tuple(weights[name].shape)) for j in range(len(numbers))]
+        counts.append([1, *(last[j + 1] + (last[j] if fits[j] else 0) for j in range(len(numbers)))])
+    for i in range(len(names), 0, -1):
+        if k and not counts[i - 1][k]:
+            k -= 1
+            found[names[i - 1]] = dict(state[numbers[k]])
+    return dict(reversed(found.items())), ""
+
+
+def number_of(one: Any) -> int:
+    """A count of steps: a number, or a tensor of one, wherever it lies."""
+    if isinstance(one, int | float):
+        return int(one)
+    if numel_of(one.shape) != 1:
+        raise CheckpointError(f"a count of steps has the shape {list(one.shape)}; expected one number.")
+    with Files() as files:
+        return int(entry_values(one, 0, 1, files).to(torch.float64).item())

@@ -1,0 +1,1 @@
+"""Formats of checkpoints, one class each; see `contents.Format`."""

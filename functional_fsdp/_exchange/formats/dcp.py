@@ -1,0 +1,117 @@
+"""DCP: folders of torch.distributed.checkpoint, as FSDP2, torchtitan, Accelerate and Lightning write them.
+
+.metadata         a pickle: of each tensor its chunks (boxes), of each chunk its file, byte and length
+__0_0.distcp      what torch.save wrote of each chunk, end to end
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._common.errors import CheckpointError
+from ..._storage.safetensors import Entry
+from ..._storage.spans import Blob, Cut, box, numel_of
+from ..contents import Contents, sorted_out
+from ..pickles import Inert, read_pickle, saved_tensor
+
+__all__ = ["Dcp", "dcp_tensors"]
+
+METADATA = ".metadata"
+
+
+class Dcp:
+    """A folder with `.metadata`."""
+
+    def claims(self, path: Path) -> bool:
+        return path.is_dir() and (path / METADATA).exists()
+
+    def read(self, path: Path) -> Contents:
+        named, version, world = dcp_tensors(path)
+        weights, moments, others, prefix = sorted_out(named)
+        steps = {name: kept.pop("step") for name, kept in moments.items() if "step" in kept}
+        return Contents(
+            "torch.distributed.checkpoint", weights, version, world, moments=moments, steps=steps, prefix=prefix,
+            left=tuple(others),
+        )  # fmt: skip
+
+
+def dcp_tensors(path: Path) -> tuple[dict[str, Any], str | None, int]:
+    """Every tensor of a folder by its name there, the format's version, and how many ranks wrote files.
+
+    Raises:
+        CheckpointError: naming the file that is damaged, missing, cut short or of another checkpoint.
+    """
+    where = path / METADATA
+    with open(where, "rb") as file:
+        about = read_pickle(where, file)
+    try:
+        tensors, places = about.state_dict_metadata, _places(path, about.storage_data)
+        version = about.version if isinstance(getattr(about, "version", None), str) else None
+        found = {}
+        for name, one in tensors.items():
+            if isinstance(one, Inert) and one.name.endswith(".TensorStorageMetadata"):
+                found[name] = _tensor(path, name, one, places)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} is no metadata of torch.distributed.checkpoint: {error}.") from None
+    ranks = {file.split("_")[2] for file, *_ in places.values() if file.count("_") >= 3}
+    return found, version, len(ranks)
+
+
+Places = dict[tuple[str, tuple[int, ...]], tuple[str, int, int]]
+
+
+def _places(path: Path, storage: Any) -> Places:
+    """{(name, offsets): (file, byte, length)} of all chunks, in files that are there and long enough."""
+    found: Places = {}
+    ends: dict[str, int] = {}
+    for index, info in storage.items():
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{path / info.relative_path} is written through {info.transform_descriptors} (compressed), which is "
+                "not read. Save it without extensions."
+            )
+        if Path(info.relative_path).name != info.relative_path:
+            raise CheckpointError(f"{path / METADATA} names {info.relative_path!r}, which lies elsewhere.")
+        found[index.fqn, tuple(getattr(index, "offset", None) or ())] = (info.relative_path, info.offset, info.length)
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for file, end in ends.items():
+        try:
+            size = os.stat(path / file).st_size
+        except FileNotFoundError:
+            raise CheckpointError(f"{path / file} is missing: {path / METADATA} names it.") from None
+        if size < end:
+            raise CheckpointError(f"{path / file} has {size} bytes; {end} were written.")
+    return found
+
+
+def _tensor(path: Path, name: str, one: Any, places: Places) -> Any:
+    shape, dtype = tuple(one.size), _dtype(one.properties)
+    parts = []
+    for chunk in one.chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        if (name, offsets) not in places:
+            raise CheckpointError(f"{path / METADATA} says nothing of where {name!r} from {list(offsets)} on lies.")
+        file, begin, length = places[name, offsets]
+        find = partial(saved_tensor, path / file, begin, length, sizes, dtype)
+        parts.append(box(shape, offsets, sizes, Blob(sizes, dtype, find)))
+    made = Cut(shape, dtype, tuple(parts))
+    if made.covered != numel_of(shape):
+        raise CheckpointError(
+            f"{path / METADATA} has chunks for {made.covered} of the {numel_of(shape)} elements of {name!r}."
+        )
+    if len(parts) == 1 and not isinstance(parts[0][1], Entry) and parts[0][1].shape == shape:
+        return parts[0][1]
+    return made
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    state = properties.__dict__["state"]
+    dtype = state[0] if isinstance(state, tuple) else properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a dtype {dtype!r}")
+    return dtype

@@ -1,0 +1,162 @@
+"""Hugging Face's folders and files: safetensors or torch.save, with an index or without; and torch's DCP in them.
+
+torch's HuggingFaceStorageWriter writes each rank's boxes under the leaves' own names, and says in the header where a
+box begins. A folder of these that nobody has put together is read as what it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..._common.errors import CheckpointError, TreeError
+from ..._storage.safetensors import Entry, read_header
+from ..._storage.spans import Cut, box, numel_of
+from ..contents import Contents
+from ..pickles import Held, read_saved, span_of
+
+__all__ = ["HuggingFace", "SafetensorsFile", "files_of", "state_dict_of"]
+
+INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SHARDING = "DCP_SHARDING_INFO"
+
+
+class HuggingFace:
+    """A folder of weights."""
+
+    def claims(self, path: Path) -> bool:
+        return path.is_dir() and bool(files_of(path))
+
+    def read(self, path: Path) -> Contents:
+        files = files_of(path)
+        boxes: dict[str, list[tuple[tuple[int, ...], Entry]]] = {}
+        found: dict[str, Any] = {}
+        ties: dict[str, str] = {}
+        for file in files:
+            if file.suffix != ".safetensors":
+                tensors, more = state_dict_of(file)
+                ties |= more
+                origins: Mapping[str, Any] = {}
+            else:
+                tensors, about = read_header(file)
+                origins = _origins(file, about)
+            for name, one in tensors.items():
+                if name in origins:
+                    boxes.setdefault(name, []).append((origins[name], one))
+                elif name in found or name in boxes:
+                    raise CheckpointError(f"{path} has {name!r} in two files, {file.name} and another.")
+                else:
+                    found[name] = one
+        found |= {name: _whole(path, name, some) for name, some in boxes.items()}
+        kind = "Hugging Face, DCP by rank" if boxes else "Hugging Face"
+        suffix = "safetensors" if files[0].suffix == ".safetensors" else "torch.save"
+        shards = {match[1] for file in files if (match := re.match(r"shard-(\d+)-", file.name))}
+        if shards and len(shards) != max(map(int, shards)):
+            raise CheckpointError(
+                f"{path} has {len(shards)} shards, and one of number {max(shards)}: some are missing."
+            )
+        found = {name: one for name, one in found.items() if name not in ties}
+        return Contents(f"{kind} ({suffix}, {len(files)} files)" if len(files) > 1 else f"{kind} ({suffix})",
+                        found, world=len(shards) or None, ties=ties or None)  # fmt: skip
+
+
+class SafetensorsFile:
+    """One file of safetensors."""
+
+    def claims(self, path: Path) -> bool:
+        return path.is_file() and path.suffix == ".safetensors"
+
+    def read(self, path: Path) -> Contents:
+        tensors, about = read_header(path)
+        origins = _origins(path, about)
+        if any(any(at) for at in origins.values()):
+            raise CheckpointError(
+                f"{path} is one rank's part of a folder that torch.distributed.checkpoint wrote. Open the folder: "
+                f"{path.parent}."
+            )
+        return Contents("safetensors", dict(tensors))
+
+
+def _origins(file: Path, about: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Of each tensor of a file where its box begins, as torch's DCP says it."""
+    if SHARDING not in about:
+        return {}
+    try:
+        told = json.loads(about[SHARDING])
+        return {name: tuple(map(int, one["saved_offsets"])) for name, one in told.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: its {SHARDING} is damaged: {error}.") from None
+
+
+def _whole(path: Path, name: str, some: list[tuple[tuple[int, ...], Entry]]) -> Any:
+    dims = {len(at) for at, _ in some} | {len(one.shape) for _, one in some}
+    kinds = {one.dtype for _, one in some}
+    if len(dims) != 1 or len(kinds) != 1:
+        raise CheckpointError(f"{path} has {name!r} in parts of several dtypes or numbers of dims.")
+    ends = [tuple(a + n for a, n in zip(at, one.shape, strict=True)) for at, one in some]
+    shape = tuple(max(sizes) for sizes in zip(*ends, strict=True)) if ends[0] else ()
+    made = Cut(shape, some[0][1].dtype, tuple(box(shape, at, one.shape, one) for at, one in some))
+    if made.covered != numel_of(shape):
+        files = ", ".join(sorted({one.path.name for _, one in some}))
+        raise CheckpointError(
+            f"{path} has {made.covered} of the {numel_of(shape)} elements of {name!r} {list(shape)}, in {files}: a "
+            "file of another rank is missing, or one is of another checkpoint."
+        )
+    return some[0][1] if len(some) == 1 else made
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of weights of a folder, as its index says where it has one."""
+    for name in INDEX:
+        if (path / name).is_file():
+            try:
+                chosen = sorted({*json.loads((path / name).read_text())["weight_map"].values()})
+                if any(Path(one).name != one for one in chosen):
+                    raise ValueError(f"it names {chosen[0]!r}, which lies elsewhere")
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{path / name} is no index of weights: {error}") from None
+            missing = [one for one in chosen if not (path / one).exists()]
+            if missing:
+                raise FileNotFoundError(f"weights: {path / missing[0]} is missing: {name} names it.")
+            return [path / one for one in chosen]
+    files = sorted(path.glob("*.safetensors"))
+    return files or [one for one in (path / "pytorch_model.bin",) if one.exists()]
+
+
+def state_dict_of(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors of a state dict of torch.save, and which of its names are one tensor."""
+    tree, span = read_saved(path)
+    return tensors_of(path, tree, span)
+
+
+def tensors_of(path: Path, tree: Any, span: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Where the tensors of a state dict lie, and {further name: first name} of those that are the same bytes."""
+    if not isinstance(tree, Mapping):
+        raise CheckpointError(f"{path} holds a {type(tree).__name__}; expected a state dict.")
+    bad = next(((k, v) for k, v in tree.items() if not isinstance(k, str) or not _is_tensor(v)), None)
+    if bad is not None:
+        raise TreeError(f"weights: {path} has a {_kind(bad[1])} at {bad[0]!r}; expected tensors by name.")
+    return {name: span_of(one, span) for name, one in tree.items()}, ties_of(tree.items())
+
+
+def ties_of(named: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """{further name: first name} of tensors that are the same bytes of a file."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name, one in named:
+        if isinstance(one, Held) and numel_of(one.shape):
+            key = (one.storage.name, one.first, one.shape, one.strides, one.dtype)
+            if first.setdefault(key, name) != name:
+                found[name] = first[key]
+    return found
+
+
+def _is_tensor(one: Any) -> bool:
+    return isinstance(one, Held) or (hasattr(one, "dtype") and hasattr(one, "untyped_storage"))
+
+
+def _kind(one: Any) -> str:
+    return getattr(one, "name", None) or type(one).__name__
