@@ -162,7 +162,8 @@ class _Walk:
         if not plain or value.device.type == "meta":
             self.hide(where, f"{text} of type {_name(type(value))} on {value.device.type}")
             return
-        first = [str(x) for x in value.detach().flatten()[:4].tolist()]
+        shown = value.detach().flatten()[:4]
+        first = [str(x) for x in (shown.view(torch.uint8) if value.dtype is torch.float4_e2m1fn_x2 else shown).tolist()]
         dots = ["..."] if value.numel() > 4 else []
         self.say(where, f"{text} [{', '.join(first + dots)}] {int(checksum(value)) % (1 << 64):016x}")
 

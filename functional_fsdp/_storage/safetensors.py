@@ -27,11 +27,9 @@ DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu, "C64": torch.complex64,
-    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "F4": torch.float4_e2m1fn_x2,
 }  # fmt: skip
 PAIRS = "F4"  # two numbers a byte: the format counts numbers, torch counts bytes
-if hasattr(torch, "float4_e2m1fn_x2"):
-    DTYPES[PAIRS] = torch.float4_e2m1fn_x2
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST = 100_000_000  # bytes of a header, as the format's own library has it
 

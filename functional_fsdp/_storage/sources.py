@@ -218,8 +218,8 @@ def _complain(
         )
 
 
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-PAIRS = getattr(torch, "float4_e2m1fn_x2", None)  # two numbers in an element, which nothing converts
+UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+PAIRS = torch.float4_e2m1fn_x2  # two numbers in an element, which nothing converts
 
 
 def _holds(mine: torch.dtype, theirs: torch.dtype) -> bool:
@@ -230,6 +230,8 @@ def _holds(mine: torch.dtype, theirs: torch.dtype) -> bool:
         return mine.is_complex and theirs.is_complex
     if mine.is_floating_point or theirs.is_floating_point:
         return mine.is_floating_point and theirs.is_floating_point
+    if torch.bool in (mine, theirs):
+        return theirs is torch.bool
     if (theirs in UNSIGNED) is not (mine in UNSIGNED):
         return theirs in UNSIGNED and mine.itemsize > theirs.itemsize
     return mine.itemsize >= theirs.itemsize

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import shutil
 import tarfile
+import zipfile
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.nn as nn
+from safetensors.torch import load_file, save_file
 from support.peers import DECAY, LR, MORE, STEPS, PeerModel, batch_of, loss_of
 
 import functional_fsdp as fsdp
@@ -19,8 +24,10 @@ from functional_fsdp import transforms as T
 DATA = Path(__file__).parents[1] / "data" / "peers"
 DCP = ("dcp-nested", "dcp-flat", "dcp-top")
 WITHOUT_MOMENTS = ("dcp-plain", "hf-dcp")
-EXACT = (*DCP, "rank-files")
-MADE = (*EXACT, *WITHOUT_MOMENTS)
+EXACT = (*DCP, "torchtitan", "lightning", "fabric", "accelerate2-sharded", "accelerate2-full", "accelerate1-sharded", "rank-files",
+         "deepspeed1", "deepspeed2", "deepspeed3", "deepspeed2-universal", "deepspeed3-universal")  # fmt: skip
+HALF = ("deepspeed1-bf16", "deepspeed2-bf16", "deepspeed3-bf16")
+MADE = (*EXACT, *HALF, *WITHOUT_MOMENTS)
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +68,7 @@ SPELT = {"adamw": lambda: fsdp.adamw(lr=LR, weight_decay=DECAY),
          "from_torch": lambda: fsdp.from_torch(torch.optim.AdamW, lr=LR, weight_decay=DECAY)}  # fmt: skip
 
 
-def went_on(path: str, way: str, kind: str = "zero3", again: bool = False) -> Any:
+def went_on(path: str, way: str, kind: str = "zero3", again: bool = False, clips: float = 0) -> Any:
     """A running step by two commands: the losses of ten further steps, and what was read."""
     mesh = fsdp.local_mesh()
     spec = fsdp.Spec(mesh, getattr(fsdp, kind)("data"))
@@ -77,6 +84,8 @@ def went_on(path: str, way: str, kind: str = "zero3", again: bool = False) -> An
     world, ranks = mesh.size(), 2
     for step in range(STEPS, STEPS + (MORE if again and world == ranks else 0)):
         state, loss = forward_backward(state, batch_of(step, mesh.get_rank()))
+        if clips:
+            state, _ = T.clip_by_global_norm(state, clips)
         state = fsdp.step(state)
         state, loss = fsdp.pmean(state, loss)
         losses.append(loss.item())
@@ -88,7 +97,8 @@ def went_on(path: str, way: str, kind: str = "zero3", again: bool = False) -> An
 def test_a_run_goes_on_as_the_peer_itself(name: str, way: str, unpacked: Any) -> None:
     path = unpacked(name)
     said = expected(path)
-    for _, _, moments, losses in launch(went_on, (str(path), way, "zero3", True), nprocs=2, simulate=True):
+    clips = 1.0 if name.startswith("deepspeed") else 0.0  # its default
+    for _, _, moments, losses in launch(went_on, (str(path), way, "zero3", True, clips), nprocs=2, simulate=True):
         for key, value in said.items():
             slot, _, leaf = key.partition("/")
             mine = {"exp_avg": "mean", "exp_avg_sq": "square"}.get(slot, "") if way == "adamw" else slot
@@ -132,3 +142,273 @@ def test_convert_keeps_ties_buffers_and_moments(name: str, unpacked: Any, tmp_pa
     if there.optimizer:
         assert torch.equal(fsdp.optimizer_state(state)["blocks.0.up.bias"]["mean"], said["exp_avg/blocks.0.up.bias"])
         assert "gate.weight" not in fsdp.optimizer_state(state)
+
+
+# ---------------------------------------------------------------- what is wrong is named
+
+
+class Evil:
+    """Harmless, and would run something if it were unpickled."""
+
+    def __init__(self, call: Any, *args: Any) -> None:
+        self.call, self.args = call, args
+
+    def __reduce__(self) -> Any:
+        return self.call, self.args
+
+
+def spoilt(path: Path, where: str, how: str) -> Path:
+    """A copy of a checkpoint of which one file is cut short, gone, or another rank's."""
+    copy = path.parent / f"spoilt-{how}-{where.replace('/', '-')}"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(path, copy)
+    file = copy / where
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    elif how == "gone":
+        file.unlink()
+    elif how == "text":
+        file.write_bytes(b"hello" * 100)
+    elif how == "evil":
+        file.unlink()
+        torch.save({"model": Evil(print, "ran")}, file)
+    return copy
+
+
+SPOILT = [
+    *[("dcp-nested", file, how) for file in ("__1_0.distcp", ".metadata") for how in ("cut", "gone")],
+    ("dcp-nested", ".metadata", "text"),
+    *[("rank-files", "model_world_size_2_rank_1.pt", how) for how in ("cut", "gone", "text", "evil")],
+    ("rank-files", "optim_world_size_2_rank_0.pt", "gone"),
+    *[
+        ("deepspeed3", f"global_step3/zero_pp_rank_1_mp_rank_00_{kind}_states.pt", how)
+        for kind in ("model", "optim")
+        for how in ("cut", "gone", "text", "evil")
+    ],
+    ("deepspeed1", "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt", "gone"),
+    ("deepspeed2-universal", "zero/embed.weight/fp32.pt", "gone"),
+    ("deepspeed2-universal", "zero/embed.weight/exp_avg.pt", "cut"),
+    ("accelerate2-sharded", "pytorch_model_fsdp_0/__1_0.distcp", "cut"),
+    ("accelerate2-full", "optimizer.bin", "evil"),
+    ("hf-dcp", "shard-00001-model-00001-of-00001.safetensors", "gone"),
+    ("hf-dcp", "shard-00002-model-00001-of-00001.safetensors", "cut"),
+]
+
+
+@pytest.mark.parametrize(("name", "file", "how"), SPOILT)
+def test_what_is_cut_short_or_missing_is_an_error_that_names_it(name: str, file: str, how: str, unpacked: Any) -> None:
+    copy = spoilt(unpacked(name), file, how)
+    with pytest.raises(
+        (fsdp.CheckpointError, FileNotFoundError), match=str(copy) if how == "gone" else Path(file).name
+    ):
+        assert [*fsdp.open_checkpoint(copy).items()]
+
+
+def test_chunks_of_another_checkpoint_are_refused(unpacked: Any) -> None:
+    """The file of another rank, in which other boxes lie at the same places."""
+    copy = spoilt(unpacked("dcp-nested"), ".metadata", "none")
+    held = (copy / "__0_0.distcp").read_bytes()
+    (copy / "__0_0.distcp").write_bytes((copy / "__1_0.distcp").read_bytes() + held)
+    with pytest.raises(fsdp.CheckpointError, match=r"__0_0\.distcp"):
+        assert [*fsdp.open_checkpoint(copy).items()]
+
+
+def test_files_of_two_runs_in_one_folder_are_refused(unpacked: Any) -> None:
+    copy = spoilt(unpacked("deepspeed3"), "latest", "mixed")
+    name = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(unpacked("deepspeed1") / name, copy / name)
+    with pytest.raises(fsdp.CheckpointError, match=r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is of ZeRO stage 1"):
+        fsdp.open_checkpoint(copy)
+    (copy / "latest").write_text("global_step9")
+    with pytest.raises(fsdp.CheckpointError, match=r"latest names 'global_step9'"):
+        fsdp.open_checkpoint(copy)
+    copy = spoilt(unpacked("rank-files"), "", "mixed")
+    shutil.copy(copy / "model_world_size_2_rank_0.pt", copy / "model_world_size_2_rank_1.pt")
+    with pytest.raises(
+        fsdp.CheckpointError, match=r"rank_1\.pt has \[7, 6\] of 'embed\.weight' \[13, 6\]; rank 1 of 2"
+    ):
+        fsdp.open_checkpoint(copy)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_what_would_run_is_refused_by_name_and_never_run(protocol: int, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    for i, evil in enumerate(
+        (Evil(exec, f"open({str(marker)!r}, 'w')"), Evil(marker.touch), Evil(getattr, "", "upper"))
+    ):
+        file = tmp_path / f"evil{i}.pt"
+        torch.save({"w": torch.ones(2), "x": evil}, file, pickle_protocol=max(protocol, 2))
+        with pytest.raises(fsdp.CheckpointError, match=rf"evil{i}\.pt wants \S*(exec|getattr)\S* to be called"):
+            fsdp.open_checkpoint(file)
+        folder = tmp_path / f"dcp{i}"
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(pickle.dumps(evil, protocol))
+        with pytest.raises(fsdp.CheckpointError, match=r"\.metadata wants \S*(exec|getattr)\S* to be called"):
+            fsdp.open_checkpoint(folder)
+    assert not marker.exists()
+
+
+def pickled(tmp_path: Path, data: bytes) -> Path:
+    """A file of torch.save whose pickle is these bytes."""
+    path = tmp_path / "made.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("made/data.pkl", data)
+        archive.writestr("made/version", b"3\n")
+    return path
+
+
+HOSTILE = {
+    "an inert object is given a method": b"cdeepspeed.x\nA\n)\x81}X\x0c\x00\x00\x00__setstate__cbuiltins\nset\nsb.",
+    "a function of the table is changed": b"ctorch._utils\n_rebuild_parameter\n(N}X\x03\x00\x00\x00runcbuiltins\nset\n"
+    b"stb.",
+    "a storage that no file has": b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+    b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQK\x00(K\x04t(K\x01t\x89NtR.",
+    "an extension": b"\x82\x01.",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_pickles_that_are_made_by_hand_do_nothing(how: str, tmp_path: Path) -> None:
+    with pytest.raises((fsdp.CheckpointError, fsdp.TreeError), match=r"made\.pt"):
+        fsdp.open_checkpoint(pickled(tmp_path, HOSTILE[how]))
+
+
+# ---------------------------------------------------------------- files of Hugging Face
+
+
+def test_a_folder_of_float16_in_several_files_of_torch_save_is_widened(tmp_path: Path) -> None:
+    model = PeerModel(3)
+    held = {name: t.half() if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    names = [*held]
+    folder = tmp_path / "half"
+    folder.mkdir()
+    files = {name: f"pytorch_model-0000{1 + (i > 3)}-of-00002.bin" for i, name in enumerate(names)}
+    for file in {*files.values()}:
+        torch.save({name: held[name] for name in names if files[name] == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    there = fsdp.open_checkpoint(folder)
+    assert all(torch.equal(there[name], value) for name, value in held.items())
+    state = fsdp.load(convert.main([str(folder), str(tmp_path / "ours")]), fsdp.Spec(fsdp.local_mesh("cpu")))
+    found = {**fsdp.full_params(state), **state.buffers}
+    assert all(torch.equal(found[name], value.to(found[name].dtype)) for name, value in held.items())
+    assert found["gate.weight"].dtype is torch.float32
+    (folder / files[names[-1]]).unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"pytorch_model-00002-of-00002\.bin is missing: .*index\.json names it"
+    ):
+        fsdp.open_checkpoint(folder)
+
+
+def test_every_dtype_of_safetensors_is_read_or_named(tmp_path: Path) -> None:
+    raw = torch.arange(8, dtype=torch.uint8)
+    kinds = {
+        "e8m0": raw.view(torch.float8_e8m0fnu), "float4": raw.clone().view(2, 4).view(torch.float4_e2m1fn_x2),
+        "fnuz": raw.clone().view(torch.float8_e4m3fnuz), "complex64": torch.tensor([1 + 2j, 3]),
+        "uint16": torch.tensor([1, 40000], dtype=torch.uint16), "uint32": torch.tensor([1, 2**31], dtype=torch.uint32),
+        "uint64": torch.tensor([1, 2], dtype=torch.uint64),
+    }  # fmt: skip
+    save_file({"weight": torch.ones(4, 4), **kinds}, tmp_path / "a.safetensors")
+    there = fsdp.open_checkpoint(tmp_path / "a.safetensors")
+    for name, value in kinds.items():
+        assert there[name].dtype is value.dtype
+        assert torch.equal(there[name].view(torch.uint8), value.view(torch.uint8))
+    spec = fsdp.Spec(fsdp.local_mesh("cpu"))
+    state, _ = fsdp.init(lambda: nn.Linear(4, 4), spec, seed=0)
+    state = fsdp.load_weights(state, tmp_path / "a.safetensors", partial=True)
+    assert torch.equal(fsdp.full_params(state)["weight"], torch.ones(4, 4))
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(2, 2)
+            for name, value in kinds.items():
+                self.register_buffer(name, value.clone())
+
+    params, _ = fsdp.functionalize(made := Tables())
+    state = fsdp.shard(params, spec, buffers=fsdp.buffers(made))
+    fsdp.save_safetensors(state, tmp_path / "out")
+    again = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(again[name].view(torch.uint8), value.view(torch.uint8)) for name, value in kinds.items())
+    data = (tmp_path / "a.safetensors").read_bytes().replace(b'"F8_E8M0"', b'"F6_E2M3"')
+    (tmp_path / "b.safetensors").write_bytes(data)
+    with pytest.raises(fsdp.CheckpointError, match=r"b\.safetensors has 'e8m0' as F6_E2M3, a dtype that"):
+        fsdp.open_checkpoint(tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [(torch.uint32, torch.int32), (torch.complex64, torch.int64),
+                                              (torch.uint64, torch.int64), (torch.int8, torch.uint8)])  # fmt: skip
+def test_values_that_a_leaf_cannot_hold_are_refused(theirs: torch.dtype, mine: torch.dtype) -> None:
+    spec = fsdp.Spec(fsdp.local_mesh("cpu"))
+    state = fsdp.shard({"w": torch.ones(2)}, spec, buffers={"b": torch.zeros(2, dtype=mine)})
+    with pytest.raises(fsdp.TreeError, match=f"has 'b' as {theirs}, the model {mine}"):
+        fsdp.load_weights(state, {"w": torch.ones(2), "b": torch.zeros(2, dtype=theirs)})
+
+
+def with_dtensors(rows: int) -> list[str]:
+    """What is said of a mapping of DTensors, on this rank."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = fsdp.local_mesh()
+
+    def make() -> nn.Module:
+        return nn.Linear(4, rows, bias=False)
+
+    made: Any = fully_shard(make(), mesh=mesh)
+    held = made.state_dict()
+    found = []
+    state, _ = fsdp.init(make, fsdp.Spec(mesh))
+    for call in (lambda: fsdp.init(make, fsdp.Spec(mesh), weights=held), lambda: fsdp.load_weights(state, held)):
+        with pytest.raises(fsdp.TreeError) as met:
+            call()
+        found.append(str(met.value))
+    return found
+
+
+def test_a_mapping_of_dtensors_is_refused_by_name() -> None:
+    for found in launch(with_dtensors, (7,), nprocs=2):
+        assert all("the mapping has a DTensor at 'weight'; expected plain tensors" in said for said in found)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "classifier", "seq2seq"])
+def test_any_kind_of_model_of_transformers_is_converted_by_its_config(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 30, "num_labels": 3, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+                             "intermediate_size": 12, "max_position_embeddings": 16}  # fmt: skip
+    torch.manual_seed(0)
+    model: Any
+    if kind == "encoder":
+        model = transformers.BertModel(transformers.BertConfig(**sizes))
+    elif kind == "classifier":
+        model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))
+    else:
+        config = transformers.T5Config(vocab_size=30, d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2)
+        model = transformers.T5ForConditionalGeneration(config)
+    model.save_pretrained(tmp_path / "theirs")
+    folder = convert.main([str(tmp_path / "theirs"), str(tmp_path / "ours"), "--config", str(tmp_path / "theirs")])
+    state = fsdp.load(folder, fsdp.Spec(fsdp.local_mesh("cpu")))
+    found = fsdp.full_params(state)
+    assert {*found} == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert all(torch.equal(found[name], p) for name, p in model.named_parameters(remove_duplicate=False))
+    plain = convert.main([str(tmp_path / "theirs"), str(tmp_path / "plain")])
+    held = fsdp.full_params(fsdp.load(plain, fsdp.Spec(fsdp.local_mesh("cpu"))))
+    assert all(torch.equal(held[name], found[name]) for name in held)
+
+
+def test_a_prefix_is_found_by_the_skeleton_or_given(tmp_path: Path) -> None:
+    model = PeerModel(2)
+    for prefix in ("net.", "a.b."):
+        torch.save({f"{prefix}{name}": t for name, t in model.state_dict().items()}, tmp_path / "w.pt")
+        spec = fsdp.Spec(fsdp.local_mesh("cpu"))
+        state, _ = fsdp.init(PeerModel, spec, weights=tmp_path / "w.pt")
+        assert torch.equal(fsdp.full_params(state)["gate.weight"], model.gate.weight)
+        there = fsdp.open_checkpoint(tmp_path / "w.pt", prefix=prefix)
+        assert torch.equal(there["gate.weight"], model.gate.weight)
+    with pytest.raises(fsdp.SpecError, match=r"no weights below 'other\.'; there are a\.b\."):
+        fsdp.open_checkpoint(tmp_path / "w.pt", prefix="other.")
+    inner = {
+        name.removeprefix("blocks.0."): t for name, t in model.state_dict().items() if name.startswith("blocks.0.")
+    }
+    with pytest.raises(fsdp.TreeError, match="lacks"):
+        fsdp.init(PeerModel, spec, weights=inner)

@@ -32,7 +32,7 @@ def maker(name: str, ranks: int = 2) -> Any:
 
 
 def one(rank: int, name: str, folder: str, port: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS[name]), MASTER_ADDR="127.0.0.1")
     os.environ.update(MASTER_PORT=str(port), LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1")
     MAKERS[name](Path(folder))
 
@@ -212,11 +212,18 @@ def accelerate(folder: Path, version: int, kind: str) -> None:
     else:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-        full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)["state"]
+        moments = {}
+        for name, p in model.named_parameters():  # full_optim_state_dict gives wrong ones on CPUs
+            if p in optimizer.state or p.requires_grad:
+                parts: list[Any] = [None] * dist.get_world_size()
+                own = {slot: optimizer.state[p][slot] for slot in SLOTS} if p in optimizer.state else {}
+                dist.all_gather_object(parts, {slot: t.clone() for slot, t in own.items() if t.numel()})
+                plain = name.replace("_fsdp_wrapped_module.", "")
+                held = {slot: torch.cat([part[slot] for part in parts if slot in part]) for slot in SLOTS}
+                moments[plain] = {slot: t.view(SHAPES[plain]) for slot, t in held.items()}
         with FSDP.summon_full_params(model):
             weights = {n.replace("_fsdp_wrapped_module.", ""): p.clone() for n, p in model.named_parameters()}
             weights |= {n.replace("_fsdp_wrapped_module.", ""): b.clone() for n, b in model.named_buffers()}
-        moments = {name: copy.deepcopy(kept) for name, kept in full.items()}
         note(folder, weights, moments, steps_of(step, STEPS, STEPS + MORE))
 
 

@@ -40,7 +40,7 @@ class RankFiles:
         steps = {leaf: kept.pop("step") for leaf, kept in moments.items() if "step" in kept}
         return Contents(
             "files of ranks (torch.save of DTensors)", found, None, len(ranks),
-            {names[alias]: names[one] for alias, one in ties.items()},
+            {names[alias]: names[one] for alias, one in ties.items()} or None,
             moments=moments, steps=steps, prefix=prefix, left=left,
         )  # fmt: skip
 

@@ -34,7 +34,7 @@ class StateDict:
         name = next((n for n in MODELS if isinstance(tree.get(n), Mapping)), None)
         if name is None:
             found, ties, prefix = weights_of(path, tree, span)
-            return Contents("torch.save", found, ties=ties, prefix=prefix)
+            return Contents("torch.save", found, ties=ties or None, prefix=prefix)
         found, ties, prefix = weights_of(path, tree[name], span)
         version = tree.get("pytorch-lightning_version")
         optimizer = next((tree[n] for n in OPTIMIZERS if tree.get(n)), None)
@@ -45,10 +45,16 @@ class StateDict:
         step = tree.get("global_step")
         left = [n for n in tree if n != name and n not in OPTIMIZERS]
         return Contents(
-            "Lightning" if version else f"torch.save, {name!r}", found, version if isinstance(version, str) else None,
-            None, ties, moments=moments, steps=steps, step=step if isinstance(step, int) else None, prefix=prefix,
+            "Lightning" if version else f"torch.save, {name!r}",
+            found,
+            version if isinstance(version, str) else None,
+            ties=ties or None,
+            moments=moments,
+            steps=steps,
+            step=step if isinstance(step, int) else None,
+            prefix=prefix,
             left=(*left, *([why] if why else [])),
-        )  # fmt: skip
+        )
 
 
 def weights_of(path: Path, tree: Mapping[Any, Any], span: Any) -> tuple[dict[str, Any], dict[str, str], str]:
