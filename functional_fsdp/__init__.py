@@ -26,6 +26,7 @@ from ._common.errors import (
     TreeError,
 )
 from ._exchange.checkpoint import Checkpoint, open_checkpoint
+from ._exchange.stream import Delta, Snapshot, apply_delta, delta, snapshot, stream
 from ._graph.lower import Lowered, abstract_state, lower
 from ._launch.launch import LaunchError, launch, local_mesh, workers
 from ._launch.simulated import Simulation, simulate
@@ -86,6 +87,7 @@ __all__ = [
     "Comparison",
     "Concatenated",
     "Difference",
+    "Delta",
     "FlatBuffer",
     "Float8Weight",
     "FsdpError",
@@ -110,6 +112,7 @@ __all__ = [
     "Sharded",
     "Simulation",
     "Sliced",
+    "Snapshot",
     "Spec",
     "SpecError",
     "Stacked",
@@ -122,6 +125,7 @@ __all__ = [
     "WorkerGroup",
     "abstract_state",
     "adamw",
+    "apply_delta",
     "as_module",
     "async_save",
     "bind",
@@ -129,6 +133,7 @@ __all__ = [
     "compare",
     "conversions_of",
     "ddp",
+    "delta",
     "draw",
     "drop_gradients",
     "extend",
@@ -175,8 +180,10 @@ __all__ = [
     "sgd",
     "shard",
     "simulate",
+    "snapshot",
     "state_dict",
     "step",
+    "stream",
     "symmetric",
     "tie",
     "timeline",

@@ -24,8 +24,9 @@ from functional_fsdp import transforms as T
 DATA = Path(__file__).parents[1] / "data" / "peers"
 DCP = ("dcp-nested", "dcp-flat", "dcp-top")
 WITHOUT_MOMENTS = ("dcp-plain", "hf-dcp")
-EXACT = (*DCP, "torchtitan", "lightning", "fabric", "accelerate2-sharded", "accelerate2-full", "accelerate1-sharded", "rank-files",
-         "deepspeed1", "deepspeed2", "deepspeed3", "deepspeed2-universal", "deepspeed3-universal")  # fmt: skip
+EXACT = (*DCP, "torchtitan", "lightning", "fabric", "accelerate2-sharded", "accelerate2-full", "accelerate1-sharded",
+         "rank-files", "deepspeed1", "deepspeed2", "deepspeed3", "deepspeed2-universal",
+         "deepspeed3-universal")  # fmt: skip
 HALF = ("deepspeed1-bf16", "deepspeed2-bf16", "deepspeed3-bf16")
 MADE = (*EXACT, *HALF, *WITHOUT_MOMENTS)
 
@@ -105,6 +106,30 @@ def test_a_run_goes_on_as_the_peer_itself(name: str, way: str, unpacked: Any) ->
             if slot in ("exp_avg", "exp_avg_sq"):
                 assert torch.equal(moments[leaf][mine], value), key
         torch.testing.assert_close(torch.tensor(losses, dtype=torch.float64), said["losses"], rtol=0, atol=1e-6)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "migration.md"
+
+
+def by_the_page(path: str) -> float:
+    """The first loss after the two commands that the page on migration has, with the names that they use."""
+    lines = [line.strip() for line in PAGE.read_text().split("## From a peer's folder")[1].splitlines()]
+    commands = [line for line in lines if line.startswith("state") and "folder)" in line]
+    assert len(commands) == 2
+    mesh = fsdp.local_mesh()
+    named: dict[str, Any] = {"fsdp": fsdp, "Net": PeerModel, "spec": fsdp.Spec(mesh), "optimizer": SPELT["adamw"]()}
+    named |= {"folder": path}
+    exec("\n".join(commands), named)
+    state, loss = T.forward_backward(named["model"], loss_of)(named["state"], batch_of(STEPS, mesh.get_rank()))
+    state, loss = fsdp.pmean(fsdp.step(state), loss)
+    return float(loss)
+
+
+@pytest.mark.parametrize("name", [*EXACT, *HALF])
+def test_the_two_commands_of_the_page_lead_to_a_running_step(name: str, unpacked: Any) -> None:
+    path = unpacked(name)
+    for loss in launch(by_the_page, (str(path),), nprocs=2, simulate=True):
+        assert abs(loss - expected(path)["losses"][0].item()) < (1e-6 if name in EXACT else 0.05)
 
 
 @pytest.mark.parametrize(("nprocs", "kind"), [(1, "zero3"), (2, "zero1"), (4, "zero3")])
@@ -374,8 +399,8 @@ def test_a_mapping_of_dtensors_is_refused_by_name() -> None:
 def test_any_kind_of_model_of_transformers_is_converted_by_its_config(kind: str, tmp_path: Path) -> None:
     import transformers
 
-    sizes: dict[str, Any] = {"vocab_size": 30, "num_labels": 3, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-                             "intermediate_size": 12, "max_position_embeddings": 16}  # fmt: skip
+    sizes: dict[str, Any] = {"vocab_size": 30, "num_labels": 3, "hidden_size": 8, "intermediate_size": 12}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 16}
     torch.manual_seed(0)
     model: Any
     if kind == "encoder":

@@ -313,9 +313,11 @@ for stage in (2, 3):
 # ---------------------------------------------------------------- Lightning
 
 
-def lightning(folder: Path, kind: str) -> None:
+@maker("lightning")
+def lightning(folder: Path) -> None:
     import lightning as L
-    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy  # noqa: F401
+
+    losses: list[float] = []
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
@@ -324,39 +326,33 @@ def lightning(folder: Path, kind: str) -> None:
             self.save_hyperparameters({"width": 6})
 
         def training_step(self, batch: Any, i: int) -> torch.Tensor:
-            return loss_of(self.model, batch_of(self.global_step, dist.get_rank() if dist.is_initialized() else 0))
+            loss = loss_of(self.model, batch_of(self.global_step, dist.get_rank()))
+            mean = loss.detach().double().clone()
+            dist.all_reduce(mean)
+            losses.append(mean.item() / dist.get_world_size())
+            return loss
 
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=LR, weight_decay=DECAY)
 
-    data = torch.utils.data.DataLoader(torch.zeros(1000, 1), batch_size=1)
-    module = Module()
-    trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_steps=STEPS, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(folder),
-    )  # fmt: skip
-    trainer.fit(module, data)
+    def fitted(steps: int, path: Path | None = None) -> Any:
+        trainer = L.Trainer(
+            accelerator="cpu", devices=2, strategy="ddp", max_steps=steps, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(folder),
+        )  # fmt: skip
+        data = torch.utils.data.DataLoader(torch.zeros(1000, 1), batch_size=1)
+        trainer.fit(Module(), data, ckpt_path=path, weights_only=False)
+        return trainer
+
+    trainer = fitted(STEPS)
     trainer.save_checkpoint(folder / "checkpoint.ckpt")
-    optimizer = trainer.optimizers[0]
-    plain = module.model
-
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = loss_of(plain, tokens)
-        loss.backward()
-        for p in plain.parameters():
-            if p.grad is not None:
-                dist.all_reduce(p.grad)
-                p.grad /= 2
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
+    optimizer, plain = trainer.optimizers[0], trainer.model.module.model if hasattr(trainer.model, "module") else None
+    plain = trainer.lightning_module.model if plain is None else plain
     moments = {name: copy.deepcopy(optimizer.state[p]) for name, p in plain.named_parameters() if p in optimizer.state}
     weights = {n: p.detach().clone() for n, p in (*plain.named_parameters(), *plain.named_buffers())}
-    note(folder, weights, moments, steps_of(step, STEPS, STEPS + MORE))
-
-
-maker("lightning")(partial(lightning, kind="ddp"))
+    losses.clear()
+    fitted(STEPS + MORE, folder / "checkpoint.ckpt")
+    note(folder, weights, moments, losses)
 
 
 @maker("fabric")

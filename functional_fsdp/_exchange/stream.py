@@ -1,0 +1,362 @@
+"""stream: weights unit by unit to whoever runs them; delta: only what a step has changed.
+
+    stream    ("blocks.0", {"blocks.0.up.weight": [4 d, d], ...})      whole leaves, as safetensors would have them
+    delta     runs of elements that differ from a snapshot, of what this rank holds
+
+What becomes of them is the caller's: shared memory, a process group, a folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from .._common.calls import alone
+from .._common.errors import SpecError, TreeError
+from .._common.tree import bytes_text, flatten
+from .._plan.layout import Unit
+from .._plan.route import Replicated
+from .._runtime.runtime import runtime_of
+from .._state.state import State
+from .._storage.conversions import Conversions, checked
+from .._storage.flat import gather_leaves, leaf_shards
+from .._storage.pieces import Piece, blocks, pieces
+
+__all__ = ["Delta", "Snapshot", "apply_delta", "delta", "snapshot", "stream"]
+
+Named = dict[str, torch.Tensor]
+BLOCK = 1024  # elements of a leaf that are compared as one
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def stream(
+    state: State,
+    *,
+    dtype: torch.dtype | None = None,
+    convert: Conversions | None = None,
+    rank: int | None = None,
+) -> Iterator[tuple[str, Named]]:
+    """The weights unit by unit, whole, in the order of the plan: shards [n / ranks] -> leaves of global shapes.
+
+    Names and layouts are those of `save_safetensors`: leaves' paths, or what `convert` says; a tied leaf comes once, by
+    its first path. A leaf of the file that is made of several units' leaves comes with the last of them. Buffers come
+    at the end, as the unit "".
+
+    Args:
+        state: any state that no step has consumed. It is not consumed. A next step may compute meanwhile, between two
+            units; its `step` ends the stream, since it changes the weights in place.
+        dtype: of floating leaves, in which they travel, too; None: that of `Precision.main`.
+        convert: as for `save_safetensors`.
+        rank: the only one that gets tensors; others take part, and get empty mappings. None: all ranks do.
+
+    Yields:
+        (unit, {name: tensor}), tensors of your own on the mesh's device, until you let go of them.
+
+    Memory: a unit, whole, and what you keep; a second time what `convert` puts together.
+
+    Raises:
+        SpecError: a dtype that is not floating, experts of which ranks have their own, a conversion that does not fit,
+        a rank that is none of the mesh's. StaleStateError, from the iteration: a step has consumed the state.
+
+    Collective: every rank iterates to the end; an all-gather a bucket and sharded axis for each unit.
+
+    Example:
+        >>> for unit, named in fsdp.stream(state, dtype=torch.bfloat16):
+        ...     for name, tensor in named.items():
+        ...         shared[name].copy_(tensor)  # doctest: +SKIP
+    """
+    state._valid("stream")
+    run = runtime_of(state.spec.mesh)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise SpecError(f"stream(dtype={dtype}): expected a floating dtype, or None.")
+    if rank is not None and rank not in run.ranks:
+        raise SpecError(f"stream(rank={rank!r}): expected one of the mesh's ranks, {run.ranks[0]} to {run.ranks[-1]}.")
+    cuts = checked(convert, (*state.layout.paths, *flatten(state.buffers)[0]))
+    _none_apart(state, "stream")
+    return _units(state, dtype, cuts, rank is None or run.ranks[run.rank] == rank)
+
+
+def _none_apart(state: State, what: str) -> None:
+    sizes = runtime_of(state.spec.mesh).sizes
+    for bucket in state.layout.buckets.values():
+        own = [*bucket.placement.apart(sizes)]
+        if own:
+            raise SpecError(
+                f"{what}: ranks along {own} have {bucket.leaves[0].path!r} of their own, which has no one value. Save "
+                "a checkpoint, which has all of them."
+            )
+
+
+def _units(state: State, dtype: torch.dtype | None, convert: Conversions, keeps: bool) -> Iterator[tuple[str, Named]]:
+    parts = _Parts(state, convert) if convert else None
+    for unit in state.layout.units:
+        whole = _gathered(state, unit, dtype)
+        named: Named = {}
+        if keeps:
+            named = whole if parts is None else parts.put(whole)
+        del whole
+        yield unit.name, named
+        del named
+    held = dict(zip(*flatten(state.buffers)[:2], strict=True))
+    if held:
+        copies = {path: tensor.detach().clone() for path, tensor in held.items()} if keeps else {}
+        yield "", copies if parts is None else parts.put(copies)
+
+
+@alone
+@torch.no_grad()
+def _gathered(state: State, unit: Unit, dtype: torch.dtype | None) -> Named:
+    """The leaves of a unit, whole."""
+    state._valid("stream")
+    found: Named = {}
+    with state.version.lineage.looking(state):
+        state.version.lineage.touched()
+        for bucket in unit.buckets:
+            buffer = state.main[bucket.name]
+            kind = dtype if dtype is not None and buffer.local.dtype.is_floating_point else None
+            found |= gather_leaves(buffer, kind)
+    return found
+
+
+class _Parts:
+    """Leaves of files that are put together of leaves in memory, until they have all of them."""
+
+    def __init__(self, state: State, convert: Conversions) -> None:
+        self.convert = convert
+        self.room: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def put(self, whole: Named) -> Named:
+        """What is complete with these leaves."""
+        done: Named = {}
+        for path, leaf in whole.items():
+            for piece in pieces(path, leaf.shape, self.convert.get(path, path)):
+                if self._is_it(piece, leaf):
+                    done[piece.name] = leaf
+                    continue
+                at, filled = self.room.pop(piece.name, (None, 0))
+                if at is None:
+                    at = leaf.new_empty(piece.shape)
+                _put(at.view(-1), piece, leaf.reshape(-1), 0)
+                filled += piece.numel
+                if filled == at.numel():
+                    done[piece.name] = at
+                else:
+                    self.room[piece.name] = at, filled
+        return done
+
+    @staticmethod
+    def _is_it(piece: Piece, leaf: torch.Tensor) -> bool:
+        """Whether the leaf is that of the file as it is."""
+        return piece.shape == tuple(leaf.shape) and piece.numel == leaf.numel() and len(piece.lines) <= 1
+
+
+def _put(file: torch.Tensor, piece: Piece, run: torch.Tensor, start: int) -> None:
+    """A run of a leaf, from its element `start` on, into a leaf of the file, flat."""
+    for block in blocks(piece, start, start + run.numel()):
+        file[block.file : block.file + block.numel].view(block.sizes).copy_(block.of(run, start))
+
+
+# ---------------------------------------------------------------- what has changed
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """This rank's part of each leaf as it was; made by `snapshot`.
+
+    Attributes:
+        parts: {path: (first element, tensor [n])}, on the host.
+        dtype: of floating leaves, or None for their own.
+        steps: how many steps had been taken.
+    """
+
+    parts: dict[str, tuple[int, torch.Tensor]]
+    dtype: torch.dtype | None
+    steps: int
+
+    def __repr__(self) -> str:
+        total = sum(part.nbytes for _, part in self.parts.values())
+        return f"Snapshot(step {self.steps}, {len(self.parts)} leaves, {bytes_text(total)})"
+
+
+@dataclass(frozen=True, eq=False)
+class Delta:
+    """Runs of elements that have changed, of what one rank holds; made by `delta`, put in place by `apply_delta`.
+
+    It has tensors and texts only: it can be pickled, sent, and saved by torch.save.
+
+    Attributes:
+        runs: {name: int64 [k, 2]}, the first element and the number of elements of each run, of leaves of the file.
+        values: {name: tensor [sum of the numbers]}.
+        steps: (those of the snapshot, those of the state).
+    """
+
+    runs: dict[str, torch.Tensor]
+    values: dict[str, torch.Tensor]
+    steps: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in (*self.runs.values(), *self.values.values()))
+
+    def __repr__(self) -> str:
+        runs = sum(len(one) for one in self.runs.values())
+        told = f"{len(self.runs)} leaves, {runs} runs, {bytes_text(self.nbytes)}"
+        return f"Delta(step {self.steps[0]} to {self.steps[1]}, {told})"
+
+
+@alone
+@torch.no_grad()
+def snapshot(state: State, *, dtype: torch.dtype | None = None) -> Snapshot:
+    """What `delta` compares with: a copy of this rank's part of each leaf, on the host. Of what several ranks hold the
+    first has it.
+
+    Args:
+        dtype: of floating leaves, as the receiver has them; None: that of `Precision.main`.
+
+    Raises:
+        StaleStateError: a state in the middle of a step, or one that a step has consumed.
+
+    Collective: none.
+
+    Example: `since = fsdp.snapshot(state, dtype=torch.bfloat16)`.
+    """
+    state._resting("snapshot")
+    parts = {
+        path: (first, local.detach().to("cpu", _kind(local, dtype), copy=True)) for path, first, local in _own(state)
+    }
+    return Snapshot(parts, dtype, state.steps)
+
+
+def _kind(local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and local.dtype.is_floating_point else local.dtype
+
+
+def _own(state: State) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """This rank's part of each leaf; of what several ranks hold the first has it."""
+    at = runtime_of(state.spec.mesh).coordinate
+    for buffer in state.main.values():
+        if not any(placed is Replicated and at[axis] for axis, placed in buffer.states):
+            for leaf, first, local in leaf_shards(buffer):
+                if local.numel():
+                    yield leaf.path, first, local
+
+
+@partial(alone, at=1)
+@torch.no_grad()
+def delta(since: Snapshot, state: State, *, convert: Conversions | None = None, block: int = BLOCK) -> Delta:
+    """What has changed since a snapshot, bit by bit: lossless, and on each rank of what it holds.
+
+    The receiver puts every rank's Delta in place, in any order. The snapshot is brought up to date, for the next one.
+
+    Args:
+        since: of this state, before the steps that count. Its values become those of `state`.
+        convert: as for `save_safetensors`: names and layouts of the receiver's leaves.
+        block: elements that are compared as one, and sent together where one of them has changed.
+
+    Raises:
+        TreeError: a snapshot of other leaves, or of another layout. SpecError: experts of which ranks have their own, a
+        conversion that does not fit. StaleStateError: a state in the middle of a step, or one that was consumed.
+
+    Memory: on the host a leaf's part, and what has changed.
+
+    Collective: none.
+
+    Example:
+        >>> since = fsdp.snapshot(state)
+        >>> changed = fsdp.delta(since, fsdp.step(fsdp.reduce(*fsdp.unshard(state))))
+        >>> weights = fsdp.apply_delta(weights, changed)  # doctest: +SKIP
+    """
+    state._resting("delta")
+    _none_apart(state, "delta")
+    cuts = checked(convert, (*state.layout.paths, *flatten(state.buffers)[0]))
+    own = {path: (first, local) for path, first, local in _own(state)}
+    if own.keys() != since.parts.keys():
+        odd = sorted(own.keys() ^ since.parts.keys())[0]
+        raise TreeError(
+            f"delta: the snapshot is of other leaves: {odd!r} is in {'the state' if odd in own else 'it'} only. Take a "
+            "snapshot of a state of the same layout, on each rank."
+        )
+    shapes = {leaf.path: leaf.shape for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
+    runs: dict[str, list[tuple[int, int]]] = {}
+    values: dict[str, list[torch.Tensor]] = {}
+    for path, (first, local) in own.items():
+        start, before = since.parts[path]
+        now = local.detach().to("cpu", before.dtype)
+        if (start, before.shape) != (first, now.shape):
+            raise TreeError(
+                f"delta: the snapshot has elements {start} to {start + len(before)} of {path!r}, the state {first} to "
+                f"{first + len(now)} on this rank. Take a snapshot of a state of the same layout."
+            )
+        cut = pieces(path, shapes[path], cuts.get(path, path))
+        for a, b in _changed(before, now, block):
+            for piece in cut:
+                for one in blocks(piece, first + a, first + b):
+                    runs.setdefault(piece.name, []).append((one.file, one.numel))
+                    values.setdefault(piece.name, []).append(one.of(now[a:b], first + a).reshape(-1).clone())
+        before.copy_(now)
+    taken = since.steps
+    object.__setattr__(since, "steps", state.steps)
+    return Delta(
+        {name: torch.tensor(some, dtype=torch.int64, device="cpu") for name, some in runs.items()},
+        {name: torch.cat(some) for name, some in values.items()},
+        (taken, state.steps),
+    )
+
+
+def _changed(before: torch.Tensor, now: torch.Tensor, block: int) -> list[tuple[int, int]]:
+    """Runs [a, b) of elements, of whole blocks, in which a bit is another."""
+    kind = BITS.get(before.dtype.itemsize, torch.uint8)
+    differs = before.view(kind) != now.view(kind)
+    n = len(differs)
+    full = n // block * block
+    some = differs[:full].view(-1, block).any(1)
+    if full < n:
+        some = torch.cat([some, differs[full:].any().view(1)])
+    edges = torch.nn.functional.pad(some.to(torch.int8), (1, 1)).diff().nonzero().view(-1, 2)
+    return [(a * block, min(b * block, n)) for a, b in edges.tolist()]
+
+
+@torch.no_grad()
+def apply_delta(weights: Mapping[str, torch.Tensor], changed: Delta) -> Mapping[str, torch.Tensor]:
+    """Put what has changed in place, in the tensors that are given. It needs no ranks and no State.
+
+    Args:
+        weights: {name: tensor} of whole leaves, contiguous, on any device, as `stream` gave them; they are changed.
+        changed: of one rank. All ranks' are put in place one after another.
+
+    Returns:
+        the same mapping.
+
+    Raises:
+        TreeError: a leaf that is missing, or whose dtype, layout or number of elements does not fit. Nothing has
+        changed.
+
+    Collective: none.
+
+    Example:
+        >>> for part in parts_of_all_ranks:  # doctest: +SKIP
+        ...     fsdp.apply_delta(model.state_dict(), part)
+    """
+    for name, runs in changed.runs.items():
+        one: Any = weights.get(name)
+        end = int((runs[:, 0] + runs[:, 1]).max())
+        if one is None or one.dtype is not changed.values[name].dtype or not one.is_contiguous() or one.numel() < end:
+            met = (
+                "none"
+                if one is None
+                else f"{one.dtype} {[*one.shape]}, {'' if one.is_contiguous() else 'not '}contiguous"
+            )
+            raise TreeError(
+                f"apply_delta: {name!r} is {met}; the delta has {changed.values[name].dtype} up to element {end}. Give "
+                "the leaves that stream gave, with its dtype and convert."
+            )
+    for name, runs in changed.runs.items():
+        flat, values, at = weights[name].view(-1), changed.values[name], 0
+        for first, n in runs.tolist():
+            flat[first : first + n].copy_(values[at : at + n])
+            at += n
+    return weights

@@ -1,0 +1,164 @@
+"""stream, delta: weights to whoever runs them, unit by unit, and only what a step has changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from support.peers import PeerModel, batch_of, loss_of
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+
+CUT: dict[str, Any] = {
+    "blocks.0.up.weight": fsdp.Transposed("kernel"),
+    "blocks.0.norm.weight": fsdp.Sliced("both", 0, of=13),
+    "blocks.0.up.bias": fsdp.Sliced("both", 6, of=13),
+    "gate.weight": fsdp.Concatenated(["gate.a", "gate.b"], 1, sizes=[2, 4]),
+}
+
+
+LITTLE = {"blocks.0.norm.weight": True, "blocks.0.up.bias": True, "*": False}
+
+
+def made(kind: str = "zero3", little: bool = False) -> tuple[fsdp.State, Any]:
+    mesh = fsdp.local_mesh()
+    spec = fsdp.Spec(mesh, getattr(fsdp, kind)("data"), trainable=LITTLE if little else {})
+    return fsdp.init(PeerModel, spec, fsdp.adamw(lr=1e-2), seed=3)
+
+
+def stepped(state: fsdp.State, model: Any, n: int = 1) -> fsdp.State:
+    for step in range(n):
+        state, _ = T.forward_backward(model, loss_of)(state, batch_of(step, dist.get_rank()))
+        state = fsdp.step(state)
+    return state
+
+
+def streamed(kind: str, folder: str) -> Any:
+    """Names and bits of a stream are those of the files."""
+    state, model = made(kind)
+    state = stepped(state, model)
+    found = {}
+    for name, cut, dtype in (("plain", None, None), ("cut", CUT, torch.bfloat16)):
+        got: dict[str, torch.Tensor] = {}
+        units = []
+        for unit, named in fsdp.stream(state, dtype=dtype, convert=cut):
+            units.append(unit)
+            assert not got.keys() & named.keys()
+            got |= named
+        fsdp.save_safetensors(state, f"{folder}/{name}-{kind}", dtype=dtype, convert=cut)
+        held = load_file(f"{folder}/{name}-{kind}/model.safetensors")
+        found[name] = [n for n in {**held, **got} if n not in held or n not in got or not torch.equal(got[n], held[n])]
+    first = [(unit, len(named)) for unit, named in fsdp.stream(state, rank=1)]
+    return found, units, state.units, first
+
+
+@pytest.mark.parametrize("kind", ["zero3", "zero1", "ddp"])
+def test_a_stream_has_the_names_and_bits_of_the_files(kind: str, tmp_path: Path) -> None:
+    said = launch(streamed, (kind, str(tmp_path)), nprocs=2, simulate=True)
+    for rank, (found, units, expected, some) in enumerate(said):
+        assert found == {"plain": [], "cut": []}
+        assert tuple(units) == (*expected, "")
+        assert all((n > 0) is (rank == 1) for _, n in some)
+
+
+def beside_a_step(kind: str) -> Any:
+    """A stream goes on while the next step computes, and ends with its update."""
+    state, model = made(kind)
+    forward_backward = T.forward_backward(model, loss_of)
+    before = fsdp.full_params(state)
+    units = fsdp.stream(state)
+    got = dict(next(units)[1])
+    after, _ = forward_backward(state, batch_of(0, dist.get_rank()))
+    got |= next(units)[1]
+    same = all(torch.equal(before[name], leaf) for name, leaf in got.items())
+    state = fsdp.step(after)
+    with pytest.raises(fsdp.StaleStateError):
+        next(units)
+    straight, _ = forward_backward(made(kind)[0], batch_of(0, dist.get_rank()))
+    there = fsdp.full_params(fsdp.step(straight))
+    return same, all(torch.equal(there[name], leaf) for name, leaf in fsdp.full_params(state).items())
+
+
+@pytest.mark.parametrize("kind", ["zero3", "zero2"])
+def test_the_next_step_computes_between_two_units(kind: str) -> None:
+    assert launch(beside_a_step, (kind,), nprocs=2, simulate=True) == [(True, True)] * 2
+
+
+def deltas(kind: str, dtype: Any, cut: Any, little: bool) -> Any:
+    """Deltas of this rank, of two steps, and of none."""
+    state, model = made(kind, little)
+    first: dict[str, torch.Tensor] = {}
+    for _, named in fsdp.stream(state, dtype=dtype, convert=cut):
+        first |= {name: leaf.clone() for name, leaf in named.items()}
+    since = fsdp.snapshot(state, dtype=dtype)
+    state = stepped(state, model)
+    changed = [fsdp.delta(since, state, convert=cut)]
+    state = stepped(state, model)
+    changed.append(fsdp.delta(since, state, convert=cut, block=4))
+    changed.append(fsdp.delta(since, state, convert=cut))
+    last: dict[str, torch.Tensor] = {}
+    for _, named in fsdp.stream(state, dtype=dtype, convert=cut):
+        last |= {name: leaf.clone() for name, leaf in named.items()}
+    return first, pickle.loads(pickle.dumps(changed)), last
+
+
+CASES = [
+    ("zero3", None, None, False),
+    ("zero3", torch.bfloat16, CUT, False),
+    ("zero1", torch.bfloat16, None, True),
+    ("zero3", None, None, True),
+    ("ddp", None, None, False),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "cut", "little"), CASES)
+def test_deltas_of_all_ranks_give_the_bits_of_the_stream(kind: str, dtype: Any, cut: Any, little: bool) -> None:
+    said = launch(deltas, (kind, dtype, cut, little), nprocs=2, simulate=True)
+    weights, _, last = said[0]
+    weights = copy.deepcopy(weights)
+    for i in (1, 0):
+        fsdp.apply_delta(weights, said[i][1][0])
+    for i in (0, 1):
+        fsdp.apply_delta(weights, said[i][1][1])
+    assert weights.keys() == last.keys()
+    assert all(torch.equal(weights[name], leaf) for name, leaf in last.items())
+    if little:  # norm.weight and up.bias, in blocks of 4 or less
+        own = sum(values.nbytes for _, (_, one, _), _ in said for values in one.values.values())
+        assert own <= 13 * (dtype or torch.float32).itemsize
+    assert all(not again.runs and again.nbytes == 0 for _, (_, _, again), _ in said)
+    assert "step 1 to 2" in repr(said[0][1][1])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    mesh = fsdp.local_mesh("cpu")
+    state, model = fsdp.init(PeerModel, fsdp.Spec(mesh), fsdp.adamw(lr=0.1), seed=3)
+    wrongs: list[tuple[Any, str]] = [
+        ({"dtype": torch.int8}, "expected a floating dtype"),
+        ({"rank": 5}, "one of the mesh's ranks, 0 to 0"),
+        ({"convert": {"nowhere": "x"}}, "'nowhere' is no path"),
+    ]
+    for wrong, said in wrongs:
+        with pytest.raises(fsdp.SpecError, match=said):
+            fsdp.stream(state, **wrong)
+    since = fsdp.snapshot(state)
+    other = fsdp.shard({"w": torch.ones(3)}, fsdp.Spec(mesh))
+    with pytest.raises(fsdp.TreeError, match="the snapshot is of other leaves: 'blocks"):
+        fsdp.delta(since, other)
+    weights = {name: leaf.clone() for _, named in fsdp.stream(state) for name, leaf in named.items()}
+    changed = fsdp.delta(since, stepped(state, model))
+    kept = weights.pop("embed.weight")
+    with pytest.raises(fsdp.TreeError, match=r"'embed\.weight' is none; the delta has torch\.float32 up to element 78"):
+        fsdp.apply_delta(weights, changed)
+    for bad in (kept.bfloat16(), kept[:2], kept.t()):
+        before = {name: leaf.clone() for name, leaf in weights.items()}
+        with pytest.raises(fsdp.TreeError, match=r"'embed\.weight' is torch"):
+            fsdp.apply_delta({**weights, "embed.weight": bad}, changed)
+        assert all(torch.equal(before[name], leaf) for name, leaf in weights.items())
