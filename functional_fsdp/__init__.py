@@ -27,6 +27,7 @@ from ._common.errors import (
 )
 from ._exchange.checkpoint import Checkpoint, open_checkpoint
 from ._exchange.stream import Delta, Snapshot, apply_delta, delta, snapshot, stream
+from ._exchange.to_dcp import save_dcp
 from ._graph.lower import Lowered, abstract_state, lower
 from ._launch.launch import LaunchError, launch, local_mesh, workers
 from ._launch.simulated import Simulation, simulate
@@ -176,6 +177,7 @@ __all__ = [
     "replace_grads",
     "replace_params",
     "save",
+    "save_dcp",
     "save_safetensors",
     "sgd",
     "shard",

@@ -297,30 +297,40 @@ class Saved:
             try:
                 archive = zipfile.ZipFile(Window(file, start, size - start if length is None else length))
                 self.records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-                order = archive.read(self.records["byteorder"]) if "byteorder" in self.records else b"little"
-                data = archive.read(self.records["data.pkl"])
-            except (zipfile.BadZipFile, KeyError, EOFError, ValueError, NotImplementedError) as error:
+                order = self.read(file, "byteorder") if "byteorder" in self.records else b"little"
+                data = self.read(file, "data.pkl")
+            except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
                 raise CheckpointError(f"{path} is no file of torch.save, or it is damaged: {_said(error)}.") from None
         if order.strip() != b"little":
             raise CheckpointError(f"{path} was written on a machine with another order of bytes ({order!r}).")
         self.tree = read_pickle(path, BytesIO(data))
 
-    def begin(self, storage: Storage) -> tuple[int, int]:
-        """The byte of the file at which a storage begins, and how many bytes it has."""
-        info = self.records.get(f"data/{storage.name}")
+    def begin(self, file: IO[bytes], name: str) -> tuple[int, int]:
+        """The byte of the file at which a record begins, and how many bytes it has. Sums are not looked at: torch can
+        be told to write none."""
+        info = self.records.get(name)
         if info is None or info.compress_type != zipfile.ZIP_STORED:
-            raise CheckpointError(f"{self.path} is damaged: it has no bytes for its storage {storage.name!r}.")
-        with open(self.path, "rb") as file:
-            file.seek(self.start + info.header_offset)
-            head = file.read(30)
+            raise CheckpointError(f"{self.path} is no file of torch.save, or it is damaged: it has no {name!r}.")
+        file.seek(self.start + info.header_offset)
+        head = file.read(30)
         if len(head) < 30 or head[:4] != b"PK\x03\x04":
-            raise CheckpointError(f"{self.path} is damaged where its storage {storage.name!r} begins.")
+            raise CheckpointError(f"{self.path} is damaged where its {name!r} begins.")
         lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
         return self.start + info.header_offset + 30 + lengths, info.file_size
 
+    def read(self, file: IO[bytes], name: str) -> bytes:
+        """A record, whole."""
+        begin, n = self.begin(file, name)
+        file.seek(begin)
+        found = file.read(n)
+        if len(found) < n:
+            raise CheckpointError(f"{self.path} is damaged: it ends within {name!r}.")
+        return found
+
     def span(self, held: Held) -> Any:
         """Where a tensor lies, for `spans`."""
-        begin, nbytes = self.begin(held.storage)
+        with open(self.path, "rb") as file:
+            begin, nbytes = self.begin(file, f"data/{held.storage.name}")
         n, size = numel_of(held.shape), held.dtype.itemsize
         last = held.first + sum((k - 1) * step for k, step in zip(held.shape, held.strides, strict=True))
         if n and (last + 1) * size > nbytes:

@@ -26,7 +26,7 @@ from .._storage.conversions import Conversions, checked
 from .._storage.flat import gather_leaves, leaf_shards
 from .._storage.pieces import Piece, blocks, pieces
 
-__all__ = ["Delta", "Snapshot", "apply_delta", "delta", "snapshot", "stream"]
+__all__ = ["Delta", "Snapshot", "apply_delta", "delta", "none_apart", "snapshot", "stream"]
 
 Named = dict[str, torch.Tensor]
 BLOCK = 1024  # elements of a leaf that are compared as one
@@ -76,11 +76,11 @@ def stream(
     if rank is not None and rank not in run.ranks:
         raise SpecError(f"stream(rank={rank!r}): expected one of the mesh's ranks, {run.ranks[0]} to {run.ranks[-1]}.")
     cuts = checked(convert, (*state.layout.paths, *flatten(state.buffers)[0]))
-    _none_apart(state, "stream")
+    none_apart(state, "stream")
     return _units(state, dtype, cuts, rank is None or run.ranks[run.rank] == rank)
 
 
-def _none_apart(state: State, what: str) -> None:
+def none_apart(state: State, what: str) -> None:
     sizes = runtime_of(state.spec.mesh).sizes
     for bucket in state.layout.buckets.values():
         own = [*bucket.placement.apart(sizes)]
@@ -271,7 +271,7 @@ def delta(since: Snapshot, state: State, *, convert: Conversions | None = None, 
         >>> weights = fsdp.apply_delta(weights, changed)  # doctest: +SKIP
     """
     state._resting("delta")
-    _none_apart(state, "delta")
+    none_apart(state, "delta")
     cuts = checked(convert, (*state.layout.paths, *flatten(state.buffers)[0]))
     own = {path: (first, local) for path, first, local in _own(state)}
     if own.keys() != since.parts.keys():
