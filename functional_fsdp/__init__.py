@@ -25,6 +25,7 @@ from ._common.errors import (
     StaleStateError,
     TreeError,
 )
+from ._exchange.adapters import save_adapter
 from ._exchange.checkpoint import Checkpoint, open_checkpoint
 from ._exchange.stream import Delta, Snapshot, apply_delta, delta, snapshot, stream
 from ._exchange.to_dcp import save_dcp
@@ -177,6 +178,7 @@ __all__ = [
     "replace_grads",
     "replace_params",
     "save",
+    "save_adapter",
     "save_dcp",
     "save_safetensors",
     "sgd",

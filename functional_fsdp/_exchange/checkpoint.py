@@ -26,13 +26,14 @@ from .formats.dcp import Dcp
 from .formats.deepspeed import DeepSpeed
 from .formats.hugging_face import HuggingFace, SafetensorsFile
 from .formats.own import Own
+from .formats.peft import Peft, onto
 from .formats.rank_files import RankFiles
 from .formats.state_dicts import StateDict
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 FORMATS: tuple[Format, ...] = (
-    Own(), Accelerate(), DeepSpeed(), Dcp(), RankFiles(), HuggingFace(), SafetensorsFile(), StateDict(),
+    Own(), Peft(), Accelerate(), DeepSpeed(), Dcp(), RankFiles(), HuggingFace(), SafetensorsFile(), StateDict(),
 )  # fmt: skip
 MOST_TIED = 1 << 20  # elements of a leaf that are compared to tell whether two are one
 
@@ -184,7 +185,9 @@ class Checkpoint(Source, Mapping[str, torch.Tensor]):
 
 
 @opens_paths
-def open_checkpoint(path: str | os.PathLike[str], *, prefix: str | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str], *, prefix: str | None = None, base: str | os.PathLike[str] | None = None
+) -> Checkpoint:
     """Find out what a folder or a file of weights is, whoever wrote it. Reads no tensor, and runs nothing of it.
 
     Known are: this library's checkpoints; folders of torch.distributed.checkpoint, as FSDP2, torchtitan, Accelerate and
@@ -193,7 +196,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, prefix: str | None = None) 
     that torch's DCP wrote by rank; single files of safetensors and of torch.save (Lightning's .ckpt among them).
 
     Args:
-        path: a folder or a file. All ranks must see it.
+        path: a folder or a file. All ranks must see it. base: of an adapter of PEFT, whose names are those of the model
+        of `get_peft_model`: the folder of the weights that
+            it is of. Both are then there, as that model has them.
         prefix: what weights' names begin with there and leaves' paths do not, as "model."; None: found from the names.
 
     Returns:
@@ -211,24 +216,28 @@ def open_checkpoint(path: str | os.PathLike[str], *, prefix: str | None = None) 
         >>> state, model = fsdp.init(make, spec, fsdp.adamw(lr=3e-4), weights=checkpoint)  # doctest: +SKIP
         >>> state = fsdp.load_optimizer_state(state, checkpoint)  # doctest: +SKIP
     """
-    path = Path(path)
+    contents = _contents(Path(path))
+    if base is not None:
+        contents = onto(contents, _contents(Path(base)))
+    if prefix is not None:
+        contents = _prefixed(Path(path), contents, prefix)
+    if not contents.tensors:
+        raise CheckpointError(f"{path} is {contents.format}, and has no weights.")
+    return Checkpoint(Path(path), contents)
+
+
+def _contents(path: Path) -> Contents:
+    """What lies there."""
     if not path.exists():
         raise FileNotFoundError(f"weights: there is no {path}.")
     for one in FORMATS:
         if one.claims(path):
-            contents = one.read(path)
-            break
-    else:
-        there = sorted(child.name for child in path.iterdir())[:5]
-        raise FileNotFoundError(
-            f"weights: {path} has no *.safetensors and no pytorch_model.bin, and is no checkpoint of a known format; "
-            f"it has {', '.join(there) or 'no files'}."
-        )
-    if prefix is not None:
-        contents = _prefixed(path, contents, prefix)
-    if not contents.tensors:
-        raise CheckpointError(f"{path} is {contents.format}, and has no weights.")
-    return Checkpoint(path, contents)
+            return one.read(path)
+    there = sorted(child.name for child in path.iterdir())[:5]
+    raise FileNotFoundError(
+        f"weights: {path} has no *.safetensors and no pytorch_model.bin, and is no checkpoint of a known format; it "
+        f"has {', '.join(there) or 'no files'}."
+    )
 
 
 def _prefixed(path: Path, contents: Contents, prefix: str) -> Contents:

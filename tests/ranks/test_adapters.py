@@ -1,0 +1,99 @@
+"""Adapters that PEFT has written: onto their base, off it, and back into a folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from safetensors.torch import load_file
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp.convert import model_of
+
+DATA = Path(__file__).parents[1] / "data" / "peers"
+LAYER = "base_model.model.model.layers.0"
+NAMES = {  # some of those that peft.get_peft_model gives, PEFT 0.21.2
+    "base_model.model.model.embed_tokens.lora_embedding_A.default": (2, 17),
+    "base_model.model.model.embed_tokens.lora_magnitude_vector.default.weight": (8,),
+    "base_model.model.model.embed_tokens.base_layer.weight": (17, 8),
+    f"{LAYER}.self_attn.q_proj.base_layer.weight": (8, 8),
+    f"{LAYER}.self_attn.q_proj.lora_A.default.weight": (2, 8),
+    f"{LAYER}.self_attn.q_proj.lora_magnitude_vector.default.weight": (8,),
+    f"{LAYER}.self_attn.k_proj.weight": (4, 8),
+    f"{LAYER}.input_layernorm.original_module.weight": (8,),
+    f"{LAYER}.input_layernorm.modules_to_save.default.weight": (8,),
+    "base_model.model.model.norm.modules_to_save.default.weight": (8,),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("peft")
+    with tarfile.open(DATA / "peft.tar.xz") as archive:
+        archive.extractall(base, filter="data")
+    return base / "peft"
+
+
+def test_an_adapter_and_its_base_have_the_names_of_the_model(folder: Path) -> None:
+    alone = fsdp.open_checkpoint(folder / "checkpoint")
+    there = fsdp.open_checkpoint(folder / "checkpoint", base=folder / "base")
+    assert {name: there.leaves[name][0] for name in NAMES} == NAMES
+    assert not alone.keys() & {f"{LAYER}.self_attn.q_proj.base_layer.weight"}
+    assert "PEFT LORA on Hugging Face" in repr(there)
+    base = load_file(folder / "base" / "model.safetensors")
+    for name, value in load_file(folder / "checkpoint" / "adapter_model.safetensors").items():
+        assert any(torch.equal(value, there[mine]) for mine in there if mine.startswith(name.rpartition(".")[0]))
+    assert torch.equal(there[f"{LAYER}.self_attn.k_proj.weight"], base["model.layers.0.self_attn.k_proj.weight"])
+    q = f"{LAYER}.self_attn.q_proj."
+    scale = 6 / 2  # lora_alpha / r, as the config says
+    moved = (
+        there[f"{q}base_layer.weight"] + scale * there[f"{q}lora_B.default.weight"] @ there[f"{q}lora_A.default.weight"]
+    )
+    moved *= (there[f"{q}lora_magnitude_vector.default.weight"] / moved.norm(dim=1))[:, None]
+    merged = load_file(folder / "expected.safetensors")["merged/model.layers.0.self_attn.q_proj.weight"]
+    torch.testing.assert_close(moved, merged)
+
+
+def there_and_back(folder: str, out: str) -> Any:
+    there = fsdp.open_checkpoint(f"{folder}/checkpoint", base=f"{folder}/base")
+
+    def make() -> nn.Module:
+        return model_of(there, {})
+
+    spec = fsdp.Spec(fsdp.local_mesh(), trainable={"*lora_*": True, "*modules_to_save*": True, "*": False})
+    state, _ = fsdp.init(make, spec, weights=there)
+    config = json.loads(Path(f"{folder}/checkpoint/adapter_config.json").read_text())
+    fsdp.save_adapter(state, out, config)
+    with pytest.raises(fsdp.TreeError, match="no leaf of the state is of an adapter 'other'"):
+        fsdp.save_adapter(state, f"{out}-other", adapter="other")
+    return {name: torch.equal(leaf, there[name]) for name, leaf in fsdp.full_params(state).items()}
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_an_adapter_comes_and_goes(nprocs: int, folder: Path, tmp_path: Path) -> None:
+    for found in launch(there_and_back, (str(folder), str(tmp_path / "out")), nprocs=nprocs, simulate=True):
+        assert all(found.values())
+    held, again = (load_file(one / "adapter_model.safetensors") for one in (folder / "checkpoint", tmp_path / "out"))
+    del held["base_model.model.model.embed_tokens.base_layer.weight"]  # it is the base's
+    assert held.keys() == again.keys()
+    assert all(torch.equal(again[name], value) for name, value in held.items())
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+def test_a_folder_that_is_none_is_named(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder / "checkpoint", copy)
+    (copy / "adapter_model.safetensors").unlink()
+    with pytest.raises(fsdp.CheckpointError, match=r"adapter_model\.safetensors is missing"):
+        fsdp.open_checkpoint(copy)
+    for text, said in (("{}", "is damaged: KeyError"), ('{"peft_type": "IA3"}', "is of IA3; LORA is read")):
+        (copy / "adapter_config.json").write_text(text)
+        with pytest.raises(fsdp.CheckpointError, match=rf"adapter_config\.json {said}"):
+            fsdp.open_checkpoint(copy)
