@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -55,8 +57,7 @@ class Runtime(Agreement):
         self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
         self.capturing = False
         self.veto: Any = None  # what may take the step back, see `_state.veto`
-        #: what each verb, and each forward of a driven unit, is called through: `watcher(name, fn, *args, **kwargs)`
-        self.watcher: Any = None
+        self.watcher: Any = None  # what verbs are called through, see `watched`
         self.remarks: list[str] = []  # of the step that is captured
         self.chosen: dict[tuple[bool, tuple[str, ...]], Any] = {}  # "auto", for large models or not, and by axes
         self.spare: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # windows that no lineage uses, by number
@@ -152,6 +153,16 @@ class Runtime(Agreement):
                 self.own_groups.setdefault((backend, tuple(self.rows[axis]), self.timeout), []).append(group)
             self.groups[lane, axis] = group
         return self.groups[lane, axis]
+
+    @contextmanager
+    def watched(self, watcher: Callable[..., Any]) -> Iterator[None]:
+        """Within, each verb, and each forward of a driven unit, is called through `watcher(name, fn, *args, **kwargs)`:
+        `name` is that of the verb, or "forward blocks.3"."""
+        before, self.watcher = self.watcher, watcher
+        try:
+            yield
+        finally:
+            self.watcher = before
 
     # ---- jobs
 

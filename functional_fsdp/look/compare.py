@@ -6,6 +6,7 @@ What comes first in time is the cause; its kind, with what was alike before it, 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
@@ -170,8 +171,8 @@ def compare(a: Source, b: Source, *, exact: bool | None = None) -> Comparison:
             f"compare(exact=True): the first ran on {one.ranks} ranks, the second on {two.ranks}, whose sums have "
             "another order. Leave exact out."
         )
-    others = {step.number: step for step in two.steps}
-    pairs = [(step, others[step.number]) for step in one.steps if step.number in others]
+    others = _by_number(two)
+    pairs = [(step, others[key]) for key, step in _by_number(one).items() if key in others]
     if not pairs:
         raise ValueError(
             f"compare: no step in common: the first has steps {_span(one)}, the second {_span(two)}. Take the "
@@ -187,6 +188,16 @@ def _read(source: Source) -> Prints:
     if isinstance(source, Fingerprinted):
         return source.prints
     return source if isinstance(source, Prints) else Prints.load(source)
+
+
+def _by_number(prints: Prints) -> dict[tuple[int, int], Step]:
+    """Steps by their number, and which of those that have it: one that is not taken has the next one's."""
+    seen: Counter[int] = Counter()
+    found = {}
+    for step in prints.steps:
+        found[step.number, seen[step.number]] = step
+        seen[step.number] += 1
+    return found
 
 
 def _span(prints: Prints) -> str:

@@ -19,6 +19,7 @@ import torch
 from .._common.calls import outside_inference
 from .._common.device import default_generator
 from .._common.torch_names import pytree
+from .._nn.float8_weight import Float8Weight
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards
@@ -93,11 +94,8 @@ class Fingerprinted:
         watch.buffers(state, "main", state.main)
         watch.moments(state)
         before = {key: noted[0][1] for key, noted in watch.noted.items() if key.kind == "main"}
-        outer, run.watcher = run.watcher, watch
-        try:
+        with run.watched(watch):
             out = self.train_step(state, *args, **kwargs)
-        finally:
-            run.watcher = outer
         leaves = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, State))
         new = next((leaf for leaf in leaves if isinstance(leaf, State)), None)
         if new is not None:
@@ -225,7 +223,7 @@ class Watch:
                 self.weight(unit, path, lent[key], use)
 
     def weight(self, unit: str, path: str, tensor: torch.Tensor, use: int | None) -> None:
-        plain = tensor if type(tensor) is torch.Tensor else torch.Tensor(tensor.to(torch.float32))
+        plain = tensor.dequantized() if isinstance(tensor, Float8Weight) else tensor
         self.note("weight", unit, path, digest(plain), None, use, tensor.dtype)
 
     def before_reduce(self, _: str, args: Any, kwargs: Any) -> Any:

@@ -376,6 +376,89 @@ def trained(marked: bool) -> dict[str, torch.Tensor]:
     return fsdp.state_dict(state)
 
 
+class Net(nn.Module):
+    """Experts beside a trunk; a tied head, if wished."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2)) for _ in range(2)])
+        self.experts, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        if tied:
+            self.head.weight = self.experts.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.trunk:
+            x = torch.tanh(part(x))
+        out: torch.Tensor = self.head(torch.tanh(self.experts(x)))
+        return out
+
+
+def of_many_kinds(name: str, marked: bool) -> list[Any]:
+    torch.manual_seed(0)
+    mesh = fsdp.local_mesh()
+    axes, rank = mesh.mesh_dim_names or (), torch.distributed.get_rank()
+    every: dict[str, dict[str, Any]] = {
+        "bfloat16": {"precision": fsdp.Precision(compute=torch.bfloat16, inputs=True)},
+        "recorded": {"schedule": fsdp.Schedule(order="recorded")},
+        "debug": {"schedule": fsdp.Schedule(debug=True)},
+        "sum": {"average": "sum"},
+        "muon": {"labels": {"*.weight": "matrices"}},
+    }
+    settings = every.get(name, {})
+    optimizer: Any = {
+        "muon": fsdp.partition({"matrices": fsdp.muon(lr=0.01), "default": fsdp.sgd(lr=0.1)}),
+        "from torch": fsdp.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9),
+    }.get(name, fsdp.adamw(lr=0.01))
+    placement: Any = fsdp.zero3(*axes)
+    if name == "experts":
+        placement = {"*experts*": fsdp.zero3("data"), "*": placement}
+    params, model = fsdp.functionalize(Net(name == "tied"))
+    if name == "experts":
+        params["experts.weight"] = params["experts.weight"] + mesh.get_local_rank("expert")
+    state = fsdp.shard(params, fsdp.Spec(mesh, placement, **settings), optimizer)
+    if name == "frozen":
+        state = fsdp.freeze(state, "trunk.0.*")
+    forward_backward = T.forward_backward(model, whole, second_order=name == "second order")
+    step = T.skip_nonfinite(fsdp.step) if name == "skip" else fsdp.step
+
+    def train_step(state: fsdp.State, both: Any) -> Any:
+        if name == "microbatches":
+            state, _ = forward_backward(state, both["x"], both["y"], last_microbatch=False)
+        state, loss = forward_backward(state, both["x"], both["y"])
+        if name == "no step":
+            return fsdp.drop_gradients(state), loss
+        return {"state": step(state), "loss": loss}
+
+    fingerprinted: Any = fsdp.fingerprint(train_step) if marked else train_step
+    for i in range(2):
+        drawn = torch.Generator().manual_seed(10 * i + rank)
+        both = {name: torch.randn(4, 8, generator=drawn) for name in "xy"}
+        out = fingerprinted(state, both)
+        state = out["state"] if isinstance(out, dict) else out[0]
+    shards = {path: local.clone() for path, local in fsdp.local_shards(state).items()}
+    return [shards, fingerprinted.prints if marked else None]
+
+
+KINDS = ["bfloat16", "recorded", "debug", "sum", "muon", "from torch", "frozen", "tied", "second order", "skip",
+         "microbatches", "no step", "experts"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_programs_of_many_kinds(name: str) -> None:
+    """No bit changes, every rank has the same prints, and they come again."""
+    with fsdp.simulate(expert=2, data=2) if name == "experts" else fsdp.simulate(data=2) as ranks:
+        once, bare, again = (ranks(of_many_kinds, name, on).get() for on in (True, False, True))
+    for (shards, prints), (expected, _) in zip(once, bare, strict=True):
+        assert all(torch.equal(shards[path], expected[path]) for path in expected)
+        assert repr(prints.steps) == repr(once[0][1].steps)
+    kinds = {key.kind for key in once[0][1].steps[1].rows}
+    assert {"input", "main", "weight", "gradient", "update", "result"} <= kinds
+    for exact in (True, False):
+        found = fsdp.compare(once[0][1], again[0][1], exact=exact)
+        assert found.first is None, repr(found)
+        assert found.missing == ""
+
+
 def test_a_step_that_raises_leaves_nothing_behind() -> None:
     params, _ = fsdp.functionalize(nn.Sequential(nn.Linear(2, 2)))
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.adamw(lr=0.01))
