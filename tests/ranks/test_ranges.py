@@ -115,6 +115,13 @@ def test_a_step_has_the_names_of_its_verbs_units_and_lanes(tmp_path: Path) -> No
                 assert passes == ["forward_backward", "forward 0", "forward 2", "backward 2", "backward 0"]
 
 
+def test_gradients_by_sample_have_the_names_of_forwards(tmp_path: Path) -> None:
+    state, model = made("ddp")
+    norms = T.per_sample_norms(model, lambda model, x: model(x).square().mean())
+    names = [one["name"] for one in ranges_of(lambda: norms(state, torch.ones(3, 4)), tmp_path)]
+    assert {"fsdp forward 0", "fsdp forward 2"} <= {*names}, names
+
+
 def compiled_on_ranks(folder: Path, backend: str) -> dict[tuple[str, str], tuple[list[str], bool]]:
     found = {}
     inside = folder / str(fsdp.local_mesh().get_rank())

@@ -97,6 +97,8 @@ class Reached(BaseException):
 class Link:
     """A unit module of the copy, and its number in the chain. It is called as a `UnitCall` is."""
 
+    watcher = None
+
     def __init__(self, chain: Chain, number: int, unit_module: UnitModule, state: State) -> None:
         self.chain, self.number = chain, number
         self.path, self.leaves = unit_module.path, unit_module.leaves

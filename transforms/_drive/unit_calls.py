@@ -47,7 +47,7 @@ class UnitCall:
         compiler: Compiler | None,
     ) -> None:
         self.driver, self.module, self.unit_module = driver, module, unit_module
-        self.units = unit_module.units
+        self.path, self.units = unit_module.path, unit_module.units
         self.leaves = list(dict.fromkeys(leaf for _, leaf in unit_module.leaves))
         number = {leaf: i for i, leaf in enumerate(self.leaves)}
         found = {
@@ -243,6 +243,12 @@ class UnitCall:
             if call.unit_call is self:
                 self.driver.had_again(self.units, call.outside)
 
+    @property
+    def watcher(self) -> Any:
+        """What its forward is called through, see `Session.watcher`; None: nothing."""
+        session = self.driver.session
+        return None if session is None or self.driver.backward else session.watcher
+
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The module's own code, compiled if so wished; its weights are in it."""
         if torch_private.parametrize._cache_enabled:
@@ -318,11 +324,11 @@ def entered(cls: type[nn.Module]) -> type[nn.Module]:
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit_call = self._unit_call
-        enter, session = unit_call.enter, unit_call.driver.session
+        enter, watcher = unit_call.enter, unit_call.watcher
         if torch_private.profiler._is_profiler_enabled:
-            enter = ranges.ranged(enter, f"forward {unit_call.unit_module.path}")
-        if session is not None and session.watcher is not None and not unit_call.driver.backward:
-            enter = partial(session.watcher, f"forward {unit_call.unit_module.path}", enter)
+            enter = ranges.ranged(enter, f"forward {unit_call.path}")
+        if watcher is not None:
+            enter = partial(watcher, f"forward {unit_call.path}", enter)
         return enter(cls.__call__, args, kwargs)
 
     @wraps(cls.forward)
