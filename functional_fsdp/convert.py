@@ -7,8 +7,9 @@
 SOURCE is any folder or file that `open_checkpoint` knows. With --config, a folder with a config.json of transformers,
 leaves, ties and buffers are those of its model, and files that cut leaves otherwise (Mixtral) are read and written.
 Without one they are as the files say; where files name a leaf twice, two matrices with the same bits become one leaf
-(--untied leaves them). float16 becomes float32. Load the result by `fsdp.load(folder, spec, optimizer)`, or with
-another optimizer `allow=["optimizer"]`.
+(--untied leaves them). Buffers of floating numbers that no moments and no shards tell apart stay frozen leaves then.
+float16 becomes float32. Load the result by `fsdp.load(folder, spec, optimizer)`, or with another optimizer
+`allow=["optimizer"]`.
 """
 
 from __future__ import annotations

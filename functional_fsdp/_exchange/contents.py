@@ -16,9 +16,18 @@ from typing import Any, Protocol
 import torch
 
 from .._common.errors import CheckpointError
-from .._storage.spans import Files, entry_values, numel_of
+from .._storage.spans import Cut, Files, entry_values, numel_of
 
-__all__ = ["Contents", "Format", "by_number", "number_of", "plain_name", "sorted_out", "without_prefix"]
+__all__ = [
+    "Contents",
+    "Format",
+    "buffers_by_shards",
+    "by_number",
+    "number_of",
+    "plain_name",
+    "sorted_out",
+    "without_prefix",
+]
 
 Spans = dict[str, Any]  # Entry, Cut, Blob, Filled or tensor, by name
 Moments = dict[str, dict[str, Any]]  # what an optimizer keeps for a leaf, by the leaf's name and its own
@@ -159,6 +168,23 @@ def by_number(
             k -= 1
             found[names[i - 1]] = dict(state[numbers[k]])
     return dict(reversed(found.items())), ""
+
+
+def buffers_by_shards(weights: Mapping[str, Any], moments: Mapping[str, Any]) -> frozenset[str] | None:
+    """Which weights are buffers, where FSDP has cut its parameters along their rows, each into as many chunks, and saved
+    buffers whole: those of several rows in one part. None where leaves are not cut, or otherwise."""
+    cut = {name: one for name, one in weights.items() if isinstance(one, Cut) and len(one.parts) > 1}
+    ranks = max((len(one.parts) for one in cut.values()), default=0)
+    for one in cut.values():
+        rows, n = one.shape[0], numel_of(one.shape)
+        begins = sorted(piece.memory for piece, _ in one.parts if piece.numel)
+        if begins != [*range(0, n, -(-rows // ranks) * (n // rows))]:
+            return None
+    if not cut:
+        return None
+    numbers = {name for name, one in weights.items() if not one.dtype.is_floating_point}
+    whole = {name for name, one in weights.items() if name not in cut and (not one.shape or one.shape[0] > 1)}
+    return frozenset((numbers | whole) - moments.keys())
 
 
 def number_of(one: Any) -> int:

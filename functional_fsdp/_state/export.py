@@ -15,6 +15,7 @@ from .._common.torch_names import pytree
 from .._common.tree import flatten
 from .._nn.module import Bound, filled
 from .._nn.skeleton import every_buffer, persistent
+from .._nn.ties import aliases_of
 from .._plan.route import Partial, Replicated
 from .._runtime.runtime import runtime_of
 from .._storage.flat import FlatBuffer, gather_leaves, leaf_shards
@@ -180,7 +181,7 @@ def as_module(model: M, weights: State | Mapping[str, torch.Tensor]) -> M:
         state, or in the model. What is tied is one parameter.
 
     Raises:
-        TreeError: weights that do not fit, see `bind`.
+        TreeError: weights that do not fit, see `bind`; a State with two leaves where the model has one weight.
 
     Collective: of a State as `full_params`, every rank must call it; else none.
 
@@ -191,6 +192,13 @@ def as_module(model: M, weights: State | Mapping[str, torch.Tensor]) -> M:
         return filled(model, weights)
     found = dict(zip(weights.layout.paths, pytree.tree_leaves(full_params(weights)), strict=True))
     module = filled(model, found)
+    home = dict(zip(weights.layout.paths, weights.layout.source, strict=True))
+    untied = [(path, first) for path, first in aliases_of(model).items() if home[path] != home[first]]
+    if untied:
+        raise TreeError(
+            f"as_module: the model has one weight at {untied[0][1]!r} and {untied[0][0]!r}, and in this state these "
+            "are two leaves. Make the model without the tie, or shard weights that are tied."
+        )
     trained = {path for unit in weights.layout.units for path, on in zip(unit.paths, unit.trains, strict=True) if on}
     for path, source in zip(weights.layout.paths, weights.layout.source, strict=True):
         module.get_parameter(path).requires_grad_(source in trained)

@@ -63,6 +63,8 @@ def test_leaves_and_moments_have_the_bits_that_the_peer_had(name: str, unpacked:
         assert there.step == STEPS
         assert there.optimizer.keys() == {key.partition("/")[2] for key in said if key.startswith("exp_avg/")}
     assert "seen" in there.buffers
+    assert ("scale" in there.buffers) is (name not in ("lightning", "accelerate2-full"))  # whole, as the leaves
+    assert "gate.weight" not in there.buffers
 
 
 SPELT = {"adamw": lambda: fsdp.adamw(lr=LR, weight_decay=DECAY),
@@ -437,3 +439,25 @@ def test_a_prefix_is_found_by_the_skeleton_or_given(tmp_path: Path) -> None:
     }
     with pytest.raises(fsdp.TreeError, match="lacks"):
         fsdp.init(PeerModel, spec, weights=inner)
+
+
+class Untied(PeerModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.embed.weight.detach().clone())
+
+
+def test_a_state_with_two_leaves_where_the_model_has_one_is_refused_at_first_use(unpacked: Any, tmp_path: Path) -> None:
+    folder = convert.main([str(unpacked("dcp-plain")), str(tmp_path / "ours"), "--untied"])
+    state = fsdp.load(folder, fsdp.Spec(fsdp.local_mesh("cpu")))
+    _, skeleton = fsdp.functionalize(PeerModel())
+    uses: list[Any] = [
+        lambda: T.forward_backward(skeleton, loss_of)(state, batch_of(0, 0)),
+        lambda: T.apply(skeleton)(state, batch_of(0, 0)),
+        lambda: fsdp.as_module(skeleton, state),
+    ]
+    for use in uses:
+        with pytest.raises(fsdp.TreeError, match=r"one weight at 'embed\.weight' and 'head\.weight', .* two leaves"):
+            use()
+    _, untied = fsdp.functionalize(Untied())
+    assert fsdp.as_module(untied, state).head.weight is not None

@@ -97,6 +97,7 @@ def test_what_is_written_is_read_again(way: str, kind: str, nprocs: int, tmp_pat
     assert all(torch.equal(there[name], value) for name, value in weights.items())
     assert there.step == STEPS
     assert there.optimizer.keys() == {name for name, p in PeerModel().named_parameters() if p.requires_grad}
+    assert there.buffers == {"seen"}  # leaves that lie in one box are no buffers
     whole = dict(weights, **{name: torch.empty_like(t) for name, t in weights.items()})
     dcp.load({"model": whole}, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[attr-defined]
     assert all(torch.equal(whole[name], value) for name, value in weights.items())

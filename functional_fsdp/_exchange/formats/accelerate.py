@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..contents import Contents, sorted_out
+from ..contents import Contents, buffers_by_shards, sorted_out
 from ..pickles import read_saved
 from .dcp import Dcp, dcp_tensors
 from .hugging_face import HuggingFace, files_of
@@ -38,6 +38,7 @@ class Accelerate:
                 named, _, _ = dcp_tensors(path / "optimizer_0")
                 _, found.moments, others, _ = sorted_out(named)
                 found.left = (*found.left, *others)
+            found.buffers = buffers_by_shards(found.tensors, found.moments)
         else:
             found = StateDict().read(path / FULL) if (path / FULL).exists() else HuggingFace().read(path)
             found.format = "Accelerate FSDP, full" if (path / FULL).exists() else f"Accelerate, {found.format}"

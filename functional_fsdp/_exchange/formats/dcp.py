@@ -16,7 +16,7 @@ import torch
 from ..._common.errors import CheckpointError
 from ..._storage.safetensors import Entry
 from ..._storage.spans import Blob, Cut, box, numel_of
-from ..contents import Contents, sorted_out
+from ..contents import Contents, buffers_by_shards, sorted_out
 from ..pickles import Inert, read_pickle, saved_tensor
 
 __all__ = ["Dcp", "dcp_tensors"]
@@ -35,9 +35,16 @@ class Dcp:
         weights, moments, others, prefix = sorted_out(named)
         steps = {name: kept.pop("step") for name, kept in moments.items() if "step" in kept}
         return Contents(
-            "torch.distributed.checkpoint", weights, version, world, moments=moments, steps=steps, prefix=prefix,
+            "torch.distributed.checkpoint",
+            weights,
+            version,
+            world,
+            buffers=buffers_by_shards(weights, moments),
+            moments=moments,
+            steps=steps,
+            prefix=prefix,
             left=tuple(others),
-        )  # fmt: skip
+        )
 
 
 def dcp_tensors(path: Path) -> tuple[dict[str, Any], str | None, int]:

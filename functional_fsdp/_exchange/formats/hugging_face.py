@@ -15,7 +15,7 @@ from typing import Any
 from ..._common.errors import CheckpointError, TreeError
 from ..._storage.safetensors import Entry, read_header
 from ..._storage.spans import Cut, box, numel_of
-from ..contents import Contents
+from ..contents import Contents, buffers_by_shards
 from ..pickles import Held, read_saved, span_of
 
 __all__ = ["HuggingFace", "SafetensorsFile", "files_of", "state_dict_of"]
@@ -60,7 +60,8 @@ class HuggingFace:
             )
         found = {name: one for name, one in found.items() if name not in ties}
         return Contents(f"{kind} ({suffix}, {len(files)} files)" if len(files) > 1 else f"{kind} ({suffix})",
-                        found, world=len(shards) or None, ties=ties or None)  # fmt: skip
+                        found, world=len(shards) or None, ties=ties or None,
+                        buffers=buffers_by_shards(found, {}) if boxes else None)  # fmt: skip
 
 
 class SafetensorsFile:

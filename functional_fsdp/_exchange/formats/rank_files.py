@@ -13,7 +13,7 @@ from typing import Any
 
 from ..._common.errors import CheckpointError
 from ..._storage.spans import Cut, box, numel_of
-from ..contents import Contents, by_number, plain_name, without_prefix
+from ..contents import Contents, buffers_by_shards, by_number, plain_name, without_prefix
 from ..pickles import Distributed, Held, read_saved, span_of
 
 __all__ = ["RankFiles"]
@@ -41,7 +41,7 @@ class RankFiles:
         return Contents(
             "files of ranks (torch.save of DTensors)", found, None, len(ranks),
             {names[alias]: names[one] for alias, one in ties.items()} or None,
-            moments=moments, steps=steps, prefix=prefix, left=left,
+            buffers=buffers_by_shards(found, moments), moments=moments, steps=steps, prefix=prefix, left=left,
         )  # fmt: skip
 
 
