@@ -35,6 +35,7 @@ __all__ = ["Checkpoint", "open_checkpoint"]
 FORMATS: tuple[Format, ...] = (
     Own(), Peft(), Accelerate(), DeepSpeed(), Dcp(), RankFiles(), HuggingFace(), SafetensorsFile(), StateDict(),
 )  # fmt: skip
+DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AssertionError)
 MOST_TIED = 1 << 20  # elements of a leaf that are compared to tell whether two are one
 
 
@@ -232,7 +233,13 @@ def _contents(path: Path) -> Contents:
         raise FileNotFoundError(f"weights: there is no {path}.")
     for one in FORMATS:
         if one.claims(path):
-            return one.read(path)
+            try:
+                return one.read(path)
+            except DAMAGED as error:
+                raise CheckpointError(
+                    f"{path} is damaged, or of a version that is not read: as {type(one).__name__} it has something "
+                    f"else than expected ({type(error).__name__}: {str(error)[:200]})."
+                ) from error
     there = sorted(child.name for child in path.iterdir())[:5]
     raise FileNotFoundError(
         f"weights: {path} has no *.safetensors and no pytorch_model.bin, and is no checkpoint of a known format; it "

@@ -19,13 +19,7 @@ from .._common.errors import CheckpointError
 from .._storage.spans import Cut, Files, entry_values, numel_of
 
 __all__ = [
-    "Contents",
-    "Format",
-    "buffers_by_shards",
-    "by_number",
-    "number_of",
-    "plain_name",
-    "sorted_out",
+    *("Contents", "Format", "buffers_by_shards", "by_number", "number_of", "plain_name", "sorted_out"),
     "without_prefix",
 ]
 
@@ -171,8 +165,8 @@ def by_number(
 
 
 def buffers_by_shards(weights: Mapping[str, Any], moments: Mapping[str, Any]) -> frozenset[str] | None:
-    """Which weights are buffers, where FSDP has cut its parameters along their rows, each into as many chunks, and saved
-    buffers whole: those of several rows in one part. None where leaves are not cut, or otherwise."""
+    """Which weights are buffers, where FSDP has cut its parameters along their rows, each into as many chunks, and
+    saved buffers whole: those of several rows in one part. None where leaves are not cut, or otherwise."""
     cut = {name: one for name, one in weights.items() if isinstance(one, Cut) and len(one.parts) > 1}
     ranks = max((len(one.parts) for one in cut.values()), default=0)
     for one in cut.values():
@@ -191,7 +185,7 @@ def number_of(one: Any) -> int:
     """A count of steps: a number, or a tensor of one, wherever it lies."""
     if isinstance(one, int | float):
         return int(one)
-    if numel_of(one.shape) != 1:
-        raise CheckpointError(f"a count of steps has the shape {list(one.shape)}; expected one number.")
+    if numel_of(getattr(one, "shape", (0,))) != 1:
+        raise CheckpointError(f"a count of steps is {one!r}; expected one number.")
     with Files() as files:
         return int(entry_values(one, 0, 1, files).to(torch.float64).item())

@@ -16,6 +16,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -251,9 +252,9 @@ def read_pickle(where: Path, file: IO[bytes]) -> Any:
             "made of. Nothing was run. If you trust the file, load it by the package that wrote it, and give the "
             "tensors: weights={name: tensor}."
         ) from None
-    except (OSError, MemoryError):
+    except OSError:
         raise
-    except Exception as error:  # whatever damaged bytes lead to
+    except Exception as error:  # whatever damaged bytes lead to, MemoryError among it
         raise CheckpointError(f"{where} is damaged: its pickle cannot be read ({_said(error)}).") from None
 
 
@@ -360,8 +361,9 @@ def read_saved(path: Path, start: int = 0, length: int | None = None) -> tuple[A
     Raises:
         CheckpointError: naming the file: it is damaged, or it wants something to be run.
     """
-    if length is None and not zipfile.is_zipfile(path):
-        return _legacy(path), _first
+    with suppress(zipfile.BadZipFile):
+        if length is None and not zipfile.is_zipfile(path):
+            return _legacy(path), _first
     saved = Saved(path, start, length)
     return saved.tree, saved.span
 

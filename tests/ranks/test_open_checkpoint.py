@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import shutil
 import tarfile
 import zipfile
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -299,6 +301,42 @@ HOSTILE = {
 def test_pickles_that_are_made_by_hand_do_nothing(how: str, tmp_path: Path) -> None:
     with pytest.raises((fsdp.CheckpointError, fsdp.TreeError), match=r"made\.pt"):
         fsdp.open_checkpoint(pickled(tmp_path, HOSTILE[how]))
+
+
+def mutated(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
+    """Some bytes flipped, cut off, zeroed or put in, or another file of the folder."""
+    held = bytearray(data)
+    at = rng.randrange(len(held))
+    how = rng.randrange(5)
+    if how == 0:
+        for _ in range(rng.choice([1, 3, 20])):
+            held[rng.randrange(min(len(held), rng.choice([200, 3000, 10**6])))] = rng.randrange(256)
+    elif how == 1:
+        del held[at:]
+    elif how == 2:
+        held[at : at + 50] = bytes(len(held[at : at + 50]))
+    elif how == 3:
+        held[at:at] = rng.randbytes(3)
+    return bytes(held) if how < 4 else rng.choice(others)
+
+
+@pytest.mark.parametrize("name", [*MADE[:2], "lightning", "rank-files", "accelerate2-full", "deepspeed1", "deepspeed3",
+                                  "deepspeed2-universal", "hf-dcp"])  # fmt: skip
+def test_damage_anywhere_is_an_error_of_the_package_or_of_the_disk(name: str, unpacked: Any, tmp_path: Path) -> None:
+    rng = random.Random(name)
+    path = tmp_path / unpacked(name).name
+    whole = unpacked(name)
+    shutil.copytree(whole, path) if whole.is_dir() else shutil.copy(whole, path)
+    files = [file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
+    for _ in range(40):
+        file = rng.choice(files)
+        before = file.read_bytes()
+        file.write_bytes(mutated(rng, before, [one.read_bytes() for one in files]))
+        with suppress(fsdp.FsdpError, OSError):
+            there = fsdp.open_checkpoint(path)
+            assert repr(there)
+            assert dict(there.items())
+        file.write_bytes(before)
 
 
 # ---------------------------------------------------------------- files of Hugging Face

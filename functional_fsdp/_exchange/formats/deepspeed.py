@@ -89,7 +89,7 @@ def _step_folder(path: Path) -> Path | None:
     inner = [path]
     latest = path / "latest"
     if latest.is_file():
-        tag = latest.read_text().strip()
+        tag = latest.read_text(errors="replace").strip()
         if Path(tag).name != tag or not (path / tag).is_dir():
             raise CheckpointError(f"{latest} names {tag!r}, which is no folder there.")
         inner.append(path / tag)
@@ -122,10 +122,11 @@ def _shape(file: Path, name: str, shape: Any) -> tuple[int, ...]:
 
 
 def _stage(ranks: list[Spanned], model: Mapping[str, Any]) -> tuple[int, int]:
-    tree, _, file = ranks[0]
-    stage = tree["optimizer_state_dict"].get("zero_stage")
+    _, _, file = ranks[0]
+    optimizers = [_optimizer(one) for one in ranks]
+    stage = optimizers[0].get("zero_stage")
     stage = stage.args[0] if isinstance(stage, Inert) else stage
-    world = tree["optimizer_state_dict"].get("partition_count")
+    world = optimizers[0].get("partition_count")
     world = max(world) if isinstance(world, list) else world
     if stage not in (1, 2, 3) or type(world) is not int:
         raise CheckpointError(f"{file} is of ZeRO stage {stage!r} and {world!r} ranks; expected stage 1, 2 or 3.")
@@ -134,12 +135,20 @@ def _stage(ranks: list[Spanned], model: Mapping[str, Any]) -> tuple[int, int]:
             f"{file} is of {world} ranks; {len(ranks)} files of optimizer states are there, and the model's says "
             f"{model.get('dp_world_size')}. Some are missing, or of another checkpoint."
         )
-    for other, _, name in ranks[1:]:
-        theirs = other["optimizer_state_dict"].get("zero_stage")
+    for other, (_, _, name) in zip(optimizers, ranks, strict=True):
+        theirs = other.get("zero_stage")
         theirs = theirs.args[0] if isinstance(theirs, Inert) else theirs
         if theirs != stage:
             raise CheckpointError(f"{name} is of ZeRO stage {theirs}, and {file.name} of {stage}: of two checkpoints?")
     return stage, world
+
+
+def _optimizer(one: Spanned) -> Mapping[str, Any]:
+    tree, _, file = one
+    found = tree.get("optimizer_state_dict") if isinstance(tree, Mapping) else None
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{file} has no 'optimizer_state_dict': it is no optimizer state of DeepSpeed.")
+    return found
 
 
 def _frozen(
@@ -192,7 +201,7 @@ def _second(ranks: list[Spanned], shapes: list[dict[str, tuple[int, ...]]]) -> F
     weights: dict[str, Any] = {}
     moments: dict[str, dict[str, Any]] = {}
     steps: dict[str, Any] = {}
-    optimizers = [tree["optimizer_state_dict"] for tree, _, _ in ranks]
+    optimizers = [_optimizer(one) for one in ranks]
     paddings = optimizers[0].get("param_alignment_paddings")
     for i, group in enumerate(shapes):
         slots = _slots([_state(one, "base_optimizer_state", i) for one in optimizers], ranks)
@@ -217,7 +226,7 @@ def _third(ranks: list[Spanned], shapes: list[dict[str, tuple[int, ...]]]) -> Fo
     weights: dict[str, Any] = {}
     moments: dict[str, dict[str, Any]] = {}
     steps: dict[str, Any] = {}
-    optimizers = [tree["optimizer_state_dict"] for tree, _, _ in ranks]
+    optimizers = [_optimizer(one) for one in ranks]
     flats: dict[str, list[Flat]] = {"": []}
     for (_, span, file), one in zip(ranks, optimizers, strict=True):
         flats[""].append(_ends([*one["fp32_flat_groups"]], span, file))

@@ -142,6 +142,14 @@ def _place(rank: int, part: Distributed) -> tuple[list[int], list[int]] | None:
     return offsets, sizes
 
 
+def _state_of(one: Spanned) -> Mapping[Any, Any]:
+    tree, _, file = one
+    found = tree.get("state")
+    if not isinstance(found, Mapping) or not all(isinstance(kept, Mapping) for kept in found.values()):
+        raise CheckpointError(f"{file} has no 'state' by parameters: it is no state dict of an optimizer.")
+    return found
+
+
 def _moments(path: Path, weights: dict[str, Any], world: int) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
     files = _files(path, "optim")
     if not files:
@@ -150,8 +158,8 @@ def _moments(path: Path, weights: dict[str, Any], world: int) -> tuple[dict[str,
     if len(ranks) != world:
         raise CheckpointError(f"{path} has weights of {world} ranks and optimizer states of {len(ranks)}.")
     state: dict[Any, dict[str, Any]] = {}
-    for key in ranks[0][0].get("state", {}):
-        trees = [tree["state"].get(key, {}) for tree, _, _ in ranks]
+    for key in _state_of(ranks[0]):
+        trees = [_state_of(one).get(key, {}) for one in ranks]
         numbers = {slot: one for slot, one in trees[0].items() if isinstance(one, int | float)}
         state[key] = {**_joined(ranks, trees)[0], **numbers}
     if state and all(isinstance(key, str) for key in state):
