@@ -213,9 +213,9 @@ def open_checkpoint(
     Collective: none.
 
     Example:
-        >>> checkpoint = fsdp.open_checkpoint("global_step100")  # doctest: +SKIP
-        >>> state, model = fsdp.init(make, spec, fsdp.adamw(lr=3e-4), weights=checkpoint)  # doctest: +SKIP
-        >>> state = fsdp.load_optimizer_state(state, checkpoint)  # doctest: +SKIP
+        >>> run = fsdp.save(state, "run")  # or a folder of another package
+        >>> checkpoint = fsdp.open_checkpoint(run)
+        >>> state = fsdp.load_optimizer_state(fsdp.load_weights(state, checkpoint), checkpoint)
     """
     contents = _contents(Path(path))
     if base is not None:

@@ -65,9 +65,11 @@ def stream(
     Collective: every rank iterates to the end; an all-gather a bucket and sharded axis for each unit.
 
     Example:
+        >>> shared = {}
         >>> for unit, named in fsdp.stream(state, dtype=torch.bfloat16):
-        ...     for name, tensor in named.items():
-        ...         shared[name].copy_(tensor)  # doctest: +SKIP
+        ...     shared |= {name: tensor.clone() for name, tensor in named.items()}
+        >>> shared["head.weight"].dtype
+        torch.bfloat16
     """
     state._valid("stream")
     run = runtime_of(state.spec.mesh)
@@ -266,9 +268,11 @@ def delta(since: Snapshot, state: State, *, convert: Conversions | None = None, 
     Collective: none.
 
     Example:
-        >>> since = fsdp.snapshot(state)
-        >>> changed = fsdp.delta(since, fsdp.step(fsdp.reduce(*fsdp.unshard(state))))
-        >>> weights = fsdp.apply_delta(weights, changed)  # doctest: +SKIP
+        >>> since, weights = fsdp.snapshot(state), fsdp.full_params(state)
+        >>> state = fsdp.step(fsdp.reduce(*fsdp.unshard(state)))
+        >>> weights = fsdp.apply_delta(weights, fsdp.delta(since, state))
+        >>> bool((weights["head.weight"] == fsdp.full_params(state)["head.weight"]).all())
+        True
     """
     state._resting("delta")
     none_apart(state, "delta")
@@ -338,8 +342,9 @@ def apply_delta(weights: Mapping[str, torch.Tensor], changed: Delta) -> Mapping[
     Collective: none.
 
     Example:
-        >>> for part in parts_of_all_ranks:  # doctest: +SKIP
-        ...     fsdp.apply_delta(model.state_dict(), part)
+        >>> since, weights = fsdp.snapshot(state), fsdp.full_params(state)
+        >>> changed = fsdp.delta(since, fsdp.step(fsdp.reduce(*fsdp.unshard(state))))
+        >>> weights = fsdp.apply_delta(weights, changed)  # that of each rank, one after the other
     """
     for name, runs in changed.runs.items():
         one: Any = weights.get(name)
