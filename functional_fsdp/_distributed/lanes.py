@@ -52,10 +52,11 @@ class Log:
 
 
 class Waiting(NamedTuple):
-    """What a rank says that waits: for which job of a lane, along which axes, for what, how many jobs it has issued on
-    each lane, and whether it goes on by itself if others need it, or starts what they need."""
+    """What a rank says that waits: on which lane, for which of its jobs, along which axes, for what, how many jobs it
+    has issued on each lane, and whether it goes on by itself if others need it, or starts what they need."""
 
     rank: int
+    lane: str
     ordinal: int
     axes: list[str]
     what: str

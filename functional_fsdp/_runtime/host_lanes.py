@@ -158,9 +158,9 @@ class HostLanes(Lanes):
                     continue  # its jobs have numbers of their own, which say nothing to peers
                 try:
                     awaited = self._awaited()
-                    if relents and not AHEAD.isdisjoint(awaited):
+                    if relents and any(peer.lane in AHEAD for peer in awaited):
                         return False
-                    before = {lane: peer for lane, peer in awaited.items() if self._before(job, peer)}
+                    before = {peer.lane: peer for peer in awaited if self._before(job, peer)}
                     follows = job.lane in BESIDE and self._follows(before)
                     if before and follows:
                         patience = FIRST
@@ -168,12 +168,13 @@ class HostLanes(Lanes):
                     if run.store.check([told := f"apart/{run.meetings}"]):
                         run.void()
                         raise ScheduleError(run.store.get(told).decode())
-                    for peer in awaited.values():
+                    for peer in awaited:
                         self._part(job, peer)
                     counts = {name: log.count for name, log in run.issued.items()}
                     axes = [*{hop.axis for hop in job.hops}]
-                    said = Waiting(dist.get_rank(), job.ordinal, axes, job.hops[0].bucket, counts, relents or follows)
-                    run.store.set(f"waits/{run.meetings}/{job.lane}", json.dumps(said))
+                    bucket, goes_on = job.hops[0].bucket, relents or follows
+                    said = Waiting(dist.get_rank(), job.lane, job.ordinal, axes, bucket, counts, goes_on)
+                    run.store.set(f"waits/{run.meetings}/{said.rank}", json.dumps(said))
                 except dist.DistError as why:
                     raise run.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
             return True
@@ -193,20 +194,22 @@ class HostLanes(Lanes):
         finally:
             self.behind = behind
 
-    def _awaited(self) -> dict[str, Waiting]:
-        """By lane, a peer that waits for what this rank has yet to issue."""
-        run, found = self.run, {}
-        for lane in QUEUES:
-            key = f"waits/{run.meetings}/{lane}"
-            if run.store.check([key]):
+    def _awaited(self) -> list[Waiting]:
+        """The peers that wait for what this rank has yet to issue."""
+        run, found = self.run, []
+        for rank in run.ranks:
+            key = f"waits/{run.meetings}/{rank}"
+            if rank != dist.get_rank() and run.store.check([key]):
                 said = Waiting(*json.loads(run.store.get(key)))
-                if said.ordinal > run.issued[lane].count and self._beside(said.rank, said.axes):
-                    found[lane] = said
+                if said.ordinal > run.issued[said.lane].count and self._beside(said.rank, said.axes):
+                    found.append(said)
         return found
 
     def _beside(self, rank: int, axes: Iterable[str]) -> bool:
-        """Whether a rank has collectives along one of these axes ("": along all) with this one."""
-        return any(not axis or rank in self.run.rows[axis] for axis in axes)
+        """Whether a job along these axes ("": along all) that a rank is in comes to its end only if this one issues it:
+        a rank that is along one axis comes to the next only when those along the first have come, too."""
+        some = {*axes}
+        return "" in some or (len(some) > 0 and rank in self.run.along(frozenset(some)))
 
     def _part(self, job: Job, peer: Waiting) -> None:
         """Raise if this rank and the peer wait for each other."""

@@ -166,6 +166,12 @@ class Runtime(Agreement):
 
     # ---- jobs
 
+    def along(self, axes: frozenset[str]) -> list[int]:
+        """The ranks with the coordinates of this one but along these axes."""
+        place = tuple(slice(None) if axis in axes else at for axis, at in self.position)
+        found: list[int] = self.grid[place].flatten().tolist()
+        return found
+
     def collective(self, hop: Collective, out: Any, given: Any) -> Steps:
         """One collective, as a part of a job. `given` may be the rank's own slice of `out`, or the same
         tensor. (A ballot of the host vote is a list.)"""

@@ -48,8 +48,8 @@ def program(seed: int, ranks: int) -> Program:
 
 def trained(case: Program) -> float:
     """The largest difference between two steps of this program, on these ranks, and arithmetic."""
-    two = case["placement"] in TWO_AXES
-    rows = case["ranks"] if case["seed"] % 3 == 0 else 1
+    two = case["placement"] in TWO_AXES or "rows" in case
+    rows = case["rows"] if "rows" in case else case["ranks"] if case["seed"] % 3 == 0 else 1
     mesh = fsdp.local_mesh(replica=rows, shard=-1) if two else fsdp.local_mesh()
     rank, world = dist.get_rank(), case["ranks"]
     placement = getattr(fsdp, case["placement"])(*(("replica", "shard") if two else ("data",)))
@@ -107,3 +107,21 @@ def test_gradients_come_at_other_times_on_each_rank(ranks: int) -> None:
     cases = [program(seed, ranks) for seed in range(24)]
     for found in launch(several, (cases,), nprocs=ranks, timeout=60):
         assert found == [0.0] * len(cases)
+
+
+@pytest.mark.parametrize(
+    ("placement", "lasts", "late", "prefetch"),
+    [
+        ("zero3", (False,), [0, 3, 0, 0], 1),
+        ("zero3", (True,), [3, 1, 0, 0], 1),
+        ("hsdp", (False, True), [0, 1, 1, 2], 0),
+    ],
+)
+def test_ranks_of_two_axes_help_who_waits(placement: str, lasts: Any, late: list[int], prefetch: int) -> None:
+    """Along two axes a collective takes ranks that are along neither with who waits; and several wait on one lane."""
+    case = program(1, 4) | {
+        "placement": placement, "lasts": lasts, "late": late, "prefetch": prefetch, "rows": 2, "early release": True,
+        "sizes": {f"u{i}": 300 for i in range(5)}, "left out": [set()] * 4, "shuffled": [False] * 4,
+        "transport": "collective", "sum": "auto",
+    }  # fmt: skip
+    assert launch(several, ([case],), nprocs=4, simulate=True) == [[0.0]] * 4
