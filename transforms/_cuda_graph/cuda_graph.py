@@ -112,8 +112,8 @@ def cuda_graph(
     graphed = Graphed(train_step, warmup, graphs, host_reads == "guard", pass_through)
 
     @wraps(train_step)
-    def run(state: State, *args: Any, **kwargs: Any) -> Any:
+    def call(state: State, *args: Any, **kwargs: Any) -> Any:
         return graphed(state, args, kwargs)
 
-    run.graphs = graphed.captured  # type: ignore[attr-defined]
-    return cast(F, run)
+    call.graphs = graphed.captured  # type: ignore[attr-defined]
+    return cast(F, call)

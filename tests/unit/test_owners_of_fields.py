@@ -1,0 +1,186 @@
+"""Whoever has a running part's fields assigns them: nobody sets one from outside its class."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from unit.test_package import CORE, TRANSFORMS, nodes, place
+
+#: the classes, by the names or paths under which their instances are used
+OWNERS = {
+    "Executor": ("executor", "_executor"),
+    "Gathers": (),
+    "Reductions": (),
+    "Staging": ("staging",),
+    "Runtime": ("run", "_run", "runtime", "runtime_of()"),
+    "Agreement": (),
+    "Lineage": ("lineage", "_lineage", "lineage_of()"),
+    "Driver": ("driver", "_driver"),
+}
+CALLED = {name for names in OWNERS.values() for name in names}
+#: assignments from outside that are still there: none may be added
+LEFT: dict[str, set[str]] = {
+    "_compile/whole_step.py": {"lineage_of(states[k]).broken"},
+    "_cuda_graph/capturing.py": {"self.owner.broken"},
+    "_drive/forward_backward.py": {"driver.reduce", "driver.watch"},
+    "_drive/unit_uses.py": {"driver.active"},
+    "_engine/executor.py": {"self.staging.apart"},
+    "_graph/graph.py": {"lineage.broken", "lineage.busy", "lineage.graph_plan", "lineage.offset"},
+    "_launch/results.py": {"run.lineage_count"},
+    "_runtime/forms.py": {"run.asking", "run.form", "run.formed", "run.presumed"},
+    "_runtime/joint.py": {"self.run.parted"},
+    "_runtime/restart.py": {
+        "run.digest",
+        "run.epoch",
+        "run.formed",
+        "run.heard",
+        "run.meeting",
+        "run.meetings",
+        "run.parted",
+        "run.restarted",
+        "run.stage",
+    },
+    "_state/arrivals.py": {"executor.arrive_in", "executor.arriving"},
+    "_state/capture.py": {
+        "lineage.broken",
+        "run.capturing",
+        "run.logs",
+        "run.remarks",
+        "self.executor.arriving",
+        "self.lineage.broken",
+        "self.run.form",
+    },
+    "_state/free.py": {"lineage.executor"},
+    "_state/graph_plan.py": {"self.run.given_rows"},
+    "_state/lineage.py": {"self.runtime.lineage_count", "self.runtime.lineages"},
+    "_state/rounds.py": {"state._executor.whole"},
+    "_state/session.py": {"self._executor.begins"},
+    "_state/state.py": {"lineage.executor"},
+    "_state/update.py": {
+        "executor.beside_backward",
+        "executor.renewed",
+        "executor.streamed",
+        "staging.marks",
+        "state._executor.beside_backward",
+    },
+    "_state/veto.py": {"self.lineage.busy", "self.run.digest", "self.run.veto", "setattr(self.lineage, name, value)"},
+    "_transports/auto.py": {"run.chosen"},
+    "_transports/symmetric.py": {"self.run.windows"},
+    "_verbs/change.py": {"executor.whole", "lineage.broken"},
+    "_verbs/metrics.py": {"run.form"},
+    "_verbs/verbs.py": {"executor.beside_backward", "executor.grads", "lineage.broken", "lineage.lent"},
+}
+
+
+def path_of(node: ast.expr) -> str:
+    """An expression's names, without what calls and items are given: "states.version.lineage" of a lineage."""
+    if isinstance(node, ast.Call):
+        return f"{path_of(node.func)}()"
+    if isinstance(node, ast.Subscript):
+        return path_of(node.value)
+    return f"{path_of(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def is_owner(node: ast.expr) -> bool:
+    """Whether an expression is called as instances of owners are."""
+    return f".{path_of(node)}".endswith(tuple(f".{name}" for name in CALLED))
+
+
+def assigned(node: ast.AST) -> list[ast.expr]:
+    """What a statement assigns or deletes, one by one; of an item, what has it."""
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign | ast.Delete):
+        targets = [*node.targets]
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.NamedExpr):
+        targets = [node.target]
+    elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+        targets = [node.optional_vars]
+    found: list[ast.expr] = []
+    while targets:
+        target = targets.pop()
+        if isinstance(target, ast.Tuple | ast.List):
+            targets += target.elts
+        elif isinstance(target, ast.Starred | ast.Subscript):
+            targets.append(target.value)
+        else:
+            found.append(target)
+    return found
+
+
+def classes(tree: ast.AST) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+
+def fields(owner: ast.ClassDef) -> set[str]:
+    """What a class assigns of `self`, or declares."""
+    found = {
+        node.target.id for node in owner.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    for node in ast.walk(owner):
+        targets = [t for t in assigned(node) if isinstance(t, ast.Attribute)]
+        found |= {t.attr for t in targets if path_of(t.value) == "self"}
+    return found
+
+
+@cache
+def of_owners_alone() -> frozenset[str]:
+    """Names of fields that only owners have, whatever their instances are called somewhere."""
+    who = defaultdict(set)
+    for file in CORE + TRANSFORMS:
+        for owner in classes(nodes(file)[0]):
+            for name in fields(owner):
+                who[name].add(owner.name)
+    return frozenset(name for name, owners in who.items() if owners <= OWNERS.keys())
+
+
+def from_outside(tree: ast.AST, alone: frozenset[str]) -> Iterator[str]:
+    """Assignments to fields of owners that are not made by their own class."""
+    own = {id(node): owner for owner in classes(tree) if owner.name in OWNERS for node in ast.walk(owner)}
+    for node in ast.walk(tree):
+        calls = [node] if isinstance(node, ast.Call) and path_of(node.func) == "setattr" else []
+        if any(is_owner(call.args[0]) for call in calls):
+            yield ast.unparse(node)
+        for target in assigned(node):
+            if not isinstance(target, ast.Attribute) or path_of(target.value) == "self":
+                continue
+            inside = id(node) in own and target.attr in fields(own[id(node)])
+            if (is_owner(target.value) or target.attr in alone) and not inside:
+                yield ast.unparse(target)
+
+
+def test_nobody_assigns_a_field_from_outside() -> None:
+    found = {place(file): {*from_outside(nodes(file)[0], of_owners_alone())} for file in CORE + TRANSFORMS}
+    assert {file: these for file, these in found.items() if these} == LEFT
+
+
+def test_an_assignment_from_outside_is_seen() -> None:
+    source = """
+class Lineage:
+    def moved(self, new):
+        self.successor, self.taken = new.lineage, None
+        self.successor.taken = {}
+        self.runtime.epoch += 1
+        del state.executor.grads["a"]
+class Other:
+    def look(self, known):
+        known.base, self.mine = 1, 2
+        with noted() as self.run.logs[0]:
+            setattr(lineage_of(state), "broken", "")
+"""
+    found = [*from_outside(ast.parse(source), frozenset({"base", "epoch"}))]
+    assert sorted(found) == [
+        "known.base",
+        "self.run.logs",
+        "self.runtime.epoch",
+        "setattr(lineage_of(state), 'broken', '')",
+        "state.executor.grads",
+    ]
+
+
+def test_every_owner_is_there() -> None:
+    there = {owner.name for file in CORE + TRANSFORMS for owner in classes(ast.parse(Path(file).read_text()))}
+    assert OWNERS.keys() <= there
