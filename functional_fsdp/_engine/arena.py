@@ -76,7 +76,7 @@ class Arena:
         place = self.places.get(unit)
         return place.loan if place else None
 
-    def take(self, unit: str) -> bool:
+    def allocate(self, unit: str) -> bool:
         """Have the bytes for a unit, before it is gathered. Returns whether they are new: views come back to life.
 
         What lay there was released, and compute has waited for all that wrote it.
@@ -91,7 +91,7 @@ class Arena:
         memory.resize_(size)
         return True
 
-    def put(self, unit: str, whole: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    def overwrite(self, unit: str, whole: Mapping[str, torch.Tensor]) -> Callable[[], None]:
         """Have a unit lie in its place, from these buckets, for residuals that point there, although the plan may have
         something else there now. Returns what puts that back."""
         memory, _ = self.bytes[unit]
@@ -100,7 +100,7 @@ class Arena:
         if size != self.sizes[unit]:  # the bytes of another one, which may go
             there = [torch.empty(0, dtype=torch.uint8, device=self.run.device).set_(memory)]
         kept = [some.clone() for some in there]
-        self.take(unit)
+        self.allocate(unit)
         for part in parts:
             part.whole.copy_(whole[part.bucket.name])
 

@@ -9,86 +9,105 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from .._common.ranges import ranged
 from .._common.torch_names import profiler
 from .._distributed.lanes import Mark
-from .._plan.order import RecordedOrder
 from .._plan.positions import Move
+from .._plan.walk import Action
+from .._runtime.runtime import Runtime
+from .._storage.place import Place
 from .._storage.stored import Stored
-from .._storage.weights import Loan, gather
-from .engine import Engine
-from .unplanned import LANE
+from .._storage.weights import gather
+from .._transports.carrier import Carrier
+from .arena import Arena
+from .progress import Progress
+from .unplanned import LANE, Unplanned
 
 __all__ = ["Gathers"]
 
 
-class Gathers(Engine):
-    """The part of an `Executor` through which weights go."""
+class Gathers:
+    """The weights of one lineage: units that are gathered in the arena by its plan, or beside it.
 
-    def _by_plan(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Those that are not held outside the plan."""
-        return tuple([name for name in names if not self.unplanned.held(name)])
+    Attributes:
+        arena: where they lie by the plan; unplanned: those that are gathered outside it.
+        flying: gathers that compute has not waited for; newest: the end of the newest one.
+        released: the point from which a unit's bytes are free, in order of release.
+        fence: whether the next gather waits for all that compute has done.
+        copied: units that are copied to their planned place, and what ends that; see `copy_to_planned`.
+        written: units that are lent, and into whose weights an operation has written.
+        digest: of the gathers that this step has issued.
+    """
 
-    def asked(self, names: tuple[str, ...], unplanned: bool) -> Move:
+    def __init__(self, run: Runtime, progress: Progress, carrier: Carrier) -> None:
+        self.run, self.progress, self.carrier = run, progress, carrier
+        self.unplanned = Unplanned(run, progress.layout, progress.spec.schedule.debug)
+        self.digest = 0
+        self.prepare()
+
+    def prepare(self) -> None:
+        """An arena for the plan, in which there is nothing yet."""
+        self.arena = Arena(self.run, self.progress.plan, self.carrier)
+        self.fence = True
+        self.newest: Mark = None
+        self.flying: dict[str, Place] = {}
+        self.released: dict[str, Mark] = {}
+        self.written: list[str] = []
+        self.copied: dict[str, Any] = {}
+
+    # ---------------------------------------------------------------- unshard
+
+    def plan_unshard(self, names: tuple[str, ...], off_plan: bool) -> Move:
         """What follows where units are asked for. Changes nothing.
 
         Raises:
             ScheduleError: a gather would write over a unit that was not released.
         """
-        if unplanned or isinstance(self.order, RecordedOrder):
-            return self.position, tuple([("unplanned", name) for name in names])
+        progress = self.progress
+        if off_plan or progress.recording:
+            return progress.position, tuple([("unplanned", name) for name in names])
         if self.unplanned.units:
             names = self._by_plan(names)
             if not names:
-                return self.position, ()
-        if self.occupied and any(map(self._lain_over, names)):
-            return self.position, tuple([("unplanned", name) for name in names])
-        return self.move("unshard", names)
+                return progress.position, ()
+        if self.copied and any(map(self._lain_over, names)):
+            return progress.position, tuple([("unplanned", name) for name in names])
+        known = progress.position.moves.get(("unshard", names))  # nearly always: `Progress.move`, without a call
+        return known or progress.move("unshard", names)
 
-    def unshard(self, state: Stored, names: Sequence[str], move: Move) -> dict[str, dict[str, torch.Tensor]]:
-        """The weights of units, once they are there; starts what the plan names next."""
-        if self.stays:
-            self.share()
-        if self.run.lanes.copies_on_lanes:
-            self.staging.age()
-        if isinstance(self.order, RecordedOrder):
-            self.order = self.order.used(names)
-        if state.grads is not self.grads and (state.grads or self.grads):
-            self.adopt(state.grads)
-        self.carry_out(state, move)
+    def lend(self, state: Stored, names: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
+        """The weights of units whose gathers were started, once they are there."""
         lent = {}
         for name in names:
-            lent[name] = dict(self._lend(state, name).weights)
+            if self.unplanned.units and self.unplanned.held(name):
+                lent[name] = dict(self.unplanned.loan(name).weights)
+                continue
+            place = self.flying.pop(name, None)
+            if place is not None:
+                lanes = self.run.lanes
+                lanes.wait(place.gathered if lanes.waits_on_host else place.ready(self.flying, self.newest))
+            else:
+                place = self.arena.place(state, name)
+            loan = place.loan
+            if not loan.held:  # `Loan.lend`, without a call
+                loan.count, loan.held = 0, True
+                for base in loan.bases:
+                    loan.count += base._version
+            lent[name] = dict(loan.weights)
         return lent
 
-    def _lend(self, state: Stored, name: str) -> Loan:
-        if self.unplanned.units and self.unplanned.held(name):
-            return self.unplanned.loan(name)
-        place = self.flying.pop(name, None)
-        if place is not None:
-            lanes = self.run.lanes
-            lanes.wait(place.gathered if lanes.waits_on_host else place.ready(self.flying, self.newest))
-        else:
-            place = self.arena.place(state, name)
-        loan = place.loan
-        if not loan.held:  # `lend`, without a call
-            loan.count, loan.held = 0, True
-            for base in loan.bases:
-                loan.count += base._version
-        return loan
-
-    def _gather(self, state: Stored, index: int) -> None:
-        unit = self.plan.gathers[index].unit
-        lying = self._make_way(unit) if self.occupied else ()
+    def start(self, state: Stored, index: int) -> None:
+        """Start gather number `index` of the plan."""
+        unit = self.progress.plan.gathers[index].unit
+        lying = self._make_way(unit) if self.copied else ()
         after = self._free(unit)
-        fresh = self.arena.take(unit)
+        fresh = self.arena.allocate(unit)
         place = self.arena.place(state, unit)
-        if self.staging.reduced or self.arrivals:
-            self.staging.touched(self.layout.by_name[unit])
-        self.digests[0] = zlib.crc32(place.key, self.digests[0])
+        self.digest = zlib.crc32(place.key, self.digest)
         if fresh or self.fence:  # waits for all that compute has done: the bytes or the weights may be new
             self.fence = False
             after = self.run.lanes.mark()
@@ -99,105 +118,67 @@ class Gathers(Engine):
         place.gathered = self.newest = submit("gather", issued, job, after, single, mark=place.gathered)
         self.flying[unit] = place
         for name in lying:
-            self.put_in_place(name)
+            self.copy_to_planned(name)
 
-    def _gather_beside(self, state: Stored, unit: str, by_plan: bool) -> None:
-        """A use on which ranks agree first: at the unit's place, if that is wished, unless what is held lies there. Not
-        in memory that ranks share: peers that only help have none there."""
-        place, cursor = self.arena.places.get(unit), self.cursor
-        if self.unplanned.held(unit) or (by_plan and place and place.loan.held):
-            return
-        with self.beside(state):
-            if cursor.agreed:
-                self.unplanned.take_turn(state, self.plan, unit, cursor.phase == "backward")
-            else:
-                self.unplanned.agree(unit, "unshard", self._planned)
-            self.staging.touched(self.layout.by_name[unit])
-            if by_plan and not self.arena.stays and not self._crowded(unit):
-                self._free(unit)
-                self.arena.take(unit)
-                for part in self.arena.place(state, unit).parts:
-                    gather(state, part.bucket, part.whole, LANE)
-            else:
-                self.unplanned.take(state, unit, LANE if cursor.agreed else "side")
-                self.unplanned.loan(unit).lend()
+    # ---------------------------------------------------------------- off the plan
 
-    def _crowded(self, unit: str) -> bool:
-        """Whether something that is held lies where a unit would."""
-        some = self.arena.places.items() if unit in self.plan.crowded else ()
-        return any(place.loan.held and self.plan.share(unit, name) for name, place in some) or self._lain_over(unit)
+    def is_lent(self, unit: str, by_plan: bool) -> bool:
+        """Whether a unit is lent already: outside the arena, or, if that is wished, in it."""
+        place = self.arena.places.get(unit)
+        return self.unplanned.held(unit) or bool(by_plan and place and place.loan.held)
 
-    def _lain_over(self, unit: str) -> bool:
-        """Whether a unit that is put in place lies where this one would, see `put_in_place`."""
-        return unit in self.plan.crowded and any(self.plan.share(unit, name) for name in self.occupied)
+    def agree(self, state: Stored, unit: str) -> None:
+        """Ranks agree on a use that no plan expects."""
+        cursor = self.progress.cursor
+        if cursor.agreed:
+            self.unplanned.take_turn(state, self.progress.plan, unit, cursor.phase == "backward")
+        else:
+            self.unplanned.agree(unit, "unshard", self.progress.known)
 
-    def _make_way(self, unit: str) -> list[str]:
-        """A gather writes where units may be put in place: they are put away, and these are put there again once it is
-        done. Nothing if it is the unit itself: it now lies there by the plan."""
-        lying = [name for name in self.occupied if self.plan.share(unit, name)]
-        for name in lying:
-            self._put_away(name)
-        if unit in self.occupied:
-            self.occupied[unit] = None
-        return lying
+    def gather_off_plan(self, state: Stored, unit: str, by_plan: bool) -> None:
+        """Gather a unit on which ranks have agreed: at its place, if that is wished, unless what is lent lies there.
+        Not in memory that ranks share: peers that only help have none there."""
+        if by_plan and not self.arena.stays and not self._crowded(unit):
+            self._free(unit)
+            self.arena.allocate(unit)
+            for part in self.arena.place(state, unit).parts:
+                gather(state, part.bucket, part.whole, LANE)
+        else:
+            self.unplanned.gather(state, unit, LANE if self.progress.cursor.agreed else "side")
+            self.unplanned.loan(unit).lend()
 
-    def _put_away(self, unit: str) -> None:
-        """What the plan has where a unit was put in place lies there again."""
-        undo = self.occupied.pop(unit, None)
-        if undo is not None:
-            undo()
-            self.fence = True  # what is gathered there next comes after this
-
-    def _free(self, unit: str) -> Mark:
-        """The point from which a unit's place may be written: the newest release of what lay there."""
-        if unit not in self.plan.crowded:
-            if (flying := self.flying.pop(unit, None)) is not None:
-                self.run.lanes.wait(flying.gathered)
-            return self.released.pop(unit, None)
-        units = self.plan.by_name
-        begin, end = units[unit].address, units[unit].address + units[unit].nbytes  # below: `Plan.share`, without calls
-        if self.flying:
-            for name in [
-                n for n in self.flying if units[n].address < end and begin < units[n].address + units[n].nbytes
-            ]:
-                self.run.lanes.wait(self.flying.pop(name).gathered)  # skipped: nobody waited for it
-        mark = None
-        if self.released:
-            for name in [
-                n for n in self.released if units[n].address < end and begin < units[n].address + units[n].nbytes
-            ]:
-                mark = self.released.pop(name)  # the dict is in order of release
-        return mark
-
-    def put_in_place(self, unit: str) -> Callable[[], None] | None:
-        """A unit that is gathered outside the plan is needed where it lies by the plan, too. Returns what ends that;
-        None if it cannot be."""
-        if unit in self.occupied:
+    def copy_to_planned(self, unit: str) -> Callable[[], None] | None:
+        """A unit that is gathered off the plan is needed where it lies by the plan, too. Returns what ends that; None
+        if it cannot be."""
+        if unit in self.copied:
             return lambda: None  # it lies there for a call around this one
         outside = self.unplanned.units.get(unit)
         if unit not in self.arena.places or not outside or self.carrier.read or self._crowded(unit):
             return None
         for name, other in self.flying.items():
-            if self.plan.share(unit, name):
+            if self.progress.plan.share(unit, name):
                 self.run.lanes.wait(other.gathered)
-        self.occupied[unit] = self.arena.put(unit, outside.whole)
+        self.copied[unit] = self.arena.overwrite(unit, outside.whole)
         return partial(self._put_away, unit)
 
-    def also(self, unit: str) -> None:
-        """A unit that is gathered by the plan is needed where it lay outside of it, too, until it is released."""
+    def copy_to_fallback(self, unit: str) -> None:
+        """A unit that is gathered by the plan is needed where it lay off the plan, too, until it is released."""
         self.unplanned.fill(unit, [(part.bucket, part.whole) for part in self.arena.places[unit].parts])
 
-    def given_back(self, names: tuple[str, ...]) -> Move:
-        """What follows where units are given back. Changes nothing.
+    # ---------------------------------------------------------------- release
+
+    def plan_release(self, names: tuple[str, ...]) -> Move:
+        """What follows where units are released. Changes nothing.
 
         Raises:
-            ScheduleError: one of them is not held.
+            ScheduleError: one of them is not lent.
         """
+        progress = self.progress
         if self.unplanned.units:
             self.written.extend([name for name in names if not self._unchanged(name)])
             names = self._by_plan(names)
             if not names:
-                return self.position, ()
+                return progress.position, ()
         else:
             places = self.arena.places
             for name in names:
@@ -208,41 +189,122 @@ class Gathers(Engine):
                         count -= base._version
                     if count:
                         self.written.append(name)
-        if self.position.cursor.agreed:
-            return self.position, tuple([("free", name) for name in names])
-        return self.move("release", names)
+        if progress.position.cursor.agreed:
+            return progress.position, tuple([("free", name) for name in names])
+        return progress.position.moves.get(("release", names)) or progress.move("release", names)
+
+    def release(self, names: Sequence[str], actions: Sequence[Action]) -> None:
+        """Units are released, with these actions: a mark on compute, behind which their bytes are free."""
+        planned = names
+        if self.unplanned.units:
+            planned = self._by_plan(names)
+            for name in names:
+                if name in self.unplanned.units:  # lent, or see `copy_to_fallback`
+                    self.unplanned.release(name)
+        for name in planned:
+            self.arena.places[name].loan.held = False
+        for kind, what in actions if self.progress.plan.schedule.debug else ():
+            if kind == "free":
+                place = self.arena.places[what]
+                place.poison(self.carrier.spared(place))
+        if planned and not self.run.lanes.waits_on_host:
+            place = self.arena.places[planned[-1]]
+            place.released = self.run.lanes.mark(place.released)
+            for name in planned:
+                self.released.pop(name, None)
+                self.released[name] = place.released
+
+    def note_written(self) -> None:
+        """Note in `written` the units that are lent and into whose weights an operation has written."""
+        for here in (self.unplanned.units, self.arena.places):
+            self.written.extend([name for name, it in here.items() if it.loan.held and not it.loan.unchanged])
+
+    # ---------------------------------------------------------------- the end of a step
+
+    def fence_off(self) -> None:
+        """The next gather waits for all that compute has done."""
+        self.fence = True
+
+    def settle(self) -> None:
+        """Compute waits for the newest gather, and so for all."""
+        self.run.lanes.wait(self.newest)
+        self.newest = None
+
+    def drop(self) -> None:
+        """What is under way was captured and will never run: no mark of it can be waited for."""
+        self.newest, self.flying = None, {}
+
+    def restart(self) -> None:
+        """Back to the state between steps, in which nothing is lent. Compute has waited for all."""
+        self.digest = 0
+        self.flying.clear()
+        self.released.clear()
+        self.copied.clear()
+        self.written.clear()
+        for place in self.arena.places.values():
+            place.loan.held = False
+        self.unplanned.clear()
+        self.arena.free()
+        self.fence = True
+
+    def invalidate(self) -> None:
+        """The next step gathers other numbers: autograd shall refuse residuals that are kept until then."""
+        for place in self.arena.places.values():
+            torch.autograd.graph.increment_version(place.aliases)
+
+    # ---------------------------------------------------------------- who lies where
+
+    def _by_plan(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Those that are not lent off the plan."""
+        return tuple([name for name in names if not self.unplanned.held(name)])
 
     def _unchanged(self, name: str) -> bool:
         """Whether no operation has written into a unit's weights since they were lent, if they are."""
         places, outside = self.arena.places, self.unplanned.units
         return all(here[name].loan.unchanged for here in (outside, places) if name in here)
 
-    def note_written(self) -> None:
-        """Note in `written` the units that are held and into whose weights an operation has written."""
-        for here in (self.unplanned.units, self.arena.places):
-            self.written.extend([name for name, it in here.items() if it.loan.held and not it.loan.unchanged])
+    def _crowded(self, unit: str) -> bool:
+        """Whether something that is lent lies where a unit would."""
+        plan = self.progress.plan
+        places = self.arena.places.items() if unit in plan.crowded else ()
+        return any(place.loan.held and plan.share(unit, name) for name, place in places) or self._lain_over(unit)
 
-    def release(self, state: Stored, names: Sequence[str], move: Move) -> None:
-        """Units are given back: a mark on compute, and gathers that waited for their bytes."""
-        debug = self.plan.schedule.debug
-        mine = names
-        if self.unplanned.units:
-            mine = self._by_plan(names)
-            for name in names:
-                if name in self.unplanned.units:  # held, or see `also`
-                    self.unplanned.release(name)
-        for name in mine:
-            self.arena.places[name].loan.held = False
-        for kind, what in move[1] if debug else ():
-            if kind == "free":
-                place = self.arena.places[what]
-                place.poison(self.carrier.spared(place))
-        if mine and not self.run.lanes.waits_on_host:
-            place = self.arena.places[mine[-1]]
-            place.released = self.run.lanes.mark(place.released)
-            for name in mine:
-                self.released.pop(name, None)
-                self.released[name] = place.released
-        if state.grads is not self.grads and (state.grads or self.grads):
-            self.adopt(state.grads)
-        self.carry_out(state, move)
+    def _lain_over(self, unit: str) -> bool:
+        """Whether a unit that is copied to its planned place lies where this one would, see `copy_to_planned`."""
+        plan = self.progress.plan
+        return unit in plan.crowded and any(plan.share(unit, name) for name in self.copied)
+
+    def _make_way(self, unit: str) -> list[str]:
+        """A gather writes where units may be copied to: they are put away, and these are copied there again once it is
+        done. Nothing if it is the unit itself: it now lies there by the plan."""
+        lying = [name for name in self.copied if self.progress.plan.share(unit, name)]
+        for name in lying:
+            self._put_away(name)
+        if unit in self.copied:
+            self.copied[unit] = None
+        return lying
+
+    def _put_away(self, unit: str) -> None:
+        """What the plan has where a unit was copied to lies there again."""
+        undo = self.copied.pop(unit, None)
+        if undo is not None:
+            undo()
+            self.fence = True  # what is gathered there next comes after this
+
+    def _free(self, unit: str) -> Mark:
+        """The point from which a unit's place may be written: the newest release of what lay there."""
+        plan = self.progress.plan
+        if unit not in plan.crowded:
+            if (flying := self.flying.pop(unit, None)) is not None:
+                self.run.lanes.wait(flying.gathered)
+            return self.released.pop(unit, None)
+        units = plan.by_name
+        begin, end = units[unit].address, units[unit].address + units[unit].nbytes  # below: `Plan.share`, without calls
+        for name in (*self.flying,):
+            if units[name].address < end and begin < units[name].address + units[name].nbytes:
+                self.run.lanes.wait(self.flying.pop(name).gathered)  # skipped: nobody waited for it
+        mark = None
+        for name in (*self.released,):  # in order of release
+            if units[name].address < end and begin < units[name].address + units[name].nbytes:
+                mark = self.released.pop(name)
+        return mark

@@ -12,139 +12,73 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
-
-import torch
 
 from .._common.ranges import ranged
 from .._common.torch_names import profiler
-from .._plan.layout import Unit
-from .._plan.order import RecordedOrder
 from .._plan.positions import Move
 from .._plan.route import states_of
+from .._runtime.given import Given
+from .._runtime.runtime import Runtime
 from .._storage.flat import FlatBuffer
-from .._storage.stored import Stored
+from .._storage.gradients import in_order
 from .._storage.weights import owned
-from .engine import Engine
+from .._transports.carrier import Carrier
+from .arrival import Arrival
+from .gathers import Gathers
+from .progress import Progress
 from .stage import Values
+from .staging import Staging
 
 __all__ = ["Reductions"]
 
 
-class Reductions(Engine):
-    """The part of an `Executor` through which gradients go."""
+class Reductions:
+    """The gradients of one lineage: those that have come, and those that are on their way.
 
-    def start(self) -> None:
-        """Nothing has come yet."""
+    Attributes:
+        grads: the main gradients of the step so far. given: which leaves got one.
+        early: gradients whose turn has not come, by reduction. backlog: due reductions, their gradients and `last`.
+        last: what the newest gradient came with: zeros in a unit's stead follow it.
+        hollow: by unit, the buckets of those in which no trained leaf has elements.
+        skipped: units that were used in this step, and get no gradient on this rank.
+        digest: of the reductions that this step has issued.
+    """
+
+    def __init__(
+        self, run: Runtime, progress: Progress, carrier: Carrier, gathers: Gathers, arrivals: dict[str, Arrival]
+    ) -> None:
+        self.run, self.progress, self.carrier, self.gathers = run, progress, carrier, gathers
+        self.arrivals = arrivals
+        self.layout, self.mesh = progress.layout, progress.spec.mesh
         trained = {unit.name: [b for b in unit.buckets if b.trainable] for unit in self.layout.units}
         self.hollow = {name: some for name, some in trained.items() if not any(bucket.numel for bucket in some)}
         self.grads: dict[str, FlatBuffer] = {}
-        self.early: dict[int, Values] = {}  # gradients whose turn has not come
-        self.backlog: deque[tuple[int, Values, bool]] = deque()  # due reductions, their gradients and `last`
-        self.last = True  # as the newest gradient came with: zeros in a unit's stead follow it
+        self.given = Given(self.layout, run.sizes, run.coordinate)
+        self.early: dict[int, Values] = {}
+        self.backlog: deque[tuple[int, Values, bool]] = deque()
+        self.last = True
+        self.skipped: set[str] = set()
+        self.digest = 0
+        self.prepare()
 
-    def adopt(self, grads: Any) -> None:
+    def prepare(self, depth: int = 0) -> None:
+        """Staging for the plan, in which there is nothing yet. `depth`: the digest of how far reductions went."""
+        spec, plan = self.progress.spec, self.progress.plan
+        self.staging = Staging(self.run, plan, spec.average, self.carrier, self.arrivals, depth)
+
+    # ---------------------------------------------------------------- main gradients
+
+    def set_gradients(self, grads: Any) -> None:
         """Go on from these main gradients: a transform may have put others in the state's place."""
         if grads is not self.grads and (grads or self.grads):
             self.grads = dict(grads or {})
             self.staging.touched()
 
-    def came(self, unit: str, of: str = "") -> Move:
-        """What follows where a gradient of this unit came, perhaps of a " tree". Changes nothing."""
-        return self.move(("empty" if unit in self.hollow else "reduce") + of, (unit,))
-
-    def reduce(
-        self, state: Stored, unit: str, values: Values, last: bool, move: Move, whole_tree: bool = False
-    ) -> None:
-        """A unit's gradients, as `Unit.paths`, on their way into `grads`: now, or when their turn comes."""
-        if self.stays:
-            self.share()
-        self.position, actions = move
-        mine, later = None, self.run.lanes.copies_on_lanes
-        for kind, what in actions:
-            if kind == "reduce":
-                self._issue(what)
-            elif kind == "keep":
-                mine, self.last = what, last
-                self.early[mine] = owned(values, self.arena.loan(unit)) if later else values
-            elif kind == "gather":
-                self._gather(state, what)
-            else:
-                if not whole_tree:
-                    self.unplanned.agree(unit, "reduce", self._planned)
-                self.staging.outside(self.layout.by_name[unit], values, self.grads, last, self.spec.mesh)
-                self._read_still(self.layout.by_name[unit])
-        if unit in self.hollow:
-            self.last = last
-            for bucket in self.hollow[unit]:
-                if bucket.name not in self.grads:
-                    self.staging.zeros(bucket, self.grads, self.spec.mesh)
-        elif (self.early or self.backlog) and not later:  # what was borrowed may be released meanwhile
-            if mine in self.early:
-                self.early[mine] = owned(values, self.arena.loan(unit))
-            for i, (index, waiting, flag) in enumerate(self.backlog):
-                if waiting is values:
-                    self.backlog[i] = index, owned(values, self.arena.loan(unit)), flag
-
-    def reduce_tree(self, state: Stored, total: Mapping[str, torch.Tensor], last: bool) -> None:
-        """The gradients of a whole tree, by path: a round of its own, in the same order on every rank."""
-        self.carry_out(state, self.move("round"))
-        in_turn = dict.fromkeys(reduction.unit for reduction in self.plan.reductions)
-        for name in [*in_turn, *(unit.name for unit in reversed(self.layout.units) if unit.name not in in_turn)]:
-            unit = self.layout.by_name[name]
-            if unit.trained:
-                self.given.note(name, sum(1 << i for i, path in enumerate(unit.paths) if path in total))
-                values = [total.get(path) for path in unit.paths]
-                self.reduce(state, name, values, last, self.came(name, " tree"), whole_tree=True)
-        self.carry_out(state, self.move("round"))
-
-    def skip(self, unit: str) -> bool:
-        """On this rank no gradient of this unit will come in this pass. False: there is no plan, say so by `reduce`."""
-        self.skipped.add(unit)
-        if isinstance(self.order, RecordedOrder):
-            return False
-        self.position, _ = self.move("skip", (unit,))
-        return True
-
-    def expect(self, unit: str) -> None:
-        """In this backward a gradient of this unit will come, though the forward may not have used it."""
-        if not isinstance(self.order, RecordedOrder):
-            self.position, _ = self.move("await", (unit,))
-
-    def _issue(self, due: Iterable[tuple[int, bool]], relents: bool = True) -> None:
-        """Reduce what is due, in order; with `relents` what finds no staging is left, if a peer needs this rank to go
-        on before it can come to what holds the staging."""
-        for index, given in due:
-            self.backlog.append((index, self.early.pop(index) if given else (), self.last))
-        left = self.run.left
-        if left and (other := left[0]()) is not self:  # ranks that did not leave it have issued it before this
-            left.clear()
-            if other is not None:
-                other._go_on(relents=False)
-        self._go_on(relents)
-
-    def _go_on(self, relents: bool) -> None:
-        while self.backlog:
-            index, values, last = self.backlog[0]
-            unit = self.layout.by_name[self.plan.reductions[index].unit]
-            reduce = self.staging.reduce
-            if profiler._is_profiler_enabled:
-                reduce = ranged(reduce, f"reduce gradients of {unit.name}")
-            if not reduce(index, unit, values, self.grads, last, self.spec.mesh, relents):
-                if not self.run.left:
-                    self.run.left.append(weakref.ref(self))
-                return
-            if unit.name in self.flying:  # a gather for which compute has not waited may read main weights after this
-                self.staging.touched(unit)
-            self.digests[1] = zlib.crc32(unit.name.encode(), self.digests[1])
-            self.backlog.popleft()
-        self.run.left.clear()
-
-    def _read_still(self, unit: Unit) -> None:
-        """A gather for which compute has not waited when the gradient came may read main weights after that."""
-        if unit.name in self.flying:
-            self.staging.touched(unit)
+    def put_in_order(self) -> None:
+        """Main gradients as the layout has its buckets."""
+        self.grads = in_order(self.layout, self.grads)
 
     @property
     def waiting(self) -> bool:
@@ -154,8 +88,134 @@ class Reductions(Engine):
     @property
     def complete(self) -> bool:
         """Whether every main gradient is there and whole."""
-        cursor = self.cursor
+        cursor = self.progress.cursor
         if self.waiting or cursor.reduced or cursor.due or cursor.ahead:
             return False
         grads, trainable = self.grads, self.layout.trainable
         return all(n in grads and grads[n].states == states_of(b, "main") for n, b in trainable.items())
+
+    # ---------------------------------------------------------------- gradients that come
+
+    def plan_reduce(self, unit: str, of: str = "") -> Move:
+        """What follows where a gradient of this unit comes, perhaps of a " tree". Changes nothing."""
+        event = ("empty" if unit in self.hollow else "reduce") + of, (unit,)
+        return self.progress.position.moves.get(event) or self.progress.move(*event)
+
+    def keep(self, index: int, unit: str, values: Values, last: bool) -> None:
+        """The gradients of reduction number `index` of the plan have come, whose turn may come later."""
+        self.last = last
+        self.early[index] = owned(values, self.gathers.arena.loan(unit)) if self.run.lanes.copies_on_lanes else values
+
+    def set_last(self, last: bool) -> None:
+        """Gradients that are to come have this flag: zeros may come before any."""
+        self.last = last
+
+    def keep_hollow(self, unit: str, last: bool) -> None:
+        """Gradients without elements have come: nothing is sent."""
+        self.last = last
+        for bucket in self.hollow[unit]:
+            if bucket.name not in self.grads:
+                self.staging.zeros(bucket, self.grads, self.mesh)
+
+    def own(self, index: int | None, unit: str, values: Values) -> None:
+        """What of a unit's gradients still waits must not be borrowed: it may be released meanwhile."""
+        if index in self.early:
+            self.early[index] = owned(values, self.gathers.arena.loan(unit))
+        for i, (number, waiting, flag) in enumerate(self.backlog):
+            if waiting is values:
+                self.backlog[i] = number, owned(values, self.gathers.arena.loan(unit)), flag
+
+    def reduce_off_plan(self, unit: str, values: Values, last: bool, agreed: bool) -> None:
+        """Reduce gradients that no plan expects. Compute waits for them. `agreed`: ranks come to them alike."""
+        if not agreed:
+            self.gathers.unplanned.agree(unit, "reduce", self.progress.known)
+        self.staging.outside(self.layout.by_name[unit], values, self.grads, last, self.mesh)
+        self.read_while_gathered(unit)
+
+    def skip(self, unit: str) -> bool:
+        """On this rank no gradient of this unit will come in this pass. False: there is no plan, say so by `reduce`."""
+        self.skipped.add(unit)
+        if self.progress.recording:
+            return False
+        self.progress.make(self.progress.move("skip", (unit,)))
+        return True
+
+    def expect(self, unit: str) -> None:
+        """In this backward a gradient of this unit will come, though the forward may not have used it."""
+        if not self.progress.recording:
+            self.progress.make(self.progress.move("await", (unit,)))
+
+    # ---------------------------------------------------------------- reductions that are due
+
+    def issue(self, due: Iterable[tuple[int, bool]], relents: bool = True) -> None:
+        """Reduce what is due, in order; with `relents` what finds no staging is left, if a peer needs this rank to go
+        on before it can come to what holds the staging."""
+        left = self.run.left
+        if left and (other := left[0]()) is not self:  # ranks that did not leave it have issued it before this
+            left.clear()
+            if other is not None:
+                other.go_on(relents=False)
+        if self.backlog:
+            self.go_on(relents)
+        for index, given in due:
+            values = self.early.pop(index) if given else ()
+            if self.backlog or not self._start(index, values, self.last, relents):
+                self.backlog.append((index, values, self.last))
+        if self.backlog:
+            if not left:
+                left.append(weakref.ref(self))
+        elif left:
+            left.clear()
+
+    def go_on(self, relents: bool) -> bool:
+        """Reduce what is in the backlog. Returns whether something of it was started."""
+        started = False
+        while self.backlog:
+            index, values, last = self.backlog[0]
+            if not self._start(index, values, last, relents):
+                return started
+            self.backlog.popleft()
+            started = True
+        self.run.left.clear()
+        return started
+
+    def _start(self, index: int, values: Values, last: bool, relents: bool) -> bool:
+        """Start reduction number `index` of the plan. False: it found no staging."""
+        unit = self.layout.by_name[self.progress.plan.reductions[index].unit]
+        reduce = self.staging.reduce
+        if profiler._is_profiler_enabled:
+            reduce = ranged(reduce, f"reduce gradients of {unit.name}")
+        if not reduce(index, unit, values, self.grads, last, self.mesh, relents):
+            return False
+        if unit.name in self.gathers.flying:  # `read_while_gathered`, without a call
+            self.staging.touched(unit)
+        self.digest = zlib.crc32(unit.name.encode(), self.digest)
+        return True
+
+    def read_while_gathered(self, unit: str) -> None:
+        """A gather for which compute has not waited when the gradient came may read main weights after that."""
+        if unit in self.gathers.flying:
+            self.staging.touched(self.layout.by_name[unit])
+
+    # ---------------------------------------------------------------- the end of a step
+
+    def finish(self) -> None:
+        """Start what the main gradients still lack: what is partial, zeros where no plan names a unit."""
+        self.issue((), relents=False)  # all gathers that peers may wait for are under way
+        for name, bucket in self.layout.trainable.items():
+            if name in self.grads:
+                self.staging.complete(bucket, self.grads)
+            else:  # of a unit that the plan does not name, and so no rank has a gradient
+                self.staging.zeros(bucket, self.grads, self.mesh)
+        for unit in self.gathers.flying:
+            self.read_while_gathered(unit)
+
+    def restart(self) -> None:
+        """Back to the state between steps. Compute has waited for all."""
+        self.staging.restart()
+        self.grads, self.digest = {}, 0
+        self.last = True
+        self.given.begin()
+        self.early.clear()
+        self.backlog.clear()
+        self.skipped.clear()

@@ -96,13 +96,13 @@ class StagingPlace:
         self.staged = run.lanes.mark(self.staged)
         yield from ()
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         """Have the bytes. Views made on them come back to life."""
         for storage, nbytes in self.own:
             if not storage.nbytes():
                 storage.resize_(nbytes)
 
-    def give(self) -> None:
+    def free(self) -> None:
         """Give the bytes back: compute has waited for `done`."""
         self.values = None
         for storage, _ in self.own:

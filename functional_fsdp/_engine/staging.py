@@ -50,27 +50,29 @@ class Staging:
     """Every reduction's stage, and those that are under way, oldest first.
 
     Args:
-        digests: the last one is of how far reductions went, where they may stay partial. Votes compare it, since on
-            GPUs nobody else sees that ranks send other collectives.
         arrivals: of the buckets that are updated where their gradients arrive; none in eager steps.
+
+    Attributes:
+        digest: of how far reductions went in this step, where they may stay partial. Votes compare it, since on GPUs
+            nobody else sees that ranks send other collectives.
+        unshared: whether each reduction has bytes of its own, so that compute waits for none.
     """
 
     def __init__(
-        self, run: Runtime, plan: Plan, average: str, carrier: Carrier, digests: list[int],
-        arrivals: dict[str, Arrival],
-    ) -> None:  # fmt: skip
+        self, run: Runtime, plan: Plan, average: str, carrier: Carrier, arrivals: dict[str, Arrival], digest: int = 0
+    ) -> None:
         self.run = run
         self.plan = plan
         self.carrier = carrier
         self.average = average
         self.tail = len(plan.reductions) - TAIL  # the index of the first of those
-        self.digests = digests
+        self.digest = digest
         self.arrivals = arrivals
         self.stages: dict[int, StagingPlace] = {}
         self.memory = GradientMemory(run)
         self.busy: deque[StagingPlace] = deque()
         self.completing = False  # whether something beside them is under way
-        self.apart = False  # each reduction has bytes of its own, so that compute waits for none
+        self.unshared = False
         self.marks: dict[str, Mark] = {}  # the end of what is newest, and of all before it, by the lane that it ends on
         self.steps = ReductionSteps(run, carrier, average, self.marks)
         #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients. Where
@@ -87,8 +89,8 @@ class Staging:
 
         With `relents` it may leave it (False), because there is no staging before peers have what they wait for.
         """
-        if self.apart:
-            self._apart(unit, values, grads, last, mesh)
+        if self.unshared:
+            self._reduce_unshared(unit, values, grads, last, mesh)
             return True
         stage = self.stages.get(index) or self._make(index, unit)
         room = 1 if self.run.lanes.copies_on_lanes and stage.span is None and stage.short else SLOTS
@@ -96,7 +98,7 @@ class Staging:
         while len(self.busy) >= room or stage in self.busy or (apart and any(map(stage.overlaps, self.busy))):
             if not self.run.lanes.wait(self.busy[0].done, relents):
                 return False
-            self.busy.popleft().give()
+            self.busy.popleft().free()
         if self.run.lanes.copies_on_lanes:
             self._let_go(self.busy)
         jobs: list[Steps] = []
@@ -115,7 +117,7 @@ class Staging:
                 grads[bucket.name] = FlatBuffer(slot.whole, bucket, way.states, mesh)
                 jobs.append(iter(()))  # it is not sent
             else:
-                stage.take()
+                stage.allocate()
                 beside = stage.single and index >= self.tail  # two at once would use one room at once
                 jobs.append(self._into(grads, bucket, way, slot.whole, slot.spare, mesh, beside))
             slots.append(slot)
@@ -140,7 +142,7 @@ class Staging:
         return True
 
     def _note(self, bucket: Bucket, whole: bool) -> None:
-        self.digests[-1] = zlib.crc32(f"{bucket.name} {whole}".encode(), self.digests[-1])
+        self.digest = zlib.crc32(f"{bucket.name} {whole}".encode(), self.digest)
 
     def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer], mesh: object) -> None:
         """Main gradients of a bucket for which no rank has one: nothing is sent."""
@@ -190,10 +192,12 @@ class Staging:
     def outside(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object) -> None:
         """Reduce the gradients of a unit that no plan names. Compute waits for it."""
         self.settle()
-        self._apart(unit, values, grads, last, mesh)
+        self._reduce_unshared(unit, values, grads, last, mesh)
         self.settle()
 
-    def _apart(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object) -> None:
+    def _reduce_unshared(
+        self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object
+    ) -> None:
         """Reduce a unit's gradients, or zeros, from bytes of their own."""
         self.completing = True
         given = dict(zip(unit.paths, values or [None] * len(unit.paths), strict=True))
@@ -319,6 +323,16 @@ class Staging:
             for bucket in unit.buckets:
                 self.reduced.pop(bucket.name, None)
 
+    def share(self, unshared: bool = False) -> None:
+        """Reductions share the plan's staging from here on; `unshared`: each has bytes of its own."""
+        self.unshared = unshared
+
+    def restart(self) -> None:
+        """Back to the state between steps. Compute has waited for all."""
+        self.unshared = False
+        self.seen.clear()
+        self.digest = 0
+
     def settle(self) -> None:
         """Compute waits for every reduction; their staging is given back."""
         for mark in [*self.marks.values()]:  # a job of the host may add one
@@ -333,4 +347,4 @@ class Staging:
         self.reduced.clear()
         self.completing = False
         while self.busy:
-            self.busy.popleft().give()
+            self.busy.popleft().free()

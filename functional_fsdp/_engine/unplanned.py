@@ -64,7 +64,7 @@ class Unplanned:
             name = plan.units[min(found, 2 * len(plan.units) - found)].name
             Gathered(state, self.layout.by_name[name], self.debug).gather(state, LANE)
 
-    def take(self, state: Stored, name: str, lane: str) -> None:
+    def gather(self, state: Stored, name: str, lane: str) -> None:
         """Gather a unit into its own bytes."""
         if name not in self.units:
             self.units[name] = Gathered(state, self.layout.by_name[name], self.debug)

@@ -76,9 +76,9 @@ class Capture:
         self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
         self.digest, before = run.voted
         self.remarks = run.remarks[:before], run.remarks[before:]
-        self.fixed = self.executor.given.fixed
+        self.fixed = self.executor.reductions.given.fixed
         streamed = self.executor.streamed
-        self.held = self.executor.arena, self.executor.staging, streamed and tuple(streamed.buffers)
+        self.held = self.executor.gathers.arena, self.executor.reductions.staging, streamed and tuple(streamed.buffers)
 
     @property
     def voted(self) -> bool:

@@ -171,7 +171,7 @@ class Lineage:
         new = object.__new__(type(state))
         fields = new.__dict__
         fields.update(state.__dict__)
-        cursor = None if self.executor is None else self.executor.position.cursor
+        cursor = None if self.executor is None else self.executor.progress.position.cursor
         fields["version"] = Version(self, serial, version.origin or state, cursor)
         if grads is not None:
             fields["grads"] = grads
@@ -227,9 +227,9 @@ class Lineage:
             ScheduleError: an operation has written into it. Where it is the state's own, the lineage is of no more use.
         """
         buckets = self.lent.changed if self.lent else []
-        if self.executor is not None and self.executor.written:
-            buckets += [bucket for unit in self.executor.written for bucket in self.layout.by_name[unit].buckets]
-            self.executor.written.clear()
+        if self.executor is not None and (written := self.executor.gathers.written):
+            buckets += [bucket for unit in written for bucket in self.layout.by_name[unit].buckets]
+            written.clear()
         if buckets:
             self.lent = None
             self.spoil(buckets, spoilt())
@@ -293,8 +293,8 @@ class Lineage:
             leave()
 
     def beside(self, state: Stored) -> AbstractContextManager[None]:
-        """What ranks communicate within is no part of a plan; see `Executor.beside`."""
-        return nullcontext() if self.executor is None else self.executor.beside(state)
+        """What ranks communicate within is no part of a plan; see `Executor.off_plan`."""
+        return nullcontext() if self.executor is None else self.executor.off_plan(state)
 
     def _meet(self) -> None:
         """The step that is under way may have been abandoned on some ranks only. (Unless they have met since.)"""
@@ -304,7 +304,7 @@ class Lineage:
     def touched(self) -> None:
         """Compute reads what the state owns, perhaps in the middle of a step, whose updates have to wait for that."""
         if self.executor is not None:
-            self.executor.staging.touched()
+            self.executor.reductions.staging.touched()
 
     def rest(self, verb: str) -> None:
         """The step so far only looked at weights: back to the base, which every rank goes on from."""

@@ -69,7 +69,7 @@ def begin_round(state: State, verb: str) -> None:
     """
     lineage = state.version.lineage
     lineage.enter(state.version.serial, verb)
-    if lineage.executor is not None and lineage.executor.whole:
+    if lineage.executor is not None and lineage.executor.round_complete:
         raise ScheduleError(
             f"{verb}: this State has the gradients of a whole round already (the call before had "
             "last_microbatch=True, the default), and no step has taken them: they would count twice. Take the step, or "
@@ -80,4 +80,4 @@ def begin_round(state: State, verb: str) -> None:
 
 def end_round(state: State, last_microbatch: bool) -> None:
     """A transform has added gradients; `last_microbatch`: no more follow before the step. See `begin_round`."""
-    state._executor.whole = last_microbatch
+    state._executor.end_round(last_microbatch)

@@ -91,7 +91,7 @@ class Session:
 
     def count(self) -> None:
         """In the place of `begin`, for a forward that uses the whole tree: it counts as one of the step."""
-        self._executor.begins += 1
+        self._executor.count_forward()
 
     def turn(self, state: State, last_microbatch: bool) -> None:
         """The forward is over, the backward begins. Its gradients come with `last_microbatch`, see `reduce`."""
@@ -100,19 +100,19 @@ class Session:
     def expect(self, state: State, forward: Order, units: Iterable[str]) -> None:
         """The backward has begun: these were used in the forward, in order, and gradients of these units will come.
         Ranks tell each other where the order is still a guess, and may differ. Else nothing happens."""
-        if self._executor.cursor.agreed:
+        if self._executor.progress.cursor.agreed:
             with torch.no_grad(), self._lineage.call:
                 self._executor.differ(state, forward, tuple(units))
 
     def skip(self, unit: str) -> bool:
         """On this rank no gradient of this unit will come in this pass. False: the order is only being recorded, so say
         it by `reduce`, with None for each leaf."""
-        return self._executor.skip(unit)
+        return self._executor.reductions.skip(unit)
 
     def await_gradient(self, unit: str) -> None:
         """On this rank a gradient of this unit will come in this backward, which has begun, though nothing in the
         forward gathered it: what the gradient is computed from needs none of its weights."""
-        self._executor.expect(unit)
+        self._executor.reductions.expect(unit)
 
     def all_done(self, state: State) -> None:
         """This rank has come to all that it uses in the backward. Others may need it, while the order is a guess."""
@@ -143,18 +143,18 @@ class Session:
 
     def beside(self, units: Iterable[str]) -> Iterable[str]:
         """Of these units, those that are gathered beside the plan."""
-        unplanned = self._executor.unplanned
+        unplanned = self._executor.gathers.unplanned
         return [unit for unit in units if unplanned.held(unit)] if unplanned.units else NOTHING
 
     def also(self, unit: str) -> None:
         """A unit that is gathered by the plan is needed where it lay beside it, too: residuals point there. Until it is
         released."""
-        self._executor.also(unit)
+        self._executor.gathers.copy_to_fallback(unit)
 
     def put_in_place(self, unit: str) -> Callable[[], None] | None:
         """The other way round: a unit that is gathered beside the plan is needed where it lies by the plan, too.
         Returns what ends that; None if something else lies there."""
-        return self._executor.put_in_place(unit)
+        return self._executor.gathers.copy_to_planned(unit)
 
     def spoil(self, state: State, units: Iterable[str], why: str) -> None:
         """What was lent of these units was changed. Where it is the state's own (replicated weights), its lineage is of

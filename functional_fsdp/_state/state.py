@@ -14,7 +14,8 @@ from .._common.errors import StaleStateError
 from .._common.torch_names import pytree
 from .._common.tracing import tracing_now
 from .._common.tree import register
-from .._engine.executor import Executor, first_plan
+from .._engine.executor import Executor
+from .._engine.progress import first_plan
 from .._plan.cursor import Cursor, InFlight
 from .._plan.layout import Layout
 from .._runtime.runtime import runtime_of
@@ -160,9 +161,9 @@ class State:
         """
         self.version.lineage.follow()
         if self.version.serial == self.version.lineage.head:
-            return self._executor.cursor  # peers may have had it start more since
+            return self._executor.progress.cursor  # peers may have had it start more since
         if self.version.cursor is None:
-            self.version.cursor = self._executor.positions.start.cursor
+            self.version.cursor = self._executor.progress.positions.start.cursor
         return self.version.cursor
 
     @property
@@ -187,7 +188,7 @@ class State:
     def _transfer(self) -> HostTransfer:
         """What a step moves between the host's memory and the device. Nothing is measured."""
         executor = self.version.lineage.executor
-        plan = first_plan(self.layout, self.spec.schedule) if executor is None else executor.plan
+        plan = first_plan(self.layout, self.spec.schedule) if executor is None else executor.progress.plan
         return planned_transfer(self.layout, plan, self.main, self.opt)
 
     def _valid(self, what: str) -> None:

@@ -142,7 +142,8 @@ def apply_optimizer(
     executor = state._executor
     executor.beside_backward = ()
     executor.renewed = {name for name, one in executor.arrivals.items() if one.used and copied_alike(main[name].bucket)}
-    left = {n: b for n, b in main.items() if not executor.staging.arrived(b.bucket)} if executor.arrivals else main
+    arrived = executor.reductions.staging.arrived
+    left = {n: b for n, b in main.items() if not arrived(b.bucket)} if executor.arrivals else main
     try:
         new, opt = _applied(state, left, skip, given)
         return main if new is left else new, opt
@@ -162,7 +163,7 @@ def _applied(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | Non
     if executor.run.lanes.waits_on_host or not in_parts:
         executor.settle()
         if not in_parts:
-            return update(state, executor.grads, main, skip, given)
+            return update(state, executor.reductions.grads, main, skip, given)
         if near := {name: buffer for name, buffer in main.items() if name not in far}:
             in_place(state, near, skip, given)
         if far:
@@ -173,12 +174,12 @@ def _applied(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | Non
         left = _beside(state, main, given)
     far = [name for name in left if name in far]
     left = {name: buffer for name, buffer in left.items() if name not in far}
-    late = executor.staging.late()
+    late = executor.reductions.staging.late()
     if together:
         late = None  # who communicates does so once
     early = {name: buffer for name, buffer in left.items() if late is not None and name not in late}
     if early:  # while the others are on their way
-        executor.run.lanes.wait(executor.newest)  # a gather may be reading weights still
+        executor.run.lanes.wait(executor.gathers.newest)  # a gather may be reading weights still
         in_place(state, early, skip, given)
     executor.settle()
     if rest := {name: buffer for name, buffer in left.items() if name not in early}:
@@ -192,13 +193,13 @@ def _applied(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | Non
 def _stream(state: State, names: Sequence[str], skip: torch.Tensor | None, given: Leaves, beside: bool = False) -> None:
     """Update what lies in the host's memory. `beside`: on lanes, as gradients come."""
     executor = state._executor
-    lanes, staging = executor.run.lanes, executor.staging
+    lanes, staging = executor.run.lanes, executor.reductions.staging
     if executor.streamed is None:
         executor.streamed = Streamed(executor.run.device)
     now = partial(_on_device, state, skip, given)
     marks = {name: staging.reduced[name] for name in names} if beside else None
     some = executor.streamed.portions(state, names)
-    staging.marks["store"] = executor.streamed.run(lanes, some, executor.grads, now, marks)
+    staging.marks["store"] = executor.streamed.run(lanes, some, executor.reductions.grads, now, marks)
     if not beside:
         lanes.wait(staging.marks["store"])
         if not state.spec.schedule.overlap_update:
@@ -223,7 +224,7 @@ def in_place(
     given: Leaves = NOTHING,
     grads: Any = None,
 ) -> None:
-    new, opt = update(state, state._executor.grads if grads is None else grads, main, skip, given)
+    new, opt = update(state, state._executor.reductions.grads if grads is None else grads, main, skip, given)
     for what, old, one in (("main", main, new), ("opt", state.opt, opt)):
         if one is not old and not _same_tensors(old, one):
             raise TreeError(
@@ -241,7 +242,7 @@ def _same_tensors(old: Any, new: Any) -> bool:
 def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) -> dict[str, FlatBuffer]:
     """Update on a lane what only lanes have touched since its gradients came. Returns what is left for compute: where
     leaves have no gradient, compute has just made or copied something."""
-    lanes, staging = state._executor.run.lanes, state._executor.staging
+    lanes, staging = state._executor.run.lanes, state._executor.reductions.staging
     shards = (name for name in staging.reduced if main[name].sharded() and not main[name].bucket.lent_as_stored)
     alone = [name for name in shards if name not in given]  # all others compute reads
     sizes = {name: main[name].local.nbytes for name in alone if not main[name].bucket.on_host}

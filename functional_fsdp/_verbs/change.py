@@ -50,15 +50,15 @@ def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, e
     lineage, executor = state.version.lineage, state._executor
     lineage.enter(state.version.serial, what)
     has_gradients(state, what)
-    executor.adopt(state.grads)
-    if not executor.complete:
+    executor.reductions.set_gradients(state.grads)
+    if not executor.reductions.complete:
         raise ScheduleError(f"{what}: not all gradients are whole. Call state = finish_reductions(state) first.")
     _remark(state, f"{what} after {executor.reduced}", by)
     with torch.no_grad(), lineage.call:
         executor.settle()  # what is under way would write over what `work` does
         work()
         if every_leaf:
-            executor.given.fill()
+            executor.reductions.given.fill()
         return lineage.advance(state, what)
 
 
@@ -95,17 +95,18 @@ def separate_gradients(
     """
     state.version.lineage.enter(state.version.serial, what)
     executor = state._executor
-    if state.grads or executor.waiting:  # those whose turn has not come, too
+    reductions = executor.reductions
+    if state.grads or reductions.waiting:  # those whose turn has not come, too
         state = finish_reductions(state)
-    grads, noted = state.grads, executor.given.begin()
-    round_done, executor.whole = executor.whole, False
-    executor.adopt({})
+    grads, noted = state.grads, reductions.given.begin()
+    round_complete = executor.end_round(False)
+    reductions.set_gradients({})
     state, out = fn(state._evolve(grads={}))
     state = finish_reductions(state)
     found = dict(state.grads)
-    executor.adopt(grads)
-    executor.given.resume(noted)
-    executor.whole = round_done
+    reductions.set_gradients(grads)
+    reductions.given.resume(noted)
+    executor.end_round(round_complete)
     return state._evolve(grads=grads), out, found
 
 

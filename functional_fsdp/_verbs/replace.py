@@ -234,18 +234,18 @@ def replace_grads(state: State, grads: Any) -> State:
     given: tuple[set[str], dict[str, int]] = set(), {}
     if isinstance(grads, State):
         grads._valid("replace_grads")
-        theirs, grads = grads._executor.given, grads.grads
+        theirs, grads = grads._executor.reductions.given, grads.grads
         given = set(theirs.full), dict(theirs.noted)
     main = {name: state.main[name] for name in state.layout.trainable}
     _fit("replace_grads", grads, main, {name: b.bucket.grads for name, b in main.items()})
-    executor = state._executor
-    if state.grads or executor.waiting:  # what is under way would be added to the new ones
+    reductions = state._executor.reductions
+    if state.grads or reductions.waiting:  # what is under way would be added to the new ones
         state = finish_reductions(state)
     state.version.lineage.enter(state.version.serial, "replace_grads")
     with state.version.lineage.call:
-        executor.adopt({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
-        executor.given.resume(given)
-        state = state.version.lineage.advance(state, "replace_grads()", executor.grads)
+        reductions.set_gradients({name: buffer.but(grads[name].local.clone()) for name, buffer in main.items()})
+        reductions.given.resume(given)
+        state = state.version.lineage.advance(state, "replace_grads()", reductions.grads)
     end_round(state, last_microbatch=True)
     return state
 

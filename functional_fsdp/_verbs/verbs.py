@@ -32,7 +32,7 @@ from .._runtime.given import ALL, Leaves
 from .._state.arrivals import check_arrivals, prepare_arrivals
 from .._state.state import State, Version
 from .._state.update import Kept, apply_optimizer, counting, keep, may_step, put_back
-from .._storage.gradients import in_order, of_tree, of_unit, refuse_zeros
+from .._storage.gradients import of_tree, of_unit, refuse_zeros
 from .._storage.refresh import refresh
 from .._storage.weights import LentTree, gather, lent_leaves, whole_of
 
@@ -106,10 +106,10 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
             raise no_unit(state, name, "unshard")
     lineage.enter(state.version.serial, "unshard")
     executor = lineage.executor or state._executor
-    move = executor.asked(names, outside)
+    move = executor.gathers.plan_unshard(names, outside)
     with lineage.call:
         weights = executor.unshard(state, names, move)
-        new = lineage.advance(state, ("unshard", names), executor.grads or state.grads)
+        new = lineage.advance(state, ("unshard", names), executor.reductions.grads or state.grads)
     return new, weights[unit] if isinstance(unit, str) else weights
 
 
@@ -130,8 +130,8 @@ def release(state: State, unit: str | Sequence[str]) -> State:
     lineage = state.version.lineage
     lineage.enter(state.version.serial, "release")
     executor = lineage.executor or state._executor
-    move = executor.given_back(names)
-    if executor.written:
+    move = executor.gathers.plan_release(names)
+    if executor.gathers.written:
         lineage.check_lent()
     with lineage.call:
         executor.release(state, names, move)
@@ -178,22 +178,23 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
         if lineage.lent:
             lineage.check_lent()
         executor = lineage.executor or state._executor
-        move = executor.came(one.name) if values else None
+        reductions = executor.reductions
+        move = reductions.plan_reduce(one.name) if values else None
         with lineage.call:
-            if state.grads is not executor.grads:
-                executor.adopt(state.grads)
+            if state.grads is not reductions.grads:
+                reductions.set_gradients(state.grads)
             if executor.arriving:
                 prepare_arrivals(state)
-            before = len(executor.grads)
+            before = len(reductions.grads)
             if move is not None:
                 if came == ALL:
-                    executor.given.full.add(one.name)
+                    reductions.given.full.add(one.name)
                 else:
-                    executor.given.note(one.name, came)
+                    reductions.given.note(one.name, came)
                 executor.reduce(state, one.name, values, last_microbatch, move)
-            if before < len(executor.grads) == len(state.layout.trainable):
-                executor.grads = in_order(state.layout, executor.grads)
-            return lineage.advance(state, ("reduce", unit), executor.grads)
+            if before < len(reductions.grads) == len(state.layout.trainable):
+                reductions.put_in_order()
+            return lineage.advance(state, ("reduce", unit), reductions.grads)
 
     total = of_tree(state.layout, grads)
     if any(grad.is_inference() for grad in total.values()):
@@ -201,19 +202,20 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
     lineage.enter(state.version.serial, "reduce")
     lineage.check_lent()
     executor = state._executor
+    reductions = executor.reductions
     with lineage.call:
-        executor.adopt(state.grads)
+        reductions.set_gradients(state.grads)
         if executor.arriving:
             prepare_arrivals(state)
         executor.reduce_tree(state, total, last_microbatch)
-        executor.grads = in_order(state.layout, executor.grads)
-        return lineage.advance(state, "reduce()", executor.grads)
+        reductions.put_in_order()
+        return lineage.advance(state, "reduce()", reductions.grads)
 
 
 def has_gradients(state: State, what: str) -> None:
     if not state.layout.trainable:
         raise ScheduleError(f"{what}: nothing is trainable: every leaf is frozen. See print(state.layout).")
-    if not state.grads and not (state.version.lineage.executor and state.version.lineage.executor.waiting):
+    if not state.grads and not (state.version.lineage.executor and state.version.lineage.executor.reductions.waiting):
         raise ScheduleError(f"{what}: this state has no gradients. Call state = reduce(state, grads) first.")
 
 
@@ -235,15 +237,17 @@ def finish_reductions(state: State) -> State:
     has_gradients(state, "finish_reductions")
     state.version.lineage.enter(state.version.serial, "finish")
     executor = state._executor
+    reductions = executor.reductions
     with state.version.lineage.call:
-        executor.adopt(state.grads)
-        complete = executor.complete
+        reductions.set_gradients(state.grads)
+        complete = reductions.complete
         if not complete:
             executor.finish(state, step=False)
-        before, executor.grads = executor.grads, in_order(state.layout, executor.grads)
+        before = reductions.grads
+        reductions.put_in_order()
         executor.settle()
-        if not complete or executor.grads is not before:
-            state = state.version.lineage.advance(state, "finish_reductions()", executor.grads)
+        if not complete or reductions.grads is not before:
+            state = state.version.lineage.advance(state, "finish_reductions()", reductions.grads)
     return state
 
 
@@ -285,13 +289,13 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     has_gradients(state, "step")
     lineage = state.version.lineage
     lineage.enter(state.version.serial, "step")
-    state._executor.note_written()
+    state._executor.gathers.note_written()
     lineage.check_lent()
     if skips:
         lineage.runtime.remark("step(skip=True)")
     executor = state._executor
     with lineage.call:
-        executor.adopt(state.grads)
+        executor.reductions.set_gradients(state.grads)
         check_arrivals(state, skip)
         executor.finish(state)
         if lineage.runtime.veto is not None:
@@ -306,7 +310,7 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
 def _vote_and_take(state: State, skip: Any) -> State:
     """The step, once what `reduce` left is finished: ranks vote, and take it if all have done the same."""
     lineage, executor = state.version.lineage, state._executor
-    vote = lineage.runtime.vote(executor.digest, executor.given.vote())
+    vote = lineage.runtime.vote(executor.digest, executor.reductions.given.vote())
     trainable = state.layout.trainable
     main = {name: state.main[name] for name in trainable}
     copies = [state.weights[name].local for name in trainable if name in state.weights]
@@ -316,7 +320,7 @@ def _vote_and_take(state: State, skip: Any) -> State:
     if profiler._is_profiler_enabled:
         compare = ranged(compare, "vote")
     try:
-        lacking = executor.given.agree(lineage.runtime, compare(vote))
+        lacking = executor.reductions.given.agree(lineage.runtime, compare(vote))
     except ScheduleError:
         lineage.call.unchanged()
         raise
@@ -325,7 +329,7 @@ def _vote_and_take(state: State, skip: Any) -> State:
     check_arrivals(state, None, lacking.anywhere)
     opt = counting(state, lacking, executor.run.capturing)
     if opt is not state.opt:  # compute makes counts now, which updates read
-        executor.staging.touched()
+        executor.reductions.staging.touched()
     before = keep(state, lacking.given, warns=True)
     new = _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
     if lacking.anywhere:  # the same on every rank
@@ -342,7 +346,7 @@ def _take(
     executor = state._executor
     guard()
     veto = lineage.runtime.veto
-    given_grads = [buffer.local for buffer in executor.grads.values()]
+    given_grads = [buffer.local for buffer in executor.reductions.grads.values()]
     as_given = [grad._version for grad in given_grads]
     lineage.runtime.confirm()
     try:

@@ -23,26 +23,30 @@ class Issued:
         self.reductions: list[int] = []
         self.states: list[Any] = []
         executor: Any = self.executor
-        move, gather, follow = executor.move, executor._gather, executor._follow
+        progress, gathers = executor.progress, executor.gathers
+        make, start, follow = progress.make, gathers.start, executor._follow
 
-        def moved(kind: str, units: tuple[str, ...] = ()) -> Any:
-            found = move(kind, units)
-            self.events.append((executor.plan, executor.cursor, (kind, units), found[0].cursor))
-            return found
+        def made(move: Any) -> Any:
+            position = progress.position
+            event = next((event for event, known in position.moves.items() if known is move), None)
+            if event is not None:  # else it is off the plan
+                self.events.append((progress.plan, position.cursor, event, move[0].cursor))
+            return make(move)
 
         def gathered(state: Any, index: int) -> None:
-            self.gathers.append(executor.plan.gathers[index].unit)
-            gather(state, index)
+            self.gathers.append(progress.plan.gathers[index].unit)
+            start(state, index)
 
         def followed(plan: Any) -> None:
             follow(plan)
-            self._watch_reductions()
+            if plan is not None:
+                self._watch_reductions()
 
-        executor.move, executor._gather, executor._follow = moved, gathered, followed
+        progress.make, gathers.start, executor._follow = made, gathered, followed
         self._watch_reductions()
 
     def _watch_reductions(self) -> None:
-        reduce = self.executor.staging.reduce
+        reduce = self.executor.reductions.staging.reduce
 
         def reduced(index: int, *args: Any) -> bool:
             started: bool = reduce(index, *args)
@@ -50,7 +54,7 @@ class Issued:
                 self.reductions.append(index)
             return started
 
-        self.executor.staging.reduce = reduced
+        self.executor.reductions.staging.reduce = reduced
 
     def keep(self, state: fsdp.State) -> None:
         """A state, whose cursor is not to change any more."""

@@ -447,7 +447,7 @@ def given_up(where: str) -> tuple[int, int, bool, bool]:
 
     def begin(state: fsdp.State) -> None:
         fsdp.unshard(state, "layers.0")
-        marks.extend([executor.newest, *(place.gathered for place in executor.flying.values())])
+        marks.extend([executor.gathers.newest, *(place.gathered for place in executor.gathers.flying.values())])
 
     waited: list[Any] = []
     real = lanes.wait

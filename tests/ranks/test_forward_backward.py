@@ -120,7 +120,7 @@ def waited() -> list[bool]:
     state = fsdp.reduce(fsdp.release(state, first), grads, first, last_microbatch=False)
     with torch.enable_grad():
         state, _ = forward_backward(state, on(state, batch(0, dist.get_rank(), 0)))
-    stages = state._executor.staging.stages.values()
+    stages = state._executor.reductions.staging.stages.values()
     found = [slot.whole.requires_grad for stage in stages for slot in stage.slots]
     fsdp.step(state)
     return found

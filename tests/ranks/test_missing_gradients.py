@@ -561,7 +561,7 @@ def mixed(eager: dict[str, bool]) -> tuple[str, int]:
     """The first rank votes as a replay of a step without a gradient for b, beside one that steps eagerly."""
     state = fsdp.shard({"a": torch.ones(5), "b": torch.ones(5)}, Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
     state = partly(state, b=False)
-    given = state._executor.given
+    given = state._executor.reductions.given
     if dist.get_rank() == 0:
         fixed = given.fixed
         given.vote = lambda: fixed.vote  # type: ignore[method-assign]

@@ -142,7 +142,9 @@ def norms(preset: str, chunk: int | None) -> dict[str, Any]:
 
     def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(w: Any, h: Any, sample: Any) -> Any:
-            most.append(len([u for u in state._executor.cursor.live if state._executor.plan.by_name[u].parts]))
+            most.append(
+                len([u for u in state._executor.progress.cursor.live if state._executor.progress.plan.by_name[u].parts])
+            )
             return fn(w, h, sample)
 
         return run
@@ -238,7 +240,10 @@ def clipped(preset: str, average: Any, micro: int) -> tuple[torch.Tensor, list[T
     def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             most[0] = max(
-                most[0], len([u for u in state._executor.cursor.live if state._executor.plan.by_name[u].parts])
+                most[0],
+                len(
+                    [u for u in state._executor.progress.cursor.live if state._executor.progress.plan.by_name[u].parts]
+                ),
             )
             return fn(*args)
 

@@ -168,10 +168,11 @@ def jobs(state: fsdp.State) -> list[Any]:
 def idle(state: fsdp.State, before: Sequence[Any] = ()) -> bool:
     """Nothing is in flight: no job on a lane, nothing in the arena, no early gradient."""
     executor = state._executor
+    gathers, reductions = executor.gathers, executor.reductions
     return (
         all(any(job is other for other in before) for job in jobs(state))
-        and executor.cursor.idle
-        and not (executor.early or executor.flying or executor.staging.busy or executor.unplanned.units)
+        and executor.progress.cursor.idle
+        and not (reductions.early or gathers.flying or reductions.staging.busy or gathers.unplanned.units)
     )
 
 
@@ -962,8 +963,8 @@ def freed(when: str) -> list[str]:
     time.sleep(0.1)  # and it is done; only nobody has looked
     executor = state._executor
     alive: dict[str, Any] = {"lineage": weakref.ref(state.version.lineage), "executor": weakref.ref(executor)}
-    alive["arena"], alive["staging"] = weakref.ref(executor.arena), weakref.ref(executor.staging)
-    for name, place in executor.arena.places.items():
+    alive["arena"], alive["staging"] = weakref.ref(executor.gathers.arena), weakref.ref(executor.reductions.staging)
+    for name, place in executor.gathers.arena.places.items():
         alive[f"weights of {name}"] = weakref.ref(next(iter(place.loan.weights.values())))
         alive[f"place of {name}"] = weakref.ref(place.parts[0].whole)
     for name, buffer in state.main.items():
@@ -991,7 +992,7 @@ def copies(how: str) -> bool:
     looked = state._executor
     twin = copy.deepcopy(state) if how == "deepcopy" else pickle.loads(pickle.dumps(state))
     assert twin._executor is not looked
-    assert twin._executor.arena is not looked.arena
+    assert twin._executor.gathers.arena is not looked.gathers.arena
     for step in range(1, 3):
         h, y = data(step, dist.get_rank(), 0)
         a, b = h, h

@@ -179,7 +179,9 @@ def products(preset: str, order: str) -> dict[str, Any]:
 
     def counted(fn: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            most.append(len([u for u in state._executor.cursor.live if state._executor.plan.by_name[u].parts]))
+            most.append(
+                len([u for u in state._executor.progress.cursor.live if state._executor.progress.plan.by_name[u].parts])
+            )
             return fn(*args)
 
         return run

@@ -61,7 +61,7 @@ def reduced(preset: str, flags: tuple[bool, ...], optimizer: str = "adamw") -> f
 
 def waited_for(preset: str, flags: tuple[bool, ...]) -> tuple[set[str], set[str]]:
     state = reduced(preset, flags)
-    return set(state._executor.staging.reduced), set(state.layout.trainable)
+    return set(state._executor.reductions.staging.reduced), set(state.layout.trainable)
 
 
 @pytest.mark.parametrize("flags", [(True,), (False, True), (True, True), (False, False)], ids=str)
@@ -77,7 +77,7 @@ def looked(how: str) -> tuple[int, int]:
     spec = fsdp.Spec(mesh, placement, schedule=Schedule(overlap_update=True))
     base = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
     state, _ = LOOPS["by_unit"](model, base, batch(0, dist.get_rank()), True)
-    staging = state._executor.staging
+    staging = state._executor.reductions.staging
     before = len(staging.reduced)
     if how == "unshard":
         state, _ = fsdp.unshard(state)
@@ -92,7 +92,7 @@ def looked(how: str) -> tuple[int, int]:
         state = fsdp.finish_reductions(state)
     elif how == "other gradients":
         state = state._evolve(grads=pytree.tree_map(lambda g: 2 * g, state.grads))
-        state._executor.adopt(state.grads)
+        state._executor.reductions.set_gradients(state.grads)
     after = len(staging.reduced)
     fsdp.step(state)
     assert not staging.reduced
@@ -196,7 +196,7 @@ def as_on_gpus(optimizer: Any, overlapped: bool, skip: bool | None, lacks: tuple
     skips = None if skip is None else torch.tensor(skip)
     state, twin = made(), fsdp.step(made(), skip=skips)
     state._executor.finish(state)
-    given, run = state._executor.given, state._executor.run
+    given, run = state._executor.reductions.given, state._executor.run
     lacking = given.agree(run, run.compare(run.vote(0, given.vote())))
     run.confirm()
     state = state._evolve(opt=counting(state, lacking))

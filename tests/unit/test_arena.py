@@ -28,7 +28,7 @@ def arena() -> Any:
     made.kept = False
     for unit, (memory, _) in made.bytes.items():
         whole = torch.empty(0)
-        made.take(unit)
+        made.allocate(unit)
         whole.set_(memory, 0, (SIZES[unit],), (1,))
         made.places[unit] = SimpleNamespace(parts=[SimpleNamespace(whole=whole, bucket=SimpleNamespace(name=unit))])
     return made
@@ -44,10 +44,10 @@ def test_units_of_one_side_share_bytes() -> None:
 @pytest.mark.parametrize(("there", "put"), [("a", "c"), ("c", "a"), ("a", "a")])
 def test_what_lay_there_is_back_after_something_was_put_in_its_place(there: str, put: str) -> None:
     made = arena()
-    made.take(there)
+    made.allocate(there)
     mine, other = (made.places[unit].parts[0].whole for unit in (there, put))
     mine.copy_(torch.arange(SIZES[there]))
-    undo = made.put(put, {put: -torch.arange(float(SIZES[put]))})
+    undo = made.overwrite(put, {put: -torch.arange(float(SIZES[put]))})
     assert made.bytes[put][0].nbytes() == 4 * SIZES[put]
     assert torch.equal(other, -torch.arange(float(SIZES[put])))
     undo()
@@ -61,7 +61,8 @@ def test_a_place_is_crowded_while_something_that_is_held_lies_there() -> None:
         places = {unit: SimpleNamespace(loan=SimpleNamespace(held=one)) for unit, one in held.items()}
         others = {"a": ("c", "d"), "b": ()}
         plan = SimpleNamespace(share=lambda one, other: other in others[one], crowded={"a", "c", "d"})
-        made: Any = SimpleNamespace(arena=SimpleNamespace(places=places), plan=plan, occupied=dict.fromkeys(put))
+        made: Any = SimpleNamespace(arena=SimpleNamespace(places=places), copied=dict.fromkeys(put))
+        made.progress = SimpleNamespace(plan=plan)
         made._lain_over = partial(Gathers._lain_over, made)
         return made
 

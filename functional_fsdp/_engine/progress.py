@@ -1,0 +1,137 @@
+"""Progress: the plan that a lineage follows, where the program stands in it, and what is known of the order of use.
+
+what follows from an event   move ──▶ (position, actions)       changes nothing, and may refuse
+the event happens            make ──▶ actions                   for the executor to carry out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .._plan.cursor import Cursor
+from .._plan.layout import Layout
+from .._plan.order import DefaultOrder, FixedOrder, GuessedOrder, Known, RecordedOrder, known
+from .._plan.plan import SLOTS, Plan, make_plan
+from .._plan.positions import Move, Position, Positions
+from .._plan.program import Program, combined
+from .._plan.walk import Action
+from .._runtime.runtime import Runtime
+from .._spec.schedule import Order, Schedule
+from .._spec.spec import Spec
+
+__all__ = ["Progress", "first_plan"]
+
+
+def first_plan(layout: Layout, schedule: Schedule, slots: int = SLOTS) -> Plan:
+    """What is followed until the order of use is known."""
+    recorded = isinstance(known(schedule), RecordedOrder)
+    return make_plan(layout, schedule.ordered(None) if recorded else schedule, slots=slots)
+
+
+class Progress:
+    """Where the program of one lineage stands.
+
+    Attributes:
+        plan: the one that is followed; positions: its automaton; position: where the program stands in it.
+        order: what is known of the order of use; recording: whether it is being recorded, and nothing is planned.
+    """
+
+    def __init__(self, layout: Layout, spec: Spec, slots: int) -> None:
+        self.layout, self.spec, self.slots = layout, spec, slots
+        self.frozen = {unit.name for unit in layout.units if not unit.trained}
+        self._know(known(spec.schedule))
+        self.follow(first_plan(layout, spec.schedule, slots))
+
+    def follow(self, plan: Plan) -> None:
+        """Go by this plan, from its start."""
+        self.plan = plan
+        self.positions = Positions(plan)
+        self.position: Position = self.positions.start
+
+    # ---------------------------------------------------------------- events
+
+    @property
+    def cursor(self) -> Cursor:
+        return self.position.cursor
+
+    def move(self, kind: str, units: tuple[str, ...] = ()) -> Move:
+        """What follows from an event. Changes nothing.
+
+        Raises:
+            ScheduleError: as `advance`.
+        """
+        found = self.position.moves.get((kind, units))  # nearly always
+        return self.positions.move(self.position, (kind, units)) if found is None else found
+
+    def make(self, move: Move) -> tuple[Action, ...]:
+        """The event happens. Returns what is to be done, in order."""
+        self.position, actions = move
+        return actions
+
+    def restart(self) -> None:
+        """Back to the start of a step. An order that is being recorded, or seen, begins with nothing."""
+        self.position = self.positions.start
+        if isinstance(self.order, RecordedOrder | GuessedOrder):
+            self._know(type(self.order)())
+
+    # ---------------------------------------------------------------- the order of use
+
+    def _know(self, order: Known) -> None:
+        self.order = order
+        self.recording = isinstance(order, RecordedOrder)
+
+    @property
+    def known(self) -> bool:
+        """Whether there is an order of use that is not only a guess."""
+        return isinstance(self.order, FixedOrder | DefaultOrder)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether ranks compare at the end of a step in which order they have used the units."""
+        return isinstance(self.order, RecordedOrder | GuessedOrder)
+
+    def record(self, names: Sequence[str]) -> None:
+        """One more call, of an order that is being recorded."""
+        if isinstance(self.order, RecordedOrder):
+            self._know(self.order.used(names))
+
+    def record_turn(self) -> None:
+        """The forward is over, in an order that is being recorded."""
+        if isinstance(self.order, RecordedOrder):
+            self._know(self.order.turned())
+
+    def guess(self) -> None:
+        """The plan goes by a guess: ranks agree on each use in the first step."""
+        self._know(GuessedOrder())
+
+    def see(self, forward: Order, backward: Order, skipped: Sequence[str]) -> None:
+        """A pass was seen, the first one of a step that goes by a guess."""
+        if self.order == GuessedOrder():
+            self._know(GuessedOrder((forward, backward, tuple(skipped))))
+
+    def plan_for(self, order: Order, forward: int | None) -> Plan | None:
+        """The plan for this order, of which so many uses are the forward, if that is known; None: it is followed."""
+        schedule = self.spec.schedule.ordered(order)
+        if schedule.order == self.plan.schedule.order and not self.recording:
+            return None
+        return make_plan(self.layout, schedule, forward, self.slots)
+
+    def decide(self, order: Known, run: Runtime) -> Plan | None:
+        """A step was taken that has recorded, or seen, this order: ranks agree on it. Returns the plan to go on by;
+        None: the one that is followed.
+
+        In the new order, what some ranks did not use goes where others used it, and what none used stays between its
+        neighbours. Collective, where the order was open.
+        """
+        plan = None
+        if isinstance(order, RecordedOrder) and order.calls:
+            first: RecordedOrder = run.everyone(order, "the recorded order")[0]
+            plan = self.plan_for(first.calls, first.forward)
+            self._know(FixedOrder())
+        elif isinstance(order, GuessedOrder) and order.seen is not None:
+            planned, seen = self.plan.schedule.order, run.everyone(order.seen, "the order of use")
+            forward, backward = combined(seen, planned if isinstance(planned, tuple) else (), self.frozen)
+            if forward:  # else they used the same units in different orders, and may again
+                plan = self.plan_for(forward + backward, len(Program(forward).order))
+                self._know(FixedOrder())
+        return plan
