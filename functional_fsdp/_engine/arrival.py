@@ -24,6 +24,7 @@ import torch
 from .._common.errors import ScheduleError
 from .._common.torch_names import make_wrapper
 from .._distributed.lanes import Lanes, Mark
+from .sink import BucketConsumer
 from .sum import ordered_sum
 
 __all__ = ["Arrival", "Gone", "Rooms", "gone"]
@@ -50,7 +51,7 @@ class Rooms:
         return self.rooms[lane, dtype][:numel]
 
 
-class Arrival:
+class Arrival(BucketConsumer):
     """What becomes of one bucket's gradients in a step in which they come once.
 
     Args:
@@ -67,7 +68,6 @@ class Arrival:
         update: Callable[[int, int, torch.Tensor], None],
     ) -> None:  # fmt: skip
         self.name, self.dtype, self.pieces, self.rooms, self.update = name, dtype, pieces, rooms, update
-        self.used = False
         self.sums = dtype is torch.float32
         rooms.fit(dtype, max(stop - start for start, stop in pieces))
 
@@ -104,7 +104,7 @@ class Arrival:
             self.update(start, stop, room)
         return summed
 
-    def take(self, local: torch.Tensor) -> None:
+    def use(self, local: torch.Tensor) -> None:
         """They are there, added up: use them up."""
         for start, stop in self.pieces:
             piece = local[start:stop]

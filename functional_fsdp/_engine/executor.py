@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -36,10 +35,10 @@ from .._spec.schedule import Order
 from .._spec.spec import Spec
 from .._storage.stored import Stored
 from .._transports.carrier import Carrier
-from .arrival import Arrival
 from .gathers import Gathers
 from .progress import Progress
 from .reductions import Reductions
+from .sink import GradientSink
 from .stage import Values
 
 __all__ = ["Executor"]
@@ -61,16 +60,11 @@ class Executor:
         self.shares: tuple[str, int] | None = None
         self.begins, self.round_complete = 0, False
         beside = self.stays and run.lanes.copies_on_lanes
-        self.arriving: tuple[str, ...] = ()  # buckets that the step which is captured will update on arrival
-        self.arrivals: dict[str, Arrival] = {}  # the same, from its first gradient on
-        self.arrive_in: tuple[Any, ...] = ()  # what they update: main weights, optimizer state, optimizer and count
-        self.beside_backward: tuple[str, ...] = ()  # that the last eager step reduced once and updated on a lane
-        self.renewed: set[str] = set()  # buckets whose compute copies this step's updates have renewed
-        self.streamed: Any = None  # the buffers through which what lies in the host's memory is updated
         slots = staging_slots(layout, run.position, spec.average, self.carrier.traits, beside)
         self.progress = Progress(layout, spec, slots)
-        self.gathers = Gathers(run, self.progress, self.carrier)
-        self.reductions = Reductions(run, self.progress, self.carrier, self.gathers, self.arrivals)
+        self.sink = GradientSink(run)
+        self.gathers = Gathers(run, self.progress, self.carrier, self.sink)
+        self.reductions = Reductions(run, self.progress, self.carrier, self.gathers, self.sink)
 
     @whole
     def _follow(self, plan: Plan | None) -> None:
@@ -123,7 +117,7 @@ class Executor:
                 index = what
                 reductions.keep(index, unit, values, last)
             elif kind == "gather":
-                self._gather(state, what)
+                self.gathers.start(state, what)
             else:
                 reductions.reduce_off_plan(unit, values, last, agreed)
         if unit in reductions.hollow:
@@ -156,33 +150,28 @@ class Executor:
 
     def _happen(self, state: Stored, kind: str) -> None:
         """An event of a pass or a step, and what follows from it."""
-        self.share()
-        self.reductions.set_gradients(state.grads)
-        self._carry_out(state, self.progress.make(self.progress.move(kind)))
+        if self.stays:
+            self.share()
+        if state.grads is not self.reductions.grads:
+            self.reductions.set_gradients(state.grads)
+        if actions := self.progress.make(self.progress.move(kind)):
+            self._carry_out(state, actions)
 
     def _carry_out(self, state: Stored, actions: Sequence[Action]) -> None:
         """Do what follows from an event that is no gradient, in its order."""
         for kind, what in actions:
             if kind == "gather":
-                self._gather(state, what)
+                self.gathers.start(state, what)
             elif kind == "reduce":
                 self.reductions.issue(what)
             elif kind != "free":
                 self._gather_off_plan(state, what, kind == "agreed")
-
-    def _gather(self, state: Stored, index: int) -> None:
-        """Start a gather: from here on its lane reads main weights."""
-        staging = self.reductions.staging
-        if staging.reduced or self.arrivals:
-            staging.touched(self.progress.layout.by_name[self.progress.plan.gathers[index].unit])
-        self.gathers.start(state, index)
 
     def _gather_off_plan(self, state: Stored, unit: str, by_plan: bool) -> None:
         """A use on which ranks agree first; `by_plan`: at the unit's place, if it can be."""
         if not self.gathers.is_lent(unit, by_plan):
             with self.off_plan(state):
                 self.gathers.agree(state, unit)
-                self.reductions.staging.touched(self.progress.layout.by_name[unit])
                 self.gathers.gather_off_plan(state, unit, by_plan)
 
     @property
@@ -323,21 +312,6 @@ class Executor:
         the change on one rank, and before it on another, gives them other sums."""
         return zlib.crc32(f"{self.reductions.digest} {self.reductions.staging.digest}".encode())
 
-    def drop_arrivals(self) -> None:
-        """The step is over, or is captured no more. Compute has waited for what they did."""
-        self.arriving, self.arrive_in = (), ()
-        self.arrivals.clear()
-
-    def anew(self) -> None:
-        """The step will begin anew.
-
-        Raises:
-            ScheduleError: it is captured, and has updated weights.
-        """
-        for one in self.arrivals.values():
-            if one.used:
-                one.refuse("the step was begun anew")
-
     def reset(self) -> None:
         """Back to the state between steps, whether the step was taken or abandoned."""
         self.settle()
@@ -356,7 +330,7 @@ class Executor:
         """The step was taken: follow the order that was recorded, or seen."""
         order = self.progress.order
         self.reset()
-        self.drop_arrivals()
+        self.sink.end_step()
         self.gathers.invalidate()
         self._follow(self.progress.decide(order, self.run))
         self.share()

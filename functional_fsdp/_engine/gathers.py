@@ -25,6 +25,7 @@ from .._storage.weights import gather
 from .._transports.carrier import Carrier
 from .arena import Arena
 from .progress import Progress
+from .sink import GradientSink
 from .unplanned import LANE, Unplanned
 
 __all__ = ["Gathers"]
@@ -43,8 +44,8 @@ class Gathers:
         digest: of the gathers that this step has issued.
     """
 
-    def __init__(self, run: Runtime, progress: Progress, carrier: Carrier) -> None:
-        self.run, self.progress, self.carrier = run, progress, carrier
+    def __init__(self, run: Runtime, progress: Progress, carrier: Carrier, sink: GradientSink) -> None:
+        self.run, self.progress, self.carrier, self.sink = run, progress, carrier, sink
         self.unplanned = Unplanned(run, progress.layout, progress.spec.schedule.debug)
         self.digest = 0
         self.prepare()
@@ -107,6 +108,8 @@ class Gathers:
         after = self._free(unit)
         fresh = self.arena.allocate(unit)
         place = self.arena.place(state, unit)
+        if self.sink.untouched or self.sink.consumers:  # its lane reads main weights from here on
+            self.sink.touched(self.progress.layout.by_name[unit])
         self.digest = zlib.crc32(place.key, self.digest)
         if fresh or self.fence:  # waits for all that compute has done: the bytes or the weights may be new
             self.fence = False
@@ -138,6 +141,7 @@ class Gathers:
     def gather_off_plan(self, state: Stored, unit: str, by_plan: bool) -> None:
         """Gather a unit on which ranks have agreed: at its place, if that is wished, unless what is lent lies there.
         Not in memory that ranks share: peers that only help have none there."""
+        self.sink.touched(self.progress.layout.by_name[unit])
         if by_plan and not self.arena.stays and not self._crowded(unit):
             self._free(unit)
             self.arena.allocate(unit)

@@ -22,7 +22,7 @@ from .._plan.layout import STAGED, aligned
 from .._plan.route import Route
 from .._runtime.runtime import Runtime
 from .._transports.carrier import Carrier, Portions
-from .arrival import Arrival
+from .sink import BucketConsumer
 from .sum import ordered_sum
 
 __all__ = ["ReductionSteps"]
@@ -37,14 +37,14 @@ class ReductionSteps:
 
     def of(
         self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None, add: bool,
-        arrival: Arrival | None = None,
+        consumer: BucketConsumer | None = None,
     ) -> Steps:  # fmt: skip
         """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added. Or they
-        end with an arrival."""
-        if arrival is not None and not arrival.beside:
+        are used up by a consumer."""
+        if consumer is not None and not consumer.beside:
             self.run.lanes.wait(self.marks.get("update"))  # which may use the same room
-        if arrival is not None and arrival.sums and way.alone:  # the sum is all that is done
-            yield from self._arriving(way.steps[0].collectives, stage, spare, arrival)
+        if consumer is not None and consumer.sums and way.alone:  # the sum is all that is done
+            yield from self._consumed(way.steps[0].collectives, stage, spare, consumer)
             return
         local = stage
         lane = "reduce"
@@ -64,30 +64,30 @@ class ReductionSteps:
                 yield from self.run.collective(collectives[0], local, local)
         if way.divisor > 1:
             local.div_(way.divisor)
-        if arrival is not None:
-            arrival.take(local)
+        if consumer is not None:
+            consumer.use(local)
         elif out is not None and add:
             out.add_(local)
         elif out is not None and local is not out:
             out.copy_(local)
 
-    def _arriving(
-        self, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor, arrival: Arrival
+    def _consumed(
+        self, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor, consumer: BucketConsumer
     ) -> Steps:
         """What comes is added up and used up, piece by piece: here, or on the update lane while the rest comes. Then
         this lane waits for the sums only: the next gradients are staged on bytes that these read."""
         if collectives[0].lane != "reduce":
             yield collectives[0].lane
         lanes, mean = self.run.lanes, self.average == "mean"
-        portions = Portions(arrival.pieces if arrival.beside else ())
+        portions = Portions(consumer.pieces if consumer.beside else ())
         came, ranks, own = yield from self._exchanged(collectives, stage, spare, portions)
-        if not arrival.beside:
-            arrival.add_up(came, ranks, mean, own, lanes)
+        if not consumer.beside:
+            consumer.add_up(came, ranks, mean, own, lanes)
             return
-        there, summed = portions.there or [lanes.mark()] * len(arrival.pieces), []
+        there, summed = portions.there or [lanes.mark()] * len(consumer.pieces), []
 
         def job() -> Steps:
-            summed.append(arrival.add_up(came, ranks, mean, own, lanes, there))
+            summed.append(consumer.add_up(came, ranks, mean, own, lanes, there))
             yield from ()
 
         self.marks["update"] = lanes.beside("update", job())

@@ -25,9 +25,9 @@ from .._storage.flat import FlatBuffer
 from .._storage.gradients import in_order
 from .._storage.weights import owned
 from .._transports.carrier import Carrier
-from .arrival import Arrival
 from .gathers import Gathers
 from .progress import Progress
+from .sink import GradientSink
 from .stage import Values
 from .staging import Staging
 
@@ -47,10 +47,10 @@ class Reductions:
     """
 
     def __init__(
-        self, run: Runtime, progress: Progress, carrier: Carrier, gathers: Gathers, arrivals: dict[str, Arrival]
+        self, run: Runtime, progress: Progress, carrier: Carrier, gathers: Gathers, sink: GradientSink
     ) -> None:
         self.run, self.progress, self.carrier, self.gathers = run, progress, carrier, gathers
-        self.arrivals = arrivals
+        self.sink = sink
         self.layout, self.mesh = progress.layout, progress.spec.mesh
         trained = {unit.name: [b for b in unit.buckets if b.trainable] for unit in self.layout.units}
         self.hollow = {name: some for name, some in trained.items() if not any(bucket.numel for bucket in some)}
@@ -66,7 +66,8 @@ class Reductions:
     def prepare(self, depth: int = 0) -> None:
         """Staging for the plan, in which there is nothing yet. `depth`: the digest of how far reductions went."""
         spec, plan = self.progress.spec, self.progress.plan
-        self.staging = Staging(self.run, plan, spec.average, self.carrier, self.arrivals, depth)
+        self.sink.drop()
+        self.staging = Staging(self.run, plan, spec.average, self.carrier, self.sink, depth)
 
     # ---------------------------------------------------------------- main gradients
 
@@ -74,7 +75,7 @@ class Reductions:
         """Go on from these main gradients: a transform may have put others in the state's place."""
         if grads is not self.grads and (grads or self.grads):
             self.grads = dict(grads or {})
-            self.staging.touched()
+            self.sink.touched()
 
     def put_in_order(self) -> None:
         """Main gradients as the layout has its buckets."""
@@ -188,14 +189,14 @@ class Reductions:
         if not reduce(index, unit, values, self.grads, last, self.mesh, relents):
             return False
         if unit.name in self.gathers.flying:  # `read_while_gathered`, without a call
-            self.staging.touched(unit)
+            self.sink.touched(unit)
         self.digest = zlib.crc32(unit.name.encode(), self.digest)
         return True
 
     def read_while_gathered(self, unit: str) -> None:
         """A gather for which compute has not waited when the gradient came may read main weights after that."""
         if unit in self.gathers.flying:
-            self.staging.touched(self.layout.by_name[unit])
+            self.sink.touched(self.layout.by_name[unit])
 
     # ---------------------------------------------------------------- the end of a step
 

@@ -35,9 +35,8 @@ from .._plan.route import Route, states_of
 from .._runtime.runtime import Runtime
 from .._storage.flat import FlatBuffer, write_leaves
 from .._transports.carrier import Carrier
-from .arrival import Arrival
-from .gradient_memory import GradientMemory
 from .reduction_steps import ReductionSteps
+from .sink import GradientSink
 from .stage import LARGE, Slot, StagingPlace, Values, differ, leaves_and_gaps
 
 __all__ = ["Staging"]
@@ -50,7 +49,7 @@ class Staging:
     """Every reduction's stage, and those that are under way, oldest first.
 
     Args:
-        arrivals: of the buckets that are updated where their gradients arrive; none in eager steps.
+        sink: where the gradients end.
 
     Attributes:
         digest: of how far reductions went in this step, where they may stay partial. Votes compare it, since on GPUs
@@ -59,7 +58,7 @@ class Staging:
     """
 
     def __init__(
-        self, run: Runtime, plan: Plan, average: str, carrier: Carrier, arrivals: dict[str, Arrival], digest: int = 0
+        self, run: Runtime, plan: Plan, average: str, carrier: Carrier, sink: GradientSink, digest: int = 0
     ) -> None:
         self.run = run
         self.plan = plan
@@ -67,17 +66,13 @@ class Staging:
         self.average = average
         self.tail = len(plan.reductions) - TAIL  # the index of the first of those
         self.digest = digest
-        self.arrivals = arrivals
+        self.sink = sink
         self.stages: dict[int, StagingPlace] = {}
-        self.memory = GradientMemory(run)
         self.busy: deque[StagingPlace] = deque()
         self.completing = False  # whether something beside them is under way
         self.unshared = False
         self.marks: dict[str, Mark] = {}  # the end of what is newest, and of all before it, by the lane that it ends on
         self.steps = ReductionSteps(run, carrier, average, self.marks)
-        #: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients. Where
-        #: updates do not overlap it stays empty
-        self.reduced: dict[str, Mark] = {}
         #: buckets whose gradients came in this step: whether more than once, be it that some were put aside meanwhile
         self.seen: dict[str, bool] = {}
 
@@ -135,7 +130,7 @@ class Staging:
                 slot.write(values)
         stage.done = self._submit(jobs, ways, stage.ready, stage.done, first=first)
         if self.plan.schedule.overlap_update:
-            self._newest([slot.bucket for slot in stage.slots], stage.done)
+            self.sink.there([slot.bucket for slot in stage.slots], stage.done)
         self.busy.append(stage)  # not before: if issuing it is interrupted, its bytes may be written to, and must stay
         for bucket in partial:
             self.complete(bucket, grads)
@@ -147,7 +142,7 @@ class Staging:
     def zeros(self, bucket: Bucket, grads: dict[str, FlatBuffer], mesh: object) -> None:
         """Main gradients of a bucket for which no rank has one: nothing is sent."""
         self.seen[bucket.name] = bucket.name in self.seen
-        local = self.memory.make(bucket, bucket.numel // bucket.slices("main"))
+        local = self.sink.memory.make(bucket, bucket.numel // bucket.slices("main"))
         if bucket.grads_on_host and not self.run.lanes.waits_on_host:
             for mark in self.marks.values():  # lanes may still read there what was partial in this step
                 self.run.lanes.wait(mark)
@@ -172,20 +167,20 @@ class Staging:
         mesh: object, beside: bool = False,
     ) -> Steps:  # fmt: skip
         """What is staged on its way into the main gradients: the first one allocates them, later ones are added.
-        `beside`: an arrival may be used up on the update lane."""
+        `beside`: they may be used up on the update lane."""
         name = bucket.name
         have = grads.get(name)
         self.seen[name] = name in self.seen
         if have is not None:
             return self.steps.of(way, stage, spare, have.local, True)
-        arrival = self.arrivals.get(name) if self.arrivals else None
-        if arrival is not None and way.states == states_of(bucket, "main"):
+        consumer = self.sink.consumers.get(name) if self.sink.consumers else None
+        if consumer is not None and way.states == states_of(bucket, "main"):
             sums = way.exact or bucket.wire is not bucket.grads  # else they are used as they lie
-            beside = beside and arrival.sums and way.alone
-            grads[bucket.name] = FlatBuffer(arrival.begin(way.ends, sums, beside), bucket, way.states, mesh)
-            return self.steps.of(way, stage, spare, None, False, arrival)
+            beside = beside and consumer.sums and way.alone
+            grads[bucket.name] = FlatBuffer(consumer.begin(way.ends, sums, beside), bucket, way.states, mesh)
+            return self.steps.of(way, stage, spare, None, False, consumer)
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
-        local = stage.new_empty(way.numel) if same else self.memory.make(bucket, way.numel)
+        local = stage.new_empty(way.numel) if same else self.sink.memory.make(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, mesh)
         return self.steps.of(way, stage, spare, local, False)
 
@@ -217,7 +212,7 @@ class Staging:
             done = self._submit([job], [way], self.run.lanes.mark())
             self.run.lanes.keep(stage, spare)
             if self.plan.schedule.overlap_update:
-                self._newest([bucket], done)
+                self.sink.there([bucket], done)
             if last:
                 self.complete(bucket, grads)
 
@@ -232,12 +227,12 @@ class Staging:
         way = self.records(bucket).finish
         if way.collectives:
             self._note(bucket, True)
-        local = self.memory.make(bucket, way.numel)
+        local = self.sink.memory.make(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, have.mesh)
         job = self._complete(bucket, way, have.local, local)
         done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)
         if self.plan.schedule.overlap_update:
-            self._newest([bucket], done)
+            self.sink.there([bucket], done)
 
     def _complete(self, bucket: Bucket, way: Route, have: torch.Tensor, out: torch.Tensor) -> Steps:
         if not self.run.lanes.waits_on_host:
@@ -301,27 +296,9 @@ class Staging:
         """Buckets whose newest reduction compute has not waited for; None: it is not known which."""
         return None if self.completing else {slot.bucket.name for stage in self.busy for slot in stage.slots}
 
-    def _newest(self, buckets: list[Bucket], mark: Mark) -> None:
-        """The gradients of these are there from this mark on."""
-        for bucket in buckets:
-            self.reduced.pop(bucket.name, None)
-            if not (self.arrivals and self.arrived(bucket)):
-                self.reduced[bucket.name] = mark
-
-    def arrived(self, bucket: Bucket) -> bool:
-        """Whether its gradients were used up where they arrived."""
-        return bucket.name in self.arrivals and self.arrivals[bucket.name].used
-
-    def touched(self, unit: Unit | None = None) -> None:
-        """The main weights of a unit, or all of the state, are read once more: an update has to wait for that, too."""
-        for arrival in self.arrivals.values():
-            if arrival.used and (unit is None or any(bucket.name == arrival.name for bucket in unit.buckets)):
-                arrival.refuse("weights were read, or gradients replaced,")
-        if unit is None:
-            self.reduced.clear()
-        elif self.reduced:
-            for bucket in unit.buckets:
-                self.reduced.pop(bucket.name, None)
+    def ends(self, lane: str, mark: Mark) -> None:
+        """What a lane was given beside reductions ends there: compute waits for that, too, when they settle."""
+        self.marks[lane] = mark
 
     def share(self, unshared: bool = False) -> None:
         """Reductions share the plan's staging from here on; `unshared`: each has bytes of its own."""
@@ -344,7 +321,7 @@ class Staging:
         for stage in self.stages.values():  # one may have been interrupted
             stage.values = None
         self.marks.clear()
-        self.reduced.clear()
+        self.sink.drop()
         self.completing = False
         while self.busy:
             self.busy.popleft().free()

@@ -18,6 +18,7 @@ import torch
 
 from .._common.torch_names import pytree
 from .._engine.arrival import Arrival, Rooms
+from .._engine.sink import BucketConsumer, StepConsumer
 from .._runtime.given import NewCounts
 from .._storage.cut import cut, cuts
 from .._storage.flat import FlatBuffer
@@ -26,26 +27,51 @@ from .update import in_place, renew
 if TYPE_CHECKING:
     from .state import State
 
-__all__ = ["check_arrivals", "prepare_arrivals"]
+__all__ = ["UpdatesOnArrival"]
 
 LEAST = 1 << 20  # bytes of main gradients: smaller buckets share updates at the end of a step
 PIECE = 1 << 25  # bytes: what the caches of GPUs hold beside other things, and not so few that launches take the time
 
 
-def prepare_arrivals(state: State) -> None:
-    """The first gradients of a captured step come: from here on those of `Executor.arriving` are updated on arrival, as
-    far as they can be. What a rate is computed from is read now, by compute."""
-    executor = state._executor
-    names, executor.arriving = executor.arriving, ()
-    executor.arrivals.update(_arrivals(state, names))
-    executor.arrive_in = _changing(state)
+class UpdatesOnArrival(StepConsumer):
+    """Takes part in a step that is captured: these buckets are updated where their gradients arrive, as far as they
+    can be."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.changes: tuple[Any, ...] = ()  # what updates change
+
+    def begin(self, state: Any) -> dict[str, BucketConsumer]:
+        """What a rate is computed from is read now, by compute."""
+        self.changes = _changing(state)
+        return _arrivals(state, self.names)
+
+    def check(self, state: Any, used: Sequence[BucketConsumer], skip: Any, lacking: Collection[str]) -> None:
+        """Refuse to end a captured step that would have kept what it has updated already.
+
+        Raises:
+            ScheduleError: it may be taken back, or has another state than when its first gradients came. NewCounts:
+                leaves got no gradient, which have one as a rule.
+        """
+        if skip is not None:
+            used[0].refuse("step(skip=) was called")
+        if state.version.lineage.runtime.veto is not None:
+            used[0].refuse("ranks were asked whether they take the step")
+        if any(a is not b for a, b in zip(_changing(state), self.changes, strict=True)):
+            used[0].refuse("main weights, optimizer state, the optimizer or the count were replaced")
+        for one in used:
+            if one.name in lacking:
+                raise NewCounts(
+                    f"cuda_graph: leaves of {one.name!r} that got a gradient in the step before got none in the step "
+                    "that is captured, which has updated them."
+                )
 
 
 def _changing(state: State) -> tuple[Any, ...]:
     return state.main, state.opt, state.optimizer, state.count
 
 
-def _arrivals(state: State, names: Sequence[str]) -> dict[str, Arrival]:
+def _arrivals(state: State, names: Sequence[str]) -> dict[str, BucketConsumer]:
     """Of these buckets, which the last eager step reduced once and updated beside the rest of its backward, those that
     a captured one can update on arrival."""
     optimizer = state.optimizer
@@ -58,7 +84,8 @@ def _arrivals(state: State, names: Sequence[str]) -> dict[str, Arrival]:
         return {}
     nodes = pytree.tree_leaves(state.opt, is_leaf=lambda x: isinstance(x, FlatBuffer))
     by_leaf = {x.bucket.name for x in nodes if isinstance(x, FlatBuffer) and x.bucket.by_leaf}
-    rooms, found = Rooms(state._executor.run.device), {}
+    rooms = Rooms(state._executor.run.device)
+    found: dict[str, BucketConsumer] = {}
     for bucket in buckets:
         n, width = state.main[bucket.name].local.numel(), bucket.grads.itemsize
         if n * width < LEAST or bucket.on_host or bucket.grads_on_host:
@@ -84,31 +111,3 @@ def _update(state: State, name: str) -> Any:
         renew(state, part)  # while the cache has it
 
     return update
-
-
-def check_arrivals(state: State, skip: Any, lacking: Collection[str] = ()) -> None:
-    """Refuse to end a captured step that would have kept what it has updated already.
-
-    Args:
-        lacking: buckets in which leaves got no gradient, on any rank.
-
-    Raises:
-        ScheduleError: it may be taken back, or has another state than when its first gradients came. NewCounts: leaves
-            got no gradient, which have one as a rule.
-    """
-    executor = state._executor
-    used = [one for one in executor.arrivals.values() if one.used]
-    if not used:
-        return
-    if skip is not None:
-        used[0].refuse("step(skip=) was called")
-    if state.version.lineage.runtime.veto is not None:
-        used[0].refuse("ranks were asked whether they take the step")
-    if any(a is not b for a, b in zip(_changing(state), executor.arrive_in, strict=True)):
-        used[0].refuse("main weights, optimizer state, the optimizer or the count were replaced")
-    for one in used:
-        if one.name in lacking:
-            raise NewCounts(
-                f"cuda_graph: leaves of {one.name!r} that got a gradient in the step before got none in the step that "
-                "is captured, which has updated them."
-            )

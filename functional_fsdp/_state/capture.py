@@ -17,6 +17,7 @@ from .._common.interrupts import arrive, whole
 from .._common.record import Collective
 from .._distributed.lanes import Log
 from .._runtime.given import Fixed
+from .arrivals import UpdatesOnArrival
 from .lineage import Lineage
 from .state import State, Version
 from .veto import StepStart, Vetoed
@@ -61,8 +62,8 @@ class Capture:
         run.capturing, run.remarks = True, []
         run.forms.came = self.forms
         try:
-            self.executor.arriving = self.beside
-            yield
+            with self.executor.sink.consuming(UpdatesOnArrival(self.beside) if self.beside else None):
+                yield
         except BaseException:
             self.executor.drop()
             if run.host_vote is not None:
@@ -71,13 +72,12 @@ class Capture:
         finally:
             run.logs, run.capturing = run.issued, False
             run.forms.came = None
-            self.executor.drop_arrivals()
         self.traced = self.lineage.graphed or self.lineage.taken is None
         self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
         self.digest, before = run.voted
         self.remarks = run.remarks[:before], run.remarks[before:]
         self.fixed = self.executor.reductions.given.fixed
-        streamed = self.executor.streamed
+        streamed = self.executor.sink.streams
         self.held = self.executor.gathers.arena, self.executor.reductions.staging, streamed and tuple(streamed.buffers)
 
     @property

@@ -51,9 +51,9 @@ class Lineage:
     `executor` has what the lineage has in flight, `graph_plan` what traced steps go by; each is made when it is first
     needed. Of use to transforms that capture or trace (`extend.lineage_of`): commits, how many steps were taken, as far
     as the host knows (of compiled ones in a row it knows one); broken, why its states are of no more use, or "";
-    moved_by, the verb that took what they held, or ""; offset; `follow` and `stepped`; beside_backward and arriving,
-    see `_state.arrivals`; local_buffers, the paths of buffers that may differ by rank; src, the rank that had the
-    values where only one of them had (`shard(src=)`).
+    moved_by, the verb that took what they held, or ""; offset; `follow` and `stepped`; beside_backward and
+    keeps_gradients, see `_engine.sink`; local_buffers, the paths of buffers that may differ by rank; src, the rank that
+    had the values where only one of them had (`shard(src=)`).
     """
 
     def __init__(
@@ -111,13 +111,12 @@ class Lineage:
     @property
     def beside_backward(self) -> tuple[str, ...]:
         """The buckets that the last eager step reduced once, and updated beside its backward."""
-        return self.executor.beside_backward if self.executor else ()
+        return self.executor.sink.updated_beside if self.executor else ()
 
     @property
-    def arriving(self) -> bool:
-        """Whether a step is being captured that updates weights where their gradients arrive, and keeps no main
-        gradients of these."""
-        return bool(self.executor and (self.executor.arriving or self.executor.arrivals))
+    def keeps_gradients(self) -> bool:
+        """Whether the step keeps all main gradients: none is used up where it comes."""
+        return self.executor is None or self.executor.sink.keeps_all
 
     @property
     def graphed(self) -> bool:
@@ -199,7 +198,7 @@ class Lineage:
                 self.check_lent()
                 self.lent = None
                 if self.executor is not None:
-                    self.executor.anew()
+                    self.executor.sink.check_anew()
                 self._meet()
                 self.runtime.meet(verb)  # before what is in flight is waited for
                 if self.head != self.base:
@@ -304,7 +303,7 @@ class Lineage:
     def touched(self) -> None:
         """Compute reads what the state owns, perhaps in the middle of a step, whose updates have to wait for that."""
         if self.executor is not None:
-            self.executor.reductions.staging.touched()
+            self.executor.sink.touched()
 
     def rest(self, verb: str) -> None:
         """The step so far only looked at weights: back to the base, which every rank goes on from."""

@@ -140,18 +140,16 @@ def apply_optimizer(
     """The update of all, eagerly: on GPUs in parts, as gradients come, if the optimizer is one for parts. A stream
     waits, the host does not. Compute has waited for all of it at the end, also where it raises."""
     executor = state._executor
-    executor.beside_backward = ()
-    executor.renewed = {name for name, one in executor.arrivals.items() if one.used and copied_alike(main[name].bucket)}
-    arrived = executor.reductions.staging.arrived
-    left = {n: b for n, b in main.items() if not arrived(b.bucket)} if executor.arrivals else main
+    sink = executor.sink
+    sink.begin_update(name for name, one in sink.consumers.items() if one.used and copied_alike(main[name].bucket))
+    left = {n: b for n, b in main.items() if not sink.used_up(b.bucket.name)} if sink.consumers else main
     try:
         new, opt = _applied(state, left, skip, given)
         return main if new is left else new, opt
     except BaseException:  # what lanes have begun reads and writes what may be let go now
         for lane in ("fetch", "update", "store"):
             executor.run.lanes.join(lane)
-        if executor.streamed is not None:
-            executor.streamed.along(())
+        sink.renewed_copies(())
         raise
 
 
@@ -193,17 +191,16 @@ def _applied(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | Non
 def _stream(state: State, names: Sequence[str], skip: torch.Tensor | None, given: Leaves, beside: bool = False) -> None:
     """Update what lies in the host's memory. `beside`: on lanes, as gradients come."""
     executor = state._executor
-    lanes, staging = executor.run.lanes, executor.reductions.staging
-    if executor.streamed is None:
-        executor.streamed = Streamed(executor.run.device)
+    lanes, sink = executor.run.lanes, executor.sink
+    streamed = sink.stream_by(Streamed)
     now = partial(_on_device, state, skip, given)
-    marks = {name: staging.reduced[name] for name in names} if beside else None
-    some = executor.streamed.portions(state, names)
-    staging.marks["store"] = executor.streamed.run(lanes, some, executor.reductions.grads, now, marks)
+    marks = {name: sink.untouched[name] for name in names} if beside else None
+    stored = streamed.run(lanes, streamed.portions(state, names), executor.reductions.grads, now, marks)
+    executor.reductions.staging.ends("store", stored)
     if not beside:
-        lanes.wait(staging.marks["store"])
+        lanes.wait(stored)
         if not state.spec.schedule.overlap_update:
-            executor.streamed.give()
+            streamed.give()
 
 
 def _on_device(
@@ -242,15 +239,16 @@ def _same_tensors(old: Any, new: Any) -> bool:
 def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) -> dict[str, FlatBuffer]:
     """Update on a lane what only lanes have touched since its gradients came. Returns what is left for compute: where
     leaves have no gradient, compute has just made or copied something."""
-    lanes, staging = state._executor.run.lanes, state._executor.reductions.staging
-    shards = (name for name in staging.reduced if main[name].sharded() and not main[name].bucket.lent_as_stored)
+    executor = state._executor
+    lanes, staging, sink = executor.run.lanes, executor.reductions.staging, executor.sink
+    shards = (name for name in sink.untouched if main[name].sharded() and not main[name].bucket.lent_as_stored)
     alone = [name for name in shards if name not in given]  # all others compute reads
     sizes = {name: main[name].local.nbytes for name in alone if not main[name].bucket.on_host}
     far = [name for name in alone if name not in sizes and main[name].bucket.placement.weights]
-    state._executor.beside_backward = tuple(name for name in sizes if not staging.seen.get(name))
+    sink.note_beside([name for name in sizes if not staging.seen.get(name)])
     for some in runs(state.optimizer, state.opt, sizes):
-        job = _portion(state, {name: main[name] for name in some}, [staging.reduced[name] for name in some])
-        staging.marks["update"] = lanes.beside("update", job)
+        job = _portion(state, {name: main[name] for name in some}, [sink.untouched[name] for name in some])
+        staging.ends("update", lanes.beside("update", job))
     if far:
         _stream(state, far, None, given, beside=True)
     return {name: buffer for name, buffer in main.items() if name not in sizes and name not in far}
@@ -260,7 +258,7 @@ def _portion(state: State, main: dict[str, FlatBuffer], after: Sequence[Mark]) -
     for mark in after:
         state._executor.run.lanes.wait(mark)  # the lane does: it is the current one
     in_place(state, main)
-    state._executor.renewed.update(name for name, buffer in main.items() if renew(state, buffer))
+    state._executor.sink.renew(name for name, buffer in main.items() if renew(state, buffer))
     yield from ()
 
 

@@ -29,7 +29,6 @@ from .._common.torch_names import profiler, pytree
 from .._graph import traced, traced_step
 from .._optim.optimizer import check, put, tensors_of
 from .._runtime.given import ALL, Leaves
-from .._state.arrivals import check_arrivals, prepare_arrivals
 from .._state.state import State, Version
 from .._state.update import Kept, apply_optimizer, counting, keep, may_step, put_back
 from .._storage.gradients import of_tree, of_unit, refuse_zeros
@@ -183,8 +182,8 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
         with lineage.call:
             if state.grads is not reductions.grads:
                 reductions.set_gradients(state.grads)
-            if executor.arriving:
-                prepare_arrivals(state)
+            if executor.sink.pending is not None:
+                executor.sink.begin(state)
             before = len(reductions.grads)
             if move is not None:
                 if came == ALL:
@@ -205,8 +204,8 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
     reductions = executor.reductions
     with lineage.call:
         reductions.set_gradients(state.grads)
-        if executor.arriving:
-            prepare_arrivals(state)
+        if executor.sink.pending is not None:
+            executor.sink.begin(state)
         executor.reduce_tree(state, total, last_microbatch)
         reductions.put_in_order()
         return lineage.advance(state, "reduce()", reductions.grads)
@@ -296,7 +295,8 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     executor = state._executor
     with lineage.call:
         executor.reductions.set_gradients(state.grads)
-        check_arrivals(state, skip)
+        if executor.sink.consumers:
+            executor.sink.check(state, skip)
         executor.finish(state)
         if lineage.runtime.veto is not None:
             lineage.runtime.veto.join()
@@ -326,14 +326,15 @@ def _vote_and_take(state: State, skip: Any) -> State:
         raise
     if executor.run.lanes.waits_on_host:  # that may fail: before all commit
         executor.settle()
-    check_arrivals(state, None, lacking.anywhere)
+    if executor.sink.consumers:
+        executor.sink.check(state, None, lacking.anywhere)
     opt = counting(state, lacking, executor.run.capturing)
     if opt is not state.opt:  # compute makes counts now, which updates read
-        executor.reductions.staging.touched()
+        executor.sink.touched()
     before = keep(state, lacking.given, warns=True)
     new = _take(state._evolve(opt=opt), main, skip, lacking.given, before, touched, versions)
     if lacking.anywhere:  # the same on every rank
-        executor.beside_backward = tuple(n for n in executor.beside_backward if n not in lacking.anywhere)
+        executor.sink.note_lacking(lacking.anywhere)
     return new
 
 
@@ -361,8 +362,7 @@ def _take(
             _, opt = _install((main, opt), (new_main, new_opt))
         put_back(before)
         if state.weights:
-            there = executor.streamed.along(before) if executor.streamed is not None else ()
-            there = {*there, *executor.renewed} if executor.renewed and not before else there
+            there = executor.sink.renewed_copies(before)
             refresh(state.main, state.weights, state.scales, trainable_only=True, there=there)
         state.count.add_(1 if kept is None else ~kept)
         if skip is not None and lineage.offset is not None:

@@ -104,7 +104,7 @@ def trained(preset: str, kind: str, overlap: bool, way: str) -> dict[str, Any]:
     trees = (state.main, state.opt.mean, state.opt.square)
     far = {in_host_memory(buffer.local) for tree in trees for buffer in tree.values()}
     peak = torch.cuda.max_memory_allocated() - before
-    streamed = state._executor.streamed
+    streamed = state._executor.sink.streams
     del state, run
     return {"weights": weights, "far": far, "alive": alive, "peak": peak, "buffers": streamed and streamed.nbytes}
 

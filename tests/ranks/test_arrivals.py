@@ -97,11 +97,11 @@ def stepped(preset: str, precision: str, optimizer: str, arrive: bool, watched: 
             capture = Capture(state, beside)
             with capture.recording():
                 state, _ = forward_backward(state, batch(i, dist.get_rank(), 0))
-                arrived += sum(one.used for one in state._executor.arrivals.values())
-                besides += sum(one.used and one.beside for one in state._executor.arrivals.values())
+                arrived += sum(one.used for one in state._executor.sink.consumers.values())
+                besides += sum(one.used and one.beside for one in state._executor.sink.consumers.values())
                 state = fsdp.step(state)
             capture.first(lambda: None)
-            assert not state._executor.arrivals
+            assert not state._executor.sink.consumers
         return tensors(state), [] if order is None else order.races, arrived, besides
 
 
@@ -200,7 +200,7 @@ def refused(how: str) -> tuple[str, bool]:
         try:
             with capture.recording():
                 middle = by_hand(state, units[:3])
-                name = next(name for name, one in state._executor.arrivals.items() if one.used)
+                name = next(name for name, one in state._executor.sink.consumers.items() if one.used)
                 if how == "read":
                     middle.grads[name].local.norm()
                 elif how == "changed":
@@ -216,7 +216,7 @@ def refused(how: str) -> tuple[str, bool]:
         except ScheduleError as error:
             said = str(error)
         capture.abandon()
-        assert not state._executor.arrivals
+        assert not state._executor.sink.consumers
         return said, fsdp.step(by_hand(state, units)).between_steps  # the state before is good
 
 

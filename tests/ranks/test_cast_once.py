@@ -110,7 +110,7 @@ def beside(preset: str) -> tuple[bool, int, list[str]]:
             state, _ = call(state, batch(i, dist.get_rank(), 0))
             state = fsdp.step(state)
             right = right and up_to_date(state)
-            renewed += len(state._executor.renewed)
+            renewed += len(state._executor.sink.renewed)
         return right, renewed, order.races
 
 

@@ -247,7 +247,7 @@ def buffers_stay() -> tuple[list[int], int, int]:
     seen = []
     for i in range(3):
         state = trained(state, model, 1, first=i)
-        there = state._executor.streamed
+        there = state._executor.sink.streams
         seen.append(sum(buffer.untyped_storage().size() for buffer in there.buffers))
     sizes = [sum(x.local.nbytes for x in buffers(state) if x.bucket.name == name) for name in state.layout.trainable]
     return seen, there.nbytes, sum(sizes)

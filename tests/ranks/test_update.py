@@ -61,7 +61,7 @@ def reduced(preset: str, flags: tuple[bool, ...], optimizer: str = "adamw") -> f
 
 def waited_for(preset: str, flags: tuple[bool, ...]) -> tuple[set[str], set[str]]:
     state = reduced(preset, flags)
-    return set(state._executor.reductions.staging.reduced), set(state.layout.trainable)
+    return set(state._executor.sink.untouched), set(state.layout.trainable)
 
 
 @pytest.mark.parametrize("flags", [(True,), (False, True), (True, True), (False, False)], ids=str)
@@ -77,8 +77,8 @@ def looked(how: str) -> tuple[int, int]:
     spec = fsdp.Spec(mesh, placement, schedule=Schedule(overlap_update=True))
     base = fsdp.shard(params, spec, fsdp.adamw(lr=1e-2))
     state, _ = LOOPS["by_unit"](model, base, batch(0, dist.get_rank()), True)
-    staging = state._executor.reductions.staging
-    before = len(staging.reduced)
+    sink = state._executor.sink
+    before = len(sink.untouched)
     if how == "unshard":
         state, _ = fsdp.unshard(state)
     elif how == "outside":
@@ -93,9 +93,9 @@ def looked(how: str) -> tuple[int, int]:
     elif how == "other gradients":
         state = state._evolve(grads=pytree.tree_map(lambda g: 2 * g, state.grads))
         state._executor.reductions.set_gradients(state.grads)
-    after = len(staging.reduced)
+    after = len(sink.untouched)
     fsdp.step(state)
-    assert not staging.reduced
+    assert not sink.untouched
     return before, after
 
 

@@ -281,4 +281,4 @@ def test_what_a_graph_writes_no_eager_step_is_given() -> None:
     with again.recording():
         assert places(reduced(state)) == mine
         fsdp.step(reduced(state))
-    assert {id(buffer) for buffer in state._executor.streamed.buffers} <= {id(one) for one in capture.held[2]}
+    assert {id(buffer) for buffer in state._executor.sink.streams.buffers} <= {id(one) for one in capture.held[2]}

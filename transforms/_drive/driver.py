@@ -169,7 +169,7 @@ class Driver:
         if trains:
             state = session.begin(state)  # gradients may have waited for this
         self.debug = state.spec.schedule.debug
-        self.fresh = not state.grads and not lineage_of(state).arriving
+        self.fresh = not state.grads and lineage_of(state).keeps_gradients
         try:
             self.caller, self.state, self.session, self.trains_now = caller(), state, session, trains
             with torch_private.parametrized_anew():

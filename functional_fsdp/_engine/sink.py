@@ -1,0 +1,197 @@
+"""The gradient sink: what becomes of gradients that are reduced, and of the weights that they update.
+
+    reduce lane ── first of a step ──▶ memory for main gradients, of the device or the host
+                ── later ones ───────▶ added there
+                └─ or used up where they come, piece by piece, so that there are no main gradients (`BucketConsumer`)
+
+It also knows from when on an update may go beside the backward, and which compute copies updates have renewed. Who
+takes part in a step (updates on arrival, host memory) does so through it; the engine knows none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .._distributed.lanes import Lanes, Mark
+from .._plan.layout import Bucket, Unit
+from .._runtime.runtime import Runtime
+from .._storage.stored import Stored
+from .gradient_memory import GradientMemory
+
+__all__ = ["BucketConsumer", "GradientSink", "StepConsumer"]
+
+
+class BucketConsumer:
+    """Uses up one bucket's gradients in a step in which they come once. See `arrival` for the one that there is.
+
+    Attributes:
+        name: of the bucket. pieces: the elements [start, stop) of what this rank holds of it, in a row; at least one.
+        used: whether the gradients have come. sums: whether exact sums are made in memory of its own.
+        beside: whether they are used up on the update lane, while the rest comes.
+    """
+
+    name: str
+    pieces: Sequence[tuple[int, int]]
+    used = False
+    sums = False
+    beside = False
+
+    def begin(self, lane: str, sums: bool, beside: bool) -> torch.Tensor:
+        """They are on their way on this lane, perhaps to be summed or cast. Returns what stands for main gradients."""
+        raise NotImplementedError
+
+    def add_up(
+        self, came: torch.Tensor, ranks: int, mean: bool, own: tuple[int, torch.Tensor] | None, lanes: Lanes,
+        there: Sequence[Mark] = (),
+    ) -> Mark:  # fmt: skip
+        """They came as each rank sent them, or come, each piece by its point of `there`: add each up as `ordered_sum`
+        does, and use it up. Returns the point from which on all are added up."""
+        raise NotImplementedError
+
+    def use(self, local: torch.Tensor) -> None:
+        """They are there, added up: use them up."""
+        raise NotImplementedError
+
+    def refuse(self, what: str) -> None:
+        """Raise: the step does something that cannot be, now that its weights are new."""
+        raise NotImplementedError
+
+
+class StepConsumer:
+    """Takes part in one step, and uses up gradients of some buckets."""
+
+    def begin(self, state: Stored) -> Mapping[str, BucketConsumer]:
+        """The first gradients of the step come. Returns who uses up which bucket's."""
+        raise NotImplementedError
+
+    def check(self, state: Stored, used: Sequence[BucketConsumer], skip: Any, lacking: Collection[str]) -> None:
+        """Raise if the step cannot end, now that these have been used up.
+
+        Args:
+            skip: what the step was given. lacking: buckets in which leaves got no gradient, on any rank.
+        """
+
+
+class GradientSink:
+    """Where the gradients of one lineage end.
+
+    Attributes:
+        memory: for main gradients.
+        pending: who will take part from the step's first gradient on. consumers: by bucket, from then on.
+        untouched: by bucket, oldest first: from when on nothing but an update touches its main weights and gradients.
+            Where updates do not overlap it stays empty.
+        updated_beside: buckets that the last eager step reduced once, and updated beside its backward.
+        renewed: buckets whose compute copies this step's updates have renewed.
+        streams: the buffers through which what lies in the host's memory is updated, once there are any.
+    """
+
+    def __init__(self, run: Runtime) -> None:
+        self.run = run
+        self.memory = GradientMemory(run)
+        self.pending: StepConsumer | None = None
+        self.consumers: dict[str, BucketConsumer] = {}
+        self.untouched: dict[str, Mark] = {}
+        self.updated_beside: tuple[str, ...] = ()
+        self.renewed: set[str] = set()
+        self.streams: Any = None
+        self._step: StepConsumer | None = None
+
+    # ---------------------------------------------------------------- gradients that are used up
+
+    @contextmanager
+    def consuming(self, step: StepConsumer | None) -> Iterator[None]:
+        """Within, a step is taken in which this one takes part."""
+        self.pending = step
+        try:
+            yield
+        finally:
+            self.end_step()
+
+    def begin(self, state: Stored) -> None:
+        """The first gradients of a step come in which somebody takes part."""
+        self._step, self.pending = self.pending, None
+        if self._step is not None:
+            self.consumers.update(self._step.begin(state))
+
+    def end_step(self) -> None:
+        """The step is over, or is captured no more. Compute has waited for what was done with its gradients."""
+        self.pending = self._step = None
+        self.consumers.clear()
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all gradients of this step are kept: none is used up where it comes."""
+        return self.pending is None and not self.consumers
+
+    def used_up(self, bucket: str) -> bool:
+        """Whether this bucket's gradients were used up where they came."""
+        return bucket in self.consumers and self.consumers[bucket].used
+
+    def check(self, state: Stored, skip: Any = None, lacking: Collection[str] = ()) -> None:
+        """Whether a step may end in which gradients were used up. See `StepConsumer.check`."""
+        used = [one for one in self.consumers.values() if one.used]
+        if used and self._step is not None:
+            self._step.check(state, used, skip, lacking)
+
+    def check_anew(self) -> None:
+        """Whether the step may begin anew: not if gradients were used up."""
+        for one in self.consumers.values():
+            if one.used:
+                one.refuse("the step was begun anew")
+
+    # ---------------------------------------------------------------- when an update may begin
+
+    def there(self, buckets: Iterable[Bucket], mark: Mark) -> None:
+        """The gradients of these are there from this mark on."""
+        for bucket in buckets:
+            self.untouched.pop(bucket.name, None)
+            if not (self.consumers and self.used_up(bucket.name)):
+                self.untouched[bucket.name] = mark
+
+    def touched(self, unit: Unit | None = None) -> None:
+        """The main weights of a unit, or all of the state, are read once more: an update has to wait for that, too."""
+        for one in self.consumers.values():
+            if one.used and (unit is None or any(bucket.name == one.name for bucket in unit.buckets)):
+                one.refuse("weights were read, or gradients replaced,")
+        if unit is None:
+            self.untouched.clear()
+        elif self.untouched:
+            for bucket in unit.buckets:
+                self.untouched.pop(bucket.name, None)
+
+    def drop(self) -> None:
+        """Compute has waited for all reductions, or they will never run."""
+        self.untouched.clear()
+
+    # ---------------------------------------------------------------- updates
+
+    def begin_update(self, renewed: Iterable[str]) -> None:
+        """An eager step updates all weights but those whose gradients were used up, of which these are renewed."""
+        self.updated_beside, self.renewed = (), {*renewed}
+
+    def note_beside(self, names: Sequence[str]) -> None:
+        """These buckets were reduced once, and are updated beside the backward."""
+        self.updated_beside = tuple(names)
+
+    def note_lacking(self, names: Collection[str]) -> None:
+        """In these, leaves got no gradient: the next step is not taken to be like this one."""
+        self.updated_beside = tuple(name for name in self.updated_beside if name not in names)
+
+    def renew(self, names: Iterable[str]) -> None:
+        """An update has renewed the compute copies of these."""
+        self.renewed.update(names)
+
+    def renewed_copies(self, put_back: Sequence[Any]) -> Collection[str]:
+        """The buckets whose compute copies are renewed already, once; none where some of main weights were put back."""
+        streamed = self.streams.along(put_back) if self.streams is not None else ()
+        return {*streamed, *self.renewed} if self.renewed and not put_back else streamed
+
+    def stream_by(self, make: Callable[[torch.device], Any]) -> Any:
+        """The streams of this lineage, made when they are first needed."""
+        if self.streams is None:
+            self.streams = make(self.run.device)
+        return self.streams
