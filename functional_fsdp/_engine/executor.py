@@ -194,7 +194,8 @@ class Executor:
     def begin(self, state: Stored) -> None:
         """A forward begins, to which everything belongs until `end`: nothing in it is taken for the next pass."""
         self.begins += 1
-        self.reductions.staging.share()
+        if self.reductions.staging.unshared:
+            self.reductions.staging.share()
         if not self.progress.recording:
             # In the first step a guess may be wrong, on some ranks only: they agree on each use.
             agreed = isinstance(self.progress.order, GuessedOrder) and not self.run.capturing
@@ -240,7 +241,8 @@ class Executor:
                 self.gathers.fence_off()
             self._happen(state, "end")
             state.version.cursor = self.progress.cursor  # it goes to the caller now
-        self.progress.see(forward, backward, tuple(self.reductions.skipped))
+        if isinstance(self.progress.order, GuessedOrder):
+            self.progress.see(forward, backward, tuple(self.reductions.skipped))
 
     # ---------------------------------------------------------------- off the plan
 

@@ -28,7 +28,7 @@ from .._distributed.lanes import LANES
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
 from .._state.graph_plan import GraphPlan, graph_plan
-from .._state.state import Lineage, State, Version
+from .._state.state import State, Version
 from .trace import Trace
 
 __all__ = ["RECORD", "Graph", "Imagined", "graph_of", "kind_of", "refuse_values"]
@@ -154,12 +154,8 @@ def _stand_in(state: State, verb: str, order: tuple[Any, ...] | None) -> Version
     real, spec = state.version, state.spec
     program = _recipes(state, spec if order is None else spec.with_schedule(spec.schedule.ordered(order)), verb)
     run: Any = program.run or Imagined(program.sizes, program.coordinate)
-    lineage = Lineage(run, state.layout, spec, state.steps, local_buffers=real.lineage.local_buffers)
-    lineage.graph_plan = program
-    lineage.offset = torch.zeros(
-        (), dtype=torch.int64, device=device_of([state.count])
-    )  # the state's own, when it runs
-    lineage.busy, lineage.broken = real.lineage.busy, real.lineage.broken
+    offset = torch.zeros((), dtype=torch.int64, device=device_of([state.count]))  # the state's own, when it runs
+    lineage = real.lineage.stand_in(run, spec, state.steps, program, offset)
     version = Version(lineage, 0, real.origin)
     version.spent = real.spent
     return version

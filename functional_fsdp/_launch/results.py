@@ -148,7 +148,7 @@ def _meet(run: Any, lineages: list[Any]) -> bool:
         told = run.everyone(([len(lineage.successors) for lineage in lineages], run.lineage_count), "renew")
     except FsdpError:  # a state of it says so itself where it is used
         return False
-    run.lineage_count = max(count for _, count in told)  # a rank was stopped before it made its last ones
+    run.count_lineages(max(count for _, count in told))
     return all(gone == told[0][0] for gone, _ in told)
 
 

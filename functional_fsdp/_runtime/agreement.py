@@ -27,7 +27,7 @@ from .._distributed.exchange import exchanged
 from .._distributed.lanes import Log, Mark
 from .._distributed.peers import Peers
 from .ballots import ALIKE, APART, EXCHANGES, GIVEN, NAMES, OUTSIDE, TURNS, elsewhere
-from .forms import Forms, differ
+from .forms import Forms
 from .given import FULL
 from .restart import Meeting, announce, restart
 
@@ -61,9 +61,8 @@ class Agreement(Peers):
         failed: why the communicators are of no more use; "" as long as they are.
         parted: whether this rank left an exchange before its end.
         stage: "voted" from a vote for a step to `confirm`, "confirming" in that, else "".
-        form: the structure of the metrics that are being reduced, the `formed`th since the last meeting; asking:
-            whether this rank waits for its peers to compare it; presumed: whether it goes ahead without that.
-        heard: at the last meeting, every rank's `form`, in words.
+        forms: the structures of the metrics that are reduced. heard: at the last meeting, every rank's, in words.
+        meeting: the one that this rank came to last.
     """
 
     medium: Any
@@ -85,12 +84,9 @@ class Agreement(Peers):
         self.host_vote: HostVote | None = None  # for votes, where all ranks are on one host
         self.watch: ProcessWatch | None = None  # the processes of the other ranks
         self.failed, self.parted, self.stage = "", False, ""
-        self.form: Any = ()
         self.forms = Forms()
-        self.formed = 0
-        self.asking = self.presumed = False
         self.heard: list[str] = []
-        self.meeting: Meeting | None = None  # that this rank came to last
+        self.meeting: Meeting | None = None
         self.absent = 0.0  # since when a rank is known to be gone
 
     # ---- ballots
@@ -352,7 +348,7 @@ class Agreement(Peers):
         try:
             news = self.store.check([f"restart/{self.meetings}"])
             lost = self.store.get("failed").decode() if news and self.store.check(["failed"]) else ""
-            asked = restarts and not news and self._asked()
+            asked = restarts and not news and self.forms.asked_for(self.store, self.meetings)
             news = news and (not callable(restarts) or restarts())
         except dist.DistError as why:
             spent = self.medium.now() - begun
@@ -366,24 +362,44 @@ class Agreement(Peers):
         if restarts and (news or asked):
             self._join(noticed=news)
 
-    def _asked(self) -> bool:
-        """Whether a peer waits for this rank to compare the metrics that this rank took for those it knows."""
-        key = f"metrics/{self.meetings}/{self.formed}"
-        if self.asking:
-            self.store.set(key, "1")
-        return bool(self.form) and self.presumed and self.store.check([key])
-
     def _join(self, noticed: bool) -> None:
         if self.stage == "confirming":  # where nobody may wait for long: the next verb meets them
             self.void()
         elif not self.capturing:  # else the next verb meets them: what is captured now must not be drained
             self.restart(noticed=noticed)
-            if self.form:
-                differ(self, self.heard)
+            if self.forms.form:
+                self.forms.differ(self, self.heard)
         raise RestartError(
             "another rank abandoned this step and restarted. Nothing is lost: go on from the state that "
             "the step started from (it is still valid), on every rank."
         ) from None
+
+    def leave(self) -> None:
+        """This rank has left an exchange before its end: it meets its peers before anything else."""
+        self.parted = True
+
+    def come_to(self, meeting: Meeting) -> None:
+        """This rank comes to a meeting."""
+        self.meeting = meeting
+
+    def have_met(self, forms: list[str], abandoned: bool) -> None:
+        """Every rank was at the meeting, and what was under way is drained.
+
+        Args:
+            forms: of the metrics that each rank was reducing, in words. abandoned: some ranks have abandoned a step.
+        """
+        self.digest = 0
+        self.heard = forms
+        self.forms.clear()
+        if abandoned:
+            self.epoch += 1
+            self.restarted = self.meetings + 1
+        self.parted, self.stage = False, ""
+        self.meetings += 1  # last: whoever is interrupted before that comes again
+
+    def rewind(self, digest: int) -> None:
+        """The step was taken back, and with it what it remarked: the next vote compares this, as the step began."""
+        self.digest = digest
 
     def restart(self, lineage: int = 0, noticed: bool = False) -> None:
         """Meet every rank of the mesh; see `_runtime.restart`."""

@@ -20,46 +20,110 @@ from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
 from .ballots import APART, METRICS
 
-__all__ = ["Forms", "described", "differ"]
+__all__ = ["Forms", "described"]
 
 MOST = 256  # transitions that are remembered
 AROUND = 80  # letters of a long text before the place where it differs
 
 
 class Forms:
-    """The forms that came on one mesh. A restart clears it, on every rank."""
+    """The forms that came on one mesh. A restart clears it, on every rank.
+
+    Attributes:
+        form: of the metrics that are being reduced, the `count`th since the last meeting; () while none are.
+        asking: whether this rank waits for its peers to compare it; presumed: whether it goes ahead without that.
+        recorded: while a step is captured, its forms, and after how many votes.
+    """
 
     def __init__(self) -> None:
-        self.came: list[tuple[Any, int]] | None = None  # while a step is captured: its forms, and after how many votes
+        self.recorded: list[tuple[Any, int]] | None = None
+        self.form: Any = ()
+        self.asking = self.presumed = False
         self.clear()
 
     def clear(self) -> None:
+        """Nothing came yet."""
         self.last = -1
+        self.count = 0
         self.known: list[Any] = []
         self.next: dict[int, int] = {}  # what came after which, the last time
 
-    def same(self, run: Any, form: Any, lineage: Any) -> None:
-        """This rank is about to reduce metrics of this form.
+    def record(self, forms: list[tuple[Any, int]] | None) -> None:
+        """Note forms here, while a step is captured; None: no more."""
+        self.recorded = forms
+
+    def begin(self, run: Any, form: Any, lineage: Any) -> None:
+        """This rank is about to reduce metrics of this form, until `end`.
 
         Raises:
             TreeError: on every rank, where ranks have different ones. ScheduleError: a rank does something else.
         """
-        if self.came is not None:
-            self.came.append((form, run.votes))
+        if self.recorded is not None:
+            self.recorded.append((form, run.votes))
         found = self.next.get(self.last, -1)
         expected = found >= 0 and self.known[found] == form
-        run.formed += 1
-        run.form, run.presumed = form, expected
+        self.count += 1
+        self.form, self.presumed = form, expected
         if not expected:
             text = described(form)
-            _compare(run, zlib.crc32(text.encode()), lineage)
+            self._compare(run, zlib.crc32(text.encode()), lineage)
             if len(self.known) > MOST:
-                self.clear()
+                self._forget()
             found = self.known.index(form) if form in self.known else len(self.known)
             if found == len(self.known):
                 self.known.append(form)
             self.next[self.last] = found
         self.last = found
+
+    def end(self) -> None:
+        """They are reduced, or will not be."""
+        self.form = ()
+
+    def asked_for(self, store: Any, meetings: int) -> bool:
+        """Whether a peer waits for this rank to compare the metrics that this rank took for those it knows."""
+        key = f"metrics/{meetings}/{self.count}"
+        if self.asking:
+            store.set(key, "1")
+        return bool(self.form) and self.presumed and store.check([key])
+
+    def differ(self, run: Any, forms: list[str]) -> None:
+        """Raise TreeError if ranks have metrics of different forms; "": none."""
+        said = [(rank, form) for rank, form in zip(run.ranks, forms, strict=True) if form]
+        self.end()
+        for rank, form in said:
+            if form != said[0][1]:
+                at = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(form, said[0][1], strict=False)))
+                remedy = "Give pmean, psum and pmax the same tree, with the same shapes and dtypes, on every rank."
+                raise TreeError(
+                    f"ranks have different metrics: rank {said[0][0]} has {_cut(said[0][1], at)}, rank {rank} has "
+                    f"{_cut(form, at)}.{_of_buffers(form) or f' {remedy}'}"
+                )
+
+    def _forget(self) -> None:
+        self.last, self.known, self.next = -1, [], {}
+
+    def _compare(self, run: Any, number: int, lineage: Any) -> None:
+        """Every rank is about to reduce metrics, of the form with this number. Host, 16 bytes; more where they differ.
+
+        Raises:
+            TreeError: forms differ. ScheduleError: a rank is elsewhere.
+        """
+        self.asking = True
+        try:
+            most, least = run.tally(run.ballot(METRICS + number, "metrics"))
+        finally:
+            self.asking = False
+        if most == least:
+            return
+        if least < METRICS or most >= APART:
+            what = _cut(described(self.form))
+            raise ScheduleError(
+                f"ranks came to {what}, and to something else (a step, a use outside the plan). Make the same "
+                f"calls in the same order on every rank.{_of_buffers(self.form)} The state before the step is valid."
+            )
+        forms = run.everyone(described(self.form), "metrics")
+        lineage.call.unchanged()  # all know
+        self.differ(run, forms)
 
 
 def described(form: Any) -> str:
@@ -73,44 +137,6 @@ def described(form: Any) -> str:
         return f"{len(kinds)} tensors: {', '.join(kinds)}{where}"
     name, treedef = structure
     return f"{name}({pytree.tree_unflatten(kinds, treedef)}){where}"
-
-
-def _compare(run: Any, number: int, lineage: Any) -> None:
-    """Every rank is about to reduce metrics, of the form with this number. Host, 16 bytes; more where they differ.
-
-    Raises:
-        TreeError: forms differ. ScheduleError: a rank is elsewhere.
-    """
-    run.asking = True
-    try:
-        most, least = run.tally(run.ballot(METRICS + number, "metrics"))
-    finally:
-        run.asking = False
-    if most == least:
-        return
-    if least < METRICS or most >= APART:
-        what = _cut(described(run.form))
-        raise ScheduleError(
-            f"ranks came to {what}, and to something else (a step, a use outside the plan). Make the same "
-            f"calls in the same order on every rank.{_of_buffers(run.form)} The state before the step is valid."
-        )
-    forms = run.everyone(described(run.form), "metrics")
-    lineage.call.unchanged()  # all know
-    differ(run, forms)
-
-
-def differ(run: Any, forms: list[str]) -> None:
-    """Raise TreeError if ranks have metrics of different forms; "": none."""
-    said = [(rank, form) for rank, form in zip(run.ranks, forms, strict=True) if form]
-    run.form = ()
-    for rank, form in said:
-        if form != said[0][1]:
-            at = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(form, said[0][1], strict=False)))
-            remedy = "Give pmean, psum and pmax the same tree, with the same shapes and dtypes, on every rank."
-            raise TreeError(
-                f"ranks have different metrics: rank {said[0][0]} has {_cut(said[0][1], at)}, rank {rank} has "
-                f"{_cut(form, at)}.{_of_buffers(form) or f' {remedy}'}"
-            )
 
 
 def _cut(text: str, at: int = 0) -> str:

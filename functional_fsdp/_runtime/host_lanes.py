@@ -215,7 +215,7 @@ class HostLanes(Lanes):
         """Raise if this rank and the peer wait for each other."""
         if peer.relents or job.lane == "control" or not self._before(job, peer):
             return
-        if peer.what == "metrics" and self.run.form and self.run.presumed:
+        if peer.what == "metrics" and self.run.forms.form and self.run.forms.presumed:
             return  # it has asked this rank to compare them, which hears of it next
         hop = job.hops[0]
         raise self._apart(

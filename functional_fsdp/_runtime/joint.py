@@ -76,7 +76,7 @@ class Joint:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and not self.known and not isinstance(error, FsdpError):
-            self.run.parted = True
+            self.run.leave()
         leave()
 
     def __call__(self, do: Callable[[], T], part: str = "") -> list[T]:

@@ -74,15 +74,8 @@ def restart(run: Any, lineage: int, noticed: bool) -> None:
     for name in QUEUES:
         _catch_up(run, name, [status.counts[name] for status in statuses], f"log/{number}/{name}/")
     run.lanes.synchronize()
-    run.digest = 0
-    run.heard = [status.form for status in statuses]
-    run.forms.clear()
-    run.formed = 0
-    if not (here.lineage and all(status[:2] == here[:2] for status in statuses)):
-        run.epoch += 1
-        run.restarted = number + 1
-    run.parted, run.stage = False, ""
-    run.meetings += 1  # last: whoever is interrupted before that comes again
+    alike = here.lineage and all(status[:2] == here[:2] for status in statuses)
+    run.have_met([status.form for status in statuses], abandoned=not alike)
     run.store.delete_key(f"status/{number - 1}/{run.rank}")
     run.store.delete_key(f"restart/{number - 1}")
 
@@ -93,7 +86,8 @@ def announce(run: Any, lineage: int = 0) -> Status:
     if run.meeting is None or run.meeting.number != number:
         counts = {name: log.count for name, log in run.issued.items()}
         steps = {key: lineage.steps for key, lineage in run.lineages.items() if lineage.counted}
-        run.meeting = Meeting(number, Status(counts, 0 if run.parted else lineage, steps, described(run.form)))
+        said = Status(counts, 0 if run.parted else lineage, steps, described(run.forms.form))
+        run.come_to(Meeting(number, said))
     if run.host_vote is not None:
         run.host_vote.forget()  # before others may go on
     run.store.set(f"status/{number}/{run.rank}", pickle.dumps(run.meeting.status))
@@ -155,7 +149,7 @@ def _progress(run: Any) -> None:
         except CommError:
             raise
         except Exception:  # of a job's own code: its step is void, and what it did not issue is issued by its twin
-            run.parted = True
+            run.leave()
 
 
 def _catch_up(run: Any, name: str, counts: list[int], prefix: str) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ from .stream_lanes import lanes_of
 
 __all__ = ["Runtime", "any_failed", "forget_runtime", "runtime_of", "runtimes"]
 
+T = TypeVar("T")
 Kind = tuple[str, tuple[int, ...], timedelta]  # of groups: the backend, the ranks, the timeout
 
 
@@ -56,7 +57,7 @@ class Runtime(Agreement):
         self.issued = {name: Log() for name in QUEUES}
         self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
         self.capturing = False
-        self.veto: Any = None  # what may take the step back, see `_state.veto`
+        self.gate: Any = None  # what may take the step back, see `gated`
         self.watcher: Any = None  # what verbs are called through, see `watched`
         self.remarks: list[str] = []  # of the step that is captured
         self.chosen: dict[tuple[bool, tuple[str, ...]], Any] = {}  # "auto", for large models or not, and by axes
@@ -163,6 +164,68 @@ class Runtime(Agreement):
             yield
         finally:
             self.watcher = before
+
+    # ---- lineages, and what they share
+
+    def enroll(self, lineage: Any) -> int:
+        """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank. Returns
+        its number."""
+        self.lineage_count += 1
+        self.lineages[self.lineage_count] = lineage
+        return self.lineage_count
+
+    def count_lineages(self, count: int) -> None:
+        """Go on from this number, the largest of all ranks': one was stopped before it made its last ones."""
+        self.lineage_count = count
+
+    def count_windows(self, count: int) -> None:
+        """So many windows were made, on the rank that has made most."""
+        self.windows = count
+
+    def choose(self, large: bool, axes: tuple[str, ...], choose: Callable[[], T]) -> T:
+        """The choice of a transport for such models, made once for the mesh."""
+        key = large, axes
+        if key not in self.chosen:
+            self.chosen[key] = choose()
+        found: T = self.chosen[key]
+        return found
+
+    def rows_of(self, layout: str, row: bytes) -> list[bytes]:
+        """Every rank's row of leaves with gradients, for a traced step. Collective, on the host, when the row is new to
+        this layout."""
+        if (layout, row) not in self.given_rows:
+            self.given_rows[layout, row] = self.everyone(row, "leaves with gradients")
+        return self.given_rows[layout, row]
+
+    # ---- steps that are captured
+
+    @contextmanager
+    def recording(self, forms: list[tuple[Any, int]]) -> Iterator[dict[str, Log]]:
+        """Within, a step is captured: on the device nothing runs, so its jobs are logged as issued elsewhere, in what
+        this gives; and the forms of its metrics in `forms`."""
+        logs = {name: Log() for name in self.issued}
+        self.logs = {**logs, "control": self.issued["control"]}
+        self.capturing, self.remarks = True, []
+        self.forms.record(forms)
+        try:
+            yield logs
+        finally:
+            self.logs, self.capturing = self.issued, False
+            self.forms.record(None)
+
+    @contextmanager
+    def gated(self, gate: Any) -> Iterator[None]:
+        """Within, steps are taken that the device may take back after ranks have voted for them.
+
+        Args:
+            gate: `join()` when gradients are whole, `decided(skip)`, whether the update changes nothing, and
+                `stands(skip)`, whether the step is skipped all the same.
+        """
+        self.gate = gate
+        try:
+            yield
+        finally:
+            self.gate = None
 
     # ---- jobs
 

@@ -55,7 +55,7 @@ class UpdatesOnArrival(StepConsumer):
         """
         if skip is not None:
             used[0].refuse("step(skip=) was called")
-        if state.version.lineage.runtime.veto is not None:
+        if state.version.lineage.runtime.gate is not None:
             used[0].refuse("ranks were asked whether they take the step")
         if any(a is not b for a, b in zip(_changing(state), self.changes, strict=True)):
             used[0].refuse("main weights, optimizer state, the optimizer or the count were replaced")

@@ -15,7 +15,6 @@ from typing import Any
 
 from .._common.interrupts import arrive, whole
 from .._common.record import Collective
-from .._distributed.lanes import Log
 from .._runtime.given import Fixed
 from .arrivals import UpdatesOnArrival
 from .lineage import Lineage
@@ -57,21 +56,16 @@ class Capture:
     def recording(self) -> Iterator[None]:
         """Within, the verbs are captured."""
         run = self.run
-        logs = {name: Log() for name in run.issued}
-        run.logs = {**logs, "control": run.issued["control"]}
-        run.capturing, run.remarks = True, []
-        run.forms.came = self.forms
-        try:
-            with self.executor.sink.consuming(UpdatesOnArrival(self.beside) if self.beside else None):
-                yield
-        except BaseException:
-            self.executor.drop()
-            if run.host_vote is not None:
-                run.host_vote.forget()  # the numbers of its jobs are given out again
-            raise
-        finally:
-            run.logs, run.capturing = run.issued, False
-            run.forms.came = None
+        consumer = UpdatesOnArrival(self.beside) if self.beside else None
+        with run.recording(self.forms) as logs:
+            try:
+                with self.executor.sink.consuming(consumer):
+                    yield
+            except BaseException:
+                self.executor.drop()
+                if run.host_vote is not None:
+                    run.host_vote.forget()  # the numbers of its jobs are given out again
+                raise
         self.traced = self.lineage.graphed or self.lineage.taken is None
         self.jobs = {name: list(log.tail) for name, log in logs.items() if log.count}
         self.digest, before = run.voted
@@ -95,16 +89,16 @@ class Capture:
             self.run.host_vote.forget()  # what was captured is not issued, and its numbers are given out again
         if not self.voted or self.launched or self.traced:
             return
-        half, self.lineage.broken = _HALF.format(self.start.position["steps"] + 1), ""
+        half = _HALF.format(self.start.position.steps + 1)
         try:
             alike = self.run.alike("a step that cannot be captured")
         except BaseException:
-            self.lineage.broken = half
+            self.lineage.give_up(half)
             raise
-        if not alike:
-            self.lineage.broken = half
-            return
-        self.start.back()
+        if alike:
+            self.start.back()
+        else:
+            self.lineage.give_up(half)
 
     def first(self, launch: Callable[[], None]) -> None:
         """The step that was captured, and voted for, is put in motion: it is issued now.
@@ -173,9 +167,9 @@ class Capture:
         """As ranks do that take the step eagerly."""
         try:
             for form in forms:
-                self.run.forms.same(self.run, form, lineage)
+                self.run.forms.begin(self.run, form, lineage)
         finally:
-            self.run.form = ()
+            self.run.forms.end()
 
     def _launched(self, lineage: Any, launch: Callable[[], None], start: StepStart) -> None:
         self.launched, vetoed = True, None
@@ -184,7 +178,7 @@ class Capture:
         except Vetoed as error:
             vetoed = error
         except BaseException:
-            lineage.broken = _HALF.format(lineage.steps + 1)
+            lineage.give_up(_HALF.format(lineage.steps + 1))
             raise
         for name, jobs in self.jobs.items():
             self.run.issued[name].extend(jobs)

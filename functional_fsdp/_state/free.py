@@ -32,5 +32,5 @@ def free_arena(state: State) -> State:
     if lineage.executor is not None:
         lineage.executor.settle()
     lineage.runtime.everyone(True, "free_arena")  # nobody reads another's arena any more
-    lineage.executor = None
+    lineage.drop_executor()
     return state

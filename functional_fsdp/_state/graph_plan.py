@@ -98,12 +98,11 @@ class GraphPlan:
         """
         noted = dict(zip(self.trained, masks or (ALL,) * len(self.trained), strict=True))
         mine = self.seats.row(noted)
-        rows = [mine] if self.run is None else self.run.given_rows.get((self.layout, mine))
-        if rows is None:
-            assert self.run is not None
+        rows = [mine]
+        if self.run is not None:
             try:
                 with disable_current_modes():  # ranks really do it, while a graph is made
-                    rows = self.run.given_rows[self.layout, mine] = self.run.everyone(mine, "leaves with gradients")
+                    rows = self.run.rows_of(self.layout, mine)
             except FsdpError as error:  # Dynamo would wrap it
                 return (type(error).__name__, str(error)), (), ()
         lacking, parted, amiss = self.seats.lacking(bytes(map(max, *rows, mine))), self.seats.parted(rows), ("", "")

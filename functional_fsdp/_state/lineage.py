@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
 from .._common.errors import FsdpError, ScheduleError, StaleStateError
 from .._common.interrupts import guard, leave
 from .._common.tracing import refuse
+from .._engine.executor import Executor
 from .._nn.skeleton import changed
 from .._plan.layout import Bucket, Layout
 from .._runtime.runtime import Runtime
@@ -34,15 +35,26 @@ from .graph_plan import GraphPlan, graph_plan
 from .open_call import OpenCall
 
 if TYPE_CHECKING:
-    from .._engine.executor import Executor
     from .._plan.cursor import Cursor
 
-__all__ = ["GRAPHED", "Lineage", "Version", "begin_compiled"]
+__all__ = ["GRAPHED", "Lineage", "Position", "Version", "begin_compiled"]
 
 S = TypeVar("S", bound=Stored)
 GRAPHED = -1  # in the place of an epoch: a traced step was taken, and this lineage has not followed it yet
 SPENT = -1  # the serial of what a traced step made, and a later one consumed
 REMEMBER = 256  # how many consumed states, at least, a lineage can name the consumer of
+
+
+class Position(NamedTuple):
+    """Where a lineage stands; see `Lineage` for what each is."""
+
+    base: int
+    head: int
+    steps: int
+    commits: int
+    epoch: int
+    broken: str
+    taken: dict[str, Any] | None
 
 
 class Lineage:
@@ -89,9 +101,24 @@ class Lineage:
 
     def enroll(self) -> None:
         """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""
-        self.runtime.lineage_count += 1
-        self.number = self.runtime.lineage_count
-        self.runtime.lineages[self.number] = self
+        self.number = self.runtime.enroll(self)
+
+    def stand_in(self, run: Runtime, spec: Spec, steps: int, graph_plan: GraphPlan, offset: torch.Tensor) -> Lineage:
+        """In this one's place while a function of its state is traced, so that this one stays as it is."""
+        new = Lineage(run, self.layout, spec, steps, local_buffers=self.local_buffers)
+        new.graph_plan, new.offset = graph_plan, offset
+        new.busy, new.broken = self.busy, self.broken
+        return new
+
+    def have_executor(self, layout: Layout, spec: Spec) -> Executor:
+        """What carries out this lineage's schedule, made when it is first asked for."""
+        if self.executor is None:
+            self.executor = Executor(self.runtime, layout, spec)
+        return self.executor
+
+    def drop_executor(self) -> None:
+        """Give back what it keeps between steps. Compute has waited for all that was under way."""
+        self.executor = None
 
     def for_graphs(self) -> tuple[str, str]:
         """Have what traced verbs go by. Compilers run it when they trace, as a function whose result is constant.
@@ -233,6 +260,23 @@ class Lineage:
             self.lent = None
             self.spoil(buckets, spoilt())
             raise changed([leaf.path for bucket in buckets for leaf in bucket.leaves], "in place")
+
+    def lend(self, tree: LentTree) -> None:
+        """The step hands out the whole tree."""
+        self.lent = tree
+
+    def give_up(self, why: str) -> None:
+        """States of this lineage are of no more use: every use says why."""
+        self.broken = why
+
+    def position(self) -> Position:
+        """Where the lineage stands, for `go_back`."""
+        return Position(self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken)
+
+    def go_back(self, position: Position) -> None:
+        """The step that began there was only captured, or replayed, and not taken, on any rank."""
+        self.base, self.head, self.steps, self.commits, self.epoch, self.broken, self.taken = position
+        self.call.depth, self.busy = 0, False
 
     def spoil(self, buckets: Iterable[Bucket], why: str) -> None:
         """What was lent of these buckets was changed. Where it is the state's own (replicated weights), the lineage is

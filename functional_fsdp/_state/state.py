@@ -135,9 +135,7 @@ class State:
     def _executor(self) -> Executor:
         """What carries out this lineage's schedule."""
         lineage = self.version.lineage
-        if lineage.executor is None:
-            lineage.executor = Executor(lineage.runtime, self.layout, self.spec)
-        return lineage.executor
+        return lineage.executor or lineage.have_executor(self.layout, self.spec)
 
     def _prepared(self) -> State:
         """This state, with what its ranks share made: for whoever makes it while all are there. Collective."""

@@ -22,8 +22,6 @@ from .state import State
 
 __all__ = ["StepStart", "Veto", "Vetoed"]
 
-POSITION = ("base", "head", "steps", "commits", "epoch", "broken", "taken")
-
 
 class StepStart:
     """Where a lineage and its votes stood before a step, to go back to."""
@@ -33,16 +31,14 @@ class StepStart:
         self.run = self.lineage.runtime
         self.executor = state._executor
         self.version = state.version
-        self.position = {name: getattr(self.lineage, name) for name in POSITION}
+        self.position = self.lineage.position()
         self.digest = self.run.digest
 
     def back(self) -> None:
         """The step, which was only captured, or replayed, was not taken, on any rank."""
-        for name, value in self.position.items():
-            setattr(self.lineage, name, value)
+        self.lineage.go_back(self.position)
         self.version.spent = False
-        self.lineage.call.depth, self.lineage.busy = 0, False
-        self.run.digest = self.digest
+        self.run.rewind(self.digest)
         self.executor.drop()  # what is under way was captured, and will never run
         self.executor.reset()
 
@@ -77,11 +73,8 @@ class Veto:
 
         Collective: in `step`, an all-reduce of 4 bytes an axis of the mesh, on the compute lane's stream.
         """
-        self.run.veto = self
-        try:
+        with self.run.gated(self):
             yield
-        finally:
-            self.run.veto = None
 
     def join(self) -> None:
         """The gradients are whole: ranks combine their flags."""

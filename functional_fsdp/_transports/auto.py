@@ -40,13 +40,13 @@ class Auto(Transport):
         """What was taken, and why, is logged once for each such choice."""
         large = sum(bucket.nbytes("weights") * bucket.slices("weights") for bucket in layout.buckets.values()) >= LARGE
         axes = Copies(run, layout).axes() if large else []
-        key = large, tuple(axes)
-        if key not in run.chosen:
+
+        def choose() -> Transport:
             found, why = _choose(run, axes) if large else (CollectiveTransport(), "there is little to gather")
-            run.chosen[key] = found
             log.info("Spec(transport='auto'): %s (%s)", found.name, why)
-        chosen: Transport = run.chosen[key]
-        return chosen
+            return found
+
+        return run.choose(large, tuple(axes), choose)
 
 
 def resolve_transport(

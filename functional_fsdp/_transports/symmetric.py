@@ -83,7 +83,7 @@ class NcclWindows(Carrier):
             if found is None:
                 groups = [self.run.group(lane, axis) for lane in lanes for axis, n in self.run.sizes.items() if n > 1]
                 found = self.run.windows + 1, registered(self.run, nbytes, groups)
-                self.run.windows += 1
+                self.run.count_windows(found[0])
             if key in self.made:
                 _give_back(self.run, {key: self.made[key]})
             self.made[key] = found
@@ -94,7 +94,7 @@ class NcclWindows(Carrier):
         spare = self.run.spare.get(key, {})
         fitting = {number for number, window in spare.items() if window.numel() >= nbytes}
         every = self.run.everyone((fitting, self.run.windows), "windows that fit")
-        self.run.windows = max(count for _, count in every)  # one rank may have been stopped before it counted its last
+        self.run.count_windows(max(count for _, count in every))  # one may have been stopped before it counted its last
         shared = set.intersection(*(fitting for fitting, _ in every))
         if not shared:
             return None

@@ -152,7 +152,7 @@ def _changed(state: State, what: str, work: Callable[[], None], by: Any) -> Stat
             refresh(state.main, state.weights, state.scales)
     except BaseException as error:
         if versions != [t._version for t in owned]:
-            lineage.broken = (
+            lineage.give_up(
                 f"{what} was stopped by {type(error).__name__} while it changed the weights, so this State is half "
                 "changed. Load the last checkpoint."
             )

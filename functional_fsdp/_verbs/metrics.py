@@ -184,10 +184,10 @@ def _compared(
     try:
         with lineage.beside(state):
             if run.size > 1:
-                run.forms.same(run, (what, structure, [(t.shape, t.dtype) for t in tensors], along), lineage)
+                run.forms.begin(run, (what, structure, [(t.shape, t.dtype) for t in tensors], along), lineage)
             yield
     finally:
-        run.form = ()
+        run.forms.end()
 
 
 @traced_as(traced.axes_of)

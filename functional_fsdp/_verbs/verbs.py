@@ -96,7 +96,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
                     views |= lent_leaves(bucket, whole, state.scales)
                 lent.append((bucket, whole))
         lineage.check_lent()
-        lineage.lent = LentTree(lent)
+        lineage.lend(LentTree(lent))
         return state, state.treedef.unflatten([views[path] for path in state.layout.source])
 
     names = (unit,) if isinstance(unit, str) else tuple(dict.fromkeys(unit))
@@ -298,8 +298,8 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
         if executor.sink.consumers:
             executor.sink.check(state, skip)
         executor.finish(state)
-        if lineage.runtime.veto is not None:
-            lineage.runtime.veto.join()
+        if lineage.runtime.gate is not None:
+            lineage.runtime.gate.join()
         try:
             return _vote_and_take(state, skip)
         except BaseException as error:
@@ -346,12 +346,12 @@ def _take(
     lineage = state.version.lineage
     executor = state._executor
     guard()
-    veto = lineage.runtime.veto
+    gate = lineage.runtime.gate
     given_grads = [buffer.local for buffer in executor.reductions.grads.values()]
     as_given = [grad._version for grad in given_grads]
     lineage.runtime.confirm()
     try:
-        kept = skip if veto is None else veto.decided(skip)
+        kept = skip if gate is None else gate.decided(skip)
         update = ranged(apply_optimizer, "update") if profiler._is_profiler_enabled else apply_optimizer
         new_main, new_opt = update(state, main, kept, given)
         opt = state.opt
@@ -366,7 +366,7 @@ def _take(
             refresh(state.main, state.weights, state.scales, trainable_only=True, there=there)
         state.count.add_(1 if kept is None else ~kept)
         if skip is not None and lineage.offset is not None:
-            lineage.offset.add_(skip if veto is None else veto.stands(skip))
+            lineage.offset.add_(skip if gate is None else gate.stands(skip))
         executor.commit()
         new = state._evolve(grads={}, opt=opt, version=Version(lineage, lineage.latest + 1))
         lineage.commit(state.version, new)
@@ -375,7 +375,7 @@ def _take(
             if as_given == [grad._version for grad in given_grads]:  # else the step has to begin anew
                 lineage.call.unchanged()
         else:
-            lineage.broken = (
+            lineage.give_up(
                 f"step() number {lineage.steps + 1} was stopped by {type(error).__name__} while it was updating the "
                 f"weights, so this State is half updated. Load the last checkpoint."
             )

@@ -25,45 +25,7 @@ OWNERS = {
 }
 CALLED = {name for names in OWNERS.values() for name in names}
 #: assignments from outside that are still there: none may be added
-LEFT: dict[str, set[str]] = {
-    "_graph/graph.py": {"lineage.broken", "lineage.busy", "lineage.graph_plan", "lineage.offset"},
-    "_launch/results.py": {"run.lineage_count"},
-    "_runtime/forms.py": {"run.asking", "run.form", "run.formed", "run.presumed"},
-    "_runtime/joint.py": {"self.run.parted"},
-    "_runtime/restart.py": {
-        "run.digest",
-        "run.epoch",
-        "run.formed",
-        "run.heard",
-        "run.meeting",
-        "run.meetings",
-        "run.parted",
-        "run.restarted",
-        "run.stage",
-    },
-    "_state/capture.py": {
-        "lineage.broken",
-        "run.capturing",
-        "run.logs",
-        "run.remarks",
-        "self.lineage.broken",
-        "self.run.form",
-    },
-    "_state/free.py": {"lineage.executor"},
-    "_state/graph_plan.py": {"self.run.given_rows"},
-    "_state/lineage.py": {"self.runtime.lineage_count", "self.runtime.lineages"},
-    "_state/state.py": {"lineage.executor"},
-    "_state/veto.py": {"self.lineage.busy", "self.run.digest", "self.run.veto", "setattr(self.lineage, name, value)"},
-    "_transports/auto.py": {"run.chosen"},
-    "_transports/symmetric.py": {"self.run.windows"},
-    "_verbs/change.py": {"lineage.broken"},
-    "_verbs/metrics.py": {"run.form"},
-    "_verbs/verbs.py": {"lineage.broken", "lineage.lent"},
-    "_compile/whole_step.py": {"lineage_of(states[k]).broken"},
-    "_cuda_graph/capturing.py": {"self.owner.broken"},
-    "_drive/forward_backward.py": {"driver.reduce", "driver.watch"},
-    "_drive/unit_uses.py": {"driver.active"},
-}
+LEFT: dict[str, set[str]] = {}
 
 
 def path_of(node: ast.expr) -> str:

@@ -118,7 +118,7 @@ class CompiledStep:
         except BaseException as error:
             untouched = before and before == [t._version for t in inputs if not t.is_inference()]
             for k in () if untouched else self.stepped:
-                lineage_of(states[k]).broken = (
+                lineage_of(states[k]).give_up(
                     f"a compiled step was stopped by {type(error).__name__}, and may have updated some of the weights, "
                     "so this State may be half updated. Load the last checkpoint."
                 )

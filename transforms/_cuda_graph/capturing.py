@@ -198,7 +198,7 @@ class GraphBuffers:
         """Have a state's values here, which was checked."""
         self._write(self._fields(state), "the state that came in")
         if lineage_of(state) is not self.owner:
-            self.owner.broken = (
+            self.owner.give_up(
                 "T.cuda_graph has put another state in this one's memory. Keep a copy.deepcopy of a state that you "
                 "want to go back to."
             )

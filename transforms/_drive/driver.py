@@ -92,6 +92,10 @@ class Driver:
         self.order: Any = None
         self._clear()
 
+    def deliver(self, reduce: Callable[..., State], watch: Callable[[str, Gradients], None] | None) -> None:
+        """Gradients of the backward that comes go to `reduce`; before that `watch` sees them."""
+        self.reduce, self.watch = reduce, watch
+
     def _clear(self) -> None:
         self.weights: dict[str, dict[str, torch.Tensor]] = {}  # of the units that are gathered
         self.outside: set[str] = set()  # of these, what the schedule does not know of
@@ -399,6 +403,13 @@ class Driver:
             for unit in (use,) if isinstance(use, str) else use:
                 if unit in trains and unit not in called and unit not in used:  # used without a graph only
                     self.session.skip(unit)
+
+    def end_others(self, parents: Sequence[Any]) -> None:
+        """The backward comes to a call within these unit calls: those of others are over."""
+        for use in self.active:
+            if use.unit_call not in parents:
+                use.end()
+        self.active = [use for use in self.active if use.unit_call in parents]
 
     def collect(self, unit: str, grads: Gradients) -> None:
         """Gradients of one call; a unit's are reduced when those of all of its calls are there."""

@@ -155,8 +155,8 @@ class ForwardBackward(Generic[Out]):
             self.settings.follow()
         with driver.running(state, "forward_backward", trains=True) as number, seeded(state, number):
             watch = NonfiniteWatch(state) if self.find_nonfinite else None
-            driver.watch = watch.look if watch else None
-            out, kept = self._round(driver, self.buffers, args, kwargs, last, scale)
+            look = watch.look if watch else None
+            out, kept = self._round(driver, self.buffers, args, kwargs, last, scale, look)
             if watch and (bad := watch.found()):
                 raise NonfiniteError(bad)
             end_round(driver.state, last)
@@ -185,12 +185,13 @@ class ForwardBackward(Generic[Out]):
         return self._result(state, out, kept)
 
     def _round(
-        self, driver: Driver | Whole, buffers: Buffers, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor
-    ) -> tuple[Any, Any]:
-        """The forward and its backward: what is returned for the user, and the buffers."""
+        self, driver: Driver | Whole, buffers: Buffers, args: Any, kwargs: Any, last: bool,
+        scale: float | torch.Tensor, watch: Callable[[str, Any], None] | None = None,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """The forward and its backward: what is returned for the user, and the buffers. `watch` sees gradients."""
         state = driver.state
         args, inputs, like = _leaves(args) if self.input_grads else (args, [], None)
-        driver.reduce = self.reduce
+        driver.deliver(self.reduce, watch)
         buffers.lend(state, driver.device)
         try:
             with torch.enable_grad():

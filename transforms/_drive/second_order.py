@@ -56,6 +56,10 @@ class Whole:
         self.watch: Callable[[str, Any], None] | None = None  # what sees gradients before they are reduced
         self.reduce: Callable[..., State] = reduce
 
+    def deliver(self, reduce: Callable[..., State], watch: Callable[[str, Any], None] | None) -> None:
+        """Gradients of the backward that comes go to `reduce`; before that `watch` sees them."""
+        self.reduce, self.watch = reduce, watch
+
     @contextmanager
     def running(self, state: State, verb: str, trains: bool = True) -> Iterator[int]:
         """Within, the model has this state's weights, all of them; `self.state` goes on from it.

@@ -76,10 +76,8 @@ class UnitUse:
                 "was changed in place outside of the module, which gradients cannot follow. Return a copy: .clone()."
             )
         self.shared = []
-        for other in driver.active:
-            if other.unit_call not in self.parents:
-                other.end()
-        driver.active = [other for other in driver.active if other.unit_call in self.parents]
+        if driver.active:
+            driver.end_others(self.parents)
         if torch_private.profiler._is_profiler_enabled:
             self.close = ranges.opened(f"backward {unit_call.unit_module.path}")
         driver.gather(unit_call.units, self.parents, self.outside)
