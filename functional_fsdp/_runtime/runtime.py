@@ -197,7 +197,17 @@ class Runtime(Agreement):
             self.given_rows[layout, row] = self.everyone(row, "leaves with gradients")
         return self.given_rows[layout, row]
 
-    # ---- steps that are captured
+    # ---- steps that are watched, or captured
+
+    @contextmanager
+    def watched(self, watcher: Callable[..., Any]) -> Iterator[None]:
+        """Within, each verb, and each forward of a driven unit, is called through `watcher(name, fn, *args, **kwargs)`,
+        and no longer through another one around it."""
+        outer, self.watcher = self.watcher, watcher
+        try:
+            yield
+        finally:
+            self.watcher = outer
 
     @contextmanager
     def recording(self, forms: list[tuple[Any, int]]) -> Iterator[dict[str, Log]]:

@@ -135,7 +135,7 @@ def _state(lineage: Any) -> dict[str, Any]:
     """Where the step of a state stands."""
     found: dict[str, Any] = {"steps": lineage.steps}
     if lineage.executor is not None:
-        cursor = lineage.executor.cursor
+        cursor = lineage.executor.progress.cursor
         at, uses = cursor.at, cursor.plan.uses
         found |= {
             "at": at,
@@ -143,7 +143,7 @@ def _state(lineage: Any) -> dict[str, Any]:
             "next": uses[at].unit if at < len(uses) else "",
             "gathers": f"{cursor.issued} of {len(cursor.plan.gathers)}",
             "reductions": f"{cursor.reduced} of {len(cursor.plan.reductions)}",
-            "in flight": [*lineage.executor.flying],
+            "in flight": [*lineage.executor.gathers.flying],
         }
     return found
 

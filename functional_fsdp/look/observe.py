@@ -237,7 +237,7 @@ def _received(state: State, run: Runtime) -> tuple[dict[str, int], dict[str, int
     gather: dict[str, int] = {}
     reduce: dict[str, int] = {}
     for bucket in state.layout.buckets.values():
-        ways = state._executor.staging.records(bucket)
+        ways = state._executor.reductions.staging.records(bucket)
         for found, route in ((gather, ways.unshard), (reduce, ways.reduce[True])):
             some = sum(one.received(run.sizes.get(one.axis, run.size)) for one in route.collectives)
             found[bucket.unit] = found.get(bucket.unit, 0) + (some if found is gather or bucket.trainable else 0)

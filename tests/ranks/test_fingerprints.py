@@ -182,16 +182,16 @@ class Planted:
 @contextmanager
 def planted(what: str, unit: str, rank: int) -> Iterator[None]:
     """In the package itself, for all ranks: a gather that brings something else, a sum that is taken otherwise."""
-    lend, of = Gathers._lend, ReductionSteps.of
+    lend, of = Gathers.lend, ReductionSteps.of
     seen: list[int] = []
 
-    def lends(self: Any, state: Any, name: str) -> Any:
-        loan = lend(self, state, name)
-        if name == unit and self.run.rank == rank and rank in PLANTED:
+    def lends(self: Any, state: Any, names: Any) -> Any:
+        lent = lend(self, state, names)
+        if unit in names and self.run.rank == rank and rank in PLANTED:
             seen.append(1)
             if len(seen) == (1 if what == "gather" else 2):
-                loan.weights["linear.weight"].data.view(-1)[2] += 0.5
-        return loan
+                lent[unit]["linear.weight"].data.view(-1)[2] += 0.5
+        return lent
 
     def reduces(self: Any, way: Any, stage: Any, spare: Any, out: Any, add: Any, arrival: Any = None) -> Any:
         yield from of(self, way, stage, spare, out, add, arrival)
@@ -199,7 +199,7 @@ def planted(what: str, unit: str, rank: int) -> Iterator[None]:
             out.mul_(1 + 2**-22 if what == "sum" else 1.01)
 
     if what in ("gather", "second gather"):
-        with mock.patch.object(Gathers, "_lend", lends):
+        with mock.patch.object(Gathers, "lend", lends):
             yield
     elif what in ("sum", "reduction"):
         with mock.patch.object(ReductionSteps, "of", reduces):
