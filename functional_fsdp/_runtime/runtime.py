@@ -155,16 +155,6 @@ class Runtime(Agreement):
             self.groups[lane, axis] = group
         return self.groups[lane, axis]
 
-    @contextmanager
-    def watched(self, watcher: Callable[..., Any]) -> Iterator[None]:
-        """Within, each verb, and each forward of a driven unit, is called through `watcher(name, fn, *args, **kwargs)`:
-        `name` is that of the verb, or "forward blocks.3"."""
-        before, self.watcher = self.watcher, watcher
-        try:
-            yield
-        finally:
-            self.watcher = before
-
     # ---- lineages, and what they share
 
     def enroll(self, lineage: Any) -> int:
