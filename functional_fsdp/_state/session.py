@@ -40,6 +40,7 @@ class Session:
 
     Attributes:
         number: how many forwards of this step began before; see `seeds`.
+        watcher: what forwards of units are called through, `watcher("forward blocks.3", fn, *args)`; None: nothing.
 
     Raises:
         StaleStateError: a consumed state. RestartError: a rank abandoned the step.
@@ -69,16 +70,12 @@ class Session:
         lineage = state.version.lineage
         lineage.enter(state.version.serial, verb)
         self._lineage, self._executor = lineage, state._executor
+        self.watcher: Any = lineage.runtime.watcher
         self._verb, self._before, self._resting = verb, state, state.between_steps
         if order is not None:
             with torch.no_grad(), lineage.call:
                 self._executor.follow(order)
         self.number = self._executor.begins
-
-    @property
-    def watcher(self) -> Any:
-        """What forwards of units are called through, `watcher("forward blocks.3", fn, *args)`; None: nothing."""
-        return self._lineage.runtime.watcher
 
     # ---------------------------------------------------------------- a pass that trains
 

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from gpu.machine import RANKS, check_gpus, own_gpus
-from gpu.traces import length, overlap, read
+from gpu.traces import length, overlap, read, recorded
 from support.problems import mesh_and_placement
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._launch.launch import stop_workers
+from functional_fsdp._runtime.runtime import runtime_of
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -127,6 +128,37 @@ def test_exposed_communication_is_what_kernels_say(tmp_path: Path, graphed: bool
             assert len(found["rows"]) == 16
             assert all(row.compute > 0 and row.planned is not None for row in found["rows"])
             assert all(row.gather_bytes > 0 for row in found["rows"] if row.gather is not None)
+
+
+def names_in_a_capture() -> tuple[list[str], list[str]]:
+    """The package's ranges while a graph is captured, and how the calls went."""
+    state, model = made(256)
+    forward_backward = T.forward_backward(model, loss_of)
+    calls: list[str] = []
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+        calls.append("captured" if runtime_of(state.spec.mesh).capturing else "eager")
+        with torch.profiler.record_function(calls[-1]):
+            state, loss = forward_backward(state, x)
+            return fsdp.step(state), loss
+
+    step = T.cuda_graph(train_step)
+    x = torch.randn(32, 256, device="cuda", dtype=torch.bfloat16)
+    with recorded() as traces:
+        for _ in range(8):
+            state, _ = step(state, x)
+    (trace,) = traces
+    begin, end = trace.marks["captured"][-1]
+    inside = {name: some for name, some in trace.marks.items() if name.startswith("fsdp ")}
+    return [name for name, some in inside.items() if any(begin <= a and b <= end for a, b in some)], calls
+
+
+def test_there_are_names_while_a_graph_is_captured() -> None:
+    for names, calls in launch(names_in_a_capture, nprocs=RANKS):
+        assert "captured" in calls
+        assert {"fsdp unshard 0", "fsdp gather 1", "fsdp reduce gradients of 0", "fsdp forward 0", "fsdp step"} <= {
+            *names
+        }
 
 
 @own_gpus

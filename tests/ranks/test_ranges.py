@@ -118,8 +118,10 @@ def test_a_step_has_the_names_of_its_verbs_units_and_lanes(tmp_path: Path) -> No
 def test_gradients_by_sample_have_the_names_of_forwards(tmp_path: Path) -> None:
     state, model = made("ddp")
     norms = T.per_sample_norms(model, lambda model, x: model(x).square().mean())
-    names = [one["name"] for one in ranges_of(lambda: norms(state, torch.ones(3, 4)), tmp_path)]
+    watched = fsdp.fingerprint(lambda state: norms(state, torch.ones(3, 4)))
+    names = [one["name"] for one in ranges_of(lambda: watched(state), tmp_path)]
     assert {"fsdp forward 0", "fsdp forward 2"} <= {*names}, names
+    assert {key.kind for key in watched.prints.steps[0].rows} >= {"main", "weight", "result"}
 
 
 def compiled_on_ranks(folder: Path, backend: str) -> dict[tuple[str, str], tuple[list[str], bool]]:
@@ -162,6 +164,32 @@ def test_a_compiled_step_has_the_names_of_what_it_issues(backend: str, tmp_path:
             waits = sorted(name for name in names if name.startswith("wait"))
             assert waits == sorted(f"wait {name}" for name in [*gathers, *again, "reduce 2", "reduce 0"])
             assert len(names) == 1 + 2 * len(waits)
+
+
+def on_two_axes(folder: Path) -> dict[str, list[str]]:
+    mesh, found = fsdp.local_mesh(replica=2, shard=2), {}
+    inside = folder / str(dist.get_rank())
+    inside.mkdir()
+    for preset in ("hsdp", "hfsdp"):
+        params, model = fsdp.functionalize(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+        placement = getattr(fsdp, preset)("replica", "shard")
+        state = driven(fsdp.shard(params, fsdp.Spec(mesh, placement), fsdp.adamw(lr=0.1)), model)
+        ranges = ranges_of(lambda state=state, model=model: driven(state, model), inside)  # type: ignore[misc]
+        assert nested(ranges)
+        found[preset] = [one["name"].removeprefix("fsdp ") for one in ranges]
+    return found
+
+
+def test_names_on_two_axes(tmp_path: Path) -> None:
+    for found in fsdp.launch(on_two_axes, (tmp_path,), nprocs=4):
+        for names in found.values():
+            assert {"gather 0", "gather 2", "reduce gradients of 0", "reduce gradients of 2", "vote", "update"} <= {
+                *names
+            }
+            passes = [name for name in names if name.startswith(("forward", "backward"))]
+            assert passes == ["forward_backward", "forward 0", "forward 2", "backward 2", "backward 0"]
+            waits = {name for name in names if name.startswith("wait ")}
+            assert {"wait gather 0", "wait gather 2", "wait reduce 0"} <= waits
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
