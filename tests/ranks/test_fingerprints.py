@@ -326,6 +326,16 @@ def test_equal_runs_have_no_difference(way: str) -> None:
     assert all(size == 0 for sizes in found.growth.values() for size in sizes)
 
 
+def test_on_processes() -> None:
+    """Sums of two have one order, so bits are those of simulated ranks; rank 1's batch is planted, and found there."""
+    found = fsdp.compare(plain(), fsdp.launch(run, nprocs=RANKS)[0])
+    assert found.exact
+    assert found.first is None, repr(found)
+    found = fsdp.compare(plain(), fsdp.launch(run, (), {"plant": ("batch", "", 1)}, nprocs=RANKS)[0])
+    assert found.first is not None
+    assert (found.first.cls, found.first.ranks, found.first.step) == ("inputs", (1,), 1)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("preset", "ranks"), [("zero3", 1), ("zero3", 8), ("zero2", 2), ("zero1", 4), ("ddp", 1), ("ddp", 2)]
