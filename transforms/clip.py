@@ -8,7 +8,8 @@ from typing import NoReturn
 import torch
 
 from functional_fsdp import FlatBuffer, SpecError, State, finish_reductions, pmax
-from functional_fsdp.extend import change, refuse, shards, torch_private, traced_as
+from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp.extend import change, refuse, shards, traced_as
 
 from .nonfinite import NonfiniteError, find_nonfinite
 from .norms import global_norm

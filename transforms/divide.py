@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from functional_fsdp import State, TreeError, finish_reductions
-from functional_fsdp.extend import change, shards, torch_private
+from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp.extend import change, shards
 
 __all__ = ["divide"]
 

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import torch
 
 from functional_fsdp import SpecError, State, TreeError, finish_reductions
-from functional_fsdp.extend import leaf_shards, over_shards, shards, torch_private, total
+from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp.extend import leaf_shards, over_shards, shards, total
 
 from ._trees import Buffers, check_tree, widest
 

@@ -10,7 +10,8 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from functional_fsdp import ScheduleError, SpecError, TreeError
-from functional_fsdp.extend import refuse, skeleton_of, torch_private, traced_as
+from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp.extend import refuse, skeleton_of, traced_as
 
 from ._modules.outputs import each_leaf
 from ._modules.patterns import outermost

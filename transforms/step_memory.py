@@ -7,18 +7,16 @@ from typing import Any
 import torch
 
 from functional_fsdp import ScheduleError, State
-from functional_fsdp.extend import (
+from functional_fsdp._verbs.seams import (
     StepMemory,
     Stretch,
-    every_buffer,
-    evolve,
     find_peak,
     plan_for,
     refuse_values,
-    state_bytes,
     steps_on,
     torch_private,
 )
+from functional_fsdp.extend import every_buffer, evolve, state_bytes
 
 from ._drive.driver import Driver
 from ._drive.forward_backward import ForwardBackward

@@ -33,7 +33,8 @@ from functional_fsdp._launch.launch import stop_workers
 from functional_fsdp._runtime.runtime import runtime_of
 from functional_fsdp._state.capture import Capture
 from functional_fsdp._transports import auto, symmetric
-from functional_fsdp.extend import Ranks, torch_private
+from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp.extend import Ranks
 from functional_fsdp.transforms._cuda_graph import graphed as graphs
 from functional_fsdp.transforms._cuda_graph.capturing import GraphBuffers, stale_streams_followed
 from functional_fsdp.transforms._cuda_graph.capturing import _explain as explain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 import functional_fsdp as fsdp
 from functional_fsdp import extend, transforms
 from functional_fsdp._state.state import FIELDS
+from functional_fsdp._verbs import seams
 
 ROOT = Path(__file__).parents[2]
 CORE = sorted(f for f in (ROOT / "functional_fsdp").rglob("*.py") if "transforms" not in f.parts)
@@ -257,8 +259,10 @@ def test_nobody_asks_whether_a_graph_is_made(file: Path) -> None:
 
 @pytest.mark.parametrize("file", TRANSFORMS, ids=place)
 def test_transforms_are_made_of_public_names(file: Path) -> None:
-    """As anybody's are: from the package and from `extend`; and of a State what is public."""
+    """As anybody's are: from the package and from `extend`; and of a State what is public. What is bound to torch's
+    compilers and graphs has a list of its own."""
     known = {"functional_fsdp": fsdp.__all__, "functional_fsdp.extend": extend.__all__}
+    known["functional_fsdp._verbs.seams"] = seams.__all__
     for node in nodes(file):
         if isinstance(node, ast.Import):
             assert not [alias.name for alias in node.names if alias.name.startswith("functional_fsdp")]
@@ -267,6 +271,29 @@ def test_transforms_are_made_of_public_names(file: Path) -> None:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("functional_fsdp"):
             assert {alias.name for alias in node.names} <= {*known.get(node.module or "", ())}, f"line {node.lineno}"
     assert not [(name, n.lineno) for name, n in attributes(file) if name in ("lineage", "executor", "_evolve")]
+
+
+def names_used_of(module: str, files: list[Path]) -> set[str]:
+    """Names that files import from a module, or take from it as `extend.change`."""
+    short, found = module.rpartition(".")[2], set()
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.ImportFrom) and node.module == module:
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute) and dotted(node.value) in (short, f"fsdp.{short}"):
+            found.add(node.attr)
+    return found
+
+
+def test_what_transforms_are_made_of_is_used_and_is_no_more_than_one_can_hold() -> None:
+    """Each name by a transform or an example here, those of the documents included."""
+    code = [*re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.S)]
+    in_docs = {name for block in code for name in re.findall(r"\bextend\.(\w+)", block)}
+    used = names_used_of("functional_fsdp.extend", [*TRANSFORMS, *(ROOT / "examples").rglob("*.py")])
+    assert not {*extend.__all__} - used - in_docs
+    assert len(extend.__all__) <= 45
+    assert "torch_private" not in extend.__all__
+    assert not {*seams.__all__} - names_used_of("functional_fsdp._verbs.seams", TRANSFORMS)
+    assert not {*seams.__all__} & {*extend.__all__}
 
 
 @pytest.mark.parametrize("module", [fsdp, transforms, extend], ids=lambda m: m.__name__)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from functional_fsdp.extend import torch_private
+from functional_fsdp._verbs.seams import torch_private
 
 from .late_copies import with_late_copies
 

@@ -20,20 +20,16 @@ import torch
 import torch.fx as fx
 
 from functional_fsdp import FsdpError, ScheduleError, State
-from functional_fsdp.extend import (
-    Collective,
+from functional_fsdp._verbs.seams import (
     Graph,
     GraphBuild,
-    Ranks,
     begin_compiled,
-    evolve,
     graph_of,
-    lineage_of,
     point_at_second_gathers,
-    ranks_of,
     refuse_values,
     torch_private,
 )
+from functional_fsdp.extend import Collective, Ranks, evolve, lineage_of, ranks_of
 
 from .._seed import seeded
 from .arguments import StepCall, flat_state, is_state, kind_of, named, refuse_mutable, refuse_sparse, resolved

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import State
-from functional_fsdp.extend import Capture, torch_private
+from functional_fsdp._verbs.seams import Capture, torch_private
 
 from .capturing import GraphBuffers
 from .guarding import Guard

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from functional_fsdp import FsdpError, ScheduleError, State, TreeError
-from functional_fsdp.extend import Ranks, Veto, evolve, flatten, lineage_of, put, torch_private
+from functional_fsdp._verbs.seams import Veto, put, torch_private
+from functional_fsdp.extend import Ranks, evolve, flatten, lineage_of
 
 from .lines import line_of_error
 from .memsets import as_kernels

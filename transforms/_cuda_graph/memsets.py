@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from functional_fsdp.extend import cuda_driver
+from functional_fsdp._verbs.seams import cuda_driver
 
 __all__ = ["as_kernels", "edge_functions", "words"]
 

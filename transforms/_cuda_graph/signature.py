@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import State, TreeError
-from functional_fsdp.extend import torch_private
+from functional_fsdp._verbs.seams import torch_private
 
 from .capturing import KEPT
 

@@ -22,7 +22,8 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, State, reduce, release, unshard
-from functional_fsdp.extend import Collision, Session, foreign_tracer, lineage_of, refuse, skeleton_of, torch_private
+from functional_fsdp._verbs.seams import Collision, foreign_tracer, torch_private
+from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 
 from .._compile.compile_units import Compiler, Options, refuse_around
 from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from functional_fsdp.extend import Placeholder, torch_private
+from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp.extend import Placeholder
 
 from .._modules.outputs import map_tensors
 from .._modules.unit_modules import Leaf

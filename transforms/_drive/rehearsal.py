@@ -16,7 +16,8 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, State
-from functional_fsdp.extend import CopyLane, HostBuffer, HostBuffers, Loan, torch_private
+from functional_fsdp._verbs.seams import HostBuffer, torch_private
+from functional_fsdp.extend import CopyLane, HostBuffers, Loan
 
 from .driver import Driver
 from .unit_uses import Gradients

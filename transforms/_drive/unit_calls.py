@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.modules.module as GLOBAL
 
 from functional_fsdp import Float8Weight, ScheduleError
-from functional_fsdp.extend import ranges, torch_private
+from functional_fsdp._verbs.seams import ranges, torch_private
 
 from .._compile.compile_units import Compiled, Compiler
 from .._modules.outputs import map_tensors

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from functional_fsdp import ScheduleError
-from functional_fsdp.extend import ranges, torch_private
+from functional_fsdp._verbs.seams import ranges, torch_private
 
 from .._modules.unit_modules import Leaf
 from .driven import Driven, Gradients, Opened

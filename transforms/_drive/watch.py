@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Float8Weight
-from functional_fsdp.extend import changed, spoilt, torch_private
+from functional_fsdp._verbs.seams import changed, spoilt, torch_private
 
 __all__ = ["WriteWatch", "changed", "clear", "place", "spoilt", "version", "written"]
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch.nn as nn
 
 from functional_fsdp import Layout, TreeError
-from functional_fsdp.extend import aliases_of
+from functional_fsdp._verbs.seams import aliases_of
 
 __all__ = ["Leaf", "UnitModule", "each_once", "find_unit_modules", "leaves_of", "order_of", "slots_of"]
 

@@ -1,0 +1,71 @@
+"""What the compilers, graphs and drivers of this package take from the core beside `extend`.
+
+It follows what torch does and how the core is made, and changes with them without a word: nobody else uses it.
+"""
+
+from __future__ import annotations
+
+from .._common import objects, ranges
+from .._common import torch_names as torch_private
+from .._common.calls import outside_inference
+from .._common.tracing import KEEPING, GraphBuild, foreign_tracer, keep_residuals, tracing_now, users_line
+from .._distributed import cuda_driver
+from .._graph.graph import Graph, graph_of, refuse_values
+from .._graph.regather import point_at_second_gathers
+from .._graph.trace import coordinate_of
+from .._nn.bound_calls import around_bound_calls
+from .._nn.skeleton import changed, refuse_meta
+from .._nn.ties import aliases_of
+from .._optim.optimizer import put
+from .._plan.peak import StepMemory, Stretch, find_peak
+from .._plan.walk import Collision
+from .._runtime.copy_lane import HostBuffer
+from .._runtime.given import NewCounts
+from .._state.capture import Capture
+from .._state.lineage import begin_compiled
+from .._state.sizes import plan_for, steps_on
+from .._state.veto import Veto, Vetoed
+from .._storage.weights import spoilt
+
+__all__ = [
+    "Capture",
+    "Collision",
+    "Graph",
+    "GraphBuild",
+    "HostBuffer",
+    "NewCounts",
+    "StepMemory",
+    "Stretch",
+    "Veto",
+    "Vetoed",
+    "aliases_of",
+    "around_bound_calls",
+    "begin_compiled",
+    "changed",
+    "coordinate_of",
+    "cuda_driver",
+    "find_peak",
+    "foreign_tracer",
+    "graph_of",
+    "keep_residuals",
+    "objects",
+    "outside_inference",
+    "plan_for",
+    "point_at_second_gathers",
+    "put",
+    "ranges",
+    "refuse_meta",
+    "refuse_values",
+    "residuals_kept",
+    "spoilt",
+    "steps_on",
+    "torch_private",
+    "tracing_now",
+    "users_line",
+]
+
+
+def residuals_kept() -> bool:
+    """Whether a traced pullback may keep the forward's residuals, which `point_at_second_gathers` then has read the
+    second gather; else it recomputes. True inside `keep_residuals(True)`."""
+    return bool(KEEPING)
