@@ -264,7 +264,9 @@ def cases() -> Iterator[Any]:
     yield case(("clip", "", -1), ("optimizer", "given", "0", "update", "0.linear.weight", (), 1))
 
 
-CASES = [*cases()]
+CASES = [
+    pytest.param(*one.values, id=one.id, marks=pytest.mark.large) if i % 2 else one for i, one in enumerate(cases())
+]
 
 
 @pytest.mark.parametrize(("plant", "settings", "want"), CASES)
@@ -326,6 +328,9 @@ def test_equal_runs_have_no_difference(way: str) -> None:
     assert all(size == 0 for sizes in found.growth.values() for size in sizes)
 
 
+OTHERS = [("zero3", 1), ("zero2", 2), ("zero1", 4), ("ddp", 2)]
+
+
 def test_on_processes() -> None:
     """Sums of two have one order, so bits are those of simulated ranks; rank 1's batch is planted, and found there."""
     found = fsdp.compare(plain(), fsdp.launch(run, nprocs=RANKS)[0])
@@ -338,7 +343,8 @@ def test_on_processes() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    ("preset", "ranks"), [("zero3", 1), ("zero3", 8), ("zero2", 2), ("zero1", 4), ("ddp", 1), ("ddp", 2)]
+    ("preset", "ranks"),
+    [("zero3", 8), ("ddp", 1), *(pytest.param(*one, marks=pytest.mark.large) for one in OTHERS)],
 )
 def test_strategies_ranks_and_ways_are_alike(preset: str, ranks: int, way: str) -> None:
     found = fsdp.compare(plain(), launched(preset=preset, way=way, nprocs=ranks))
@@ -451,9 +457,10 @@ def of_many_kinds(name: str, marked: bool) -> list[Any]:
 
 KINDS = ["bfloat16", "recorded", "debug", "sum", "muon", "from torch", "frozen", "tied", "second order", "skip",
          "microbatches", "no step", "experts"]  # fmt: skip
+OFTEN = ("bfloat16", "muon", "tied", "microbatches", "experts")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.large) for n in KINDS])
 def test_programs_of_many_kinds(name: str) -> None:
     """No bit changes, every rank has the same prints, and they come again."""
     with fsdp.simulate(expert=2, data=2) if name == "experts" else fsdp.simulate(data=2) as ranks:
