@@ -294,17 +294,19 @@ def _planned(steps: list[Measured], plan: Plan, rates: tuple[float | None, float
         to[use.unit] = to.get(use.unit, 0.0) + fmean(one.uses[k].compute for one in steps)
     times = {unit: forward.get(unit, 0.0) or 1e-9 for unit in plan.by_name}
     factor = sum(backward.values()) / (sum(forward.values()) or 1e-9) if backward else 2.0
+    gather, reduce = (rate or 1e15 for rate in _links(steps, plan, rates))  # no lane that was not used takes time
+    return predict(plan, gather=gather, reduce=reduce, compute=times, backward=factor)
+
+
+def _links(steps: list[Measured], plan: Plan, given: tuple[float | None, float | None]) -> tuple[float, float]:
+    """Bytes of whole units a second: as given, or in the best step; 0 where nothing was sent."""
     sizes = {"gather": {u.name: u.nbytes for u in plan.units}, "reduce": {r.unit: r.nbytes for r in plan.reductions}}
     best = []
-    for lane, given in zip(("gather", "reduce"), rates, strict=True):
-        rates_of = []
-        for one in steps:
-            spans = [s for s in one.spans if s.lane == lane]
-            seconds = sum(s.seconds for s in spans)
-            if seconds:
-                rates_of.append(sum(sizes[lane].get(s.unit, 0) for s in spans) / seconds)
-        best.append(given or max(rates_of, default=0.0) or 1e15)
-    return predict(plan, gather=best[0], reduce=best[1], compute=times, backward=factor)
+    for lane, rate in zip(sizes, given, strict=True):
+        spans = [[s for s in one.spans if s.lane == lane and s.seconds] for one in steps]
+        seen = (sum(sizes[lane].get(s.unit, 0) for s in some) / sum(s.seconds for s in some) for some in spans if some)
+        best.append(rate or max(seen, default=0.0))
+    return best[0], best[1]
 
 
 @dataclass(repr=False)
@@ -329,6 +331,11 @@ class Observation:
     plan: Plan
     steps: list[Measured]
     rates: tuple[float | None, float | None] = (None, None)
+
+    @property
+    def links(self) -> tuple[float, float]:
+        """Of gathers and reductions: bytes of whole units a second, as given, or in the best step; see `timeline`."""
+        return _links(self.steps, self.plan, self.rates)
 
     @property
     def exposed(self) -> Mapping[str, float]:
@@ -362,6 +369,10 @@ class Observation:
         ]
         if rows:
             lines.append(table(head, rows) + "\nplanned / measured, mean ms; GB/s received")
+        rates = zip(("gather", "reduce"), self.links, self.rates, strict=True)
+        links = [f"{lane} {rate / 1e9:,.2f} GB/s{' (given)' if given else ''}" for lane, rate, given in rates if rate]
+        if links:
+            lines.append(f"links, at best, of whole units: {', '.join(links)}")
         if any(self.peaks):
             lines.append(f"memory at the peak: {', '.join(bytes_text(peak or 0) for peak in self.peaks[:8])}")
         lines += [repr(one) for one in self.late[:3]]

@@ -142,6 +142,12 @@ def test_a_report_of_steps_without_python(tmp_path: Path) -> None:
     report = fsdp.Observation(0, (times, times), (), (), (1 << 30, 2 << 30), plan, [one])
     assert "exposed communication: gather 15.00, reduce 10.00" in repr(report)
     assert "memory at the peak: 1.0 GiB, 2.0 GiB" in repr(report)
+    gathered, reduced = (plan.by_name["a"].nbytes + plan.by_name["b"].nbytes), plan.reductions[0].nbytes
+    assert report.links == pytest.approx((gathered / 0.028, reduced / 0.015))
+    report.rates = (None, 3e9)
+    assert f"links, at best, of whole units: gather {gathered / 28e6:,.2f} GB/s, reduce 3.00 GB/s (given)" in repr(
+        report
+    )
     report.draw(tmp_path / "a.svg")
     assert (tmp_path / "a.svg").stat().st_size > 0
 
