@@ -80,6 +80,34 @@ def test_a_rank_that_hangs_says_where(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "sleeps_here" in done.stdout
 
 
+def hangs_before_the_vote(folder: str) -> str:
+    fsdp.flight_record(folder)
+    state, params = fsdp.unshard(made())
+    state = fsdp.reduce(state, {path: torch.zeros_like(leaf) for path, leaf in params.items()})
+    if dist.get_rank() == 1:
+        sleeps_here()
+        return ""
+    with pytest.raises(fsdp.CommError) as error:
+        fsdp.step(state)
+    return str(error.value)
+
+
+@pytest.mark.large
+def test_a_rank_that_does_not_vote_says_where(tmp_path: Path) -> None:
+    stop_workers()
+    try:
+        text = launch(hangs_before_the_vote, (str(tmp_path),), nprocs=2, timeout=2.0)[0]
+    finally:
+        stop_workers()
+    (path,) = tmp_path.glob("flight_*.json")
+    votes, sleeps = read_flight(path)["ranks"]
+    assert "vote" in text
+    assert votes["lanes"]["control"]["issued"] == sleeps["lanes"]["control"]["issued"] + 1
+    assert votes["lanes"]["control"]["last"][-1] == ["all_reduce vote"]
+    assert sleeps["lanes"]["reduce"] == votes["lanes"]["reduce"]
+    assert sleeps["line"].startswith(f"{__file__}:")
+
+
 def loses_one(folder: str) -> None:
     fsdp.flight_record(folder)
     state = made()
