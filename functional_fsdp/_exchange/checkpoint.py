@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._common.errors import CheckpointError, SpecError
+from .._common.errors import CheckpointError, FsdpError, SpecError
 from .._common.tree import bytes_text, table
 from .._storage.sources import Source, opens_paths
 from .._storage.spans import Files, Filled, entry_values, numel_of
@@ -235,6 +235,8 @@ def _contents(path: Path) -> Contents:
         if one.claims(path):
             try:
                 return one.read(path)
+            except FsdpError:  # some are ValueErrors, too
+                raise
             except DAMAGED as error:
                 raise CheckpointError(
                     f"{path} is damaged, or of a version that is not read: as {type(one).__name__} it has something "

@@ -8,6 +8,7 @@ import random
 import shutil
 import tarfile
 import zipfile
+from collections.abc import Container, Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -97,8 +98,15 @@ def went_on(path: str, way: str, kind: str = "zero3", again: bool = False, clips
     return weights, buffers, moments, losses
 
 
-@pytest.mark.parametrize("way", ["adamw", "from_torch"])
-@pytest.mark.parametrize("name", EXACT)
+FEW = ("dcp-nested", "accelerate2-full", "rank-files", "deepspeed2", "deepspeed3")  # a row for each way to read
+
+
+def rows(names: Iterable[str], few: Container[str] = FEW) -> list[Any]:
+    return [name if name in few else pytest.param(name, marks=pytest.mark.large) for name in names]
+
+
+@pytest.mark.parametrize("way", ["adamw", pytest.param("from_torch", marks=pytest.mark.large)])
+@pytest.mark.parametrize("name", rows(EXACT))
 def test_a_run_goes_on_as_the_peer_itself(name: str, way: str, unpacked: Any) -> None:
     path = unpacked(name)
     said = expected(path)
@@ -129,7 +137,7 @@ def by_the_page(path: str) -> float:
     return float(loss)
 
 
-@pytest.mark.parametrize("name", [*EXACT, *HALF])
+@pytest.mark.parametrize("name", rows([*EXACT, *HALF]))
 def test_the_two_commands_of_the_page_lead_to_a_running_step(name: str, unpacked: Any) -> None:
     path = unpacked(name)
     for loss in launch(by_the_page, (str(path),), nprocs=2, simulate=True):
@@ -137,7 +145,7 @@ def test_the_two_commands_of_the_page_lead_to_a_running_step(name: str, unpacked
 
 
 @pytest.mark.parametrize(("nprocs", "kind"), [(1, "zero3"), (2, "zero1"), (4, "zero3")])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", rows(MADE))
 def test_any_ranks_and_strategy_read_the_same(name: str, nprocs: int, kind: str, unpacked: Any) -> None:
     path = unpacked(name)
     said = expected(path)
@@ -149,7 +157,7 @@ def test_any_ranks_and_strategy_read_the_same(name: str, nprocs: int, kind: str,
         assert weights["head.weight"] is weights["embed.weight"]
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", rows(MADE, ("dcp-flat", "accelerate2-full", "deepspeed1-bf16", "hf-dcp")))
 def test_convert_keeps_ties_buffers_and_moments(name: str, unpacked: Any, tmp_path: Path) -> None:
     path = unpacked(name)
     said = expected(path)
