@@ -6,7 +6,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import shutil
+import subprocess
 import sys
 from argparse import Namespace
 from collections import Counter
@@ -419,3 +421,32 @@ def test_convert_goes_from_fsdp2_to_a_checkpoint_to_safetensors_and_back(tmp_pat
         converted(tmp_path, tmp_path / "nothing")
     with pytest.raises(fsdp.SpecError, match=r"has no weights below .module\.."):
         converted(tmp_path / "fsdp2", tmp_path / "nothing", "--prefix", "module.")
+
+
+@pytest.mark.large
+def test_a_model_generates_beside_its_training_with_weights_swapped_between_batches() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "serve_beside.py", "--steps", "120", "--every", "20"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    said = [line.split(": ") for line in done.stdout.splitlines() if line.startswith("step")]
+    steps = [int(step.removeprefix("step ")) for step, _ in said]
+    assert steps == sorted(steps)
+    assert {0, 120} < {*steps} <= {*range(0, 121, 20)}
+    assert said[-1][1] == str([*range(20, 29)])  # it has learnt to count
+
+
+def test_convert_is_a_command(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2, 3)}, tmp_path / "w.pt")
+
+    def said(*args: Any) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "functional_fsdp.convert", *map(str, args)]
+        return subprocess.run(line, capture_output=True, text=True, check=False)
+
+    looked = said(tmp_path / "w.pt")
+    assert looked.returncode == 0
+    assert "torch.save: 1 leaves, 24 B" in looked.stdout
+    (tmp_path / "empty").mkdir()
+    wrong = said(tmp_path / "empty", tmp_path / "ours")
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith(f"FileNotFoundError: weights: {tmp_path / 'empty'} has no *.safetensors")
