@@ -1,0 +1,242 @@
+"""Formats of checkpoints: what each refuses, in files that are made here; and this library's own as one of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import tarfile
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.peers import PeerModel
+
+import functional_fsdp as fsdp
+
+DATA = Path(__file__).parents[1] / "data" / "peers"
+SHAPES = OrderedDict(w=torch.Size((3, 5)), b=torch.Size((3,)))
+FLAT = torch.arange(20.0)
+
+
+def zero(folder: Path, stage: int, model: dict[str, Any] | None = None, optim: dict[str, Any] | None = None) -> Path:
+    """A checkpoint of DeepSpeed's, of two ranks; `model` and `optim` change the first rank's files."""
+    folder.mkdir()
+    for rank in range(2):
+        about = {
+            "module": OrderedDict((name, torch.empty(shape)) for name, shape in SHAPES.items()), "buffer_names": [],
+            "param_shapes": [SHAPES], "shared_params": {}, "dp_world_size": 2, "mp_world_size": 1, "global_steps": 4,
+        }  # fmt: skip
+        held = {"step": torch.tensor(4.0), "exp_avg": FLAT[:10] * 2 + rank, "exp_avg_sq": FLAT[:10] * 3 + rank}
+        kept: dict[str, Any] = {"zero_stage": stage, "partition_count": 2}
+        if stage == 3:
+            kept |= {"fp32_flat_groups": [FLAT[:10] + rank], "optimizer_state_dict": {"state": {0: held}}}
+        else:
+            main = [(FLAT[:10] + 10 * rank)[: 10 - 2 * rank].clone()]
+            kept |= {"single_partition_of_fp32_groups": main, "base_optimizer_state": {"state": {0: held}}}
+        if rank == 0 or stage == 3:
+            name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
+            torch.save({**about, **(model or {} if rank == 0 else {})}, folder / name)
+        if rank == 0:
+            kept |= optim or {}
+        torch.save({"optimizer_state_dict": kept}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return folder
+
+
+def test_what_is_made_here_is_read(tmp_path: Path) -> None:
+    """The cuts of stage 2, and of stage 3 where the first rank has 8 of 15 elements and one of padding on the last."""
+    there = fsdp.open_checkpoint(zero(tmp_path / "two", 2))
+    assert torch.equal(there["w"].view(-1), FLAT[:15])
+    assert torch.equal(there["b"], FLAT[15:18])
+    there = fsdp.open_checkpoint(zero(tmp_path / "three", 3))
+    assert torch.equal(there["w"].view(-1), torch.cat([FLAT[:8], FLAT[:7] + 1]))
+    assert torch.equal(there["b"], torch.cat([FLAT[8:10], FLAT[8:9] + 1]))
+    assert there.step == 4
+
+
+MODEL, OPTIM = "zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+ZERO: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
+    "parallel": (3, {"mp_world_size": 4}, {}, rf"{MODEL} is of 4 tensor-parallel ranks"),
+    "no module": (3, {"module": None}, {}, rf"{MODEL} has no 'module'"),
+    "shape": (3, {"param_shapes": [{"w": "3x5"}]}, {}, rf"{MODEL} has 'w' of the shape '3x5'"),
+    "stage": (3, {}, {"zero_stage": 7}, rf"{OPTIM} is of ZeRO stage 7 and 2 ranks"),
+    "world": (3, {}, {"partition_count": 3}, rf"{OPTIM} is of 3 ranks; 2 files of optimizer states are there"),
+    "short": (3, {}, {"fp32_flat_groups": [FLAT[:7]]}, r"has 7 of the 8 elements of 'w' \[8\]|a file is cut short"),
+    "slot": (2, {}, {"base_optimizer_state": {"state": {0: {"exp_avg": FLAT[:10], "m": FLAT[:10]}}}},
+             r"rank_1_mp_rank_00_optim_states\.pt has no 'm', and zero_pp_rank_0"),
+    "slot in three": (3, {}, {"optimizer_state_dict": {"state": {0: {"exp_avg": FLAT[:10]}}}},
+                      r"only some ranks' files have 'exp_avg_sq'"),
+    "group": (2, {"param_shapes": [SHAPES, {"c": torch.Size((2,))}]}, {}, r"no main weights of the group 1"),
+    "something else": (2, {"param_shapes": 5}, {}, r"two is damaged, or of a version that is not read: as DeepSpeed"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ZERO)
+def test_what_deepspeed_would_not_have_written_is_named(how: str, tmp_path: Path) -> None:
+    stage, model, optim, said = ZERO[how]
+    with pytest.raises(fsdp.CheckpointError, match=said):
+        fsdp.open_checkpoint(zero(tmp_path / "two", stage, model, optim))
+
+
+def without(folder: Path, pattern: str) -> None:
+    for one in folder.glob(pattern):
+        one.unlink()
+
+
+def test_files_of_deepspeed_that_lack_or_are_too_many_are_named(tmp_path: Path) -> None:
+    def spoilt(change: Callable[[Path], Any], said: str) -> None:
+        shutil.rmtree(tmp_path / "two", ignore_errors=True)
+        folder = zero(tmp_path / "two", 3)
+        change(folder)
+        with pytest.raises(fsdp.CheckpointError, match=said):
+            fsdp.open_checkpoint(folder)
+
+    spoilt(lambda f: (f / "layer_00-model_states.pt").touch(), r"layer_00-model_states\.pt: layers of pipelines")
+    spoilt(lambda f: without(f, "*model_states.pt"), r"has no \*_model_states\.pt")
+    spoilt(lambda f: without(f, "*optim_states.pt"), r"has no \*_optim_states\.pt")
+    spoilt(lambda f: (f / OPTIM).unlink(), r"lacks the file of rank 0, beside zero_pp_rank_1")
+    spoilt(
+        lambda f: shutil.copy(f / OPTIM, f / OPTIM.replace("mp_rank_00", "mp_rank_01")), r"another tensor-parallel rank"
+    )
+    spoilt(lambda f: torch.save([1], f / OPTIM), rf"{OPTIM} has no 'optimizer_state_dict'")
+
+
+def fixture(name: str, tmp_path: Path) -> Path:
+    with tarfile.open(DATA / f"{name}.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / name / "checkpoint"
+
+
+def test_metadata_that_no_dcp_has_written_is_named(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import metadata as dcp
+
+    path = fixture("dcp-plain", tmp_path)
+    whole = (path / ".metadata").read_bytes()
+
+    def spoilt(change: Callable[[Any], Any], said: str) -> None:
+        about = pickle.loads(whole)
+        change(about)
+        (path / ".metadata").write_bytes(pickle.dumps(about))
+        with pytest.raises(fsdp.CheckpointError, match=said):
+            fsdp.open_checkpoint(path)
+
+    first = dcp.MetadataIndex("embed.weight", torch.Size([0, 0]), 0)
+    spoilt(lambda m: m.storage_data.pop(first), r"says nothing of where 'embed\.weight' from \[0, 0\] on lies")
+    spoilt(lambda m: m.state_dict_metadata["embed.weight"].chunks.pop(), r"chunks for 42 of the 78 elements of 'embed")
+    spoilt(lambda m: setattr(m.storage_data[first], "relative_path", "../x"), r"names '\.\./x', which lies elsewhere")
+    spoilt(
+        lambda m: setattr(m.storage_data[first], "transform_descriptors", ["zstd"]),
+        r"through \['zstd'\] \(compressed\)",
+    )
+
+
+def test_files_of_ranks_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
+    path = fixture("rank-files", tmp_path)
+    one = path / "model_world_size_2_rank_0.pt"
+
+    def spoilt(change: Callable[[], Any], said: str, undo: Callable[[], Any]) -> None:
+        change()
+        with pytest.raises(fsdp.CheckpointError, match=said):
+            fsdp.open_checkpoint(path)
+        undo()
+
+    extra = path / "model_rank_0.pt"
+    spoilt(lambda: shutil.copy(one, extra), r"has two files of rank 0: ", extra.unlink)
+    other = path / "model_world_size_3_rank_2.pt"
+    spoilt(lambda: shutil.copy(one, other), r"model_world_size_2_rank_0\.pt is of 2 ranks, and .* of 3", other.unlink)
+    third = path / "model_rank_2.pt"
+    spoilt(lambda: shutil.copy(one, third), r"is of \d ranks|is of a mesh \[2\] of ranks", third.unlink)
+    kept = one.read_bytes()
+    spoilt(lambda: torch.save([1], one), r"rank_0\.pt holds a list", lambda: one.write_bytes(kept))
+    optim = path / "optim_rank_2.pt"
+    spoilt(
+        lambda: torch.save({"state": {}}, optim),
+        r"of 2 ranks|weights of 2 ranks and optimizer states of 3",
+        optim.unlink,
+    )
+    with pytest.raises(
+        fsdp.CheckpointError, match=r"rank_0\.pt has DTensors, of which it is one rank's file\. Open the folder"
+    ):
+        fsdp.open_checkpoint(one)
+
+
+def test_folders_of_weights_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    save_file({"w": torch.ones(2)}, folder / "a.safetensors")
+    save_file({"w": torch.ones(2)}, folder / "b.safetensors")
+    with pytest.raises(fsdp.CheckpointError, match=r"has 'w' in two files, b\.safetensors and another"):
+        fsdp.open_checkpoint(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "../a.safetensors"}}))
+    with pytest.raises(fsdp.CheckpointError, match=r"index\.json is no index of weights: .* lies elsewhere"):
+        fsdp.open_checkpoint(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "b.safetensors").unlink()
+    said = {"w": {"saved_offsets": [2]}}
+    for name, tensor in (("a", torch.ones(2)), ("b", torch.ones(2, 1))):
+        save_file({"w": tensor}, folder / f"{name}.safetensors", metadata={"DCP_SHARDING_INFO": json.dumps(said)})
+    with pytest.raises(fsdp.CheckpointError, match=r"'w' in parts of several dtypes or numbers of dims"):
+        fsdp.open_checkpoint(folder)
+    with pytest.raises(fsdp.CheckpointError, match=r"a\.safetensors is one rank's part .* Open the folder"):
+        fsdp.open_checkpoint(folder / "a.safetensors")
+    save_file({"w": torch.ones(2)}, folder / "a.safetensors", metadata={"DCP_SHARDING_INFO": "{"})
+    with pytest.raises(fsdp.CheckpointError, match=r"a\.safetensors: its DCP_SHARDING_INFO is damaged"):
+        fsdp.open_checkpoint(folder / "a.safetensors")
+    path = fixture("hf-dcp", tmp_path)
+    shutil.copy(
+        path / "shard-00002-model-00001-of-00001.safetensors", path / "shard-00004-model-00001-of-00001.safetensors"
+    )
+    with pytest.raises(fsdp.CheckpointError, match=r"elements of|3 shards, one of number 00004"):
+        fsdp.open_checkpoint(path)
+
+
+def test_files_of_torch_save_that_it_would_not_write_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "w.pt"
+    torch.save({"w": torch.ones(4)}, path)
+    with zipfile.ZipFile(path) as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+
+    def written(changed: dict[str, bytes | None]) -> Path:
+        with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+            for name, data in {**records, **changed}.items():
+                if data is not None:
+                    archive.writestr(name, data)
+        return tmp_path / "x.pt"
+
+    root = next(iter(records)).split("/")[0]
+    assert torch.equal(fsdp.open_checkpoint(written({}))["w"], torch.ones(4))
+    wrong: list[tuple[dict[str, bytes | None], str]] = [
+        ({f"{root}/byteorder": b"big"}, "another order of bytes"),
+        ({f"{root}/data/0": None}, "has no 'data/0'"),
+        ({f"{root}/data/0": b"123"}, "a tensor of 4 elements is beyond its 3 bytes"),
+    ]
+    for changed, said in wrong:
+        with pytest.raises(fsdp.CheckpointError, match=rf"x\.pt .*{said}"):
+            fsdp.open_checkpoint(written(changed))
+    torch.save([1], path)
+    with pytest.raises(fsdp.CheckpointError, match=r"w\.pt holds a list; expected a state dict"):
+        fsdp.open_checkpoint(path)
+
+
+def test_checkpoints_of_this_library_are_read_as_any_other(tmp_path: Path) -> None:
+    spec = fsdp.Spec(fsdp.local_mesh("cpu"))
+    params, _ = fsdp.functionalize(module := PeerModel(4))
+    state = fsdp.shard(params, spec, fsdp.adamw(), buffers=fsdp.buffers(module))
+    ones = {name: {"mean": torch.ones_like(p), "square": torch.full_like(p, 2.0)}
+            for name, p in module.named_parameters() if p.requires_grad}  # fmt: skip
+    state = fsdp.load_optimizer_state(state, ones, steps=7)
+    fsdp.save(state, tmp_path / "ours")
+    there = fsdp.open_checkpoint(tmp_path / "ours")
+    assert (there.format, there.step, there.ties) == ("functional_fsdp", 7, {"head.weight": "embed.weight"})
+    assert {*there.buffers} == {"scale", "seen"}
+    assert {*there.frozen} == {"gate.weight"}
+    assert all(torch.equal(there[name], value) for name, value in module.state_dict().items())
+    made, _ = fsdp.init(PeerModel, spec, fsdp.adamw(), weights=there)
+    made = fsdp.load_optimizer_state(made, there)
+    assert made.steps == 7
+    assert torch.equal(fsdp.optimizer_state(made)["blocks.0.up.bias"]["square"], torch.full((7,), 2.0))
