@@ -68,7 +68,7 @@ class Arena:
             )
             or (found.scales and any(state.scales[name] is not scale for name, scale in found.scales))
         ):
-            found = self.places[unit] = self._make(state, state.layout.by_name[unit])
+            found = self.places[unit] = self._make(state, self.carrier.layout.by_name[unit])
         return found
 
     def loan(self, unit: str) -> Loan | None:

@@ -240,7 +240,6 @@ class Executor:
             if self.progress.cursor.agreed:
                 self.gathers.fence_off()
             self._happen(state, "end")
-            state.version.cursor = self.progress.cursor  # it goes to the caller now
         if isinstance(self.progress.order, GuessedOrder):
             self.progress.see(forward, backward, tuple(self.reductions.skipped))
 

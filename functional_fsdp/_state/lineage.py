@@ -29,7 +29,6 @@ from .._nn.skeleton import changed
 from .._plan.layout import Bucket, Layout
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
-from .._storage.stored import Stored
 from .._storage.weights import LentTree, spoilt
 from .graph_plan import GraphPlan, graph_plan
 from .open_call import OpenCall
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GRAPHED", "Lineage", "Position", "Version", "begin_compiled"]
 
-S = TypeVar("S", bound=Stored)
+S = TypeVar("S")
 GRAPHED = -1  # in the place of an epoch: a traced step was taken, and this lineage has not followed it yet
 SPENT = -1  # the serial of what a traced step made, and a later one consumed
 REMEMBER = 256  # how many consumed states, at least, a lineage can name the consumer of
@@ -187,7 +186,7 @@ class Lineage:
         Args:
             busy: whether lanes may still be at work on it.
         """
-        version = state.version
+        version: Version = state.version  # type: ignore[attr-defined]  # of any State
         self.busy |= busy
         self.latest = self.head = serial = self.latest + 1
         if version.serial != self.base:
@@ -322,7 +321,7 @@ class Lineage:
         self.runtime.meet("a look at this state")
 
     @contextmanager
-    def looking(self, state: Stored) -> Iterator[None]:
+    def looking(self, state: Any) -> Iterator[None]:
         """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
         self.look(state.version.serial)
         guard()
@@ -335,7 +334,7 @@ class Lineage:
         if not self.begun and not self.others_begun():
             leave()
 
-    def beside(self, state: Stored) -> AbstractContextManager[None]:
+    def beside(self, state: Any) -> AbstractContextManager[None]:
         """What ranks communicate within is no part of a plan; see `Executor.off_plan`."""
         return nullcontext() if self.executor is None else self.executor.off_plan(state)
 
@@ -379,7 +378,7 @@ class Lineage:
         self.moved_by, self.taken = verb, None
         self.broken = f"{verb}() was stopped while it was moving what this state held. Load the last checkpoint."
 
-    def moved_to(self, new: Stored) -> None:
+    def moved_to(self, new: Any) -> None:
         """The verb is about to return `new`, a state of another lineage. Whoever holds a state of this one keeps the
         newest state of that one."""
         self.successor = new.version.lineage
@@ -417,12 +416,12 @@ class Lineage:
         )
 
 
-def _without_version(state: Stored) -> dict[str, Any]:
+def _without_version(state: Any) -> dict[str, Any]:
     """The fields of a state, but for what holds its lineage."""
     return {name: value for name, value in state.__dict__.items() if name != "version"}
 
 
-def begin_compiled(state: Stored) -> None:
+def begin_compiled(state: Any) -> None:
     """A compiled step is about to begin with this state, and has what it goes by. Drops what a step that was abandoned
     has in flight.
 
@@ -453,7 +452,7 @@ class Version:
     __slots__ = ("cursor", "lineage", "origin", "serial", "spent")
 
     def __init__(
-        self, lineage: Lineage, serial: int | None = None, origin: Stored | None = None, cursor: Cursor | None = None
+        self, lineage: Lineage, serial: int | None = None, origin: Any = None, cursor: Cursor | None = None
     ) -> None:
         self.lineage = lineage
         if serial is not None:

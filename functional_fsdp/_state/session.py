@@ -122,6 +122,8 @@ class Session:
         self._lineage.enter(state.version.serial, self._verb)
         with torch.no_grad(), self._lineage.call:
             self._executor.end(state, forward, backward)
+            if not self._executor.progress.recording:
+                state.version.cursor = self._executor.progress.cursor  # it goes to the caller now
 
     # ---------------------------------------------------------------- a pass that only looks
 

@@ -21,7 +21,8 @@ from .._plan.layout import Layout
 from .._runtime.runtime import runtime_of
 from .._spec.settings import opaque_settings
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, at_home, summary
+from .._storage.flat import at_home, summary
+from .._storage.stored import Stored
 from .lineage import Lineage, Version
 from .transfer import HostTransfer, planned_transfer
 
@@ -53,7 +54,7 @@ def _empty() -> Any:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class State:
+class State(Stored):
     """Parameters, gradients and optimizer state, sharded. A pytree; frozen; verbs return a new one.
 
     Below, b is a bucket's name and n_b its elements, padding included. All tensors are flat local shards. Where there
@@ -77,10 +78,6 @@ class State:
     Printing a State gives a table. Between steps it can be pickled and deep-copied (the copy is a lineage of its own).
     """
 
-    main: dict[str, FlatBuffer]
-    weights: dict[str, FlatBuffer]
-    scales: dict[str, torch.Tensor]
-    grads: dict[str, FlatBuffer]
     opt: Any
     buffers: dict[str, torch.Tensor]
     count: torch.Tensor

@@ -1,28 +1,21 @@
-"""Stored: what gathers and reductions read of a State, which knows of neither."""
+"""Stored: the flat buffers of a State, which are all that gathers and reductions read of it."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
 
-from .._plan.layout import Layout
+import torch
+
 from .flat import FlatBuffer
 
 __all__ = ["Stored"]
 
 
-class Stored(Protocol):
-    """A State, as far as the engine is concerned; see there what each is."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Stored:
+    """Weights and gradients by bucket. `State` adds all else that training owns, and says what each is."""
 
-    @property
-    def main(self) -> dict[str, FlatBuffer]: ...
-    @property
-    def weights(self) -> Any: ...
-    @property
-    def scales(self) -> Any: ...
-    @property
-    def grads(self) -> Any: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def version(self) -> Any: ...
-    def _evolve(self, **changes: Any) -> Any: ...
+    main: dict[str, FlatBuffer]
+    weights: dict[str, FlatBuffer]
+    scales: dict[str, torch.Tensor]
+    grads: dict[str, FlatBuffer]

@@ -191,6 +191,7 @@ class Gathered:
 
     def __init__(self, state: Stored, unit: Unit, debug: bool) -> None:
         self.debug = debug
+        self.buckets = {bucket.name: bucket for bucket in unit.buckets}
         self.whole: dict[str, torch.Tensor] = {}
         views: dict[str, torch.Tensor] = {}
         aliases = []
@@ -207,7 +208,7 @@ class Gathered:
     def gather(self, state: Stored, lane: str = "side") -> None:
         self._take()
         for name, whole in self.whole.items():
-            gather(state, state.layout.buckets[name], whole, lane)
+            gather(state, self.buckets[name], whole, lane)
 
     def fill(self, parts: Iterable[tuple[Bucket, torch.Tensor]]) -> None:
         """The same from whole buckets that lie elsewhere."""
