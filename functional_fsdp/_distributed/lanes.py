@@ -95,9 +95,9 @@ class Lanes:
             mark: an old one that may be used again.
         """
 
-    def beside(self, lane: str, job: Steps) -> Mark:
+    def enqueue(self, lane: str, job: Steps, after: Mark = None, mark: Mark = None) -> Mark:
         """Start a job without collectives on the lane "update", "fetch" or "store", where it goes beside compute.
-        Unlogged. On the CPU it is done at once."""
+        Unlogged. On the CPU it is done at once. `after` and `mark`: as of `submit`."""
 
     def join(self, lane: str) -> None:
         """Compute waits for all that a lane has been given."""

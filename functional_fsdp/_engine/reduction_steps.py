@@ -90,7 +90,7 @@ class ReductionSteps:
             summed.append(consumer.add_up(came, ranks, mean, own, lanes, there))
             yield from ()
 
-        self.marks["update"] = lanes.beside("update", job())
+        self.marks["update"] = lanes.enqueue("update", job())
         lanes.wait(summed[0])
 
     def _exchanged(

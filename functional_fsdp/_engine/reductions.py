@@ -19,7 +19,7 @@ from .._common.ranges import ranged
 from .._common.torch_names import profiler
 from .._plan.positions import Move
 from .._plan.route import states_of
-from .._runtime.given import Given
+from .._runtime.given import GradientMask
 from .._runtime.runtime import Runtime
 from .._storage.flat import FlatBuffer
 from .._storage.gradients import in_order
@@ -55,7 +55,7 @@ class Reductions:
         trained = {unit.name: [b for b in unit.buckets if b.trainable] for unit in self.layout.units}
         self.hollow = {name: some for name, some in trained.items() if not any(bucket.numel for bucket in some)}
         self.grads: dict[str, FlatBuffer] = {}
-        self.given = Given(self.layout, run.sizes, run.coordinate)
+        self.given = GradientMask(self.layout, run.sizes, run.coordinate)
         self.early: dict[int, Values] = {}
         self.backlog: deque[tuple[int, Values, bool]] = deque()
         self.last = True

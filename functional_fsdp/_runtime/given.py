@@ -29,7 +29,7 @@ from .._distributed.peers import Peers
 if TYPE_CHECKING:
     from .._plan.layout import Bucket, Layout
 
-__all__ = ["ALL", "FULL", "WHOLE", "Fixed", "Given", "Lacking", "Leaves", "NewCounts", "Seats"]
+__all__ = ["ALL", "FULL", "WHOLE", "Fixed", "GradientMask", "Lacking", "Leaves", "NewCounts", "Seats"]
 
 ALL = -1
 OTHERS, NONE, ONE = 0, 1, 2  # in a row
@@ -147,7 +147,7 @@ class Fixed(NamedTuple):
         _agreed(run, self.seats, seen, self.row, self.agreed)
 
 
-class Given:
+class GradientMask:
     """Which leaves of the step in progress got a gradient on this rank, by unit, and what ranks made of it."""
 
     def __init__(self, layout: Layout, sizes: Mapping[str, int], coordinate: Mapping[str, int]) -> None:

@@ -107,7 +107,7 @@ class HostLanes(Lanes):
         except RuntimeError as error:
             raise self.run.fail(f"{_said(job)} could not be issued", error) from error
 
-    def beside(self, lane: str, job: Steps) -> Mark:
+    def enqueue(self, lane: str, job: Steps, after: Mark = None, mark: Mark = None) -> Mark:
         for _ in job:
             pass
 

@@ -155,9 +155,6 @@ class StreamLanes(HostLanes):
                     self.skips = 0
             raise
 
-    def beside(self, lane: str, job: Steps) -> Mark:
-        return self.enqueue(lane, job)
-
     def enqueue(self, lane: str, job: Steps, after: Mark = None, mark: Mark = None) -> Mark:
         """Issue all of a job on a lane's stream ("side": on the current one). The host waits for nothing."""
         home = stream = self.current()

@@ -325,7 +325,7 @@ class Lineage:
         """What ranks communicate within is about this state, and consumes nothing; who is stopped in it meets them."""
         self.look(state.version.serial)
         guard()
-        with self.call, self.beside(state):
+        with self.call, self.off_plan(state):
             yield
         self.looked()
 
@@ -334,7 +334,7 @@ class Lineage:
         if not self.begun and not self.others_begun():
             leave()
 
-    def beside(self, state: Any) -> AbstractContextManager[None]:
+    def off_plan(self, state: Any) -> AbstractContextManager[None]:
         """What ranks communicate within is no part of a plan; see `Executor.off_plan`."""
         return nullcontext() if self.executor is None else self.executor.off_plan(state)
 

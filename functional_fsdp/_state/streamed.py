@@ -197,18 +197,18 @@ class Streamed:
             ready = [] if marks is None else [marks[part.name] for part in portion.parts]
             begun = [stored[i % BUFFERS], here, None if marks is None else marks[before]]
             slopes, came = _gradients(portion, grads)
-            fetched = lanes.beside("fetch", _copies(lanes, begun, [*portion.both, *portion.fetched], 0))
+            fetched = lanes.enqueue("fetch", _copies(lanes, begun, [*portion.both, *portion.fetched], 0))
             if came:  # what they wait for, updates would wait for anyhow
-                fetched = lanes.beside("fetch", _copies(lanes, ready, came, 0))
+                fetched = lanes.enqueue("fetch", _copies(lanes, ready, came, 0))
             taken = _taken(lanes, [fetched, *ready], portion, slopes, update)
             if marks is None:
                 for _ in taken:
                     pass
                 updated = lanes.mark()
             else:
-                updated = lanes.beside("update", taken)
+                updated = lanes.enqueue("update", taken)
             back = _copies(lanes, [updated], [*portion.both, *portion.stored], 1)
-            last = stored[i % BUFFERS] = lanes.beside("store", back)
+            last = stored[i % BUFFERS] = lanes.enqueue("store", back)
             self.done.update(part.name for part in portion.parts if part.last)
         return last
 

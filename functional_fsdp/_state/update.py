@@ -248,7 +248,7 @@ def _beside(state: State, main: dict[str, FlatBuffer], given: Leaves = NOTHING) 
     sink.note_beside([name for name in sizes if not staging.seen.get(name)])
     for some in runs(state.optimizer, state.opt, sizes):
         job = _portion(state, {name: main[name] for name in some}, [sink.untouched[name] for name in some])
-        staging.ends("update", lanes.beside("update", job))
+        staging.ends("update", lanes.enqueue("update", job))
     if far:
         _stream(state, far, None, given, beside=True)
     return {name: buffer for name, buffer in main.items() if name not in sizes and name not in far}

@@ -147,7 +147,7 @@ def _changed(state: State, what: str, work: Callable[[], None], by: Any) -> Stat
     owned = [buffer.local for buffer in state.main.values()]
     versions = [t._version for t in owned]
     try:
-        with lineage.beside(state):
+        with lineage.off_plan(state):
             work()
             refresh(state.main, state.weights, state.scales)
     except BaseException as error:

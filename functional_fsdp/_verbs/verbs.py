@@ -84,7 +84,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
         state = lineage.advance(state, "unshard()", busy=False)
         views: dict[str, torch.Tensor] = {}
         lineage.touched()
-        with lineage.beside(state):
+        with lineage.off_plan(state):
             own = {name: scale.clone() for name, scale in state.scales.items()}  # those of a state change with it
             lent = []
             for bucket in state.layout.buckets.values():

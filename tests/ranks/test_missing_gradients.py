@@ -23,7 +23,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, ScheduleError, Spec, launch
 from functional_fsdp import transforms as T
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
-from functional_fsdp._runtime.given import ALL, FULL, LACKS, Given, NewCounts, Seats
+from functional_fsdp._runtime.given import ALL, FULL, LACKS, GradientMask, NewCounts, Seats
 from functional_fsdp._state.capture import Capture
 from functional_fsdp.transforms._cuda_graph.signature import signature
 
@@ -451,7 +451,7 @@ def test_a_row_has_a_byte_a_leaf_and_experts_one_for_each_rank() -> None:
 def test_a_rank_says_whether_it_has_them_all() -> None:
     sizes = {"data": 2}
     layout = layout_of({"a.w": (2,), "a.b": (3,), "b.w": (4,)}, sizes, units=["a", "b"])
-    given = Given(layout, sizes, {"data": 0})
+    given = GradientMask(layout, sizes, {"data": 0})
     assert given.vote() == FULL  # gradients that were put there without reduce
     given.note("a", 0b01)
     assert given.vote() == LACKS

@@ -120,7 +120,7 @@ class AtOnce(HostLanes):
     waits_on_host = False
     jobs = 0
 
-    def beside(self, lane: str, job: Any) -> None:
+    def enqueue(self, lane: str, job: Any, after: Any = None, mark: Any = None) -> None:
         self.jobs += lane == "update"
         assert [*job] == []
 

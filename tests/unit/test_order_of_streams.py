@@ -40,10 +40,10 @@ def test_what_no_wait_holds_apart_is_a_race() -> None:
     with ordered() as order:
         lanes = lanes_of(order)
         a = torch.zeros(8)
-        lanes.beside("fetch", job(lanes, lanes.mark(), lambda: a[:4].add_(1)))
+        lanes.enqueue("fetch", job(lanes, lanes.mark(), lambda: a[:4].add_(1)))
         a[4:].add_(1)  # other bytes
         assert not order.races
-        read = lanes.beside("store", job(lanes, lanes.mark(), lambda: a[4:].sum()))
+        read = lanes.enqueue("store", job(lanes, lanes.mark(), lambda: a[4:].sum()))
         a[4:].sum()  # two that read
         assert not order.races
         a[4:].add_(1)
@@ -54,7 +54,7 @@ def test_what_no_wait_holds_apart_is_a_race() -> None:
         lanes.join("fetch")
         a.add_(1)
         assert not order.races
-        lanes.beside("update", job(lanes, read, lambda: a.sum()))  # a mark of what was before the last writes
+        lanes.enqueue("update", job(lanes, read, lambda: a.sum()))  # a mark of what was before the last writes
         assert "aten.sum.default (8,) on update, aten.add_.Tensor (8,) on compute" in order.races
 
 
@@ -62,14 +62,14 @@ def test_memory_is_made_and_given_back_in_an_order() -> None:
     with ordered() as order:
         lanes = lanes_of(order)
         a = torch.zeros(8)
-        lanes.beside("fetch", job(lanes, None, lambda: a.fill_(1)))
+        lanes.enqueue("fetch", job(lanes, None, lambda: a.fill_(1)))
         assert len(order.races) == 2  # it was made, and filled
         order.races.clear()
         lanes.join("fetch")
         a.untyped_storage().resize_(0)
         a.untyped_storage().resize_(32)
         assert not order.races
-        lanes.beside("fetch", job(lanes, None, lambda: a.fill_(1)))
+        lanes.enqueue("fetch", job(lanes, None, lambda: a.fill_(1)))
         assert order.races == ["aten.fill_.Scalar (8,) on fetch, resize_(32) on compute"]
         order.races.clear()
         a.untyped_storage().resize_(0)
@@ -77,7 +77,7 @@ def test_memory_is_made_and_given_back_in_an_order() -> None:
         order.races.clear()
         for keeps in (False, True):
             b = torch.zeros(8)
-            lanes.beside("fetch", job(lanes, lanes.mark(), partial(torch.sum, b)))
+            lanes.enqueue("fetch", job(lanes, lanes.mark(), partial(torch.sum, b)))
             if keeps:
                 lanes.keep(b)
             del b
