@@ -187,8 +187,8 @@ class GradientSink:
 
     def renewed_copies(self, put_back: Sequence[Any]) -> Collection[str]:
         """The buckets whose compute copies are renewed already, once; none where some of main weights were put back."""
-        streamed = self.streams.along(put_back) if self.streams is not None else ()
-        return {*streamed, *self.renewed} if self.renewed and not put_back else streamed
+        along = self.streams.along(put_back) if self.streams is not None else ()
+        return {*along, *self.renewed} if self.renewed and not put_back else along
 
     def stream_by(self, make: Callable[[torch.device], Any]) -> Any:
         """The streams of this lineage, made when they are first needed."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
 from unit.test_package import CORE, TRANSFORMS, nodes, place
 
 #: the classes, by the names or paths under which their instances are used
@@ -131,6 +132,17 @@ class Other:
         "setattr(lineage_of(state), 'broken', '')",
         "state.executor.grads",
     ]
+
+
+TAKE_PART = ("arrival", "veto", "streamed", "remat")  # in steps, through the gradient sink or the runtime's gate
+KNOW = [file for file in CORE if place(file).startswith("_engine/") and file.name != "arrival.py"]
+KNOW += [file for file in CORE if place(file) in ("_verbs/verbs.py", "_runtime/runtime.py", "_runtime/agreement.py")]
+
+
+@pytest.mark.parametrize("file", KNOW, ids=place)
+def test_the_engine_and_the_verbs_know_nobody_who_takes_part_in_a_step(file: Path) -> None:
+    names = {getattr(node, key, None) for node in nodes(file) for key in ("id", "attr", "arg", "module", "name")}
+    assert not [n for n in names if isinstance(n, str) for part in TAKE_PART if part in n.lower() and n != "arrivals"]
 
 
 def test_every_owner_is_there() -> None:
