@@ -12,9 +12,10 @@ peers, and meets them before anything else (see `_runtime.restart`).
 from __future__ import annotations
 
 import pickle
+import weakref
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -24,7 +25,8 @@ from .._common.errors import CommError, RestartError, ScheduleError
 from .._common.interrupts import whole
 from .._common.record import Collective
 from .._distributed.exchange import exchanged
-from .._distributed.lanes import Log, Mark
+from .._distributed.lanes import QUEUES, Log, Mark
+from .._distributed.medium import medium_of
 from .._distributed.peers import Peers
 from .ballots import ALIKE, APART, EXCHANGES, GIVEN, NAMES, OUTSIDE, TURNS, elsewhere
 from .forms import Forms
@@ -65,18 +67,19 @@ class Agreement(Peers):
         meeting: the one that this rank came to last.
     """
 
-    medium: Any
-    store: Any
-    world: Any
-    arrivals: dist.ProcessGroup | None
-    lineages: Any
-    left: Any
-    logs: dict[str, Log]
-    issued: dict[str, Log]
-    capturing: bool
-    remarks: list[str]
-
     def __init__(self) -> None:
+        self.world: Any = dist.group.WORLD
+        self.medium = medium_of(self.world)
+        self.store: Any = None  # by which ranks leave each other word, where there are others
+        self.arrivals: dist.ProcessGroup | None = None  # of restarts, where not all ranks see each other's processes
+        self.issued = {name: Log() for name in QUEUES}
+        self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
+        self.capturing = False
+        self.remarks: list[str] = []  # of the step that is captured
+        self.lineage_count = 0
+        self.lineages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        #: weakly, the state of which reductions were left for later: nobody else's are issued before
+        self.left: list[Any] = []
         self.epoch = self.meetings = self.restarted = 0
         self.votes = 0  # that ended with all ranks agreed
         self.voted = (0, 0)  # in the last vote: the digest given, and how many remarks a capture had before it
@@ -88,6 +91,39 @@ class Agreement(Peers):
         self.heard: list[str] = []
         self.meeting: Meeting | None = None
         self.absent = 0.0  # since when a rank is known to be gone
+
+    # ---- what is compared
+
+    def enroll(self, lineage: Any) -> int:
+        """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank. Returns
+        its number."""
+        self.lineage_count += 1
+        self.lineages[self.lineage_count] = lineage
+        return self.lineage_count
+
+    def count_lineages(self, count: int) -> None:
+        """Go on from this number, the largest of all ranks': one was stopped before it made its last ones."""
+        self.lineage_count = count
+
+    @contextmanager
+    def recording(self, forms: list[tuple[Any, int]]) -> Iterator[dict[str, Log]]:
+        """Within, a step is captured: on the device nothing runs, so its jobs are logged as issued elsewhere, in what
+        this gives; and the forms of its metrics in `forms`."""
+        logs = {name: Log() for name in self.issued}
+        self.logs = {**logs, "control": self.issued["control"]}
+        self.capturing, self.remarks = True, []
+        self.forms.record(forms)
+        try:
+            yield logs
+        finally:
+            self.logs, self.capturing = self.issued, False
+            self.forms.record(None)
+
+    def remark(self, said: str) -> None:
+        """Have the next vote compare this."""
+        self.digest = zlib.crc32(said.encode(), self.digest)
+        if self.capturing:
+            self.remarks.append(said)
 
     # ---- ballots
 

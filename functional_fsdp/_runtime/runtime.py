@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,8 +30,7 @@ from .._common.device import current_device
 from .._common.errors import SpecError
 from .._common.record import Collective
 from .._distributed.groups import one_thread
-from .._distributed.lanes import LANES, QUEUES, Log, Steps
-from .._distributed.medium import medium_of
+from .._distributed.lanes import LANES, Steps
 from .._distributed.store import PatientStore
 from .agreement import Agreement
 from .stream_lanes import lanes_of
@@ -54,12 +52,8 @@ class Runtime(Agreement):
         self.position = tuple(self.coordinate.items())
         self.size = mesh.size()
         self.device = current_device(mesh.device_type)
-        self.issued = {name: Log() for name in QUEUES}
-        self.logs = self.issued  # where jobs are logged: elsewhere while they are only captured
-        self.capturing = False
         self.gate: Any = None  # what may take the step back, see `gated`
         self.watcher: Any = None  # what verbs are called through, see `watched`
-        self.remarks: list[str] = []  # of the step that is captured
         self.chosen: dict[tuple[bool, tuple[str, ...]], Any] = {}  # "auto", for large models or not, and by axes
         self.spare: dict[tuple[str, str], dict[int, torch.Tensor]] = {}  # windows that no lineage uses, by number
         self.windows = 0  # how many were made
@@ -67,18 +61,11 @@ class Runtime(Agreement):
         self.draws: dict[tuple[int, int], int] = {}  # what a step draws again: offsets, by microbatch and place
         self.again: dict[tuple[int, int], torch.Generator] = {}  # that a captured step draws them from
         self.given_rows: dict[tuple[str, bytes], list[bytes]] = {}  # of traced steps, see `_state.graph_plan`
-        self.world: Any = dist.group.WORLD
-        self.medium = medium_of(self.world)
         self.lanes = lanes_of(self)
         self.users: dict[int, int] = {}  # under 0 the thread that is in a call, see `_common.calls`
-        self.lineage_count = 0
-        self.lineages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        #: weakly, the state of which reductions were left for later: nobody else's are issued before
-        self.left: list[Any] = []
         self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}
         self.own_groups: dict[Kind, list[dist.ProcessGroup]] = {}
         self.spare_groups: dict[Kind, list[dist.ProcessGroup]] = {}  # of meshes that are no more
-        self.arrivals: dist.ProcessGroup | None = None  # of restarts, where not all ranks see each other's processes
         self.rows: dict[str, list[int]] = {}  # of ranks, along each axis, that this one is in
         self.seats: dict[str, list[int]] = {"": []}  # the other ranks along each axis, by their place in the mesh
         self.grid = mesh.mesh  # ranks [sizes]; the mesh itself is not kept: when it is let go, so is this
@@ -98,7 +85,7 @@ class Runtime(Agreement):
             _unused.remove(run)
             for kind, groups in run.let_go().items():
                 self.spare_groups.setdefault(kind, []).extend(groups)
-        self.store: Any = self.medium.store(self.place)
+        self.store = self.medium.store(self.place)
         for i, axis in enumerate(names):
             mine = mesh.mesh.movedim(i, -1).reshape(-1, mesh.shape[i])
             row = self.rows[axis] = next(row.tolist() for row in mine if dist.get_rank() in row)
@@ -157,17 +144,6 @@ class Runtime(Agreement):
 
     # ---- lineages, and what they share
 
-    def enroll(self, lineage: Any) -> int:
-        """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank. Returns
-        its number."""
-        self.lineage_count += 1
-        self.lineages[self.lineage_count] = lineage
-        return self.lineage_count
-
-    def count_lineages(self, count: int) -> None:
-        """Go on from this number, the largest of all ranks': one was stopped before it made its last ones."""
-        self.lineage_count = count
-
     def count_windows(self, count: int) -> None:
         """So many windows were made, on the rank that has made most."""
         self.windows = count
@@ -198,20 +174,6 @@ class Runtime(Agreement):
             yield
         finally:
             self.watcher = outer
-
-    @contextmanager
-    def recording(self, forms: list[tuple[Any, int]]) -> Iterator[dict[str, Log]]:
-        """Within, a step is captured: on the device nothing runs, so its jobs are logged as issued elsewhere, in what
-        this gives; and the forms of its metrics in `forms`."""
-        logs = {name: Log() for name in self.issued}
-        self.logs = {**logs, "control": self.issued["control"]}
-        self.capturing, self.remarks = True, []
-        self.forms.record(forms)
-        try:
-            yield logs
-        finally:
-            self.logs, self.capturing = self.issued, False
-            self.forms.record(None)
 
     @contextmanager
     def gated(self, gate: Any) -> Iterator[None]:
@@ -255,12 +217,6 @@ class Runtime(Agreement):
         self.remark(f"{hop.kind} {hop.axis} {hop.bucket}")
         after = self.lanes.mark() if hop.lane != "side" else None  # that one is compute's own, on GPUs
         self.lanes.wait(self.lanes.submit(hop.lane, (hop,), self.collective(hop, out, given), after))
-
-    def remark(self, said: str) -> None:
-        """Have the next vote compare this."""
-        self.digest = zlib.crc32(said.encode(), self.digest)
-        if self.capturing:
-            self.remarks.append(said)
 
 
 # Communicators belong to the process, as torch's own do: one Runtime for all equal meshes of one process group, as long
