@@ -27,7 +27,7 @@ from ._common.errors import (
 )
 from ._exchange.adapters import save_adapter
 from ._exchange.checkpoint import Checkpoint, open_checkpoint
-from ._exchange.stream import Delta, Snapshot, apply_delta, delta, snapshot, stream
+from ._exchange.stream import WeightDelta, WeightSnapshot, apply_delta, delta, snapshot, stream
 from ._exchange.to_dcp import save_dcp
 from ._graph.lower import Lowered, abstract_state, lower
 from ._launch.launch import LaunchError, launch, local_mesh, workers
@@ -88,7 +88,6 @@ __all__ = [
     "CommError",
     "Comparison",
     "Concatenated",
-    "Delta",
     "Difference",
     "FlatBuffer",
     "Float8Weight",
@@ -114,7 +113,6 @@ __all__ = [
     "Sharded",
     "Simulation",
     "Sliced",
-    "Snapshot",
     "Spec",
     "SpecError",
     "Stacked",
@@ -124,6 +122,8 @@ __all__ = [
     "Transposed",
     "TreeError",
     "Unit",
+    "WeightDelta",
+    "WeightSnapshot",
     "WorkerGroup",
     "abstract_state",
     "adamw",

@@ -26,7 +26,7 @@ from .._storage.conversions import Conversions, checked
 from .._storage.flat import gather_leaves, leaf_shards
 from .._storage.pieces import Piece, blocks, pieces
 
-__all__ = ["Delta", "Snapshot", "apply_delta", "delta", "none_apart", "snapshot", "stream"]
+__all__ = ["WeightDelta", "WeightSnapshot", "apply_delta", "delta", "none_apart", "snapshot", "stream"]
 
 Named = dict[str, torch.Tensor]
 BLOCK = 1024  # elements of a leaf that are compared as one
@@ -166,7 +166,7 @@ def _put(file: torch.Tensor, piece: Piece, run: torch.Tensor, start: int) -> Non
 
 
 @dataclass(frozen=True, eq=False)
-class Snapshot:
+class WeightSnapshot:
     """This rank's part of each leaf as it was; made by `snapshot`.
 
     Attributes:
@@ -181,11 +181,11 @@ class Snapshot:
 
     def __repr__(self) -> str:
         total = sum(part.nbytes for _, part in self.parts.values())
-        return f"Snapshot(step {self.steps}, {len(self.parts)} leaves, {bytes_text(total)})"
+        return f"WeightSnapshot(step {self.steps}, {len(self.parts)} leaves, {bytes_text(total)})"
 
 
 @dataclass(frozen=True, eq=False)
-class Delta:
+class WeightDelta:
     """Runs of elements that have changed, of what one rank holds; made by `delta`, put in place by `apply_delta`.
 
     It has tensors and texts only: it can be pickled, sent, and saved by torch.save.
@@ -207,12 +207,12 @@ class Delta:
     def __repr__(self) -> str:
         runs = sum(len(one) for one in self.runs.values())
         told = f"{len(self.runs)} leaves, {runs} runs, {bytes_text(self.nbytes)}"
-        return f"Delta(step {self.steps[0]} to {self.steps[1]}, {told})"
+        return f"WeightDelta(step {self.steps[0]} to {self.steps[1]}, {told})"
 
 
 @alone
 @torch.no_grad()
-def snapshot(state: State, *, dtype: torch.dtype | None = None) -> Snapshot:
+def snapshot(state: State, *, dtype: torch.dtype | None = None) -> WeightSnapshot:
     """What `delta` compares with: a copy of this rank's part of each leaf, on the host. Of what several ranks hold the
     first has it.
 
@@ -230,7 +230,7 @@ def snapshot(state: State, *, dtype: torch.dtype | None = None) -> Snapshot:
     parts = {
         path: (first, local.detach().to("cpu", _kind(local, dtype), copy=True)) for path, first, local in _own(state)
     }
-    return Snapshot(parts, dtype, state.steps)
+    return WeightSnapshot(parts, dtype, state.steps)
 
 
 def _kind(local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -249,10 +249,12 @@ def _own(state: State) -> Iterator[tuple[str, int, torch.Tensor]]:
 
 @partial(alone, at=1)
 @torch.no_grad()
-def delta(since: Snapshot, state: State, *, convert: Conversions | None = None, block: int = BLOCK) -> Delta:
+def delta(
+    since: WeightSnapshot, state: State, *, convert: Conversions | None = None, block: int = BLOCK
+) -> WeightDelta:
     """What has changed since a snapshot, bit by bit: lossless, and on each rank of what it holds.
 
-    The receiver puts every rank's Delta in place, in any order. The snapshot is brought up to date, for the next one.
+    The receiver puts every rank's part in place, in any order. The snapshot is brought up to date, for the next one.
 
     Args:
         since: of this state, before the steps that count. Its values become those of `state`.
@@ -304,7 +306,7 @@ def delta(since: Snapshot, state: State, *, convert: Conversions | None = None, 
         before.copy_(now)
     taken = since.steps
     object.__setattr__(since, "steps", state.steps)
-    return Delta(
+    return WeightDelta(
         {name: torch.tensor(some, dtype=torch.int64, device="cpu") for name, some in runs.items()},
         {name: torch.cat(some) for name, some in values.items()},
         (taken, state.steps),
@@ -325,7 +327,7 @@ def _changed(before: torch.Tensor, now: torch.Tensor, block: int) -> list[tuple[
 
 
 @torch.no_grad()
-def apply_delta(weights: Mapping[str, torch.Tensor], changed: Delta) -> Mapping[str, torch.Tensor]:
+def apply_delta(weights: Mapping[str, torch.Tensor], changed: WeightDelta) -> Mapping[str, torch.Tensor]:
     """Put what has changed in place, in the tensors that are given. It needs no ranks and no State.
 
     Args:

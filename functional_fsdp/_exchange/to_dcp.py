@@ -38,6 +38,7 @@ from .stream import none_apart
 __all__ = ["boxes", "save_dcp"]
 
 Names = dict[str, tuple[Any, ...]]  # of each entry the keys under which it lies
+HOST = torch.device("cpu")
 THEIRS = {"mean": "exp_avg", "square": "exp_avg_sq"}
 
 
@@ -205,7 +206,7 @@ def _groups(state: State) -> dict[str, dict[str, Any]]:
             elif isinstance(value, tuple | list):
                 value = tuple(float(one(state.count)) if callable(one) else one for one in value)
             numbers[name] = value
-        group = cls([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **numbers).param_groups[0]
+        group = cls([torch.nn.Parameter(torch.zeros(1, device=HOST))], **numbers).param_groups[0]
         found[label] = {**group, "params": paths}
     return found
 

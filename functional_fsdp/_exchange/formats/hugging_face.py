@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..._common.errors import CheckpointError, TreeError
+from ..._common.errors import CheckpointError
 from ..._storage.safetensors import Entry, read_header
 from ..._storage.spans import Cut, box, numel_of
 from ..contents import Contents, buffers_by_shards
@@ -139,7 +139,7 @@ def tensors_of(path: Path, tree: Any, span: Any) -> tuple[dict[str, Any], dict[s
         raise CheckpointError(f"{path} holds a {type(tree).__name__}; expected a state dict.")
     bad = next(((k, v) for k, v in tree.items() if not isinstance(k, str) or not _is_tensor(v)), None)
     if bad is not None:
-        raise TreeError(f"weights: {path} has a {_kind(bad[1])} at {bad[0]!r}; expected tensors by name.")
+        raise CheckpointError(f"weights: {path} has a {_kind(bad[1])} at {bad[0]!r}; expected tensors by name.")
     return {name: span_of(one, span) for name, one in tree.items()}, ties_of(tree.items())
 
 
