@@ -295,7 +295,8 @@ class Executor:
     def settle(self) -> None:
         """Compute waits for everything under way."""
         self.reductions.staging.settle()
-        self.gathers.settle()
+        if self.gathers.newest is not None:
+            self.gathers.settle()
 
     def drop(self) -> None:
         """What is under way was captured and will never run: no mark of it can be waited for."""
@@ -331,7 +332,8 @@ class Executor:
         """The step was taken: follow the order that was recorded, or seen."""
         order = self.progress.order
         self.reset()
-        self.sink.end_step()
+        if self.sink.consumers or self.sink.pending is not None:
+            self.sink.end_step()
         self.gathers.invalidate()
         self._follow(self.progress.decide(order, self.run))
         self.share()

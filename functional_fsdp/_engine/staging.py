@@ -321,7 +321,8 @@ class Staging:
         for stage in self.stages.values():  # one may have been interrupted
             stage.values = None
         self.marks.clear()
-        self.sink.drop()
+        if self.sink.untouched:
+            self.sink.drop()
         self.completing = False
         while self.busy:
             self.busy.popleft().free()
