@@ -23,9 +23,16 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch import eager_transforms as func_transforms  # `JVP_NESTING`: how many jvp are under way
+from torch._functorch import predispatch
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters as func_levels
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_func_levels
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
-from torch.autograd import profiler  # `_is_profiler_enabled`: whether one runs, also `emit_nvtx`
+from torch.autograd import (
+    forward_ad,  # `_current_level`: of dual numbers, -1 outside
+    profiler,  # `_is_profiler_enabled`: whether one runs, also `emit_nvtx`
+)
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.utils import parametrize
 from torch.nn.utils.stateless import _reparametrize_module as reparametrize_module
@@ -51,6 +58,7 @@ __all__ = [
     "disabled_torch_function",
     "dispatch_mode_of",
     "dispatch_modes",
+    "dual_level_verbs",
     "dynamo",
     "enable_python_dispatcher",
     "end_allocate_to_pool",
@@ -67,7 +75,10 @@ __all__ = [
     "foreach_norm",
     "foreach_zero_",
     "forget_imports",
+    "forward_ad",
     "func_interpreter",
+    "func_levels",
+    "func_transforms",
     "functional_collectives",
     "functorch_config",
     "fused_adamw_",
@@ -93,6 +104,7 @@ __all__ = [
     "recompile_reason",
     "reduce_scatter_single",
     "reparametrize_module",
+    "set_forward_enabled",
     "set_grad_enabled",
     "set_override_stale_capture_stream",
     "set_stream",
@@ -104,8 +116,10 @@ __all__ = [
     "top_saved_hooks",
     "unflatten_dense_tensors",
     "unpickler",
+    "unwrapped",
     "uses_of",
     "will_execute",
+    "without_func_levels",
 ]  # fmt: skip
 
 # ---- tensors, many at once: one kernel, or few
@@ -127,6 +141,8 @@ fused_sgd_ = torch._fused_sgd_
 C: Any = torch._C
 CInterpreter: Any = C._functorch.CInterpreter
 is_wrapped = C._functorch.is_functorch_wrapped_tensor  # whether a tensor is of a torch.func transform
+dual_level_verbs = (predispatch, "_enter_dual_level_impl"), (predispatch, "_exit_dual_level_impl")  # where they are
+unwrapped = C._functorch.get_unwrapped  # such a tensor, as the level below has it
 func_interpreter = torch._C._functorch.peek_interpreter_stack  # of the innermost torch.func transform, or None
 autograd_node = torch._C._current_autograd_node  # whose backward runs, or None
 will_execute = torch._C._will_engine_execute_node  # in the backward that runs
@@ -137,6 +153,7 @@ PROXY = torch._C._TorchDispatchModeKey.PROXY
 dispatch_mode_of: Callable[[Any], Any] = torch._C._get_dispatch_mode  # the one of a kind that is active, or None
 pre_dispatch_mode_of: Callable[[int], Any] = torch._ops.mode_stack_state_for_pre_dispatch().get  # 0: of PROXY
 jit_traces: Callable[[], bool] = torch._C._is_tracing
+set_forward_enabled = torch._C._set_fwd_grad_enabled  # for the tangents of dual numbers
 set_grad_enabled = torch._C._set_grad_enabled
 uses_of: Callable[[Any], int] = lambda storage: C._storage_Use_Count(storage._cdata)  # noqa: E731
 storage_at = torch._C._construct_storage_from_data_pointer  # of bytes that somebody else owns: address, device, bytes

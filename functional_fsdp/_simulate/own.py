@@ -14,11 +14,42 @@ import torch
 
 from .._checkpoint import pending
 from .._common.device import random_state, set_random_state
-from .._common.torch_names import parametrize
+from .._common.torch_names import (
+    dual_level_verbs,
+    forward_ad,
+    func_transforms,
+    parametrize,
+    set_forward_enabled,
+)
 from .._common.tracing import bring_back, put_away
 from .._runtime import runtime
 
 __all__ = ["Own", "Stream"]
+
+
+class DualLevel:
+    """Torch's level of dual numbers, of which a process has one: ranks that are in it share it, and tangents are there
+    until the last one leaves. A rank that has left, which is a thread, does not see them, up to its next level."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.verbs = [getattr(*place) for place in dual_level_verbs]
+
+    def enter(self) -> int:
+        level: int = 0 if self.inside and forward_ad._current_level < 0 else self.verbs[0]()
+        self.inside += 1
+        set_forward_enabled(True)
+        return level
+
+    def exit(self, *, level: int) -> None:
+        self.inside -= 1
+        if self.inside:
+            set_forward_enabled(False)
+        else:
+            self.verbs[1](level=level)
+
+
+DUAL = DualLevel()
 
 
 class Own:
@@ -53,6 +84,10 @@ class Own:
             (pending, "_saving"): type(pending._saving)(),
             (parametrize, "_cache_enabled"): 0,
             (parametrize, "_cache"): {},
+            (forward_ad, "_current_level"): -1,
+            (func_transforms, "JVP_NESTING"): 0,
+            dual_level_verbs[0]: DUAL.enter,
+            dual_level_verbs[1]: DUAL.exit,
         }
 
     def leave(self) -> None:

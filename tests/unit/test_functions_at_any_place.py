@@ -143,36 +143,41 @@ def vmapped_weight(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.func.vmap(lambda row: row * m.w)(m.norm(m.b(m.a(x))))
 
 
-MESSAGES = {
-    "backward": "a backward was run inside the loss function, the model, or the backward of an",
-    "transform": r"a transform of torch's \(torch.func.grad, .*around units that are gathered one at a time",
+BACKWARD = "a backward was run inside the loss function, the model, or the backward of an"
+TAKES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "an adjoint, first": lambda m, x: m.norm(Adjoint.apply(m.b, x, *m.b.parameters())),
+    "an adjoint, later": lambda m, x: Adjoint.apply(m.b, m.a(x), *m.b.parameters()),
+    "an adjoint of its input": lambda m, x: Adjoint.apply(m.b, m.a(x)),
+    "an inner step": inner_step,
 }
-TAKES: dict[str, tuple[str, Callable[[Any, torch.Tensor], torch.Tensor]]] = {
-    "an adjoint, first": ("backward", lambda m, x: m.norm(Adjoint.apply(m.b, x, *m.b.parameters()))),
-    "an adjoint, later": ("backward", lambda m, x: Adjoint.apply(m.b, m.a(x), *m.b.parameters())),
-    "an adjoint of its input": ("backward", lambda m, x: Adjoint.apply(m.b, m.a(x))),
-    "an inner step": ("backward", inner_step),
-    "vmap": ("transform", lambda m, x: torch.func.vmap(m.b)(m.a(x))),
-    "vmap of a weight": ("transform", vmapped_weight),
-    "jacrev": ("transform", lambda m, x: torch.func.vmap(torch.func.jacrev(m.b))(m.a(x)).sum(-1)),
-    "hessian": ("transform", lambda m, x: torch.func.vmap(torch.func.hessian(lambda h: m.b(h).sum()))(m.a(x)).sum(-1)),
-    "jvp": ("transform", lambda m, x: torch.func.jvp(m.b, (m.a(x),), (torch.ones_like(x),))[1]),
-    "forward mode": ("transform", dual),
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "vmap": lambda m, x: torch.func.vmap(m.b)(m.a(x)),
+    "vmap of a weight": vmapped_weight,
+    "jacrev": lambda m, x: torch.func.vmap(torch.func.jacrev(m.b))(m.a(x)).sum(-1),
+    "hessian": lambda m, x: torch.func.vmap(torch.func.hessian(lambda h: m.b(h).sum()))(m.a(x)).sum(-1),
+    "jvp": lambda m, x: torch.func.jvp(m.b, (m.a(x),), (torch.ones_like(x),))[1],
+    "forward mode": dual,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", TAKES)
 def test_gradients_inside_a_model_name_second_order_and_are_right_with_it(what: str) -> None:
-    message, does = TAKES[what]
-    module = Takes(does)
+    module = Takes(TAKES[what])
     params, model = fsdp.functionalize(module)
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), units=["a", "b", "norm"]), fsdp.sgd(lr=0.1))
-    with pytest.raises(fsdp.ScheduleError, match=MESSAGES[message]) as caught:
+    with pytest.raises(fsdp.ScheduleError, match=BACKWARD) as caught:
         T.forward_backward(model, mean)(state, X)
     assert "T.forward_backward(model, loss_fn, second_order=True)" in str(caught.value)
     if what == "an adjoint of its input":
         return  # plain torch gives its weights no gradient either
     got, want = moved(module, second_order=True)
+    torch.testing.assert_close(got, {path: p.detach() for path, p in want.items()})
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+@pytest.mark.parametrize("what", TRANSFORMS)
+def test_transforms_inside_a_model_are_right_with_and_without_second_order(what: str, second_order: bool) -> None:
+    got, want = moved(Takes(TRANSFORMS[what]), second_order=second_order)
     torch.testing.assert_close(got, {path: p.detach() for path, p in want.items()})
 
 
@@ -186,7 +191,7 @@ def test_gradients_that_go_into_the_weights_themselves_are_refused(what: str, se
     params, model = fsdp.functionalize(Takes(does))
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), units=["a", "b", "norm"]), fsdp.sgd(lr=0.1))
     where = "b.0.weight" if what == "a unit" else "w"
-    said = f"left a gradient in .grad of the weight '{where}'" if second_order else MESSAGES["backward"]
+    said = f"left a gradient in .grad of the weight '{where}'" if second_order else BACKWARD
     with pytest.raises(fsdp.ScheduleError, match=said):
         T.forward_backward(model, mean, second_order=second_order)(state, X)
 

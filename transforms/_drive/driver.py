@@ -29,6 +29,7 @@ from .._compile.compile_units import Compiler, Options, refuse_around
 from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
 from .._uses import USES
 from .inputs import precisions
+from .levels import Visit, outside_levels
 from .placeholders import Places
 from .unit_calls import Slot, UnitCall
 from .unit_uses import Gradients, Start, UnitUse, Weights, no_output, refuse_transform, traced_by
@@ -106,6 +107,7 @@ class Driver:
         self.stack: list[UnitCall] = []  # unit modules that are being called, outermost first
         self.calls: list[UnitUse] = []  # of this forward
         self.active: list[UnitUse] = []  # whose backward is under way
+        self.inner: list[Visit] = []  # through which inner backwards of levels go, see `levels`
         self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
         self.sums: dict[str, Gradients] = {}
         self.trace: tuple[list[Any], list[Any]] = ([], [])  # the order of use, forward and backward
@@ -168,6 +170,8 @@ class Driver:
         Gives the number of this forward in its step.
         """
         refuse_nesting(self.caller)
+        if torch_private.func_interpreter() is not None:
+            refuse_transform(verb)
         self._stop()  # it may have been stopped before it had cleared up
         self.attach(state)
         session = Session(state, verb, self.order)
@@ -215,6 +219,9 @@ class Driver:
         if tool:
             refuse("ScheduleError", traced_by(tool))
 
+    def refuse_levels(self) -> None:
+        """Levels of torch.func are fine inside."""
+
     def gather(self, units: tuple[str, ...], keep: Sequence[UnitCall], outside: Units | None = None) -> Units:
         """Have these units gathered, and give back all others but those of the unit calls in `keep`.
 
@@ -224,8 +231,6 @@ class Driver:
 
         Returns: those that are gathered outside the schedule.
         """
-        if self.trains_now and torch_private.func_interpreter() is not None:
-            refuse_transform()
         weights = self.weights
         if outside is not None:
             moved = [unit for unit in units if unit in weights and (unit in self.outside) is not (unit in outside)]
@@ -292,6 +297,8 @@ class Driver:
 
     def release(self, units: tuple[str, ...] | None = None) -> None:
         """Give back units, by default all."""
+        if self.inner and units is None:
+            self.close()
         names = tuple(self.weights) if units is None else units
         if names:
             for name in names:
@@ -299,9 +306,19 @@ class Driver:
             self.outside.difference_update(names)
             self.state = release(self.state, names if len(names) > 1 else names[0])
 
+    def close(self, keep: Sequence[Any] = ()) -> None:
+        """Inner backwards are over, but for passages through the unit calls in `keep`."""
+        for visit in self.inner:
+            if visit.unit_call not in keep:
+                visit.put_back()
+        self.inner = [visit for visit in self.inner if visit.unit_call in keep]
+
     def leaf(self, leaf: Leaf) -> torch.Tensor:
         """A copy of one weight, for a use outside its unit module."""
         self.refuse_tracer()
+        if torch_private.func_interpreter() is not None:
+            with outside_levels():
+                return self.leaf(leaf)
         if self.state is None:
             raise ScheduleError(f"the weight {leaf[1]!r} of the unit {leaf[0]!r} was used after the model had run.")
         unit, key = leaf
@@ -320,6 +337,9 @@ class Driver:
 
     def note(self, path: str, copied: torch.Tensor) -> None:
         """Look back at this copy in the end: views of it may be changed."""
+        if torch_private.func_interpreter() is not None:
+            with outside_levels():
+                return self.note(path, copied)
         if not copied.is_inference():
             probe = copied.detach()  # has the same version counter, and below no memory
             probe.data = probe.new_empty(0)

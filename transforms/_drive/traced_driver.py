@@ -60,6 +60,14 @@ class TracedDriver(Driver):
     def refuse_tracer(self) -> None:
         """This tracer is the package's own."""
 
+    def refuse_levels(self) -> None:
+        """In a graph the backward's gathers are marks that no level's graph knows of."""
+        raise ScheduleError(
+            "a transform of torch's (torch.func.grad, jvp, vmap, ...; dual numbers) was called around units of a "
+            "driven model where a graph is made of the step. Run this step eagerly, without T.compile or lower; or "
+            "write it in the first way, which compiles: unshard(state), torch.func, reduce."
+        )
+
     def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
         """Gather these units. A graph can issue what no plan names."""
         self._unshard(units, False)

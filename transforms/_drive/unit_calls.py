@@ -22,6 +22,7 @@ from functional_fsdp._verbs.seams import ranges, torch_private
 from .._compile.compile_units import Compiled, Compiler
 from .._modules.outputs import map_tensors
 from .._modules.unit_modules import Leaf, UnitModule
+from . import levels
 from .driven import Driven
 from .inputs import cast_inputs, dtypes_of, note_module, refuse_buffers, refuse_dtypes
 from .placeholders import WeightPlaceholder
@@ -29,6 +30,8 @@ from .unit_uses import Outputs, UnitUse, Weights, no_output, traced_by
 from .watch import WriteWatch, changed, clear, place, version
 
 __all__ = ["Slot", "UnitCall", "entered"]
+
+forward_ad = torch_private.forward_ad
 
 Slot = tuple[dict[str, Any], str]  # a dict of parameters, and a name in it
 Given = list[tuple[torch.Tensor, int]]  # inputs, and their versions when they came
@@ -140,13 +143,15 @@ class UnitCall:
 
     def watch(self, function: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """`run`, looking at each operation, and at what the backward reads of weights."""
-        before = [(t, t.detach()) for t in tensors]
+        with levels.outside_levels():
+            before = [(t, t.detach()) for t in tensors]
         weights = {path: tensors[i] for i, path in self.paths.items()}
         with WriteWatch(weights, lambda: self.driver.gathering), self.saves():
             out = self.run(function, args, kwargs)
         for i, (t, same) in enumerate(before):
             if i not in self.rebound and place(t) != place(same):
-                t.data = same
+                with levels.outside_levels():
+                    t.data = same
                 raise self.refuse([i], "by .data =")
         self.watched = not self.driver.debug
         return out
@@ -193,14 +198,15 @@ class UnitCall:
         driver.refuse_tracer()
         if self.inputs is not None:
             args, kwargs = cast_inputs(args, kwargs, self.inputs)
+        if torch_private.func_interpreter() is not None or forward_ad._current_level >= 0:
+            return levels.entered(self, function, args, kwargs)
         besides = driver.besides and driver.besides.intersection(self.units)
         outside = driver.gather(self.units, driver.busy, besides or None)
         tensors = driver.tensors(self.leaves)
         lent = tuple(tensors)
         versions = [lent[i]._version for i in self.firsts]
-        for i in self.rebound:
-            tensors[i] = torch.empty(0, dtype=lent[i].dtype, device=lent[i].device)
-            tensors[i].data = lent[i]  # the same bytes, with a version counter of its own
+        if self.rebound:
+            self.rebind(tensors, lent)
         storages = [tensors[i].untyped_storage()._cdata for i in self.firsts]
         call, given = None, []
         if driver.backward:  # activation checkpointing runs it again: the same, with nothing to come of it
@@ -226,16 +232,26 @@ class UnitCall:
             out = self.watch(function, args, kwargs, tensors) if watch else self.run(function, args, kwargs)
             self.check(lent, tensors, versions, call and call.node)
         except Exception as error:
-            if isinstance(error, RuntimeError):
-                refuse_dtypes(error, (args, kwargs), self.dtypes, f"the module {self.unit_module.path!r}")
-                refuse_buffers(error, self.module, self.dtypes, self.unit_module.path)
-            note_module(error, self.unit_module.path, (args, kwargs))
+            self.explain(error, (args, kwargs))
             raise
         finally:
             self.call, self.given = None, []
             driver.stack.pop()
             self.take()
         return _out(out, storages, call, given)
+
+    def explain(self, error: Exception, given: Any) -> None:
+        """Have an error of the module's own code say what it means, or where it was raised."""
+        if isinstance(error, RuntimeError):
+            refuse_dtypes(error, given, self.dtypes, f"the module {self.unit_module.path!r}")
+            refuse_buffers(error, self.module, self.dtypes, self.unit_module.path)
+        note_module(error, self.unit_module.path, given)
+
+    def rebind(self, tensors: list[torch.Tensor], lent: Sequence[torch.Tensor]) -> None:
+        """Weights that their module has point to a copy of its own: the same bytes, another version counter."""
+        for i in self.rebound:
+            tensors[i] = torch.empty(0, dtype=lent[i].dtype, device=lent[i].device)
+            tensors[i].data = lent[i]
 
     def compute_again(self) -> None:
         """A recomputation calls it within its own backward, with the weights that this has."""

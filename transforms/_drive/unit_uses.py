@@ -70,12 +70,9 @@ class UnitUse:
         self.refuse_inner()
         if self in driver.active:
             return grads
-        if any(t._version != version for t, version in self.shared):
-            raise ScheduleError(
-                f"outputs of the module {unit_call.unit_module.path!r} share memory, or one does with an input, and it "
-                "was changed in place outside of the module, which gradients cannot follow. Return a copy: .clone()."
-            )
-        self.shared = []
+        if self.shared:
+            self.refuse_changed()
+            self.shared = []
         if driver.active:
             driver.end_others(self.parents)
         if torch_private.profiler._is_profiler_enabled:
@@ -89,6 +86,16 @@ class UnitUse:
             for unit in self.trained:
                 driver.collect(unit, [None] * len(driver.keys[unit]))
         return grads
+
+    def refuse_changed(self) -> None:
+        """Refuse outputs that share memory, if they were changed."""
+        if any(t._version != version for t, version in self.shared):
+            assert self.unit_call is not None
+            raise ScheduleError(
+                f"outputs of the module {self.unit_call.unit_module.path!r} share memory, or one does with an input, "
+                "and it was changed in place outside of the module, which gradients cannot follow. Return a copy: "
+                ".clone()."
+            )
 
     def readable(self, leaf: Leaf, tensor: torch.Tensor) -> torch.Tensor:
         """A weight for the slots of its module: a copy if the forward uses it outside, too. A recomputation around this
@@ -115,6 +122,11 @@ class UnitUse:
                 "for the backward. Give the order: Schedule(order=[...])."
             )
         self.undo.append(undo)
+
+    def put_back(self) -> None:
+        """What lay where its weights were needed lies there again."""
+        while self.undo:
+            self.undo.pop()()
 
     def end(self) -> None:
         if self.unit_call is not None and self.tensors:
@@ -166,11 +178,11 @@ def refuse_inner_gradient() -> NoReturn:
     )
 
 
-def refuse_transform() -> NoReturn:
-    """Refuse a transform of torch's around a model that is driven."""
+def refuse_transform(verb: str) -> NoReturn:
+    """Refuse a transform of torch's around all of a call that drives a model."""
     raise ScheduleError(
-        "a transform of torch's (torch.func.grad, hessian, vmap, ...; forward-mode gradients) was called inside "
-        f"the loss function or the model, around {SECOND}"
+        f"{verb} was called inside a torch.func transform (grad, vjp, vmap, ...), which cannot see through a "
+        "collective. Call the transform inside the function that it is given, of the model by its inputs."
     )
 
 
@@ -214,10 +226,6 @@ class Weights(torch.autograd.Function):
         ctx.call.gradients(grads)
         return (None,) * (2 + len(grads))
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        refuse_transform()
-
 
 class Outputs(torch.autograd.Function):
     """What a unit module returns. Its backward runs before anything in the unit module."""
@@ -232,7 +240,3 @@ class Outputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         first_order()
         return None, *ctx.call.begin([*grads])
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        refuse_transform()

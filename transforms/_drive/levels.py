@@ -1,0 +1,303 @@
+"""Levels: unit modules that are called inside torch.func's transforms, or with dual numbers, of their inputs.
+
+A unit is gathered outside of all levels, once for each visit: a call of its module, or the passage of an inner backward
+through what that call computed. Tangents and batches go through beside it: they are operations of the same visit.
+
+    call                  Entry ──▶ the module's own code ──▶ Exit        at every level, down to the step's own graph
+    inner backward        Exit  ──▶ a new visit: Entry ──▶ what the level recorded ──▶ Exit ──▶ Entry
+    the step's backward   goes through all visits, the last one first; an Exit has the visit's units gathered again
+
+So what an inner backward computes hangs on the step's graph as a call does, and may be differentiated again, at any
+depth. Weights enter the step's graph once, at the call: their gradient is complete when that call's is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from functional_fsdp import Float8Weight, ScheduleError
+from functional_fsdp.extend import torch_private
+
+from .._modules.outputs import map_tensors
+from .._modules.unit_modules import Leaf
+from .driven import Driven, Gradients, Opened
+from .placeholders import WeightPlaceholder
+from .unit_uses import UnitUse, Weights, first_order, no_output
+
+__all__ = ["Visit", "entered", "outside_levels"]
+
+
+@contextmanager
+def outside_levels() -> Iterator[tuple[bool, bool]]:
+    """Within, no transform of torch's is under way, and gradients are recorded if the step's own graph records.
+
+    Gives whether it does, and whether a level inside does so for itself.
+    """
+    before = torch.is_grad_enabled()
+    modes = [level.prev_grad_mode() for level in torch_private.func_levels() if hasattr(level, "prev_grad_mode")]
+    records = modes[0] if modes else before
+    with torch_private.without_func_levels(), torch.set_grad_enabled(records):
+        yield records, bool(modes)
+
+
+class Visit(UnitUse):
+    """A time for which a unit module's weights are there: a call, or an inner backward's passage through one.
+
+    Attributes:
+        call: the call that the weights came with; the visit itself, if it is one.
+        passage: the newest passage of an inner backward through what this visit computed.
+    """
+
+    def __init__(
+        self, driver: Driven, unit_call: Opened, leaves: list[Leaf], again: bool, call: Visit | None = None
+    ) -> None:
+        super().__init__(driver, unit_call, leaves, again)
+        self.call, self.session = call or self, driver.session
+        self.passage: Visit | None = None
+
+    def passed(self) -> Visit:
+        """An inner backward comes to what this visit computed: its weights are needed."""
+        driver, unit_call = self.driver, self.unit_call
+        assert unit_call is not None
+        if driver.session is not self.session:
+            raise ScheduleError(
+                f"a pullback through the module {unit_call.unit_module.path!r} was called after the loss function, or "
+                "the function that T.apply was given, had returned: its weights are gone. Call it inside."
+            )
+        if self.passage is not None and self.passage in driver.inner:
+            return self.passage
+        self.refuse_changed()
+        visit = self.passage = Visit(driver, unit_call, [], driver.backward, self.call)
+        visit.parents += [around for around in self.parents if around not in driver.stack]
+        visit.lent, visit.tensors = self.lent, self.tensors
+        driver.close(visit.parents)
+        with outside_levels():
+            visit.outside = driver.gather(unit_call.units, [*driver.busy, *visit.parents], self.outside)
+            driver.regathered(visit, [])
+        driver.inner.append(visit)
+        if not visit.again:
+            driver.calls.append(visit)
+        return visit
+
+    def begin(self, grads: Gradients) -> Gradients:
+        """The step's backward comes to this visit. It may be the only one of its call to which it comes."""
+        if self.call is not self and self.call.idle and self not in self.driver.active:
+            self.call.idle = False
+            for unit in self.call.trained:
+                self.driver.collect(unit, [None] * len(self.driver.keys[unit]))
+        return super().begin(grads)
+
+    def gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """All gradients of the call's weights are there, of which none may have come by what it returned."""
+        if self not in self.driver.active:
+            self.driver.active.append(self)
+        super().gradients(grads)
+
+
+# ---------------------------------------------------------------- a call
+
+
+def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a unit module's own code with its weights, inside levels. See `UnitCall.enter`, which does so without."""
+    driver = unit_call.driver
+    driver.refuse_levels()
+    with outside_levels() as (records, differentiates):
+        driver.close([visit.unit_call for visit in driver.inner] if torch_private.autograd_node() else ())
+        busy = [*driver.busy, *(visit.unit_call for visit in driver.inner)]
+        outside = driver.gather(unit_call.units, busy, driver.besides.intersection(unit_call.units) or None)
+        tensors = driver.tensors(unit_call.leaves)
+        lent = tuple(tensors)
+        versions = [lent[i]._version for i in unit_call.firsts]
+        unit_call.rebind(tensors, lent)
+        storages = [tensors[i].untyped_storage()._cdata for i in unit_call.firsts]
+        if driver.backward:
+            driver.had_again(unit_call.units, outside)
+        visit = None
+        if records or differentiates:
+            trained = unit_call.trained if records else []
+            visit = Visit(driver, unit_call, [unit_call.leaves[i] for i in trained], driver.backward)
+            if trained:
+                through = Weights.apply(driver.places.token, visit, *[tensors[i] for i in trained])
+                for i, tensor in zip(trained, through, strict=True):
+                    tensors[i] = tensor
+            visit.lent, visit.tensors, visit.outside = lent, tensors, outside
+            if not visit.again:
+                driver.calls.append(visit)
+                visit.node = tensors[trained[0]].grad_fn if trained else None
+                if outside:
+                    driver.besides.update(outside)
+    given = [Given(t) for t in each_tensor((args, kwargs))]
+    if visit is not None and differentiates:
+        args, kwargs = enter_inputs(visit, given, args, kwargs)
+    driver.stack.append(unit_call)
+    unit_call.put(tensors)
+    try:
+        watch = not unit_call.watched and not driver.backward
+        out = unit_call.watch(function, args, kwargs, tensors) if watch else unit_call.run(function, args, kwargs)
+        unit_call.check(lent, tensors, versions, visit and visit.node)
+    except Exception as error:
+        unit_call.explain(error, (args, kwargs))
+        raise
+    finally:
+        driver.stack.pop()
+        unit_call.take()
+    return leave(visit, unit_call, storages, given, out)
+
+
+class Given:
+    """A tensor that a unit module is given: as it came, and as it went in."""
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.came = self.went = t
+        self.base = base_of(t)
+        self.version = self.version_now
+
+    @property
+    def version_now(self) -> int:
+        return 0 if self.base.is_inference() else self.base._version
+
+
+def base_of(t: torch.Tensor) -> torch.Tensor:
+    """The tensor that lies under all levels, whose bytes a tensor of theirs has."""
+    while torch_private.is_wrapped(t):
+        t = torch_private.unwrapped(t)
+    return t
+
+
+def each_tensor(tree: Any) -> list[torch.Tensor]:
+    """The tensors in arguments that can be differentiated."""
+    found: list[torch.Tensor] = []
+
+    def look(t: torch.Tensor) -> torch.Tensor:
+        if t.is_floating_point() or t.is_complex():
+            found.append(t)
+        return t
+
+    map_tensors(look, tree)
+    return found
+
+
+def enter_inputs(visit: Visit, given: list[Given], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments through `Entry`, for levels that differentiate by them."""
+    levelled = {id(one.came): one for one in given if one.came is not one.base}
+    if not levelled:
+        return args, kwargs
+    passed = Entry.apply(visit, *[one.came for one in levelled.values()])
+    for one, t in zip(levelled.values(), passed, strict=True):
+        one.went = t
+
+    def new(t: torch.Tensor) -> torch.Tensor:
+        return levelled[id(t)].went if id(t) in levelled else t
+
+    return map_tensors(new, args), map_tensors(new, kwargs)
+
+
+def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[Given], out: Any) -> Any:
+    """What a unit module returns: copied where it is a weight itself, and through `Exit`. An input that it returns
+    stays that input."""
+    path = unit_call.unit_module.path
+    if any(one.went is not one.came and one.version_now != one.version for one in given):
+        raise ScheduleError(
+            f"the module {path!r} changes an input in place, inside of a gradient of torch.func's (grad, vjp, jacrev, "
+            "hessian), which cannot follow that into a unit. Have it work on a copy: .clone(), inplace=False."
+        )
+    same = {id(one.went): one.came for one in given}
+    found: list[torch.Tensor] = []
+
+    def look(t: torch.Tensor) -> torch.Tensor:
+        if id(t) in same:
+            return same[id(t)]
+        if type(t) is WeightPlaceholder:
+            t = t.value()
+        base = base_of(t)
+        if base.layout is torch.strided and (base.untyped_storage()._cdata in storages or type(t) is Float8Weight):
+            t = t.clone()
+        if visit is not None and (t.is_floating_point() or t.is_complex()):
+            found.append(t)
+        return t
+
+    out = map_tensors(look, out)
+    if visit is None or not found:
+        return out
+    passed = Exit.apply(visit, *found)
+    bases = [base_of(t) for t in passed]
+    places = [t.untyped_storage()._cdata for t in bases]
+    theirs = {one.base.untyped_storage()._cdata for one in given}
+    if len({*places}) < len(places) or not theirs.isdisjoint(places):
+        visit.shared += [(t, t._version) for t in bases if not t.is_inference()]
+    new = {id(t): through for t, through in zip(found, passed, strict=True)}
+    return map_tensors(lambda t: new.get(id(t), t), out)
+
+
+# ---------------------------------------------------------------- what the levels' graphs see
+
+
+def through(boundary: Any, visit: Visit, tensors: Sequence[torch.Tensor | None]) -> Gradients:
+    """Those that are there, through a boundary."""
+    there = [t for t in tensors if t is not None]
+    passed = iter(boundary.apply(visit, *there) if there else ())
+    return [None if t is None else next(passed) for t in tensors]
+
+
+class Boundary(torch.autograd.Function):
+    """One side of a visit: tensors as they are, at every level."""
+
+    @staticmethod
+    def forward(visit: Visit, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple([t.detach() for t in tensors])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.visit = inputs[0]
+        ctx.set_materialize_grads(False)
+        ctx.inner = torch_private.func_interpreter() is not None  # whether it is a node of a level
+
+
+class Exit(Boundary):
+    """What comes out of a visit. Its backward runs before that of anything in it."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        Boundary.setup_context(ctx, inputs, output)
+        if not ctx.inner and not ctx.visit.again:
+            ctx.visit.call.outs.append(ctx)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if ctx.inner:
+            return None, *through(Entry, ctx.visit.passed(), grads)
+        first_order()
+        return None, *ctx.visit.begin([*grads])
+
+    @staticmethod
+    def jvp(ctx: Any, visit: None, *tangents: torch.Tensor | None) -> Any:
+        return tuple(through(Exit, ctx.visit, tangents))
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, visit: Visit, *tensors: torch.Tensor) -> Any:
+        return Exit.apply(visit, *tensors), tuple(dims[1:])
+
+
+class Entry(Boundary):
+    """What goes into a visit. Its backward runs when all gradients that leave the visit by it are there."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if not ctx.inner:
+            return None, *grads
+        passage = ctx.visit.passage
+        if passage is None or passage not in passage.driver.inner:
+            raise no_output(ctx.visit.unit_call)
+        return None, *through(Exit, passage, grads)
+
+    @staticmethod
+    def jvp(ctx: Any, visit: None, *tangents: torch.Tensor | None) -> Any:
+        return tuple(through(Entry, ctx.visit, tangents))
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, visit: Visit, *tensors: torch.Tensor) -> Any:
+        return Entry.apply(visit, *tensors), tuple(dims[1:])
