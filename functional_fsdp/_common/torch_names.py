@@ -88,6 +88,7 @@ __all__ = [
     "inductor",
     "is_wrapped",
     "jit_traces",
+    "level_of",
     "lift_on_host",
     "lifts_on_host",
     "make_wrapper",
@@ -143,6 +144,7 @@ CInterpreter: Any = C._functorch.CInterpreter
 is_wrapped = C._functorch.is_functorch_wrapped_tensor  # whether a tensor is of a torch.func transform
 dual_level_verbs = (predispatch, "_enter_dual_level_impl"), (predispatch, "_exit_dual_level_impl")  # where they are
 unwrapped = C._functorch.get_unwrapped  # such a tensor, as the level below has it
+level_of = C._functorch.maybe_get_level  # of such a tensor; negative where its transform is over
 func_interpreter = torch._C._functorch.peek_interpreter_stack  # of the innermost torch.func transform, or None
 autograd_node = torch._C._current_autograd_node  # whose backward runs, or None
 will_execute = torch._C._will_engine_execute_node  # in the backward that runs

@@ -45,6 +45,7 @@ class Driven(Protocol):
     stack: list[Any]
     calls: list[Any]
     active: list[Any]
+    visits: list[Any]
     inner: list[Any]
     backward: bool
     gathering: bool

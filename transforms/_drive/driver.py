@@ -107,7 +107,8 @@ class Driver:
         self.stack: list[UnitCall] = []  # unit modules that are being called, outermost first
         self.calls: list[UnitUse] = []  # of this forward
         self.active: list[UnitUse] = []  # whose backward is under way
-        self.inner: list[Visit] = []  # through which inner backwards of levels go, see `levels`
+        self.visits: list[Visit] = []  # of units that levels use, see `levels`
+        self.inner: list[Visit] = []  # through which inner backwards go
         self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
         self.sums: dict[str, Gradients] = {}
         self.trace: tuple[list[Any], list[Any]] = ([], [])  # the order of use, forward and backward
@@ -199,6 +200,8 @@ class Driver:
                 call.close()
             call.node, call.outs = None, []  # they hold each other
             call.tensors, call.shared = [], []
+        for visit in self.visits:
+            visit.clear()
         self._clear()
         self.state = self.session = self.caller = None
         if self.device in USES:
@@ -310,7 +313,7 @@ class Driver:
         """Inner backwards are over, but for passages through the unit calls in `keep`."""
         for visit in self.inner:
             if visit.unit_call not in keep:
-                visit.put_back()
+                visit.left()
         self.inner = [visit for visit in self.inner if visit.unit_call in keep]
 
     def leaf(self, leaf: Leaf) -> torch.Tensor:

@@ -28,7 +28,7 @@ from .driven import Driven, Gradients, Opened
 from .placeholders import WeightPlaceholder
 from .unit_uses import UnitUse, Weights, first_order, no_output
 
-__all__ = ["Visit", "entered", "outside_levels"]
+__all__ = ["Visit", "entered", "leave_passages", "outside_levels"]
 
 
 @contextmanager
@@ -50,6 +50,7 @@ class Visit(UnitUse):
     Attributes:
         call: the call that the weights came with; the visit itself, if it is one.
         passage: the newest passage of an inner backward through what this visit computed.
+        anchor: of a call: a tensor [] that hangs on the newest `Exit` of its visits.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class Visit(UnitUse):
         super().__init__(driver, unit_call, leaves, again)
         self.call, self.session = call or self, driver.session
         self.passage: Visit | None = None
+        self.anchor: torch.Tensor | None = None
+        driver.visits.append(self)
 
     def passed(self) -> Visit:
         """An inner backward comes to what this visit computed: its weights are needed."""
@@ -91,11 +94,34 @@ class Visit(UnitUse):
                 self.driver.collect(unit, [None] * len(self.driver.keys[unit]))
         return super().begin(grads)
 
-    def gradients(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """All gradients of the call's weights are there, of which none may have come by what it returned."""
-        if self not in self.driver.active:
-            self.driver.active.append(self)
-        super().gradients(grads)
+    def exit(self, tensors: Sequence[torch.Tensor | None]) -> Gradients:
+        """Those that are there, out of the visit. The visits of a call before this one hang on it: what it computed may
+        hang on what they did, and not on what came out of them."""
+        there = [t for t in tensors if t is not None]
+        if not there:
+            return [*tensors]
+        *passed, self.call.anchor = Exit.apply(self, at_this_level(self.call.anchor), *there)
+        each = iter(passed)
+        return [None if t is None else next(each) for t in tensors]
+
+    def enter(self, tensors: Sequence[torch.Tensor | None]) -> Gradients:
+        """Those that are there, into the visit."""
+        there = [t for t in tensors if t is not None]
+        each = iter(Entry.apply(self, *there) if there else ())
+        return [None if t is None else next(each) for t in tensors]
+
+    def left(self) -> None:
+        """An inner backward has left the visit, perhaps by nothing that went in: by what other visits had kept."""
+        with torch.enable_grad():
+            (self.call.anchor,) = Exit.apply(self, at_this_level(self.call.anchor))
+        if self.undo:
+            with outside_levels():
+                self.put_back()
+
+    def clear(self) -> None:
+        """The call that drives the model is over: what holds each other is let go."""
+        self.anchor = self.passage = None
+        self.lent, self.tensors, self.shared = (), [], []
 
 
 # ---------------------------------------------------------------- a call
@@ -105,8 +131,8 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
     """Run a unit module's own code with its weights, inside levels. See `UnitCall.enter`, which does so without."""
     driver = unit_call.driver
     driver.refuse_levels()
+    leave_passages(driver)
     with outside_levels() as (records, differentiates):
-        driver.close([visit.unit_call for visit in driver.inner] if torch_private.autograd_node() else ())
         busy = [*driver.busy, *(visit.unit_call for visit in driver.inner)]
         outside = driver.gather(unit_call.units, busy, driver.besides.intersection(unit_call.units) or None)
         tensors = driver.tensors(unit_call.leaves)
@@ -148,6 +174,12 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
     return leave(visit, unit_call, storages, given, out)
 
 
+def leave_passages(driver: Driven) -> None:
+    """A module is called: inner backwards are over, unless it is one that calls it."""
+    if driver.inner and torch_private.autograd_node() is None:
+        driver.close()
+
+
 class Given:
     """A tensor that a unit module is given: as it came, and as it went in."""
 
@@ -164,6 +196,15 @@ class Given:
 def base_of(t: torch.Tensor) -> torch.Tensor:
     """The tensor that lies under all levels, whose bytes a tensor of theirs has."""
     while torch_private.is_wrapped(t):
+        t = torch_private.unwrapped(t)
+    return t
+
+
+def at_this_level(t: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor as the innermost level that is under way may have it: levels that it was in may be over."""
+    here = torch_private.func_interpreter()
+    most = 0 if here is None else here.level()
+    while t is not None and torch_private.is_wrapped(t) and not 0 < torch_private.level_of(t) <= most:
         t = torch_private.unwrapped(t)
     return t
 
@@ -186,7 +227,7 @@ def enter_inputs(visit: Visit, given: list[Given], args: Any, kwargs: Any) -> tu
     levelled = {id(one.came): one for one in given if one.came is not one.base}
     if not levelled:
         return args, kwargs
-    passed = Entry.apply(visit, *[one.came for one in levelled.values()])
+    passed = visit.enter([one.came for one in levelled.values()])
     for one, t in zip(levelled.values(), passed, strict=True):
         one.went = t
 
@@ -223,7 +264,7 @@ def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[
     out = map_tensors(look, out)
     if visit is None or not found:
         return out
-    passed = Exit.apply(visit, *found)
+    passed = visit.exit(found)
     bases = [base_of(t) for t in passed]
     places = [t.untyped_storage()._cdata for t in bases]
     theirs = {one.base.untyped_storage()._cdata for one in given}
@@ -234,13 +275,6 @@ def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[
 
 
 # ---------------------------------------------------------------- what the levels' graphs see
-
-
-def through(boundary: Any, visit: Visit, tensors: Sequence[torch.Tensor | None]) -> Gradients:
-    """Those that are there, through a boundary."""
-    there = [t for t in tensors if t is not None]
-    passed = iter(boundary.apply(visit, *there) if there else ())
-    return [None if t is None else next(passed) for t in tensors]
 
 
 class Boundary(torch.autograd.Function):
@@ -254,11 +288,24 @@ class Boundary(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.visit = inputs[0]
         ctx.set_materialize_grads(False)
+        ctx.like = [(t.shape, t.dtype, t.device) for t in output]
         ctx.inner = torch_private.func_interpreter() is not None  # whether it is a node of a level
 
 
+def moved(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> Gradients:
+    """Tangents, with zeros where there is none: torch wants one for each output."""
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if t is None else t
+        for t, (shape, dtype, device) in zip(tangents, ctx.like, strict=False)
+    ]
+
+
 class Exit(Boundary):
-    """What comes out of a visit. Its backward runs before that of anything in it."""
+    """What comes out of a visit, and an anchor. Its backward runs before that of anything in the visit."""
+
+    @staticmethod
+    def forward(visit: Visit, anchor: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return *Boundary.forward(visit, *tensors), torch.zeros(())
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -269,17 +316,17 @@ class Exit(Boundary):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if ctx.inner:
-            return None, *through(Entry, ctx.visit.passed(), grads)
+            return None, None, *ctx.visit.passed().enter(grads[:-1])
         first_order()
-        return None, *ctx.visit.begin([*grads])
+        return None, None, *ctx.visit.begin([*grads[:-1]])
 
     @staticmethod
-    def jvp(ctx: Any, visit: None, *tangents: torch.Tensor | None) -> Any:
-        return tuple(through(Exit, ctx.visit, tangents))
+    def jvp(ctx: Any, visit: None, anchor: None, *tangents: torch.Tensor | None) -> Any:
+        return *ctx.visit.exit(moved(ctx, tangents)), torch.zeros(())
 
     @staticmethod
-    def vmap(info: Any, dims: Any, visit: Visit, *tensors: torch.Tensor) -> Any:
-        return Exit.apply(visit, *tensors), tuple(dims[1:])
+    def vmap(info: Any, dims: Any, visit: Visit, anchor: Any, *tensors: torch.Tensor) -> Any:
+        return Exit.apply(visit, anchor, *tensors), (*dims[2:], None)
 
 
 class Entry(Boundary):
@@ -287,16 +334,19 @@ class Entry(Boundary):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        visit = ctx.visit
         if not ctx.inner:
+            if not visit.again and visit not in visit.driver.active:
+                raise no_output(visit.unit_call)
             return None, *grads
-        passage = ctx.visit.passage
-        if passage is None or passage not in passage.driver.inner:
-            raise no_output(ctx.visit.unit_call)
-        return None, *through(Exit, passage, grads)
+        passage = visit.passage
+        if passage is None or passage not in visit.driver.inner:
+            raise no_output(visit.unit_call)
+        return None, *passage.exit(grads)
 
     @staticmethod
     def jvp(ctx: Any, visit: None, *tangents: torch.Tensor | None) -> Any:
-        return tuple(through(Entry, ctx.visit, tangents))
+        return tuple(ctx.visit.enter(moved(ctx, tangents)))
 
     @staticmethod
     def vmap(info: Any, dims: Any, visit: Visit, *tensors: torch.Tensor) -> Any:

@@ -200,6 +200,8 @@ class UnitCall:
             args, kwargs = cast_inputs(args, kwargs, self.inputs)
         if torch_private.func_interpreter() is not None or forward_ad._current_level >= 0:
             return levels.entered(self, function, args, kwargs)
+        if driver.inner:
+            levels.leave_passages(driver)
         besides = driver.besides and driver.besides.intersection(self.units)
         outside = driver.gather(self.units, driver.busy, besides or None)
         tensors = driver.tensors(self.leaves)

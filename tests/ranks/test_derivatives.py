@@ -1,0 +1,276 @@
+"""Derivatives by inputs inside a driven step, against the plain module in float64, on different data per rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.utils._pytree as pytree
+from support.derivatives import WIDTH, Net, Random, numbers
+from support.driven import raised, start
+from support.problems import full_grads
+from torch.autograd import forward_ad
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+from functional_fsdp.transforms._seed import seeded
+
+Tree = dict[str, torch.Tensor]
+Loss = Callable[[Any, int], torch.Tensor]
+
+with warnings.catch_warnings():  # torch loads torch.jit, which it deprecates, when forward mode is first used
+    warnings.simplefilter("ignore", DeprecationWarning)
+    torch.func.jvp(torch.sin, (torch.ones(()),), (torch.ones(()),))
+
+
+def plain_grads(state: fsdp.State, module: nn.Module, loss: Loss, data: Sequence[int]) -> Tree:
+    """Of the plain module with this state's weights, on the data of each microbatch, averaged over the ranks."""
+    module.load_state_dict(fsdp.full_params(state))
+    trained = {path: p for path, p in module.named_parameters() if p.requires_grad}
+    total: Any = 0.0
+    for number, seed in enumerate(data):
+        with seeded(state, number):
+            total = total + loss(module, seed)
+    found = torch.autograd.grad(total, [*trained.values()], allow_unused=True)
+    mine = {path: torch.zeros_like(p) if g is None else g for (path, p), g in zip(trained.items(), found, strict=True)}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return {path: sum(one[path] for one in every) / len(every) for path in mine}
+
+
+def driven_apart(module: Callable[[], nn.Module], loss: Loss, preset: str, microbatches: int = 1, **spec: Any) -> float:
+    """How far a driven step's gradients are from the plain module's, at most, in two steps."""
+    state, model = start(module(), preset, **spec)
+    forward_backward = T.forward_backward(model.train(), loss)
+    most = 0.0
+    for step in range(2):
+        data = [1000 * step + 100 * dist.get_rank() + 10 * n for n in range(microbatches)]
+        want, middle = plain_grads(state, module(), loss, data), state
+        for n, seed in enumerate(data):
+            middle, _ = forward_backward(middle, seed, last_microbatch=n == microbatches - 1)
+        middle = fsdp.finish_reductions(middle)
+        most = max(most, apart(full_grads(middle), want))
+        state = fsdp.step(middle)
+    return most
+
+
+def apart(got: Tree, want: Tree) -> float:
+    """The largest difference, beside the largest value."""
+    most = max([1.0, *(float(g.abs().max()) for g in want.values())])
+    return max(float((got[path] - g).abs().max()) for path, g in want.items()) / most
+
+
+# ---------------------------------------------------------------- random losses
+
+
+def of_random(preset: str, seeds: Sequence[int], depth: int = 3) -> list[str]:
+    """What goes wrong, of the cases of these seeds."""
+    wrong = []
+    for seed in seeds:
+        case = Random(seed, depth)
+        spec: dict[str, Any] = {"units": case.units} if case.units else {}
+        spec["schedule"] = fsdp.Schedule(prefetch=case.prefetch, debug=seed % 2 == 0)
+        far = driven_apart(case.module, case.loss, preset, case.microbatches, **spec)
+        if not far < 1e-9:
+            wrong.append(f"{far} apart, of {case!r}")
+    return wrong
+
+
+WORLDS = [("zero3", 1), ("zero3", 2), ("zero3", 4), ("zero2", 2), ("ddp", 2), ("hsdp", 4)]
+ROWS = [
+    ("zero3", 1, range(5)),
+    ("zero3", 2, (59, 79, *range(5, 11))),
+    ("zero2", 2, range(11, 13)),
+    ("hsdp", 4, (14, 15)),
+]
+LARGE = [(preset, n, range(1000 + 100 * i, 1050 + 100 * i)) for i, (preset, n) in enumerate(WORLDS)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "nprocs", "seeds"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.large) for row in LARGE)]
+)
+def test_random_losses(preset: str, nprocs: int, seeds: Sequence[int]) -> None:
+    for wrong in launch(of_random, (preset, [*seeds]), nprocs=nprocs, simulate=True):
+        assert not wrong, "\n".join(wrong)
+
+
+# ---------------------------------------------------------------- losses that people write
+
+
+class Smooth(nn.Module):
+    """The last unit is not linear: its inner backward reads what its call kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.last = (
+            Net(2),
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1), nn.Softplus()),
+        )
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.net(x))
+        return y
+
+
+def penalty(model: Any, seed: int) -> torch.Tensor:
+    """WGAN-GP's, of nothing else."""
+    x = numbers(3, WIDTH, seed=seed)
+    return (grad(lambda x: model(x).sum())(x).norm(dim=1) - 1).square().mean()
+
+
+def pinn(model: Any, seed: int) -> torch.Tensor:
+    def laplacian(x: torch.Tensor) -> torch.Tensor:
+        return hessian(lambda x: model(x).sum())(x).diagonal().sum()
+
+    return vmap(laplacian)(numbers(3, WIDTH, seed=seed)).square().mean()
+
+
+def mean_flow(model: Any, seed: int) -> torch.Tensor:
+    x, t = numbers(3, WIDTH, seed=seed), numbers(3, WIDTH, seed=seed + 1)
+    u, along = jvp(model, (x,), (t,))
+    return (u - (t.mean(1, keepdim=True) - 0.5 * along).detach()).square().mean()
+
+
+def score(model: Any, seed: int) -> torch.Tensor:
+    """Score matching: the trace of the Jacobian, by jacrev and jacfwd."""
+    x = numbers(3, WIDTH, seed=seed)
+    field = lambda x: model.net(x)  # noqa: E731
+    traces = [vmap(of(field))(x).diagonal(dim1=1, dim2=2).sum(1) for of in (jacrev, jacfwd)]
+    return (traces[0] + traces[1] + model.net(x).square().sum(1)).mean()
+
+
+def of_dual_numbers(model: Any, seed: int) -> torch.Tensor:
+    x = numbers(3, WIDTH, seed=seed)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.sin())))
+        assert found.tangent is not None
+        total: torch.Tensor = found.primal.square().mean() + found.tangent.square().mean()
+    return total
+
+
+def through_weights(model: Any, seed: int) -> torch.Tensor:
+    """A weight outside of its module, beside a constant inner gradient."""
+    x = numbers(3, WIDTH, seed=seed)
+    with torch.no_grad():
+        push = grad(lambda x: model(x).sum())(x)
+    return vmap(lambda row: row * model.net.scale)(model.net(x + 0.1 * push)).square().mean()
+
+
+LOSSES = [penalty, pinn, mean_flow, score, of_dual_numbers, through_weights]
+
+
+def of_losses(preset: str) -> dict[str, float]:
+    debug = fsdp.Schedule(debug=True)
+    return {loss.__name__: driven_apart(Smooth, loss, preset, schedule=debug) for loss in LOSSES}
+
+
+@pytest.mark.parametrize(("preset", "nprocs", "simulate"), [
+    ("zero3", 2, True), ("zero2", 2, True), ("ddp", 2, True), ("hsdp", 4, True), ("zero3", 2, False),
+])  # fmt: skip
+def test_losses_that_people_write(preset: str, nprocs: int, simulate: bool) -> None:
+    for found in launch(of_losses, (preset,), nprocs=nprocs, simulate=simulate):
+        assert max(found.values()) < 1e-9, found
+
+
+# ---------------------------------------------------------------- without gradients by weights
+
+
+def applied() -> dict[str, float]:
+    state, model = start(Smooth().eval(), schedule=fsdp.Schedule(debug=True))
+    module = Smooth().eval()
+    x, t = numbers(3, WIDTH, seed=1), numbers(3, WIDTH, seed=2)
+    functions: dict[str, Callable[[Any], Any]] = {
+        "grad": lambda m: grad(lambda x: m(x).sum())(x),
+        "jvp": lambda m: jvp(m, (x,), (t,)),
+        "vjp": lambda m: vjp(m, x)[1](t[:, :1]),
+        "hessian": lambda m: vmap(hessian(lambda x: m(x).sum()))(x),
+        "depth 3": lambda m: vmap(jacfwd(jacrev(grad(lambda x: m(x).sum()))))(x),
+    }
+    far = {}
+    for name, function in functions.items():
+        state, got = T.apply(model, function)(state)
+        pairs = zip(pytree.tree_leaves(got), pytree.tree_leaves(function(module)), strict=True)
+        far[name] = max(float((a - b).detach().abs().max()) for a, b in pairs)
+        assert not any(t.requires_grad for t in pytree.tree_leaves(got))
+    return far
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_apply(nprocs: int) -> None:
+    for far in launch(applied, nprocs=nprocs, simulate=True):
+        assert max(far.values()) < 1e-9, far
+
+
+def refused() -> dict[str, str]:
+    state, model = start(Smooth())
+    kept: list[Any] = []
+
+    def keeps(m: Any, seed: int) -> torch.Tensor:
+        y, back = vjp(m, numbers(3, WIDTH, seed=seed))
+        kept.append(lambda: back(torch.ones_like(y)))
+        return y.sum()
+
+    def late(m: Any, seed: int) -> torch.Tensor:
+        if kept:
+            kept[0]()
+        return keeps(m, seed)
+
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+            self.double()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.b(self.a(x))
+
+    changed, changes = start(InPlace(), units=["a", "b"])
+
+    def around(state: fsdp.State) -> Any:
+        return grad(lambda x: T.apply(model, lambda m: m(x).sum())(state)[1])(numbers(3, WIDTH, seed=0))
+
+    T.forward_backward(model, keeps)(state, 0)
+    return {
+        "late": raised(lambda: T.forward_backward(model, late)(state, 0)),
+        "around": raised(lambda: around(state)),
+        "in place": raised(lambda: T.forward_backward(changes, penalty)(changed, 0)),
+        "linearize": raised(
+            lambda: T.apply(model, lambda m: torch.func.linearize(m, numbers(3, WIDTH, seed=0)))(state)
+        ),
+    }
+
+
+def test_what_cannot_work_says_so() -> None:
+    for said in launch(refused, nprocs=1, simulate=True):
+        assert "a pullback through the module" in said["late"]
+        assert "apply was called inside a torch.func transform" in said["around"]
+        assert "the module 'b' changes an input in place, inside of a gradient of torch.func's" in said["in place"]
+        assert "torch.func.linearize" in said["linearize"]
+
+
+def without_a_rule() -> str:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.b(self.a(x))
+
+    state, model = start(Noisy(), units=["a", "b"])
+    with pytest.raises(RuntimeError, match="randomness") as caught:
+        T.apply(model, lambda m: vmap(m)(torch.ones(3, WIDTH)), training=True)(state)
+    return " ".join(getattr(caught.value, "__notes__", []))
+
+
+def test_an_operator_without_a_rule_fails_as_in_plain_torch_and_names_the_unit() -> None:
+    assert "In the module 'b', called with float32 [4]" in launch(without_a_rule, nprocs=1, simulate=True)[0]
