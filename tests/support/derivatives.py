@@ -25,7 +25,11 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
 class Block(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 5), nn.Linear(5, WIDTH, bias=False)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(WIDTH, eps=0.5),
+            nn.Linear(WIDTH, 5),
+            nn.Linear(5, WIDTH, bias=False),
+        )
         self.drop = nn.Dropout(rate)
 
     def forward(self, x: torch.Tensor, shift: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
