@@ -526,3 +526,55 @@ def test_training_by_a_schedule_beside_plain_torch(preset: str, shape: str, comp
         optimizer.step()
     for got in launch(scheduled, (preset, shape, compiled), nprocs=2):
         assert largest(got, weights_of(model)) < 1e-5
+
+
+# ---------------------------------------------------------------- derivatives by inputs
+
+
+class Velocity(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inp, self.mid, self.out = torch.nn.Linear(6, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, z: torch.Tensor, r: torch.Tensor | None = None, t: torch.Tensor | None = None) -> torch.Tensor:
+        times = z.new_zeros(*z.shape[:-1], 2) if r is None or t is None else torch.cat([r, t], -1)
+        h = torch.tanh(self.inp(torch.cat([z, times], -1)))
+        out: torch.Tensor = self.out(h + torch.tanh(self.mid(h)))
+        return out
+
+
+def by_inputs(name: str) -> list[float]:
+    import derivatives
+
+    loss = getattr(derivatives, name)
+    shapes = {
+        "physics": [(5, 4), (5,)],
+        "mean_flow": [(5, 4), (5, 4), (5, 1), (5, 1)],
+        "critic": [(5, 4), (5, 4), (5, 1)],
+    }
+
+    def data(step: int, rank: int) -> tuple[torch.Tensor, ...]:
+        draws = torch.Generator().manual_seed(10 * step + rank)
+        return tuple(torch.rand(shape, generator=draws, dtype=torch.float64) for shape in shapes[name])
+
+    module = Velocity()
+    params, model = fsdp.functionalize(Velocity())
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.01))
+    forward_backward = T.forward_backward(model, loss)
+    plain = torch.optim.SGD(module.parameters(), lr=0.01)
+    for step in range(3):
+        state, _ = forward_backward(state, data(step, dist.get_rank()))
+        state = fsdp.step(state)
+        plain.zero_grad()
+        ((loss(module, data(step, 0)) + loss(module, data(step, 1))) / 2).backward()
+        plain.step()
+    got = fsdp.full_params(state)
+    return [float((got[path] - p.detach()).abs().max()) for path, p in module.named_parameters()]
+
+
+@pytest.mark.parametrize("name", ["physics", "mean_flow", "critic"])
+def test_losses_with_derivatives_beside_plain_torch(name: str) -> None:
+    for apart in fsdp.launch(by_inputs, (name,), nprocs=2, simulate=True):
+        assert max(apart) < 1e-9

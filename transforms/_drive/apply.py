@@ -40,7 +40,8 @@ def apply(
 
     Args:
         model: as for `forward_backward`: copied, never touched.
-        fn: what to do with it; by default it is called. It may call the model, or its methods, as often as it likes.
+        fn: what to do with it; by default it is called. It may call the model, or its methods, as often as it likes,
+            also inside transforms of torch.func that differentiate by inputs.
         training: False puts the copy into evaluation mode, True follows the modes that the model has.
         compile: as for `forward_backward`. In generation lengths change: leave it out.
 

@@ -62,7 +62,8 @@ def forward_backward(
             and never touched. Its training and evaluation modes are followed; other settings (a dropout rate, a flag)
             are those that it has now, and to change one later is an error.
         loss_fn: `loss_fn(model, *args, **kwargs)` returns a scalar tensor; the model that it gets is of the same class,
-            with all methods and attributes.
+            with all methods and attributes. It may take derivatives by inputs, of the model or of its
+            parts: torch.func (`grad`, `vjp`, `jvp`, `vmap`, `jacrev`, `jacfwd`, `hessian`, nested) and dual numbers.
         has_aux: `loss_fn` returns `(loss, aux)`.
         buffers: what is kept of buffers that the forward changes (BatchNorm statistics): "mean" over the data ranks,
             the "first" rank's, or "local", each rank's own (exports and checkpoints then have the first rank's). Along
@@ -102,9 +103,9 @@ def forward_backward(
         TreeError: the state is of another model, the loss is no floating scalar, or with `input_grads` there is no
         floating tensor in `args`.
         ScheduleError: the gradients of a whole round (`last_microbatch=True`) are there and no step has taken them, see
-            `fsdp.drop_gradients`; nothing to differentiate; a gradient inside `loss_fn` without `second_order`;
-            reentrant checkpointing; a loss that hangs on a unit other than by what its module returns; outputs of a
-            unit that share memory and of which one is changed in place.
+            `fsdp.drop_gradients`; nothing to differentiate; `torch.autograd.grad` inside `loss_fn` without
+            `second_order`; reentrant checkpointing; a loss that hangs on a unit other than by what its module returns;
+            outputs of a unit that share memory and of which one is changed in place.
         SpecError: a buffer that changes, or comes, in the forward and is not in the state; units that do not compile; a
             setting of the model that was changed; inputs of another dtype than the weights.
         NonfiniteError: see `find_nonfinite`.

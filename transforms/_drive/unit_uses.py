@@ -35,7 +35,7 @@ __all__ = [
 
 SECOND = (
     "units that are gathered one at a time. Keep all of them gathered for that: T.forward_backward(model, loss_fn, "
-    "second_order=True)."
+    "second_order=True). By inputs torch.func.grad and its like need no option."
 )
 
 
