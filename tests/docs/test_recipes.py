@@ -549,7 +549,7 @@ def by_inputs(name: str) -> list[float]:
     import derivatives
 
     loss = getattr(derivatives, name)
-    shapes = {
+    shapes: dict[str, list[tuple[int, ...]]] = {
         "physics": [(5, 4), (5,)],
         "mean_flow": [(5, 4), (5, 4), (5, 1), (5, 1)],
         "critic": [(5, 4), (5, 4), (5, 1)],

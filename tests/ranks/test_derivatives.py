@@ -136,7 +136,7 @@ def pinn(model: Any, seed: int) -> torch.Tensor:
 
 def mean_flow(model: Any, seed: int) -> torch.Tensor:
     x, t = numbers(3, WIDTH, seed=seed), numbers(3, WIDTH, seed=seed + 1)
-    u, along = jvp(model, (x,), (t,))
+    u, along = jvp(model, (x,), (t,))  # type: ignore[misc]
     return (u - (t.mean(1, keepdim=True) - 0.5 * along).detach()).square().mean()
 
 
@@ -181,7 +181,43 @@ def test_losses_that_people_write(preset: str, nprocs: int, simulate: bool) -> N
         assert max(found.values()) < 1e-9, found
 
 
+def gathers() -> dict[str, list[str]]:
+    """What the schedule gathers, once it knows the order, for each loss."""
+    losses: dict[str, Loss] = {"plain": lambda m, seed: m(numbers(3, WIDTH, seed=seed)).sum(), "jvp": mean_flow}
+    losses["grad"] = penalty
+    found = {}
+    for name, loss in losses.items():
+        state, model = start(Smooth())
+        forward_backward = T.forward_backward(model, loss)
+        for seed in range(2):
+            middle, _ = forward_backward(state, seed)
+            state = fsdp.step(middle)
+        middle, _ = forward_backward(state, 2)
+        found[name] = [use.unit for use in state.cursor.plan.uses]
+    return found
+
+
+def test_tangents_need_no_gather_of_their_own_and_an_inner_backward_needs_one() -> None:
+    for found in launch(gathers, nprocs=2, simulate=True):
+        assert found["jvp"] == found["plain"]
+        assert len(found["grad"]) > 1.5 * len(found["plain"])
+        assert found["grad"].count("net.blocks.0") > found["plain"].count("net.blocks.0")
+
+
 # ---------------------------------------------------------------- without gradients by weights
+
+
+def pulled(m: Any, x: torch.Tensor, cotangent: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = vjp(m, x)[1](cotangent)[0]
+    return found
+
+
+def moved(m: Any, x: torch.Tensor, t: torch.Tensor) -> Any:
+    return jvp(m, (x,), (t,))
+
+
+def summed(m: Any) -> Any:
+    return lambda x: m(x).sum()
 
 
 def applied() -> dict[str, float]:
@@ -190,10 +226,10 @@ def applied() -> dict[str, float]:
     x, t = numbers(3, WIDTH, seed=1), numbers(3, WIDTH, seed=2)
     functions: dict[str, Callable[[Any], Any]] = {
         "grad": lambda m: grad(lambda x: m(x).sum())(x),
-        "jvp": lambda m: jvp(m, (x,), (t,)),
-        "vjp": lambda m: vjp(m, x)[1](t[:, :1]),
-        "hessian": lambda m: vmap(hessian(lambda x: m(x).sum()))(x),
-        "depth 3": lambda m: vmap(jacfwd(jacrev(grad(lambda x: m(x).sum()))))(x),
+        "jvp": lambda m: moved(m, x, t),
+        "vjp": lambda m: pulled(m, x, t[:, :1]),
+        "hessian": lambda m: vmap(hessian(summed(m)))(x),
+        "depth 3": lambda m: vmap(jacfwd(jacrev(grad(summed(m)))))(x),
     }
     far = {}
     for name, function in functions.items():
@@ -201,6 +237,9 @@ def applied() -> dict[str, float]:
         pairs = zip(pytree.tree_leaves(got), pytree.tree_leaves(function(module)), strict=True)
         far[name] = max(float((a - b).detach().abs().max()) for a, b in pairs)
         assert not any(t.requires_grad for t in pytree.tree_leaves(got))
+    with torch.autograd.set_multithreading_enabled(True):
+        T.apply(model, lambda m: (grad(summed(m))(x), far.update(threads=torch._C._is_multithreading_enabled())))(state)
+        assert torch._C._is_multithreading_enabled()  # again
     return far
 
 
@@ -215,7 +254,7 @@ def refused() -> dict[str, str]:
     kept: list[Any] = []
 
     def keeps(m: Any, seed: int) -> torch.Tensor:
-        y, back = vjp(m, numbers(3, WIDTH, seed=seed))
+        y, back = vjp(m, numbers(3, WIDTH, seed=seed))  # type: ignore[misc]
         kept.append(lambda: back(torch.ones_like(y)))
         return y.sum()
 
@@ -238,11 +277,18 @@ def refused() -> dict[str, str]:
     def around(state: fsdp.State) -> Any:
         return grad(lambda x: T.apply(model, lambda m: m(x).sum())(state)[1])(numbers(3, WIDTH, seed=0))
 
+    def by_weights(m: Any, seed: int) -> torch.Tensor:
+        of = lambda p: torch.func.functional_call(m, p, (numbers(3, WIDTH, seed=seed),)).sum()  # noqa: E731
+        total: torch.Tensor = sum(g.square().sum() for g in grad(of)(dict(m.named_parameters())).values())
+        return total
+
     T.forward_backward(model, keeps)(state, 0)
     return {
+        "by weights": raised(lambda: T.forward_backward(model, by_weights)(state, 0)),
         "late": raised(lambda: T.forward_backward(model, late)(state, 0)),
         "around": raised(lambda: around(state)),
         "in place": raised(lambda: T.forward_backward(changes, penalty)(changed, 0)),
+        "remat": raised(lambda: T.forward_backward(T.remat(model, "net.blocks.*"), penalty)(state, 0)),
         "linearize": raised(
             lambda: T.apply(model, lambda m: torch.func.linearize(m, numbers(3, WIDTH, seed=0)))(state)
         ),
@@ -251,9 +297,11 @@ def refused() -> dict[str, str]:
 
 def test_what_cannot_work_says_so() -> None:
     for said in launch(refused, nprocs=1, simulate=True):
+        assert "was given weights of its own inside of a transform of torch's" in said["by weights"]
         assert "a pullback through the module" in said["late"]
         assert "apply was called inside a torch.func transform" in said["around"]
         assert "the module 'b' changes an input in place, inside of a gradient of torch.func's" in said["in place"]
+        assert "remat: torch's checkpoints do not run under torch.func's transforms" in said["remat"]
         assert "torch.func.linearize" in said["linearize"]
 
 

@@ -46,6 +46,7 @@ class Driven(Protocol):
     calls: list[Any]
     active: list[Any]
     visits: list[Any]
+    one_thread: Any
     inner: list[Any]
     backward: bool
     gathering: bool

@@ -108,6 +108,7 @@ class Driver:
         self.calls: list[UnitUse] = []  # of this forward
         self.active: list[UnitUse] = []  # whose backward is under way
         self.visits: list[Visit] = []  # of units that levels use, see `levels`
+        self.one_thread: Any = None  # while there are some: what has backwards run on this thread
         self.inner: list[Visit] = []  # through which inner backwards go
         self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
         self.sums: dict[str, Gradients] = {}
@@ -202,6 +203,8 @@ class Driver:
             call.tensors, call.shared = [], []
         for visit in self.visits:
             visit.clear()
+        if self.one_thread is not None:
+            self.one_thread.__exit__(None, None, None)
         self._clear()
         self.state = self.session = self.caller = None
         if self.device in USES:

@@ -61,6 +61,8 @@ class Visit(UnitUse):
         self.passage: Visit | None = None
         self.anchor: torch.Tensor | None = None
         driver.visits.append(self)
+        if driver.one_thread is None:  # inner backwards gather, and so run on this thread, also for a GPU
+            driver.one_thread = torch.autograd.set_multithreading_enabled(False)
 
     def passed(self) -> Visit:
         """An inner backward comes to what this visit computed: its weights are needed."""
@@ -131,6 +133,13 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
     """Run a unit module's own code with its weights, inside levels. See `UnitCall.enter`, which does so without."""
     driver = unit_call.driver
     driver.refuse_levels()
+    slots = zip(unit_call.slots, unit_call.placeholders, strict=True)
+    if any(held[name] is not placeholder for (held, name, _), placeholder in slots):
+        raise ScheduleError(
+            f"the module {unit_call.unit_module.path!r} was given weights of its own inside of a transform of torch's "
+            "(functional_call): a driven model is differentiated by its inputs there. For derivatives by weights: "
+            "T.hvp, or T.forward_backward(model, loss_fn, second_order=True)."
+        )
     leave_passages(driver)
     with outside_levels() as (records, differentiates):
         busy = [*driver.busy, *(visit.unit_call for visit in driver.inner)]
@@ -229,6 +238,7 @@ def enter_inputs(visit: Visit, given: list[Given], args: Any, kwargs: Any) -> tu
         return args, kwargs
     passed = visit.enter([one.came for one in levelled.values()])
     for one, t in zip(levelled.values(), passed, strict=True):
+        assert t is not None
         one.went = t
 
     def new(t: torch.Tensor) -> torch.Tensor:
@@ -264,7 +274,7 @@ def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[
     out = map_tensors(look, out)
     if visit is None or not found:
         return out
-    passed = visit.exit(found)
+    passed: list[Any] = visit.exit(found)
     bases = [base_of(t) for t in passed]
     places = [t.untyped_storage()._cdata for t in bases]
     theirs = {one.base.untyped_storage()._cdata for one in given}
@@ -304,8 +314,10 @@ class Exit(Boundary):
     """What comes out of a visit, and an anchor. Its backward runs before that of anything in the visit."""
 
     @staticmethod
-    def forward(visit: Visit, anchor: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return *Boundary.forward(visit, *tensors), torch.zeros(())
+    def forward(visit: Visit, *tensors: Any) -> tuple[torch.Tensor, ...]:
+        return *Boundary.forward(visit, *tensors[1:]), torch.zeros(
+            (), device="cpu"
+        )  # the first one is the anchor before
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -322,7 +334,7 @@ class Exit(Boundary):
 
     @staticmethod
     def jvp(ctx: Any, visit: None, anchor: None, *tangents: torch.Tensor | None) -> Any:
-        return *ctx.visit.exit(moved(ctx, tangents)), torch.zeros(())
+        return *ctx.visit.exit(moved(ctx, tangents)), torch.zeros((), device="cpu")
 
     @staticmethod
     def vmap(info: Any, dims: Any, visit: Visit, anchor: Any, *tensors: torch.Tensor) -> Any:
