@@ -322,3 +322,43 @@ def without_a_rule() -> str:
 
 def test_an_operator_without_a_rule_fails_as_in_plain_torch_and_names_the_unit() -> None:
     assert "In the module 'b', called with float32 [4]" in launch(without_a_rule, nprocs=1, simulate=True)[0]
+
+
+class ByAttribute(nn.Module):
+    """Hands a tensor on by an attribute, and not as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.told = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), torch.zeros(())
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(h)) * torch.sin(self.told))) + h
+
+
+class Tells(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(ByAttribute() for _ in range(3))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for block in self.blocks:
+            block.told = h * x
+            h = block(h)
+            block.told = torch.zeros(())
+        return h
+
+
+def told(m: Any, seed: int) -> torch.Tensor:
+    x = numbers(3, WIDTH, seed=seed)
+    inner = grad(lambda x: m(x).sin().sum())(x).square().mean() + jvp(m, (x,), (x,))[1].square().mean()
+    out: torch.Tensor = inner + m(x).mean()
+    return out
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero2"])
+def test_tensors_that_come_by_attributes(preset: str) -> None:
+    far = launch(driven_apart, (Tells, told, preset), {"schedule": fsdp.Schedule(debug=True)}, nprocs=2, simulate=True)
+    assert max(far) < 1e-9
