@@ -23,12 +23,12 @@ def main(paths: Sequence[str]) -> int:
             print(USAGE, file=sys.stderr)
             return 2
         try:
-            print(said_of_flight(read_flight(paths[0])))
-        except ValueError as flight:
+            print(Prints.load(paths[0]))
+        except ValueError as prints:
             try:
-                print(Prints.load(paths[0]))
-            except ValueError:
-                raise flight from None
+                print(said_of_flight(read_flight(paths[0])))
+            except ValueError as flight:
+                raise ValueError(f"{prints}\n{flight}") from None
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 
@@ -280,7 +280,7 @@ class _Comparing:
         if key.kind not in (*STAYS, "gradient", "weight"):
             return rows[0]
         rows = _spread(rows, of.ranks) if key.kind in STAYS or key.kind == "gradient" else rows
-        total = Row(*(math.fsum(column) if i else sum(column) for i, column in enumerate(zip(*rows, strict=True))))  # type: ignore[arg-type]
+        total = Row(*(_total(column) if i else sum(column) for i, column in enumerate(zip(*rows, strict=True))))  # type: ignore[arg-type]
         mean = key.kind == "weight" or (key.kind == "gradient" and of.average == "mean") or key.kind == "result"
         if key.kind == "weight" and len({*rows}) == 1:
             return rows[0]
@@ -369,6 +369,11 @@ def _scales(a: Step, b: Step) -> dict[str, float]:
     return {kind: DRIFT * size for kind, size in found.items()}
 
 
+def _total(column: Sequence[float]) -> float:
+    """Their sum; of numbers that are not finite what that leads to."""
+    return math.fsum(column) if math.isfinite(sum(map(abs, column))) else sum(column)
+
+
 def _norm(row: Row, moved: bool = False) -> float:
     size = math.sqrt((row.first**2 + row.second**2) / 2) if moved else math.sqrt(row.squares)
     return size if math.isfinite(size) else 0.0
@@ -376,6 +381,8 @@ def _norm(row: Row, moved: bool = False) -> float:
 
 def _size(a: Row, b: Row, scale: float, kind: str) -> float:
     moved = kind == "update"
+    if (repr(a.first), repr(a.second)) == (repr(b.first), repr(b.second)):  # NaN in both says no more than that
+        return 0.0
     apart = math.sqrt(((a.first - b.first) ** 2 + (a.second - b.second) ** 2) / 2)
     if not math.isfinite(apart):
         return math.inf
@@ -383,4 +390,4 @@ def _size(a: Row, b: Row, scale: float, kind: str) -> float:
 
 
 def _spread(rows: tuple[Row, ...], n: int) -> tuple[Row, ...]:
-    return rows * n if len(rows) == 1 else rows
+    return rows * n if len(rows) == 1 else rows + rows[-1:] * (n - len(rows))

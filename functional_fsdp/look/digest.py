@@ -37,10 +37,17 @@ def digest(tensor: torch.Tensor, start: int = 0, rows: bool = False) -> Digest:
     (True, 204.0)
     """
     x = tensor.detach()
-    if x.is_complex():
-        x = torch.view_as_real(x.resolve_conj())
+    if x.is_nested:
+        x, rows = torch.cat([part.reshape(-1) for part in x.unbind()] or [x.new_empty(0)]), False
+    if x.is_quantized:
+        x = x.dequantize()
     if x.layout is not torch.strided:
         x = x.to_dense()
+    x = x.resolve_conj().resolve_neg()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    if x.dtype is torch.float4_e2m1fn_x2:
+        x = x.view(torch.uint8)
     width = x.numel() // len(x) if rows and x.dim() and len(x) else 0
     x = x.reshape(-1)
     if x.dtype is torch.bool:

@@ -193,6 +193,9 @@ class Watch:
         """A verb, or the forward of a unit, is called through it."""
         if self.run.capturing:
             return fn(*args, **kwargs)
+        if not args and "state" in kwargs:
+            kwargs = {**kwargs}
+            args = (kwargs.pop("state"),)
         verb, _, unit = name.partition(" ")
         with torch.no_grad():
             given = getattr(self, f"before_{verb}", None)

@@ -192,7 +192,20 @@ def read_flight(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def said_of_flight(found: dict[str, Any], stacks: bool = True) -> str:
-    """A flight record as a table, and where each thread stands."""
+    """A flight record as a table, and where each thread stands.
+
+    Raises:
+        ValueError: it lacks something.
+    """
+    try:
+        return _said(found, stacks)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"the flight record is damaged: {error!r}. Give a file that fsdp.flight_record wrote."
+        ) from None
+
+
+def _said(found: dict[str, Any], stacks: bool) -> str:
     rows = []
     lanes = [*dict.fromkeys(lane for one in found["ranks"] for lane in one.get("lanes", ()))]
     most = {lane: max(one["lanes"][lane]["issued"] for one in found["ranks"] if "lanes" in one) for lane in lanes}

@@ -110,14 +110,20 @@ def observe(
 
     Raises (from it):
         TypeError: the first argument is no State. ScheduleError: on simulated ranks, which share one process; or
-        another profiler runs. ValueError: no step is to be measured.
+        another profiler runs. Whatever `train_step` raises: if it is being measured, that ends, without a report.
 
     Collective: those of `train_step`; in the last call ten small gathers on the host, by which clocks are compared.
 
     Example: `step = fsdp.observe(train_step)`; `state, loss = step(state, batch)` nine times; `print(step.report)`.
     """
-    if steps < 1 or skip < 0:
-        raise ValueError(f"observe(steps={steps}, skip={skip}): expected at least 1 step, and no fewer than 0 before.")
+    if type(steps) is not int or type(skip) is not int or steps < 1 or skip < 0:
+        raise ValueError(
+            f"observe(steps={steps!r}, skip={skip!r}): expected whole numbers, at least 1 step, and no fewer than 0 "
+            "before."
+        )
+    for lane, rate in (("gather", gather), ("reduce", reduce)):
+        if rate is not None and not (isinstance(rate, int | float) and 0 < rate < float("inf")):
+            raise ValueError(f"observe({lane}={rate!r}): expected bytes a second, above 0, or None.")
     return Observed(train_step, steps, skip, gather, reduce)
 
 

@@ -69,6 +69,21 @@ class Step:
     dtypes: dict[Key, str] = field(default_factory=dict)
 
 
+def _step(said: Any, ranks: int) -> Step:
+    """A step, of what `Prints.save` wrote of it."""
+    step = Step(int(said["number"]))
+    for kind, unit, leaf, nth, use, dtype, rows in said["rows"]:
+        key = Key(kind, unit, leaf, nth)
+        texts = all(isinstance(text, str) for text in (kind, unit, leaf, dtype))
+        if not texts or type(nth) is not int or kind not in LANES or not 1 <= len(rows) <= ranks:
+            raise ValueError(f"{len(rows)} rows of {key!r}")
+        step.rows[key] = tuple(Row(int(h), float(squares), float(p), float(q)) for h, squares, p, q in rows)
+        if use is not None:
+            step.uses[key] = use
+        step.dtypes[key] = dtype
+    return step
+
+
 @dataclass
 class Prints:
     """The fingerprints of some steps of a run.
@@ -109,21 +124,16 @@ class Prints:
         try:
             said = json.loads(Path(path).read_text())
             known = said["format"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no file of fingerprints: {error}. Give one that Prints.save wrote.") from None
-        if known != FORMAT:
-            raise ValueError(f"{path} has fingerprints of format {known}; this version reads format {FORMAT}.")
-        found = cls(said["ranks"], said["setting"], said["average"])
-        for one in said["steps"]:
-            step = Step(one["number"])
-            for kind, unit, leaf, nth, use, dtype, rows in one["rows"]:
-                key = Key(kind, unit, leaf, nth)
-                step.rows[key] = tuple(Row(*row) for row in rows)
-                if use is not None:
-                    step.uses[key] = use
-                step.dtypes[key] = dtype
-            found.steps.append(step)
-        return found
+            if known == FORMAT:
+                ranks, setting, average = said["ranks"], said["setting"], said["average"]
+                if type(ranks) is not int or not isinstance(setting, str) or average not in ("mean", "sum"):
+                    raise ValueError(f"{ranks!r} ranks, the setting {setting!r}, the average {average!r}")
+                return cls(ranks, setting, average, [_step(one, ranks) for one in said["steps"]])
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise ValueError(
+                f"{path} is no file of fingerprints: {error!r}. Give one that Prints.save wrote."
+            ) from None
+        raise ValueError(f"{path} has fingerprints of format {known}; this version reads format {FORMAT}.")
 
     def __repr__(self) -> str:
         of = f"{len(self.steps)} steps" if len(self.steps) != 1 else "1 step"

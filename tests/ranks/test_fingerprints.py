@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,9 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._engine.gathers import Gathers
 from functional_fsdp._engine.reduction_steps import ReductionSteps
+from functional_fsdp.look.__main__ import main as look
+from functional_fsdp.look.digest import digest
+from functional_fsdp.look.prints import Key, Row, Step
 
 UNITS = ("0", "1", "2")
 STEPS = 3
@@ -526,3 +530,107 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     other = fsdp.Prints(steps=[])
     with pytest.raises(ValueError, match="no step in common: the first has steps 0 to 2, the second of no number"):
         fsdp.compare(plain(), other)
+
+
+# ---------------------------------------------------------------- odd runs, odd tensors, odd files
+
+
+def by_keyword(way: str) -> fsdp.Prints:
+    """Verbs that are called by keywords; NaN in the batch of the second step."""
+    mesh = fsdp.local_mesh()
+    me, ranks = mesh.get_rank(), mesh.size()
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(Layer(name, 0.0) for name in UNITS))
+
+    state, model = fsdp.init(make, fsdp.Spec(mesh, fsdp.zero3("data")), fsdp.adamw(lr=0.1), seed=0)
+
+    def step(state: fsdp.State, x: torch.Tensor, y: torch.Tensor) -> Any:
+        if way == "nan":
+            state, loss = T.forward_backward(model, whole)(state, x, y)
+            return fsdp.step(state), loss
+        state, params = fsdp.unshard(state=state)
+        grads, loss = torch.func.grad_and_value(lambda p: whole(fsdp.bind(model, p), x, y))(params)
+        return fsdp.step(state=fsdp.reduce(state=state, grads=grads)), loss
+
+    noted = fsdp.fingerprint(step)
+    for n in range(STEPS):
+        x, y = batch(n, me, ranks)
+        state, _ = noted(state, x * (float("nan") if way == "nan" and n == 1 else 1.0), y)
+    return noted.prints
+
+
+def test_verbs_may_be_called_by_keywords() -> None:
+    found = fsdp.launch(by_keyword, ("keyword",), nprocs=2, simulate=True)[0]
+    kinds = {key.kind for step in found.steps for key in step.rows}
+    assert {"weight", "gradient", "reduced", "given", "update"} <= kinds
+    assert fsdp.compare(found, fsdp.launch(by_keyword, ("keyword",), nprocs=2, simulate=True)[0])
+
+
+def test_nan_on_any_number_of_ranks_is_no_difference() -> None:
+    one, two = (fsdp.launch(by_keyword, ("nan",), nprocs=n, simulate=True)[0] for n in (1, 2))
+    assert fsdp.compare(one, two), fsdp.compare(one, two)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*quantize")
+def test_any_tensor_may_be_an_argument() -> None:
+    z = torch.randn(3, dtype=torch.complex64)
+    parts = [torch.ones(2), torch.full((3,), 2.0)]
+    flat = digest(torch.cat(parts))
+    for layout in (torch.jagged, torch.strided):
+        found = digest(torch.nested.nested_tensor(parts, layout=layout), rows=True)
+        assert found[0] == flat[0]
+    assert digest(z.conj().imag)[0] == digest(z.imag.neg())[0]
+    assert digest(z.conj())[0] == digest(z.conj().resolve_conj())[0]
+    whole = torch.quantize_per_tensor(torch.ones(3), 0.5, 0, torch.qint8)
+    assert digest(whole)[0] == digest(torch.ones(3))[0]
+    pairs = torch.arange(3, dtype=torch.uint8)
+    assert digest(pairs.view(torch.float4_e2m1fn_x2))[0] == digest(pairs)[0]
+
+
+def rows_of(rows: list[Row], ranks: int, setting: str = "") -> fsdp.Prints:
+    step = Step(0)
+    step.rows[Key("output", "u", "[0]", 0)] = tuple(rows)
+    return fsdp.Prints(ranks, setting, steps=[step])
+
+
+def test_numbers_that_add_up_to_none_are_compared() -> None:
+    one = rows_of([Row(7, 1.0, 1.0, 1.0)], 1)
+    inf = float("inf")
+    for rows in ([Row(1, inf, inf, 1.0), Row(2, inf, -inf, 1.0)], [Row(1, 1e308, 1e308, 1e308)] * 2):
+        assert fsdp.compare(rows_of(rows, 2), one).first is not None
+    few, more = (
+        rows_of([Row(i, 1.0, 1.0, 1.0) for i in (1, 2)], 4),
+        rows_of([*([Row(9, 1.0, 1.0, 1.0)] * 3), Row(7, 1.0, 1.0, 1.0)], 4),
+    )
+    assert fsdp.compare(few, more, exact=True).first is not None
+
+
+SPOILT: list[tuple[tuple[Any, ...], Any]] = [
+    (("steps",), None), (("ranks",), "x"), (("average",), {}), (("steps", 0), 3), (("steps", 0, "number"), 1e400),
+    (("steps", 0, "rows", 0, 0), "nowhere"), (("steps", 0, "rows", 0, 1), 1.5), (("steps", 0, "rows", 0, 6), []),
+    (("steps", 0, "rows", 0, 6, 0), [1]), (("steps", 0, "rows", 0, 6, 0, 0), None),
+]  # fmt: skip
+FLIGHT = {"format": 1, "why": "x", "by": 0, "time": "t", "ranks": [{"lanes": {"gather": {"issued": 1, "last": []}}}]}
+
+
+@pytest.mark.parametrize(("where", "what"), SPOILT)
+def test_a_file_of_fingerprints_that_is_damaged_is_named(where: Any, what: Any, tmp_path: Path, capsys: Any) -> None:
+    path = rows_of([Row(7, 1.0, 1.0, 1.0)], 1).save(tmp_path / "a.json")
+    said = json.loads(path.read_text())
+    at = said
+    for key in where[:-1]:
+        at = at[key]
+    at[where[-1]] = what
+    path.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=r"a\.json is no file of fingerprints: .*Give one that Prints\.save wrote"):
+        fsdp.Prints.load(path)
+    assert look([str(path)]) == look([str(path), str(path)]) == 2
+    assert "is no file of fingerprints" in capsys.readouterr().err
+
+
+def test_a_flight_record_that_lacks_something_is_named(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "flight.json"
+    path.write_text(json.dumps(FLIGHT))
+    assert look([str(path)]) == 2
+    assert "the flight record is damaged: KeyError('states')" in capsys.readouterr().err

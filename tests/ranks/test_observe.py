@@ -117,7 +117,7 @@ def test_a_step_that_raises_ends_the_profile() -> None:
         fsdp.observe(lambda state: state, skip=0)(state)
     with pytest.raises(TypeError, match="the first argument is a State, not str"):
         step("")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected at least 1 step"):
+    with pytest.raises(ValueError, match="expected whole numbers, at least 1 step"):
         fsdp.observe(fails, steps=0)
 
 
@@ -128,3 +128,9 @@ def test_simulated_ranks_have_no_time() -> None:
 
     with pytest.raises(fsdp.LaunchError, match="simulated ranks take turns in one process"):
         fsdp.launch(once, nprocs=2, simulate=True)
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 1.5}, {"skip": "x"}, {"steps": 0}, {"gather": 0}, {"reduce": -1.0}])
+def test_numbers_that_never_give_a_report_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"observe\((steps|gather|reduce)=.*expected"):
+        fsdp.observe(lambda state: state, **wrong)
