@@ -45,7 +45,10 @@ def model_of_config(folder: Path) -> Any:
     """The model that a config.json of transformers names, of whatever kind, with weights that its initialisers make."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError, KeyError) as error:
+        raise SpecError(f"--config {folder}: transformers finds no config there: {str(error)[:200]}") from error
     for name in config.architectures or ():
         kind = getattr(transformers, name, None)
         if kind is not None:
@@ -94,6 +97,16 @@ def ties_of(there: Checkpoint) -> Mapping[str, str]:
 
 def model_of(there: Checkpoint, ties: Mapping[str, str]) -> nn.Module:
     """A module with the leaves, ties and buffers of a checkpoint, at their paths, without a forward."""
+    try:
+        return _model_of(there, ties)
+    except KeyError as error:
+        raise SpecError(
+            f"{there.path} has names that a module cannot have: {error}. Give --config, or read it by init(weights=, "
+            "rename=) or load_weights into a model of yours."
+        ) from None
+
+
+def _model_of(there: Checkpoint, ties: Mapping[str, str]) -> nn.Module:
     model = nn.Module()
     leaves: dict[str, nn.Parameter] = {}
     trained = there.optimizer

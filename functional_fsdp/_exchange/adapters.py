@@ -13,14 +13,14 @@ import torch
 from .._checkpoint.checkpoint import same_folder
 from .._checkpoint.folder import Claim, partial, sync, write_file
 from .._common.calls import alone
-from .._common.errors import TreeError
+from .._common.errors import SpecError, TreeError
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage.flat import gather_leaves
 from .._storage.safetensors import create, write_at
 from .formats.peft import CONFIG, in_file
-from .stream import none_apart
+from .stream import check_dtype, none_apart
 
 __all__ = ["save_adapter"]
 
@@ -54,7 +54,8 @@ def save_adapter(
     Memory: on the first rank the adapter, on the host; on the device the adapter's buckets one after another.
 
     Raises:
-        TreeError: the state has no leaf of an adapter of this name. FileExistsError: the folder exists.
+        TreeError: the state has no leaf of an adapter of this name. SpecError: a dtype that is not floating, no config;
+        a mapping with what JSON has not. FileExistsError: the folder exists.
         StaleStateError: a state in the middle of a step. CheckpointError: ranks name different folders. OSError: what a
         rank met. If one rank raises, all do.
 
@@ -68,12 +69,20 @@ def save_adapter(
         final, token = same_folder(joint, folder)
         claim = Claim(final, token) if run.rank == 0 else None
         path = partial(final, token)
-        named = {leaf.path: in_file(leaf.path, adapter) for b in state.layout.buckets.values() for leaf in b.leaves}
+        named: dict[str, list[str]] = {}  # of each leaf the names in the file: of a tied one several
+        for name, home in zip(state.layout.paths, state.layout.source, strict=True):
+            named.setdefault(home, []).extend(one for one in (in_file(name, adapter),) if one)
         held: dict[str, torch.Tensor] = {}
 
         def begin() -> None:
             state._resting("save_adapter")
             none_apart(state, "save_adapter")
+            check_dtype("save_adapter", dtype)
+            if not (config is None or isinstance(config, Mapping) or hasattr(config, "save_pretrained")):
+                raise SpecError(
+                    f"save_adapter(config={config!r}): expected the adapter's config, as model.peft_config['default'], "
+                    "or a mapping."
+                )
             if not any(named.values()):
                 raise TreeError(
                     f"save_adapter: no leaf of the state is of an adapter {adapter!r}; they are called "
@@ -93,7 +102,7 @@ def save_adapter(
                     write_at(file.fileno(), entries[name], 0, tensor.reshape(-1))
                 os.fsync(file.fileno())
             if isinstance(config, Mapping):
-                write_file(path / CONFIG, json.dumps(config, indent=2).encode())
+                write_file(path / CONFIG, json.dumps({**config}, indent=2, default=_listed).encode())
             elif config is not None:
                 config.save_pretrained(str(path))
             sync(path)
@@ -107,9 +116,17 @@ def save_adapter(
                     if wanted:
                         whole = gather_leaves(buffer, dtype)
                         if run.rank == 0:
-                            held |= {str(named[p]): whole[p].to("cpu", copy=True).contiguous() for p in wanted}
+                            for p in wanted:
+                                held |= dict.fromkeys(named[p], whole[p].to("cpu", copy=True).contiguous())
             joint(write, "tensors")
         finally:
             if claim is not None:
                 claim.drop()
     return Path(folder)
+
+
+def _listed(one: Any) -> Any:
+    """Sets, of which PEFT's configs have some, as lists."""
+    if isinstance(one, set | frozenset):
+        return sorted(one)
+    raise SpecError(f"save_adapter: the config has a {type(one).__name__}, which JSON has not.")

@@ -35,6 +35,7 @@ __all__ = ["Checkpoint", "open_checkpoint"]
 FORMATS: tuple[Format, ...] = (
     Own(), Peft(), Accelerate(), DeepSpeed(), Dcp(), RankFiles(), HuggingFace(), SafetensorsFile(), StateDict(),
 )  # fmt: skip
+ALONE: dict[type, Format] = {Dcp: HuggingFace(), RankFiles: HuggingFace()}  # what does not lie beside another one
 DAMAGED = (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError, AssertionError)
 MOST_TIED = 1 << 20  # elements of a leaf that are compared to tell whether two are one
 
@@ -118,6 +119,9 @@ class Checkpoint(Source, Mapping[str, torch.Tensor]):
     def step(self) -> int | None:
         return max(self.steps.values(), default=self.contents.step)
 
+    def held_as(self, name: str) -> str:
+        return self.ties.get(name, name)
+
     def alike(self) -> dict[str, str]:
         """{further name: first name} of matrices of which the first 1 Mi elements have the same bits: what may be tied,
         where the files name a tied leaf twice. Reads them."""
@@ -157,6 +161,13 @@ class Checkpoint(Source, Mapping[str, torch.Tensor]):
             for mine, slot in names.items():
                 if slot in kept:
                     found.setdefault(f"{mine}.{home}", kept[slot])
+        if found:  # and what no leaf, or nothing that the optimizer keeps, is: whoever reads it decides
+            leaves = {theirs + path.removeprefix(ours) for path in paths}
+            mine_of = {slot: mine for mine, slot in names.items()}
+            for leaf, kept in self.contents.moments.items():
+                for slot, one in kept.items():
+                    if leaf not in leaves or slot not in mine_of:
+                        found.setdefault(f"{mine_of.get(slot, slot)}.{leaf}", one)
         return found
 
     def __repr__(self) -> str:
@@ -181,7 +192,9 @@ class Checkpoint(Source, Mapping[str, torch.Tensor]):
         text = f"Checkpoint {self.path}\n{', '.join(told)}: {len(rows)} leaves, {bytes_text(total)}\n"
         text += table(("leaf", "shape", "dtype", "kind", "optimizer"), shown)
         return text + (
-            f"\nnot read: {', '.join(self.left[:6])}{', ...' if len(self.left) > 6 else ''}" if self.left else ""
+            f"\nnot read: {', '.join(map(str, self.left[:6]))}{', ...' if len(self.left) > 6 else ''}"
+            if self.left
+            else ""
         )
 
 
@@ -233,6 +246,12 @@ def _contents(path: Path) -> Contents:
         raise FileNotFoundError(f"weights: there is no {path}.")
     for one in FORMATS:
         if one.claims(path):
+            other = ALONE.get(type(one))
+            if other is not None and other.claims(path):
+                raise CheckpointError(
+                    f"{path} has two checkpoints, one as {type(one).__name__} and one as {type(other).__name__}. Give "
+                    "a folder, or a file, that has one of them alone."
+                )
             try:
                 return one.read(path)
             except FsdpError:  # some are ValueErrors, too

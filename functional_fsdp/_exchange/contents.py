@@ -19,7 +19,7 @@ from .._common.errors import CheckpointError
 from .._storage.spans import Cut, Files, entry_values, numel_of
 
 __all__ = [
-    *("Contents", "Format", "buffers_by_shards", "by_number", "number_of", "plain_name", "sorted_out"),
+    *("Contents", "Format", "buffers_by_shards", "by_number", "number_of", "plain_name", "plain_names", "sorted_out"),
     "without_prefix",
 ]
 
@@ -77,12 +77,26 @@ OTHERS = re.compile(
     r"^(?:[\w-]*\.)?(?:[\w-]*optim[\w-]*|train_state|dataloader|data_loader|lr_schedulers?|schedulers?|rng\w*|extra_state"
     r"|callbacks|loops|hyper_parameters|param_groups)(?:\.|$)"
 )
+LEAVES = ("weight", "bias")  # what neither optimizers nor schedulers keep anything under
+MODELS = ("model.", "module.")
 PREFIXES = ("model.", "module.", "state_dict.", "app.", "module.model.", "app.model.", "model.module.")
 
 
 def plain_name(name: str) -> str:
     """A leaf's name without what wrappers of modules add to it."""
     return WRAPPERS.sub("", name)
+
+
+def plain_names(names: Iterable[str]) -> dict[str, str]:
+    """{name: its plain name}; of names that would be the same all but the first stay as they are."""
+    names = [*names]
+    taken = {*names}
+    found = {}
+    for name in names:
+        short = plain_name(name)
+        found[name] = name if short != name and short in taken else short
+        taken.add(found[name])
+    return found
 
 
 def without_prefix(names: Sequence[str], leaves: Iterable[str] = ()) -> str:
@@ -107,14 +121,16 @@ def sorted_out(named: Mapping[str, Any]) -> tuple[Spans, Moments, list[str], str
     weights: Spans = {}
     moments: Moments = {}
     others: list[str] = []
+    names = plain_names(named)
     for name, one in named.items():
-        match = OPTIMIZERS.match(name)
+        last = name.rpartition(".")[2]
+        match = None if last in LEAVES else OPTIMIZERS.match(name)
         if match is not None and not match["leaf"].split(".")[0].isdigit():
             moments.setdefault(plain_name(match["leaf"]), {})[match["slot"]] = one
-        elif match is not None or OTHERS.match(name):
+        elif match is not None or (last not in LEAVES and not name.startswith(MODELS) and OTHERS.match(name)):
             others.append(name)
         else:
-            weights[plain_name(name)] = one
+            weights[names[name]] = one
     prefix = without_prefix([*weights], moments)
     if prefix:
         others += [name for name in weights if not name.startswith(prefix)]
@@ -140,7 +156,28 @@ def by_number(
     numbers = [number for number in order if number in state]
     if any(isinstance(number, str) for number in order):
         return {plain_name(name): dict(state[name]) for name in numbers}, ""
-    shapes = [next((tuple(t.shape) for t in state[k].values() if len(getattr(t, "shape", ()))), None) for k in numbers]
+    said = [name for group in groups for name in group.get("param_names") or ()]
+    if len(said) == len(order) and {*map(plain_name, said)} <= weights.keys():
+        return {plain_name(name): dict(state[k]) for name, k in zip(said, order, strict=True) if k in state}, ""
+    shape_of = {
+        k: next((tuple(t.shape) for t in state[k].values() if len(getattr(t, "shape", ()))), None) for k in numbers
+    }
+    if len(groups) > 1:  # groups are in an order of their own: each by itself, where no shape is in two of them
+        kinds = [{shape_of[k] for k in group["params"] if k in state} for group in groups]
+        twice = next((s for i, some in enumerate(kinds) for s in some if any(s in other for other in kinds[:i])), ())
+        if twice != () or (None in {*shape_of.values()}):
+            return {}, (
+                f"{where.name}: moments by number in {len(groups)} groups, of which two have leaves of one shape, and "
+                "nothing says which is which"
+            )
+        joined: Moments = {}
+        for group in groups:
+            some, why = by_number(where, state, [group], weights)
+            if why:
+                return {}, why
+            joined |= some
+        return joined, ""
+    shapes = [shape_of[k] for k in numbers]
     names = [*weights]
     ways = [1] + [0] * len(numbers)  # in how many ways the first k moments are some of the weights so far
     for name in names:
@@ -183,9 +220,10 @@ def buffers_by_shards(weights: Mapping[str, Any], moments: Mapping[str, Any]) ->
 
 def number_of(one: Any) -> int:
     """A count of steps: a number, or a tensor of one, wherever it lies."""
-    if isinstance(one, int | float):
-        return int(one)
-    if numel_of(getattr(one, "shape", (0,))) != 1:
-        raise CheckpointError(f"a count of steps is {one!r}; expected one number.")
-    with Files() as files:
-        return int(entry_values(one, 0, 1, files).to(torch.float64).item())
+    found = one
+    if not isinstance(one, int | float) and numel_of(getattr(one, "shape", (0,))) == 1:
+        with Files() as files:
+            found = entry_values(one, 0, 1, files).to(torch.float64).item()
+    if not isinstance(found, int | float) or not 0 <= found < 2**63 or found != int(found):
+        raise CheckpointError(f"a count of steps is {found!r}; expected one whole number, 0 or more.")
+    return int(found)

@@ -133,6 +133,10 @@ def _tensor(storage: Storage, first: int, shape: Any, strides: Any, *more: Any) 
     dtype = next((one for one in more if isinstance(one, torch.dtype)), storage.dtype)  # of `_rebuild_tensor_v3`
     if not isinstance(storage, Storage) or type(first) is not int:
         raise pickle.UnpicklingError("a tensor that is not in a storage of the file")
+    if any(isinstance(one, Mapping) and (one.get("conj") or one.get("neg")) for one in more):
+        raise pickle.UnpicklingError(
+            "a tensor is saved as the conjugate or the negative of its bytes; save it by .resolve_conj().resolve_neg()"
+        )
     shape, strides = tuple(shape), tuple(strides)
     if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in (*shape, *strides, first)):
         raise pickle.UnpicklingError(f"a tensor of shape {shape} and strides {strides}")

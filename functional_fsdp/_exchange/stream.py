@@ -26,7 +26,7 @@ from .._storage.conversions import Conversions, checked
 from .._storage.flat import gather_leaves, leaf_shards
 from .._storage.pieces import Piece, blocks, pieces
 
-__all__ = ["WeightDelta", "WeightSnapshot", "apply_delta", "delta", "none_apart", "snapshot", "stream"]
+__all__ = ["WeightDelta", "WeightSnapshot", "apply_delta", "check_dtype", "delta", "none_apart", "snapshot", "stream"]
 
 Named = dict[str, torch.Tensor]
 BLOCK = 1024  # elements of a leaf that are compared as one
@@ -71,15 +71,21 @@ def stream(
         >>> shared["head.weight"].dtype
         torch.bfloat16
     """
+    if not isinstance(state, State):
+        raise TypeError(f"stream(state, ...): the first argument is a State, not {type(state).__name__}.")
     state._valid("stream")
     run = runtime_of(state.spec.mesh)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise SpecError(f"stream(dtype={dtype}): expected a floating dtype, or None.")
+    check_dtype("stream", dtype)
     if rank is not None and rank not in run.ranks:
         raise SpecError(f"stream(rank={rank!r}): expected one of the mesh's ranks, {run.ranks[0]} to {run.ranks[-1]}.")
     cuts = checked(convert, (*state.layout.paths, *flatten(state.buffers)[0]))
     none_apart(state, "stream")
     return _units(state, dtype, cuts, rank is None or run.ranks[run.rank] == rank)
+
+
+def check_dtype(what: str, dtype: Any) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise SpecError(f"{what}(dtype={dtype!r}): expected a floating dtype, or None.")
 
 
 def none_apart(state: State, what: str) -> None:
@@ -167,7 +173,7 @@ def _put(file: torch.Tensor, piece: Piece, run: torch.Tensor, start: int) -> Non
 
 @dataclass(frozen=True, eq=False)
 class WeightSnapshot:
-    """This rank's part of each leaf as it was; made by `snapshot`.
+    """This rank's part of each leaf, and buffers, as they were; made by `snapshot`.
 
     Attributes:
         parts: {path: (first element, tensor [n])}, on the host.
@@ -188,7 +194,7 @@ class WeightSnapshot:
 class WeightDelta:
     """Runs of elements that have changed, of what one rank holds; made by `delta`, put in place by `apply_delta`.
 
-    It has tensors and texts only: it can be pickled, sent, and saved by torch.save.
+    It has tensors and texts only: it can be pickled, sent, and saved by torch.save, of any dtype.
 
     Attributes:
         runs: {name: int64 [k, 2]}, the first element and the number of elements of each run, of leaves of the file.
@@ -204,32 +210,46 @@ class WeightDelta:
     def nbytes(self) -> int:
         return sum(t.nbytes for t in (*self.runs.values(), *self.values.values()))
 
+    def __reduce__(self) -> Any:
+        bits = {name: (t.view(torch.uint8), t.dtype) for name, t in self.values.items()}  # float8 has no pickle
+        return _unpickled, (self.runs, bits, self.steps)
+
     def __repr__(self) -> str:
         runs = sum(len(one) for one in self.runs.values())
         told = f"{len(self.runs)} leaves, {runs} runs, {bytes_text(self.nbytes)}"
         return f"WeightDelta(step {self.steps[0]} to {self.steps[1]}, {told})"
 
 
+def _unpickled(
+    runs: dict[str, torch.Tensor], bits: dict[str, tuple[torch.Tensor, torch.dtype]], steps: tuple[int, int]
+) -> WeightDelta:
+    return WeightDelta(runs, {name: held.view(dtype) for name, (held, dtype) in bits.items()}, steps)
+
+
 @alone
 @torch.no_grad()
 def snapshot(state: State, *, dtype: torch.dtype | None = None) -> WeightSnapshot:
-    """What `delta` compares with: a copy of this rank's part of each leaf, on the host. Of what several ranks hold the
-    first has it.
+    """What `delta` compares with: a copy of this rank's part of each leaf, and of buffers, on the host. Of what several
+    ranks hold the first has it.
 
     Args:
         dtype: of floating leaves, as the receiver has them; None: that of `Precision.main`.
 
     Raises:
-        StaleStateError: a state in the middle of a step, or one that a step has consumed.
+        StaleStateError: a state in the middle of a step, or one that a step has consumed. SpecError: a dtype that is
+        not floating.
 
     Collective: none.
 
     Example: `since = fsdp.snapshot(state, dtype=torch.bfloat16)`.
     """
     state._resting("snapshot")
-    parts = {
-        path: (first, local.detach().to("cpu", _kind(local, dtype), copy=True)) for path, first, local in _own(state)
-    }
+    check_dtype("snapshot", dtype)
+    buffers = {*flatten(state.buffers)[0]}
+    parts = {}
+    for path, first, local in _own(state):
+        kind = None if path in buffers else dtype  # buffers are streamed as they are
+        parts[path] = first, local.detach().to("cpu", _kind(local, kind), copy=True)
     return WeightSnapshot(parts, dtype, state.steps)
 
 
@@ -238,13 +258,17 @@ def _kind(local: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _own(state: State) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """This rank's part of each leaf; of what several ranks hold the first has it."""
+    """This rank's part of each leaf, and buffers; of what several ranks hold the first has it."""
     at = runtime_of(state.spec.mesh).coordinate
     for buffer in state.main.values():
         if not any(placed is Replicated and at[axis] for axis, placed in buffer.states):
             for leaf, first, local in leaf_shards(buffer):
                 if local.numel():
                     yield leaf.path, first, local
+    if not any(at.values()):
+        for path, held in zip(*flatten(state.buffers)[:2], strict=True):
+            if held.numel():
+                yield path, 0, held.reshape(-1)
 
 
 @partial(alone, at=1)
@@ -259,11 +283,12 @@ def delta(
     Args:
         since: of this state, before the steps that count. Its values become those of `state`.
         convert: as for `save_safetensors`: names and layouts of the receiver's leaves.
-        block: elements that are compared as one, and sent together where one of them has changed.
+        block: 1 or more elements that are compared as one, and sent together where one of them has changed.
 
     Raises:
-        TreeError: a snapshot of other leaves, or of another layout. SpecError: experts of which ranks have their own, a
-        conversion that does not fit. StaleStateError: a state in the middle of a step, or one that was consumed.
+        TreeError: a snapshot of other leaves, or of another layout; it stays as it is. SpecError: experts of which
+        ranks have their own, a conversion that does not fit, a block of no elements. StaleStateError: a state in the
+        middle of a step, or one that was consumed.
 
     Memory: on the host a leaf's part, and what has changed.
 
@@ -278,6 +303,8 @@ def delta(
     """
     state._resting("delta")
     none_apart(state, "delta")
+    if type(block) is not int or block < 1:
+        raise SpecError(f"delta(block={block!r}): expected a whole number of elements, 1 or more.")
     cuts = checked(convert, (*state.layout.paths, *flatten(state.buffers)[0]))
     own = {path: (first, local) for path, first, local in _own(state)}
     if own.keys() != since.parts.keys():
@@ -287,16 +314,19 @@ def delta(
             "snapshot of a state of the same layout, on each rank."
         )
     shapes = {leaf.path: leaf.shape for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
+    shapes |= {path: tuple(held.shape) for path, held in zip(*flatten(state.buffers)[:2], strict=True)}
+    for path, (first, local) in own.items():
+        start, before = since.parts[path]
+        if (start, before.shape) != (first, local.shape):
+            raise TreeError(
+                f"delta: the snapshot has elements {start} to {start + len(before)} of {path!r}, the state {first} to "
+                f"{first + len(local)} on this rank. Take a snapshot of a state of the same layout."
+            )
     runs: dict[str, list[tuple[int, int]]] = {}
     values: dict[str, list[torch.Tensor]] = {}
     for path, (first, local) in own.items():
-        start, before = since.parts[path]
+        _, before = since.parts[path]
         now = local.detach().to("cpu", before.dtype)
-        if (start, before.shape) != (first, now.shape):
-            raise TreeError(
-                f"delta: the snapshot has elements {start} to {start + len(before)} of {path!r}, the state {first} to "
-                f"{first + len(now)} on this rank. Take a snapshot of a state of the same layout."
-            )
         cut = pieces(path, shapes[path], cuts.get(path, path))
         for a, b in _changed(before, now, block):
             for piece in cut:

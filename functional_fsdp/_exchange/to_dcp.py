@@ -114,13 +114,17 @@ def _parts(state: State, model: str, optimizer: str | None, first: bool) -> Iter
     """What this rank writes: each run of a leaf in boxes; of the first rank buffers and counts, too."""
     shapes = {leaf.path: leaf.shape for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
     names = {f"main.{path}": _join(model, path) for path in shapes}
+    sizes_of = {f"main.{path}": shape for path, shape in shapes.items()}
     if optimizer is not None:
-        kept = {node.path for node in nodes_of(state.opt) if isinstance(node.value, FlatBuffer)}
-        for slot in kept - {"missed", "step"}:
-            names |= {f"opt.{slot}.{p}": f"{optimizer}.state.{p}.{THEIRS.get(slot, slot)}" for p in shapes}
+        for node in nodes_of(state.opt):
+            if isinstance(node.value, FlatBuffer) and node.path not in ("missed", "step"):
+                slot = THEIRS.get(node.path, node.path)
+                for leaf in node.value.bucket.leaves:  # of its own shape: [] of one number for each leaf
+                    name = f"opt.{node.path}.{leaf.path}"
+                    names[name], sizes_of[name] = f"{optimizer}.state.{leaf.path}.{slot}", leaf.shape
     for part in parts_of(state):
         if part.writes and part.name in names:
-            shape = shapes[part.name.split(".", 1 if part.name.startswith("main.") else 2)[-1]]
+            shape = sizes_of[part.name]
             flat = part.tensor.detach().reshape(-1)
             at = part.start
             for _, sizes in boxes(shape, at, at + flat.numel()):

@@ -33,6 +33,10 @@ class Source:
     def __init__(self, what: str, tensors: Mapping[str, Any]) -> None:
         self.what, self.tensors = what, tensors
 
+    def held_as(self, name: str) -> str:
+        """The name under which the source holds what this name says."""
+        return name
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
@@ -136,7 +140,7 @@ def fill(
 
     def there(path: str) -> list[Piece]:
         named = rename(path) if callable(rename) else (rename or {}).get(path, theirs + path.removeprefix(ours))
-        return pieces(path, leaves[aliases.get(path, path)][0], convert.get(path, named))
+        return pieces(path, leaves[aliases.get(path, path)][0], convert.get(path, source.held_as(named)))
 
     leaves = {leaf.path: (leaf.shape, buffer.local.dtype) for buffer in main.values() for leaf in buffer.bucket.leaves}
     leaves |= {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in buffers.items()}
@@ -174,7 +178,8 @@ def _same_there(
     theirs = torch.empty_like(local)
     if shapes[0] == shapes[1]:
         source.read(other, first, theirs)
-    if shapes[0] != shapes[1] or not torch.equal(theirs, local):
+    same = torch.equal(theirs, local) or torch.equal(theirs.view(torch.uint8), local.view(torch.uint8))  # NaN, too
+    if shapes[0] != shapes[1] or not same:
         raise TreeError(
             f"weights: {names} in {source.what} are one leaf of the model, {path!r}, which is tied, and they have "
             "other values. Untie the model's leaves, or leave one out of the source."

@@ -97,3 +97,41 @@ def test_a_folder_that_is_none_is_named(folder: Path, tmp_path: Path) -> None:
         (copy / "adapter_config.json").write_text(text)
         with pytest.raises(fsdp.CheckpointError, match=rf"adapter_config\.json {said}"):
             fsdp.open_checkpoint(copy)
+
+
+class Adapted(nn.Module):
+    """The leaves of a model whose embedding and head are tied, and saved whole with the adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.q = nn.Module(), nn.Module(), nn.Module()
+        for one in (self.embed, self.head):
+            one.modules_to_save = nn.ModuleDict({"default": nn.Linear(3, 4, bias=False)})
+        self.q.lora_A = nn.ModuleDict({"default": nn.Linear(3, 2, bias=False)})
+        self.head.modules_to_save.default.weight = self.embed.modules_to_save.default.weight  # type: ignore[union-attr]
+
+
+def tied_adapter(folder: str) -> dict[str, torch.Tensor]:
+    state, _ = fsdp.init(Adapted, fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data")), seed=1)
+    fsdp.save_adapter(state, folder, {"target_modules": {"b", "a"}, "peft_type": "LORA"}, dtype=torch.bfloat16)
+    return fsdp.full_params(state)
+
+
+def test_a_tied_leaf_is_in_the_file_under_each_name_and_sets_in_a_config_are_lists(tmp_path: Path) -> None:
+    whole = launch(tied_adapter, (str(tmp_path / "a"),), nprocs=2, simulate=True)[0]
+    held = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert sorted(held) == ["embed.weight", "head.weight", "q.lora_A.weight"]
+    want = whole["embed.modules_to_save.default.weight"].bfloat16()
+    assert torch.equal(held["embed.weight"], want)
+    assert torch.equal(held["head.weight"], want)
+    assert json.loads((tmp_path / "a" / "adapter_config.json").read_text())["target_modules"] == ["a", "b"]
+    state, _ = fsdp.init(Adapted, fsdp.Spec(fsdp.local_mesh("cpu")), seed=1)
+    wrongs: list[tuple[dict[str, Any], str]] = [
+        ({"config": "lora"}, "config='lora'.*expected the adapter's config"),
+        ({"config": {"x": torch.ones(1)}}, "the config has a Tensor, which JSON has not"),
+        ({"dtype": torch.int8}, "expected a floating dtype"),
+    ]
+    for wrong, said in wrongs:
+        with pytest.raises(fsdp.SpecError, match=said):
+            fsdp.save_adapter(state, tmp_path / "b", **wrong)
+    assert [one.name for one in tmp_path.iterdir()] == ["a"]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from safetensors.torch import load_file, save_file
 from support.peers import DECAY, LR, MORE, STEPS, PeerModel, batch_of, loss_of
@@ -507,3 +508,177 @@ def test_a_state_with_two_leaves_where_the_model_has_one_is_refused_at_first_use
             use()
     _, untied = fsdp.functionalize(Untied())
     assert fsdp.as_module(untied, state).head.weight is not None
+
+
+# ---------------------------------------------------------------- what is said otherwise than one thinks
+
+
+def test_conjugates_and_negatives_are_never_read_as_their_bytes(tmp_path: Path) -> None:
+    z = torch.randn(3, dtype=torch.complex64)
+    for i, odd in enumerate((z.conj(), z.conj().imag)):
+        torch.save({"w": odd}, tmp_path / f"{i}.pt")
+        with pytest.raises(fsdp.CheckpointError, match=r"save it by \.resolve_conj\(\)\.resolve_neg\(\)"):
+            fsdp.open_checkpoint(tmp_path / f"{i}.pt")
+
+
+class Alike(nn.Module):
+    """Leaves of one shape, and of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def trained(self, groups: Any) -> Any:
+        optimizer = torch.optim.AdamW(groups)
+        self.c(self.b(self.a(torch.randn(3, 4)))).square().sum().backward()
+        optimizer.step()
+        return optimizer
+
+
+@pytest.mark.parametrize("how", ["matrices and vectors", "by name", "of one shape"])
+def test_moments_of_several_groups_are_told_apart_or_left(how: str, tmp_path: Path) -> None:
+    model = Alike()
+    named = dict(model.named_parameters())
+    some = ("b.weight", "c.weight", "a.weight") if how == "by name" else ("b.bias", "c.bias")
+    if how == "matrices and vectors":
+        some = ("a.weight", "b.weight", "c.weight")
+    groups: list[Any] = [[*some], [n for n in named if n not in some]]
+    by_name = how == "by name"
+    groups = [{"params": [(n, named[n]) if by_name else named[n] for n in group]} for group in reversed(groups)]
+    optimizer = model.trained(groups)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")  # as transformers' Trainer has it
+    there = fsdp.open_checkpoint(tmp_path)
+    if how == "of one shape":
+        assert not there.optimizer
+        assert "2 groups, of which two have leaves of one shape" in repr(there)
+        return
+    state = fsdp.shard(named, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.adamw())
+    found = fsdp.optimizer_state(fsdp.load_optimizer_state(state, there))
+    assert all(torch.equal(found[n]["mean"], optimizer.state[p]["exp_avg"]) for n, p in named.items())
+
+
+NAMES = {
+    "state": (["state.proj.weight", "state.proj.bias", "out.weight"], []),  # a module that is called so
+    "optimal": (["optimal.weight", "b.optim_head.bias", "out.weight"], []),
+    "below": (["model.rng.scale", "model.callbacks.0.w", "model.w"], ["lr_scheduler.rates"]),
+    "wrapped": (["_orig_mod.w", "w"], ["rng.state"]),  # two leaves that plain names would make one
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("which", NAMES)
+def test_leaves_with_names_as_trainers_have_them_are_leaves(which: str, tmp_path: Path) -> None:
+    names, others = NAMES[which]
+    held = {name: torch.full((2, 2), float(i)) for i, name in enumerate((*names, *others))}
+    dcp.save(held, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[attr-defined]
+    there = fsdp.open_checkpoint(tmp_path / "a")
+    found = {f"{there.contents.prefix}{name}": there[name] for name in there}
+    assert sorted(found) == sorted(names)
+    assert all(torch.equal(value, held[name]) for name, value in found.items())
+    assert [*there.left] == others
+    assert not there.optimizer
+
+
+def test_two_checkpoints_in_one_folder_and_an_index_that_lies_are_refused(tmp_path: Path, unpacked: Any) -> None:
+    both = shutil.copytree(unpacked("dcp-plain"), tmp_path / "both")
+    save_file({"embed.weight": torch.zeros(2)}, both / "model.safetensors")
+    with pytest.raises(fsdp.CheckpointError, match="both has two checkpoints, one as Dcp and one as HuggingFace"):
+        fsdp.open_checkpoint(both)
+    folder = tmp_path / "index"
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, folder / "one.safetensors")
+    index = json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}})
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(fsdp.CheckpointError, match=r"index\.json names 'b', which none of its files has"):
+        fsdp.open_checkpoint(folder)
+
+
+def test_an_error_of_the_package_comes_whole_and_odd_numbers_are_named(tmp_path: Path) -> None:
+    torch.save(nn.Linear(2, 2), tmp_path / "module.pt")
+    with pytest.raises(fsdp.CheckpointError, match=r"module\.pt wants torch.nn.*give the tensors: weights=\{name"):
+        fsdp.open_checkpoint(tmp_path / "module.pt")
+    kept = {"state": {"a": {"exp_avg": torch.ones(2), "step": float("nan")}}, "param_groups": [{"params": ["a"]}]}
+    torch.save({"model": {"a": torch.ones(2)}, "optimizer": kept, 3: 4}, tmp_path / "nan.pt")
+    with pytest.raises(fsdp.CheckpointError, match="a count of steps is nan; expected one whole number"):
+        repr(fsdp.open_checkpoint(tmp_path / "nan.pt"))
+    torch.save({"model": {"a": torch.ones(2)}, "optimizer": [kept, kept], 3: 4}, tmp_path / "two.pt")
+    assert "not read: 3, two.pt: states of 2 optimizers" in repr(fsdp.open_checkpoint(tmp_path / "two.pt"))
+
+
+def skipping(folder: str, way: str) -> bool:
+    """Leaves that missed a step, in a checkpoint of this library's own, read as any other."""
+    optimizer: Any = fsdp.adamw(lr=0.1) if way == "adamw" else fsdp.from_torch(getattr(torch.optim, way), lr=0.1)
+    spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data"))
+    tree = {"w": torch.ones(3), "a": {"w": torch.ones(5, 7), "s": torch.ones(1)}}  # "mean.a.w" is not of "w"
+
+    def step(state: fsdp.State, some: float | None) -> fsdp.State:
+        state, p = fsdp.unshard(state)
+        one = None if some is None else torch.full_like(p["w"], some)
+        grads = {"w": one, "a": {name: torch.full_like(t, 0.5) for name, t in p["a"].items()}}
+        return fsdp.step(fsdp.reduce(state, grads))
+
+    state = fsdp.shard(tree, spec, optimizer)
+    for some in (None, 1.0, 3.0):
+        state = step(state, some)
+    fsdp.save(state, folder)
+    again = fsdp.load_weights(fsdp.shard(tree, spec, optimizer), folder)
+    again = fsdp.load_optimizer_state(again, folder)
+    assert again.steps == state.steps
+    mine, theirs = (fsdp.local_shards(step(one, 2.0)) for one in (state, again))
+    return all(torch.equal(t, theirs[name]) for name, t in mine.items())
+
+
+@pytest.mark.parametrize(("way", "nprocs"), [("adamw", 2), ("AdamW", 2), ("NAdam", 1)])
+def test_counts_of_leaves_in_our_own_checkpoints_come_with_the_moments(way: str, nprocs: int, tmp_path: Path) -> None:
+    assert all(launch(skipping, (str(tmp_path / "a"), way), nprocs=nprocs, simulate=True))
+
+
+@pytest.mark.parametrize("names", [("forward",), ("a", "a.b"), ("a..b",), ("",)])
+def test_names_that_no_module_can_have_and_configs_that_are_none_are_named(names: Any, tmp_path: Path) -> None:
+    torch.save({name: torch.ones(2) for name in names}, tmp_path / "odd.pt")
+    with pytest.raises(fsdp.SpecError, match=r"odd\.pt has names that a module cannot have: .*Give --config"):
+        convert.main([str(tmp_path / "odd.pt"), str(tmp_path / "ours")])
+    with pytest.raises(fsdp.SpecError, match=r"--config .*transformers finds no config there"):
+        convert.main([str(tmp_path / "odd.pt"), str(tmp_path / "ours"), "--config", str(tmp_path)])
+    assert not (tmp_path / "ours").exists()
+
+
+class PerhapsTied(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+def test_a_tied_leaf_in_a_file_is_both_leaves_of_a_model_that_is_not_tied(tmp_path: Path) -> None:
+    held = torch.randn(4, 3)
+    torch.save({"head.weight": held, "embed.weight": held}, tmp_path / "tied.pt")
+    spec = fsdp.Spec(fsdp.local_mesh("cpu"))
+    for tied in (False, True):
+        state, _ = fsdp.init(lambda: PerhapsTied(tied), spec, weights=tmp_path / "tied.pt")  # noqa: B023
+        assert all(torch.equal(one, held) for one in fsdp.full_params(state).values())
+    nan = torch.full((4, 3), float("nan"))
+    state, _ = fsdp.init(lambda: PerhapsTied(True), spec, weights={"head.weight": nan, "embed.weight": nan.clone()})
+    assert fsdp.full_params(state)["head.weight"].isnan().all()
+
+
+@pytest.mark.parametrize("odd", ["another leaf", "another slot"])
+def test_moments_that_a_state_has_no_place_for_are_refused_unless_partial(odd: str, tmp_path: Path) -> None:
+    def moments(n: int) -> dict[str, torch.Tensor]:
+        return {"exp_avg": torch.ones(n), "exp_avg_sq": torch.ones(n), "step": torch.tensor(5.0)}
+
+    kept = {"a": moments(2)}
+    if odd == "another leaf":
+        kept["b"] = moments(3)
+    else:
+        kept["a"]["max_exp_avg_sq"] = torch.ones(2)
+    optimizer = {"state": kept, "param_groups": [{"params": [*kept]}]}
+    torch.save({"model": {"a": torch.ones(2)}, "optimizer": optimizer}, tmp_path / "x.pt")
+    state = fsdp.shard({"a": torch.ones(2)}, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.adamw())
+    with pytest.raises(fsdp.TreeError, match=r"has '(mean\.b|max_exp_avg_sq\.a)'.*leave them out by partial=True"):
+        fsdp.load_optimizer_state(state, tmp_path / "x.pt")
+    found = fsdp.load_optimizer_state(state, tmp_path / "x.pt", partial=True)
+    assert found.steps == 5
+    assert torch.equal(fsdp.optimizer_state(found)["a"]["mean"], torch.ones(2))

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.peers import DECAY, LR, PeerModel, batch_of, loss_of
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -130,3 +131,30 @@ def test_boxes_are_the_run_one_after_another(shape: tuple[int, ...]) -> None:
             assert len(found) <= 2 * max(len(shape), 1) - 1 or len(shape) < 2
             assert torch.equal(torch.cat([*found, torch.empty(0, dtype=torch.int64)]), whole.reshape(-1)[start:stop])
             assert all(a[-1] + 1 == b[0] for a, b in pairwise(one for one in found if len(one)))
+
+
+def by_leaf(folder: str, name: str) -> dict[str, dict[str, torch.Tensor]]:
+    spec = fsdp.Spec(fsdp.local_mesh(), fsdp.zero3("data"))
+    tree = {"w": torch.ones(5, 7), "s": torch.ones(()), "e": torch.empty(0, 3)}
+    state = fsdp.shard(tree, spec, fsdp.from_torch(getattr(torch.optim, name), lr=0.01))
+    state, p = fsdp.unshard(state)
+    state = fsdp.step(fsdp.reduce(state, {key: torch.ones_like(t) for key, t in p.items()}))
+    fsdp.save_dcp(state, folder)
+    return fsdp.optimizer_state(state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("name", "slots"), [("NAdam", {"mu_product"}), ("ASGD", {"eta", "mu"})])
+@pytest.mark.parametrize("nprocs", [1, 4])
+def test_numbers_that_a_class_keeps_for_each_leaf_are_numbers(
+    name: str, slots: set[str], nprocs: int, tmp_path: Path
+) -> None:
+    kept = launch(by_leaf, (str(tmp_path / "a"), name), nprocs=nprocs, simulate=True)[0]
+    about = FileSystemReader(tmp_path / "a").read_metadata().state_dict_metadata
+    said: Any = {key: one for key, one in about.items() if hasattr(one, "properties")}
+    there = {key: torch.full(one.size, 9.0, dtype=one.properties.dtype) for key, one in said.items()}
+    dcp.load(there, checkpoint_id=tmp_path / "a", no_dist=True)  # type: ignore[attr-defined]
+    for path in ("w", "s", "e"):
+        assert slots <= kept[path].keys()
+        for slot, value in kept[path].items():
+            assert torch.equal(there[f"optim.state.{path}.{slot}"], value), (path, slot)

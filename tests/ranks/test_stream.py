@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from safetensors.torch import load_file
 from support.peers import PeerModel, batch_of, loss_of
 
@@ -162,3 +163,57 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(fsdp.TreeError, match=r"'embed\.weight' is torch"):
             fsdp.apply_delta({**weights, "embed.weight": bad}, changed)
         assert all(torch.equal(before[name], leaf) for name, leaf in weights.items())
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.norm(self.linear(x))
+        return out
+
+
+def with_buffers(kind: str) -> Any:
+    """Weights as a stream gives them before a step and after, and the delta."""
+    state, model = fsdp.init(Normed, fsdp.Spec(fsdp.local_mesh(), getattr(fsdp, kind)("data")), fsdp.sgd(lr=0.1))
+    dtype = torch.float8_e4m3fn
+
+    def now() -> dict[str, torch.Tensor]:
+        return {name: t.clone() for _, named in fsdp.stream(state, dtype=dtype) for name, t in named.items()}
+
+    first, since = now(), fsdp.snapshot(state, dtype=dtype)
+    drawn = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    state, _ = T.forward_backward(model, lambda model, x: model(x).square().mean())(state, drawn)
+    state = fsdp.step(state)
+    return first, fsdp.delta(since, state), now()
+
+
+@pytest.mark.parametrize("kind", ["zero3", "ddp"])
+def test_a_delta_has_buffers_and_any_dtype_can_be_pickled(kind: str) -> None:
+    said = launch(with_buffers, (kind,), nprocs=2, simulate=True)
+    first, _, last = said[0]
+    for _, changed, _ in said:
+        fsdp.apply_delta(first, pickle.loads(pickle.dumps(changed)))
+    assert not torch.equal(first["norm.running_mean"], torch.zeros(3))
+    assert int(first["norm.num_batches_tracked"]) == 1
+    assert all(torch.equal(first[name].view(torch.uint8), t.view(torch.uint8)) for name, t in last.items() if t.dim())
+
+
+def test_what_is_no_dtype_block_or_state_is_named_and_a_snapshot_stays_as_it_is() -> None:
+    spec = fsdp.Spec(fsdp.local_mesh("cpu"))
+    state = fsdp.shard({"a": torch.ones(4), "b": torch.ones(4)}, spec)
+    since = fsdp.snapshot(state)
+    for block in (0, -1, 1.5, None, True):
+        with pytest.raises(fsdp.SpecError, match=r"delta\(block=.*1 or more"):
+            fsdp.delta(since, state, block=block)  # type: ignore[arg-type]
+    for dtype in ("bf16", torch.int32):
+        with pytest.raises(fsdp.SpecError, match=r"snapshot\(dtype=.*expected a floating dtype"):
+            fsdp.snapshot(state, dtype=dtype)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"stream\(state, \.\.\.\): the first argument is a State, not str"):
+        fsdp.stream("state")  # type: ignore[arg-type]
+    other = fsdp.shard({"a": torch.zeros(4), "b": torch.zeros(5)}, spec)
+    with pytest.raises(fsdp.TreeError, match="elements 0 to 4 of 'b', the state 0 to 5"):
+        fsdp.delta(since, other)
+    assert torch.equal(since.parts["a"][1], torch.ones(4))

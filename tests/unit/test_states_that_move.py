@@ -151,7 +151,7 @@ def test_elements_that_are_taken_twice_count_once() -> None:
 def test_weights_of_which_no_name_fits_are_refused() -> None:
     state = fsdp.shard({"q": torch.ones(2)}, spec())
     with pytest.raises(TreeError, match="load_weights: no name in the mapping is one of the model's"):
-        fsdp.load_weights(state, {"model.q": torch.zeros(2)}, partial=True)
+        fsdp.load_weights(state, {"model.z": torch.zeros(2)}, partial=True)
 
 
 def test_integers_must_fit() -> None:

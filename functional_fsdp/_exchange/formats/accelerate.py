@@ -2,7 +2,7 @@
 
 pytorch_model_fsdp_0/, optimizer_0/            sharded: two folders of torch's DCP
 pytorch_model_fsdp.bin, optimizer.bin          full: two files of torch.save
-model.safetensors, optimizer.bin               without FSDP
+model.safetensors, optimizer.bin               without FSDP; of transformers' Trainer it is optimizer.pt
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .state_dicts import StateDict, moments_of
 
 __all__ = ["Accelerate"]
 
-SHARDED, FULL, OPTIMIZER = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin", "optimizer.bin"
+SHARDED, FULL = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"
+OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
 
 
 class Accelerate:
@@ -27,7 +28,7 @@ class Accelerate:
         if not path.is_dir():
             return False
         return any((path / one).exists() for one in (SHARDED, FULL)) or (
-            (path / OPTIMIZER).exists() and bool(files_of(path))
+            any((path / one).exists() for one in OPTIMIZERS) and bool(files_of(path))
         )
 
     def read(self, path: Path) -> Contents:
@@ -42,9 +43,10 @@ class Accelerate:
         else:
             found = StateDict().read(path / FULL) if (path / FULL).exists() else HuggingFace().read(path)
             found.format = "Accelerate FSDP, full" if (path / FULL).exists() else f"Accelerate, {found.format}"
-            if (path / OPTIMIZER).exists():
-                tree, span = read_saved(path / OPTIMIZER)
-                found.moments, why = moments_of(path / OPTIMIZER, tree, found.tensors, span, found.prefix)
+            optimizer = next((path / one for one in OPTIMIZERS if (path / one).exists()), None)
+            if optimizer is not None:
+                tree, span = read_saved(optimizer)
+                found.moments, why = moments_of(optimizer, tree, found.tensors, span, found.prefix)
                 found.left = (*found.left, why) if why else found.left
         found.steps = {leaf: kept.pop("step") for leaf, kept in found.moments.items() if "step" in kept}
         return found

@@ -63,6 +63,8 @@ def dcp_tensors(path: Path) -> tuple[dict[str, Any], str | None, int]:
         for name, one in tensors.items():
             if isinstance(one, Inert) and one.name.endswith(".TensorStorageMetadata"):
                 found[name] = _tensor(path, name, one, places)
+    except CheckpointError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{where} is no metadata of torch.distributed.checkpoint: {error}.") from None
     ranks = {file.split("_")[2] for file, *_ in places.values() if file.count("_") >= 3}

@@ -58,6 +58,9 @@ class HuggingFace:
             raise CheckpointError(
                 f"{path} has {len(shards)} shards, and one of number {max(shards)}: some are missing."
             )
+        lacking = next((name for name in _index(path)[1] if name not in found), None)
+        if lacking is not None:
+            raise CheckpointError(f"{path / _index(path)[0]} names {lacking!r}, which none of its files has.")
         found = {name: one for name, one in found.items() if name not in ties}
         return Contents(f"{kind} ({suffix}, {len(files)} files)" if len(files) > 1 else f"{kind} ({suffix})",
                         found, world=len(shards) or None, ties=ties or None,
@@ -109,20 +112,30 @@ def _whole(path: Path, name: str, some: list[tuple[tuple[int, ...], Entry]]) -> 
     return some[0][1] if len(some) == 1 else made
 
 
+def _index(path: Path) -> tuple[str, dict[str, str]]:
+    """The name of a folder's index, and {leaf: file} as it says; nothing where there is none."""
+    name = next((one for one in INDEX if (path / one).is_file()), "")
+    if not name:
+        return "", {}
+    try:
+        found: dict[str, str] = {**json.loads((path / name).read_text())["weight_map"]}
+        apart = next((one for one in found.values() if Path(one).name != one), None)
+        if apart is not None:
+            raise ValueError(f"it names {apart!r}, which lies elsewhere")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / name} is no index of weights: {error}") from None
+    return name, found
+
+
 def files_of(path: Path) -> list[Path]:
     """The files of weights of a folder, as its index says where it has one."""
-    for name in INDEX:
-        if (path / name).is_file():
-            try:
-                chosen = sorted({*json.loads((path / name).read_text())["weight_map"].values()})
-                if any(Path(one).name != one for one in chosen):
-                    raise ValueError(f"it names {chosen[0]!r}, which lies elsewhere")
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{path / name} is no index of weights: {error}") from None
-            missing = [one for one in chosen if not (path / one).exists()]
-            if missing:
-                raise FileNotFoundError(f"weights: {path / missing[0]} is missing: {name} names it.")
-            return [path / one for one in chosen]
+    name, files_by_leaf = _index(path)
+    if name:
+        chosen = sorted({*files_by_leaf.values()})
+        missing = [one for one in chosen if not (path / one).exists()]
+        if missing:
+            raise FileNotFoundError(f"weights: {path / missing[0]} is missing: {name} names it.")
+        return [path / one for one in chosen]
     files = sorted(path.glob("*.safetensors"))
     return files or [one for one in (path / "pytorch_model.bin",) if one.exists()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..._checkpoint.parts import PLACE
 from ..._common.errors import CheckpointError
 from ..._storage.safetensors import Entry
 from ..._storage.spans import Cut, run
-from ..contents import Contents
+from ..contents import Contents, number_of
 
 __all__ = ["Own"]
 
@@ -37,18 +38,25 @@ class Own:
         found = {path_: _span(path, there[f"main.{path_}"], tuple(one["shape"])) for path_, one in leaves.items()}
         moments: dict[str, dict[str, Any]] = {}
         steps: dict[str, Any] = {}
-        kept = sorted({n[4:] for n in there if n.startswith("opt.")})
-        for name in kept:
-            leaf = next((p for p in leaves if name.endswith(f".{p}")), None)
+        missed: dict[str, int] = {}
+        kept: list[tuple[str, str, Tensor]] = []
+        for name in sorted(n[4:] for n in there if n.startswith("opt.")):
+            leaf = max((p for p in leaves if name.endswith(f".{p}")), key=len, default=None)  # "mean.a.w" is not of "w"
             if leaf is None:
                 continue
-            what = name[: -len(leaf) - 1]
-            one = there[f"opt.{name}"]
-            shape = tuple(leaves[leaf]["shape"])
-            if one.numel == _numel(shape) and what != "missed":
-                moments.setdefault(leaf, {})[NAMES.get(what, what)] = _span(path, one, shape)
+            kept.append((leaf, name[: -len(leaf) - 1], there[f"opt.{name}"]))
+        numbers = {what for leaf, what, one in kept if one.numel != _numel(leaves[leaf]["shape"])} | {"missed"}
+        for leaf, what, one in kept:  # a number for each leaf, or as many as the leaf has
+            held = _span(path, one, () if what in numbers else tuple(leaves[leaf]["shape"]))
+            if what == "missed":
+                missed[leaf] = number_of(held)
+            elif what == "step" and what in numbers:
+                steps[leaf] = held
+            else:
+                moments.setdefault(leaf, {})[NAMES.get(what, what)] = held
         for name in moments:
-            steps[name] = note["step"]
+            steps.setdefault(name, note["step"] - missed.get(name, 0))
+        steps[""] = note["step"]  # which no leaf need have had
         buffers = {n.removeprefix("buffers."): one for n, one in there.items() if n.startswith("buffers.")}
         found |= {name: _span(path, one, one.shape) for name, one in buffers.items()}
         return Contents(
@@ -60,7 +68,7 @@ class Own:
         )  # fmt: skip
 
 
-def _numel(shape: tuple[int, ...]) -> int:
+def _numel(shape: Sequence[int]) -> int:
     n = 1
     for k in shape:
         n *= k

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..._common.errors import CheckpointError
 from ..._storage.spans import Cut, box, numel_of
-from ..contents import Contents, buffers_by_shards, by_number, plain_name, without_prefix
+from ..contents import Contents, buffers_by_shards, by_number, plain_name, plain_names, without_prefix
 from ..pickles import Distributed, Held, read_saved, span_of
 
 __all__ = ["RankFiles"]
@@ -32,7 +32,7 @@ class RankFiles:
     def read(self, path: Path) -> Contents:
         ranks = _opened(path, _files(path, "model"))
         weights, ties = _joined(ranks, [tree for tree, _, _ in ranks])
-        names = {name: plain_name(name) for name in weights}
+        names = plain_names(weights)
         prefix = without_prefix([*names.values()])
         names = {name: plain.removeprefix(prefix) for name, plain in names.items()}
         found = {names[name]: one for name, one in weights.items() if name not in ties}

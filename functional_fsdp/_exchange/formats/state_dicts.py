@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.errors import CheckpointError
-from ..contents import Contents, by_number, plain_name, without_prefix
+from ..contents import Contents, by_number, plain_name, plain_names, without_prefix
 from ..pickles import Distributed, Held, read_saved, span_of
 from .hugging_face import tensors_of
 
@@ -38,9 +38,11 @@ class StateDict:
         found, ties, prefix = weights_of(path, tree[name], span)
         version = tree.get("pytorch-lightning_version")
         optimizer = next((tree[n] for n in OPTIMIZERS if tree.get(n)), None)
+        several = len(optimizer) if isinstance(optimizer, list) else 1
         if isinstance(optimizer, list):
-            optimizer = optimizer[0] if len(optimizer) == 1 else None
+            optimizer = optimizer[0] if several == 1 else None
         moments, why = moments_of(path, optimizer, found, span, prefix) if optimizer else ({}, "")
+        why = f"{path.name}: states of {several} optimizers" if several > 1 else why
         steps = {leaf: kept.pop("step") for leaf, kept in moments.items() if "step" in kept}
         step = tree.get("global_step")
         left = [n for n in tree if n != name and n not in OPTIMIZERS]
@@ -65,7 +67,7 @@ def weights_of(path: Path, tree: Mapping[Any, Any], span: Any) -> tuple[dict[str
         )
     tree = {name: one for name, one in tree.items() if not (isinstance(name, str) and name.endswith("_extra_state"))}
     found, ties = tensors_of(path, tree, span)
-    names = {name: plain_name(name) for name in found}
+    names = plain_names(found)
     prefix = without_prefix([*names.values()])
     names = {name: plain.removeprefix(prefix) for name, plain in names.items()}
     kept = {names[name]: one for name, one in found.items() if name not in ties}
