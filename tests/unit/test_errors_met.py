@@ -281,7 +281,7 @@ PLACED: dict[str, tuple[Placed, type[Exception], str]] = {
     "a file that holds a list": (
         lambda folder: pickled(folder, [torch.ones(4)]), fsdp.CheckpointError, "holds a list; expected a state dict"),
     "a file that holds numbers": (
-        lambda folder: pickled(folder, {"w": 3}), fsdp.TreeError, "has a int at 'w'; expected tensors by name"),
+        lambda folder: pickled(folder, {"w": 3}), fsdp.CheckpointError, "has a int at 'w'; expected tensors by name"),
     "reduce: a list for a unit": (
         lambda _: begun([torch.ones(4)], "w"), fsdp.TreeError, r"grads is a list; expected \{key: tensor\}"),
     "reduce: another shape": (
