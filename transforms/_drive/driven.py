@@ -45,8 +45,6 @@ class Driven(Protocol):
     stack: list[Any]
     calls: list[Any]
     active: list[Any]
-    visits: list[Any]
-    one_thread: Any
     inner: list[Any]
     backward: bool
     gathering: bool
@@ -81,3 +79,5 @@ class Driven(Protocol):
     def tensors(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]: ...
 
     def trains(self, leaf: Leaf) -> bool: ...
+
+    def visited(self, visit: Any) -> None: ...

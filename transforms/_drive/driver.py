@@ -312,6 +312,13 @@ class Driver:
             self.outside.difference_update(names)
             self.state = release(self.state, names if len(names) > 1 else names[0])
 
+    def visited(self, visit: Visit) -> None:
+        """A visit begins, through which inner backwards may go: these gather, and so run on this thread, also for a
+        GPU."""
+        self.visits.append(visit)
+        if self.one_thread is None:
+            self.one_thread = torch.autograd.set_multithreading_enabled(False)
+
     def close(self, keep: Sequence[Any] = ()) -> None:
         """Inner backwards are over, but for passages through the unit calls in `keep`."""
         for visit in self.inner:

@@ -60,9 +60,7 @@ class Visit(UnitUse):
         self.call, self.session = call or self, driver.session
         self.passage: Visit | None = None
         self.anchor: torch.Tensor | None = None
-        driver.visits.append(self)
-        if driver.one_thread is None:  # inner backwards gather, and so run on this thread, also for a GPU
-            driver.one_thread = torch.autograd.set_multithreading_enabled(False)
+        driver.visited(self)
 
     def passed(self) -> Visit:
         """An inner backward comes to what this visit computed: its weights are needed."""
