@@ -142,7 +142,11 @@ fused_sgd_ = torch._fused_sgd_
 C: Any = torch._C
 CInterpreter: Any = C._functorch.CInterpreter
 is_wrapped = C._functorch.is_functorch_wrapped_tensor  # whether a tensor is of a torch.func transform
-dual_level_verbs = (predispatch, "_enter_dual_level_impl"), (predispatch, "_exit_dual_level_impl")  # where they are
+dual_level_verbs: tuple[tuple[Any, str], ...] = (  # where they are: before torch 2.13 in C++'s module
+    ((predispatch, "_enter_dual_level_impl"), (predispatch, "_exit_dual_level_impl"))
+    if hasattr(predispatch, "_enter_dual_level_impl")
+    else ((torch._C, "_enter_dual_level"), (torch._C, "_exit_dual_level"))
+)
 unwrapped = C._functorch.get_unwrapped  # such a tensor, as the level below has it
 level_of = C._functorch.maybe_get_level  # of such a tensor; negative where its transform is over
 func_interpreter = torch._C._functorch.peek_interpreter_stack  # of the innermost torch.func transform, or None
