@@ -111,7 +111,7 @@ def test_a_step_that_raises_ends_the_profile() -> None:
         step(state)
     assert step._profile is None
     with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True),
         pytest.raises(fsdp.ScheduleError, match="a profiler runs already"),
     ):
         fsdp.observe(lambda state: state, skip=0)(state)

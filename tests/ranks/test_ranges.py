@@ -58,7 +58,7 @@ def driven(state: fsdp.State, model: Any) -> fsdp.State:
 
 def ranges_of(call: Callable[[], Any], folder: Path) -> list[dict[str, Any]]:
     """The package's ranges of a call, in the order in which they begin."""
-    with profile(activities=[ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
         call()
     found.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
