@@ -42,9 +42,9 @@ def save_adapter(
     whole model to PEFT itself: `fsdp.as_module(model, state).merge_and_unload()`.
 
     Args:
-        folder: appears when everything is on disk. All ranks must see it. config: of the adapter,
-        `model.peft_config["default"]`; or a mapping, for `adapter_config.json`. None: written by
-            you.
+        folder: appears when everything is on disk. All ranks must see it.
+        config: of the adapter, `model.peft_config["default"]`; or a mapping, for `adapter_config.json`. None: written
+            by you.
         adapter: its name in the model.
         dtype: of the file; None: that of `Precision.main`.
 

@@ -47,9 +47,9 @@ class Checkpoint(Source, Mapping[str, torch.Tensor]):
     another. Printing it gives a table.
 
     Attributes:
-        path: what was opened. format, version, world: what wrote it, of which version, and how many ranks did; None
-        where
-            the files do not say.
+        path: what was opened.
+        format, version, world: what wrote it, of which version, and how many ranks did; None where the files do not
+            say.
         leaves: {name: (shape, dtype)} of weights and buffers, ties once.
         ties: {further name: the name that holds the leaf}.
         buffers, frozen: names, as far as the files say.
@@ -210,10 +210,10 @@ def open_checkpoint(
     that torch's DCP wrote by rank; single files of safetensors and of torch.save (Lightning's .ckpt among them).
 
     Args:
-        path: a folder or a file. All ranks must see it. base: of an adapter of PEFT, whose names are those of the model
-        of `get_peft_model`: the folder of the weights that
-            it is of. Both are then there, as that model has them.
+        path: a folder or a file. All ranks must see it.
         prefix: what weights' names begin with there and leaves' paths do not, as "model."; None: found from the names.
+        base: of an adapter of PEFT, whose names are those of the model of `get_peft_model`: the folder of the weights
+            that it is of. Both are then there, as that model has them.
 
     Returns:
         a mapping {name: tensor} that reads a leaf when asked for it. `init(weights=)`, `load_weights` and

@@ -20,7 +20,7 @@ from .._storage.spans import Cut, Files, entry_values, numel_of
 
 __all__ = [
     *("Contents", "Format", "buffers_by_shards", "by_number", "number_of", "plain_name", "plain_names", "sorted_out"),
-    "without_prefix",
+    *("steps_from", "without_prefix"),
 ]
 
 Spans = dict[str, Any]  # Entry, Cut, Blob, Filled or tensor, by name
@@ -179,26 +179,26 @@ def by_number(
         return joined, ""
     shapes = [shape_of[k] for k in numbers]
     names = [*weights]
-    ways = [1] + [0] * len(numbers)  # in how many ways the first k moments are some of the weights so far
+    ways = [[1] + [0] * len(numbers)]  # [i][k]: in how many ways the first k moments are some of the first i weights
     for name in names:
-        for k in range(len(numbers), 0, -1):
-            if shapes[k - 1] in (None, tuple(weights[name].shape)):
-                ways[k] += ways[k - 1]
-    if ways[-1] != 1:
-        how = "no leaves" if ways[-1] == 0 else "several sets of leaves"
+        last = ways[-1]
+        fits = [shape in (None, tuple(weights[name].shape)) for shape in shapes]
+        ways.append([1, *(last[k + 1] + (last[k] if fits[k] else 0) for k in range(len(numbers)))])
+    if ways[-1][-1] != 1:
+        how = "no leaves" if ways[-1][-1] == 0 else "several sets of leaves"
         return {}, f"{where.name}: moments by number, {len(numbers)} of them, which fit {how} by their order and shapes"
     found: Moments = {}
     k = len(numbers)
-    counts = [[1] + [0] * len(numbers)]
-    for name in names:
-        last = counts[-1]
-        fits = [shapes[j] in (None, tuple(weights[name].shape)) for j in range(len(numbers))]
-        counts.append([1, *(last[j + 1] + (last[j] if fits[j] else 0) for j in range(len(numbers)))])
     for i in range(len(names), 0, -1):
-        if k and not counts[i - 1][k]:
+        if k and not ways[i - 1][k]:
             k -= 1
             found[names[i - 1]] = dict(state[numbers[k]])
     return dict(reversed(found.items())), ""
+
+
+def steps_from(moments: Moments) -> dict[str, Any]:
+    """The counts of steps, taken out of what is kept for each leaf."""
+    return {leaf: kept.pop("step") for leaf, kept in moments.items() if "step" in kept}
 
 
 def buffers_by_shards(weights: Mapping[str, Any], moments: Mapping[str, Any]) -> frozenset[str] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..contents import Contents, buffers_by_shards, sorted_out
+from ..contents import Contents, buffers_by_shards, sorted_out, steps_from
 from ..pickles import read_saved
 from .dcp import Dcp, dcp_tensors
 from .hugging_face import HuggingFace, files_of
@@ -48,5 +48,5 @@ class Accelerate:
                 tree, span = read_saved(optimizer)
                 found.moments, why = moments_of(optimizer, tree, found.tensors, span, found.prefix)
                 found.left = (*found.left, why) if why else found.left
-        found.steps = {leaf: kept.pop("step") for leaf, kept in found.moments.items() if "step" in kept}
+        found.steps = steps_from(found.moments)
         return found

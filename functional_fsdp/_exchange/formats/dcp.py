@@ -16,7 +16,7 @@ import torch
 from ..._common.errors import CheckpointError
 from ..._storage.safetensors import Entry
 from ..._storage.spans import Blob, Cut, box, numel_of
-from ..contents import Contents, buffers_by_shards, sorted_out
+from ..contents import Contents, buffers_by_shards, sorted_out, steps_from
 from ..pickles import Inert, read_pickle, saved_tensor
 
 __all__ = ["Dcp", "dcp_tensors"]
@@ -33,7 +33,7 @@ class Dcp:
     def read(self, path: Path) -> Contents:
         named, version, world = dcp_tensors(path)
         weights, moments, others, prefix = sorted_out(named)
-        steps = {name: kept.pop("step") for name, kept in moments.items() if "step" in kept}
+        steps = steps_from(moments)
         return Contents(
             "torch.distributed.checkpoint",
             weights,

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..._common.errors import CheckpointError
 from ..._storage.spans import Cut, numel_of, run
-from ..contents import Contents, by_number, plain_name
+from ..contents import Contents, by_number, plain_name, steps_from
 from ..pickles import Held, Inert, read_saved, span_of
 from .hugging_face import ties_of
 
@@ -342,6 +342,6 @@ def _without_zero(folder: Path, model: Spanned, about: dict[str, Any]) -> Conten
         names = [n for n in found if n not in about["buffers"]]
         moments, why = by_number(file, state, optimizer["param_groups"], {n: found[n] for n in names})
         left = (why,) if why else ()
-    steps = {name: kept.pop("step") for name, kept in moments.items() if "step" in kept}
+    steps = steps_from(moments)
     return Contents("DeepSpeed ZeRO-0", found, world=tree.get("dp_world_size"), moments=moments, steps=steps, left=left,
                     **{**about, "ties": ties})  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from ..._checkpoint.note import NOTE, Tensor, read_note, sizes, tensors_of
 from ..._checkpoint.parts import PLACE
 from ..._common.errors import CheckpointError
 from ..._storage.safetensors import Entry
-from ..._storage.spans import Cut, run
+from ..._storage.spans import Cut, numel_of, run
 from ..contents import Contents, number_of
 
 __all__ = ["Own"]
@@ -45,7 +44,7 @@ class Own:
             if leaf is None:
                 continue
             kept.append((leaf, name[: -len(leaf) - 1], there[f"opt.{name}"]))
-        numbers = {what for leaf, what, one in kept if one.numel != _numel(leaves[leaf]["shape"])} | {"missed"}
+        numbers = {what for leaf, what, one in kept if one.numel != numel_of(leaves[leaf]["shape"])} | {"missed"}
         for leaf, what, one in kept:  # a number for each leaf, or as many as the leaf has
             held = _span(path, one, () if what in numbers else tuple(leaves[leaf]["shape"]))
             if what == "missed":
@@ -66,13 +65,6 @@ class Own:
             moments=moments, steps=steps, step=note["step"],
             left=tuple(n for n in there if n.startswith("extras.")),
         )  # fmt: skip
-
-
-def _numel(shape: Sequence[int]) -> int:
-    n = 1
-    for k in shape:
-        n *= k
-    return n
 
 
 def _span(path: Path, one: Tensor, shape: tuple[int, ...]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..._common.errors import CheckpointError
 from ..._storage.spans import Cut, box, numel_of
-from ..contents import Contents, buffers_by_shards, by_number, plain_name, plain_names, without_prefix
+from ..contents import Contents, buffers_by_shards, by_number, plain_name, plain_names, steps_from, without_prefix
 from ..pickles import Distributed, Held, read_saved, span_of
 
 __all__ = ["RankFiles"]
@@ -37,7 +37,7 @@ class RankFiles:
         names = {name: plain.removeprefix(prefix) for name, plain in names.items()}
         found = {names[name]: one for name, one in weights.items() if name not in ties}
         moments, left = _moments(path, found, len(ranks))
-        steps = {leaf: kept.pop("step") for leaf, kept in moments.items() if "step" in kept}
+        steps = steps_from(moments)
         return Contents(
             "files of ranks (torch.save of DTensors)", found, None, len(ranks),
             {names[alias]: names[one] for alias, one in ties.items()} or None,

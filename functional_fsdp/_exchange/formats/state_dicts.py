@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.errors import CheckpointError
-from ..contents import Contents, by_number, plain_name, plain_names, without_prefix
+from ..contents import Contents, by_number, plain_name, plain_names, steps_from, without_prefix
 from ..pickles import Distributed, Held, read_saved, span_of
 from .hugging_face import tensors_of
 
@@ -43,7 +43,7 @@ class StateDict:
             optimizer = optimizer[0] if several == 1 else None
         moments, why = moments_of(path, optimizer, found, span, prefix) if optimizer else ({}, "")
         why = f"{path.name}: states of {several} optimizers" if several > 1 else why
-        steps = {leaf: kept.pop("step") for leaf, kept in moments.items() if "step" in kept}
+        steps = steps_from(moments)
         step = tree.get("global_step")
         left = [n for n in tree if n != name and n not in OPTIMIZERS]
         return Contents(
