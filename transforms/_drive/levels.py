@@ -26,7 +26,7 @@ from .._modules.outputs import map_tensors
 from .._modules.unit_modules import Leaf
 from .driven import Driven, Gradients, Opened
 from .placeholders import WeightPlaceholder
-from .unit_uses import UnitUse, Weights, first_order, no_output
+from .unit_uses import UnitUse, first_order, no_output
 
 __all__ = ["Visit", "entered", "leave_passages", "outside_levels"]
 
@@ -153,31 +153,12 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
         if records or differentiates:
             trained = unit_call.trained if records else []
             visit = Visit(driver, unit_call, [unit_call.leaves[i] for i in trained], driver.backward)
-            if trained:
-                through = Weights.apply(driver.places.token, visit, *[tensors[i] for i in trained])
-                for i, tensor in zip(trained, through, strict=True):
-                    tensors[i] = tensor
+            unit_call.record(visit, tensors, trained, outside)
             visit.lent, visit.tensors, visit.outside = lent, tensors, outside
-            if not visit.again:
-                driver.calls.append(visit)
-                visit.node = tensors[trained[0]].grad_fn if trained else None
-                if outside:
-                    driver.besides.update(outside)
     given = [Given(t) for t in each_tensor((args, kwargs))]
     if visit is not None and differentiates:
         args, kwargs = enter_inputs(visit, given, args, kwargs)
-    driver.stack.append(unit_call)
-    unit_call.put(tensors)
-    try:
-        watch = not unit_call.watched and not driver.backward
-        out = unit_call.watch(function, args, kwargs, tensors) if watch else unit_call.run(function, args, kwargs)
-        unit_call.check(lent, tensors, versions, visit and visit.node)
-    except Exception as error:
-        unit_call.explain(error, (args, kwargs))
-        raise
-    finally:
-        driver.stack.pop()
-        unit_call.take()
+    out = unit_call.run_with(tensors, lent, versions, visit, function, args, kwargs)
     return leave(visit, unit_call, storages, given, out)
 
 

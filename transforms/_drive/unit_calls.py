@@ -7,7 +7,7 @@ What the backward does when it comes to such a call is in `_drive.unit_uses`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -216,31 +216,49 @@ class UnitCall:
         if torch.is_grad_enabled():
             call = UnitUse(driver, self, [self.leaves[i] for i in self.trained], driver.backward)
             given = _differentiated((*args, *kwargs.values()))
-            if self.trained:
-                through = Weights.apply(driver.places.token, call, *[tensors[i] for i in self.trained])
-                for i, tensor in zip(self.trained, through, strict=True):
-                    tensors[i] = tensor
+            self.record(call, tensors, self.trained, outside)
             if not call.again:
-                driver.calls.append(call)
-                call.node = tensors[self.trained[0]].grad_fn if self.trained else None
                 call.lent, call.tensors, call.outside = lent, tensors, outside
-                if outside:
-                    driver.besides.update(outside)
+        self.call, self.storages, self.given = call, storages, given
+        try:
+            out = self.run_with(tensors, lent, versions, call, function, args, kwargs)
+        finally:
+            self.call, self.given = None, []
+        return _out(out, storages, call, given)
+
+    def record(self, use: UnitUse, tensors: list[torch.Tensor], trained: Sequence[int], outside: Set[str]) -> None:
+        """Have the trained ones of these weights go through the step's graph; and note the use, unless it is one of a
+        recomputation."""
+        driver = self.driver
+        if trained:
+            through = Weights.apply(driver.places.token, use, *[tensors[i] for i in trained])
+            for i, tensor in zip(trained, through, strict=True):
+                tensors[i] = tensor
+        if not use.again:
+            driver.calls.append(use)
+            use.node = tensors[trained[0]].grad_fn if trained else None
+            if outside:
+                driver.besides.update(outside)
+
+    def run_with(
+        self, tensors: list[torch.Tensor], lent: tuple[torch.Tensor, ...], versions: list[int], use: UnitUse | None,
+        function: Callable[..., Any], args: Any, kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Run the module's own code while it has these weights, and look at what it did to them."""
+        driver = self.driver
         driver.stack.append(self)
         self.put(tensors)
-        self.call, self.storages, self.given = call, storages, given
         try:
             watch = not self.watched and not driver.backward
             out = self.watch(function, args, kwargs, tensors) if watch else self.run(function, args, kwargs)
-            self.check(lent, tensors, versions, call and call.node)
+            self.check(lent, tensors, versions, use and use.node)
         except Exception as error:
             self.explain(error, (args, kwargs))
             raise
         finally:
-            self.call, self.given = None, []
             driver.stack.pop()
             self.take()
-        return _out(out, storages, call, given)
+        return out
 
     def explain(self, error: Exception, given: Any) -> None:
         """Have an error of the module's own code say what it means, or where it was raised."""
