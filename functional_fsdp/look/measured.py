@@ -61,6 +61,7 @@ class Measured:
     spans: list[Span] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     exposed: dict[str, float] = field(default_factory=dict)  # by lane: seconds that compute waited for it
+    waited: float = 0.0  # seconds that compute waited for any of them: where two lanes run at once, they count once
     arrivals: list[Arrival] = field(default_factory=list)
 
 
@@ -167,6 +168,7 @@ def _on_host(
     one.waits = waits
     for lane in ("gather", "reduce", "control"):
         one.exposed[lane] = length((w.begin, w.end) for w in waits if w.lane == lane)
+    one.waited = length((w.begin, w.end) for w in waits)
 
 
 def _on_device(
@@ -210,6 +212,7 @@ def _on_device(
     for lane in ("gather", "reduce", "other"):
         of_lane = [(s.begin + start, s.end + start) for s in one.spans if s.lane == lane]
         one.exposed[lane] = length(of_lane) - overlap(of_lane, busy)
+    one.waited = length((w.begin, w.end) for w in one.waits)
 
 
 def _lanes(

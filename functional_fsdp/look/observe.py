@@ -26,7 +26,7 @@ from .._plan.timeline import SCALES, Timeline, draw_lanes, predict
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .measured import Arrival, Measured, measured
-from .trace import STEP, recorded
+from .trace import STEP, length, recorded
 
 __all__ = ["Late", "Observation", "Observed", "observe"]
 
@@ -56,10 +56,14 @@ class Late(NamedTuple):
 
 
 class RankTimes(NamedTuple):
-    """Of one rank, seconds a step: all of it, compute, and by lane what compute waited."""
+    """Of one rank, seconds a step: all of it, compute, what compute waited for communication, and that by lane.
+
+    Lanes that run at once count once in `waited`, and each in `exposed`.
+    """
 
     seconds: float
     compute: float
+    waited: float
     exposed: dict[str, float]
 
 
@@ -202,6 +206,7 @@ class Observed:
         times = RankTimes(
             fmean(one.seconds for one in steps),
             fmean(sum(use.compute for use in one.uses) for one in steps),
+            fmean(one.waited for one in steps),
             {lane: fmean(one.exposed.get(lane, 0.0) for one in steps) for lane in steps[0].exposed},
         )
         arrivals = [arrival for one in steps for arrival in one.arrivals]
@@ -259,10 +264,10 @@ def _rows(
     planned = _planned(steps, plan, rates) if count == len(plan.uses) else None
     rows = []
     for k in range(count):
-        waits = [(w.end - w.begin, (w.lane, w.unit)) for one in steps for w in one.waits if w.use == k]
+        waits = [[w for w in one.waits if w.use == k] for one in steps]
         total: dict[tuple[str, str], float] = {}
-        for seconds, what in waits:
-            total[what] = total.get(what, 0.0) + seconds
+        for w in (w for some in waits for w in some):
+            total[w.lane, w.unit] = total.get((w.lane, w.unit), 0.0) + w.end - w.begin
         lanes: dict[str, tuple[float | None, int]] = {}
         for lane, of in zip(("gather", "reduce"), received, strict=True):
             spans = [[s for s in one.spans if (s.lane, s.use) == (lane, k)] for one in steps]
@@ -278,7 +283,7 @@ def _rows(
                 steps[0].uses[k].unit,
                 count == len(plan.uses) and plan.uses[k].reduces,
                 fmean(one.uses[k].compute for one in steps),
-                sum(total.values()) / len(steps),
+                fmean(length((w.begin, w.end) for w in some) for some in waits),
                 max(total, key=lambda what: total[what]) if total else None,
                 fmean(one.uses[k].host for one in steps),
                 lanes["gather"][0],
@@ -321,7 +326,8 @@ class Observation:
 
     Attributes:
         rank: whose `rows` and `steps` they are.
-        ranks: `RankTimes` of each: seconds a step, compute, and by lane the communication that compute waited for.
+        ranks: `RankTimes` of each: seconds a step, compute, the communication that compute waited for, and that by
+            lane.
         rows: of each use, see `Row`; empty where no Python ran.
         late: see `Late`, worst first.
         peaks: of each rank, bytes of GPU memory at the peak; None on the CPU.
@@ -371,7 +377,7 @@ class Observation:
         waits = ", ".join(f"{lane} {_ms(seconds)}" for lane, seconds in mine.exposed.items())
         lines = [
             f"rank {self.rank} of {len(self.ranks)}, {len(self.steps)} steps, ms: {_ms(mine.seconds)} a step, compute "
-            f"{_ms(mine.compute)}, exposed communication: {waits or '-'}"
+            f"{_ms(mine.compute)}, exposed communication {_ms(mine.waited)}: {waits or '-'}"
         ]
         if rows:
             lines.append(table(head, rows) + "\nplanned / measured, mean ms; GB/s received")
@@ -407,7 +413,7 @@ class Observation:
         if planned is not None:
             page.text(f"planned, with compute as measured: {planned.seconds * scale:,.3g} {name}")
             draw_lanes(page, planned, end, scale, colours, ())
-        waited = sum(w.end - w.begin for w in one.waits) * scale
+        waited = one.waited * scale
         page.text(f"measured; compute waits {waited:,.3g} {name}, where hatched")
         panel = draw_lanes(page, seen, end, scale, colours, [(w.begin, w.end) for w in one.waits], below=0.6)
         panel.axes.set_xlabel(f"time ({name})", fontsize=10, color=INK)

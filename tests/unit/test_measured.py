@@ -96,6 +96,14 @@ def test_on_a_gpu_compute_waits_where_communication_runs_and_it_does_not() -> No
     assert [(a.lane, a.unit) for a in one.arrivals] == [("gather", "a"), ("gather", "b"), ("reduce", "b")]
 
 
+def test_lanes_that_run_at_once_count_once() -> None:
+    """A reduction from 45 to 60 beside a gather from 52 to 58: compute waits from 50 to 60."""
+    second = kernel("ncclDevKernel_AllGather", 3.6, 52, 58, 13, "cudaLaunchKernel")
+    (one,) = read(STEP + kernels() + second)
+    assert one.exposed == pytest.approx({"gather": 0.021, "reduce": 0.010, "other": 0.0})
+    assert one.waited == pytest.approx(0.025)
+
+
 def test_of_a_replayed_graph_the_plan_says_which_is_which() -> None:
     (one,) = read([host("observed step", 0, 5), *kernels("cudaGraphLaunch")])
     assert one.uses == []
@@ -138,9 +146,9 @@ def test_a_report_of_steps_without_python(tmp_path: Path) -> None:
     layout = fsdp.make_layout({"a": {"w": _meta()}, "b": {"w": _meta()}}, fsdp.Spec({"data": 2}, units=["a", "b"]))
     plan = fsdp.make_plan(layout, fsdp.Schedule())
     (one,) = read([host("observed step", 0, 5), *kernels("cudaGraphLaunch")])
-    times = RankTimes(one.seconds, 0.0, one.exposed)
+    times = RankTimes(one.seconds, 0.0, one.waited, one.exposed)
     report = fsdp.Observation(0, (times, times), (), (), (1 << 30, 2 << 30), plan, [one])
-    assert "exposed communication: gather 15.00, reduce 10.00" in repr(report)
+    assert "exposed communication 25.00: gather 15.00, reduce 10.00" in repr(report)
     assert "memory at the peak: 1.0 GiB, 2.0 GiB" in repr(report)
     gathered, reduced = (plan.by_name["a"].nbytes + plan.by_name["b"].nbytes), plan.reductions[0].nbytes
     assert report.links == pytest.approx((gathered / 0.028, reduced / 0.015))
