@@ -22,9 +22,9 @@ from .._runtime.runtime import runtime_of
 from .._state.redistribute import leaf_infos
 from .._state.state import State
 from .._state.update import counted, with_counts
-from .._storage.flat import FlatBuffer
+from .._storage.flat import FlatBuffer, Node, nodes_of
 from .note import Tensor
-from .parts import PLACE, SAVED, Node, SavedTensor, any_apart, by_place, nodes_of
+from .parts import PLACE, SAVED, SavedTensor, any_apart, by_place
 
 __all__ = ["ALLOWED", "about_of", "as_there", "check_same", "fits", "names_of"]
 

@@ -20,16 +20,14 @@ import torch
 
 from .._common.checksum import checksum
 from .._common.errors import TreeError
-from .._common.torch_names import pytree
-from .._common.tree import dotted
 from .._plan.route import Partial
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
-from .._storage.flat import FlatBuffer, leaf_shards
+from .._storage.flat import FlatBuffer, Node, leaf_shards, nodes_of
 
 __all__ = [
     *("PLACE", "SAVED", "SavedTensor", "any_apart", "by_place", "content", "named"),
-    *("nodes_of", "own_place", "parts_of", "plain_names"),
+    *("own_place", "parts_of", "plain_names"),
 ]
 
 SAVED = ("main", "opt", "buffers", "count", "rng", "extras")
@@ -59,31 +57,6 @@ class SavedTensor(NamedTuple):
     @property
     def plain(self) -> bool:
         return self.writes is None
-
-
-class Node(NamedTuple):
-    """A FlatBuffer or a plain leaf of a State's field.
-
-    Attributes:
-        path: dotted; of a FlatBuffer under its bucket's name that of the tree which it belongs to, as "mean".
-    """
-
-    keys: tuple[Any, ...]
-    path: str
-    value: Any
-
-
-def nodes_of(tree: Any) -> list[Node]:
-    """The leaves of a tree, FlatBuffers whole."""
-    pairs, _ = pytree.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, FlatBuffer))
-    found = []
-    for (keys, value), path in zip(pairs, dotted([keys for keys, _ in pairs]), strict=True):
-        some = tuple(keys)
-        if isinstance(value, FlatBuffer) and some and getattr(some[-1], "key", None) == value.bucket.name:
-            some = some[:-1]
-            path = dotted([some])[0] if some else ""
-        found.append(Node(some, path, value))
-    return found
 
 
 def parts_of(state: State) -> list[SavedTensor]:

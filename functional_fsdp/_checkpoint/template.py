@@ -20,10 +20,10 @@ from .._runtime.joint import Joint
 from .._spec.spec import Spec
 from .._state.shard import build, given
 from .._state.state import State
-from .._storage.flat import FlatBuffer, leaf_shards
-from .._transports.auto import resolve_transport
+from .._storage.flat import FlatBuffer, leaf_shards, nodes_of
+from .._transports.carrier import resolve_transport
 from .note import NOTE, Tensor
-from .parts import by_place, nodes_of
+from .parts import by_place
 
 __all__ = ["blank", "made_for", "with_extras"]
 

@@ -19,7 +19,7 @@ import torch
 from .._checkpoint.checkpoint import same_folder
 from .._checkpoint.folder import Claim, check_shared, partial, sync, write_file
 from .._checkpoint.note import METADATA, file_of
-from .._checkpoint.parts import SavedTensor, nodes_of, parts_of
+from .._checkpoint.parts import SavedTensor, parts_of
 from .._checkpoint.writer import Written, write_tensors
 from .._common.calls import alone
 from .._common.errors import SpecError
@@ -31,7 +31,7 @@ from .._optim.numbers import at, by_label
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.flat import FlatBuffer
+from .._storage.flat import FlatBuffer, nodes_of
 from .._storage.spans import numel_of
 from .stream import none_apart
 

@@ -47,7 +47,7 @@ from .._spec.spec import Spec
 from .._storage.conversions import Conversions, checked
 from .._storage.flat import FlatBuffer
 from .._storage.sources import Rename, Source, fill, opened, same_source
-from .._transports.auto import resolve_transport
+from .._transports.carrier import resolve_transport
 from .export import buffers
 from .shard import build, describe, given, needs_spec
 from .state import State

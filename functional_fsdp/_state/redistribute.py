@@ -28,7 +28,7 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, LeafShard, leaf_shards
 from .._storage.refresh import no_scales, refresh
-from .._transports.auto import resolve_transport
+from .._transports.carrier import resolve_transport
 from .free import free_arena
 from .shard import given, needs_spec
 from .state import State, Version

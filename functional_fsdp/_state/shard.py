@@ -26,7 +26,7 @@ from .._spec.settings import describe_settings
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, leaf_shards
 from .._storage.refresh import no_scales, refresh
-from .._transports.auto import resolve_transport
+from .._transports.carrier import resolve_transport
 from .spread import check_source, spread
 from .state import Lineage, State, Version
 

@@ -12,19 +12,17 @@ It is tried with a few bytes on every rank, and the first one that all of them c
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from .._common.errors import SpecError
 from .._distributed.peer_memory import check_reach
-from .._plan.layout import Layout, LeafInfo, plan_layout
-from .._runtime.runtime import Runtime, runtime_of
-from .._spec.spec import Spec
+from .._plan.layout import Layout
+from .._runtime.runtime import Runtime
 from .._spec.transport import Transport
 from .carrier import CollectiveTransport
 from .copy_engine import Copies, CopyEngine
 from .symmetric import Symmetric, registered
 
-__all__ = ["Auto", "resolve_transport"]
+__all__ = ["Auto"]
 
 log = logging.getLogger(__name__)
 TRIED = 1024  # bytes
@@ -47,19 +45,6 @@ class Auto(Transport):
             return found
 
         return run.choose(large, tuple(axes), choose)
-
-
-def resolve_transport(
-    spec: Spec, leaves: Sequence[LeafInfo], order: Sequence[str], layout: Layout
-) -> tuple[Spec, Layout]:
-    """The spec with a transport that is on this machine, the same on every rank, and its layout. Collective where the
-    transport is "auto". `layout`: that of the spec as it is."""
-    transport = spec.transport.resolve_transport(runtime_of(spec.mesh), layout)
-    if transport is spec.transport:
-        return spec, layout
-    alike = transport.exact == spec.transport.exact  # all that a layout depends on
-    spec = spec.with_transport(transport)
-    return spec, layout if alike else plan_layout(leaves, spec, order)
 
 
 def _choose(run: Runtime, axes: list[str]) -> tuple[Transport, str]:

@@ -20,16 +20,17 @@ import torch
 
 from .._common.record import Collective
 from .._distributed.lanes import Mark, Steps, together
-from .._plan.layout import Bucket, Layout, Unit
+from .._plan.layout import Bucket, Layout, LeafInfo, Unit, plan_layout
 from .._plan.plan import Plan
 from .._plan.route import Route
-from .._runtime.runtime import Runtime
+from .._runtime.runtime import Runtime, runtime_of
+from .._spec.spec import Spec
 from .._spec.transport import Traits, Transport
 from .._storage.place import BucketPlace, Filling, Place
 from .._storage.stored import Stored
 from .._storage.weights import read
 
-__all__ = ["Carrier", "CollectiveTransport", "Portions"]
+__all__ = ["Carrier", "CollectiveTransport", "Portions", "resolve_transport"]
 
 Gathers = tuple[tuple[Collective, torch.Tensor], ...]  # collectives, and where each one lands
 PLAIN = Traits()
@@ -185,3 +186,16 @@ class CollectiveTransport(Transport):
 
     def on(self, run: Runtime, layout: Layout) -> Carrier:
         return Carrier(run, layout)
+
+
+def resolve_transport(
+    spec: Spec, leaves: Sequence[LeafInfo], order: Sequence[str], layout: Layout
+) -> tuple[Spec, Layout]:
+    """The spec with a transport that is on this machine, the same on every rank, and its layout. Collective where the
+    transport is "auto". `layout`: that of the spec as it is."""
+    transport = spec.transport.resolve_transport(runtime_of(spec.mesh), layout)
+    if transport is spec.transport:
+        return spec, layout
+    alike = transport.exact == spec.transport.exact  # all that a layout depends on
+    spec = spec.with_transport(transport)
+    return spec, layout if alike else plan_layout(leaves, spec, order)

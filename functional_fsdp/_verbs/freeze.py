@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from .._checkpoint.parts import nodes_of
 from .._common.calls import alone
 from .._common.errors import SpecError
 from .._common.torch_names import pytree
@@ -23,7 +22,7 @@ from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.redistribute import Mover, moved
 from .._state.state import State
-from .._storage.flat import FlatBuffer, leaf_shards
+from .._storage.flat import FlatBuffer, leaf_shards, nodes_of
 
 __all__ = ["freeze", "unfreeze"]
 

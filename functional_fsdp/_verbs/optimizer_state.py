@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 
 from .._checkpoint.about import as_there
-from .._checkpoint.parts import Node, nodes_of
 from .._common.calls import alone, verb
 from .._common.device import clone_as
 from .._common.errors import ScheduleError, SpecError, TreeError
@@ -18,7 +17,7 @@ from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._state.update import with_counts
-from .._storage.flat import FlatBuffer, gather_leaves
+from .._storage.flat import FlatBuffer, Node, gather_leaves, nodes_of
 from .._storage.sources import Source, fill, opened, same_source
 from .replace import copies, renewed
 
