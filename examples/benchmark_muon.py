@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 import functional_fsdp as fsdp
 from functional_fsdp import extend
-from functional_fsdp._optim.muon import orthogonalized
+from functional_fsdp._optim_extra.muon import orthogonalized
 
 LR = 0.02
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

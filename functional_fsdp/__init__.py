@@ -12,9 +12,6 @@ if not (_Path(__file__).parent / "transforms").is_dir():  # unpacked without lin
     __path__.append(str(_Path(__file__).parents[1]))
 
 from . import extend
-from ._checkpoint.background import async_save
-from ._checkpoint.checkpoint import latest_checkpoint, load, save
-from ._checkpoint.safetensors import save_safetensors
 from ._common.errors import (
     CheckpointError,
     CommError,
@@ -25,11 +22,17 @@ from ._common.errors import (
     StaleStateError,
     TreeError,
 )
-from ._exchange.adapters import save_adapter
-from ._exchange.checkpoint import Checkpoint, open_checkpoint
-from ._exchange.stream import WeightDelta, WeightSnapshot, apply_delta, delta, snapshot, stream
-from ._exchange.to_dcp import save_dcp
 from ._graph.lower import Lowered, abstract_state, lower
+from ._io.adapters import save_adapter
+from ._io.background import async_save
+from ._io.checkpoint import latest_checkpoint, load, save
+from ._io.foreign import Checkpoint, open_checkpoint
+from ._io.hugging_face import conversions_of
+from ._io.load_weights import load_weights
+from ._io.optimizer_state import load_optimizer_state, optimizer_state
+from ._io.safetensors import save_safetensors
+from ._io.stream import WeightDelta, WeightSnapshot, apply_delta, delta, snapshot, stream
+from ._io.to_dcp import save_dcp
 from ._launch.launch import LaunchError, launch, local_mesh, workers
 from ._launch.simulated import Simulation, simulate
 from ._launch.workers import Handle, WorkerGroup
@@ -37,17 +40,15 @@ from ._nn.float8_weight import Float8Weight
 from ._nn.module import bind, functionalize
 from ._nn.ties import tie
 from ._optim.adamw import adamw
-from ._optim.from_torch import from_torch
-from ._optim.muon import muon
 from ._optim.optimizer import Optimizer
-from ._optim.partition import partition
 from ._optim.sgd import sgd
-from ._optim.updates import from_updates
-from ._plan.draw import draw
+from ._optim_extra.from_torch import from_torch
+from ._optim_extra.muon import muon
+from ._optim_extra.partition import partition
+from ._optim_extra.updates import from_updates
 from ._plan.layout import Bucket, Layout, Leaf, Unit
 from ._plan.plan import Plan, make_plan
 from ._plan.route import Partial, Replicated, Sharded
-from ._plan.timeline import timeline
 from ._simulate.traffic import Traffic
 from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._spec.precision import Precision
@@ -55,29 +56,27 @@ from ._spec.schedule import Schedule
 from ._spec.spec import Spec
 from ._spec.units import units
 from ._state.export import as_module, buffers, full_params, local_shards, state_dict
-from ._state.free import free_arena
 from ._state.host_transfer import host_transfer
 from ._state.init import init
-from ._state.redistribute import redistribute
+from ._state.redistribute import free_arena, redistribute
 from ._state.rounds import drop_gradients
 from ._state.shard import make_layout, shard
 from ._state.state import State
 from ._state.transfer import HostTransfer
 from ._storage.conversions import Concatenated, Sliced, Stacked, Transposed
 from ._storage.flat import FlatBuffer
-from ._storage.hugging_face import conversions_of
 from ._transports.registry import symmetric
 from ._verbs.freeze import freeze, unfreeze
-from ._verbs.load_weights import load_weights
 from ._verbs.metrics import pmax, pmean, psum
-from ._verbs.optimizer_state import load_optimizer_state, optimizer_state
 from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
 from .look.compare import Comparison, Difference, compare
+from .look.draw import draw
 from .look.fingerprint import fingerprint
 from .look.flight import flight_record
 from .look.observe import Late, Observation, observe
 from .look.prints import Prints
+from .look.timeline import timeline
 
 __version__ = "0.1.0"
 

@@ -23,17 +23,17 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from ._checkpoint.checkpoint import load, save
-from ._checkpoint.safetensors import save_safetensors
 from ._common.errors import FsdpError, SpecError
-from ._exchange.checkpoint import Checkpoint, open_checkpoint
+from ._io.checkpoint import load, save
+from ._io.foreign import Checkpoint, open_checkpoint
+from ._io.hugging_face import conversions_of
+from ._io.optimizer_state import load_optimizer_state
+from ._io.safetensors import save_safetensors
 from ._launch.launch import local_mesh
 from ._optim.adamw import adamw
 from ._spec.precision import Precision
 from ._spec.spec import Spec
 from ._state.init import init
-from ._storage.hugging_face import conversions_of
-from ._verbs.optimizer_state import load_optimizer_state
 
 __all__ = ["convert", "main", "model_of_config"]
 

@@ -42,23 +42,21 @@ from ._common.device import computes_on, default_generator
 from ._common.record import Collective
 from ._common.tracing import refuse, traced_as
 from ._common.tree import flatten, match
+from ._engine.carrier import Carrier
 from ._nn.skeleton import Placeholder, every_buffer, skeleton_of
 from ._optim.optimizer import Sender
 from ._runtime.copy_lane import CopyLane, HostBuffers, copy_lane
 from ._spec.transport import Transport
-from ._state.ranks import Ranks, check_between_steps, lineage_of, ranks_of, seeds
 from ._state.rounds import begin_round, end_round
-from ._state.session import Session
+from ._state.session import Ranks, Session, check_between_steps, lineage_of, ranks_of, seeds
 from ._state.sizes import state_bytes
 from ._state.state import FIELDS, State
 from ._storage.flat import gather_leaves, leaf_shards
 from ._storage.place import BucketPlace
 from ._storage.safetensors import bytes_of
 from ._storage.weights import Loan, is_lent, loan_of
-from ._transports.carrier import Carrier
-from ._verbs.change import change, change_weights, separate_gradients
+from ._verbs.change import by_unit, change, change_weights, over_shards, separate_gradients, shards, total
 from ._verbs.metrics import all_reduce
-from ._verbs.shards import by_unit, over_shards, shards, total
 
 __all__ = [
     "BucketPlace",

@@ -8,10 +8,9 @@ from ._drive.apply import apply
 from ._drive.forward_backward import ForwardBackward, forward_backward
 from ._per_sample.clipped import clipped_gradients
 from ._per_sample.per_sample import per_sample_norms, per_sample_vjp
-from .accumulate import accumulate
+from .accumulate import accumulate, divide
 from .clip import clip_by_global_norm, clip_by_value
 from .compile_report import ClassTimes, CompileReport, compile_report
-from .divide import divide
 from .hvp import hvp
 from .nonfinite import Nonfinite, NonfiniteError, any_nonfinite, find_nonfinite, skip_nonfinite
 from .norms import dot, global_norm, norms

@@ -21,7 +21,7 @@ from functional_fsdp.extend import alone, gather_leaves, separate_gradients
 from ._drive.chain import stages_of
 from ._drive.driver import eager_only
 from ._drive.stages import Stage, Stages, Weights
-from ._trees import Buffers, check_tree
+from .norms import Buffers, check_tree
 
 __all__ = ["hvp"]
 

@@ -14,7 +14,7 @@ from functional_fsdp._verbs.seams import torch_private
 from functional_fsdp.extend import refuse, skeleton_of, traced_as
 
 from ._modules.outputs import each_leaf
-from ._modules.patterns import outermost
+from ._modules.unit_modules import outermost
 from ._remat.generators import generators_of
 from ._remat.habits import Habits
 from ._remat.parts import KeptPart, Owner, of_function, part_of

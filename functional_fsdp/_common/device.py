@@ -1,4 +1,7 @@
-"""What hangs on the kind of device, and is no matter of lanes: memory, random numbers, and which kernels there are."""
+"""What hangs on the kind of device, and is no matter of lanes: memory, random numbers, and which kernels there are.
+
+Triton, where torch has it: None on machines without.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,12 +18,19 @@ from .errors import SpecError
 from .torch_names import storage_at
 
 __all__ = [
-    "arrival", "as_rate", "being_captured", "best_device", "casts_float8", "clone_as", "computes_on", "count_peak",
-    "current_device", "default_generator", "device_of", "empty_as", "forked_random", "fused_sgd_takes",
-    "host_bandwidth", "host_buffer", "host_memory", "in_host_memory", "keeps_released", "lies_on_host", "make_room",
-    "on_host", "peak_of", "pin", "random_state", "rows_at_once", "runs_triton", "set_random_state", "table_may_stay",
-    "unpin", "zeros_as",
+    "arrival", "as_rate", "being_captured", "best_device", "casts_float8", "clone_as", "computes_on",
+    "count_peak", "current_device", "default_generator", "device_of", "empty_as", "forked_random",
+    "fused_sgd_takes", "host_bandwidth", "host_buffer", "host_memory", "in_host_memory", "keeps_released",
+    "lies_on_host", "make_room", "on_host", "peak_of", "pin", "random_state", "rows_at_once", "runs_triton",
+    "set_random_state", "table_may_stay", "tl", "triton", "unpin", "zeros_as",
 ]  # fmt: skip
+
+try:
+    triton: Any = import_module("triton")
+    tl: Any = import_module("triton.language")
+except ImportError:  # torch for the CPU comes without
+    triton = tl = None
+
 
 PROBE = 1 << 26  # bytes
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment

@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from .._common.torch_names import default_store
-from .collectives import gloo
 from .groups import forget, level, new_group
 from .host_vote import HostVote
+from .lanes import gloo
 from .watch import ProcessWatch
 
 __all__ = ["Processes", "medium_of"]
@@ -23,7 +23,7 @@ class Processes:
 
     Attributes:
         lanes: the class of lanes, of a Runtime; None: as the device has them.
-        exchange: collectives of the control lane, see `_distributed.collectives`.
+        exchange: collectives of the control lane, see `_distributed.lanes`.
         level, forget: before ranks communicate, and after, see `_distributed.groups`.
         group: makes a communicator. watch: which of {place: process} have ended. vote: for ranks on one host.
         now: seconds. rest: waits for so many.

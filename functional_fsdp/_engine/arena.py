@@ -32,9 +32,8 @@ from .._plan.plan import Plan
 from .._plan.records import records
 from .._runtime.runtime import Runtime
 from .._storage.place import BucketPlace, Place
-from .._storage.stored import Stored
-from .._storage.weights import Loan, alias_of, lent_leaves, own_of, read
-from .._transports.carrier import Carrier
+from .._storage.weights import Loan, Stored, alias_of, lent_leaves, own_of, read
+from .carrier import Carrier
 
 __all__ = ["Arena"]
 

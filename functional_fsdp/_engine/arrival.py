@@ -24,8 +24,8 @@ import torch
 from .._common.errors import ScheduleError
 from .._common.torch_names import make_wrapper
 from .._distributed.lanes import Lanes, Mark
+from .reduction_steps import ordered_sum
 from .sink import BucketConsumer
-from .sum import ordered_sum
 
 __all__ = ["Arrival", "Gone", "Rooms", "gone"]
 

@@ -24,22 +24,21 @@ from .._common.interrupts import whole
 from .._distributed.lanes import Waiting
 from .._plan.cursor import InFlight
 from .._plan.layout import Layout
-from .._plan.order import DefaultOrder, GuessedOrder
 from .._plan.plan import Plan
 from .._plan.positions import Move
-from .._plan.program import Program
+from .._plan.program import DefaultOrder, GuessedOrder, Program
 from .._plan.records import staging_slots
 from .._plan.walk import Action
 from .._runtime.runtime import Runtime
 from .._spec.schedule import Order
 from .._spec.spec import Spec
-from .._storage.stored import Stored
-from .._transports.carrier import Carrier
+from .._storage.weights import Stored
+from .carrier import Carrier
 from .gathers import Gathers
 from .progress import Progress
 from .reductions import Reductions
 from .sink import GradientSink
-from .stage import Values
+from .staging import Values
 
 __all__ = ["Executor"]
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 
 from .._plan.cursor import Cursor
 from .._plan.layout import Layout
-from .._plan.order import DefaultOrder, FixedOrder, GuessedOrder, Known, RecordedOrder, known
-from .._plan.plan import SLOTS, Plan, make_plan
+from .._plan.plan import REDUCTIONS_AT_ONCE, Plan, make_plan
 from .._plan.positions import Move, Position, Positions
-from .._plan.program import Program, combined
+from .._plan.program import DefaultOrder, FixedOrder, GuessedOrder, Known, Program, RecordedOrder, combined, known
 from .._plan.walk import Action
 from .._runtime.runtime import Runtime
 from .._spec.schedule import Order, Schedule
@@ -22,7 +21,7 @@ from .._spec.spec import Spec
 __all__ = ["Progress", "first_plan"]
 
 
-def first_plan(layout: Layout, schedule: Schedule, slots: int = SLOTS) -> Plan:
+def first_plan(layout: Layout, schedule: Schedule, slots: int = REDUCTIONS_AT_ONCE) -> Plan:
     """What is followed until the order of use is known."""
     recorded = isinstance(known(schedule), RecordedOrder)
     return make_plan(layout, schedule.ordered(None) if recorded else schedule, slots=slots)

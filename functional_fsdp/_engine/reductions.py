@@ -24,12 +24,11 @@ from .._runtime.runtime import Runtime
 from .._storage.flat import FlatBuffer
 from .._storage.gradients import in_order
 from .._storage.weights import owned
-from .._transports.carrier import Carrier
+from .carrier import Carrier
 from .gathers import Gathers
 from .progress import Progress
 from .sink import GradientSink
-from .stage import Values
-from .staging import Staging
+from .staging import Staging, Values
 
 __all__ = ["Reductions"]
 

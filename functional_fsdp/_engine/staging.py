@@ -14,32 +14,158 @@ A reduction's staging is there from its copy until compute has waited for it, wh
 but one needs some: two at a time, and no more bytes than the plan says. The first reduction of a step lands in the main
 gradients, which are allocated then; later ones are added, in their dtype. What was announced with
 `last_microbatch=False` may stay partial (see `Placement`); `complete` reduces the rest.
+
+The staging of each reduction, with the places of its buckets and the ways that these go from there.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from .._common.device import in_host_memory
 from .._common.record import check_kinds
+from .._common.torch_names import foreach_copy_, foreach_zero_, unflatten_dense_tensors
 from .._distributed.lanes import Mark, Steps, together
 from .._plan.layout import STAGED, Bucket, Unit, aligned
-from .._plan.plan import SLOTS, Plan
+from .._plan.plan import REDUCTIONS_AT_ONCE, Plan
 from .._plan.records import Records, records
 from .._plan.route import Route, states_of
 from .._runtime.runtime import Runtime
-from .._storage.flat import FlatBuffer, write_leaves
-from .._transports.carrier import Carrier
+from .._storage.flat import FlatBuffer, templates, write_leaves
+from .._storage.gradients import refuse_meta
+from .carrier import Carrier
 from .reduction_steps import ReductionSteps
 from .sink import GradientSink
-from .stage import LARGE, Slot, StagingPlace, Values, differ, leaves_and_gaps
 
-__all__ = ["Staging"]
+__all__ = ["LARGE", "StagedBucket", "Staging", "StagingSlot", "Values", "apart", "differ", "leaves_and_gaps"]
+
+LARGE = 1 << 23  # bytes of a gradient that a kernel of its own copies faster than one for all of a unit
+
+Tensors = list[torch.Tensor]
+Values = Sequence[torch.Tensor | None]  # a unit's gradients, in the order of `Unit.paths`; None means zeros
+
+
+class StagedBucket(NamedTuple):
+    """A bucket's staging in one reduction: the whole, in the wire's dtype, its leaves, which of a unit's gradients they
+    are, and the gaps.
+
+    ways: how it gets to the main gradients; True: to their final place, False: as far as it needs be now. parts:
+    whether these differ in what they send.
+    """
+
+    bucket: Bucket
+    whole: torch.Tensor
+    spare: torch.Tensor  # bytes that an exact sum needs beside it
+    leaves: list[torch.Tensor]
+    which: tuple[int, ...]
+    gaps: list[torch.Tensor]
+    ways: dict[bool, Route]
+    parts: bool
+    large: bool  # whether there are large leaves, and they are copied beside compute
+
+    def on(self, whole: torch.Tensor) -> StagedBucket:
+        """The same with other bytes of as many elements."""
+        leaves, gaps = leaves_and_gaps(self.bucket, whole)
+        return self._replace(whole=whole, leaves=leaves, gaps=gaps)
+
+    def write(self, values: Values) -> None:
+        """Copy and cast a unit's gradients; no values means zeros."""
+        leaves, tensors = self.leaves, [value for i in self.which if (value := values[i]) is not None] if values else []
+        if len(tensors) < len(leaves):
+            leaves = [leaf for leaf, i in zip(leaves, self.which, strict=True) if values and values[i] is not None]
+            self.whole.zero_()
+        elif self.gaps:
+            foreach_zero_(self.gaps)
+        if self.large:
+            leaves, tensors = apart(leaves, tensors)
+        if leaves:
+            try:
+                foreach_copy_(leaves, tensors)
+            except NotImplementedError:  # looking at each before would take time
+                filled = (leaf.path for leaf in self.bucket.leaves if leaf.numel)
+                refuse_meta(zip(filled, [values[i] for i in self.which], strict=True))
+                raise
+
+
+class StagingSlot:
+    """The staging of one reduction: its bytes, the slots in them, and marks.
+
+    Args:
+        own: what comes and goes with each reduction: its bytes, if they are not `span`, and those beside it.
+        span: the bytes of a peer memory or window, which stay.
+    """
+
+    def __init__(self, own: Sequence[torch.Tensor], slots: list[StagedBucket], span: range | None = None) -> None:
+        self.own = [(memory.untyped_storage(), memory.numel()) for memory in own]
+        self.slots = slots
+        self.single = len(slots) == 1
+        self.span = span
+        self.values: Values | None = None  # what is being copied here
+        self.age = 0  # how many units were asked for since
+        self.ready: Mark = None  # they are there
+        self.staged: Mark = None  # they were copied
+        self.done: Mark = None
+
+    @property
+    def short(self) -> bool:
+        """Whether each of its reductions is one collective at most, so that none goes on beside the next one."""
+        return all(len(way.collectives) <= 1 for slot in self.slots for way in slot.ways.values())
+
+    def copied(self, run: Runtime, slots: Sequence[StagedBucket], values: Values) -> Steps:
+        """Copy and cast the values, on the lane that goes on with the reduction."""
+        for slot in slots:
+            slot.write(values)
+        self.staged = run.lanes.mark(self.staged)
+        yield from ()
+
+    def allocate(self) -> None:
+        """Have the bytes. Views made on them come back to life."""
+        for storage, nbytes in self.own:
+            if not storage.nbytes():
+                storage.resize_(nbytes)
+
+    def free(self) -> None:
+        """Give the bytes back: compute has waited for `done`."""
+        self.values = None
+        for storage, _ in self.own:
+            storage.resize_(0)
+
+    def overlaps(self, other: StagingSlot) -> bool:
+        """Whether both lie in a peer memory or window, on the same bytes."""
+        a, b = self.span, other.span
+        return a is not None and b is not None and a.start < b.stop and b.start < a.stop
+
+
+def differ(ways: dict[bool, Route]) -> bool:
+    """Whether it matters for peers how far a bucket's gradients go."""
+    return ways[True].collectives != ways[False].collectives
+
+
+def leaves_and_gaps(bucket: Bucket, whole: torch.Tensor) -> tuple[Tensors, Tensors]:
+    """Views of a whole bucket [numel]: its leaves that have elements, and what lies between leaves."""
+    pieces, held = unflatten_dense_tensors(whole, templates(bucket)), set(bucket.leaf_pieces)
+    leaves = [pieces[i] for i, leaf in zip(bucket.leaf_pieces, bucket.leaves, strict=True) if leaf.numel]
+    return leaves, [piece for i, piece in enumerate(pieces) if i not in held]
+
+
+def apart(leaves: Tensors, values: Tensors) -> tuple[Tensors, Tensors]:
+    """Copy large gradients, each by a kernel of its own, and return what is left: beside matrix products that
+    takes three quarters of the time of one kernel for all. (`copy_` would ask the copy engines, which may have gathers
+    to do.)"""
+    rest = []
+    for leaf, value in zip(leaves, values, strict=True):
+        if leaf.nbytes < LARGE or value.dtype is not leaf.dtype or value.device != leaf.device:
+            rest.append((leaf, value))
+        else:
+            torch.mul(value, 1, out=leaf)
+    return [leaf for leaf, _ in rest], [value for _, value in rest]
+
 
 OLD = 2  # uses
 TAIL = 2  # reductions: the last ones of a step have little backward beside which they could travel
@@ -67,8 +193,8 @@ class Staging:
         self.tail = len(plan.reductions) - TAIL  # the index of the first of those
         self.digest = digest
         self.sink = sink
-        self.stages: dict[int, StagingPlace] = {}
-        self.busy: deque[StagingPlace] = deque()
+        self.stages: dict[int, StagingSlot] = {}
+        self.busy: deque[StagingSlot] = deque()
         self.completing = False  # whether something beside them is under way
         self.unshared = False
         self.marks: dict[str, Mark] = {}  # the end of what is newest, and of all before it, by the lane that it ends on
@@ -88,7 +214,7 @@ class Staging:
             self._reduce_unshared(unit, values, grads, last, mesh)
             return True
         stage = self.stages.get(index) or self._make(index, unit)
-        room = 1 if self.run.lanes.copies_on_lanes and stage.span is None and stage.short else SLOTS
+        room = 1 if self.run.lanes.copies_on_lanes and stage.span is None and stage.short else REDUCTIONS_AT_ONCE
         apart = self.plan.slots > 1 and stage.span is not None  # else they follow each other on one lane
         while len(self.busy) >= room or stage in self.busy or (apart and any(map(stage.overlaps, self.busy))):
             if not self.run.lanes.wait(self.busy[0].done, relents):
@@ -99,7 +225,7 @@ class Staging:
         jobs: list[Steps] = []
         ways: list[Route] = []
         partial: list[Bucket] = []
-        slots: list[Slot] = []
+        slots: list[StagedBucket] = []
         for slot in stage.slots:
             bucket = slot.bucket
             have = grads.get(bucket.name)
@@ -155,7 +281,7 @@ class Staging:
             stage.age += 1
         self._let_go(stage for stage in self.busy if stage.age > OLD)
 
-    def _let_go(self, stages: Iterable[StagingPlace]) -> None:
+    def _let_go(self, stages: Iterable[StagingSlot]) -> None:
         """Compute waits until their values were copied, which then are free."""
         for stage in stages:
             if stage.values is not None:
@@ -260,7 +386,7 @@ class Staging:
         """What the verbs do with a bucket."""
         return records(bucket, self.run.position, self.average, self.carrier.traits)
 
-    def _make(self, index: int, unit: Unit) -> StagingPlace:
+    def _make(self, index: int, unit: Unit) -> StagingSlot:
         reduction = self.plan.reductions[index]
         stays = self.carrier.staging(unit, self.plan.staging)
         span = None if stays is None else range(reduction.address, reduction.address + reduction.nbytes)
@@ -288,8 +414,8 @@ class Staging:
             which = tuple(unit.paths.index(leaf.path) for leaf in bucket.leaves if leaf.numel)
             leaves, gaps = leaves_and_gaps(bucket, whole)
             large = self.run.lanes.copies_on_lanes and any(leaf.nbytes >= LARGE for leaf in leaves)
-            slots.append(Slot(bucket, whole, spare, leaves, which, gaps, ways, differ(ways), large))
-        self.stages[index] = StagingPlace(own, slots, span)
+            slots.append(StagedBucket(bucket, whole, spare, leaves, which, gaps, ways, differ(ways), large))
+        self.stages[index] = StagingSlot(own, slots, span)
         return self.stages[index]
 
     def late(self) -> set[str] | None:

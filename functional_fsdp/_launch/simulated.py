@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .._checkpoint.pending import settled
 from .._common.objects import contents_of
 from .._common.torch_names import c10d
+from .._io.pending import settled
 from .._simulate import turns
 from .._simulate.own import Own, Stream
 from .._simulate.traffic import Traffic

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from .._checkpoint.pending import settled
+from .._io.pending import settled
 from .._runtime.runtime import any_failed
 from .reloads import Reloads
 from .results import Key, drop, keep

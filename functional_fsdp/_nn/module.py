@@ -1,13 +1,18 @@
 """Modules as functions: `functionalize` splits a module into parameters and a skeleton, `bind` puts weights back in.
 
 Your module is not touched: a skeleton (see `_nn.skeleton`) is a copy without weights.
+
+Who looks after the modules that are called by `bind` on this thread.
+
+What a bound call puts in the place of a module's buffers stays, or is an error.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
@@ -19,20 +24,109 @@ import torch.nn as nn
 from .._common.errors import TreeError
 from .._common.interrupts import whole
 from .._common.torch_names import (
+    FakeTensor,
     autograd_node,
     func_interpreter,
+    is_wrapped,
     parametrize,
     parametrized_anew,
     reparametrize_module,
 )
-from .bound_calls import around_bound
-from .replaced_buffers import Slot, keep, refuse_lost, stays
-from .skeleton import Placeholder, changed, refuse_meta, skeleton_of
+from .._common.tracing import refuse, tracing
+from .skeleton import Placeholder, changed, persistent, refuse_meta, skeleton_of
 from .ties import aliases_of, tied
+
+__all__ = [
+    "Bound", "Slot", "around_bound", "around_bound_calls", "bind", "filled", "functionalize", "keep",
+    "refuse_lost", "stays",
+]  # fmt: skip
+
+Slot = tuple[dict[str, Any], str]  # a dict of parameters or buffers, and a name in it
+
+
+def stays(t: torch.Tensor) -> bool:
+    """Whether a tensor has values after the call: not one of a torch.func transform, of a graph, or without values."""
+    if torch.compiler.is_dynamo_compiling():
+        return not _transformed()
+    return not (isinstance(t, FakeTensor) or is_wrapped(t) or t.is_meta)
+
+
+def _transformed() -> bool:
+    """Whether a transform of torch.func runs this. Dynamo runs it for real, while it is within one itself."""
+    return func_interpreter() is not None
+
+
+_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result
+
+
+def keep(module: nn.Module, own: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor]) -> None:
+    """Of a module's buffers those stay that a call has put in the place of others."""
+    lost = []
+    for path, buffer in own.items():
+        new = now[path]
+        if new is not buffer:
+            owner, _, name = path.rpartition(".")
+            held = module.get_submodule(owner)._buffers
+            if stays(new):
+                held[name] = new.detach().clone()
+            else:
+                lost.append((held, name))
+    if lost:
+        refuse_lost(module, lost)
+
+
+def refuse_lost(module: nn.Module, lost: list[Slot]) -> None:
+    """Raise for buffers that cannot stay; but for caches, and where only shapes are asked for."""
+    if not _transformed() and not tracing():
+        return
+    for path, held, name in persistent(module):
+        if any(held is place and name == key for place, key in lost):
+            said = (
+                f"bind: the forward put another tensor in the place of the buffer {path!r}, under torch.func or where "
+                "a graph is made, and it would be lost. Buffers must not change there. Use T.forward_backward, by "
+                "which they ride in the state; or return the new value."
+            )
+            refuse("SpecError", said)
+
+
+Around = Callable[[nn.Module], AbstractContextManager[None]]
+
+
+class _Here(threading.local):
+    around: Around | None = None
+
+
+_HERE = _Here()
+
+
+@contextmanager
+def around_bound_calls(around: Around | None) -> Iterator[Around | None]:
+    """Within, on this thread, each call of a module by `bind` is made in `with around(module):`.
+
+    Args:
+        around: a function of the skeleton that is called; None for nothing.
+
+    Returns:
+        what was there before, for who wants to call it, too.
+
+    Collective: none. Not so in compiled code, nor under torch.func, where a module must not change.
+
+    Example: `with extend.around_bound_calls(note_buffers): stage(w, h)`.
+    """
+    before, _HERE.around = _HERE.around, around
+    try:
+        yield before
+    finally:
+        _HERE.around = before
+
+
+def around_bound(module: nn.Module) -> AbstractContextManager[None] | None:
+    """What a call of this module is to be made in, or None."""
+    return None if _HERE.around is None or func_interpreter() is not None else _HERE.around(module)
+
 
 M = TypeVar("M", bound=nn.Module)
 
-__all__ = ["Bound", "bind", "filled", "functionalize"]
 
 ASSIGNED = "by assignment"
 

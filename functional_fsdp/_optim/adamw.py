@@ -13,9 +13,21 @@ from .._common.torch_names import fused_adamw_
 from .._common.tracing import traced_as
 from .._runtime.given import Leaves
 from .._storage.flat import no_counts, summary, zeros
-from .numbers import Number, Setting, at, check_settings, fixed, labels_in, numbers, pair_of, tensors
+from .numbers import (
+    Lists,
+    Number,
+    Setting,
+    at,
+    check_settings,
+    count_missed,
+    fixed,
+    groups_of,
+    labels_in,
+    numbers,
+    pair_of,
+    tensors,
+)
 from .optimizer import Tree, UpdatesSome
-from .views import Lists, count_missed, groups_of
 
 __all__ = ["AdamState", "AdamW", "adamw"]
 

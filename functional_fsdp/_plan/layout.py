@@ -32,7 +32,7 @@ import torch
 from .._common.errors import SpecError
 from .._common.tree import PathIndex, Paths, bytes_text, table
 from .._spec.placement import Placement
-from .._spec.precision import Dtypes, Precision
+from .._spec.precision import LeafPrecision, Precision
 from .._spec.spec import Spec
 from .._spec.units import find_units, in_order_of_use, relative_keys
 from .bucket import ALIGN, STAGED, Bucket, Leaf, aligned
@@ -253,7 +253,9 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
     return Layout(tuple(units), order, tuple(source[path] for path in order))
 
 
-def _kinds(leaves: Sequence[LeafInfo], spec: Spec, index: PathIndex) -> list[tuple[Placement, Dtypes, bool, str]]:
+def _kinds(
+    leaves: Sequence[LeafInfo], spec: Spec, index: PathIndex
+) -> list[tuple[Placement, LeafPrecision, bool, str]]:
     """Placement, dtypes, whether it trains, and label of each leaf, by the rules of the spec.
 
     Args:
@@ -261,7 +263,7 @@ def _kinds(leaves: Sequence[LeafInfo], spec: Spec, index: PathIndex) -> list[tup
     """
     rules = (spec.placements, spec.precisions, spec.trainable, spec.labels)
     first = [index.first_rules(some) for some in rules]
-    dtypes: dict[Any, Dtypes] = {}
+    dtypes: dict[Any, LeafPrecision] = {}
     found = []
     alias = len(leaves)
     for i, leaf in enumerate(leaves):
@@ -280,7 +282,7 @@ def _kinds(leaves: Sequence[LeafInfo], spec: Spec, index: PathIndex) -> list[tup
     return found
 
 
-def _refuse_float8(leaf: LeafInfo, placement: Placement, dtypes: Dtypes) -> None:
+def _refuse_float8(leaf: LeafInfo, placement: Placement, dtypes: LeafPrecision) -> None:
     """What cannot be gathered in float8."""
     if dtypes.gather is dtypes.compute:
         return

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .._common.tree import bytes_text, table
 from .layout import Layout
-from .plan import SLOTS, Plan
+from .plan import REDUCTIONS_AT_ONCE, Plan
 
 __all__ = ["StepMemory", "Stretch", "find_peak"]
 
@@ -97,7 +97,7 @@ def find_peak(
             free of the arena is given back.
     """
     sizes = {reduction.unit: reduction for reduction in plan.reductions}
-    slots = 1 if gpu and not plan.received else SLOTS
+    slots = 1 if gpu and not plan.received else REDUCTIONS_AT_ONCE
     comes_and_goes = gpu and not keeps_memory and plan.rule == "two sides"
     before: list[str] = []  # units whose gradients are complete, newest last
     made = 0  # bytes of their main gradients

@@ -13,7 +13,7 @@ While a use computes, the gathers of the next `prefetch` uses are in flight; a u
 gather runs past the last use. Gradients leave through staging, sized by what travels: a reduction holds its staging
 until the next but one needs some, so that compute waits for a reduction only when two more are due.
 
-    schedule + layout -> uses (_program.py) -> lives (_lives.py) -> addresses (_pack.py) -> Plan (hash, print, draw)
+    schedule + layout -> uses (`program`) -> lives (`lives_of`) -> addresses (`pack`) -> Plan (hash, print)
 """
 
 from __future__ import annotations
@@ -21,23 +21,110 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from .._common.tree import bytes_text, table
-from .._spec.schedule import Schedule
+from .._spec.schedule import Schedule, named
 from .layout import STAGED, Bucket, Layout, aligned
-from .lives import Gather, choose_kept, simulate
 from .pack import Interval, pack
 from .program import Program, program
 from .route import Partial, Replicated, states_of
 
-__all__ = ["SLOTS", "Extent", "Gather", "Plan", "PlannedUnit", "Reduction", "Use", "make_plan"]
+__all__ = [
+    "REDUCTIONS_AT_ONCE",
+    "Extent",
+    "Gather",
+    "Plan",
+    "PlannedUnit",
+    "Reduction",
+    "Use",
+    "choose_kept",
+    "lives_of",
+    "make_plan",
+]  # fmt: skip
+
+TRIED = 1 << 20  # sets of units that are tried for a budget; of more kinds of units all or none stay
+
+
+class Gather(NamedTuple):
+    """One gather of a unit: its bytes are live from the use `start` to the use `last`, both included.
+
+    Attributes:
+        start: the use whose `unshard` starts it.
+        first: the use that waits for it.
+        last: the use whose `release` frees the bytes.
+    """
+
+    unit: str
+    start: int
+    first: int
+    last: int
+
+
+def lives_of(
+    schedule: Schedule, program: Program, sizes: Mapping[str, int], kept: Collection[str]
+) -> dict[str, list[Gather]]:
+    """Each unit's gathers, those of `kept` once. A group counts as one use ahead, resident units do not count."""
+    found: dict[str, list[Gather]] = {name: [] for name in sizes}
+    depths = schedule.depths([*sizes])
+    order = program.order
+    moments = [(a, b) for a, b in dict.fromkeys(program.groups) if any(sizes[name] for name in order[a : b + 1])]
+    before: dict[str, int] = {}
+    for i, (first, end) in enumerate(moments):
+        for k in range(first, end + 1):
+            name = order[k]
+            if not sizes[name]:
+                continue
+            begin = max(0, i - depths[name])
+            if name in before:
+                begin = max(begin, before[name] + 1)  # its bytes are in use until then
+                idle = begin > before[name] + 1
+                if name in kept or not (idle or isinstance(schedule.keep, tuple)):
+                    found[name][-1] = found[name][-1]._replace(last=end)
+                    before[name] = i
+                    continue
+            found[name].append(Gather(name, moments[begin][0], k, end))
+            before[name] = i
+    return found
+
+
+def choose_kept(schedule: Schedule, program: Program, sizes: Mapping[str, int]) -> set[str]:
+    """The units that stay gathered from first use to last, beside those that do so anyway."""
+    keep = schedule.keep
+    if keep is None or keep == "all":
+        return set(sizes) if keep else set()
+    if isinstance(keep, tuple):
+        return named(keep, [*sizes])
+    saves: dict[int, list[str]] = {}
+    for name, gathers in lives_of(schedule, program, sizes, ()).items():
+        if len(gathers) > 1:
+            saves.setdefault(len(gathers) - 1, []).append(name)
+    # Among units that save as many gathers each, the smallest first (of equal ones the last, whose lives are short), so
+    # it remains to choose how many of each kind: gathers saved -> (fewest bytes, those units).
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for save, names in saves.items():
+        names.reverse()
+        names.sort(key=lambda name: sizes[name])
+        costs = list(accumulate((sizes[name] for name in names), initial=0))
+        grown: dict[int, tuple[int, tuple[int, ...]]] = {}
+        few = len(best) * len(costs) <= TRIED
+        for saved, (spent, counts) in best.items():
+            most = bisect_right(costs, keep - spent)
+            for n in range(most) if few else (0, most - 1):
+                total = saved + n * save
+                if total not in grown or spent + costs[n] < grown[total][0]:
+                    grown[total] = (spent + costs[n], (*counts, n))
+        best = grown
+    _, counts = best[max(best)]
+    return {name for names, n in zip(saves.values(), counts, strict=True) for name in names[:n]}
+
 
 ALIGN = STAGED  # bytes: every bucket in the arena and in staging starts at a multiple
-SLOTS = 2  # reductions that may be under way at once
+REDUCTIONS_AT_ONCE = 2  # reductions that may be under way at once
 
 
 @dataclass(frozen=True)
@@ -138,7 +225,7 @@ class Plan:
     rule: str
     at_once: bool = True
     forward: int | None = None
-    slots: int = SLOTS
+    slots: int = REDUCTIONS_AT_ONCE
 
     def __hash__(self) -> int:
         return hash(self.hash)
@@ -210,7 +297,7 @@ class Plan:
         trained = {reduction.unit for reduction in self.reductions}
         return frozenset(unit.uses[-1] for unit in self.units if unit.name not in trained)
 
-    def share(self, one: str, other: str) -> bool:
+    def overlap(self, one: str, other: str) -> bool:
         """Whether two units share bytes: the release of one comes before the gather of the other."""
         if one == other:
             return False
@@ -266,7 +353,7 @@ class Plan:
     @cached_property
     def received(self) -> int:
         sizes = [reduction.received for reduction in self.reductions]
-        return max((sum(sizes[i : i + SLOTS]) for i in range(len(sizes))), default=0)
+        return max((sum(sizes[i : i + REDUCTIONS_AT_ONCE]) for i in range(len(sizes))), default=0)
 
     def live(self, use: int) -> tuple[str, ...]:
         """The units whose bytes are live during a use: gathered, or being gathered."""
@@ -304,7 +391,9 @@ class Plan:
         )
 
 
-def make_plan(layout: Layout, schedule: Schedule | None = None, forward: int | None = None, slots: int = SLOTS) -> Plan:
+def make_plan(
+    layout: Layout, schedule: Schedule | None = None, forward: int | None = None, slots: int = REDUCTIONS_AT_ONCE
+) -> Plan:
     """Work a schedule out on a layout: lives, addresses, staging. Needs no ranks and no device.
 
     Args:
@@ -334,7 +423,7 @@ def make_plan(layout: Layout, schedule: Schedule | None = None, forward: int | N
     buckets = {name: [b for b in layout.by_name[name].buckets if b.gathers(schedule.debug)] for name in where}
     sizes = {name: _total(buckets[name], _nbytes) for name in where}
     kept = choose_kept(schedule, found, sizes)
-    held = simulate(schedule, found, sizes, kept)
+    held = lives_of(schedule, found, sizes, kept)
 
     gathered = [name for name in where if sizes[name]]
     lives = {name: tuple((gather.start, gather.last) for gather in held[name]) for name in where}
@@ -352,7 +441,7 @@ def make_plan(layout: Layout, schedule: Schedule | None = None, forward: int | N
         )
         for name in where
     )
-    reductions, staging = _stage(layout, found, forward, slots)
+    reductions, staging = _plan_reductions(layout, found, forward, slots)
     starts = {gather.first: gather.start for gathers in held.values() for gather in gathers}
     ends = {k: g.last for name in where for g in held[name] for k in where[name] if g.first <= k <= g.last}
     reducing = {(reduction.unit, reduction.use) for reduction in reductions}
@@ -389,7 +478,9 @@ def _parts(buckets: Sequence[Bucket], address: int, size: Callable[[Bucket], int
     return tuple(Extent(b.name, at, size(b)) for b, at in zip(buckets, offsets, strict=False))
 
 
-def _stage(layout: Layout, program: Program, forward: int | None, slots: int) -> tuple[tuple[Reduction, ...], int]:
+def _plan_reductions(
+    layout: Layout, program: Program, forward: int | None, slots: int
+) -> tuple[tuple[Reduction, ...], int]:
     """A reduction of every trainable unit wherever its gradient is complete, and their staging, in the wire's dtype."""
     trains = {name: [b for b in layout.by_name[name].buckets if b.trainable] for name in program.uses}
     nbytes = {name: _total(buckets, _staged) for name, buckets in trains.items()}

@@ -20,7 +20,7 @@ import torch
 
 from .._spec.transport import Traits
 from .layout import Bucket, Layout
-from .plan import SLOTS
+from .plan import REDUCTIONS_AT_ONCE
 from .route import Coordinate, How, Partial, Route, States, partial_states, route, states_of, whole_states
 
 __all__ = [
@@ -108,4 +108,4 @@ def staging_slots(layout: Layout, here: Coordinate, average: str, traits: Traits
     """How many reductions in a row have staging of their own. Where the transport keeps the staging (on lanes that copy
     it there) and one lane reduces in order, each lies where the last one lay."""
     ways = [records(bucket, here, average, traits).reduce for bucket in layout.trainable.values()] if kept else []
-    return 1 if kept and all(way.ends == "reduce" for both in ways for way in both.values()) else SLOTS
+    return 1 if kept and all(way.ends == "reduce" for both in ways for way in both.values()) else REDUCTIONS_AT_ONCE

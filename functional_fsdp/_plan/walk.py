@@ -129,7 +129,7 @@ class Walk:
         for i in gathers:
             unit = self.plan.gathers[i].unit
             for name in names if unit in self.plan.crowded else ():
-                if i > good[name] and self.plan.share(unit, name):
+                if i > good[name] and self.plan.overlap(unit, name):
                     return i, name
         return None
 
@@ -154,7 +154,7 @@ class Walk:
                 start.append(i)
             self.live &= ~there
             for other in numbers(self.live & self.plan.crowded_gathers) if unit in self.plan.crowded else ():
-                if self.plan.share(unit, self.plan.gathers[other].unit):
+                if self.plan.overlap(unit, self.plan.gathers[other].unit):
                     self.live &= ~(1 << other)
             self.live |= 1 << i
         self.issued += len(gathers)

@@ -24,12 +24,10 @@ import torch.distributed as dist
 from .._common.errors import CommError, RestartError, ScheduleError
 from .._common.interrupts import whole
 from .._common.record import Collective
-from .._distributed.exchange import exchanged
 from .._distributed.lanes import QUEUES, Log, Mark
 from .._distributed.medium import medium_of
-from .._distributed.peers import Peers
-from .ballots import ALIKE, APART, EXCHANGES, GIVEN, NAMES, OUTSIDE, TURNS, elsewhere
-from .forms import Forms
+from .._distributed.peers import Peers, exchanged
+from .forms import ALIKE, APART, EXCHANGES, GIVEN, NAMES, OUTSIDE, TURNS, Forms, elsewhere
 from .given import FULL
 from .restart import Meeting, announce, restart
 

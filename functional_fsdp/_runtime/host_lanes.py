@@ -26,11 +26,9 @@ from .._common.interrupts import whole
 from .._common.ranges import ranged
 from .._common.record import Collective
 from .._common.torch_names import profiler
-from .._distributed.collectives import gloo
-from .._distributed.lanes import QUEUES, Lanes, Log, Mark, Steps, Waiting
-from .._distributed.queue import Job, Queue
+from .._distributed.lanes import QUEUES, Job, Lanes, Log, Mark, Queue, Steps, Waiting, gloo
 from .agreement import Agreement
-from .ballots import APART
+from .forms import APART
 from .restart import POLL, twin
 
 __all__ = ["HostLanes"]

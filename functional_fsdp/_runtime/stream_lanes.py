@@ -16,9 +16,7 @@ import torch.distributed as dist
 from .._common.interrupts import whole
 from .._common.record import Collective
 from .._common.torch_names import all_gather_single, current_stream, reduce_scatter_single, set_stream
-from .._distributed.collectives import OPS
-from .._distributed.lanes import LANES, Lanes, Mark, Steps
-from .._distributed.queue import Job
+from .._distributed.lanes import LANES, OPS, Job, Lanes, Mark, Steps
 from .._distributed.signals import Signals
 from .agreement import Agreement
 from .host_lanes import HostLanes

@@ -58,7 +58,7 @@ class World:
 
 
 def simulated(hop: Collective, out: torch.Tensor, given: torch.Tensor, group: Group) -> Iterator[list[Any] | str]:
-    """One collective, of `_distributed.collectives`: the same, as one meeting."""
+    """One collective, of `_distributed.lanes`: the same, as one meeting."""
     yield [partial(_issue, hop, out, given, group)]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from .._common.errors import SpecError
 
-__all__ = ["FLOAT8S", "FLOATS", "Dtypes", "Precision"]
+__all__ = ["FLOAT8S", "FLOATS", "LeafPrecision", "Precision"]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -19,7 +19,7 @@ def _name(dtype: torch.dtype | None) -> str:
     return "-" if dtype is None else str(dtype).removeprefix("torch.")
 
 
-class Dtypes(NamedTuple):
+class LeafPrecision(NamedTuple):
     """The dtype of each stage of one leaf, and where its gradients are summed: "native" or "fp32".
 
     copy: whether shards are kept in the dtype of `gather` beside main weights, which have another one.
@@ -109,10 +109,10 @@ class Precision:
         if self.sum == "fp32" and (self.wire or self.compute or self.main) is torch.float64:
             raise SpecError(_NO_SUM)
 
-    def resolve(self, leaf: torch.dtype, exact: bool = False) -> Dtypes:
+    def resolve(self, leaf: torch.dtype, exact: bool = False) -> LeafPrecision:
         """The dtypes of a leaf whose own dtype is `leaf`; nothing is left to be decided."""
         if not leaf.is_floating_point:
-            return Dtypes(leaf, leaf, leaf, leaf, "native", leaf)
+            return LeafPrecision(leaf, leaf, leaf, leaf, "native", leaf)
         main = self.main or torch.promote_types(leaf, torch.float32)
         compute = self.compute or self.main or leaf
         wire = self.wire or compute
@@ -121,7 +121,7 @@ class Precision:
         exact = self.sum == "fp32" or (self.sum == "auto" and exact and wire is not torch.float64)
         gather = self.gather or compute
         copy = self.gather is not None and gather is not main
-        return Dtypes(main, compute, self.grads or main, wire, "fp32" if exact else "native", gather, copy)
+        return LeafPrecision(main, compute, self.grads or main, wire, "fp32" if exact else "native", gather, copy)
 
     def __str__(self) -> str:
         main = _name(self.main) if self.main else "float32 (float64 where leaves are)"

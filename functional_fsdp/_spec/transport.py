@@ -28,7 +28,7 @@ class Traits(NamedTuple):
 
 class Transport:
     """What carries the gathers of a plan, and exact sums, in eager steps. Equal by class and options, which are its
-    attributes. The top of `_transports.carrier` says what goes by it, and what never does.
+    attributes. The top of `_engine.carrier` says what goes by it, and what never does.
 
     Attributes:
         name: what it is called in `Spec(transport=...)` and where specs are printed.

@@ -29,14 +29,8 @@ from torch.overrides import TorchFunctionMode
 from .._common.calls import outside_inference
 from .._common.device import forked_random
 from .._common.errors import SpecError
-from .._common.torch_names import (
-    Fakes,
-    FakeTensor,
-    TorchDispatchMode,
-    disable_current_modes,
-    pytree,
-    to_scalar,
-)
+from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
+from .._engine.carrier import resolve_transport
 from .._nn.skeleton import skeleton_of
 from .._optim.optimizer import as_optimizer
 from .._plan.layout import Unit
@@ -47,7 +41,6 @@ from .._spec.spec import Spec
 from .._storage.conversions import Conversions, checked
 from .._storage.flat import FlatBuffer
 from .._storage.sources import Rename, Source, fill, opened, same_source
-from .._transports.carrier import resolve_transport
 from .export import buffers
 from .shard import build, describe, given, needs_spec
 from .state import State

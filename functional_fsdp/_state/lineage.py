@@ -11,6 +11,8 @@ A traced step runs no Python. What a compiler carries over from it is which obje
 writes: it marks the version that came in as spent, gives out a new one without a serial, and puts GRAPHED into the
 lineage. It reads nothing that changes from step to step, so nothing recompiles. `follow` does the rest when the lineage
 is next looked at.
+
+Whether a call that works on a lineage has ended, or was stopped within.
 """
 
 from __future__ import annotations
@@ -31,12 +33,35 @@ from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
 from .._storage.weights import LentTree, spoilt
 from .graph_plan import GraphPlan, graph_plan
-from .open_call import OpenCall
 
 if TYPE_CHECKING:
     from .._plan.cursor import Cursor
 
-__all__ = ["GRAPHED", "Lineage", "Position", "Version", "begin_compiled"]
+__all__ = ["GRAPHED", "Lineage", "OpenCall", "Position", "Version", "begin_compiled"]
+
+
+class OpenCall:
+    """A call that works on a lineage, as a context. One that is stopped within it leaves `depth` behind."""
+
+    __slots__ = ("depth", "kept")
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.kept = False
+
+    def unchanged(self) -> None:
+        """The call is about to raise, and nothing has changed by it."""
+        self.kept = True
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None or self.kept:
+            if self.depth:  # else it has ended with the step
+                self.depth -= 1
+            self.kept = False
+
 
 S = TypeVar("S")
 GRAPHED = -1  # in the place of an epoch: a traced step was taken, and this lineage has not followed it yet

@@ -4,6 +4,8 @@ for each bucket of the old layout        one whole bucket at a time
     all-gather                           every rank has it whole
     copy the runs of its leaves          into the buckets of the new layout, which are made as they are needed
     let go of the old shard              so that memory stays that of the state and two units
+
+Give back the memory that eager steps keep, where a state goes on by compiled ones.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from .._common.checksum import checksum
 from .._common.device import host_memory
 from .._common.errors import SpecError, TreeError
 from .._common.torch_names import pytree
+from .._engine.carrier import resolve_transport
 from .._plan.layout import Bucket, Layout, Leaf, LeafInfo
 from .._plan.records import keeps_copy
 from .._plan.route import states_of
@@ -28,12 +31,39 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, LeafShard, leaf_shards
 from .._storage.refresh import no_scales, refresh
-from .._transports.carrier import resolve_transport
-from .free import free_arena
 from .shard import given, needs_spec
 from .state import State, Version
 
-__all__ = ["Mover", "leaf_infos", "moved", "redistribute"]
+__all__ = ["Mover", "free_arena", "leaf_infos", "moved", "redistribute"]
+
+
+@alone
+def free_arena(state: State) -> State:
+    """Give back what eager steps keep between steps: the arena where it stays (on CPUs, and where ranks share it or
+    NCCL knows it), staging, and what is known of the order of use. The next eager step makes it again.
+
+    Args:
+        state: a state between steps. It stays valid, and is returned.
+
+    On GPUs with "collective" nothing stays between steps, and nothing is to be given back. A window of NCCL's is kept
+    for the next state of the mesh.
+
+    Raises:
+        StaleStateError: a consumed state, or one in the middle of a step. ScheduleError: a rank does something else.
+
+    Collective: every rank calls it; an exchange on the host.
+
+    Example: `state = fsdp.free_arena(state)`, before compiled steps.
+    """
+    lineage = state.version.lineage
+    state._resting("free_arena")
+    lineage.enter(state.version.serial, "free_arena")
+    if lineage.executor is not None:
+        lineage.executor.settle()
+    lineage.runtime.everyone(True, "free_arena")  # nobody reads another's arena any more
+    lineage.drop_executor()
+    return state
+
 
 Buffers = dict[str, FlatBuffer]
 

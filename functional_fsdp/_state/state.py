@@ -22,7 +22,7 @@ from .._runtime.runtime import runtime_of
 from .._spec.settings import opaque_settings
 from .._spec.spec import Spec
 from .._storage.flat import at_home, summary
-from .._storage.stored import Stored
+from .._storage.weights import Stored
 from .lineage import Lineage, Version
 from .transfer import HostTransfer, planned_transfer
 

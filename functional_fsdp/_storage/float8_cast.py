@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from .._common.device import casts_float8
-from .._common.triton import tl, triton
+from .._common.device import casts_float8, tl, triton
 
 __all__ = ["cast_float8"]
 

@@ -5,11 +5,14 @@
 Placements that replicate weights, or shard them less than main weights, keep a compute copy between steps
 (`State.weights`); it is what gathers read, and `refresh` brings it up to date after an update. So do those that are
 gathered in float8, whatever the placement: a gather then moves bytes and casts nothing.
+
+The flat buffers of a State, which are all that gathers and reductions read of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,24 +23,22 @@ from .._common.device import keeps_released
 from .._nn.float8_weight import Float8Weight
 from .._plan.layout import Bucket, Unit
 from .flat import FlatBuffer, leaves_of
-from .stored import Stored
 
 __all__ = [
-    "Gathered",
-    "LentTree",
-    "Loan",
-    "alias_of",
-    "gather",
-    "is_lent",
-    "lent_leaves",
-    "loan_of",
-    "own_of",
-    "owned",
-    "poison",
-    "read",
-    "spoilt",
-    "whole_of",
-]
+    "Gathered", "LentTree", "Loan", "Stored", "alias_of", "gather", "is_lent", "lent_leaves", "loan_of",
+    "own_of", "owned", "poison", "read", "spoilt", "whole_of",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Stored:
+    """Weights and gradients by bucket. `State` adds all else that training owns, and says what each is."""
+
+    main: dict[str, FlatBuffer]
+    weights: dict[str, FlatBuffer]
+    scales: dict[str, torch.Tensor]
+    grads: dict[str, FlatBuffer]
+
 
 _VERSION = attrgetter("_version")
 

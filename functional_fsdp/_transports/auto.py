@@ -15,10 +15,10 @@ import logging
 
 from .._common.errors import SpecError
 from .._distributed.peer_memory import check_reach
+from .._engine.carrier import CollectiveTransport
 from .._plan.layout import Layout
 from .._runtime.runtime import Runtime
 from .._spec.transport import Transport
-from .carrier import CollectiveTransport
 from .copy_engine import Copies, CopyEngine
 from .symmetric import Symmetric, registered
 

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .._common.record import Collective
-from .._distributed.exchange import uneven
 from .._distributed.lanes import ARENA, Steps, together
 from .._distributed.peer_memory import PeerMemory, check_reach
+from .._distributed.peers import uneven
+from .._engine.carrier import Carrier, Gathers, Portions
 from .._plan.layout import Bucket, Layout, Unit
 from .._plan.plan import Plan
 from .._plan.records import records
@@ -28,9 +29,7 @@ from .._plan.route import Route
 from .._runtime.runtime import Runtime
 from .._spec.transport import Traits, Transport
 from .._storage.place import Filling, Place, span_of
-from .._storage.stored import Stored
-from .._storage.weights import read
-from .carrier import Carrier, Gathers, Portions
+from .._storage.weights import Stored, read
 
 __all__ = ["Copies", "CopyEngine", "Reading", "RemoteRead"]
 

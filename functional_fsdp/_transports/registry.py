@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from .._engine.carrier import CollectiveTransport
 from .._spec.transport import NAMES
 from .auto import Auto
-from .carrier import CollectiveTransport
 from .copy_engine import CopyEngine
 from .symmetric import Symmetric, symmetric
 

@@ -26,7 +26,7 @@ from .._common.errors import ScheduleError, StaleStateError
 from .._common.interrupts import arrive, guard, whole
 from .._common.ranges import ranged
 from .._common.torch_names import profiler, pytree
-from .._graph import traced, traced_step
+from .._graph import traced
 from .._optim.optimizer import check, put, tensors_of
 from .._runtime.given import ALL, Leaves
 from .._state.state import State, Version
@@ -253,7 +253,7 @@ def finish_reductions(state: State) -> State:
 # ---------------------------------------------------------------- step
 
 
-@verb(traced_step.step)
+@verb(traced.step)
 def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     """Update main weights with the optimizer, refresh the compute copies, and drop the gradients. Consumes `state`.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 
-from .._plan.canvas import FAINT, GREY, INK, Page, colours_of
+from .canvas import FAINT, GREY, INK, Page, colours_of
 from .fingerprint import Fingerprinted
 from .prints import LANES, Key, Prints, Row, Step
 

@@ -23,7 +23,7 @@ from .._nn.float8_weight import Float8Weight
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards
-from .._verbs.shards import by_unit, shards
+from .._verbs.change import by_unit, shards
 from .._verbs.verbs import finish_reductions
 from .digest import Digest, digest
 from .prints import Key, Prints, Row, Step

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .._plan.timeline import Span
+from .timeline import Span
 from .trace import STEP, Interval, Kernel, Range, Recorded, length, minus, overlap, union
 
 __all__ = ["Arrival", "Measured", "UseTimes", "Wait", "measured"]

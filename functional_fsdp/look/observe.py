@@ -20,12 +20,12 @@ from .._common.errors import ScheduleError
 from .._common.ranges import ranged
 from .._common.torch_names import profiler, pytree
 from .._common.tree import bytes_text, table
-from .._plan.canvas import FAINT, INK, Page, colours_of
 from .._plan.plan import Plan
-from .._plan.timeline import SCALES, Timeline, draw_lanes, predict
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
+from .canvas import FAINT, INK, Page, colours_of
 from .measured import Arrival, Measured, measured
+from .timeline import SCALES, Timeline, draw_lanes, predict
 from .trace import STEP, length, recorded
 
 __all__ = ["Late", "Observation", "Observed", "observe"]

@@ -25,7 +25,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import CheckpointError, launch
 from functional_fsdp._checkpoint import background as _background
 from functional_fsdp._checkpoint import scribe as _scribe
-from functional_fsdp._checkpoint.folder import prune, reading
+from functional_fsdp._io.folder import prune, reading
 from functional_fsdp._runtime.runtime import runtime_of
 
 
@@ -265,7 +265,7 @@ def pruned_meanwhile(folder: str) -> list[str]:
     """One rank comes late, to a checkpoint that was just removed."""
     state, _ = begun()
     fsdp.save(state, Path(folder, "step_1"))
-    checkpoint: Any = importlib.import_module("functional_fsdp._checkpoint.checkpoint")
+    checkpoint: Any = importlib.import_module("functional_fsdp._io.checkpoint")
     before, said = checkpoint.reading, []
 
     def late(path: Path) -> Any:

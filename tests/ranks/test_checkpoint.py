@@ -27,7 +27,7 @@ from support.resumed import resumed, start, train
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp._checkpoint import reader as _reader
-from functional_fsdp._checkpoint.writer import write_tensors
+from functional_fsdp._io.writer import write_tensors
 from functional_fsdp._storage.safetensors import read_at
 
 
@@ -75,7 +75,7 @@ def interrupted(folder: str) -> tuple[bool, bool]:
     """The save that dies halfway leaves no checkpoint; the next one succeeds in the same place."""
     state, _ = start("zero3")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("functional_fsdp._checkpoint.checkpoint.write_tensors", _die)
+        patch.setattr("functional_fsdp._io.checkpoint.write_tensors", _die)
         with pytest.raises(OSError, match="disk full"):
             fsdp.save(state, f"{folder}/one")
     dist.barrier()
@@ -185,7 +185,7 @@ def trouble(folder: str) -> dict[str, str]:
 
         with pytest.MonkeyPatch.context() as patch:
             if rank == which:
-                patch.setattr(f"functional_fsdp._checkpoint.checkpoint.{target}", meet)
+                patch.setattr(f"functional_fsdp._io.checkpoint.{target}", meet)
             return said(lambda: (fsdp.save if "read" not in target else _load)(state, f"{folder}/a"))
 
     def _load(state: fsdp.State, path: str) -> fsdp.State:
@@ -193,7 +193,7 @@ def trouble(folder: str) -> dict[str, str]:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("functional_fsdp._checkpoint.checkpoint.write_tensors", full)
+            patch.setattr("functional_fsdp._io.checkpoint.write_tensors", full)
         found["full"] = said(lambda: fsdp.save(state, f"{folder}/a"))
     dist.barrier()
     found["left"] = str(list(Path(folder).glob("a*")))
@@ -301,9 +301,7 @@ def dies(where: str, folder: str) -> None:
     path = fsdp.save(state, f"{folder}/a")
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == dist.get_world_size() - 1:
-            patch.setattr(
-                f"functional_fsdp._checkpoint.checkpoint.{where}", lambda *args: os.kill(os.getpid(), signal.SIGKILL)
-            )
+            patch.setattr(f"functional_fsdp._io.checkpoint.{where}", lambda *args: os.kill(os.getpid(), signal.SIGKILL))
         fsdp.load(path, like=state) if where == "read_tensors" else fsdp.save(state, f"{folder}/b")
 
 
@@ -328,7 +326,7 @@ def begins_again(folder: str) -> list[str]:
             path = f"{folder}/{i}{rank}"
             with pytest.MonkeyPatch.context() as patch:
                 if dist.get_rank() == rank:
-                    patch.setattr(f"functional_fsdp._checkpoint.checkpoint.{where}", stop)
+                    patch.setattr(f"functional_fsdp._io.checkpoint.{where}", stop)
                 texts.append(said(lambda: fsdp.save(state, path)).split(":")[0])  # noqa: B023
             if not Path(path).exists():
                 fsdp.save(state, path)

@@ -36,12 +36,17 @@ from functional_fsdp._transports import auto, symmetric
 from functional_fsdp._verbs.seams import torch_private
 from functional_fsdp.extend import Ranks
 from functional_fsdp.transforms._cuda_graph import graphed as graphs
-from functional_fsdp.transforms._cuda_graph.capturing import GraphBuffers, stale_streams_followed
+from functional_fsdp.transforms._cuda_graph.captured_step import signature
+from functional_fsdp.transforms._cuda_graph.capturing import (
+    GraphBuffers,
+    as_kernels,
+    edge_functions,
+    stale_streams_followed,
+    words,
+)
 from functional_fsdp.transforms._cuda_graph.capturing import _explain as explain
 from functional_fsdp.transforms._cuda_graph.graphed import Graphed
 from functional_fsdp.transforms._cuda_graph.host_traffic import Recording
-from functional_fsdp.transforms._cuda_graph.memsets import as_kernels, edge_functions, words
-from functional_fsdp.transforms._cuda_graph.signature import signature
 
 
 def made(**spec: Any) -> fsdp.State:
@@ -790,7 +795,7 @@ def test_what_is_asked_of_the_driver_is_there() -> None:
 def test_without_the_drivers_module_memsets_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     driver.cache_clear()
-    with logged("functional_fsdp.transforms._cuda_graph.memsets") as said:
+    with logged("functional_fsdp.transforms._cuda_graph.capturing") as said:
         as_kernels(cast(torch.cuda.CUDAGraph, None), 0)  # which nobody looks at
     driver.cache_clear()
     assert "small memsets stay memsets" in " ".join(said)

@@ -20,8 +20,7 @@ from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.tracing import keep_residuals
 from functional_fsdp._graph.graph import kind_of
-from functional_fsdp._graph.lower import _memory
-from functional_fsdp._graph.regather import point_at_second_gathers
+from functional_fsdp._graph.lower import _memory, point_at_second_gathers
 
 # ---------------------------------------------------------------- what is in the graph
 

@@ -26,7 +26,7 @@ from support.transactions import (
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp._runtime.agreement import Agreement
-from functional_fsdp._runtime.ballots import APART
+from functional_fsdp._runtime.forms import APART
 
 PLACES = ("before", "unshard", "grad", "reduce")
 

@@ -18,15 +18,15 @@ import torch
 
 from functional_fsdp import Placement, Schedule, Spec, ddp, zero1, zero2, zero3
 from functional_fsdp._common.errors import FsdpError
+from functional_fsdp._optim_extra.owners import Part, find_owners
 from functional_fsdp._plan.advance import advance
 from functional_fsdp._plan.cursor import Cursor
 from functional_fsdp._plan.layout import Bucket, Layout, Leaf, LeafInfo, plan_layout
-from functional_fsdp._plan.owners import Part, find_owners
 from functional_fsdp._plan.peak import Stretch, find_peak
 from functional_fsdp._plan.plan import Plan, make_plan
 from functional_fsdp._plan.positions import nominal
 from functional_fsdp._plan.program import combined
-from functional_fsdp._plan.timeline import predict
+from functional_fsdp.look.timeline import predict
 
 TREES = 100
 
@@ -121,7 +121,7 @@ def schedules_of(draw: Draw, layout: Layout) -> list[Schedule]:
 def sharing_of(plan: Plan) -> list[tuple[str, list[str]]]:
     """By unit, those with which it shares bytes."""
     names = sorted(plan.by_name)
-    return [(name, [other for other in names if plan.share(name, other)]) for name in names]
+    return [(name, [other for other in names if plan.overlap(name, other)]) for name in names]
 
 
 def walked(plan: Plan, draw: Draw) -> list[Any]:

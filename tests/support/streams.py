@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import in_host_memory
-from functional_fsdp._distributed.collectives import gloo
-from functional_fsdp._optim.muon import Muon
+from functional_fsdp._distributed.lanes import gloo
+from functional_fsdp._optim_extra.muon import Muon
 from functional_fsdp._runtime import runtime, stream_lanes
 from functional_fsdp._runtime.stream_lanes import STREAMS, StreamLanes
 from functional_fsdp._state import streamed

@@ -52,7 +52,7 @@ def main() -> None:
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(example.parent))
     corpus: Any = importlib.import_module("_corpus")
-    checkpoint: Any = importlib.import_module("functional_fsdp._checkpoint.checkpoint")
+    checkpoint: Any = importlib.import_module("functional_fsdp._io.checkpoint")
     look = _killed(*os.environ.get("KILLED", "none 0").split())
     real, write = corpus.batch, checkpoint.write_tensors
     given = Path(os.environ["WATCHED"], f"{os.getpid()}")

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import functional_fsdp as fsdp
-from functional_fsdp._checkpoint import scribe
-from functional_fsdp._checkpoint.folder import LOCK, Claim, inside, is_free, let_go, partial, unfinished
+from functional_fsdp._io import writer_process as scribe
+from functional_fsdp._io.folder import LOCK, Claim, inside, is_free, let_go, partial, unfinished
 
 ONE, TWO = "0123456789ab", "ba9876543210"
 

@@ -413,7 +413,7 @@ def test_units_named_at_once_after_an_evaluation(depth: int, names: str) -> None
 
 def test_units_at_once_that_share_bytes_are_outside_the_plan_and_the_others_are_not() -> None:
     p = made(3, prefetch=0, keep=())
-    assert all(p.share(one, other) == (one != other) for one in "abc" for other in "abc")  # one place for all
+    assert all(p.overlap(one, other) == (one != other) for one in "abc" for other in "abc")  # one place for all
     assert p.crowded == {"a", "b", "c"}
     rank = Rank(p)
     rank.use("a", "b")

@@ -24,7 +24,7 @@ from functional_fsdp._plan.layout import Layout, LeafInfo, plan_layout
 from functional_fsdp._plan.peak import Stretch, find_peak
 from functional_fsdp._plan.plan import make_plan
 from functional_fsdp._plan.positions import Positions
-from functional_fsdp._plan.timeline import predict
+from functional_fsdp.look.timeline import predict
 
 GOLDEN = Path(__file__).with_name("golden.txt")
 MOST = 4.6  # times as many calls for four times as much

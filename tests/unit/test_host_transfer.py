@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import functional_fsdp as fsdp
-from functional_fsdp._plan import draw
+from functional_fsdp.look import draw
 
 HOST = "pinned_host"
 N = 1024  # elements of a layer, and as many of a bucket, on two ranks

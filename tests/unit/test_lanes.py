@@ -15,8 +15,7 @@ import torch
 from hypothesis import given
 
 from functional_fsdp._common.record import Collective
-from functional_fsdp._distributed.lanes import Steps, together
-from functional_fsdp._distributed.queue import Job, Queue
+from functional_fsdp._distributed.lanes import Job, Queue, Steps, together
 from functional_fsdp._runtime.stream_lanes import StreamLanes
 from functional_fsdp._storage.place import Place
 from functional_fsdp._storage.weights import Loan

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.fx as fx
 
-from functional_fsdp.transforms._compile.late_copies import PASS, mark_copies, with_late_copies
+from functional_fsdp.transforms._compile.code import PASS, mark_copies, with_late_copies
 
 aten = torch.ops.aten
 

@@ -192,8 +192,8 @@ CUDA = {
     "_runtime/stream_lanes.py", "_runtime/copy_lane.py", "_common/device.py", "_transports/auto.py",
     "_distributed/signals.py", "_distributed/peer_memory.py", "_transports/symmetric.py", "_launch/launch.py",
     "_launch/workers.py",
-    "_cuda_graph/graphed.py", "_cuda_graph/capturing.py", "_cuda_graph/memsets.py", "_cuda_graph/guarding.py",
-    "_cuda_graph/host_traffic.py", "_cuda_graph/questions.py",
+    "_cuda_graph/graphed.py", "_cuda_graph/capturing.py", "_cuda_graph/guarding.py",
+    "_cuda_graph/host_traffic.py", "_cuda_graph/captured_step.py",
 }  # fmt: skip
 
 
@@ -243,7 +243,6 @@ ASK = {
     "_common/tracing.py",  # says so, and chooses: `traced_as`
     "_common/calls.py",  # chooses: `verb` and `alone`
     "_nn/module.py",  # a call of a bound module, which Dynamo follows by torch.func's way only
-    "_nn/replaced_buffers.py",  # what such a call leaves in a module, which has no values in a graph
     "_compile/compile_units.py",  # compiled code, which asks whether it is compiled, or runs as Python
 }
 QUESTIONS = {"tracing", "LOWERING", "is_compiling", "is_dynamo_compiling"}

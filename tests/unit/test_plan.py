@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 import functional_fsdp as fsdp
 from functional_fsdp import Layout, Precision, ScheduleError, Spec, SpecError
-from functional_fsdp._plan.canvas import Panel
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
-from functional_fsdp._plan.order import DefaultOrder, FixedOrder, RecordedOrder, known
 from functional_fsdp._plan.pack import pack
 from functional_fsdp._plan.plan import ALIGN, Gather, Plan, PlannedUnit, Reduction, make_plan
-from functional_fsdp._plan.timeline import _lives, predict
+from functional_fsdp._plan.program import DefaultOrder, FixedOrder, RecordedOrder, known
 from functional_fsdp._spec.schedule import Schedule
+from functional_fsdp.look.canvas import Panel
+from functional_fsdp.look.timeline import _lives, predict
 
 MIB = 1 << 20
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -274,7 +274,7 @@ def test_the_drawing() -> None:
         ("u0", 4, 5, True),
     ]
     assert [(u.gathers, u.kept) for u in p.units] == [(2, False), (2, False), (1, True)]
-    assert [{a, b} for a, b in combinations(p.by_name, 2) if p.share(a, b)] == [{"u0", "u2"}]
+    assert [{a, b} for a, b in combinations(p.by_name, 2) if p.overlap(a, b)] == [{"u0", "u2"}]
     assert p.crowded == {"u0", "u2"}
     assert p.live(4) == ("u0", "u1")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from functional_fsdp._engine import stage as _stage
-from functional_fsdp._engine.stage import apart
+from functional_fsdp._engine.staging import apart
 
 
 def test_large_gradients_are_copied_apart_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,9 @@ from functional_fsdp import SpecError
 from functional_fsdp._verbs.seams import torch_private, tracing_now
 from functional_fsdp.extend import skeleton_of
 
-from .._modules.patterns import outermost
-from .._modules.unit_modules import NEVER_CALLED, UnitModule
+from .._modules.unit_modules import NEVER_CALLED, UnitModule, outermost
 from .clock import Clock
-from .code import Code
-from .late_copies import with_late_copies
+from .code import Code, with_late_copies
 
 __all__ = ["Compiled", "Compiler", "Options", "compile_units", "refuse_around"]
 

@@ -1,24 +1,124 @@
 """CapturedStep: a graph, the memory that goes with it, and its replay.
 
 The state keeps its tensors: a captured step writes what a step makes anew (buffers, extras) into them at its end.
+
+Also here: which calls are captured alike, and what those are told who ask whether the stream is captured.
+
+A library that asks goes another way in a graph: transformers then makes masks, which cost the fused attention. So while
+a step warms up or is captured, callers outside torch and this library are told what is true in warm-up, "no". torch is
+told the truth: its SyncBatchNorm goes by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from functional_fsdp import State
+from functional_fsdp import State, TreeError
 from functional_fsdp._verbs.seams import Capture, torch_private
 
-from .capturing import GraphBuffers
+from .capturing import KEPT, GraphBuffers
 from .guarding import Guard
+from .lines import root_of
 
-__all__ = ["CapturedStep"]
+__all__ = ["CapturedStep", "Kind", "answered_as_in_warm_up", "signature", "structure"]
+
+NAME = "is_current_stream_capturing"
+PLACES = torch.cuda, torch.cuda.graphs
+truth = torch.cuda.is_current_stream_capturing
+_lock = threading.Lock()
+_within = 0  # how many steps are under way, of all threads
+_before: list[Any] = []  # what stood there
+
+
+def _answer() -> bool:
+    """In the place of torch.cuda.is_current_stream_capturing: one object, so that nothing is compiled twice for it."""
+    caller = sys._getframe(1)
+    name = caller.f_globals.get("__name__") or ""
+    if root_of(caller) not in ("torch", "functional_fsdp") or name.startswith("torch._dynamo"):
+        return False
+    return truth()
+
+
+_answer._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch._dynamo.assume_constant_result's mark
+
+
+@contextmanager
+def answered_as_in_warm_up() -> Iterator[None]:
+    """Within, on all threads, callers outside torch and this library hear that no stream is captured."""
+    global _within
+    with _lock:
+        if not _within:
+            _before[:] = [getattr(place, NAME) for place in PLACES]
+            for place in PLACES:
+                setattr(place, NAME, _answer)
+        _within += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _within -= 1
+            if not _within:
+                for place, found in zip(PLACES, _before, strict=True):
+                    setattr(place, NAME, found)
+
 
 pytree = torch_private.pytree
+
+
+class Kind:
+    """What a captured step takes for granted of a state: equal by spec, layout, optimizer, and which buffers are each
+    rank's own."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, state: State) -> None:
+        self.key = (state.spec, state.layout, state.optimizer, state.local_buffers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kind) and all(a is b or a == b for a, b in zip(self.key, other.key, strict=True))
+
+    def __hash__(self) -> int:
+        return hash(self.key[1].hash)
+
+
+def structure(state: State) -> Any:
+    """Equal for states whose tensors can be copied into each other's."""
+    trees = [getattr(state, name) for name in KEPT]
+    return Kind(state), pytree.tree_structure(trees)
+
+
+def signature(state: State, leaves: list[Any], treedef: Any) -> Any:
+    """Equal for calls that are captured alike: shapes and dtypes of tensors, and everything else as it is; and the
+    buckets of which the optimizer counts steps by leaf.
+
+    Raises:
+        TreeError: a State, or something without a hash (an array, say), which cannot be told from another.
+    """
+    found: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            found.append((tuple(leaf.shape), leaf.dtype))
+        elif isinstance(leaf, State):
+            raise TreeError("cuda_graph: a State among the batch; a captured step has one state, its first argument.")
+        elif isinstance(leaf, float):
+            found.append(leaf.hex())
+        else:
+            try:
+                hash(leaf)
+            except TypeError:
+                raise TreeError(
+                    f"cuda_graph: the batch has a {type(leaf).__name__}, which a captured step would take for the one "
+                    "it saw first. Pass it as a tensor."
+                ) from None
+            found.append((type(leaf), leaf))
+    counted = getattr(state.optimizer, "counted", None)  # what it counts steps of may become more
+    return treedef, tuple(found), Kind(state), counted and counted(state.opt)
 
 
 class CapturedStep:

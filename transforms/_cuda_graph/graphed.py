@@ -22,12 +22,10 @@ from functional_fsdp._verbs.seams import Capture, NewCounts, Veto, Vetoed, outsi
 from functional_fsdp.extend import Ranks, all_reduce, check_between_steps, lineage_of, ranks_of
 
 from .._seed import again_from, check_draws, reseed
-from .captured_step import CapturedStep
+from .captured_step import CapturedStep, answered_as_in_warm_up, signature, structure
 from .capturing import GraphBuffers, captured, stale_streams_followed
 from .guarding import Guard, Randoms, Steadiness
 from .host_traffic import Answering, Recording, Sides
-from .questions import answered_as_in_warm_up
-from .signature import signature, structure
 
 __all__ = ["Graphed"]
 

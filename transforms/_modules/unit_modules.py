@@ -10,6 +10,8 @@
 
 A unit module is a largest module all of whose own leaves are of one unit; leaves tied to other modules join it as units
 of the same group. In the order in which they are found unit modules are a guess at the order of use.
+
+Modules of a model, by patterns of their paths.
 """
 
 from __future__ import annotations
@@ -21,10 +23,34 @@ from typing import Any
 
 import torch.nn as nn
 
-from functional_fsdp import Layout, TreeError
+from functional_fsdp import Layout, SpecError, TreeError
 from functional_fsdp._verbs.seams import aliases_of
+from functional_fsdp.extend import match
 
-__all__ = ["Leaf", "UnitModule", "each_once", "find_unit_modules", "leaves_of", "order_of", "slots_of"]
+__all__ = [
+    "Leaf", "UnitModule", "each_once", "find_unit_modules", "leaves_of", "order_of", "outermost", "slots_of",
+]  # fmt: skip
+
+
+def outermost(verb: str, model: nn.Module, patterns: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
+    """(path, module) of the modules that match a pattern, without those that lie in another of them.
+
+    Raises:
+        SpecError: a pattern that matches no module.
+    """
+    chosen: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        before = len(chosen)
+        for path, module in model.named_modules():
+            if path and match(pattern, path) == path:
+                chosen[path] = module
+        if len(chosen) == before:
+            raise SpecError(
+                f"{verb}: the pattern {pattern!r} matches no module of {type(model).__name__}. Its parts are "
+                f"{', '.join(repr(name) for name, _ in model.named_children())}, ..."
+            )
+    return [(path, module) for path, module in chosen.items() if not any(path.startswith(f"{o}.") for o in chosen)]
+
 
 Leaf = tuple[str, str]  # a unit and the key of one of its weights
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

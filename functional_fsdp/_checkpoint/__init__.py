@@ -1,1 +1,0 @@
-"""States in files."""

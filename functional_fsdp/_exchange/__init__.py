@@ -1,1 +1,0 @@
-"""Weights and optimizer states from other packages' checkpoints, and out to whoever runs them."""

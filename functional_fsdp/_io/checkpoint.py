@@ -1,0 +1,375 @@
+"""Checkpoints: leaves in the files of torch.distributed.checkpoint, written whole or not at all.
+
+    folder/            appears by one rename, when everything is on disk (see `folder`)
+      layout.json      what it is: leaves, and where each one's elements lie (see `note`)
+      .metadata        the same, for torch's tools
+      *.distcp         runs of leaves, one file for each rank that writes any (see `parts`, `writer`, `reader`)
+
+A state belongs to its leaves: any strategy, world, units and dtypes read what any others wrote (see `about`). Whatever
+goes wrong on one rank is an error on every rank.
+
+Leaves that ranks had of their own when they were saved, and leaves that they have of their own now.
+
+    there                                   here                    with allow=["replicas"]
+    main.w of replica 0, of replica 1       main.w                  read from the first, if all hold the same
+    main.w                                  main.w of replica 0     every replica reads it
+    main.w of replica 0, of replica 1       of replica 0, 1, 2      from the first, if all hold the same
+
+Replicas that train apart (DiLoCo) hold the same whenever they have been averaged. Experts never do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._common.calls import alone, outside_inference
+from .._common.device import empty_as
+from .._common.errors import CheckpointError, RestartError, SpecError
+from .._common.torch_names import pytree
+from .._optim.optimizer import initial
+from .._runtime.joint import Joint
+from .._runtime.runtime import runtime_of
+from .._spec.spec import Spec
+from .._state.shard import needs_spec
+from .._state.state import State, Version
+from .._storage.flat import FlatBuffer
+from .._storage.refresh import refresh
+from .compatibility import ALLOWED, about_of, as_there, check_same, fits, names_of
+from .folder import Claim, check_shared, may_keep, partial, reading, unfinished
+from .manifest import METADATA, NOTE, Tensor, file_of, read_note, sizes, tensors_of, unchanged
+from .parts import SAVED, SavedTensor, content, named, own_place, parts_of, plain_names
+from .pending import finish
+from .reader import read_tensors
+from .template import blank, made_for, with_extras
+from .writer import complete, write_tensors
+
+__all__ = ["latest_checkpoint", "load", "same_folder", "save", "told_of", "with_replicas"]
+
+
+def with_replicas(path: Path, state: State, there: Mapping[str, Tensor], allow: Collection[str]) -> dict[str, Tensor]:
+    """The tensors of a checkpoint under the names that this state has for them.
+
+    Raises:
+        SpecError: it has them by other ranks, and that is not allowed; or they differ.
+    """
+    by_leaf: dict[str, list[str]] = {}
+    for name in there:
+        by_leaf.setdefault(_leaf(name), []).append(name)
+    wanted = names_of(as_there(state, there), there)
+    lacking = [name for name in wanted if name not in there]
+    found = dict(there)
+    for name in lacking:
+        alike = by_leaf.get(_leaf(name), [])
+        if not alike or ("optimizer" in allow and name.startswith("opt.")):
+            continue  # it is missing in any case, or not wanted
+        if "replicas" not in allow:
+            raise SpecError(
+                f"load: {path} has {alike[0]!r}{f' and {len(alike) - 1} more' if len(alike) > 1 else ''}, and this "
+                f"state wants {name!r}: other ranks have leaves of their own. Where they are replicas that hold the "
+                "same, say load(..., allow=['replicas']); else give the mesh the axes with which it was saved."
+            )
+        other = next((one for one in alike if _content(there[one]) != _content(there[alike[0]])), None)
+        if other is not None:
+            remedy = "Average the replicas before they are saved"
+            if name.startswith("opt."):
+                remedy = "Begin with a new optimizer state (allow=['replicas', 'optimizer'])"
+            raise SpecError(
+                f"load: {path} has {alike[0]!r} and {other!r}, which differ, and this state wants {name!r}. {remedy}, "
+                "or give the mesh the axes with which it was saved."
+            )
+        found[name] = there[alike[0]]
+        for other in alike:
+            if other not in wanted:
+                found.pop(other, None)
+    return found
+
+
+def _leaf(name: str) -> str:
+    """The name without the place of the ranks that have it."""
+    return re.sub(r" of \w+ \d+(, \w+ \d+)*$", "", name)
+
+
+def _content(tensor: Tensor) -> object:
+    """What of a tensor can be compared without reading it: its chunks' places and the sums of their blocks."""
+    return tensor.dtype, tensor.shape, [(chunk.start, chunk.stop, chunk.sums[1:]) for chunk in tensor.chunks]
+
+
+@alone
+def save(state: State, folder: str | os.PathLike[str], *, max_to_keep: int | None = None) -> Path:
+    """Write a state between steps to `folder`, for any strategy and world to read. Never consumes it.
+
+    The folder appears only when it is complete and on disk; an interrupted save leaves a folder `NAME.partial-...`,
+    which the next save of that name removes. Main weights, optimizer state, buffers, count, rng and extras are written,
+    each element once; compute copies are not.
+
+    What is sharded is kept in FlatBuffers. A plain tensor in the optimizer state or the extras is written once and
+    given to all ranks, so all ranks must hold the same (where each rank has experts of its own: all ranks with the
+    same experts).
+
+    Args:
+        folder: on a file system that all ranks share.
+        max_to_keep: how many checkpoints stay, the newest ones by their steps, of those beside it whose names differ
+            from its by the last number in them (step_10, step_20). One that is being read stays, too, and all do on a
+            file system without locks. None: all stay.
+
+    Raises:
+        ValueError: max_to_keep below 1, or a name without a number. StaleStateError: a state in the middle of a step.
+        FileExistsError: the folder exists, or another save has taken the name meanwhile. TreeError: an optimizer state
+        or extra that is no tensor, or a plain tensor that differs between ranks. CheckpointError: ranks name different
+        folders, or do not see the same; or an `async_save` before this has failed. OSError: what a rank met, as a full
+        disk. If one rank raises, all do.
+
+    Collective: every rank of the mesh calls it.
+
+    Example: `fsdp.save(state, f"checkpoints/step_{n}")`.
+    """
+    run = runtime_of(state.spec.mesh)
+    with Joint(run, "save") as joint:
+        state.version.lineage.look(state.version.serial)
+        _write(joint, state, folder, max_to_keep)
+    return Path(folder)
+
+
+def _write(joint: Joint, state: State, folder: str | os.PathLike[str], keep: int | None) -> None:
+    run = joint.run
+    final, token = same_folder(joint, folder)
+    path = partial(final, token)
+    parts: list[SavedTensor] = []
+    about: dict[str, Any] = {}
+    claim = Claim(final, token) if run.rank == 0 else None
+
+    def prepare() -> tuple[str, dict[str, str]]:
+        about.update(told_of(joint, state, final, token, keep))
+        parts.extend(parts_of(state))
+        return own_place(state), {part.name: content(part) for part in parts if part.plain}
+
+    def begin() -> None:
+        if claim is not None:
+            claim.make()
+
+    def write() -> Any:
+        check_shared("save", path, run.ranks, run.rank)
+        return write_tensors(path, file_of(run.rank), token, chosen) if chosen else ([], 0)
+
+    def end() -> None:
+        if claim is not None:
+            complete(claim, about, [one for some, _ in written for one in some], [n for _, n in written], keep)
+
+    try:
+        plain = plain_names("save", run.ranks, run.rank, joint(prepare, "contents"))
+        named_by = [(part, *(plain[part.name] if part.plain else (part.name, part.writes))) for part in parts]
+        chosen = [part._replace(name=name) for part, name, writes in named_by if writes]
+        joint(begin, "claim")
+        written = joint(write, "tensors")
+        joint(end, "end")
+    finally:
+        if claim is not None:
+            claim.drop()
+
+
+def told_of(joint: Joint, state: State, final: Path, token: str, keep: int | None) -> dict[str, Any]:
+    """What `layout.json` says of a state that is about to be saved, once it may be.
+
+    Raises:
+        CheckpointError: the save before has failed. ValueError: `max_to_keep`. StaleStateError: no state between steps.
+    """
+    finish(joint.run)
+    may_keep(final, keep)
+    state._resting(joint.what)
+    return {**about_of(state), "step": state.steps, "save": token}
+
+
+@outside_inference
+def load(
+    folder: str | os.PathLike[str],
+    spec: Spec | None = None,
+    optimizer: Any = None,
+    *,
+    like: State | None = None,
+    allow: Collection[str] = (),
+) -> State:
+    """Read what `save` wrote into a new state, whatever strategy, number of ranks, units and dtypes wrote it.
+
+    Each rank reads its runs of the leaves and no more. Files are not trusted: nothing in them is run, and damage is
+    found before or while they are read. Compute copies are made anew.
+
+    Args:
+        folder: what was given to `save`.
+        spec, optimizer: as for `shard`. The parameters are the tree of the checkpoint.
+        like: in the place of these a state with the same leaves, as `init` or `shard` gives; it may be one that `step`
+            consumed, or that an error left half updated, and is not changed. Numbers of its optimizer (lr, betas) may
+            be others than those of the checkpoint. Extras are those of the checkpoint, also where this state has not
+            had them yet; it warns of others. Needed where the parameters are no tree of dicts, lists and tuples.
+        allow: what may be another than when it was saved: "average"; "optimizer", whose state then begins
+            anew; "replicas", which ranks have leaves of their own: those there must hold the same.
+
+    Returns:
+        a State of its own lineage, between steps. Main weights and the optimizer's state have the same bits as those
+        that were saved; floating ones are converted where `Precision.main` is another.
+
+    Raises:
+        FileNotFoundError: no complete checkpoint there. TreeError: other leaves, ties or shapes, buffers of other
+        names, or other trees within extras of one name. SpecError: another `average` or kind of optimizer that `allow`
+        does not name. CheckpointError: it is damaged (the file is named), or ranks name or see different checkpoints.
+        If one rank raises, all do.
+
+    Collective: every rank calls it.
+
+    Example:
+        >>> folder = fsdp.save(state, "checkpoints/step_1000")
+        >>> state = fsdp.load(fsdp.latest_checkpoint("checkpoints"), fsdp.Spec(mesh), fsdp.adamw(lr=3e-4))
+    """
+    if isinstance(folder, State):
+        raise SpecError("load(folder, like=state): the folder comes first.")
+    if (spec is None) == (like is None) or (like is not None and optimizer is not None):
+        raise SpecError("load: expected either a spec (and an optimizer), or like=state, which has both.")
+    if isinstance(allow, str) or any(what not in ALLOWED for what in allow):
+        raise SpecError(f"load(allow={allow!r}): expected some of {', '.join(map(repr, ALLOWED))}.")
+    if like is not None:
+        return _like(like, folder, allow)
+    spec = needs_spec("load", spec)
+    with _opened(spec, folder) as (joint, path, note, there):
+        state = made_for(joint, path, note, there, spec, optimizer)
+        return _filled(joint, path, note, there, state, True, allow)
+
+
+def _load_like(state: State, folder: str | os.PathLike[str], allow: Collection[str]) -> State:
+    with _opened(state.spec, folder) as (joint, path, note, there):
+        return _filled(joint, path, note, there, state, False, allow)
+
+
+_like = alone(_load_like, "load")
+
+
+@contextmanager
+def _opened(
+    spec: Spec, folder: str | os.PathLike[str]
+) -> Iterator[tuple[Joint, Path, dict[str, Any], dict[str, Tensor]]]:
+    """A checkpoint that all ranks read jointly, and what its `layout.json` says. Nobody prunes it within."""
+    with Joint(runtime_of(spec.mesh), "load") as joint, torch.no_grad(), ExitStack() as held:
+        path, _ = same_folder(joint, folder)
+        joint(lambda: held.enter_context(reading(path)), "reading")
+        yield joint, path, *_looked(joint, path)
+
+
+def _looked(joint: Joint, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `layout.json` says, the same on all ranks."""
+    found: list[Any] = []
+
+    def look() -> str:
+        note = read_note(path)
+        sizes(path, note)
+        unchanged(path, note)
+        found.extend((note, tensors_of(path, note)))
+        return str(note["digest"])
+
+    run, seen = joint.run, joint(look, "notes")
+    other = next((rank for rank, digest in enumerate(seen) if digest != seen[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"load: {path} is not the same for all ranks: {NOTE} of rank {run.ranks[0]} has the digest "
+            f"{seen[0][:16]}, that of rank {run.ranks[other]} {seen[other][:16]}. Load from a folder that all ranks "
+            "share, while nobody replaces it."
+        )
+    return found[0], found[1]
+
+
+def _filled(
+    joint: Joint,
+    path: Path,
+    note: dict[str, Any],
+    all_there: dict[str, Tensor],
+    state: State,
+    own: bool,
+    allow: Collection[str],
+) -> State:
+    """A new state of this kind with what the checkpoint has; in the memory of the given one, if it is `own`."""
+    made: list[State] = []
+
+    def read() -> None:
+        check_same(path, note, state, allow)
+        there = with_replicas(path, state, all_there, allow)
+        fresh = as_there(state, there)
+        if not own:
+            fresh = with_extras(path, note, there, fresh)
+            whole = {"is_leaf": lambda x: isinstance(x, FlatBuffer)}
+            fresh = fresh._evolve(**{name: pytree.tree_map(blank, getattr(fresh, name), **whole) for name in SAVED})
+        chosen, anew = fits(path, note, there, fresh, named(fresh, there), allow)
+        read_tensors(path, note, there, chosen)
+        if anew:
+            main = {name: fresh.main[name] for name in state.layout.trainable}
+            taken = fresh.count if int(fresh.count) else None
+            fresh = fresh._evolve(opt={} if state.optimizer is None else initial(state.optimizer, main, taken))
+        made.append(fresh)
+
+    joint(read, "tensors")
+    fresh, steps = made[0], int(note["step"])
+    weights: dict[str, Any] = {}
+    scales: dict[str, Any] = {}
+    if state.weights:
+        weights, scales = (pytree.tree_map(empty_as, tree) for tree in (state.weights, state.scales))
+        refresh(fresh.main, weights, scales)
+    lineage = state.version.lineage.heir(joint.run, state.layout, state.spec, steps, fresh.count)
+    lineage.enroll()
+    return fresh._evolve(weights=weights, scales=scales, grads={}, version=Version(lineage, 0))._prepared()
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest complete checkpoint (by its step) among the subfolders of `folder`, or None.
+
+    A damaged one, as far as its `layout.json` and the sizes of its files show, is left out with a warning that names
+    it; one that is under way, without.
+    """
+    found: list[tuple[int, str, dict[str, Any]]] = []
+    there = sorted(Path(folder).iterdir()) if Path(folder).is_dir() else []
+    for path in there:
+        if unfinished(path) or not any(os.path.lexists(path / name) for name in (NOTE, METADATA)):
+            continue
+        try:
+            note = read_note(path)
+            found.append((note["step"], path.name, note))
+        except (CheckpointError, OSError) as error:
+            _left_out(path, error)
+    for _, name, note in sorted(found, key=lambda item: item[:2], reverse=True):
+        try:
+            sizes(Path(folder, name), note)
+            return Path(folder, name)
+        except (CheckpointError, OSError) as error:
+            _left_out(Path(folder, name), error)
+    return None
+
+
+def _left_out(path: Path, error: Exception) -> None:
+    warnings.warn(f"latest_checkpoint: {path} is left out: {error}", stacklevel=3)
+
+
+def same_folder(joint: Joint, folder: str | os.PathLike[str]) -> tuple[Path, str]:
+    """The folder that all ranks name, and the first one's token. Lanes on which ranks stopped apart are drained."""
+    run = joint.run
+    while True:
+        counts = {name: log.count for name, log in run.issued.items() if name != "control"}
+        token = uuid.uuid4().hex[:12]
+        try:
+            told = joint(lambda: (os.path.abspath(os.fsdecode(folder)), token, counts), "folder")  # noqa: B023
+            break
+        except RestartError:  # a peer began anew; nothing of this call has happened
+            if joint.known:
+                raise
+    for rank, (name, _, _) in enumerate(told):
+        if name != told[0][0]:
+            raise CheckpointError(
+                f"{joint.what}: rank {run.ranks[0]} names the folder {told[0][0]}, rank {run.ranks[rank]} names "
+                f"{name}. Give every rank the same."
+            )
+    if any(theirs != told[0][2] for _, _, theirs in told):
+        run.restart()
+    return Path(told[0][0]), told[0][1]

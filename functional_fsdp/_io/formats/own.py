@@ -1,0 +1,75 @@
+"""This library's own checkpoints, as any other: leaves, buffers, and what the optimizer keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..._common.errors import CheckpointError
+from ..._storage.safetensors import Entry
+from ..._storage.spans import Cut, numel_of, run
+from ..contents import Contents, number_of
+from ..manifest import NOTE, Tensor, read_note, sizes, tensors_of
+from ..parts import PLACE
+
+__all__ = ["Own"]
+
+NAMES = {"mean": "exp_avg", "square": "exp_avg_sq"}  # of adamw, as others call them
+
+
+class Own:
+    """A folder with `layout.json`."""
+
+    def claims(self, path: Path) -> bool:
+        return path.is_dir() and (path / NOTE).exists()
+
+    def read(self, path: Path) -> Contents:
+        note = read_note(path)
+        sizes(path, note)
+        there = tensors_of(path, note)
+        apart = next((name for name in there if PLACE in name), None)
+        if apart is not None:
+            raise CheckpointError(
+                f"{path} has leaves that each rank has for itself ({apart!r}), which have no one value. Read it by "
+                "fsdp.load."
+            )
+        leaves = note["leaves"]
+        found = {path_: _span(path, there[f"main.{path_}"], tuple(one["shape"])) for path_, one in leaves.items()}
+        moments: dict[str, dict[str, Any]] = {}
+        steps: dict[str, Any] = {}
+        missed: dict[str, int] = {}
+        kept: list[tuple[str, str, Tensor]] = []
+        for name in sorted(n[4:] for n in there if n.startswith("opt.")):
+            leaf = max((p for p in leaves if name.endswith(f".{p}")), key=len, default=None)  # "mean.a.w" is not of "w"
+            if leaf is None:
+                continue
+            kept.append((leaf, name[: -len(leaf) - 1], there[f"opt.{name}"]))
+        numbers = {what for leaf, what, one in kept if one.numel != numel_of(leaves[leaf]["shape"])} | {"missed"}
+        for leaf, what, one in kept:  # a number for each leaf, or as many as the leaf has
+            held = _span(path, one, () if what in numbers else tuple(leaves[leaf]["shape"]))
+            if what == "missed":
+                missed[leaf] = number_of(held)
+            elif what == "step" and what in numbers:
+                steps[leaf] = held
+            else:
+                moments.setdefault(leaf, {})[NAMES.get(what, what)] = held
+        for name in moments:
+            steps.setdefault(name, note["step"] - missed.get(name, 0))
+        steps[""] = note["step"]  # which no leaf need have had
+        buffers = {n.removeprefix("buffers."): one for n, one in there.items() if n.startswith("buffers.")}
+        found |= {name: _span(path, one, one.shape) for name, one in buffers.items()}
+        return Contents(
+            "functional_fsdp", found, f"format {note['format']}", None,
+            ties={alias: leaf for leaf, one in leaves.items() for alias in one["ties"]},
+            buffers=frozenset(buffers), frozen=frozenset(p for p, one in leaves.items() if not one["trainable"]),
+            moments=moments, steps=steps, step=note["step"],
+            left=tuple(n for n in there if n.startswith("extras.")),
+        )  # fmt: skip
+
+
+def _span(path: Path, one: Tensor, shape: tuple[int, ...]) -> Any:
+    parts = []
+    for chunk in one.chunks:
+        n = chunk.stop - chunk.start
+        parts.append(run(chunk.start, n, Entry(path / chunk.file, one.dtype, (n,), chunk.data)))
+    return Cut(shape, one.dtype, tuple(parts))

@@ -1,0 +1,274 @@
+"""save_dcp: a state as FSDP2 saves its own, so that torch.distributed.checkpoint.load reads it into a sharded model.
+
+.metadata        of each leaf its boxes: a run of elements is a part of a row, whole rows, a part of a row
+__0_0.distcp     the boxes of rank 0, as torch.save writes them
+__0_1.distcp     numbers of the optimizer's groups, by rank 0
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._common.calls import alone
+from .._common.errors import SpecError
+from .._common.torch_names import storage_info
+from .._common.tree import flatten
+from .._optim.adamw import AdamW
+from .._optim.numbers import at, by_label
+from .._optim_extra.from_torch import FromTorch
+from .._runtime.joint import Joint
+from .._runtime.runtime import runtime_of
+from .._state.state import State
+from .._storage.flat import FlatBuffer, nodes_of
+from .._storage.spans import numel_of
+from .checkpoint import same_folder
+from .folder import Claim, check_shared, partial, sync, write_file
+from .manifest import METADATA, file_of
+from .parts import SavedTensor, parts_of
+from .stream import none_apart
+from .writer import Written, write_tensors
+
+__all__ = ["boxes", "save_dcp"]
+
+Names = dict[str, tuple[Any, ...]]  # of each entry the keys under which it lies
+HOST = torch.device("cpu")
+THEIRS = {"mean": "exp_avg", "square": "exp_avg_sq"}
+
+
+@alone
+@torch.no_grad()
+def save_dcp(
+    state: State, folder: str | os.PathLike[str], *, model: str = "model", optimizer: str | None = "optim"
+) -> Path:
+    """Write the weights, buffers and optimizer state to `folder` as FSDP2 does. Never consumes it.
+
+    In the other program `torch.distributed.checkpoint.load({"model": ..., "optim": ...}, checkpoint_id=folder)` fills
+    what `get_state_dict(module, optimizer)` gave, and `set_state_dict` puts it in place; of any number of ranks. The
+    optimizer's state is that of the torch.optim class that `from_torch` was given, or of torch.optim.AdamW; groups are
+    one for each label.
+
+    Args:
+        folder: appears when everything is on disk. All ranks must see it.
+        model, optimizer: under which keys weights and the optimizer's state lie. model="": weights at the top, as
+            torchtitan has them. optimizer=None: it is left out.
+
+    Returns:
+        the folder.
+
+    Memory: on the host a leaf's part at a time; nothing is gathered.
+
+    Raises:
+        StaleStateError: a state in the middle of a step. SpecError: an optimizer that torch.optim has not, experts of
+            which ranks have their own. FileExistsError: the folder exists. CheckpointError: ranks name different
+            folders, or do not see the same. OSError: what a rank met. If one rank raises, all do.
+
+    Collective: every rank calls it; exchanges on the host.
+
+    Example: `fsdp.save_dcp(state, "for-fsdp2/step_100")`.
+    """
+    run = runtime_of(state.spec.mesh)
+    with Joint(run, "save_dcp") as joint:
+        state.version.lineage.look(state.version.serial)
+        final, token = same_folder(joint, folder)
+        claim = Claim(final, token) if run.rank == 0 else None
+        path = partial(final, token)
+        parts: list[SavedTensor] = []
+
+        def begin() -> None:
+            state._resting("save_dcp")
+            none_apart(state, "save_dcp")
+            groups = {} if optimizer is None or state.optimizer is None else _groups(state)
+            parts.extend(_parts(state, model, optimizer if groups else None, run.rank == 0))
+            if claim is not None:
+                claim.make()
+
+        def write() -> Any:
+            check_shared("save_dcp", path, run.ranks, run.rank)
+            return write_tensors(path, file_of(run.rank), token, parts)[0] if parts else []
+
+        def complete() -> None:
+            if claim is not None:
+                groups = {} if optimizer is None or state.optimizer is None else _groups(state)
+                _complete(path, state, [one for some in written for one in some], model, optimizer or "", groups)
+                sync(path)
+                claim.appear()
+
+        try:
+            joint(begin, "begin")
+            written = joint(write, "tensors")
+            joint(complete, "end")
+        finally:
+            if claim is not None:
+                claim.drop()
+    return Path(folder)
+
+
+def _parts(state: State, model: str, optimizer: str | None, first: bool) -> Iterator[SavedTensor]:
+    """What this rank writes: each run of a leaf in boxes; of the first rank buffers and counts, too."""
+    shapes = {leaf.path: leaf.shape for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
+    names = {f"main.{path}": _join(model, path) for path in shapes}
+    sizes_of = {f"main.{path}": shape for path, shape in shapes.items()}
+    if optimizer is not None:
+        for node in nodes_of(state.opt):
+            if isinstance(node.value, FlatBuffer) and node.path not in ("missed", "step"):
+                slot = THEIRS.get(node.path, node.path)
+                for leaf in node.value.bucket.leaves:  # of its own shape: [] of one number for each leaf
+                    name = f"opt.{node.path}.{leaf.path}"
+                    names[name], sizes_of[name] = f"{optimizer}.state.{leaf.path}.{slot}", leaf.shape
+    for part in parts_of(state):
+        if part.writes and part.name in names:
+            shape = sizes_of[part.name]
+            flat = part.tensor.detach().reshape(-1)
+            at = part.start
+            for _, sizes in boxes(shape, at, at + flat.numel()):
+                n = numel_of(sizes)
+                box = flat[at - part.start : at - part.start + n].view(sizes)
+                yield SavedTensor(names[part.name], box, shape, at, True)
+                at += n
+    if first:
+        for path, held in zip(*flatten(state.buffers)[:2], strict=True):
+            yield SavedTensor(_join(model, path), held, tuple(held.shape), 0, True)
+        if optimizer is not None:
+            for path, steps in _steps(state).items():
+                yield SavedTensor(f"{optimizer}.state.{path}.step", steps, (), 0, True)
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements [start, stop) of a tensor in C order as boxes, one after another: where each begins, and its sizes.
+
+    [3, 4], 2 to 11:  [0, 2] 1 × 2,  [1, 0] 1 × 4,  [2, 0] 1 × 3
+    """
+    if not shape or start >= stop:
+        if start < stop or not numel_of(shape):
+            yield (0,) * len(shape), tuple(shape)
+        return
+    inner = numel_of(shape[1:])
+    low, high = -(-start // inner), stop // inner  # whole rows
+    if low > high:  # within one row
+        for offsets, sizes in boxes(shape[1:], start - high * inner, stop - high * inner):
+            yield (high, *offsets), (1, *sizes)
+        return
+    if start < low * inner:
+        for offsets, sizes in boxes(shape[1:], start - (low - 1) * inner, inner):
+            yield (low - 1, *offsets), (1, *sizes)
+    if low < high:
+        yield (low, *(0 for _ in shape[1:])), (high - low, *shape[1:])
+    if high * inner < stop:
+        for offsets, sizes in boxes(shape[1:], 0, stop - high * inner):
+            yield (high, *offsets), (1, *sizes)
+
+
+def _steps(state: State) -> dict[str, torch.Tensor]:
+    """float32 [] of each leaf that trains: how many steps its moments have seen."""
+    found = {}
+    counts: dict[str, dict[str, Any]] = {}
+    for node in nodes_of(state.opt):
+        if isinstance(node.value, FlatBuffer) and node.value.bucket.by_leaf:
+            for leaf, number in zip(node.value.bucket.leaves, node.value.local.tolist(), strict=True):
+                counts.setdefault(node.path, {})[leaf.path] = number
+    for name in state.layout.trainable:
+        for leaf in state.layout.buckets[name].leaves:
+            n = counts.get("step", {}).get(leaf.path, state.steps - counts.get("missed", {}).get(leaf.path, 0))
+            found[leaf.path] = torch.tensor(float(n), device="cpu")
+    return found
+
+
+def _groups(state: State) -> dict[str, dict[str, Any]]:
+    """By label the numbers of a group of the torch.optim class, and the leaves that are in it, as "params"."""
+    optimizer: Any = state.optimizer
+    if isinstance(optimizer, AdamW):
+        cls: Any = torch.optim.AdamW
+        options: Mapping[str, Any] = {name: getattr(optimizer, name) for name in ("lr", "betas", "eps", "weight_decay")}
+    elif isinstance(optimizer, FromTorch):
+        cls, options = optimizer.cls, optimizer.options
+    else:
+        raise SpecError(
+            f"save_dcp: torch.optim has no class for the optimizer {optimizer}. Give optimizer=None for weights alone."
+        )
+    leaves: dict[str, list[str]] = {}
+    for name in state.layout.trainable:
+        for leaf in state.layout.buckets[name].leaves:
+            leaves.setdefault(leaf.label, []).append(leaf.path)
+    found = {}
+    for label, paths in leaves.items():
+        numbers = {}
+        for name, value in options.items():
+            value = by_label(name, value, label)
+            if callable(value) or isinstance(value, torch.Tensor):
+                value = float(at(name, value, label, state.count))
+            elif isinstance(value, tuple | list):
+                value = tuple(float(one(state.count)) if callable(one) else one for one in value)
+            numbers[name] = value
+        group = cls([torch.nn.Parameter(torch.zeros(1, device=HOST))], **numbers).param_groups[0]
+        found[label] = {**group, "params": paths}
+    return found
+
+
+def _complete(
+    path: Path, state: State, written: list[Written], model: str, optimizer: str, groups: dict[str, dict[str, Any]]
+) -> None:
+    """The first rank's: `.metadata`, and the numbers of groups."""
+    from torch.distributed.checkpoint import metadata as dcp
+
+    about: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    chunks: dict[str, list[Any]] = {}
+    keys: Names = {}
+    for name, dtype, shape, chunk in sorted(written, key=lambda one: (one.name, one.chunk.start)):
+        offsets, sizes = next(iter(boxes(tuple(shape), chunk.start, chunk.stop)))
+        some = chunks.setdefault(name, [])
+        index = dcp.MetadataIndex(name, torch.Size(offsets), len(some))
+        some.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        places[index] = storage_info()(chunk.file, chunk.offset, chunk.length)
+        about[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), torch.Size(shape), some)
+        keys[name] = _keys(name, model, optimizer)
+    for alias, home in zip(state.layout.paths, state.layout.source, strict=True):  # the same bytes under each name
+        if alias != home:
+            name, other = _join(model, alias), _join(model, home)
+            about[name], keys[name] = about[other], _keys(name, model, optimizer)
+            for i, chunk_ in enumerate(about[other].chunks):
+                there = places[dcp.MetadataIndex(other, chunk_.offsets, i)]
+                places[dcp.MetadataIndex(name, chunk_.offsets, i)] = there
+    data = io.BytesIO()
+    file = "__0_1.distcp"
+    for name, entry in _numbers(optimizer, groups, keys).items():
+        start = data.tell()
+        torch.save(entry, data)
+        about[name] = dcp.BytesStorageMetadata()
+        places[dcp.MetadataIndex(name)] = storage_info()(file, start, data.tell() - start)
+    if groups:
+        write_file(path / file, data.getvalue())
+    whole = dcp.Metadata(about, keys, places, dcp.StorageMeta(), "1.0.0")
+    write_file(path / METADATA, pickle.dumps(whole))
+
+
+def _keys(name: str, model: str, optimizer: str) -> tuple[Any, ...]:
+    if optimizer and name.startswith(f"{optimizer}.state."):
+        leaf, _, slot = name.removeprefix(f"{optimizer}.state.").rpartition(".")
+        return optimizer, "state", leaf, slot
+    return (model, name.removeprefix(f"{model}.")) if model else (name,)
+
+
+def _numbers(optimizer: str, groups: dict[str, dict[str, Any]], keys: Names) -> dict[str, Any]:
+    """Numbers of groups by their names, both ways in which FSDP2 may ask for them."""
+    found: dict[str, Any] = {}
+    for i, group in enumerate(groups.values()):
+        for option, value in group.items():
+            found[f"{optimizer}.param_groups.{i}.{option}"] = value
+            keys[f"{optimizer}.param_groups.{i}.{option}"] = (optimizer, "param_groups", i, option)
+            for leaf in group["params"] if option != "params" else ():
+                name = f"param_groups.{leaf}.{option}"
+                found[f"{optimizer}.{name}"] = value
+                keys[f"{optimizer}.{name}"] = (optimizer, name)
+    return found

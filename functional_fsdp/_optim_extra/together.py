@@ -1,0 +1,157 @@
+"""Optimizers that couple leaves: all of them whole on every rank, in one instance of the class itself.
+
+    shards    [ w0 w0 | w1 ] [ w1 w2 | w2 ]      weights, gradients, and what the class keeps, as `WholeLeaves` has it
+    gathered  an all-gather an axis, for each of them
+    each rank cls([w0, w1, w2], **options); its state is handed in; `step()`; each rank keeps its own slice
+
+Every rank computes the same, so nothing travels back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from .._common.errors import SpecError, TreeError
+from .._common.record import Collective
+from .._optim.optimizer import Sender, Tree
+from .._plan.layout import Bucket
+from .._runtime.given import Leaves
+from .._storage.flat import FlatBuffer
+from .probe import hand_over, name_of
+from .prove import numbers_like
+from .whole import Form, Held, Trees, WholeLeaves
+
+__all__ = ["AllLeaves"]
+
+LABEL = "default"
+
+
+@dataclass(frozen=True)
+class AllLeaves(WholeLeaves):
+    """A torch.optim class with options, that has all leaves together. See `from_torch(by="all")`."""
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.cls))
+
+    def __str__(self) -> str:
+        held = f" ({max(self._held):,} bytes)" if self._held else ""
+        return f"{name_of(self.cls)}: all leaves together, on one gathered copy a rank{held}, since {self.why}"
+
+    @cached_property
+    def _held(self) -> list[int]:
+        """Bytes of the copies of States that were begun."""
+        return []
+
+    def nbytes(self, opt: Trees, main: Tree) -> int:
+        """Bytes of the gathered copy that each rank has in a step: weights, gradients, and all that is kept."""
+        trees = [main, main, *(tree for tree in opt.values())]
+        buffers = [b for tree in trees for b in tree.values() if not b.bucket.by_leaf]
+        return sum(main[b.bucket.name].bucket.numel * b.local.itemsize for b in buffers)
+
+    # ---- an instance
+
+    def _tried(self, label: str, shape: tuple[int, ...], dtype: torch.dtype, path: str) -> list[Form]:
+        """Forms of a leaf alone, and as the first and the second one of two, which begin together or not."""
+        found, before = list[Form](), self._moving.setdefault(label, frozenset())
+        first: Exception | None = None
+        for leaves, place, late in ((1, 0, -1), *((2, place, late) for place in (0, 1) for late in (-1, 0, 1))):
+            params = [torch.nn.Parameter(numbers_like(shape, 1 + i).to(dtype)) for i in range(leaves)]
+            try:
+                optimizer, fresh = self._made(label, params, [None] * leaves)
+                for step in range(12 if math.prod(shape) <= 1 << 16 else 4):
+                    for i, param in enumerate(params):
+                        lacks = step < 3 and i == late
+                        hand_over(param, None if lacks else numbers_like(shape, 2 + step + i).to(dtype))
+                    optimizer.step()
+                    form, _ = self._taken(label, optimizer, params[place], fresh, True)
+                    found += [form] if form not in found else []
+            except (SpecError, TreeError):
+                raise
+            except Exception as error:  # without a gradient, say: then a real step says so
+                first = first or error
+        if not found:
+            raise SpecError(
+                f"{name_of(self.cls)}: the class does not take the leaf {path!r} of shape {list(shape)}: it raised "
+                f"{type(first).__name__}: {first}. Give the leaf to another optimizer by its label: fsdp.partition."
+            ) from first
+        return found if self._moving[label] == before else self._tried(label, shape, dtype, path)
+
+    def _run(
+        self, label: str, shape: tuple[int, ...], dtype: torch.dtype, forms: list[Form] | None, leaves: int = 3,
+        late: Sequence[int] = (0, 1, 7),
+    ) -> torch.Tensor:  # fmt: skip
+        """Of three leaves, one of which gets no gradient in some steps; if the class can have that."""
+        try:
+            return super()._run(label, shape, dtype, forms, leaves, late)
+        except SpecError:
+            return super()._run(label, shape, dtype, forms, leaves)
+
+    # ---- what is kept
+
+    def init(self, main: Tree) -> Trees:
+        opt = super().init(main)
+        self._held.append(self.nbytes(opt, main))
+        return opt
+
+    # ---- a step
+
+    def update_some(
+        self, given: Leaves, skip: torch.Tensor | None, grads: Tree, opt: Trees, main: Tree, count: torch.Tensor,
+        sender: Sender,
+    ) -> tuple[Tree, Trees]:  # fmt: skip
+        if not main or self._skipped(skip, main):
+            return main, opt
+        numbers: dict[tuple[str, str], list[float]] = {}
+        gathered: dict[tuple[str, str], torch.Tensor] = {}
+        for what, tree in {"/main": main, "/grads": grads, **opt}.items():
+            for name, buffer in tree.items():
+                if buffer.bucket.by_leaf:
+                    numbers[what, name] = buffer.local.tolist()
+                else:
+                    gathered[what, name] = _whole(buffer, main[name].bucket, sender)
+        leaves = [(n, i, leaf) for n, b in main.items() for i, leaf in enumerate(b.bucket.leaves) if leaf.numel]
+        params, held, rows = list[torch.Tensor](), list[Held | None](), list[dict[str, torch.Tensor]]()
+        for name, i, leaf in leaves:
+            row = {what: flat[leaf.offset :][: leaf.numel] for (what, n), flat in gathered.items() if n == name}
+            of = {what: values[i] for (what, n), values in numbers.items() if n == name}
+            held.append(self._held_by(leaf, self.forms(leaf, main[name].local.dtype), row, of))
+            rows.append(row)
+            param = torch.nn.Parameter(row["/main"].to(main[name].local.dtype).view(leaf.shape).clone())
+            if name not in given or given[name][i]:
+                hand_over(param, row["/grads"].to(param.dtype).view(leaf.shape).clone())
+            params.append(param)
+        with torch.inference_mode(False):
+            optimizer, fresh = self._made(LABEL, params, held)
+            self._stepped(LABEL, optimizer, count, f"{len(leaves)} leaves")
+            taken = [self._taken(LABEL, optimizer, param, fresh, False) for param in params]
+        for k, (name, i, leaf) in enumerate(leaves):
+            of = {what: values[i] for (what, n), values in numbers.items() if n == name}
+            forms = self.forms(leaf, params[k].dtype)
+            for what, number in self._kept(leaf, params[k], forms, *taken[k], rows[k], of).items():
+                numbers[what, name][i] = number
+        for what, tree in {"/main": main, **opt}.items():
+            for name, buffer in tree.items():
+                if buffer.bucket.by_leaf:
+                    buffer.local.copy_(
+                        torch.tensor(numbers[what, name], dtype=buffer.local.dtype, device=buffer.local.device)
+                    )
+                else:
+                    start, stop = buffer.span()
+                    buffer.local.copy_(gathered[what, name][start:stop])
+        return main, opt
+
+
+def _whole(buffer: FlatBuffer, bucket: Bucket, sender: Sender) -> torch.Tensor:
+    """A bucket's elements from all ranks that shard it, [numel]."""
+    flat = buffer.local
+    for axis in reversed([axis for axis in bucket.placement.order if axis in bucket.placement.main]):
+        ranks = bucket.ranks[axis]
+        if ranks > 1:
+            one = Collective("all_gather", axis, ranks * flat.numel(), flat.dtype, "", "side", "all leaves")
+            flat = sender.send(one, flat, ([flat.numel()] * ranks, [flat.numel()] * ranks))
+    return flat if flat is not buffer.local else flat.clone()
