@@ -160,6 +160,27 @@ def test_imports_go_in_no_circle(files: list[Path]) -> None:
     assert len(rooms) <= 20, "a newcomer looks at no more than twenty rooms"
 
 
+#: beside the core, which imports none of them (a contract in pyproject.toml), and what each may import of the others
+SATELLITES: dict[str, set[str]] = {
+    "_transports": set(),
+    "_optim_extra": set(),
+    "_io": {"_optim_extra"},  # what checkpoints say of an optimizer
+    "_simulate": {"_io"},  # a save that goes on beside the training
+    "_launch": {"_io", "_simulate"},
+    "look": set(),
+}
+
+
+def test_satellites_import_each_other_only_where_the_table_says_so() -> None:
+    there = {module_of(file) for file in CORE} - {()}
+    found: dict[str, set[str]] = {room: set() for room in SATELLITES}
+    for file in CORE:
+        room = module_of(file)[:1]
+        if room and room[0] in SATELLITES:
+            found[room[0]] |= {other[0] for other in imports_of(file, there)} & {*SATELLITES} - {room[0]}
+    assert found == SATELLITES
+
+
 @pytest.mark.parametrize("folder", [f for f in CORE + TRANSFORMS if f.name == "__init__.py"], ids=place)
 def test_a_folder_says_its_purpose_in_a_line(folder: Path) -> None:
     text = ast.get_docstring(ast.parse(folder.read_text())) or ""
