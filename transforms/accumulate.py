@@ -1,6 +1,6 @@
-"""accumulate: the gradients of a batch from microbatches, one after another.
+"""accumulate: the gradients of a batch from microbatches, one after another; divide: gradients by a tensor.
 
-Gradients divided by a tensor, as for losses that are sums over tokens.
+The second is for losses that are sums over tokens.
 """
 
 from __future__ import annotations

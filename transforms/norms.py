@@ -3,8 +3,6 @@
 global_norm    state                        one number, of all gradients
 norms          state, tree                  one a leaf, or one a unit
 dot            state, tree, tree            one number
-
-Whether they are sharded as the main weights of a state.
 """
 
 from __future__ import annotations

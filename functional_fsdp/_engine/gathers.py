@@ -3,9 +3,8 @@
 unshard ─▶ gathers to start now ─▶ the bytes' last release ─▶ gather lane ─▶ flying ─▶ compute waits ─▶ lent
 release ─▶ a mark on compute ─▶ gathers that waited for the bytes
 
-Units gathered outside the arena, for uses that no plan names. Slower, never wrong.
-
-Ranks first agree on the unit; then compute waits for its gather, into bytes that are this unit's own.
+Units that no plan names are gathered outside of the arena: slower, never wrong. Ranks first agree on the unit; then
+compute waits for its gather, into bytes that are this unit's own.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ An exact sum takes an all-to-all in the place of the reduction: what comes in, e
 added up in float32 in the order of the ranks, in the bytes from which it was sent; and goes on in float32. What comes
 in lies beside the staging, in memory that comes and goes, also where a transport keeps the staging.
 
-((r0 + r1) + r2) + ..., in float32, of what each of them sent.
+    ((r0 + r1) + r2) + ..., in float32, of what each of them sent
 
 On a GPU one Triton kernel reads every summand once and writes the sum once; without Triton, and on the CPU, it is an
 addition for each rank. Both give the same bits.

@@ -7,7 +7,7 @@
 It also knows from when on an update may go beside the backward, and which compute copies updates have renewed. Who
 takes part in a step (updates on arrival, host memory) does so through it; the engine knows none of them.
 
-Where main gradients lie: the device's memory, or the host's, which is kept from step to step.
+Main gradients lie in the device's memory, or in the host's, which is kept from step to step.
 """
 
 from __future__ import annotations

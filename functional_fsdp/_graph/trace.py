@@ -3,9 +3,8 @@
 It exists only while the step is traced. Where nothing is under way it is always the same, so that the rest of the step
 may be another compiled function; an eager verb that is given one raises.
 
-A record as an operation of a graph, issued by `start` and waited for by `finished`.
-
-They name their group by a string and need no process group while they are traced.
+A collective's record is an operation of the graph, issued by `start` and waited for by `finished`. Those name their
+group by a string and need no process group while they are traced.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Checkpoints: leaves in the files of torch.distributed.checkpoint, written whole or not at all.
 
     folder/            appears by one rename, when everything is on disk (see `folder`)
-      layout.json      what it is: leaves, and where each one's elements lie (see `note`)
+      layout.json      what it is: leaves, and where each one's elements lie (see `manifest`)
       .metadata        the same, for torch's tools
       *.distcp         runs of leaves, one file for each rank that writes any (see `parts`, `writer`, `reader`)
 
-A state belongs to its leaves: any strategy, world, units and dtypes read what any others wrote (see `about`). Whatever
-goes wrong on one rank is an error on every rank.
+A state belongs to its leaves: any strategy, world, units and dtypes read what any others wrote (see
+`compatibility`). Whatever goes wrong on one rank is an error on every rank.
 
-Leaves that ranks had of their own when they were saved, and leaves that they have of their own now.
+Leaves that ranks had of their own when they were saved may be read by ranks that have none, and the other way:
 
     there                                   here                    with allow=["replicas"]
     main.w of replica 0, of replica 1       main.w                  read from the first, if all hold the same

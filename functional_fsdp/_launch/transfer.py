@@ -2,13 +2,11 @@
 
 What can be imported goes by name. Functions and classes that cannot (of a notebook, of `__main__`, lambdas, closures)
 go by value, through cloudpickle, with the globals that they name and the source lines that tracebacks show. In a worker
-those globals are a module's, see `_launch.transfer`.
+those globals are a module's, see below.
 
 Two directions. `dumps(x)` leaves the caller. `dumps(x, home=True)` brings a result back: a class that came from the
 caller is named, not copied, so instances come back as instances of the class that the caller wrote, and GPU tensors
 arrive on the CPU.
-
-In a worker, what a caller's `__main__` is to the functions that came from there by value.
 
 torch.compile looks a function's globals up in the module that `import` finds under their `__name__`. A worker's
 `__main__` is another module than the caller's, and the functions of two calls may name two values alike. So globals

@@ -2,9 +2,8 @@
 
 Your module is not touched: a skeleton (see `_nn.skeleton`) is a copy without weights.
 
-Who looks after the modules that are called by `bind` on this thread.
-
-What a bound call puts in the place of a module's buffers stays, or is an error.
+What a bound call puts in the place of a module's buffers stays, or is an error. A transform may look after the modules
+that `bind` calls on its thread: `around_bound_calls`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Settings that users give to optimizers, as a learning rate: one for all leaves, or one for each label; each a number,
 or a function of the count.
-
-Views of buckets by label and by leaf, in lists: what a kernel takes that updates many tensors at once.
+And views of buckets by label and by leaf, in lists: what a kernel takes that updates many tensors at once.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ In each step a new instance of the class is given the views as its parameters, w
 its `step()` changes them in place. So nothing is kept but what the State has. Leaves of which this rank has no part are
 given as tensors of no elements, for their numbers.
 
-The same step on two small leaves, whose operations are compared.
+Beside it the same step is taken on two small leaves, whose operations are compared (`Scout`):
 
     scouts    two leaves of six numbers, with the counts and the rate of this step
     proved    sequences of operations that were observed: another one is observed now, or the step is not taken

@@ -9,8 +9,7 @@ Owners are balanced by their work, which for Muon is floating-point operations: 
 the rank that has least so far (Graham 1969, "Bounds on multiprocessing timing anomalies"), in each group of buckets
 that is updated at once.
 On two axes that shard there is a hop along each: first to the owner's place on the outer one.
-
-The all-to-alls of a plan, see `_optim_extra.owners`.
+`there` and `back` are the all-to-alls of such a plan.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ before it, by a ballot on the host; but only where the form is not the one that 
 What a rank expects follows from what came before, which was the same on every rank. So where ranks differ, one at least
 did not expect its form, and waits in the ballot; the others, which wait in the collective, hear of that.
 
-What the number that a rank gives says of where it is. Every place has numbers of its own, so that a ballot
-also tells whether all ranks came to the same one.
+Each place that votes has numbers of its own (`GIVEN`, `METRICS`, ...), so that a ballot also tells whether all ranks
+came to the same place.
 """
 
 from __future__ import annotations

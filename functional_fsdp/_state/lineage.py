@@ -11,8 +11,6 @@ A traced step runs no Python. What a compiler carries over from it is which obje
 writes: it marks the version that came in as spent, gives out a new one without a serial, and puts GRAPHED into the
 lineage. It reads nothing that changes from step to step, so nothing recompiles. `follow` does the rest when the lineage
 is next looked at.
-
-Whether a call that works on a lineage has ended, or was stopped within.
 """
 
 from __future__ import annotations

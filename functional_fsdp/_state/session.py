@@ -9,7 +9,7 @@ expect, skip                   which gradients will come, and which will not
 all_done, end                  the backward is over
 rest                           in the place of all from `begin` on: weights were only looked at
 
-Who computes with a state, as a transform sees it: its mesh, this rank, the lineage, and random numbers.
+Also here, what a transform sees of who computes with a state: its mesh, this rank, the lineage, and random numbers.
 """
 
 from __future__ import annotations

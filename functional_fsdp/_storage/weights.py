@@ -6,7 +6,7 @@ Placements that replicate weights, or shard them less than main weights, keep a 
 (`State.weights`); it is what gathers read, and `refresh` brings it up to date after an update. So do those that are
 gathered in float8, whatever the placement: a gather then moves bytes and casts nothing.
 
-The flat buffers of a State, which are all that gathers and reductions read of it.
+`Stored` is the flat buffers of a State, which are all that gathers and reductions read of it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ change               gradients, in the middle of a step
 change_weights       main weights, between steps; compute copies follow
 separate_gradients   gradients of a call's own, beside those that the state has
 
-This rank's elements of the gradients (or of other trees of FlatBuffers), and sums that count each once.
+`shards` gives this rank's elements of the gradients (or of other trees of FlatBuffers), and sums that count each once:
 
 mesh 2 × 2, hsdp       replica 0        replica 1          shards          {("shard",): [...]}: differ along that
   shard 0              g[:n/2]          g[:n/2]            total           summed over "shard", and not over

@@ -2,10 +2,9 @@
 
 torch leaves its allocator and its generators in the middle of a capture that fails; `captured` ends it for them.
 
-Small memsets of a captured graph, turned into kernels.
-
-Matrix products and attention have counters set to zero before they begin. In a graph a memset is carried out by a copy
-engine, where it waits for copies between GPUs, and the product waits for it. A small kernel does not.
+Small memsets of a captured graph are turned into kernels. Matrix products and attention have counters set to zero
+before they begin. In a graph a memset is carried out by a copy engine, where it waits for copies between GPUs, and the
+product waits for it. A small kernel does not.
 
 Source: CUDA driver API, "Graph Management"; PTX ISA.
 """

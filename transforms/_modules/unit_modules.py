@@ -11,7 +11,7 @@
 A unit module is a largest module all of whose own leaves are of one unit; leaves tied to other modules join it as units
 of the same group. In the order in which they are found unit modules are a guess at the order of use.
 
-Modules of a model, by patterns of their paths.
+Also here: modules of a model by patterns of their paths.
 """
 
 from __future__ import annotations

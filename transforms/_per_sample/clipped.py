@@ -5,10 +5,9 @@
 
 No rank ever holds the gradients of a batch's samples for more than a unit. What that costs is a second pass.
 
-One normal draw an element of a leaf, whatever the placement and however many ranks there are.
-
-A leaf is cut into blocks, and a block's draws follow from (state.rng, step, path, block) alone. A rank draws the blocks
-that its shard touches, so replicas draw the same, shards draw what is theirs, and padding stays zero.
+Noise is one normal draw an element of a leaf, whatever the placement and however many ranks there are. A leaf is cut
+into blocks, and a block's draws follow from (state.rng, step, path, block) alone. A rank draws the blocks that its
+shard touches, so replicas draw the same, shards draw what is theirs, and padding stays zero.
 """
 
 from __future__ import annotations

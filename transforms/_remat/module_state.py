@@ -9,7 +9,7 @@ them as its forward did: also after a part that is not run again, and whoever ha
     each call    which object each attribute is; what small containers have in them; versions of tensors
     from its first call on, and since it changed once, what a large container has in it
 
-What an attribute holds and a forward may change in place, compared and copied down to the leaves.
+What an attribute holds and a forward may change in place is compared and copied down to the leaves:
 
     [{"seen": 2}, deque([t])]     a list; in it a dict and a deque; leaves are 2 and t
 
