@@ -1,6 +1,6 @@
 """What hangs on the kind of device, and is no matter of lanes: memory, random numbers, and which kernels there are.
 
-Triton, where torch has it: None on machines without.
+`triton` and `tl` are None on machines without Triton.
 """
 
 from __future__ import annotations

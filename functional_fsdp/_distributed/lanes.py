@@ -13,10 +13,8 @@ A job that yields the name of another lane goes on there (on the CPU it stays wh
 waits for one waits for the point where it was set last. Nobody asks which kind of lanes there are: `Lanes` says what
 differs.
 
-Jobs on the CPU, and queues of them: what a lane of the host is.
-
-The collectives on gloo, as a generator: it yields calls that issue asynchronous works, and goes on when these are
-done. (NCCL has each as one kernel, see `_runtime.stream_lanes`.)
+A lane of the host is a `Queue` of jobs. The collectives on gloo are a generator: it yields calls that issue
+asynchronous works, and goes on when these are done. (NCCL has each as one kernel, see `_runtime.stream_lanes`.)
 
 gloo's own all-gather and reduce-scatter copy through temporary buffers; its broadcast and reduce work in place, so here
 a gather is one broadcast a slice, a reduce-scatter one reduce a slice, and an all-reduce both, one after the other.

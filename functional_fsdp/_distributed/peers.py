@@ -1,6 +1,6 @@
 """Peers: the ranks of a mesh as votes, exchanges and shared memory see them, which know of no runtime.
 
-Bytes of every rank for every rank, on the host.
+`exchanged` gives bytes of every rank to every rank, on the host:
 
     head [512]   length, first bytes      one collective: most are that small
     rest [n]     what is left             one more, if there is any, of as many bytes as the longest

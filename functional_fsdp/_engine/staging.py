@@ -14,8 +14,6 @@ A reduction's staging is there from its copy until compute has waited for it, wh
 but one needs some: two at a time, and no more bytes than the plan says. The first reduction of a step lands in the main
 gradients, which are allocated then; later ones are added, in their dtype. What was announced with
 `last_microbatch=False` may stay partial (see `Placement`); `complete` reduces the rest.
-
-The staging of each reduction, with the places of its buckets and the ways that these go from there.
 """
 
 from __future__ import annotations

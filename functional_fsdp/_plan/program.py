@@ -13,7 +13,7 @@ backward is through with all that came after it:
     unit     a    b    c |  c    b
     reduces                 c    b, a
 
-What a lineage knows of the order in which its units are used. One value, of four kinds.
+An order is what a lineage knows of how its units are used: one value, of four kinds.
 
     Schedule(order=[...])          fixed
     Schedule(order="recorded")     recorded ── the first step, without a plan ──▶ fixed: as the first rank used them
