@@ -4,7 +4,7 @@
     unit calls      a unit module's class: weights in, the module's own code, outputs out
     calls      one call of a unit module, and what the backward does there
     placeholders     what stands in a parameter's place while its weight is not there
-    Driver     which units are gathered now, and the state as it goes on; each of them knows it as a `Driven`
+    Driver     which units are gathered now, and the state as it goes on; each of them knows it
 
 A unit is released when the next one is gathered, so parts of one unit that are called in a row are one use.
 """

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,9 +24,12 @@ from functional_fsdp._verbs.seams import torch_private
 
 from .._modules.outputs import map_tensors
 from .._modules.unit_modules import Leaf
-from .driven import Driven, Gradients, Opened
 from .placeholders import WeightPlaceholder
-from .unit_uses import UnitUse, first_order, no_output
+from .unit_uses import Gradients, UnitUse, first_order, no_output
+
+if TYPE_CHECKING:
+    from .driver import Driver
+    from .unit_calls import UnitCall
 
 __all__ = ["Visit", "entered", "leave_passages", "outside_levels"]
 
@@ -54,7 +57,7 @@ class Visit(UnitUse):
     """
 
     def __init__(
-        self, driver: Driven, unit_call: Opened, leaves: list[Leaf], again: bool, call: Visit | None = None
+        self, driver: Driver, unit_call: UnitCall, leaves: list[Leaf], again: bool, call: Visit | None = None
     ) -> None:
         super().__init__(driver, unit_call, leaves, again)
         self.call, self.session = call or self, driver.session
@@ -162,7 +165,7 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
     return leave(visit, unit_call, storages, given, out)
 
 
-def leave_passages(driver: Driven) -> None:
+def leave_passages(driver: Driver) -> None:
     """A module is called: inner backwards are over, unless it is one that calls it."""
     if driver.inner and torch_private.autograd_node() is None:
         driver.close()

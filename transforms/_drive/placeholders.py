@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,10 +22,12 @@ from functional_fsdp.extend import Placeholder
 
 from .._modules.outputs import map_tensors
 from .._modules.unit_modules import Leaf
-from .driven import Driven, Gradients
 from .inputs import refuse_dtypes
-from .unit_uses import first_order, refuse_inner_gradient
+from .unit_uses import Gradients, first_order, refuse_inner_gradient
 from .watch import changed, version
+
+if TYPE_CHECKING:
+    from .driver import Driver
 
 __all__ = ["Places", "WeightPlaceholder", "values"]
 
@@ -36,7 +38,7 @@ LEAF = {"is_leaf": True, "grad_fn": None, "output_nr": 0}  # attributes of a par
 class WeightPlaceholder(Placeholder):
     """A parameter's place: metadata as it is, and a weight of its own for each operation."""
 
-    home: tuple[Driven, Leaf]
+    home: tuple[Driver, Leaf]
     path: str
 
     @staticmethod
@@ -119,7 +121,7 @@ class Places:
         wanted: {path: (leaf, shape, dtype, whether it requires a gradient if it does not train)}.
     """
 
-    def __init__(self, driver: Driven, wanted: Mapping[str, tuple[Leaf, Sequence[int], torch.dtype, bool]]) -> None:
+    def __init__(self, driver: Driver, wanted: Mapping[str, tuple[Leaf, Sequence[int], torch.dtype, bool]]) -> None:
         self.token = torch.zeros((), device="cpu", requires_grad=True)  # on the host: no stream has to do with it
         self.nodes: dict[str, Any] = {}
         self.at: dict[str, WeightPlaceholder] = {}

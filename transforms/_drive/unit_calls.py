@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn as nn
@@ -23,11 +23,13 @@ from .._compile.compile_units import Compiled, Compiler
 from .._modules.outputs import map_tensors
 from .._modules.unit_modules import Leaf, UnitModule
 from . import levels
-from .driven import Driven
 from .inputs import cast_inputs, dtypes_of, note_module, refuse_buffers, refuse_dtypes
 from .placeholders import WeightPlaceholder
 from .unit_uses import Outputs, UnitUse, Weights, no_output, traced_by
 from .watch import WriteWatch, changed, clear, place, version
+
+if TYPE_CHECKING:
+    from .driver import Driver
 
 __all__ = ["Slot", "UnitCall", "entered"]
 
@@ -42,7 +44,7 @@ class UnitCall:
 
     def __init__(
         self,
-        driver: Driven,
+        driver: Driver,
         module: nn.Module,
         unit_module: UnitModule,
         slots: dict[str, Slot],

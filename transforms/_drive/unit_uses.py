@@ -10,7 +10,7 @@ unit module, and what its residuals point at is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -18,7 +18,10 @@ from functional_fsdp import ScheduleError
 from functional_fsdp._verbs.seams import ranges, torch_private
 
 from .._modules.unit_modules import Leaf
-from .driven import Driven, Gradients, Opened
+
+if TYPE_CHECKING:
+    from .driver import Driver
+    from .unit_calls import UnitCall
 
 __all__ = [
     "Gradients",
@@ -32,6 +35,8 @@ __all__ = [
     "refuse_transform",
     "traced_by",
 ]
+
+Gradients = list[torch.Tensor | None]
 
 SECOND = (
     "units that are gathered one at a time. Keep all of them gathered for that: T.forward_backward(model, loss_fn, "
@@ -47,7 +52,7 @@ class UnitUse:
             through it would find the bytes of other units.
     """
 
-    def __init__(self, driver: Driven, unit_call: Opened | None, leaves: list[Leaf], again: bool = False) -> None:
+    def __init__(self, driver: Driver, unit_call: UnitCall | None, leaves: list[Leaf], again: bool = False) -> None:
         self.driver, self.unit_call, self.leaves, self.again = driver, unit_call, leaves, again
         self.parents = list(driver.stack)
         self.lent: tuple[torch.Tensor, ...] = ()  # the unit call's weights, as they were gathered
@@ -154,7 +159,7 @@ class UnitUse:
 # ---------------------------------------------------------------- autograd
 
 
-def no_output(unit_call: Opened) -> ScheduleError:
+def no_output(unit_call: UnitCall) -> ScheduleError:
     """The error for gradients that come to the inside of a unit module by something else than its outputs."""
     return ScheduleError(
         f"the loss hangs on the units {', '.join(map(repr, unit_call.units))} by a tensor that is no output of the "
@@ -201,7 +206,7 @@ class Start(torch.autograd.Function):
     """The loss. Its backward is the first thing that runs."""
 
     @staticmethod
-    def forward(ctx: Any, driver: Driven, loss: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, driver: Driver, loss: torch.Tensor) -> torch.Tensor:
         ctx.driver = driver
         return loss.detach()
 
