@@ -15,7 +15,7 @@ from support.moved import whole_trees
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp._checkpoint import checkpoint as _checkpoint
+from functional_fsdp._io import checkpoint as _checkpoint
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 50, "num_attention_heads": 4,

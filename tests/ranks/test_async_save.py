@@ -23,8 +23,8 @@ from support.strikes import bits
 
 import functional_fsdp as fsdp
 from functional_fsdp import CheckpointError, launch
-from functional_fsdp._checkpoint import background as _background
-from functional_fsdp._checkpoint import scribe as _scribe
+from functional_fsdp._io import background as _background
+from functional_fsdp._io import writer_process as _writer_process
 from functional_fsdp._io.folder import prune, reading
 from functional_fsdp._runtime.runtime import runtime_of
 
@@ -362,9 +362,9 @@ def test_an_error_that_cannot_be_sent_is_told_in_words() -> None:
     class Local(Exception):
         pass
 
-    error = pickle.loads(_scribe._pickled(Local("of its own")))
+    error = pickle.loads(_writer_process._pickled(Local("of its own")))
     assert (type(error), str(error)) == (CheckpointError, "Local: of its own")
-    assert pickle.loads(_scribe._pickled(None)) is None
+    assert pickle.loads(_writer_process._pickled(None)) is None
 
 
 PROGRAM = """

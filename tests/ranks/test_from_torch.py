@@ -15,7 +15,7 @@ from support.problems import mesh_and_placement
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, Spec, SpecError, TreeError, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._optim import from_torch, probe
+from functional_fsdp._optim_extra import from_torch, probe
 
 Tree = dict[str, torch.Tensor]
 SHAPES = {"a.w": (9, 40), "a.bias": (130,), "a.empty": (0, 2), "b.w": (4, 4), "b.bias": (1,), "norm": (9,), "scale": ()}

@@ -20,7 +20,7 @@ from support.tables import marked
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
-from functional_fsdp.transforms._per_sample import noise as _noise
+from functional_fsdp.transforms._per_sample import clipped as _noise
 
 PRESETS = ("zero3", "zero2")
 BOUND = 11.0  # some samples are clipped, and some are not

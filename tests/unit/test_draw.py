@@ -11,8 +11,8 @@ import torch
 
 import functional_fsdp as fsdp
 from functional_fsdp import SpecError
-from functional_fsdp._plan import draw as module
 from functional_fsdp._plan.cursor import Cursor
+from functional_fsdp.look import draw as module
 from functional_fsdp.look.canvas import Panel
 
 pytest.importorskip("matplotlib")

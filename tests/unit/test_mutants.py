@@ -101,7 +101,7 @@ def test_a_seed_draws_the_same_ones_again() -> None:
 def test_a_mutant_is_found_again_under_another_path() -> None:
     source = "class C:\n    def f(self, x):\n        return x < 1\n"
     moved = "def g(x):\n    return x < 1\n\n\n" + source.replace("return", "x = 2\n        return")
-    here, there = mutants_of_text(source, "_plan/program.py"), mutants_of_text(moved, "_order.py")
+    here, there = mutants_of_text(source, "_plan/order.py"), mutants_of_text(moved, "_order.py")
     for one in here:
         again = found_again(one, there)
         assert again is not None

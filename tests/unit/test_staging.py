@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from functional_fsdp._engine import stage as _stage
+from functional_fsdp._engine import staging as _stage
 from functional_fsdp._engine.staging import apart
 
 

@@ -281,7 +281,7 @@ class Boundary(torch.autograd.Function):
         ctx.visit = inputs[0]
         ctx.set_materialize_grads(False)
         ctx.like = [(t.shape, t.dtype, t.device) for t in output]
-        ctx.inner = torch_private.func_interpreter() is not None  # whether it is a node of a level
+        ctx.in_level = torch_private.func_interpreter() is not None  # whether it is a node of a level
 
 
 def moved(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> Gradients:
@@ -304,12 +304,12 @@ class Exit(Boundary):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         Boundary.setup_context(ctx, inputs, output)
-        if not ctx.inner and not ctx.visit.again:
+        if not ctx.in_level and not ctx.visit.again:
             ctx.visit.call.outs.append(ctx)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if ctx.inner:
+        if ctx.in_level:
             return None, None, *ctx.visit.passed().enter(grads[:-1])
         first_order()
         return None, None, *ctx.visit.begin([*grads[:-1]])
@@ -329,7 +329,7 @@ class Entry(Boundary):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         visit = ctx.visit
-        if not ctx.inner:
+        if not ctx.in_level:
             if not visit.again and visit not in visit.driver.active:
                 raise no_output(visit.unit_call)
             return None, *grads
