@@ -194,7 +194,7 @@ class Executor:
         """A forward begins, to which everything belongs until `end`: nothing in it is taken for the next pass."""
         self.begins += 1
         if self.reductions.staging.unshared:
-            self.reductions.staging.share()
+            self.reductions.staging.use_own_bytes(False)
         if not self.progress.recording:
             # In the first step a guess may be wrong, on some ranks only: they agree on each use.
             agreed = isinstance(self.progress.order, GuessedOrder) and not self.run.capturing
@@ -222,7 +222,7 @@ class Executor:
         if not self.run.lanes.waits_on_host and self.run.size > 1:
             self.all_done(state, backward=False)
             seen = self.run.everyone((forward, trained), "what is used")
-            self.reductions.staging.share(unshared=any(one != seen[0] for one in seen))
+            self.reductions.staging.use_own_bytes(any(one != seen[0] for one in seen))
 
     def all_done(self, state: Stored, backward: bool = True) -> None:
         """This rank has come to all that it uses in a forward, or in its backward. Others may need it where they agree

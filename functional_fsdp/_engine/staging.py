@@ -4,14 +4,18 @@
     compute lane   reduce lane                reduce lane                              outer lane
 
 On GPUs the copy runs beside compute, too; the gradients live until compute has waited for it, which it does when the
-next ones come. They are as many bytes as one staging more, so where a reduction is one collective there is one staging
-at a time, and not two.
+next ones come. A reduction's staging is there from its copy until compute has waited for it, at the latest when it
+needs the room. How many reductions have staging at once (their bytes are never more than the plan says):
 
-Where a transport keeps the staging, on GPUs, and one lane does it all, every reduction lies on the same bytes: it is
-copied there by that lane, after the reduction before it.
+| lanes and transport                              | at once | where                                          |
+|--------------------------------------------------|---------|------------------------------------------------|
+| GPUs, collectives, one collective a reduction    | 1       | allocated for each; the gradients are a second |
+| GPUs or CPUs, collectives, else                  | 2       | allocated for each                             |
+| a transport keeps it, one lane does it all       | 1       | the same bytes for all                         |
+| a transport keeps it, else                       | 2       | at the plan's addresses (`Reduction.address`)  |
 
-A reduction's staging is there from its copy until compute has waited for it, which it does at the latest when the next
-but one needs some: two at a time, and no more bytes than the plan says. The first reduction of a step lands in the main
+Another cast of gradients is made in three places: `StagedBucket.write` here, `write_leaves` in `_storage/flat.py`
+(whole trees), and `_flat` in `_graph/traced.py` (compiled steps). The first reduction of a step lands in the main
 gradients, which are allocated then; later ones are added, in their dtype. What was announced with
 `last_microbatch=False` may stay partial (see `Placement`); `complete` reduces the rest.
 """
@@ -213,8 +217,8 @@ class Staging:
             return True
         stage = self.stages.get(index) or self._make(index, unit)
         room = 1 if self.run.lanes.copies_on_lanes and stage.span is None and stage.short else REDUCTIONS_AT_ONCE
-        apart = self.plan.slots > 1 and stage.span is not None  # else they follow each other on one lane
-        while len(self.busy) >= room or stage in self.busy or (apart and any(map(stage.overlaps, self.busy))):
+        side_by_side = self.plan.slots > 1 and stage.span is not None  # else they follow each other on one lane
+        while len(self.busy) >= room or stage in self.busy or (side_by_side and any(map(stage.overlaps, self.busy))):
             if not self.run.lanes.wait(self.busy[0].done, relents):
                 return False
             self.busy.popleft().free()
@@ -424,9 +428,9 @@ class Staging:
         """What a lane was given beside reductions ends there: compute waits for that, too, when they settle."""
         self.marks[lane] = mark
 
-    def share(self, unshared: bool = False) -> None:
-        """Reductions share the plan's staging from here on; `unshared`: each has bytes of its own."""
-        self.unshared = unshared
+    def use_own_bytes(self, own: bool = True) -> None:
+        """From here on each reduction has bytes of its own, or else the plan's, which they share."""
+        self.unshared = own
 
     def restart(self) -> None:
         """Back to the state between steps. Compute has waited for all."""

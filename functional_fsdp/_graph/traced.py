@@ -3,7 +3,7 @@
     unshard   cast the shard, all-gather; gathers that the plan has next are issued before this one is waited for
     release   the weights are forgotten: in a graph bytes are free when nothing uses them any more
     reduce    the gradients in one flat tensor, reduce-scatter, waited for when the next one comes
-    step      the update as plain operations, written into the state's own buffers (`_graph.traced`)
+    step      the update as plain operations, written into the state's own buffers
 
 What the verbs of a step know of each other (the cursor, what is in flight) travels in the state's version, a `Trace`.
 Nothing in Python changes from one run to the next, so nothing recompiles; nothing votes either, since every rank runs

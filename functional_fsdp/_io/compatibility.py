@@ -1,4 +1,4 @@
-"""About: what a checkpoint says of the state that wrote it, and what a state that reads it must have in common.
+"""Compatibility: what a checkpoint says of the state that wrote it, and what a state that reads it must have in common.
 
 leaves: paths, shapes, ties, experts     must be the same
 placement, world, units, dtypes          are converted

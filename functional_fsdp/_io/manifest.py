@@ -1,4 +1,4 @@
-"""Note: `layout.json`, what a checkpoint says of itself.
+"""Manifest: `layout.json`, what a checkpoint says of itself.
 
 step, save         how many steps were taken; the token of the save, which its files name, too
 placement, mesh, average, optimizer      of the state that wrote it

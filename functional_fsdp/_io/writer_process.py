@@ -1,4 +1,4 @@
-"""Scribe: the process that writes checkpoints for a rank, while the rank trains.
+"""Writer process: the process that writes checkpoints for a rank, while the rank trains.
 
       rank r                                      its scribe
         |---- "begin", folder, token ------------>|  of the first rank: makes the folder, and holds its lock

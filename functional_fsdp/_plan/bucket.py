@@ -47,7 +47,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat buffer of a unit: leaves of one dtype, trainability and placement.
+    """One flat buffer of a unit: leaves of one precision, trainability and placement.
 
     Attributes:
         name: the unit's, or "unit:0", "unit:1", ... where the unit has several.

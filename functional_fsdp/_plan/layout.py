@@ -1,7 +1,7 @@
 """Layout: leaves -> buckets -> offsets. Pure: shapes, a spec and axis sizes go in, offsets come out; no tensor, no
 ranks.
 
-A bucket is the flat buffer of a unit's leaves of one dtype, trainability and placement. Leaves lie end to end, each
+A bucket is the flat buffer of a unit's leaves of one precision, trainability and placement. Leaves lie end to end, each
 aligned to 128 elements, so that every dtype's copy of the bucket shares offsets; the whole is padded to ranks × 128
 elements and cut into equal contiguous slices, whatever the leaf boundaries. Leaves of one label lie together, so that
 an update is a few fused calls. Two leaves, [3, 100] and [250], on 4 ranks:
@@ -323,7 +323,7 @@ def _bucket(
     unit: str,
     chosen: list[tuple[LeafInfo, str, str]],
     placement: Placement,
-    dtypes: Any,
+    dtypes: LeafPrecision,
     trainable: bool,
     axes: Mapping[str, int],
     data: Sequence[str],

@@ -185,6 +185,9 @@ class PlannedUnit:
 class Reduction:
     """A reduction's staging: bytes from `use` on. The next but one may take them, at `until` (all uses: nobody does).
 
+    Where a transport keeps the staging, `address` is where its bytes are. With collectives each reduction allocates its
+    own, and the plan counts them. `until` is for peaks, prints and tests: `Staging.reduce` waits by itself.
+
     Several may fall on one `use`, of units that are used in the forward only. No two in a row share bytes, unless the
     plan has one slot: then all lie on the same, and the next one may take them. `received`:
     bytes that an exact sum takes beside them, which come and go with it whatever the transport.
@@ -487,7 +490,9 @@ def _plan_reductions(
     due = [(name, k) for name, k in program.completed(forward) if nbytes[name]]
     until = [*(k for _, k in due[slots:]), *[len(program.order)] * slots]
     sizes = [nbytes[name] for name, _ in due]
-    packing = pack(sizes, [[(i, i + slots - 1)] for i in range(len(due))])  # in order of issue: uses may coincide
+    # In order of issue, since uses may coincide. With two slots this is a chain of neighbours: even ones at the
+    # bottom, odd ones at the top, and there is never a choice.
+    packing = pack(sizes, [[(i, i + slots - 1)] for i in range(len(due))])
     placed = zip(due, until, packing.addresses, sizes, strict=False)
     beside = {name: _total(buckets, _received) for name, buckets in trains.items()}
     return tuple(

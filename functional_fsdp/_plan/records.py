@@ -8,7 +8,8 @@
 | finish  | as far as that was | main gradients         | `finish_reductions`                             |
 | step    | main weights       | compute copies         | `step`                               |
 
-The engine (`arena`, `staging`) carries them out on lanes, a traced step (`traced`) as operations of a graph.
+The engine (`_engine/arena.py`, `_engine/staging.py`) carries them out on lanes, a traced step (`_graph/traced.py`) as
+operations of a graph.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class LeafPrecision(NamedTuple):
     copy: bool = False
 
     def __str__(self) -> str:
-        said = [f"{kind} {_name(dtype)}" for kind, dtype in zip(self._fields[:4], self[:4], strict=True)]
+        said = [f"{kind} {_name(getattr(self, kind))}" for kind in ("main", "compute", "grads", "wire")]
         if self.copy:
             said.insert(2, f"gather {_name(self.gather)}")
         return f"{', '.join(said)}, sum {self.sum}"

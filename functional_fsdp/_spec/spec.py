@@ -65,6 +65,7 @@ class Spec:
     True
     """
 
+    # Of an argument that may be rules by pattern the field's name is the plural, and holds (pattern, value) pairs.
     mesh: DeviceMesh | tuple[tuple[str, int], ...]
     placements: tuple[tuple[str, Placement], ...]
     precisions: tuple[tuple[str, Precision], ...]

@@ -94,7 +94,7 @@ class Lineage:
         self, runtime: Runtime, layout: Layout, spec: Spec, steps: int = 0, count: torch.Tensor | None = None,
         local_buffers: Iterable[str] = (), src: int | None = None,
     ) -> None:  # fmt: skip
-        self.runtime, self.layout, self.spec = runtime, layout, spec
+        self.runtime, self.layout, self.spec = runtime, layout, spec  # as `State.spec`: both change together
         self.local_buffers, self.src = frozenset(local_buffers), src
         self.graph_plan: GraphPlan | None = None
         self.busy = False  # whether lanes may be at work on what the state owns: an eager step is under way

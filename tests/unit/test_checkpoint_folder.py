@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import functional_fsdp as fsdp
-from functional_fsdp._io import writer_process as scribe
+from functional_fsdp._io import writer_process
 from functional_fsdp._io.folder import LOCK, Claim, inside, is_free, let_go, partial, unfinished
 
 ONE, TWO = "0123456789ab", "ba9876543210"
@@ -181,12 +181,12 @@ def test_a_folder_that_appears_while_its_lock_is_looked_at_has_no_dead_writer(
         return True
 
     assert not is_free(claim.path / LOCK)
-    monkeypatch.setattr(scribe, "is_free", slowly)
-    monkeypatch.setattr(scribe, "read_note", lambda folder: {"save": ONE})
-    job = scribe.SaveJob(final, ONE, 1, [0, 1], "", 0, [], ["", ""], {}, 5.0, None)
+    monkeypatch.setattr(writer_process, "is_free", slowly)
+    monkeypatch.setattr(writer_process, "read_note", lambda folder: {"save": ONE})
+    job = writer_process.SaveJob(final, ONE, 1, [0, 1], "", 0, [], ["", ""], {}, 5.0, None)
     if completes:
-        scribe._appeared(job, claim.path)
+        writer_process._appeared(job, claim.path)
         assert names(tmp_path) == ["a"]
     else:
         with pytest.raises(fsdp.CheckpointError, match="the process that writes for rank 0 has ended"):
-            scribe._appeared(job, claim.path)
+            writer_process._appeared(job, claim.path)

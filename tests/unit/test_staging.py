@@ -1,4 +1,4 @@
-"""Stages: how gradients get into staging."""
+"""Staging: how gradients get into staging."""
 
 from __future__ import annotations
 
