@@ -31,7 +31,8 @@ laws: $(READY)  ## every row of the law tables, not only some
 # What follows torch's private names and its compilers, with a given torch: make with-torch VERSION=2.11.0
 FOLLOWS = tests/unit/test_vjp.py tests/unit/test_module.py tests/unit/test_init.py tests/unit/test_state.py \
 	tests/ranks/test_traced_graph.py tests/ranks/test_whole_step.py tests/ranks/test_compile_units.py \
-	tests/ranks/test_cuda_graph.py tests/ranks/test_lower.py tests/ranks/test_checkpoint.py tests/laws/test_ways.py
+	tests/ranks/test_cuda_graph.py tests/ranks/test_lower.py tests/ranks/test_checkpoint.py tests/ranks/test_stream.py \
+	tests/laws/test_ways.py
 
 with-torch:  ## what depends on torch's version: make with-torch VERSION=2.11.0 (downloads that torch)
 	.ci/with_torch $(VERSION) "$(or $(ARGS),$(FOLLOWS))" $(WORKERS)

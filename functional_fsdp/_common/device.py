@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from .errors import SpecError
-from .torch_names import storage_at
+from .torch_names import FakeTensorMode, storage_at
 
 __all__ = [
     "arrival", "as_rate", "being_captured", "best_device", "casts_float8", "clone_as", "computes_on",
     "count_peak", "current_device", "default_generator", "device_of", "empty_as", "forked_random",
     "fused_sgd_takes", "host_bandwidth", "host_buffer", "host_memory", "in_host_memory", "keeps_released",
-    "lies_on_host", "make_room", "on_host", "peak_of", "pin", "random_state", "rows_at_once", "runs_triton",
-    "set_random_state", "table_may_stay", "tl", "triton", "unpin", "zeros_as",
+    "lies_on_host", "make_fakes_safe_in_threads", "make_room", "on_host", "peak_of", "pin", "random_state",
+    "rows_at_once", "runs_triton", "set_random_state", "table_may_stay", "tl", "triton", "unpin", "zeros_as",
 ]  # fmt: skip
 
 try:
@@ -34,6 +34,17 @@ except ImportError:  # torch for the CPU comes without
 
 PROBE = 1 << 26  # bytes
 BLOCK = 512  # bytes: what the caching allocator rounds up to inside a segment
+
+
+def make_fakes_safe_in_threads() -> None:
+    """Call this before short-lived threads enter modes of fake tensors, from a thread that outlives them.
+
+    In a CUDA build without GPUs torch 2.11 keeps a device guard of the first thread that enters one. When that thread
+    has ended, the next one to enter ends the process.
+    """
+    if torch.version.cuda and not torch.cuda.is_available():
+        with FakeTensorMode():
+            pass
 
 
 def current_device(kind: str) -> torch.device:

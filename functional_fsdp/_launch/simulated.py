@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .._common.device import make_fakes_safe_in_threads
 from .._common.objects import contents_of
 from .._common.torch_names import c10d
 from .._io.pending import settled
@@ -39,6 +40,7 @@ class SimulatedPool(Pool):
         self, size: int, axes: Mapping[str, int], order: str = "ranks", seed: int = 0, slow: Mapping[int, int] = NONE,
         kill: Mapping[int, Fault] = NONE, only: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
+        make_fakes_safe_in_threads()
         self.owner, self.idle, self.why = os.getpid(), True, ""
         self.drop: list[Key] = []
         self.axes = dict(axes)
