@@ -6,6 +6,8 @@ from ._compile.startup import StartupReport, startup
 from ._cuda_graph.cuda_graph import cuda_graph
 from ._drive.apply import apply
 from ._drive.forward_backward import ForwardBackward, forward_backward
+from ._drive.jvp import jvp, linearize, pullback
+from ._drive.lifted import vmap
 from ._per_sample.clipped import clipped_gradients
 from ._per_sample.per_sample import per_sample_norms, per_sample_vjp
 from .accumulate import accumulate, divide
@@ -41,14 +43,18 @@ __all__ = [
     "forward_backward",
     "global_norm",
     "hvp",
+    "jvp",
+    "linearize",
     "norms",
     "offload",
     "per_sample_norms",
     "per_sample_vjp",
+    "pullback",
     "remat",
     "saved",
     "skip_nonfinite",
     "startup",
     "step_memory",
     "vjp",
+    "vmap",
 ]

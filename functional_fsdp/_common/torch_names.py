@@ -27,6 +27,7 @@ from torch._functorch import eager_transforms as func_transforms  # `JVP_NESTING
 from torch._functorch import predispatch
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters as func_levels
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as without_func_levels
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as without_innermost_level
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._utils import _unflatten_dense_tensors as unflatten_dense_tensors
 from torch.autograd import (
@@ -40,6 +41,7 @@ from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
+    "JVP",
     "PROXY",
     "CInterpreter",
     "FakeTensor",
@@ -49,6 +51,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
+    "add_batch_dim",
     "all_gather_single",
     "autograd_node",
     "compilations_of",
@@ -105,6 +108,7 @@ __all__ = [
     "recompile_reason",
     "reduce_scatter_single",
     "reparametrize_module",
+    "saved_hooks_allowed",
     "set_forward_enabled",
     "set_grad_enabled",
     "set_override_stale_capture_stream",
@@ -117,10 +121,12 @@ __all__ = [
     "top_saved_hooks",
     "unflatten_dense_tensors",
     "unpickler",
+    "unwrap_for_grad",
     "unwrapped",
     "uses_of",
     "will_execute",
     "without_func_levels",
+    "without_innermost_level",
 ]  # fmt: skip
 
 # ---- tensors, many at once: one kernel, or few
@@ -141,12 +147,16 @@ fused_sgd_ = torch._fused_sgd_
 # ---- what is going on around a call
 C: Any = torch._C
 CInterpreter: Any = C._functorch.CInterpreter
+add_batch_dim = C._functorch._add_batch_dim  # a tensor, as one member of a vmap has it: tensor, dim, level
 is_wrapped = C._functorch.is_functorch_wrapped_tensor  # whether a tensor is of a torch.func transform
 dual_level_verbs: tuple[tuple[Any, str], ...] = (  # where they are: before torch 2.13 in C++'s module
     ((predispatch, "_enter_dual_level_impl"), (predispatch, "_exit_dual_level_impl"))
     if hasattr(predispatch, "_enter_dual_level_impl")
     else ((torch._C, "_enter_dual_level"), (torch._C, "_exit_dual_level"))
 )
+JVP = C._functorch.TransformType.Jvp  # the `key()` of a level
+saved_hooks_allowed = C._autograd._saved_tensors_hooks_is_enabled  # not inside of a gradient of torch.func's
+unwrap_for_grad = C._functorch._unwrap_for_grad  # a tensor of this level of jvp or grad, as the level below has it
 unwrapped = C._functorch.get_unwrapped  # such a tensor, as the level below has it
 level_of = C._functorch.maybe_get_level  # of such a tensor; negative where its transform is over
 func_interpreter = torch._C._functorch.peek_interpreter_stack  # of the innermost torch.func transform, or None

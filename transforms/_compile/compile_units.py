@@ -269,8 +269,8 @@ def _eager(unit: Compiled) -> None:
 
 
 def _transformed(unit: Compiled) -> bool:
-    """Whether a torch.func transform is under way, in which torch compiles nothing. Says so."""
-    if torch_private.func_interpreter() is None:
+    """Whether a torch.func transform is under way, or dual numbers, with which torch compiles nothing. Says so."""
+    if torch_private.func_interpreter() is None and torch_private.forward_ad._current_level < 0:
         return False
     warnings.warn(
         f"compile: {unit!r} runs eagerly under a torch.func transform, in which torch compiles nothing. Take gradients "

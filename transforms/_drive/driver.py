@@ -29,7 +29,7 @@ from .._compile.compile_units import Compiler, Options, refuse_around
 from .._modules.unit_modules import Leaf, each_once, find_unit_modules, leaves_of, order_of, slots_of
 from .._uses import USES
 from .inputs import precisions
-from .levels import Visit, outside_levels
+from .levels import Visit, base_of, outside_levels
 from .placeholders import Places
 from .unit_calls import Slot, UnitCall
 from .unit_uses import Gradients, Start, UnitUse, Weights, no_output, refuse_transform, traced_by
@@ -110,6 +110,8 @@ class Driver:
         self.visits: list[Visit] = []  # of units that levels use, see `levels`
         self.one_thread: Any = None  # while there are some: what has backwards run on this thread
         self.inner: list[Visit] = []  # through which inner backwards go
+        self.lifts: list[Any] = []  # what lies beside gathered weights for levels, see `lifted`
+        self.lifted = 0  # of these, the first ones: the levels that are under way
         self.pending: dict[str, int] = {}  # gradients of a unit that are still to come
         self.sums: dict[str, Gradients] = {}
         self.trace: tuple[list[Any], list[Any]] = ([], [])  # the order of use, forward and backward
@@ -257,6 +259,8 @@ class Driver:
             others = tuple(unit for unit in units if unit not in by_plan)
             self.gathering = True
             self.fetch(units, by_plan, others)
+            for lift in self.lifts:
+                lift.gather(units)
             self.gathering = False
         return self.outside.intersection(units) if self.outside else NONE
 
@@ -301,6 +305,25 @@ class Driver:
         """Gathered weights."""
         return [self.weights[unit][key] for unit, key in leaves]
 
+    @contextmanager
+    def lifting(self, lift: Any) -> Iterator[None]:
+        """Within, weights enter a level of torch.func's in this way. What it gathers stays with them until all is over:
+        a backward may come to it."""
+        self.lifts.insert(self.lifted, lift)
+        self.lifted += 1
+        try:
+            lift.gather(tuple(self.weights))
+            yield
+        finally:
+            self.lifted -= 1
+            self.lifts.append(self.lifts.pop(self.lifted))
+
+    def lift(self, tensors: list[torch.Tensor], leaves: Sequence[Leaf], copied: bool = False) -> list[torch.Tensor]:
+        """Weights, as levels that are under way have them."""
+        for lift in self.lifts[: self.lifted]:
+            tensors = lift.lift(tensors, leaves, copied)
+        return tensors
+
     def release(self, units: tuple[str, ...] | None = None) -> None:
         """Give back units, by default all."""
         if self.inner and units is None:
@@ -310,6 +333,8 @@ class Driver:
             for name in names:
                 del self.weights[name]
             self.outside.difference_update(names)
+            for lift in self.lifts:
+                lift.release(names)
             self.state = release(self.state, names if len(names) > 1 else names[0])
 
     def visited(self, visit: Visit) -> None:
@@ -331,7 +356,8 @@ class Driver:
         self.refuse_tracer()
         if torch_private.func_interpreter() is not None:
             with outside_levels():
-                return self.leaf(leaf)
+                found = [self.leaf(leaf)]
+            return self.lift(found, [leaf], copied=True)[0]
         if self.state is None:
             raise ScheduleError(f"the weight {leaf[1]!r} of the unit {leaf[0]!r} was used after the model had run.")
         unit, key = leaf
@@ -352,7 +378,7 @@ class Driver:
         """Look back at this copy in the end: views of it may be changed."""
         if torch_private.func_interpreter() is not None:
             with outside_levels():
-                return self.note(path, copied)
+                return self.note(path, base_of(copied))
         if not copied.is_inference():
             probe = copied.detach()  # has the same version counter, and below no memory
             probe.data = probe.new_empty(0)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .driver import Driver
     from .unit_calls import UnitCall
 
-__all__ = ["Visit", "entered", "leave_passages", "outside_levels"]
+__all__ = ["Visit", "base_of", "entered", "leave_passages", "outside_levels"]
 
 
 @contextmanager
@@ -158,6 +158,8 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
             visit = Visit(driver, unit_call, [unit_call.leaves[i] for i in trained], driver.backward)
             unit_call.record(visit, tensors, trained, outside)
             visit.lent, visit.tensors, visit.outside = lent, tensors, outside
+    if driver.lifted:
+        tensors[:] = driver.lift(tensors, unit_call.leaves)  # `visit.tensors`, too
     given = [Given(t) for t in each_tensor((args, kwargs))]
     if visit is not None and differentiates:
         args, kwargs = enter_inputs(visit, given, args, kwargs)

@@ -146,6 +146,7 @@ class UnitCall:
     def watch(self, function: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """`run`, looking at each operation, and at what the backward reads of weights."""
         with levels.outside_levels():
+            tensors = [*map(levels.base_of, tensors)]
             before = [(t, t.detach()) for t in tensors]
         weights = {path: tensors[i] for i, path in self.paths.items()}
         with WriteWatch(weights, lambda: self.driver.gathering), self.saves():

@@ -1,0 +1,370 @@
+"""Derivatives by sharded weights, against the plain module in float64: jvp, pullback, linearize, ensembles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from ranks.test_derivatives import LOSSES, WORLDS, Smooth, mean_flow, penalty
+from support.derivatives import WIDTH, Net, Random, numbers
+from support.driven import raised, start
+from support.problems import full_grads, mesh_and_placement
+from torch.func import grad
+from torch.nn.utils.stateless import _reparametrize_module
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+from functional_fsdp.transforms._drive.lifted import Tangents
+from functional_fsdp.transforms._seed import seeded
+
+Tree = dict[str, torch.Tensor]
+Loss = Callable[[Any, int], torch.Tensor]
+COTANGENT = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
+
+
+def vector(state: fsdp.State) -> dict[str, fsdp.FlatBuffer]:
+    """One that is sharded as the weights: another at each element."""
+    return {name: buffer.but((9 * buffer.local).sin()) for name, buffer in state.main.items()}
+
+
+def whole(state: fsdp.State, buffers: Any) -> Tree:
+    """A vector at its global shapes, on every rank."""
+    return full_grads(fsdp.extend.evolve(state, grads={name: buffers[name] for name in state.layout.trainable}))
+
+
+def mean(tree: Tree) -> Tree:
+    """Over the ranks."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, tree)
+    return {path: sum(one[path] for one in every) / len(every) for path in tree}
+
+
+def of_plain(state: fsdp.State, module: nn.Module, fn: Callable[[Any], Any], number: int = 0) -> Any:
+    """`fn` of the plain module with this state's weights, as a function of those that train; and these."""
+    module.load_state_dict(fsdp.full_params(state))
+    at = {path: p.detach() for path, p in module.named_parameters() if p.requires_grad}
+
+    def of(params: Tree) -> Any:
+        with _reparametrize_module(module, params, tie_weights=True), seeded(state, number):
+            return fn(module)
+
+    return of, at
+
+
+def of_autograd(of: Any, at: Tree, cotangent: torch.Tensor) -> tuple[torch.Tensor, Tree]:
+    """The value, and its pullback, averaged over the ranks. (Within a vjp of torch.func's losses may not use duals.)"""
+    leaves = {path: t.clone().requires_grad_() for path, t in at.items()}
+    out = of(leaves)
+    found = torch.autograd.grad(out, [*leaves.values()], cotangent, allow_unused=True)
+    pairs = zip(leaves.items(), found, strict=True)
+    return out.detach(), mean({path: torch.zeros_like(t) if g is None else g for (path, t), g in pairs})
+
+
+def far(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float(((got - want).abs().max() / want.abs().max().clamp(min=1.0)).detach())
+
+
+def apart(
+    state: fsdp.State, model: nn.Module, module: nn.Module, loss: Loss, data: int
+) -> tuple[fsdp.State, dict[str, float]]:
+    """How far jvp and pullback of three numbers are from the plain module's."""
+    fn = lambda m, seed: loss(m, seed) * COTANGENT.cos()  # noqa: E731
+    of, at = of_plain(state, module, lambda m: fn(m, data))
+    before, v = state, vector(state)
+    tangents = {path: t for path, t in whole(state, v).items() if path in at}
+    state, (out, along) = T.jvp(model, fn)(state, v, data)
+    want, moved = torch.func.jvp(of, (at,), (tangents,))  # type: ignore[misc]
+    state, (again, product) = T.pullback(model, fn)(state, COTANGENT, data)
+    plain, pulled = of_autograd(of, at, COTANGENT)
+    got = whole(state, product)
+    assert state is before
+    return state, {
+        "out": max(far(out, want), far(again, plain)),
+        "jvp": far(along, moved),
+        "pullback": max(far(got[path], t) for path, t in pulled.items()),
+    }
+
+
+# ---------------------------------------------------------------- random losses
+
+
+def of_random(preset: str, seeds: Sequence[int], depth: int = 2) -> list[str]:
+    """What goes wrong, of the cases of these seeds."""
+    wrong = []
+    for seed in seeds:
+        case = Random(seed, depth)
+        spec: dict[str, Any] = {"units": case.units} if case.units else {}
+        spec["schedule"] = fsdp.Schedule(prefetch=case.prefetch, debug=seed % 2 == 0)
+        state, model = start(case.module(), preset, **spec)
+        found = apart(state, model.train(), case.module(), case.loss, 10 * dist.get_rank())[1]
+        if not max(found.values()) < 1e-9:
+            wrong.append(f"{found}, of {case!r}")
+    return wrong
+
+
+ROWS = [("zero3", 1, range(3)), ("zero3", 2, range(3, 6)), ("zero2", 2, (6,)), ("zero1", 2, (7,)), ("hfsdp", 4, (8,))]
+LARGE = [(preset, n, range(1000 + 100 * i, 1050 + 100 * i)) for i, (preset, n) in enumerate(WORLDS)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "nprocs", "seeds"), [*ROWS, *(pytest.param(*row, marks=pytest.mark.large) for row in LARGE)]
+)
+def test_random_losses(preset: str, nprocs: int, seeds: Sequence[int]) -> None:
+    for wrong in launch(of_random, (preset, [*seeds]), nprocs=nprocs, simulate=True):
+        assert not wrong, "\n".join(wrong)
+
+
+# ---------------------------------------------------------------- losses that people write, and products
+
+
+def of_losses(preset: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    state, model = start(Smooth(), preset, schedule=fsdp.Schedule(debug=True))
+    for loss in LOSSES:
+        if loss.__name__ != "of_dual_numbers":  # torch has none within jvp
+            state, one = apart(state, model, Smooth(), loss, 10 * dist.get_rank())
+            found |= {f"{loss.__name__}, {name}": value for name, value in one.items()}
+    return found
+
+
+@pytest.mark.parametrize(("preset", "nprocs", "simulate"), [
+    ("zero3", 2, True), ("ddp", 2, True), ("zero3", 2, False),
+])  # fmt: skip
+def test_losses_that_people_write(preset: str, nprocs: int, simulate: bool) -> None:
+    for found in launch(of_losses, (preset,), nprocs=nprocs, simulate=simulate):
+        assert max(found.values()) < 1e-9, found
+
+
+def output(m: Any, seed: int) -> torch.Tensor:
+    y: torch.Tensor = m(numbers(3, WIDTH, seed=seed))
+    return y
+
+
+def products() -> dict[str, float]:
+    """Of the Gauss-Newton matrix, in the middle of a step of two microbatches, with dropout and what is frozen."""
+    case = {"rate": 0.3, "tied": True, "frozen": ("blocks.0.up",)}
+    state, model = start(Net(**case))  # type: ignore[arg-type]
+    module, rank = Net(**case), dist.get_rank()  # type: ignore[arg-type]
+    v = vector(state)
+    tangents = whole(state, v)
+    squared = lambda m, seed: output(m, seed).square().mean()  # noqa: E731
+    forward_backward = T.forward_backward(model, squared)
+    first, _ = forward_backward(state, rank)
+    want = full_grads(fsdp.finish_reductions(first))
+    first, _ = forward_backward(state, rank, last_microbatch=False)  # again, from before
+    middle, (out, along) = T.jvp(model, output)(first, v, rank)
+    middle, (_, product) = T.pullback(model, output)(middle, 2 * along / along.numel(), rank)
+    of, at = of_plain(state, module, lambda m: output(m, rank), number=1)
+    given = {path: tangents[path] for path in at}
+    plain_out, plain_along = torch.func.jvp(of, (at,), (given,))  # type: ignore[misc]
+    pulled = of_autograd(of, at, 2 * plain_along / along.numel())[1]
+    got, kept = whole(state, product), full_grads(fsdp.finish_reductions(middle))
+    return {
+        "out": far(out, plain_out),
+        "along": far(along, plain_along),
+        "product": max(far(got[path], t) for path, t in pulled.items()),
+        "gradients": max(far(kept[path], t) for path, t in want.items()),
+    }
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_gauss_newton_products_in_the_middle_of_a_step(nprocs: int) -> None:
+    for found in launch(products, nprocs=nprocs, simulate=True):
+        assert max(found.values()) < 1e-9, found
+
+
+def linear() -> dict[str, Any]:
+    state, model = start(Smooth())
+    loss = lambda m, seed: penalty(m, seed)  # noqa: E731
+    state, (out, push) = T.linearize(model, loss)(state, 3)
+    v = vector(state)
+    state, (want, slope) = T.jvp(model, loss)(state, v, 3)
+    state, once = push(state, v)
+    state, twice = push(state, {name: buffer.but(-2 * buffer.local) for name, buffer in v.items()})
+    found = {"far": max(far(out, want), far(once, slope), far(twice, -2 * slope))}
+    middle, _ = T.forward_backward(model, loss)(state, 3)
+    state = fsdp.step(middle)
+    return found | {"said": raised(lambda: push(state, v))}
+
+
+def test_a_linear_map_is_that_of_its_weights() -> None:
+    for found in launch(linear, nprocs=2, simulate=True):
+        assert found["far"] < 1e-12
+        assert "its linear map was called with a state of other weights than it was taken at" in found["said"]
+
+
+# ---------------------------------------------------------------- memory and traffic
+
+
+class Blocks(nn.Module):
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(depth))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def held() -> dict[str, Any]:
+    """Bytes of tangents that there are at most, and gathers, for jvp without and with an inner backward."""
+    state, model = start(Blocks())
+    unit = max(sum(b.numel for b in unit.buckets) for unit in state.layout.units) * 8
+    x, found = numbers(3, 32, seed=1), {"unit": unit, "units": len(state.units)}
+    gather, most, gathers = Tangents.gather, [0], [0]
+
+    def counted(self: Any, units: Sequence[str]) -> None:
+        gather(self, units)
+        gathers[0] += len(units)
+        tangents = [whole for unit in self.units.values() for _, _, whole in unit.wholes]
+        most[0] = max(most[0], sum(whole.untyped_storage().size() for whole in tangents))
+
+    losses = {"forward": lambda m, x: m(x).sum(), "inner": lambda m, x: grad(lambda x: m(x).sin().sum())(x).sum()}
+    try:
+        Tangents.gather = counted  # type: ignore[method-assign]
+        for name, loss in losses.items():
+            most[0] = gathers[0] = 0
+            state, _ = T.jvp(model, loss)(state, state.main, x)
+            found[name], found[f"{name} gathers"] = most[0], gathers[0]
+    finally:
+        Tangents.gather = gather  # type: ignore[method-assign]
+    return found
+
+
+def test_one_unit_has_its_tangents_at_a_time() -> None:
+    found = launch(held, nprocs=1, simulate=True)[0]
+    for name in ("forward", "inner"):
+        assert found[name] <= found["unit"]
+    assert found["forward gathers"] == found["units"]
+    assert found["inner gathers"] == 2 * found["units"] - 1  # the last one is still there
+
+
+# ---------------------------------------------------------------- ensembles
+
+
+def members(preset: str, nprocs: int) -> dict[str, float]:
+    """How far an ensemble is from its members alone, in two steps of two microbatches."""
+    nets = [Smooth() for _ in range(3)]
+    for i, net in enumerate(nets):
+        for p in net.parameters():
+            p.data += 0.1 * numbers(*p.shape, seed=i)
+    stacked = {
+        path: torch.stack([n.get_parameter(path).detach() for n in nets]) for path, _ in Smooth().named_parameters()
+    }
+    mesh, placement = mesh_and_placement(preset)
+    model = fsdp.functionalize(Smooth())[1]
+    spec, optimizer = fsdp.Spec(mesh, placement, schedule=fsdp.Schedule(debug=True)), fsdp.sgd(lr=0.1)
+    losses: list[Loss] = [output_of, penalty, mean_flow]
+    found = {}
+    for loss in losses:
+        state = fsdp.shard(stacked, spec, optimizer)
+        alone = [fsdp.shard(fsdp.functionalize(net)[0], spec, optimizer) for net in nets]
+        of_all, single = T.vmap(loss, randomness="same"), T.forward_backward(model, loss)
+        together = T.forward_backward(model, lambda m, seed, f=of_all: f(m, seed).sum())
+        for n in range(2):
+            data, last = dist.get_rank() + n, n == 1
+            state, total = together(state, data, last_microbatch=last)
+            pairs = [single(one, data, last_microbatch=last) for one in alone]
+            alone = [one for one, _ in pairs]
+        state, alone = fsdp.step(state), [fsdp.step(one) for one in alone]
+        got, want = fsdp.full_params(state), [fsdp.full_params(one) for one in alone]
+        most = max(far(got[path][i], one[path]) for i, one in enumerate(want) for path in one)
+        found[loss.__name__] = max(most, far(total, torch.stack([value for _, value in pairs]).sum()))
+    x = numbers(3, WIDTH, seed=5)
+    state, each = T.apply(model, T.vmap(lambda m, x: m(x), in_dims=0))(state, x)  # a row each
+    rows = [T.apply(model)(one, x[i])[1] for i, one in enumerate(alone)]
+    found["rows"] = far(each, torch.stack(rows))
+    state, (_, slopes) = T.jvp(model, T.vmap(penalty, randomness="same"))(state, state.main, 3)
+    found["jvp"] = far(slopes, torch.stack([T.jvp(model, penalty)(one, one.main, 3)[1][1] for one in alone]))
+    return found
+
+
+def output_of(m: Any, seed: int) -> torch.Tensor:
+    return output(m, seed).square().mean()
+
+
+@pytest.mark.parametrize(("preset", "nprocs"), [
+    ("zero3", 2), pytest.param("zero2", 2, marks=pytest.mark.large), pytest.param("hsdp", 4, marks=pytest.mark.large),
+])  # fmt: skip
+def test_an_ensemble_is_its_members(preset: str, nprocs: int) -> None:
+    for found in launch(members, (preset, nprocs), nprocs=nprocs, simulate=True):
+        assert max(found.values()) < 1e-9, found
+
+
+def tied_members() -> float:
+    nets = [Net(2, tied=True) for _ in range(2)]
+    for i, net in enumerate(nets):
+        for p in net.parameters():
+            p.data += 0.1 * numbers(*p.shape, seed=i)
+    every = [dict(net.named_parameters(remove_duplicate=False)) for net in nets]
+    stacked = {path: torch.stack([one[path].detach() for one in every]) for path in every[0]}
+    stacked["head.weight"] = stacked["inp.weight"]
+    mesh, placement = mesh_and_placement("zero3")
+    model = fsdp.functionalize(Net(2, tied=True))[1]
+    state = fsdp.shard(stacked, fsdp.Spec(mesh, placement), fsdp.sgd(lr=0.1))
+    of_all = T.vmap(output_of, randomness="same")
+    state, _ = T.forward_backward(model, lambda m, seed: of_all(m, seed).sum())(state, 1)
+    got = full_grads(fsdp.finish_reductions(state))
+    for net in nets:
+        output_of(net, 1).backward()
+    return max(
+        far(got[path][i], p.grad)
+        for i, net in enumerate(nets) for path, p in net.named_parameters() if p.grad is not None
+    )  # fmt: skip
+
+
+def test_members_with_a_tied_leaf_and_one_outside_of_modules() -> None:
+    assert max(launch(tied_members, nprocs=2, simulate=True)) < 1e-9
+
+
+def gathered() -> list[str]:
+    stacked = {path: torch.stack([p.detach()] * 4) for path, p in Smooth().named_parameters()}
+    mesh, placement = mesh_and_placement("zero3")
+    state = fsdp.shard(stacked, fsdp.Spec(mesh, placement), fsdp.sgd(lr=0.1))
+    model = fsdp.functionalize(Smooth())[1]
+    together = T.forward_backward(model, lambda m, seed: T.vmap(output_of, randomness="same")(m, seed).sum())
+    for seed in range(2):
+        state = fsdp.step(together(state, seed)[0])
+    return [use.unit for use in together(state, 2)[0].cursor.plan.uses]
+
+
+def test_members_are_gathered_at_once() -> None:
+    uses = launch(gathered, nprocs=2, simulate=True)[0]
+    assert max(uses.count(unit) for unit in uses) <= 2  # forward and backward
+
+
+# ---------------------------------------------------------------- errors
+
+
+def refused() -> dict[str, str]:
+    state, model = start(Smooth())
+    x = numbers(3, WIDTH, seed=0)
+    stacked, small = T.vmap(lambda m, x: m(x)), {name: b.but(b.local[:2]) for name, b in state.main.items()}
+    return {
+        "vector": raised(lambda: T.jvp(model)(state, {}, x)),
+        "shards": raised(lambda: T.jvp(model)(state, small, x)),
+        "cotangents": raised(lambda: T.pullback(model)(state, torch.ones(2), x)),
+        "members": raised(lambda: T.apply(model, stacked)(state, x)),
+        "not driven": raised(lambda: stacked(Smooth(), x)),
+        "graph": raised(lambda: T.compile(lambda s: T.jvp(model)(s, s.main, x), backend="aot_eager")(state)),
+        "after": f"{T.jvp(model)(state, state.main, x)[1][1].isfinite().all()}",
+    }
+
+
+def test_what_is_wrong_is_said() -> None:
+    for said in launch(refused, nprocs=1, simulate=True):
+        assert "jvp: the vector has None for the bucket" in said["vector"]
+        assert "jvp: the vector has (2,) elements" in said["shards"]
+        assert "pullback: cotangents of structure" in said["cotangents"]
+        assert "the leaves of E members, stacked along dim 0" in said["members"]
+        assert "T.vmap: a Smooth that is not driven" in said["not driven"]
+        assert "jvp drives the schedule from Python" in said["graph"]
+        assert said["after"] == "True"
