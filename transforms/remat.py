@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar, cast, overload
 
+import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +16,7 @@ from functional_fsdp.extend import refuse, skeleton_of, traced_as
 
 from ._modules.outputs import each_leaf
 from ._modules.unit_modules import outermost
+from ._remat.across_jvp import across_jvp, in_one_jvp, keeps_nothing
 from ._remat.generators import generators_of
 from ._remat.habits import Habits
 from ._remat.parts import KeptPart, Owner, of_function, part_of
@@ -211,9 +213,16 @@ def _checkpoint(
     args: Any, kwargs: Any,
 ) -> Any:  # fmt: skip
     if torch_private.func_interpreter() is not None:
+        if keeps_nothing():
+            return fn(*args, **kwargs)
+        again = partial(_checkpoint, module=module, habits=habits, generators=generators)
+        run = lambda fn, *args, **kwargs: again(fn, args=args, kwargs=kwargs)  # noqa: E731
+        return across_jvp(run, fn, args, kwargs, "remat: nothing is computed again")
+    dual = torch_private.forward_ad._current_level >= 0 and not torch_private.func_transforms.JVP_NESTING
+    if dual and torch.is_grad_enabled():
         raise ScheduleError(
-            "remat: torch's checkpoints do not run under torch.func's transforms (grad, vjp, ...). Use T.vjp(T.remat("
-            "stage), w, h), or T.forward_backward."
+            "remat: what is computed again, in the backward, is outside of the level of dual numbers, and has no "
+            "tangents. Use torch.func.jvp in the place of torch.autograd.forward_ad, or leave remat out."
         )
     region = Region(fn, module, habits, generators)
     return checkpoint(region, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
@@ -251,11 +260,12 @@ def _part_in_graph(part: KeptPart, fn: Callable[..., Any], args: Any, kwargs: An
 
 @traced_as(_part_in_graph)
 def _part(part: KeptPart, fn: Callable[..., Any], args: Any, kwargs: Any, module: nn.Module | None = None) -> Any:
-    if part.fate == "offload" and torch_private.func_interpreter() is not None:
-        raise ScheduleError(
-            "offload: torch.func's transforms (grad, vjp, ...) forbid saved-tensor hooks, by which tensors are moved. "
-            "Use T.vjp or T.forward_backward."
-        )
+    if torch_private.func_interpreter() is not None:
+        if keeps_nothing() or (part.fate == "save" and not in_one_jvp()):
+            return fn(*args, **kwargs)
+        across = partial(part, module=module)
+        run = lambda fn, *args, **kwargs: across(fn, args, kwargs)  # noqa: E731
+        return across_jvp(run, fn, args, kwargs, "offload: nothing is moved")
     return part(fn, args, kwargs, module)
 
 

@@ -204,6 +204,66 @@ def test_tangents_need_no_gather_of_their_own_and_an_inner_backward_needs_one() 
         assert found["grad"].count("net.blocks.0") > found["plain"].count("net.blocks.0")
 
 
+# ---------------------------------------------------------------- jvp of what recomputes, or is moved
+
+CALLS: list[int] = []
+
+
+class Counted(nn.Tanh):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS.append(1)
+        return super().forward(x)
+
+
+class Recomputing(Smooth):
+    """With dropout, and what is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(2, rate=0.3)
+        for block in self.net.blocks:
+            block.up = nn.Sequential(block.up, Counted(), nn.Linear(5, 5, dtype=torch.float64))  # type: ignore[arg-type]
+
+
+def along(model: Any, seed: int) -> torch.Tensor:
+    x, t = numbers(3, WIDTH, seed=seed), numbers(3, WIDTH, seed=seed + 1)
+    u, moved = jvp(model, (x,), (t,))  # type: ignore[misc]
+    total: torch.Tensor = u.square().mean() + moved.sin().square().mean()
+    return total
+
+
+CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "plain": lambda m: m,
+    "remat": lambda m: T.remat(m, "net.blocks.*"),
+    "offload": lambda m: T.offload(m, "net.blocks.*"),
+    "part saved": lambda m: T.remat(m, "net.blocks.*", save=("up",)),
+    "part moved": lambda m: T.remat(m, "net.blocks.*", offload=("up",)),
+}
+
+
+def recomputed() -> dict[str, tuple[float, int]]:
+    found = {}
+    for name, change in CHANGES.items():
+        state, model = start(Recomputing(), schedule=fsdp.Schedule(debug=True))
+        want = plain_grads(state, Recomputing(), along, [dist.get_rank()])
+        CALLS.clear()
+        state, _ = T.forward_backward(change(model).train(), along)(state, dist.get_rank())
+        calls = len(CALLS)
+        found[name] = apart(full_grads(fsdp.finish_reductions(state)), want), calls
+    state, model = start(Recomputing(), schedule=fsdp.Schedule(debug=True))
+    state, (_, slope) = T.jvp(model, along)(state, state.main, 1)
+    state, (_, same) = T.jvp(CHANGES["remat"](model), along)(state, state.main, 1)
+    found["by weights"] = float((slope - same).abs()), 0
+    return found
+
+
+def test_jvp_through_modules_that_recompute_or_are_moved() -> None:
+    found = launch(recomputed, nprocs=1, simulate=True)[0]
+    assert max(far for far, _ in found.values()) < 1e-9, found
+    assert found["remat"][1] == 2 * found["plain"][1]
+    assert found["part saved"][1] == found["part moved"][1] == found["offload"][1] == found["plain"][1]
+
+
 # ---------------------------------------------------------------- without gradients by weights
 
 
@@ -289,6 +349,7 @@ def refused() -> dict[str, str]:
         "around": raised(lambda: around(state)),
         "in place": raised(lambda: T.forward_backward(changes, penalty)(changed, 0)),
         "remat": raised(lambda: T.forward_backward(T.remat(model, "net.blocks.*"), penalty)(state, 0)),
+        "remat of duals": raised(lambda: T.forward_backward(T.remat(model, "net.blocks.*"), of_dual_numbers)(state, 0)),
         "linearize": raised(
             lambda: T.apply(model, lambda m: torch.func.linearize(m, numbers(3, WIDTH, seed=0)))(state)
         ),
@@ -301,8 +362,30 @@ def test_what_cannot_work_says_so() -> None:
         assert "a pullback through the module" in said["late"]
         assert "apply was called inside a torch.func transform" in said["around"]
         assert "the module 'b' changes an input in place, inside of a gradient of torch.func's" in said["in place"]
-        assert "remat: torch's checkpoints do not run under torch.func's transforms" in said["remat"]
+        assert "remat: nothing is computed again inside of torch.func's transforms (grad)" in said["remat"]
+        assert "forbid saved-tensor hooks" in said["remat"]
+        assert "Use torch.func.jvp in the place of torch.autograd.forward_ad" in said["remat of duals"]
         assert "torch.func.linearize" in said["linearize"]
+
+
+def compiled_units() -> dict[str, Any]:
+    """What gradients differ by where units are to be compiled, and what is said."""
+    found: dict[str, Any] = {}
+    for loss in (mean_flow, of_dual_numbers):
+        state, model = start(Smooth())
+        want = plain_grads(state, Smooth(), loss, [1])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state, _ = T.forward_backward(model, loss, compile={"backend": "aot_eager"})(state, 1)
+        said = any("runs eagerly under a torch.func transform" in str(one.message) for one in caught)
+        found[loss.__name__] = apart(full_grads(fsdp.finish_reductions(state)), want), said
+    return found
+
+
+def test_units_that_are_compiled_run_eagerly_inside_of_transforms() -> None:
+    for far, said in launch(compiled_units, nprocs=1, simulate=True)[0].values():
+        assert far < 1e-9
+        assert said
 
 
 def without_a_rule() -> str:

@@ -128,8 +128,7 @@ def talked() -> list[Any]:
     dist.all_to_all_single(swapped, x)
     dist.all_to_all_single(uneven, x, [1 + 2 * rank] * n, [1, 3])
     several = [torch.zeros(2), torch.zeros(2)]
-    if torch.__version__ >= "2.13":  # gloo of 2.11 has none of lists
-        dist.all_to_all(several, list(x.chunk(2)))
+    dist.all_to_all(several, list(x.chunk(2)))
     gathered = [torch.zeros(4) for _ in range(n)] if rank == 0 else None
     dist.gather(x, gathered, 0)
     scattered = torch.zeros(4)
