@@ -3,6 +3,7 @@
     physics        PINN: the residual of Poisson's equation, Laplacian(model) + source = 0 (arXiv:1711.10561)
     mean_flow      MeanFlow: an average velocity, whose target is a jvp (arXiv:2505.13447)
     critic         WGAN-GP: the critic's gradient has norm 1 between real and made samples (arXiv:1704.00028)
+    score          sliced score matching: the divergence of the score, along directions, by jvp (arXiv:1905.07088)
 
 Each unit is gathered as its call, or an inner backward through it, comes; never all at once.
 """
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.func import grad, hessian, jvp, vmap
 
-__all__ = ["critic", "mean_flow", "physics"]
+__all__ = ["critic", "mean_flow", "physics", "score"]
 
 Model = Callable[..., torch.Tensor]
 Batch = tuple[torch.Tensor, ...]
@@ -45,3 +46,11 @@ def critic(model: Model, batch: Batch) -> torch.Tensor:
     real, made, where = batch
     slope = grad(lambda x: model(x).sum())(where * real + (1 - where) * made)
     return model(made).mean() - model(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+
+def score(model: Any, batch: Batch) -> torch.Tensor:
+    """Samples [B, D], and directions [B, D] of mean 0 and variance 1. In the model no layer_norm or training batch_norm
+    of torch 2.13, whose gradient of a jvp is wrong: see findings/layer-norm-after-jvp.sh."""
+    x, directions = batch
+    at, along = jvp(model, (x,), (directions,))  # type: ignore[misc]
+    return ((directions * along).sum(1) + 0.5 * at.square().sum(1)).mean()

@@ -22,7 +22,7 @@ SHORTER = {
     "gradient_penalty": ("steps=150", "steps=15"),
 }
 #: `make test` runs these, in one kernel: starting one takes long
-QUICK = ("first_steps", "simulate", "gradient_penalty")
+QUICK = ("first_steps", "simulate", "derivatives", "gradient_penalty")
 as_stored = pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.large)])
 
 
@@ -141,4 +141,18 @@ def test_simulate() -> None:
     assert "rank 6 has ended" in text
     assert "[rank 2] {'0.weight': (64, 16)" in text
     assert "ValueError('a bad batch')" in text
+    assert pictures == 0
+
+
+def test_derivatives() -> None:
+    text, pictures = execute("derivatives", stored=False)
+    found = re.search(r"three steps agree with the plain module to (\S+)", text)
+    assert found is not None
+    assert float(found[1]) < 1e-9
+    found = re.search(r"(\d+) of the 32 samples with the worst influence have wrong labels, of 160", text)
+    assert found is not None
+    assert int(found[1]) > 24
+    losses = [float(loss) for loss in re.findall(r"(?:plain|natural) gradient, 10 steps: loss ([\d.]+)", text)]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] / 5
     assert pictures == 0

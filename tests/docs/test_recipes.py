@@ -553,6 +553,7 @@ def by_inputs(name: str) -> list[float]:
         "physics": [(5, 4), (5,)],
         "mean_flow": [(5, 4), (5, 4), (5, 1), (5, 1)],
         "critic": [(5, 4), (5, 4), (5, 1)],
+        "score": [(5, 4), (5, 4)],
     }
 
     def data(step: int, rank: int) -> tuple[torch.Tensor, ...]:
@@ -574,7 +575,7 @@ def by_inputs(name: str) -> list[float]:
     return [float((got[path] - p.detach()).abs().max()) for path, p in module.named_parameters()]
 
 
-@pytest.mark.parametrize("name", ["physics", "mean_flow", "critic"])
+@pytest.mark.parametrize("name", ["physics", "mean_flow", "critic", "score"])
 def test_losses_with_derivatives_beside_plain_torch(name: str) -> None:
     for apart in fsdp.launch(by_inputs, (name,), nprocs=2, simulate=True):
         assert max(apart) < 1e-9
