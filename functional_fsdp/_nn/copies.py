@@ -62,6 +62,7 @@ COPIED = [[name] for name in ("ao", "distributions", "fx", "nn", "optim", "utils
 REMEDY = (
     "Make it a method, in a subclass, or types.MethodType(function, module), and let it read what the module holds."
 )
+TORCHS = "what is torch's own"
 FUNCTIONS = ("__func__", "__wrapped__", "func")  # of a method, a cache, a partial
 MISSING: Any = object()
 Path = Any  # None, or (path of the owner, the part's name): put together where it is said
@@ -266,21 +267,21 @@ class Copier:
         """A tensor, or an object of any other class, by what Python has for copies of it."""
         if isinstance(value, torch.Tensor) and getattr(value, "place", None):  # a placeholder outside of its slot
             self.copy(value.place[0], path)  # type: ignore[attr-defined]
-        reason: Any = "what is torch's own"
+        met: Exception | None = None
         if not _is_torchs(value):
             try:
                 if (own := getattr(value, "__deepcopy__", None)) is not None:
                     return self._by_itself(value, own, path)
                 reduce = copyreg.dispatch_table.get(type(value))
                 return self._rebuilt(value, reduce(value) if reduce else value.__reduce_ex__(4), path)
-            except (TreeError, RecursionError, MemoryError):
+            except (TreeError, RecursionError, MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # whatever the class says
-                reason = error
+                met = error
                 self.memo.pop(id(value), None)
         if isinstance(value, torch.Tensor) or self.reaches(value, True):  # a tensor may be computed from weights
-            said = str(reason).splitlines()[:1] or [type(reason).__name__]
-            self._refuse(path, value, f"cannot be copied ({said[0]}), and may lead to weights", "Leave it out.")
+            why = TORCHS if met is None else (str(met).splitlines() or [type(met).__name__])[0]
+            self._refuse(path, value, f"cannot be copied ({why}), and may lead to weights", "Leave it out.", met)
         return value
 
     def _by_itself(self, value: Any, own: Any, path: Path) -> Any:
@@ -436,7 +437,9 @@ class Copier:
             (which, name, x) for which, name, x in found if not isinstance(x, property | staticmethod | classmethod)
         ]
 
-    def _refuse(self, path: Path, value: Any, what: str, remedy: str = REMEDY) -> NoReturn:
+    def _refuse(
+        self, path: Path, value: Any, what: str, remedy: str = REMEDY, cause: Exception | None = None
+    ) -> NoReturn:
         named = isinstance(value, FunctionType | MethodType | type)
         name, where = value.__qualname__ if named else type(value).__qualname__, ""
         while path is not None:
@@ -444,7 +447,8 @@ class Copier:
             where = part + where
         where = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", where).lstrip(".")
         at = f"{where!r} in the module" if where else "the module"
-        raise TreeError(f"{at} ({name}) {what}: a copy of the module would go on with the original's. {remedy}")
+        said = f"{at} ({name}) {what}: a copy of the module would go on with the original's. {remedy}"
+        raise TreeError(said) from cause
 
 
 def is_fixed(value: Any) -> bool:

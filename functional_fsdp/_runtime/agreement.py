@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from .._distributed.host_vote import HostVote
     from .._distributed.watch import ProcessWatch
 
-__all__ = ["ON_LOSS", "Agreement", "Vote"]
+__all__ = ["DESTROYED", "ON_LOSS", "Agreement", "Vote"]
 
 T = TypeVar("T")
 
 ON_LOSS: list[Callable[[Agreement, str], None]] = []  # called where the communicators of a mesh become of no use
+DESTROYED = "The process group that they were made with was destroyed."
 GRACE = 1.0  # seconds that what a rank sent before it ended may still be on its way
 
 
@@ -318,7 +319,7 @@ class Agreement(Peers):
     def usable(self, verb: str) -> None:
         """Raise CommError if the communicators are of no more use."""
         if not self.failed and self.size > 1 and dist.group.WORLD is not self.world:
-            self.lose("The process group that they were made with was destroyed.", tell=False)
+            self.lose(DESTROYED, tell=False)
         if self.failed:
             raise CommError(
                 f"{verb}: this state's ranks cannot communicate any more. {self.failed} Restart the job from its last "

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.device import current_device
-from .._common.errors import SpecError
+from .._common.errors import CommError, SpecError
 from .._common.record import Collective
 from .._distributed.groups import one_thread
 from .._distributed.lanes import LANES, Steps
 from .._distributed.store import PatientStore
-from .agreement import Agreement
+from .agreement import DESTROYED, Agreement
 from .stream_lanes import lanes_of
 
 __all__ = ["Runtime", "any_failed", "forget_runtime", "runtime_of", "runtimes"]
@@ -48,7 +48,14 @@ class Runtime(Agreement):
         super().__init__()
         names = mesh.mesh_dim_names or ()
         self.sizes = dict(zip(names, mesh.shape, strict=True))
-        self.coordinate = {axis: mesh.get_local_rank(axis) for axis in names}
+        try:
+            self.coordinate = {axis: mesh.get_local_rank(axis) for axis in names}
+        except (RuntimeError, ValueError) as error:  # torch looks for the groups of its axes
+            raise CommError(
+                f"the mesh {self.sizes}: torch does not know its process groups ({error}). "
+                "dist.destroy_process_group() was called after the mesh was made, say: call it last, after what is "
+                "saved. Or make another mesh."
+            ) from error
         self.position = tuple(self.coordinate.items())
         self.size = mesh.size()
         self.device = current_device(mesh.device_type)
@@ -114,7 +121,8 @@ class Runtime(Agreement):
 
     def let_go(self) -> dict[Kind, list[dist.ProcessGroup]]:
         """Its communicators, which nobody will use for it again."""
-        self.lose("Nobody held their mesh any more.", tell=False)
+        destroyed = self.world is not dist.group.WORLD
+        self.lose(DESTROYED if destroyed else "Nobody held their mesh any more.", tell=False)
         found = self.own_groups
         for kind, groups in self.spare_groups.items():
             found.setdefault(kind, []).extend(groups)

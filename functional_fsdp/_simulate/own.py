@@ -7,7 +7,7 @@ import io
 import os
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,9 +45,20 @@ class DualLevel:
 
 DUAL = DualLevel()
 
+Mode = tuple[Callable[[], Any], Callable[[Any], Any]]
+MODES: tuple[Mode, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda on: torch.set_anomaly_enabled(*on),
+    ),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+)  # torch's, of a process: a rank begins with those of the caller
+
 
 class Own:
-    """Attributes of modules, torchrun's variables, random generators, and where it prints.
+    """Attributes of modules, torchrun's variables, random generators, modes of torch, and where it prints.
 
     Args:
         places: {(module, attribute): value}, beside those that every rank has.
@@ -58,6 +69,7 @@ class Own:
         self.places = dict(places)
         self.environ = dict(environ)
         self.traced: Any = ([], [])
+        self.modes = [get() for get, _ in MODES]
         self.drawn: Any = (torch.Generator().get_state(), None), random.Random(0).getstate(), None
 
     @classmethod
@@ -88,6 +100,7 @@ class Own:
         for module, name in self.places:
             self.places[module, name] = getattr(module, name)
         self.traced = put_away()
+        self.modes = [get() for get, _ in MODES]
         numpy = sys.modules.get("numpy")
         self.drawn = random_state(), random.getstate(), numpy and numpy.random.get_state()
 
@@ -95,6 +108,9 @@ class Own:
         for (module, name), value in self.places.items():
             setattr(module, name, value)
         bring_back(self.traced)
+        for (get, put), mode in zip(MODES, self.modes, strict=True):
+            if get() != mode:
+                put(mode)
         for name, said in self.environ.items():
             if said is None:
                 os.environ.pop(name, None)

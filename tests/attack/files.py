@@ -87,7 +87,7 @@ class Kept:
         self.bits = [_bits(one) for one in self.states]
 
 
-_kept: dict[str, Kept] = {}
+_kept: dict[tuple[Any, str], Kept] = {}  # by the ranks' process group, too: simulated ranks share this module
 
 
 def _clone(state: fsdp.State) -> fsdp.State:
@@ -102,9 +102,11 @@ def _bits(state: fsdp.State) -> list[torch.Tensor]:
 def play(case: Case, rank: int, folder: str) -> Verdict:
     """On one rank."""
     key = repr([case[name] for name in ("world", "preset", "sgd")])
-    if key not in _kept:
-        _kept[key] = Kept(case, rank)
-    kept, world = _kept[key], case["world"]
+    fsdp.local_mesh()
+    mine = dist.group.WORLD, key
+    if mine not in _kept:
+        _kept[mine] = Kept(case, rank)
+    kept, world = _kept[mine], case["world"]
     pristine = os.path.join(os.path.dirname(folder), f"pristine {key}")
     if not os.path.exists(os.path.join(pristine, "done")):
         for i in (0, 1):

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -162,6 +163,27 @@ def destroyed() -> str:
 def test_a_state_of_a_process_group_that_was_destroyed_says_so() -> None:
     for said in launch(destroyed, nprocs=2):
         assert "The process group that they were made with was destroyed" in said
+
+
+def destroyed_too_early(folder: str) -> list[str]:
+    state, _ = start()
+    dist.destroy_process_group()
+    said = []
+    for call in (
+        lambda: fsdp.save(state, folder), lambda: fsdp.load(folder, like=state), lambda: fsdp.local_shards(state),
+        lambda: fsdp.shard({"w": torch.ones(4)}, state.spec), lambda: next(iter(fsdp.stream(state))),
+        lambda: fsdp.full_params(state),
+    ):  # fmt: skip
+        with pytest.raises(fsdp.CommError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_needs_ranks_after_their_process_group_was_destroyed_says_so(tmp_path: Path) -> None:
+    for *calls, last in launch(destroyed_too_early, (str(tmp_path / "out"),), nprocs=2):
+        assert all("dist.destroy_process_group() was called after the mesh was made" in said for said in calls)
+        assert "The process group that they were made with was destroyed" in last
 
 
 # ---------------------------------------------------------------- exchanges

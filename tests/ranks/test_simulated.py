@@ -473,6 +473,35 @@ def test_each_has_its_own_filters_of_warnings() -> None:
     assert warnings.filters == before
 
 
+def in_modes_of_its_own() -> list[Any]:
+    fsdp.local_mesh()
+    rank, seen = dist.get_rank(), []
+
+    def modes() -> None:
+        dist.barrier()
+        seen.append(
+            (torch.get_default_dtype(), torch.is_anomaly_enabled(), torch.are_deterministic_algorithms_enabled())
+        )
+
+    modes()
+    torch.set_default_dtype(torch.float64 if rank else torch.float32)
+    torch.use_deterministic_algorithms(rank == 1)
+    with torch.autograd.set_detect_anomaly(rank == 1):
+        modes()
+    modes()
+    return seen
+
+
+def test_each_has_its_own_modes_of_torch() -> None:
+    with fsdp.simulate(data=2) as ranks:
+        first, second = ranks(in_modes_of_its_own).get()
+    begins, single, double = (torch.float32, False, False), (torch.float32, False, False), (torch.float64, True, True)
+    assert first == [begins, single, single]
+    assert second == [begins, double, (torch.float64, False, True)]
+    assert (torch.get_default_dtype(), torch.is_anomaly_enabled()) == (torch.float32, False)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize("call", ["launch", "workers"])
 def test_a_timeout_is_refused_as_no_clock_is_waited_for(call: str) -> None:
     given: Any = {"launch": lambda **k: fsdp.launch(int, **k), "workers": fsdp.workers}[call]

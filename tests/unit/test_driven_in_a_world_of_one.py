@@ -1230,11 +1230,11 @@ def test_modules_that_make_a_part_anew_when_they_are_copied() -> None:
 class Failing:
     """An object that refuses to be copied."""
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    def __init__(self, held: Any, error: Exception | None = None) -> None:
+        self.held, self.error = held, error
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotImplementedError("not me")
+        raise self.error or NotImplementedError("not me")
 
 
 def test_what_cannot_be_copied_is_shared_unless_it_leads_to_a_weight(tmp_path: Path) -> None:
@@ -1253,7 +1253,12 @@ def test_what_cannot_be_copied_is_shared_unless_it_leads_to_a_weight(tmp_path: P
         assert torch.equal(want, module(X))
     for value in (Failing([module.a]), (p for p in [module.w]), Failing(weakref.ref(module.b)), module.w * 2):
         module.held = [value]
-        with pytest.raises(fsdp.TreeError, match=r"'held\[0\]' .* cannot be copied .* may lead to weights"):
+        with pytest.raises(fsdp.TreeError, match=r"'held\[0\]' .* cannot be copied .* may lead to weights") as caught:
+            fsdp.functionalize(module)
+        assert isinstance(caught.value.__cause__, Exception)  # the class's own error, with its lines
+    for spent in (MemoryError(), torch.OutOfMemoryError()):  # says nothing of the class
+        module.held = Failing([1], spent)
+        with pytest.raises(type(spent)):
             fsdp.functionalize(module)
 
 
