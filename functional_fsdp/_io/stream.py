@@ -17,6 +17,7 @@ import torch
 
 from .._common.calls import alone
 from .._common.errors import SpecError, TreeError
+from .._common.interrupts import whole
 from .._common.tree import bytes_text, flatten
 from .._plan.layout import Unit
 from .._plan.route import Replicated
@@ -324,23 +325,34 @@ def delta(
             )
     runs: dict[str, list[tuple[int, int]]] = {}
     values: dict[str, list[torch.Tensor]] = {}
+    moved: list[tuple[torch.Tensor, torch.Tensor]] = []
     for path, (first, local) in own.items():
         _, before = since.parts[path]
         now = local.detach().to("cpu", before.dtype)
         cut = pieces(path, shapes[path], cuts.get(path, path))
-        for a, b in _changed(before, now, block):
+        changed = _changed(before, now, block)
+        if changed:
+            moved.append((before, local))
+        for a, b in changed:
             for piece in cut:
                 for one in blocks(piece, first + a, first + b):
                     runs.setdefault(piece.name, []).append((one.file, one.numel))
                     values.setdefault(piece.name, []).append(one.of(now[a:b], first + a).reshape(-1).clone())
-        before.copy_(now)
-    taken = since.steps
-    object.__setattr__(since, "steps", state.steps)
-    return WeightDelta(
+    found = WeightDelta(
         {name: torch.tensor(some, dtype=torch.int64, device="cpu") for name, some in runs.items()},
         {name: torch.cat(some) for name, some in values.items()},
-        (taken, state.steps),
+        (since.steps, state.steps),
     )
+    _bring_up(since, moved, state.steps)
+    return found
+
+
+@whole
+def _bring_up(since: WeightSnapshot, moved: list[tuple[torch.Tensor, torch.Tensor]], steps: int) -> None:
+    """The snapshot gets these values at last: what a call that failed had found would never be sent."""
+    for before, local in moved:
+        before.copy_(local.detach())
+    object.__setattr__(since, "steps", steps)
 
 
 def _changed(before: torch.Tensor, now: torch.Tensor, block: int) -> list[tuple[int, int]]:
@@ -356,7 +368,7 @@ def _changed(before: torch.Tensor, now: torch.Tensor, block: int) -> list[tuple[
     return [(a * block, min(b * block, n)) for a, b in edges.tolist()]
 
 
-@torch.no_grad()
+@torch.inference_mode()  # in which tensors that were made in it may be changed, too
 def apply_delta(weights: Mapping[str, torch.Tensor], changed: WeightDelta) -> Mapping[str, torch.Tensor]:
     """Put what has changed in place, in the tensors that are given. It needs no ranks and no State.
 

@@ -138,6 +138,31 @@ def test_deltas_of_all_ranks_give_the_bits_of_the_stream(kind: str, dtype: Any, 
     assert "step 1 to 2" in repr(said[0][1][1])
 
 
+def test_a_delta_that_fails_leaves_the_snapshot_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, model = fsdp.init(PeerModel, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.adamw(lr=0.1), seed=3)
+    since, weights = fsdp.snapshot(state), fsdp.full_params(state)
+    state, _ = T.forward_backward(model, loss_of)(state, batch_of(0, 0))
+    state = fsdp.step(state)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "tensor", lambda *_, **__: (_ for _ in ()).throw(MemoryError))  # when all is compared
+        with pytest.raises(MemoryError):
+            fsdp.delta(since, state)
+    changed = fsdp.delta(since, state)
+    assert changed.steps == (0, 1)
+    fsdp.apply_delta(weights, changed)
+    assert all(torch.equal(weights[path], leaf) for path, leaf in fsdp.full_params(state).items())
+
+
+def test_a_delta_is_put_into_what_was_loaded_in_inference_mode() -> None:
+    state, _ = fsdp.init(PeerModel, fsdp.Spec(fsdp.local_mesh("cpu")), fsdp.adamw(lr=0.1), seed=3)
+    since = fsdp.snapshot(state)
+    with torch.inference_mode():
+        weights = {name: leaf.clone() for _, named in fsdp.stream(state) for name, leaf in named.items()}
+    state = fsdp.replace_params(state, {path: 2 * leaf for path, leaf in fsdp.full_params(state).items()})
+    fsdp.apply_delta(weights, fsdp.delta(since, state))
+    assert all(torch.equal(weights[name], leaf) for _, named in fsdp.stream(state) for name, leaf in named.items())
+
+
 def test_what_does_not_fit_is_refused() -> None:
     mesh = fsdp.local_mesh("cpu")
     state, model = fsdp.init(PeerModel, fsdp.Spec(mesh), fsdp.adamw(lr=0.1), seed=3)
