@@ -19,6 +19,7 @@ SHARES = {
     "objects": 1.0,
     "buffers": 0.5,
     "written": 0.5,
+    "remat": 0.5,
     "interrupts": 0.2,
     "kills": 0.04,
     "files": 0.1,

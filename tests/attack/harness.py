@@ -37,7 +37,19 @@ from .verdict import LATE, LIMIT, PATIENCE, SCALE, Verdict, judged, worst
 __all__ = ["KINDS", "draw", "module_of", "play", "play_here", "play_one", "play_simulated"]
 
 Case = dict[str, Any]
-KINDS = ("specs", "driven", "functions", "objects", "buffers", "written", "interrupts", "kills", "files", "differ")
+KINDS = (
+    "specs",
+    "driven",
+    "functions",
+    "objects",
+    "buffers",
+    "written",
+    "remat",
+    "interrupts",
+    "kills",
+    "files",
+    "differ",
+)
 CELLS = 5
 
 

@@ -28,6 +28,7 @@ BATCH = {
     "objects": 50,
     "buffers": 25,
     "written": 25,
+    "remat": 25,
     "interrupts": 12,
     "kills": 4,
     "files": 25,

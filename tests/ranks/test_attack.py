@@ -20,6 +20,7 @@ SHARE = {
     "objects": 12,
     "buffers": 8,
     "written": 8,
+    "remat": 6,
     "interrupts": 4,
     "files": 4,
     "differ": 4,
