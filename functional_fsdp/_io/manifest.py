@@ -116,7 +116,10 @@ def read_note(folder: Path) -> dict[str, Any]:
         FileNotFoundError: there is none. CheckpointError: it is damaged, or says something of another kind.
     """
     if not os.path.lexists(folder / NOTE):
-        raise FileNotFoundError(f"load: {folder} is not a complete checkpoint (it has no {NOTE}).")
+        raise FileNotFoundError(
+            f"load: {folder} is not a complete checkpoint (it has no {NOTE}). What another package wrote goes to "
+            "init(weights=), load_weights and load_optimizer_state."
+        )
     with inside(folder, NOTE) as file:
         data = file.read()
     where = folder / NOTE

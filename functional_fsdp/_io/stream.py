@@ -302,6 +302,8 @@ def delta(
         >>> bool((weights["head.weight"] == fsdp.full_params(state)["head.weight"]).all())
         True
     """
+    if not isinstance(since, WeightSnapshot):
+        raise TypeError(f"delta(since, state): since is a {type(since).__name__}; expected what snapshot gave.")
     state._resting("delta")
     none_apart(state, "delta")
     if type(block) is not int or block < 1:
@@ -390,15 +392,20 @@ def apply_delta(weights: Mapping[str, torch.Tensor], changed: WeightDelta) -> Ma
         >>> changed = fsdp.delta(since, fsdp.step(fsdp.reduce(*fsdp.unshard(state))))
         >>> weights = fsdp.apply_delta(weights, changed)  # that of each rank, one after the other
     """
+    if not isinstance(weights, Mapping) or not isinstance(changed, WeightDelta):
+        raise TypeError(
+            f"apply_delta: got a {type(weights).__name__} and a {type(changed).__name__}; expected {{name: tensor}}, "
+            "and what delta gave."
+        )
     for name, runs in changed.runs.items():
         one: Any = weights.get(name)
         end = int((runs[:, 0] + runs[:, 1]).max())
-        if one is None or one.dtype is not changed.values[name].dtype or not one.is_contiguous() or one.numel() < end:
-            met = (
-                "none"
-                if one is None
-                else f"{one.dtype} {[*one.shape]}, {'' if one.is_contiguous() else 'not '}contiguous"
-            )
+        dense = isinstance(one, torch.Tensor) and not one.is_meta and one.is_contiguous()
+        if not dense or one.dtype is not changed.values[name].dtype or one.numel() < end:
+            met = type(one).__name__
+            if isinstance(one, torch.Tensor):
+                where = " on the meta device" if one.is_meta else ""
+                met = f"{one.dtype} {[*one.shape]}{where}, {'' if one.is_contiguous() else 'not '}contiguous"
             raise TreeError(
                 f"apply_delta: {name!r} is {met}; the delta has {changed.values[name].dtype} up to element {end}. Give "
                 "the leaves that stream gave, with its dtype and convert."

@@ -66,8 +66,8 @@ def save_dcp(
 
     Raises:
         StaleStateError: a state in the middle of a step. SpecError: an optimizer that torch.optim has not, experts of
-            which ranks have their own. FileExistsError: the folder exists. CheckpointError: ranks name different
-            folders, or do not see the same. OSError: what a rank met. If one rank raises, all do.
+            which ranks have their own, one key for both. FileExistsError: the folder exists. CheckpointError: ranks
+            name different folders, or do not see the same. OSError: what a rank met. If one rank raises, all do.
 
     Collective: every rank calls it; exchanges on the host.
 
@@ -84,6 +84,11 @@ def save_dcp(
         def begin() -> None:
             state._resting("save_dcp")
             none_apart(state, "save_dcp")
+            if optimizer is not None and optimizer in ("", model):
+                raise SpecError(
+                    f"save_dcp(model={model!r}, optimizer={optimizer!r}): expected two different keys; model "
+                    "may be '', optimizer None."
+                )
             groups = {} if optimizer is None or state.optimizer is None else _groups(state)
             parts.extend(_parts(state, model, optimizer if groups else None, run.rank == 0))
             if claim is not None:

@@ -114,7 +114,8 @@ def observe(
 
     Raises (from it):
         TypeError: the first argument is no State. ScheduleError: on simulated ranks, which share one process; or
-        another profiler runs. Whatever `train_step` raises: if it is being measured, that ends, without a report.
+        another profiler runs. Whatever `train_step` raises: if it is being measured, that ends, without a report; so it
+        does where the function is let go of before its last call.
 
     Collective: those of `train_step`; in the last call ten small gathers on the host, by which clocks are compared.
 
@@ -147,7 +148,7 @@ class Observed:
 
     def __call__(self, state: State, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(state, State):
-            raise TypeError(f"observe: the first argument is a State, not {type(state).__name__}.")
+            raise self._given_up(TypeError(f"observe: the first argument is a State, not {type(state).__name__}."))
         number = self._calls - self._skip  # the first one under the profiler is left out
         self._calls += 1
         if not 0 <= number <= self._steps:
@@ -157,16 +158,27 @@ class Observed:
             if number == 0:
                 self._begin(run)
             out = ranged(self.train_step, STEP)(state, *args, **kwargs)
-        except BaseException:
-            self._calls = self._skip + self._steps + 1  # it measures no more
-            if self._profile is not None:
-                self._profile.stop()
-                self._profile = None
+        except BaseException as error:
+            self._given_up(error)
             raise
         if number == self._steps:
             leaves = pytree.tree_leaves(out, is_leaf=lambda x: isinstance(x, State))
             self._end(run, next((leaf for leaf in leaves if isinstance(leaf, State)), state))
         return out
+
+    def _given_up(self, error: BaseException) -> BaseException:
+        """It measures no more, since this came."""
+        self._calls = self._skip + self._steps + 1
+        self._stop()
+        return error
+
+    def _stop(self) -> None:
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def __del__(self) -> None:
+        self._stop()  # of a loop that was shorter
 
     def _begin(self, run: Runtime) -> None:
         if run.medium.lanes is not None:
@@ -175,7 +187,10 @@ class Observed:
                 "that are processes: fsdp.launch(...) without simulate=True."
             )
         if profiler._is_profiler_enabled:
-            raise ScheduleError("observe: a profiler runs already. End it first; observe begins one of its own.")
+            raise ScheduleError(
+                "observe: a profiler runs already. End it first, or let go of the function of an observe that has no "
+                "report yet; observe begins one of its own."
+            )
         activities = [ProfilerActivity.CPU]
         if count_peak(run.device):
             activities.append(ProfilerActivity.CUDA)

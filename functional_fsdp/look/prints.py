@@ -129,9 +129,9 @@ class Prints:
                 if type(ranks) is not int or not isinstance(setting, str) or average not in ("mean", "sum"):
                     raise ValueError(f"{ranks!r} ranks, the setting {setting!r}, the average {average!r}")
                 return cls(ranks, setting, average, [_step(one, ranks) for one in said["steps"]])
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, IsADirectoryError) as error:
             raise ValueError(
-                f"{path} is no file of fingerprints: {error!r}. Give one that Prints.save wrote."
+                f"{str(path)[:200]} is no file of fingerprints: {error!r}. Give one that Prints.save wrote."
             ) from None
         raise ValueError(f"{path} has fingerprints of format {known}; this version reads format {FORMAT}.")
 

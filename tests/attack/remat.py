@@ -65,8 +65,8 @@ class Body(nn.Module):
             elif what == "drop":
                 x = F.dropout(x, 0.25, self.training)
             elif what == "count":
-                self.count += 1
-                x = x + 0.01 * self.count
+                self.get_buffer("count").add_(1)
+                x = x + 0.01 * self.get_buffer("count")
             else:
                 x = checkpoint(self.forward, x, which[0], use_reentrant=False)
         return x

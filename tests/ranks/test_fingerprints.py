@@ -623,6 +623,8 @@ def test_a_file_of_fingerprints_that_is_damaged_is_named(where: Any, what: Any, 
         at = at[key]
     at[where[-1]] = what
     path.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="is no file of fingerprints: IsADirectoryError"):
+        fsdp.compare(tmp_path, tmp_path)
     with pytest.raises(ValueError, match=r"a\.json is no file of fingerprints: .*Give one that Prints\.save wrote"):
         fsdp.Prints.load(path)
     assert look([str(path)]) == look([str(path), str(path)]) == 2

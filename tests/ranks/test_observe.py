@@ -121,6 +121,20 @@ def test_a_step_that_raises_ends_the_profile() -> None:
         fsdp.observe(fails, steps=0)
 
 
+def test_a_loop_that_ends_too_early_leaves_no_profiler() -> None:
+    state, _, _ = made()
+    for wrong in (False, True):
+        step: Any = fsdp.observe(lambda state: state, skip=0)
+        step(state)
+        if wrong:
+            with pytest.raises(TypeError, match="the first argument is a State, not str"):
+                step("")
+            assert step._profile is None
+        del step
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+            pass
+
+
 def test_simulated_ranks_have_no_time() -> None:
     def once() -> None:
         state, _, _ = made()

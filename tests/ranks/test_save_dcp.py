@@ -117,6 +117,9 @@ def test_names_may_be_torchtitans_and_folders_are_never_written_over(tmp_path: P
     other, _ = fsdp.init(PeerModel, state.spec, fsdp.sgd(lr=LR, momentum=0.9), seed=1)
     with pytest.raises(fsdp.SpecError, match=r"torch\.optim has no class for the optimizer .* optimizer=None"):
         fsdp.save_dcp(other, tmp_path / "c")
+    for model, optimizer in (("model", ""), ("", ""), ("a", "a")):
+        with pytest.raises(fsdp.SpecError, match="expected two different keys"):
+            fsdp.save_dcp(state, tmp_path / "c", model=model, optimizer=optimizer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 

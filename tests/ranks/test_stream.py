@@ -181,8 +181,19 @@ def test_what_does_not_fit_is_refused() -> None:
     weights = {name: leaf.clone() for _, named in fsdp.stream(state) for name, leaf in named.items()}
     changed = fsdp.delta(since, stepped(state, model))
     kept = weights.pop("embed.weight")
-    with pytest.raises(fsdp.TreeError, match=r"'embed\.weight' is none; the delta has torch\.float32 up to element 78"):
+    with pytest.raises(
+        fsdp.TreeError, match=r"'embed\.weight' is NoneType; the delta has torch\.float32 up to element 78"
+    ):
         fsdp.apply_delta(weights, changed)
+    for given in ((None, changed), (model, changed), (weights, weights)):
+        with pytest.raises(TypeError, match=r"apply_delta: got a .* expected \{name: tensor\}, and what delta gave"):
+            fsdp.apply_delta(*given)
+    with pytest.raises(TypeError, match="since is a State; expected what snapshot gave"):
+        fsdp.delta(state, other)  # type: ignore[arg-type]
+    with pytest.raises(fsdp.TreeError, match=r"'embed\.weight' is torch\.float32 .* on the meta device"):
+        fsdp.apply_delta({**weights, "embed.weight": kept.to("meta")}, changed)
+    with pytest.raises(fsdp.TreeError, match=r"'embed\.weight' is ndarray"):
+        fsdp.apply_delta({**weights, "embed.weight": kept.numpy()}, changed)  # type: ignore[dict-item]
     for bad in (kept.bfloat16(), kept[:2], kept.t()):
         before = {name: leaf.clone() for name, leaf in weights.items()}
         with pytest.raises(fsdp.TreeError, match=r"'embed\.weight' is torch"):
