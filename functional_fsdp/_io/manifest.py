@@ -179,6 +179,8 @@ def _tensor(where: Path, name: str, entry: Any, files: Mapping[str, int]) -> Ten
         if at != found.numel:
             raise _odd(where, name, f"has chunks for {at} of its {found.numel} elements")
         return found
+    except CheckpointError:  # a ValueError, too
+        raise
     except (TypeError, ValueError, IndexError) as error:
         raise _odd(where, name, f"has {str(entry)[:80]} there ({error})") from None
 

@@ -304,6 +304,8 @@ class Saved:
                 self.records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
                 order = self.read(file, "byteorder") if "byteorder" in self.records else b"little"
                 data = self.read(file, "data.pkl")
+            except CheckpointError:  # a ValueError, too
+                raise
             except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
                 raise CheckpointError(f"{path} is no file of torch.save, or it is damaged: {_said(error)}.") from None
         if order.strip() != b"little":

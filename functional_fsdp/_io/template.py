@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._common.device import empty_as, zeros_as
-from .._common.errors import CheckpointError, TreeError
+from .._common.errors import CheckpointError, FsdpError, TreeError
 from .._common.torch_names import pytree
 from .._common.tree import flatten
 from .._engine.carrier import resolve_transport
@@ -65,6 +65,8 @@ def made_for(
             local = note["local_buffers"]
             if unknown := sorted({*local} - {*flatten(buffers)[0]}):
                 raise ValueError(f"local_buffers {unknown[:3]}")
+        except FsdpError:  # some are ValueErrors, too
+            raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{path / NOTE} has leaves, buffers or a tree that no save has written "

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from .._common.calls import outside_inference
 from .._common.device import forked_random
-from .._common.errors import SpecError
+from .._common.errors import FsdpError, SpecError
 from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
 from .._engine.carrier import resolve_transport
 from .._nn.skeleton import skeleton_of
@@ -282,7 +282,7 @@ def _recorded(make: Callable[[], M], seed: int, device: torch.device) -> tuple[R
     try:
         with warnings.catch_warnings(), torch.device(device), _Copies(recorder, real=False), recorder.fake, recorder:
             module = make()
-    except SpecError:
+    except FsdpError:  # some are RuntimeErrors, too
         raise
     except (RuntimeError, NotImplementedError, TypeError) as error:
         raise SpecError(

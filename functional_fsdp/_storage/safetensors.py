@@ -68,6 +68,8 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         header = json.loads(text)
         about = header.pop("__metadata__", None) or {}
         return {name: _entry(path, name, one, 8 + n, size) for name, one in header.items()}, about
+    except CheckpointError:  # a ValueError, too
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is no safetensors file: {type(error).__name__}: {error}") from None
 

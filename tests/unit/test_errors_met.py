@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -158,6 +158,54 @@ def kept_weight() -> Any:
     return kept[0] * 2
 
 
+class Two(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def again(tree: Any, folder: Path, **extras: Any) -> Any:
+    """Saved, and loaded by a spec."""
+    spec = fsdp.Spec(fsdp.local_mesh())
+    fsdp.save(fsdp.replace_extras(fsdp.shard(tree, spec), **extras), folder)
+    return fsdp.load(folder, spec)
+
+
+def stepping(state: fsdp.State) -> Any:
+    """A function that should make a module, and takes a step."""
+    made: Any = lambda: fsdp.step(state)  # noqa: E731
+    return fsdp.init(made, fsdp.Spec(fsdp.local_mesh()))
+
+
+def numbered(folder: Path, *numbers: int) -> Any:
+    for number in numbers:
+        file_of(folder, f"model-{number:05}-of-00003.safetensors", HELD.replace(b"w", b"%d" % number) + bytes(16))
+    return fsdp.open_checkpoint(folder)
+
+
+def odd(keeps: Callable[[Any, Any], Any], fails: bool = False) -> Any:
+    """A step of a class that keeps something of its own of each leaf, by whole leaves."""
+    failing = [False]
+
+    class Odd(torch.optim.Optimizer):
+        def __init__(self, params: Any, lr: float = 0.1) -> None:
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    if failing[0]:
+                        raise RuntimeError("on purpose")
+                    keeps(self.state[p], p)
+                    p.add_(p.grad / (p.grad.norm() + 1), alpha=-0.1)
+
+    spec = fsdp.Spec(fsdp.local_mesh())
+    state = fsdp.shard({"w": torch.ones(4, 4)}, spec, fsdp.from_torch(Odd, by="leaf"))
+    failing[0] = fails
+    return fsdp.step(fsdp.reduce(fsdp.unshard(state)[0], {"w": torch.ones(4, 4)}))
+
+
+WIDE = torch.complex128
 MESH = {"data": 2}
 CASES: dict[str, tuple[Case, type[Exception], str]] = {
     "a class among units": (
@@ -378,6 +426,88 @@ PLACED: dict[str, tuple[Placed, type[Exception], str]] = {
             T.forward_backward(nn.Linear(4, 4), mean_square, second_order=True), state_of(nn.Linear(4, 4)),
             torch.ones(2, 4)),
         fsdp.ScheduleError, r"step_memory: .*second_order=True"),
+    "save_safetensors: a dtype of no file": (
+        lambda folder: fsdp.save_safetensors(
+            fsdp.shard({"w": torch.ones(2)}, fsdp.Spec(fsdp.local_mesh()), buffers={"b": torch.ones(2).to(WIDE)}),
+            folder / "out"),
+        fsdp.SpecError, r"'b' is torch\.complex128, which safetensors has not"),
+    "safetensors: a dtype that is not read": (
+        lambda folder: loaded(file_of(folder, "x.safetensors", HELD.replace(b"F32", b"F99") + bytes(16))),
+        fsdp.CheckpointError, r"^\S*x\.safetensors has 'w' as F99, a dtype that this torch has not"),
+    "load: a tree of another kind": (
+        lambda folder: again(Two(torch.ones(2), torch.ones(2)), folder / "out"),
+        fsdp.TreeError, r"^load: .* parameters in a tree that is not of dicts.*load\(folder, like=state\)"),
+    "load: extras by numbers": (
+        lambda folder: again({"w": torch.ones(2)}, folder / "out", s={0: torch.ones(2)}),
+        fsdp.TreeError, r"^load: .* has extras whose keys are not all text.*load\(folder, like=state\)"),
+    "files of weights: some are missing": (
+        lambda folder: numbered(folder, 1, 3), fsdp.CheckpointError, "has 2 of 3 files of weights: some are missing"),
+    "a pickle that is no metadata": (
+        lambda folder: fsdp.open_checkpoint(file_of(folder, ".metadata", b"\x80\x04N.").parent),
+        fsdp.CheckpointError, r"\.metadata is no metadata of torch\.distributed\.checkpoint"),
+    "init: an error of this package": (
+        lambda _: stepping(one()),
+        fsdp.ScheduleError, r"^step: this state has no gradients"),
+    "load_optimizer_state: steps below 0": (
+        lambda _: fsdp.load_optimizer_state(one(), {}, steps=-1),
+        fsdp.SpecError, r"steps=-1\): expected a whole number, 0 or more, or None"),
+    "load_optimizer_state: no optimizer": (
+        lambda _: fsdp.load_optimizer_state(fsdp.shard({"w": torch.ones(2)}, fsdp.Spec(fsdp.local_mesh())), {}),
+        fsdp.SpecError, "this state has no optimizer. Give shard or init one"),
+    "shard: a text for a spec": (
+        lambda _: fsdp.shard({"w": torch.ones(2)}, "zero3"),  # type: ignore[arg-type]
+        fsdp.SpecError, r"spec is a str; expected a Spec, as Spec\(mesh"),
+    "buffers: another rule": (
+        lambda _: T.forward_backward(nn.Linear(4, 4), mean_square, buffers="sum"),  # type: ignore[call-overload]
+        fsdp.SpecError, "buffers='sum': expected 'mean'"),
+    "accumulate: a list for a dim": (
+        lambda _: T.accumulate(T.forward_backward(nn.Linear(4, 4), mean_square), 2, split=([0],))(
+            state_of(nn.Linear(4, 4)), torch.ones(2, 4)),
+        fsdp.SpecError, r"split says \[0\] of argument 0, which is a Tensor"),
+    "from_torch: a complex state": (
+        lambda _: odd(lambda st, p: st.setdefault("c", torch.zeros(p.shape, dtype=torch.complex64))),
+        fsdp.SpecError, "keeps a Tensor of torch.complex64 as 'c'; a State has plain tensors of real numbers"),
+    "from_torch: a state that is too large": (
+        lambda _: odd(lambda st, p: st.setdefault("m", torch.zeros(200 * p.numel()))),
+        fsdp.SpecError, "keeps 3,200 elements as 'm' of the leaf 'w', which has 16: more than 64 times as many"),
+    "from_torch: a state of objects": (
+        lambda _: odd(lambda st, p: st.setdefault("o", object())),
+        fsdp.SpecError, "keeps a object as 'o', which no State can hold"),
+    "from_torch: a class that raises later": (
+        lambda _: odd(lambda st, p: None, fails=True),
+        fsdp.TreeError, r"raised RuntimeError with the leaf 'w' of shape \[4, 4\]: on purpose"),
+    "redistribute: an axis that there is not": (
+        lambda _: next(iter(one().main.values())).redistribute({"nope": fsdp.Replicated}),
+        fsdp.SpecError, "unknown axis 'nope'; this buffer lies on 'data'"),
+    "compile: no state": (
+        lambda _: T.compile(lambda state: state)(5), fsdp.SpecError, "got a int first; expected a State"),
+    "compile: a sparse argument": (
+        lambda _: T.compile(T.forward_backward(nn.Linear(4, 4), mean_square))(
+            state_of(nn.Linear(4, 4)), torch.ones(2).to_sparse()),
+        fsdp.SpecError, "is a tensor of the layout sparse_coo, which torch does not compile"),
+    "load_weights: a list": (
+        lambda _: fsdp.load_weights(one(), [1]),  # type: ignore[arg-type]
+        fsdp.SpecError, "got a list; expected a folder, a file"),
+    "load_weights: a number": (
+        lambda _: fsdp.load_weights(one(), {"w": 3}),  # type: ignore[dict-item]
+        fsdp.TreeError, "has a int at 'w'; expected tensors by name"),
+    "replace_params: another dtype": (
+        lambda _: fsdp.replace_params(one(), {"w": torch.ones(4).double()}),
+        fsdp.TreeError, r"is torch\.float64; expected torch\.float32, as main weights are"),
+    "replace_params: another shape": (
+        lambda _: fsdp.replace_params(one(), {"w": torch.ones(5)}),
+        fsdp.TreeError, r"has shape \(5,\); expected its global shape \(4,\)"),
+    "replace_extras: a number": (
+        lambda _: fsdp.replace_extras(one(), s=3), fsdp.TreeError, "'s' is a int; expected a tensor"),
+    "replace_extras: a graph": (
+        lambda _: fsdp.replace_extras(one(), s=torch.ones(2, requires_grad=True)),
+        fsdp.TreeError, "'s' requires a gradient, and would keep its graph. Detach it"),
+    "freeze: no such leaf": (
+        lambda _: fsdp.freeze(one(), "v"), fsdp.SpecError, "the pattern 'v' matches no leaf. Paths look like 'w'"),
+    "freeze: nothing": (lambda _: fsdp.freeze(one()), fsdp.SpecError, "expected patterns of leaves, got none"),
+    "delta: blocks of nothing": (
+        lambda _: fsdp.delta(fsdp.snapshot(one()), one(), block=0),
+        fsdp.SpecError, r"block=0\): expected a whole number of elements, 1 or more"),
     "a weight after its call": (lambda _: kept_weight(), fsdp.ScheduleError, "was used after the model had run"),
 }  # fmt: skip
 

@@ -22,6 +22,7 @@ __all__ = ["HuggingFace", "SafetensorsFile", "files_of", "state_dict_of"]
 
 INDEX = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SHARDING = "DCP_SHARDING_INFO"
+NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
 
 class HuggingFace:
@@ -58,6 +59,9 @@ class HuggingFace:
             raise CheckpointError(
                 f"{path} has {len(shards)} shards, and one of number {max(shards)}: some are missing."
             )
+        numbered = {match[1]: int(match[2]) for file in files if (match := NUMBERED.fullmatch(file.name))}
+        if not _index(path)[0] and len(numbered) < (of := max(numbered.values(), default=0)):
+            raise CheckpointError(f"{path} has {len(numbered)} of {of} files of weights: some are missing.")
         lacking = next((name for name in _index(path)[1] if name not in found), None)
         if lacking is not None:
             raise CheckpointError(f"{path / _index(path)[0]} names {lacking!r}, which none of its files has.")
