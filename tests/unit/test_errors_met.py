@@ -258,6 +258,13 @@ CASES: dict[str, tuple[Case, type[Exception], str]] = {
         fsdp.SpecError,
         r"the module '0' computes in bfloat16 and has the buffer 'table' in float32",
     ),
+    "a loss of integers": (
+        lambda: T.forward_backward(nn.Linear(4, 4), lambda m, x: m(x).long().sum())(
+            state_of(nn.Linear(4, 4)), torch.randn(2, 4)
+        ),
+        fsdp.TreeError,
+        r"a loss of torch\.int64, which has no gradient.*expected a floating tensor",
+    ),
     "a model within its loss": (nested, fsdp.ScheduleError, r"\. Use the model that the loss function is given"),
     "a cache of keys and values": (cached, fsdp.ScheduleError, r"put its keys and values into a .*use_cache=False"),
 }
