@@ -72,7 +72,7 @@ KEEPING: list[bool] = []
 def tracing() -> bool:
     """Whether torch.compile or `lower` is looking: then Python runs once, for all steps to come.
 
-    Example: `if not extend.tracing(): log.info(...)`.
+    Example: `if not tracing(): log.info(...)`.
     """
     return torch.compiler.is_dynamo_compiling() or bool(LOWERING)
 

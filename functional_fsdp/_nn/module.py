@@ -110,7 +110,7 @@ def around_bound_calls(around: Around | None) -> Iterator[Around | None]:
 
     Collective: none. Not so in compiled code, nor under torch.func, where a module must not change.
 
-    Example: `with extend.around_bound_calls(note_buffers): stage(w, h)`.
+    Example: `with around_bound_calls(note_buffers): stage(w, h)`.
     """
     before, _HERE.around = _HERE.around, around
     try:

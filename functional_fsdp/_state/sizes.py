@@ -26,7 +26,7 @@ def steps_on(state: State) -> tuple[torch.device, bool]:
     """The device that computes a state's steps, a GPU for an `abstract_state` where there is one; and whether what a
     step has released goes back to the allocator there, as on GPUs.
 
-    Example: `extend.steps_on(state)` gives `(device(type='cpu'), False)`.
+    Example: `steps_on(state)` gives `(device(type='cpu'), False)`.
     """
     own = next((buffer.local.device for buffer in state.main.values()), state.count.device)
     device = best_device() if own.type == "meta" else own
@@ -39,7 +39,7 @@ def plan_for(state: State, schedule: Schedule, forward: int | None = None) -> tu
 
     Collective: none.
 
-    Example: `plan, keeps_memory = extend.plan_for(state, state.spec.schedule)`.
+    Example: `plan, keeps_memory = plan_for(state, state.spec.schedule)`.
     """
     spec = state.spec
     keeps = spec.transport.stays and math.prod(spec.axes.values()) > 1

@@ -7,9 +7,12 @@ small model, its state, a batch and a loss. What needs a GPU, a compiler, other 
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
+import inspect
 import pkgutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +107,43 @@ def test_an_example_runs(example: doctest.DocTest, monkeypatch: pytest.MonkeyPat
     said: list[str] = []
     doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(example, out=said.append)
     assert not said, "".join(said)
+
+
+PUBLIC = {"fsdp": fsdp, "T": T, "extend": extend}
+
+
+def lines_of(text: str | None) -> list[str]:
+    """Code of an `Example:` that is a sentence."""
+    found = re.search(r"^ *Examples?: (`.+?)(?:\n *\n|\Z)", text or "", re.MULTILINE | re.DOTALL)
+    some = re.findall(r"`([^`]+)`", " ".join(found[1].split())) if found else []
+    return [code for code in some if not code.startswith(("@", "def ", "try", "except"))]
+
+
+def sentences() -> list[tuple[str, str]]:
+    modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(fsdp.__path__, "functional_fsdp.")]
+    finder = doctest.DocTestFinder(exclude_empty=False)
+    return sorted({(one.name, code) for m in modules for one in finder.find(m) for code in lines_of(one.docstring)})
+
+
+def test_an_example_in_a_sentence_has_names_and_arguments_that_there_are() -> None:
+    wrong, called = [], 0
+    for name, code in sentences():
+        for node in ast.walk(ast.parse(code)):
+            if not isinstance(node, ast.Call):
+                continue
+            of = node.func.value if isinstance(node.func, ast.Attribute) else None
+            if isinstance(of, ast.Name) and of.id in PUBLIC:
+                called += 1
+                function = getattr(PUBLIC[of.id], node.func.attr, None)  # type: ignore[attr-defined]
+                plain = not any(isinstance(one, ast.Starred) for one in node.args)
+                words = {one.arg: None for one in node.keywords if one.arg}
+                try:
+                    signature = inspect.signature(function)  # type: ignore[arg-type]
+                    signature.bind_partial(*[None for _ in node.args if plain], **words)
+                except (TypeError, ValueError) as error:
+                    wrong.append(f"{name}: {code}: {error}")
+    assert not wrong
+    assert called >= 30
 
 
 def test_most_public_functions_with_an_example_are_seen() -> None:
