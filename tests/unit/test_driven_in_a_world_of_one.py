@@ -1227,6 +1227,35 @@ def test_modules_that_make_a_part_anew_when_they_are_copied() -> None:
         fsdp.functionalize(Remade(keeps=False))
 
 
+class Assigns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 1)
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n = self.n + 1
+        out: torch.Tensor = self.a(x).tanh()
+        return out
+
+
+def test_a_buffer_that_is_assigned_within_nested_transforms_is_a_plain_tensor() -> None:
+    module = Assigns()
+    params, model = fsdp.functionalize(module)
+    spec = fsdp.Spec(fsdp.local_mesh())
+    state = fsdp.shard(params, spec, fsdp.sgd(lr=0.1), buffers=fsdp.buffers(module))
+
+    def curvature(model: Any, x: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda x: model(x).sum())
+        return torch.func.jvp(slope, (x,), (torch.ones_like(x),))[1].square().mean()
+
+    for count in (1, 2, 3):  # torch's own second call of the plain module ends in an internal assert
+        state, _ = T.forward_backward(model, curvature)(state, X)
+        state = fsdp.step(state)
+        assert type(state.buffers["n"]) is torch.Tensor
+        assert state.buffers["n"].item() == count
+
+
 class Failing:
     """An object that refuses to be copied."""
 
