@@ -1228,6 +1228,8 @@ def test_modules_that_make_a_part_anew_when_they_are_copied() -> None:
 
 
 class Assigns(nn.Module):
+    n: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Linear(4, 1)
