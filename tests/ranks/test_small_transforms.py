@@ -476,7 +476,7 @@ def test_remat_says_what_is_wrong() -> None:
         T.remat(model)
     with pytest.raises(fsdp.SpecError, match="are paths in a model, and this is a function"):
         T.remat(len, "blocks.*")  # type: ignore[call-overload]
-    with pytest.raises(fsdp.ScheduleError, match=r"checkpoints do not run under torch\.func.*T\.vjp\(T\.remat"):
+    with pytest.raises(fsdp.ScheduleError, match=r"inside of torch\.func's transforms \(.*T\.vjp\(T\.remat"):
         torch.func.grad(T.remat(torch.sum))(torch.ones(3))
     assert type(T.remat(model, "layers.*").layers[0]) is not type(model.layers[0])
     assert type(T.remat(model, "layers.*")) is Stack

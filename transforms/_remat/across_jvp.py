@@ -53,8 +53,9 @@ def across_jvp(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwarg
         names = ", ".join(str(level.key()).rpartition(".")[2].lower() for level in levels)
         raise ScheduleError(
             f"{what} inside of torch.func's transforms ({names}), other than one jvp: gradients of torch.func's forbid "
-            f"saved-tensor hooks, by which it works (torch {torch.__version__}). Take gradients by T.vjp or "
-            f"T.forward_backward, or leave {what.partition(':')[0]} out."
+            f"saved-tensor hooks, by which it works (torch {torch.__version__}). Take gradients by "
+            "T.vjp(T.remat(stage), w, h) or T.forward_backward. Where a loss takes derivatives by torch.func, give it "
+            "a model that does not recompute."
         )
     level = levels[0].level()
     values: list[torch.Tensor] = []  # of what is dual
