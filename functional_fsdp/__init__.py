@@ -38,6 +38,7 @@ from ._launch.simulated import Simulation, simulate
 from ._launch.workers import Handle, WorkerGroup
 from ._nn.float8_weight import Float8Weight
 from ._nn.module import bind, functionalize
+from ._nn.packed_weight import PackedWeight
 from ._nn.ties import tie
 from ._optim.adamw import adamw
 from ._optim.optimizer import Optimizer
@@ -50,6 +51,7 @@ from ._plan.layout import Bucket, Layout, Leaf, Unit
 from ._plan.plan import Plan, make_plan
 from ._plan.route import Partial, Replicated, Sharded
 from ._simulate.traffic import Traffic
+from ._spec.codec import Codec
 from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._spec.precision import Precision
 from ._spec.schedule import Schedule
@@ -70,6 +72,9 @@ from ._verbs.freeze import freeze, unfreeze
 from ._verbs.metrics import pmax, pmean, psum
 from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard
+from .codecs.blocks import fp8_block, int8, mxfp8
+from .codecs.nf4 import nf4
+from .codecs.quantized import from_quantized
 from .look.compare import Comparison, Difference, compare
 from .look.draw import draw
 from .look.fingerprint import fingerprint
@@ -84,6 +89,7 @@ __all__ = [
     "Bucket",
     "Checkpoint",
     "CheckpointError",
+    "Codec",
     "CommError",
     "Comparison",
     "Concatenated",
@@ -100,6 +106,7 @@ __all__ = [
     "Lowered",
     "Observation",
     "Optimizer",
+    "PackedWeight",
     "Partial",
     "Placement",
     "Plan",
@@ -141,8 +148,10 @@ __all__ = [
     "fingerprint",
     "finish_reductions",
     "flight_record",
+    "fp8_block",
     "free_arena",
     "freeze",
+    "from_quantized",
     "from_torch",
     "from_updates",
     "full_params",
@@ -151,6 +160,7 @@ __all__ = [
     "host_transfer",
     "hsdp",
     "init",
+    "int8",
     "latest_checkpoint",
     "launch",
     "load",
@@ -162,7 +172,9 @@ __all__ = [
     "make_layout",
     "make_plan",
     "muon",
+    "mxfp8",
     "newest",
+    "nf4",
     "observe",
     "open_checkpoint",
     "optimizer_state",

@@ -15,7 +15,7 @@ from .clip import clip_by_global_norm, clip_by_value
 from .compile_report import ClassTimes, CompileReport, compile_report
 from .hvp import hvp
 from .nonfinite import Nonfinite, NonfiniteError, any_nonfinite, find_nonfinite, skip_nonfinite
-from .norms import dot, global_norm, norms
+from .norms import WireError, dot, global_norm, norms, wire_error
 from .remat import offload, remat, saved
 from .step_memory import step_memory
 from .vjp import vjp
@@ -27,6 +27,7 @@ __all__ = [
     "Nonfinite",
     "NonfiniteError",
     "StartupReport",
+    "WireError",
     "accumulate",
     "any_nonfinite",
     "apply",
@@ -57,4 +58,5 @@ __all__ = [
     "step_memory",
     "vjp",
     "vmap",
+    "wire_error",
 ]

@@ -3,21 +3,22 @@
 global_norm    state                        one number, of all gradients
 norms          state, tree                  one a leaf, or one a unit
 dot            state, tree, tree            one number
+wire_error     state                        two a leaf, of what gradient wires in a codec owe to it
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from functional_fsdp import FlatBuffer, SpecError, State, TreeError, finish_reductions
+from functional_fsdp import FlatBuffer, ScheduleError, SpecError, State, TreeError, finish_reductions
 from functional_fsdp._verbs.seams import torch_private
-from functional_fsdp.extend import leaf_shards, over_shards, shards, total
+from functional_fsdp.extend import all_reduce, leaf_shards, over_shards, shards, total
 
-__all__ = ["Buffers", "check_tree", "dot", "global_norm", "norms", "widest"]
+__all__ = ["Buffers", "WireError", "check_tree", "dot", "global_norm", "norms", "widest", "wire_error"]
 
 Buffers = Mapping[str, FlatBuffer]  # by bucket
 
@@ -202,3 +203,44 @@ def _joined(powers: torch.Tensor, ord: float) -> torch.Tensor:
 
 def _root(power: torch.Tensor, ord: float) -> torch.Tensor:
     return power.sqrt() if ord == 2 else power
+
+
+class WireError(NamedTuple):
+    """What is left of a leaf's gradients for the next step.
+
+    Attributes:
+        bias: float32 [], its mean over elements and ranks.
+        norm: float32 [], its Euclidean norm over elements and ranks.
+    """
+
+    bias: torch.Tensor
+    norm: torch.Tensor
+
+
+@torch.no_grad()
+def wire_error(state: State) -> dict[str, WireError]:
+    """The bias and the norm of `state.residual`, by leaf: what packing has lost of gradients so far, and the next step
+    adds. It does not wait for the device, nor consume the state.
+
+    Returns:
+        {path: (bias, norm)}, of leaves whose precision has `feedback=True`. All zero before the first step, and where
+        there is one rank, which sends nothing.
+
+    Raises:
+        ScheduleError: no leaf has feedback.
+
+    Collective: one all-reduce of two numbers a leaf for each axis of the data. Every rank calls it.
+
+    Example: `print(T.wire_error(state)["blocks.0.up.weight"].norm)`.
+    """
+    if not state.residual:
+        raise ScheduleError(
+            "wire_error: no leaf of this state keeps what its wire loses. Give its precision a codec and feedback: "
+            "Precision(wire=fsdp.fp8_block, feedback=True)."
+        )
+    shards = [shard for buffer in state.residual.values() for shard in leaf_shards(buffer)]
+    found = [torch.stack((x.sum(), x.square().sum())) for x in (shard.local.to(torch.float32) for shard in shards)]
+    ranks = torch.ones((), dtype=torch.float32, device=state.count.device)
+    *sums, count = all_reduce(state, [*found, ranks], "sum", what="wire errors")
+    each = zip(shards, sums, strict=True)
+    return {leaf.path: WireError(one[0] / count / max(leaf.numel, 1), one[1].sqrt()) for (leaf, _, _), one in each}

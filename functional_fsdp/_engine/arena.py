@@ -26,7 +26,7 @@ import torch
 
 from .._common.device import keeps_released
 from .._common.record import check_kinds
-from .._nn.float8_weight import Float8Weight
+from .._nn.packed_weight import PackedWeight
 from .._plan.layout import Bucket, Unit
 from .._plan.plan import Plan
 from .._plan.records import records
@@ -144,7 +144,9 @@ class Arena:
                 resident.append((bucket, whole))
             aliases.append(alias_of(whole))
             views |= lent_leaves(bucket, aliases[-1], state.scales)
-        aliases += [view for view in views.values() if type(view) is Float8Weight]  # which have counters of their own
+        aliases += [
+            view for view in views.values() if isinstance(view, PackedWeight)
+        ]  # which have counters of their own
         weights = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
         scales = tuple((b.name, state.scales[b.name]) for b in unit.buckets if b.in_float8)
         return Place(Loan(unit.name, weights, aliases), tuple(parts), tuple(resident), aliases, scales)

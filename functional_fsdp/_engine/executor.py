@@ -32,6 +32,7 @@ from .._plan.walk import Action
 from .._runtime.runtime import Runtime
 from .._spec.schedule import Order
 from .._spec.spec import Spec
+from .._storage.flat import FlatBuffer
 from .._storage.weights import Stored
 from .carrier import Carrier
 from .gathers import Gathers
@@ -52,7 +53,9 @@ class Executor:
         round_complete: whether gradients are those of a whole round, see `_state.rounds`.
     """
 
-    def __init__(self, run: Runtime, layout: Layout, spec: Spec) -> None:
+    def __init__(
+        self, run: Runtime, layout: Layout, spec: Spec, residual: Mapping[str, FlatBuffer] | None = None
+    ) -> None:
         self.run = run
         self.carrier = spec.transport.on(run, layout) if run.size > 1 else Carrier(run, layout)
         self.stays = spec.transport.stays and run.size > 1
@@ -63,7 +66,7 @@ class Executor:
         self.progress = Progress(layout, spec, slots)
         self.sink = GradientSink(run)
         self.gathers = Gathers(run, self.progress, self.carrier, self.sink)
-        self.reductions = Reductions(run, self.progress, self.carrier, self.gathers, self.sink)
+        self.reductions = Reductions(run, self.progress, self.carrier, self.gathers, self.sink, residual)
 
     @whole
     def _follow(self, plan: Plan | None) -> None:

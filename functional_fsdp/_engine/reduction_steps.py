@@ -26,7 +26,9 @@ from .._distributed.lanes import Mark, Steps
 from .._plan.layout import STAGED, aligned
 from .._plan.route import Route
 from .._runtime.runtime import Runtime
+from .._spec.codec import Codec
 from .carrier import Carrier, Portions
+from .packed_sum import Feedback, add_up, pack, pack_part, unpack_whole
 from .sink import BucketConsumer
 
 __all__ = ["ReductionSteps", "ordered_sum"]
@@ -92,10 +94,10 @@ class ReductionSteps:
 
     def of(
         self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None, add: bool,
-        consumer: BucketConsumer | None = None,
+        consumer: BucketConsumer | None = None, codec: Codec | None = None, feedback: Feedback | None = None,
     ) -> Steps:  # fmt: skip
         """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added. Or they
-        are used up by a consumer."""
+        are used up by a consumer. codec: of a way that is packed; feedback: what it loses is kept."""
         if consumer is not None and not consumer.beside:
             self.run.lanes.wait(self.marks.get("update"))  # which may use the same room
         if consumer is not None and consumer.sums and way.alone:  # the sum is all that is done
@@ -109,7 +111,9 @@ class ReductionSteps:
                 lane = collectives[0].lane
                 yield lane
             last = out if not (add or self.carrier.inside or far) and i == len(way.steps) - 1 else None
-            if way.exact and i == 0:
+            if way.packed and i == 0 and codec is not None:
+                local = yield from self._packed_sum(kind, collectives, stage, spare, last, codec, feedback)
+            elif way.exact and i == 0:
                 local = yield from self._sum(kind, collectives, stage, spare, last)
             elif kind == "scatter":
                 part = last if last is not None and last.dtype is local.dtype else local[start : start + size]
@@ -179,4 +183,30 @@ class ReductionSteps:
         ordered_sum(came, ranks, part, self.average == "mean", own)
         if kind != "scatter":
             yield from self.run.collective(collectives[-1], whole, part)
+        return whole
+
+    def _packed_sum(
+        self, kind: str, collectives: tuple[Collective, ...], stage: torch.Tensor, spare: torch.Tensor,
+        out: torch.Tensor | None, codec: Codec, feedback: Feedback | None,
+    ) -> Generator[Any, None, torch.Tensor]:  # fmt: skip
+        """The same of gradients that travel in a codec."""
+        out = out if out is not None and out.dtype is torch.float32 else None
+        axis, mean = collectives[0].axis, self.average == "mean"
+        ranks, mine = self.run.sizes[axis], self.run.coordinate[axis]
+        n, size = stage.numel() // ranks, collectives[0].numel
+        sent, came = spare[:size], spare[aligned(size, STAGED) :][:size]
+        pack(codec, stage, sent, ranks, feedback)
+        yield from self.run.collective(collectives[0], came, sent)
+        if kind == "scatter":
+            part = stage.view(torch.uint8)[: 4 * n].view(torch.float32) if out is None else out  # it was packed
+            add_up(codec, came, ranks, part, mean)
+            return part
+        begin = 2 * aligned(size, STAGED)
+        whole = spare[begin : begin + 4 * ranks * n].view(torch.float32) if out is None else out
+        part = whole[mine * n : (mine + 1) * n]
+        add_up(codec, came, ranks, part, mean)
+        own = sent.view(ranks, -1)[mine]
+        pack_part(codec, part, own, mine, ranks, mean, feedback)
+        yield from self.run.collective(collectives[-1], sent, own)
+        unpack_whole(codec, sent, ranks, whole)
         return whole

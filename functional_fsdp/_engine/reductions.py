@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._common.ranges import ranged
@@ -46,10 +46,11 @@ class Reductions:
     """
 
     def __init__(
-        self, run: Runtime, progress: Progress, carrier: Carrier, gathers: Gathers, sink: GradientSink
-    ) -> None:
+        self, run: Runtime, progress: Progress, carrier: Carrier, gathers: Gathers, sink: GradientSink,
+        residual: Mapping[str, FlatBuffer] | None = None,
+    ) -> None:  # fmt: skip
         self.run, self.progress, self.carrier, self.gathers = run, progress, carrier, gathers
-        self.sink = sink
+        self.sink, self.residual = sink, residual
         self.layout, self.mesh = progress.layout, progress.spec.mesh
         trained = {unit.name: [b for b in unit.buckets if b.trainable] for unit in self.layout.units}
         self.hollow = {name: some for name, some in trained.items() if not any(bucket.numel for bucket in some)}
@@ -66,7 +67,7 @@ class Reductions:
         """Staging for the plan, in which there is nothing yet. `depth`: the digest of how far reductions went."""
         spec, plan = self.progress.spec, self.progress.plan
         self.sink.drop()
-        self.staging = Staging(self.run, plan, spec.average, self.carrier, self.sink, depth)
+        self.staging = Staging(self.run, plan, spec.average, self.carrier, self.sink, depth, self.residual)
 
     # ---------------------------------------------------------------- main gradients
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ from .._runtime.runtime import Runtime
 from .._storage.flat import FlatBuffer, templates, write_leaves
 from .._storage.gradients import refuse_meta
 from .carrier import Carrier
+from .packed_sum import Feedback
 from .reduction_steps import ReductionSteps
 from .sink import GradientSink
 
@@ -183,11 +184,13 @@ class Staging:
         digest: of how far reductions went in this step, where they may stay partial. Votes compare it, since on GPUs
             nobody else sees that ranks send other collectives.
         unshared: whether each reduction has bytes of its own, so that compute waits for none.
+        residual: of buckets with feedback, what earlier steps have lost. errors: what is lost up to now in this one.
     """
 
     def __init__(
-        self, run: Runtime, plan: Plan, average: str, carrier: Carrier, sink: GradientSink, digest: int = 0
-    ) -> None:
+        self, run: Runtime, plan: Plan, average: str, carrier: Carrier, sink: GradientSink, digest: int = 0,
+        residual: Mapping[str, FlatBuffer] | None = None,
+    ) -> None:  # fmt: skip
         self.run = run
         self.plan = plan
         self.carrier = carrier
@@ -195,6 +198,8 @@ class Staging:
         self.tail = len(plan.reductions) - TAIL  # the index of the first of those
         self.digest = digest
         self.sink = sink
+        self.residual = residual or {}
+        self.errors: dict[str, torch.Tensor] = {}
         self.stages: dict[int, StagingSlot] = {}
         self.busy: deque[StagingSlot] = deque()
         self.completing = False  # whether something beside them is under way
@@ -299,18 +304,36 @@ class Staging:
         name = bucket.name
         have = grads.get(name)
         self.seen[name] = name in self.seen
+        kept = bucket.codec, self._feedback(bucket, way)
         if have is not None:
-            return self.steps.of(way, stage, spare, have.local, True)
+            return self.steps.of(way, stage, spare, have.local, True, None, *kept)
         consumer = self.sink.consumers.get(name) if self.sink.consumers else None
         if consumer is not None and way.states == states_of(bucket, "main"):
             sums = way.exact or bucket.wire is not bucket.grads  # else they are used as they lie
             beside = beside and consumer.sums and way.alone
             grads[bucket.name] = FlatBuffer(consumer.begin(way.ends, sums, beside), bucket, way.states, mesh)
-            return self.steps.of(way, stage, spare, None, False, consumer)
+            return self.steps.of(way, stage, spare, None, False, consumer, *kept)
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
         local = stage.new_empty(way.numel) if same else self.sink.memory.make(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, mesh)
-        return self.steps.of(way, stage, spare, local, False)
+        return self.steps.of(way, stage, spare, local, False, None, *kept)
+
+    def _feedback(self, bucket: Bucket, way: Route) -> Feedback | None:
+        """What packing has lost of a bucket, and where what it loses now goes: of the step's first reduction, bytes of
+        its own, as the step may not be taken."""
+        if not (way.packed and bucket.name in self.residual):
+            return None
+        old, new = self.residual[bucket.name].local, self.errors.get(bucket.name)
+        if new is None:
+            new = self.errors[bucket.name] = torch.empty_like(old)
+            return old, new
+        return new, new
+
+    def keep_errors(self, skip: torch.Tensor | None) -> None:
+        """The step is taken: what it has lost is the residual, but where `skip` says that it changes nothing."""
+        for name, new in self.errors.items():
+            old = self.residual[name].local
+            old.copy_(new if skip is None else torch.where(skip, old, new))
 
     def outside(self, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object) -> None:
         """Reduce the gradients of a unit that no plan names. Compute waits for it."""
@@ -357,17 +380,20 @@ class Staging:
             self._note(bucket, True)
         local = self.sink.memory.make(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, have.mesh)
-        job = self._complete(bucket, way, have.local, local)
+        job = self._complete(bucket, way, have.local, local, self._feedback(bucket, way))
         done = self._submit([job], [way], self.run.lanes.mark(), ordered=True)
         if self.plan.schedule.overlap_update:
             self.sink.there([bucket], done)
 
-    def _complete(self, bucket: Bucket, way: Route, have: torch.Tensor, out: torch.Tensor) -> Steps:
+    def _complete(
+        self, bucket: Bucket, way: Route, have: torch.Tensor, out: torch.Tensor, feedback: Feedback | None
+    ) -> Steps:
         if not self.run.lanes.waits_on_host:
             self.run.lanes.wait(self.marks.get("outer"))  # the lane does: what is partial may have ended there
-        wire = have.to(way.collectives[0].dtype, copy=in_host_memory(have)) if way.collectives else have
+        dtype = bucket.wire if way.packed else way.collectives[0].dtype if way.collectives else have.dtype
+        wire = have.to(dtype, copy=in_host_memory(have)) if way.collectives else have
         spare = wire.new_empty(bucket.received if way.exact else 0, dtype=torch.uint8)
-        yield from self.steps.of(way, wire, spare, out, False)
+        yield from self.steps.of(way, wire, spare, out, False, None, bucket.codec, feedback)
         self.run.lanes.keep(have, wire, spare)
 
     def _submit(
@@ -435,6 +461,7 @@ class Staging:
     def restart(self) -> None:
         """Back to the state between steps. Compute has waited for all."""
         self.unshared = False
+        self.errors.clear()
         self.seen.clear()
         self.digest = 0
 

@@ -32,7 +32,7 @@ from .._optim.optimizer import as_optimizer, check_labels
 from .._plan.records import keeps_copy
 from .._plan.route import states_of
 from .._spec.spec import Spec
-from .._state.shard import describe, make_layout
+from .._state.shard import describe, make_layout, no_residual
 from .._state.state import Lineage, State, Version
 from .._storage.flat import FlatBuffer
 from .._storage.refresh import no_scales
@@ -279,8 +279,8 @@ def abstract_state(
     run = Imagined(spec.axes, dict.fromkeys(spec.axes, 0))
     lineage = Lineage(run, layout, spec)  # type: ignore[arg-type]
     count, rng = (torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(2))
-    version = Version(lineage, 0)
-    return State(main, weights, scales, {}, opt, kept, count, rng, {}, spec, layout, optimizer, treedef, version)
+    version, left = Version(lineage, 0), no_residual(layout, spec, torch.device("meta"))
+    return State(main, weights, scales, {}, opt, kept, count, rng, {}, left, spec, layout, optimizer, treedef, version)
 
 
 # ---------------------------------------------------------------- analysis

@@ -43,7 +43,7 @@ from .._state.shard import needs_spec
 from .._state.state import State, Version
 from .._storage.flat import FlatBuffer
 from .._storage.refresh import refresh
-from .compatibility import ALLOWED, about_of, as_there, check_same, fits, names_of
+from .compatibility import ALLOWED, about_of, as_there, check_same, fits, names_of, share_residuals, with_residuals
 from .folder import Claim, check_shared, may_keep, partial, reading, unfinished
 from .manifest import METADATA, NOTE, Tensor, file_of, read_note, sizes, tensors_of, unchanged
 from .parts import SAVED, SavedTensor, content, named, own_place, parts_of, plain_names
@@ -304,7 +304,9 @@ def _filled(
             whole = {"is_leaf": lambda x: isinstance(x, FlatBuffer)}
             fresh = fresh._evolve(**{name: pytree.tree_map(blank, getattr(fresh, name), **whole) for name in SAVED})
         chosen, anew = fits(path, note, there, fresh, named(fresh, there), allow)
+        chosen, left = with_residuals(fresh, chosen, there)
         read_tensors(path, note, there, chosen)
+        share_residuals(fresh, left)
         if anew:
             main = {name: fresh.main[name] for name in state.layout.trainable}
             taken = fresh.count if int(fresh.count) else None

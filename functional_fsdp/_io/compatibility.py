@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .._common.errors import CheckpointError, SpecError, TreeError
 from .._common.torch_names import pytree
@@ -26,7 +28,7 @@ from .._storage.flat import FlatBuffer, Node, nodes_of
 from .manifest import Tensor
 from .parts import PLACE, SAVED, SavedTensor, any_apart, by_place
 
-__all__ = ["ALLOWED", "about_of", "as_there", "check_same", "fits", "names_of"]
+__all__ = ["ALLOWED", "about_of", "as_there", "check_same", "fits", "names_of", "share_residuals", "with_residuals"]
 
 ALLOWED = ("average", "optimizer", "replicas")
 
@@ -41,6 +43,7 @@ def about_of(state: State) -> dict[str, Any]:
             "trainable": info.trainable,
             "label": labels[info.path],
             "ties": list(info.aliases),
+            **({} if info.form is None else {"codec": str(info.form.codec)}),
         }
         for info in leaf_infos(state.layout, state.spec)
     }
@@ -107,7 +110,7 @@ def check_same(path: Path, note: Mapping[str, Any], state: State, allow: Collect
     Raises:
         TreeError: naming leaves that are missing, unexpected, or of another shape. SpecError: another `average`.
     """
-    shapes = {leaf.path: leaf.shape for b in state.layout.buckets.values() for leaf in b.leaves}
+    shapes = {leaf.path: leaf.seen_shape for b in state.layout.buckets.values() for leaf in b.leaves}
     here = {p: shapes[source] for p, source in zip(state.layout.paths, state.layout.source, strict=True)}
     there = {p: tuple(leaf["shape"]) for path_, leaf in note["leaves"].items() for p in (path_, *leaf["ties"])}
     said = [
@@ -115,6 +118,15 @@ def check_same(path: Path, note: Mapping[str, Any], state: State, allow: Collect
         *(f"{p!r} is there, and this state has it not" for p in there if p not in here),
         *(f"{p!r} is {list(there[p])} there, {list(here[p])} here" for p in here if there.get(p, here[p]) != here[p]),
     ]
+    codecs = {leaf.path: str(leaf.form.codec) for b in state.layout.buckets.values() for leaf in b.leaves if leaf.form}
+    held = {path_: leaf.get("codec") for path_, leaf in note["leaves"].items()}
+    packed = [p for p in held if p in here and held[p] != codecs.get(p)]
+    if packed and not said:
+        there_, here_ = (one.get(packed[0]) or "not packed" for one in (held, codecs))
+        raise SpecError(
+            f"load: {path} has the leaf {packed[0]!r} {_by(there_)}, and this state has it {_by(here_)}. Load it with "
+            "the precision that it was saved with, and change it then: redistribute(state, spec)."
+        )
     alias = {p: path_ for path_, leaf in note["leaves"].items() for p in leaf["ties"]}
     tied = {p: source for p, source in zip(state.layout.paths, state.layout.source, strict=True) if p != source}
     if not said:
@@ -132,6 +144,10 @@ def check_same(path: Path, note: Mapping[str, Any], state: State, allow: Collect
             f"average={state.spec.average!r}: its gradients are of another size. Where that is meant, say "
             "load(..., allow=['average'])."
         )
+
+
+def _by(codec: str) -> str:
+    return codec if codec == "not packed" else f"packed by {codec}"
 
 
 def as_there(state: State, there: Collection[str]) -> State:
@@ -170,7 +186,7 @@ def fits(
     """
     expected = names_of(state, there)
     other = [name for name, optional in expected.items() if name not in there and not optional]
-    more = there.keys() - expected.keys()
+    more = {name for name in there.keys() - expected.keys() if not name.startswith("residual.")}
     opt = sorted(name for name in (*other, *more) if name.startswith("opt."))
     if opt and "optimizer" not in allow:
         raise SpecError(
@@ -196,6 +212,8 @@ def fits(
     chosen = [part for part in parts if part.name in there and not (opt and part.name.startswith("opt."))]
     for part in chosen:
         one = there[part.name]
+        if part.name.startswith("residual."):
+            continue
         convert = not part.plain and one.dtype.is_floating_point and part.tensor.dtype.is_floating_point
         if one.shape != part.shape or (one.dtype != part.tensor.dtype and not convert):
             raise CheckpointError(
@@ -203,6 +221,32 @@ def fits(
                 f"{list(part.shape)}. Build the state that was saved."
             )
     return chosen, bool(opt)
+
+
+def with_residuals(
+    state: State, chosen: list[SavedTensor], there: Mapping[str, Tensor]
+) -> tuple[list[SavedTensor], list[tuple[SavedTensor, torch.Tensor]]]:
+    """Of leaves whose errors other numbers of ranks have saved: all of them, to be added up. The sum is what counts.
+
+    Returns:
+        what is to be read, and the parts whose errors are to be made of what was read, see `share_residuals`.
+    """
+    read, left = [], []
+    for part in chosen:
+        if part.name.startswith("residual.") and there[part.name].shape != part.shape:
+            whole = torch.empty(there[part.name].shape, dtype=part.tensor.dtype, device=part.tensor.device)
+            left.append((part, whole))
+            part = part._replace(tensor=whole, start=0, shape=there[part.name].shape)
+        read.append(part)
+    return read, left
+
+
+def share_residuals(state: State, left: Iterable[tuple[SavedTensor, torch.Tensor]]) -> None:
+    """Errors of other ranks, shared by these: what they add to a step's gradients stays the same."""
+    for part, whole in left:
+        before, now = whole.numel() // max(part.tensor.numel(), 1), part.shape[0] // max(part.tensor.numel(), 1)
+        total = whole.view(before, -1).to(torch.float32).sum(dim=0)
+        part.tensor.copy_(total / (before if state.spec.average == "mean" else now))
 
 
 def names_of(state: State, there: Mapping[str, Tensor]) -> dict[str, bool]:
@@ -217,7 +261,11 @@ def names_of(state: State, there: Mapping[str, Tensor]) -> dict[str, bool]:
             if isinstance(node.value, FlatBuffer):
                 bucket = node.value.bucket
                 places = _places(bucket.placement.apart(run.sizes), run.sizes)
-                found |= {f"{name}.{leaf.path}{at}": bucket.by_leaf for leaf in bucket.leaves for at in places}
+                found |= {
+                    f"{name}.{leaf.path}{at}": bucket.by_leaf or field == "residual"
+                    for leaf in bucket.leaves
+                    for at in places
+                }
             elif node.value is not None:
                 some = {f"{name}{at}": False for at in everywhere}
                 found |= some if name not in there and some.keys() & there.keys() else {name: False}

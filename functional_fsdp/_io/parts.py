@@ -5,6 +5,7 @@
     main.w of expert 1         ranks along an axis that a bucket is not averaged over have leaves of their own
     extras.seen                a plain tensor, the same on all ranks: the first one writes
     extras.seen of expert 1    or the same on all ranks that have the same experts
+    residual.layers.0.w        what packing has lost of a leaf's gradients: that of each rank, end to end
 
 So nothing that is saved depends on units, buckets, placement or the number of ranks. A plain tensor that ranks with the
 same experts hold differently is refused: it would be given to all of them.
@@ -30,7 +31,7 @@ __all__ = [
     *("own_place", "parts_of", "plain_names"),
 ]
 
-SAVED = ("main", "opt", "buffers", "count", "rng", "extras")
+SAVED = ("main", "opt", "buffers", "count", "rng", "extras", "residual")
 PLACE = " of "  # between a tensor's name and where the ranks are that have it
 MAY_DIFFER = ("buffers",)  # where ranks keep their own, the first one's are saved
 
@@ -99,6 +100,9 @@ def _parts(state: State, field: str, node: Node) -> Iterator[SavedTensor]:
 def _runs(state: State, tree: str, buffer: FlatBuffer) -> Iterator[SavedTensor]:
     """The runs of leaves in this rank's slice of a bucket; of leaves without elements an empty one."""
     run, bucket = runtime_of(state.spec.mesh), buffer.bucket
+    if tree == "residual":
+        yield from _summands(run, buffer)
+        return
     if summands := [axis for axis, one in buffer.states if one is Partial]:
         raise TreeError(
             f"checkpoint: State.{tree} is not added up over {', '.join(map(repr, summands))} yet: each rank has a "
@@ -115,6 +119,16 @@ def _runs(state: State, tree: str, buffer: FlatBuffer) -> Iterator[SavedTensor]:
             name = f"{tree}.{leaf.path}{own}"
             turn = zlib.crc32(f"{name} {at}".encode()) % replicas == index
             yield SavedTensor(name, local, (leaf.numel,), at, turn, bucket.by_leaf)
+
+
+def _summands(run: Runtime, buffer: FlatBuffer) -> Iterator[SavedTensor]:
+    """What packing has lost on this rank of each leaf: those of all ranks are saved end to end, [ranks · elements]."""
+    bucket, index, ranks = buffer.bucket, 0, 1
+    for axis in bucket.placement.data:
+        index, ranks = index * run.sizes[axis] + run.coordinate[axis], ranks * run.sizes[axis]
+    own = _at(run, bucket.placement.apart(run.sizes))
+    for leaf, _, local in leaf_shards(buffer):
+        yield SavedTensor(f"residual.{leaf.path}{own}", local, (ranks * leaf.numel,), index * leaf.numel, True)
 
 
 def content(part: SavedTensor) -> str:

@@ -23,6 +23,7 @@ from .._state.state import State
 from .._storage.conversions import Conversions, checked, same_conversions
 from .._storage.pieces import Piece, blocks, pieces
 from .._storage.safetensors import DTYPES, Entry, create, entries, write_at
+from .._storage.weights import refuse_packed
 from .checkpoint import same_folder
 from .folder import Claim, check_shared, partial, sync, write_file
 from .parts import parts_of
@@ -122,6 +123,7 @@ def _tensors(state: State, dtype: torch.dtype | None, convert: Conversions) -> t
     for path in state.layout.paths:
         if path in at:
             leaf, bucket = at[path]
+            refuse_packed("save_safetensors", leaf)
             own = [*bucket.placement.apart(run.sizes)]
             if own:
                 raise SpecError(

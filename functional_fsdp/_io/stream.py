@@ -26,6 +26,7 @@ from .._state.state import State
 from .._storage.conversions import Conversions, checked
 from .._storage.flat import gather_leaves, leaf_shards
 from .._storage.pieces import Piece, blocks, pieces
+from .._storage.weights import stored_as, unpacked_leaves
 
 __all__ = ["WeightDelta", "WeightSnapshot", "apply_delta", "check_dtype", "delta", "none_apart", "snapshot", "stream"]
 
@@ -127,7 +128,13 @@ def _gathered(state: State, unit: Unit, dtype: torch.dtype | None) -> Named:
         for bucket in unit.buckets:
             buffer = state.main[bucket.name]
             kind = dtype if dtype is not None and buffer.local.dtype.is_floating_point else None
-            found |= gather_leaves(buffer, kind)
+            leaves = gather_leaves(buffer, kind)
+            if bucket.packed:
+                plain = {path: stored_as(leaf, None) for path, leaf in unpacked_leaves(bucket, leaves).items()}
+                leaves = {
+                    path: leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf for path, leaf in plain.items()
+                }
+            found |= leaves
     return found
 
 

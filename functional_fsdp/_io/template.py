@@ -16,6 +16,7 @@ from .._common.tree import flatten
 from .._engine.carrier import resolve_transport
 from .._optim.optimizer import as_optimizer
 from .._plan.layout import LeafInfo
+from .._plan.route import Partial
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._spec.spec import Spec
@@ -33,7 +34,8 @@ def blank(value: Any) -> Any:
     it may lack. Zeros like other tensors."""
     if not isinstance(value, FlatBuffer):
         return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
-    if value.bucket.by_leaf or not value.local.is_floating_point():
+    lacked = value.bucket.by_leaf or any(one is Partial for _, one in value.states)  # residuals
+    if lacked or not value.local.is_floating_point():
         return value.but(zeros_as(value.local))
     made = value.but(empty_as(value.local))
     start, at = made.span()[0], 0

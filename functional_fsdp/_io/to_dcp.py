@@ -28,6 +28,7 @@ from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage.flat import FlatBuffer, nodes_of
 from .._storage.spans import numel_of
+from .._storage.weights import refuse_packed
 from .checkpoint import same_folder
 from .folder import Claim, check_shared, partial, sync, write_file
 from .manifest import METADATA, file_of
@@ -117,6 +118,8 @@ def save_dcp(
 
 def _parts(state: State, model: str, optimizer: str | None, first: bool) -> Iterator[SavedTensor]:
     """What this rank writes: each run of a leaf in boxes; of the first rank buffers and counts, too."""
+    for leaf in (leaf for bucket in state.layout.buckets.values() for leaf in bucket.leaves):
+        refuse_packed("save_dcp", leaf)
     shapes = {leaf.path: leaf.shape for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
     names = {f"main.{path}": _join(model, path) for path in shapes}
     sizes_of = {f"main.{path}": shape for path, shape in shapes.items()}

@@ -13,16 +13,13 @@ from typing import Any
 
 import torch
 
-from .._common.errors import ScheduleError
-from .._common.torch_names import disabled_torch_function, make_wrapper, pytree
+from .._common.torch_names import make_wrapper
+from .packed_weight import PackedWeight
 
 __all__ = ["Float8Weight"]
 
-aten = torch.ops.aten
-VIEWS = frozenset((aten.detach.default, aten.alias.default, aten.t.default, aten.transpose.int))
 
-
-class Float8Weight(torch.Tensor):
+class Float8Weight(PackedWeight):
     """A gathered matrix [n, m] that has the compute dtype to all who ask, and is bytes and a scale.
 
     Attributes:
@@ -35,8 +32,8 @@ class Float8Weight(torch.Tensor):
     Example: `weights["weight"].bits`, of `state, weights = fsdp.unshard(state, unit)`.
     """
 
-    bits: torch.Tensor
     scale: torch.Tensor
+    _how = "was gathered in float8"
 
     @staticmethod
     def __new__(cls, bits: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Float8Weight:
@@ -62,27 +59,5 @@ class Float8Weight(torch.Tensor):
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], dtype: Any, size: Any, stride: Any) -> Float8Weight:
         return Float8Weight(inner["bits"], inner["scale"], dtype)
 
-    __torch_function__ = disabled_torch_function
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = kwargs or {}
-        if func in VIEWS:
-            weight = args[0]
-            bits = func(weight.bits, *args[1:], **kwargs)
-            if torch.is_inference_mode_enabled() and not weight.is_inference():
-                with torch.inference_mode(False):  # a view is what its base is
-                    return cls(bits, weight.scale, weight.dtype)
-            return cls(bits, weight.scale, weight.dtype)
-        if func._schema.is_mutable:
-            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            for argument in func._schema.arguments:
-                written = argument.alias_info is not None and argument.alias_info.is_write
-                if written and any(isinstance(t, cls) for t in pytree.tree_leaves(given.get(argument.name))):
-                    raise ScheduleError(
-                        f"{func} would write to a weight that was gathered in float8. It is lent: compute with a "
-                        "changed copy, as weight.clone(); or change weights between steps: fsdp.replace_params(state, "
-                        "params)."
-                    )
-        plain = pytree.tree_map_only(cls, cls.dequantized, (args, kwargs))
-        return func(*plain[0], **plain[1])
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Float8Weight:
+        return Float8Weight(func(self.bits, *args, **kwargs), self.scale, self.dtype)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
 import torch
 
+from .._spec.codec import Codec, Form
 from .._spec.placement import Placement
 
 __all__ = ["ALIGN", "STAGED", "Bucket", "Leaf", "aligned"]
@@ -29,9 +30,10 @@ class Leaf:
     Attributes:
         path: in the tree of parameters, as "blocks.0.up.weight".
         key: its name among its unit's weights, as "up.weight".
-        shape: the global shape.
+        shape: the global shape; of a packed leaf (bytes,).
         offset: elements from the bucket's beginning.
         label: what the spec calls it for optimizers; "default" where it says nothing.
+        form: of a packed leaf what its bytes are; else None.
     """
 
     path: str
@@ -39,6 +41,12 @@ class Leaf:
     shape: tuple[int, ...]
     offset: int
     label: str
+    form: Form | None = field(default=None, repr=False)
+
+    @property
+    def seen_shape(self) -> tuple[int, ...]:
+        """The global shape, of a packed leaf, too: as compute sees it."""
+        return self.form.shape if self.form is not None else self.shape
 
     @property
     def numel(self) -> int:
@@ -63,6 +71,7 @@ class Bucket:
         copy: whether shards are kept in the dtype `gather`, beside main weights, wherever these are sharded.
         by_leaf: whether it has one number for each leaf, and not the leaf's elements.
         among: whether leaves that are not in `leaves` lie between these.
+        codec: in which gradients travel, which are staged in `wire`. feedback: whether what it loses is kept.
     """
 
     name: str
@@ -82,6 +91,8 @@ class Bucket:
     copy: bool = False
     by_leaf: bool = False
     among: bool = False
+    codec: Codec | None = field(default=None, repr=False)
+    feedback: bool = field(default=False, repr=False)
 
     def __hash__(self) -> int:  # buckets are keys of caches in every verb: leave the leaves out
         return hash((self.name, self.numel, self.placement, self.compute))
@@ -102,6 +113,15 @@ class Bucket:
     def in_float8(self) -> bool:
         """Whether what is gathered are bytes and a scale for each leaf, beside the dtype that compute sees."""
         return self.gather is not self.compute
+
+    def seen_dtype(self, leaf: Leaf) -> torch.dtype:
+        """The dtype that compute sees of one of its leaves."""
+        return self.compute if leaf.form is None else leaf.form.dtype
+
+    @cached_property
+    def packed(self) -> bool:
+        """Whether leaves of it are packed."""
+        return any(leaf.form is not None for leaf in self.leaves)
 
     @cached_property
     def on_host(self) -> bool:
@@ -140,7 +160,16 @@ class Bucket:
         """Bytes that an exact sum takes beside the staging: what comes in, and the sum if it stays whole."""
         if not self.exact or prod(self.ranks.values()) == 1:
             return 0
+        if self.codec is not None:  # what is sent, and what comes
+            whole = 0 if self.slices("main") > 1 else aligned(self.numel * 4, STAGED)
+            return 2 * aligned(self.wire_bytes(self.numel), STAGED) + whole
         return self.staged + (0 if self.slices("main") > 1 else aligned(self.numel * 4, STAGED))
+
+    def wire_bytes(self, numel: int) -> int:
+        """Bytes in which so many elements of gradients travel, whole blocks of its codec."""
+        if self.codec is None:
+            return numel * self.wire.itemsize
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.codec.planes((numel,)).values())
 
     def span(self, axes: Sequence[str], coordinate: dict[str, int]) -> tuple[int, int]:
         """The elements [start, stop) that a rank at `coordinate` holds if sharded over `axes` (a prefix of `order`)."""

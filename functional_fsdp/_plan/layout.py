@@ -22,15 +22,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import torch
 
 from .._common.errors import SpecError
 from .._common.tree import PathIndex, Paths, bytes_text, table
+from .._spec.codec import Codec, Form
 from .._spec.placement import Placement
 from .._spec.precision import LeafPrecision, Precision
 from .._spec.spec import Spec
@@ -49,6 +50,7 @@ class LeafInfo:
     dtype: torch.dtype
     trainable: bool = True
     aliases: Paths = ()  # further paths of the same tensor (tied)
+    form: Form | None = None  # of a leaf that is packed already
 
     @property
     def numel(self) -> int:
@@ -85,7 +87,7 @@ class Unit:
     @cached_property
     def gradients(self) -> list[Any]:
         """What each gradient is, nearly always, as `paths`: shape, dtype and layout; None for frozen leaves."""
-        dtypes = {leaf.path: bucket.compute for bucket in self.buckets for leaf in bucket.leaves}
+        dtypes = {leaf.path: b.seen_dtype(leaf) for b in self.buckets for leaf in b.leaves}
         kinds = zip(self.paths, self.trains, strict=True)
         # torch.Size, which tensors have, is compared with its like in half the time
         return [None if shape is None else (torch.Size(shape), dtypes[path], torch.strided) for path, shape in kinds]
@@ -129,7 +131,11 @@ class Layout:
     @cached_property
     def hash(self) -> str:
         """A fingerprint (16 hex digits) of everything that decides which bytes lie where."""
-        return hashlib.sha256(repr((self.paths, self.source, self.units)).encode()).hexdigest()[:16]
+        said: tuple[Any, ...] = (self.paths, self.source, self.units)
+        forms = [(leaf.path, leaf.form) for b in self.buckets.values() for leaf in b.leaves if leaf.form is not None]
+        wires = [(name, b.codec, b.feedback) for name, b in self.buckets.items() if b.codec is not None]
+        said += (forms, wires) if forms or wires else ()
+        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
     def nbytes(self, kind: str) -> int:
         """Bytes a rank of all shards of this kind ("weights", "grads" or "main"). Frozen buckets have no gradients."""
@@ -165,7 +171,7 @@ class Layout:
                         size,
                         bucket.numel - size,
                         bucket.placement,
-                        "/".join(dtypes),
+                        "/".join(dtypes) + _codecs(bucket),
                         *sizes,
                         grads,
                     )
@@ -242,7 +248,17 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
         for i, key in zip(members, keys, strict=True):
             placement, dtypes, trainable, label = kinds_of[i]
             _refuse_float8(leaves[i], placement, dtypes)
-            kinds.setdefault((placement, dtypes, trainable), []).append((leaves[i], key, label))
+            if dtypes.codec is not None and not trainable:
+                dtypes = dtypes._replace(codec=None, feedback=False)
+            if dtypes.codec is not None:
+                _refuse_wire(leaves[i], placement, dtypes.codec, spec)
+            leaf = leaves[i]
+            if dtypes.packed is not None:  # bytes of all codecs may lie together
+                leaf = replace(leaf, form=Form(dtypes.packed, leaf.shape, dtypes.seen or leaf.dtype))
+                dtypes = dtypes._replace(packed=None, seen=None)
+            elif leaf.form is not None:
+                leaf = replace(leaf, form=None)  # it is unpacked
+            kinds.setdefault((placement, dtypes, trainable), []).append((leaf, key, label))
         names = _bucket_names(name, len(kinds), taken)
         taken |= set(names)
         buckets = []
@@ -273,13 +289,30 @@ def _kinds(
         placement, precision, trainable, label = (
             None if n is None else some[n][1] for some, n in zip(rules, numbers, strict=True)
         )
-        kind = (numbers[1], leaf.dtype)
+        kind = (numbers[1], leaf.dtype, leaf.form and leaf.form.codec)
         if kind not in dtypes:
-            dtypes[kind] = (precision or Precision()).resolve(leaf.dtype, spec.transport.exact)
-        trains = _trains(leaf, trainable)
+            dtypes[kind] = _resolved(leaf, precision or Precision(), spec.transport.exact)
+        trains = _trains(leaf, trainable, dtypes[kind].packed)
         placement = placement or spec.placement_of(leaf.path, *leaf.aliases)  # which says what there is
         found.append((placement, dtypes[kind], trains, str(label or "default")))
     return found
+
+
+def _codecs(bucket: Bucket) -> str:
+    """What a bucket's bytes are, where they are packed."""
+    return "".join(f" {codec}" for codec in dict.fromkeys(str(leaf.form.codec) for leaf in bucket.leaves if leaf.form))
+
+
+def _resolved(leaf: LeafInfo, precision: Precision, exact: bool) -> LeafPrecision:
+    """The dtypes of a leaf. One that is packed stays so where nothing else is said of its main weights."""
+    if leaf.form is None or isinstance(precision.main, torch.dtype):
+        return precision.resolve(leaf.dtype, exact)
+    if precision.main is not None and precision.main != leaf.form.codec:
+        raise SpecError(
+            f"Precision(main={precision.main}): the leaf {leaf.path!r} is packed already, by {leaf.form.codec}. Leave "
+            f"main out, and it stays so; or unpack it first, by a spec with Precision(main={leaf.dtype})."
+        )
+    return precision.stored(leaf.form.codec, leaf.dtype)
 
 
 def _refuse_float8(leaf: LeafInfo, placement: Placement, dtypes: LeafPrecision) -> None:
@@ -299,6 +332,20 @@ def _refuse_float8(leaf: LeafInfo, placement: Placement, dtypes: LeafPrecision) 
         )
 
 
+def _refuse_wire(leaf: LeafInfo, placement: Placement, codec: Codec, spec: Spec) -> None:
+    """What does not send gradients in few bits."""
+    if spec.transport.name != "collective":
+        raise SpecError(
+            f"Precision(wire={codec}) of the leaf {leaf.path!r}: the transport {spec.transport.name!r} does not move "
+            "packed gradients. Use Spec(transport='collective')."
+        )
+    if placement.on_host:
+        raise SpecError(
+            f"Precision(wire={codec}) of the leaf {leaf.path!r}: its state lies in the host's memory ({placement}), "
+            'and what is left of packing would not. Use memory_kind="device" for it, or another wire.'
+        )
+
+
 def _bucket_names(unit: str, count: int, taken: set[str]) -> list[str]:
     """Names for a unit's buckets that nothing has yet, but the unit itself its own one's."""
     if count == 1 and unit:
@@ -309,7 +356,15 @@ def _bucket_names(unit: str, count: int, taken: set[str]) -> list[str]:
     return [f"{unit}{colons}{k}" for k in range(count)]
 
 
-def _trains(leaf: LeafInfo, said: bool | None) -> bool:
+def _trains(leaf: LeafInfo, said: bool | None, packed: Codec | None) -> bool:
+    if packed is not None:
+        if said:
+            raise SpecError(
+                f"Spec(trainable): the leaf {leaf.path!r} is marked trainable, and it is packed by {packed}, of which "
+                f"nothing can be trained. Put {{{leaf.path!r}: False}} before that rule; or unpack the leaf, by a spec "
+                f"with {{{leaf.path!r}: Precision(main={leaf.dtype})}}."
+            )
+        return False
     if said and not leaf.dtype.is_floating_point:
         raise SpecError(
             f"Spec(trainable): the leaf {leaf.path!r} is marked trainable, but its dtype is {leaf.dtype} and only "
@@ -336,14 +391,16 @@ def _bucket(
     first: dict[str, int] = {}
     for _, _, label in chosen:
         first.setdefault(label, len(first))
+    cut = ALIGN if dtypes.codec is None else lcm(ALIGN, dtypes.codec.block)  # no block is of two leaves, or two slices
     placed, at = [], 0
     for leaf, key, label in sorted(chosen, key=lambda item: first[item[2]]):
-        placed.append(Leaf(leaf.path, key, leaf.shape, at, label))
-        at += aligned(leaf.numel, ALIGN)
-    numel = aligned(at, prod(size for _, size in sizes) * ALIGN)
+        shape = leaf.shape if leaf.form is None else (leaf.form.nbytes,)
+        placed.append(Leaf(leaf.path, key, shape, at, label, leaf.form))
+        at += aligned(placed[-1].numel, cut)
+    numel = aligned(at, prod(size for _, size in sizes) * cut)
     share = prod(axes[axis] for axis in data if axis not in placement.data)
     return Bucket(
         name, unit, tuple(placed), numel, placement, sizes,
         dtypes.main, dtypes.compute, dtypes.grads, dtypes.wire, dtypes.sum == "fp32", share, trainable,
-        dtypes.gather, dtypes.copy,
+        dtypes.gather, dtypes.copy, codec=dtypes.codec, feedback=dtypes.feedback,
     )  # fmt: skip

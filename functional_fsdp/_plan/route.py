@@ -100,8 +100,8 @@ class Step(NamedTuple):
 class Route(NamedTuple):
     """The steps, all their collectives in a row, the states at the end, and the elements that a rank then holds.
 
-    sums: whether anything is summed. exact: whether the first step adds up in float32. divisor: by what the result has
-    to be divided, as its steps add up only, and a mean is wanted.
+    sums: whether anything is summed. exact: whether the first step adds up in float32; packed: what travels in a
+    codec. divisor: by what the result has to be divided, as its steps add up only, and a mean is wanted.
     """
 
     steps: tuple[Step, ...]
@@ -113,11 +113,18 @@ class Route(NamedTuple):
     divisor: int
     single: bool
     ends: str
+    packed: bool = False
 
     @property
     def alone(self) -> bool:
         """Whether an exact sum is all that it is: each rank is sent summands of its part, and adds them up."""
-        return self.exact and self.divisor == 1 and len(self.steps) == 1 and self.steps[0].kind == "scatter"
+        return (
+            self.exact
+            and not self.packed
+            and self.divisor == 1
+            and len(self.steps) == 1
+            and self.steps[0].kind == "scatter"
+        )
 
 
 def states_of(bucket: Bucket, kind: str, rest: Axis = Replicated) -> States:
@@ -181,7 +188,8 @@ def _route(steps: list[Step], states: States, size: int, bucket: Bucket, how: Ho
     divisor = prod(bucket.ranks[axis] for axis in added) * (how.share if how.op == "mean" else 1)
     single = len(every) <= 1 and all(one.kind != "all_reduce" for one in every)
     ends = every[-1].lane if every else how.lanes[0]
-    return Route(tuple(steps), every, states, size, bool(summed), exact, divisor, single, ends)
+    packed = exact and bucket.codec is not None
+    return Route(tuple(steps), every, states, size, bool(summed), exact, divisor, single, ends, packed)
 
 
 def _collectives(kind: str, axis: str, size: int, bucket: Bucket, how: How, first: bool) -> tuple[Collective, ...]:
@@ -193,6 +201,11 @@ def _collectives(kind: str, axis: str, size: int, bucket: Bucket, how: How, firs
     if kind == "gather":
         return (Collective("all_gather", axis, size, dtype, "", lane, bucket.name),)
     if how.exact and first:
+        if bucket.codec is not None:  # bytes, as are those of a sum that stays whole
+            many, few = bucket.wire_bytes(larger), bucket.wire_bytes(size)
+            sent = Collective("all_to_all", axis, many, torch.uint8, how.op, lane, bucket.name)
+            whole = Collective("all_gather", axis, few, torch.uint8, "", lane, bucket.name)
+            return (sent,) if kind == "scatter" else (sent, whole)
         sent = Collective("all_to_all", axis, larger, dtype, how.op, lane, bucket.name)
         whole = Collective("all_gather", axis, size, how.then, "", lane, bucket.name)
         return (sent,) if kind == "scatter" else (sent, whole)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .._common.errors import SpecError
+from .codec import Codec
 
 __all__ = ["FLOAT8S", "FLOATS", "LeafPrecision", "Precision"]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 FLOAT8S = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _dtype(given: Any) -> torch.dtype | None:
+    """What was given, if it is a dtype."""
+    return given if isinstance(given, torch.dtype) else None
 
 
 def _name(dtype: torch.dtype | None) -> str:
@@ -22,7 +29,9 @@ def _name(dtype: torch.dtype | None) -> str:
 class LeafPrecision(NamedTuple):
     """The dtype of each stage of one leaf, and where its gradients are summed: "native" or "fp32".
 
-    copy: whether shards are kept in the dtype of `gather` beside main weights, which have another one.
+    copy: whether shards are kept in the dtype of `gather` beside main weights, which have another one. packed: by which
+    codec the leaf is stored and gathered, frozen; then all dtypes but `seen`, which compute sees, are those of bytes.
+    codec: in which gradients of the dtype `wire` travel. feedback: whether what that loses is kept for the next step.
     """
 
     main: torch.dtype
@@ -32,9 +41,17 @@ class LeafPrecision(NamedTuple):
     sum: str
     gather: torch.dtype
     copy: bool = False
+    packed: Codec | None = None
+    seen: torch.dtype | None = None
+    codec: Codec | None = None
+    feedback: bool = False
 
     def __str__(self) -> str:
+        if self.packed is not None:
+            return f"main {self.packed}, compute {_name(self.seen)}, frozen"
         said = [f"{kind} {_name(getattr(self, kind))}" for kind in ("main", "compute", "grads", "wire")]
+        if self.codec is not None:
+            said[3] = f"wire {self.codec}{' with feedback' * self.feedback}"
         if self.copy:
             said.insert(2, f"gather {_name(self.gather)}")
         return f"{', '.join(said)}, sum {self.sum}"
@@ -51,7 +68,9 @@ class Precision:
     """The dtype of each stage of a weight's and a gradient's life.
 
     Attributes:
-        main: main weights and optimizer state. None: float32, or float64 for float64 leaves.
+        main: main weights and optimizer state. None: float32, or float64 for float64 leaves. Or a codec, as
+            `fsdp.nf4()`, of frozen leaves: they are packed when they are sharded, and stored, gathered and saved so.
+            Compute sees a `PackedWeight` of the dtype `compute`. None keeps leaves packed that are.
         compute: gathered weights, and so compute. None: as `main` if that was given, else each leaf's own dtype.
         gather: what is gathered, of which each rank keeps its shard beside main weights: `step` casts it once, and
             gathers cast nothing. The dtype `compute`, which is then named, too: 2 bytes an element of bfloat16, divided
@@ -60,12 +79,17 @@ class Precision:
             dtype is `compute`, and so is that of its gradient. None: main weights, cast by each gather.
         grads: main gradients, in which reduced gradients are accumulated. None: as `main`. `step` casts them to `main`
             for the optimizer, so fused kernels never see a mix.
-        wire: what travels in a reduction: gradients are cast to it once, when they are staged. None: as `compute`.
+        wire: what travels in a reduction: gradients are cast to it once, when they are staged. None: as `compute`. Or a
+            codec with blocks, as `fsdp.fp8_block`: gradients are staged in `compute`, packed, and sent by blocks; each
+            rank adds up its part in float32 in the order of ranks. A sum that stays whole on each rank is packed again.
         sum: where a reduction is added up. "native": by the backend, in the wire's dtype and its own order. "fp32":
             each rank gets the summands of its part (an all-to-all) and adds them up in float32 in the order of the
             ranks, ((r0 + r1) + r2) + ..., the same bits in every run; further axes carry float32. What a rank gets
             takes as many bytes as the staging once more. "auto": "fp32" where the transport adds up itself, as
             copy_engine does, else "native".
+        feedback: with a codec for `wire`: what packing loses of a gradient is added to the next one (error feedback,
+            Seide et al., 2014). It takes as many elements of the dtype `compute` as the leaf has, on each rank,
+            whatever the strategy, in `State.residual`; and as many again in a step.
         inputs: cast floating inputs of a driven model's parts to the dtype that they compute in, as FSDP2 does.
 
     Integer and boolean leaves keep their dtype throughout.
@@ -78,17 +102,25 @@ class Precision:
     main float32, compute bfloat16, grads float32, wire bfloat16, sum native
     """
 
-    main: torch.dtype | None = None
+    main: torch.dtype | Codec | Callable[..., Codec] | None = None
     compute: torch.dtype | None = None
     grads: torch.dtype | None = None
-    wire: torch.dtype | None = None
+    wire: torch.dtype | Codec | Callable[..., Codec] | None = None
     sum: str = "auto"
     inputs: bool = False
     gather: torch.dtype | None = None
+    feedback: bool = False
 
     def __post_init__(self) -> None:
+        for kind in ("main", "wire"):
+            made: Any = getattr(self, kind)
+            if callable(made):  # as fsdp.nf4, without brackets
+                object.__setattr__(self, kind, made())
+        self._check_wire()
         for kind in ("main", "compute", "grads", "wire"):
             dtype = getattr(self, kind)
+            if kind in ("main", "wire") and isinstance(dtype, Codec):
+                continue
             if dtype is torch.float16:
                 raise SpecError(
                     f"Precision({kind}=torch.float16): float16 needs loss scaling, which is not supported. "
@@ -106,27 +138,75 @@ class Precision:
             raise SpecError(f"Precision(sum={self.sum!r}): expected 'auto', 'native' or 'fp32'.")
         if not isinstance(self.inputs, bool):
             raise SpecError(f"Precision(inputs={self.inputs!r}): expected True or False.")
-        if self.sum == "fp32" and (self.wire or self.compute or self.main) is torch.float64:
+        if self.sum == "fp32" and (_dtype(self.wire) or self.compute or self.main) is torch.float64:
             raise SpecError(_NO_SUM)
+        if isinstance(self.main, Codec) and (self.gather is not None or self.grads is not None):
+            raise SpecError(
+                f"Precision(main={self.main}) is of frozen leaves, whose bytes are gathered as they are: they have no "
+                f"gradients. Leave gather={self.gather} and grads={self.grads} out."
+            )
+
+    def _check_wire(self) -> None:
+        """Refuse what cannot travel in few bits."""
+        if not isinstance(self.feedback, bool):
+            raise SpecError(f"Precision(feedback={self.feedback!r}): expected True or False.")
+        if not isinstance(self.wire, Codec):
+            if self.feedback:
+                raise SpecError(
+                    f"Precision(wire={self.wire}, feedback=True): feedback is of wires in a codec, whose errors it "
+                    "keeps for the next step. Give one, as wire=fsdp.fp8_block, or leave feedback out."
+                )
+            return
+        if not self.wire.block:
+            raise SpecError(
+                f"Precision(wire={self.wire}): it packs all of a tensor at once, and ranks are sent parts. Give a "
+                "codec with blocks, as fsdp.fp8_block or fsdp.int8(64)."
+            )
+        if self.sum == "native":
+            raise SpecError(
+                f"Precision(wire={self.wire}, sum='native'): backends do not add up packed numbers. Leave sum out: "
+                "they are added up in float32, in the order of ranks."
+            )
 
     def resolve(self, leaf: torch.dtype, exact: bool = False) -> LeafPrecision:
         """The dtypes of a leaf whose own dtype is `leaf`; nothing is left to be decided."""
         if not leaf.is_floating_point:
             return LeafPrecision(leaf, leaf, leaf, leaf, "native", leaf)
-        main = self.main or torch.promote_types(leaf, torch.float32)
-        compute = self.compute or self.main or leaf
-        wire = self.wire or compute
+        if isinstance(self.main, Codec):
+            return self.stored(self.main, leaf)
+        own = _dtype(self.main)
+        main = own or torch.promote_types(leaf, torch.float32)
+        compute = self.compute or own or leaf
+        codec = self.wire if isinstance(self.wire, Codec) else None
+        wire = _dtype(self.wire) or compute
+        if codec is not None and wire is torch.float64:
+            raise SpecError(
+                f"Precision(wire={codec}) of a leaf that compute sees in float64: it is packed from float32. Give "
+                "compute=torch.float32 or torch.bfloat16, or leave wire out."
+            )
         if self.sum == "fp32" and wire is torch.float64:
             raise SpecError(_NO_SUM)
         exact = self.sum == "fp32" or (self.sum == "auto" and exact and wire is not torch.float64)
         gather = self.gather or compute
         copy = self.gather is not None and gather is not main
-        return LeafPrecision(main, compute, self.grads or main, wire, "fp32" if exact else "native", gather, copy)
+        exact = exact or codec is not None
+        kept = self.feedback and codec is not None
+        said = "fp32" if exact else "native"
+        return LeafPrecision(main, compute, self.grads or main, wire, said, gather, copy, codec=codec, feedback=kept)
+
+    def stored(self, codec: Codec, leaf: torch.dtype) -> LeafPrecision:
+        """The dtypes of a leaf of this dtype that is packed by a codec, and frozen."""
+        bits = torch.uint8
+        return LeafPrecision(bits, bits, bits, bits, "native", bits, False, codec, self.compute or leaf)
 
     def __str__(self) -> str:
-        main = _name(self.main) if self.main else "float32 (float64 where leaves are)"
+        if isinstance(self.main, Codec):
+            return f"main {self.main}, compute {_name(self.compute) if self.compute else 'as the leaf'}, frozen"
+        main = _name(_dtype(self.main)) if self.main else "float32 (float64 where leaves are)"
         compute = _name(self.compute) if self.compute else "as main" if self.main else "as the leaf"
-        grads, wire = _name(self.grads) if self.grads else "as main", _name(self.wire) if self.wire else "as compute"
+        wire = (_name(_dtype(self.wire)) if _dtype(self.wire) else str(self.wire)) if self.wire else "as compute"
+        wire += " with feedback" * self.feedback
+        grads = _name(self.grads) if self.grads else "as main"
         added = "as the transport does" if self.sum == "auto" else self.sum
         compute += " (inputs too)" * self.inputs + (f", gather {_name(self.gather)}" if self.gather else "")
         return f"main {main}, compute {compute}, grads {grads}, wire {wire}, sum {added}"

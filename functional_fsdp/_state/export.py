@@ -19,6 +19,7 @@ from .._nn.ties import aliases_of
 from .._plan.route import Partial, Replicated
 from .._runtime.runtime import runtime_of
 from .._storage.flat import FlatBuffer, gather_leaves, leaf_shards
+from .._storage.weights import unpacked_leaves
 from .state import State
 
 __all__ = ["as_module", "buffers", "full_params", "local_shards", "state_dict"]
@@ -33,7 +34,8 @@ def full_params(state: State) -> Any:
     """The whole parameters on every rank, in `Precision.main`: shards [n / ranks] -> leaves of global shapes.
 
     Returns:
-        the tree that was sharded, with tensors of your own; tied leaves are the same tensor at each path. When the tree
+        the tree that was sharded, with tensors of your own, of packed leaves `PackedWeight`s; tied leaves are the same
+        tensor at each path. When the tree
         came from `functionalize`, `module.load_state_dict` takes it (with strict=False if the module has buffers).
 
     Raises:
@@ -48,7 +50,8 @@ def full_params(state: State) -> Any:
     with state.version.lineage.looking(state):
         state.version.lineage.touched()
         for name in state.layout.buckets:
-            views |= {path: leaf.clone() for path, leaf in gather_leaves(state.main[name]).items()}
+            own = {path: leaf.clone() for path, leaf in gather_leaves(state.main[name]).items()}
+            views |= unpacked_leaves(state.layout.buckets[name], own)
     return state.treedef.unflatten([views[path] for path in state.layout.source])
 
 

@@ -64,6 +64,19 @@ class GraphPlan:
         run: Runtime | None = None,
     ) -> None:  # fmt: skip
         for bucket in layout.buckets.values():
+            packed = next((leaf for leaf in bucket.leaves if leaf.form is not None), None)
+            if packed is not None:
+                raise ScheduleError(
+                    f"a step that is compiled whole does not gather packed leaves, as {packed.path!r} is, by "
+                    f"{packed.form and packed.form.codec}. Compile the units: T.forward_backward(model, loss_fn, "
+                    "compile=True), with T.cuda_graph around the step; or unpack it by another spec."
+                )
+            if bucket.codec is not None:
+                raise ScheduleError(
+                    f"a step that is compiled whole does not send gradients in a codec, as Precision(wire="
+                    f"{bucket.codec}) says of {bucket.leaves[0].path!r}. Compile the units: T.forward_backward(model, "
+                    "loss_fn, compile=True), with T.cuda_graph around the step; or leave wire out."
+                )
             if bucket.in_float8:
                 raise ScheduleError(
                     f"a step that is compiled whole does not gather in float8, as Precision(gather={bucket.gather}) "

@@ -132,10 +132,10 @@ class Lineage:
         new.busy, new.broken = self.busy, self.broken
         return new
 
-    def have_executor(self, layout: Layout, spec: Spec) -> Executor:
+    def have_executor(self, layout: Layout, spec: Spec, residual: Any) -> Executor:
         """What carries out this lineage's schedule, made when it is first asked for."""
         if self.executor is None:
-            self.executor = Executor(self.runtime, layout, spec)
+            self.executor = Executor(self.runtime, layout, spec, residual)
         return self.executor
 
     def drop_executor(self) -> None:

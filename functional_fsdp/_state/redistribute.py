@@ -22,6 +22,7 @@ from .._common.device import host_memory
 from .._common.errors import SpecError, TreeError
 from .._common.torch_names import pytree
 from .._engine.carrier import resolve_transport
+from .._nn.packed_weight import PackedWeight
 from .._plan.layout import Bucket, Layout, Leaf, LeafInfo
 from .._plan.records import keeps_copy
 from .._plan.route import states_of
@@ -31,7 +32,8 @@ from .._runtime.runtime import Runtime, runtime_of
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, LeafShard, leaf_shards
 from .._storage.refresh import no_scales, refresh
-from .shard import given, needs_spec
+from .._storage.weights import stored_as
+from .shard import given, needs_spec, no_residual
 from .state import State, Version
 
 __all__ = ["Mover", "free_arena", "leaf_infos", "moved", "redistribute"]
@@ -150,7 +152,22 @@ def moved(state: State, spec: Spec, allow: Collection[str], verb: str = "redistr
     new = state.version.lineage.heir(mover.run, layout, spec, state.steps, state.count)
     new.enroll()
     static = (spec, layout, state.optimizer, state.treedef, Version(new, 0))
-    return State(main, copies, scales, {}, opt, state.buffers, state.count, state.rng, extras, *static)._prepared()
+    left = _residual(state, layout, spec, mover.run)
+    return State(
+        main, copies, scales, {}, opt, state.buffers, state.count, state.rng, extras, left, *static
+    )._prepared()
+
+
+def _residual(state: State, layout: Layout, spec: Spec, run: Runtime) -> Buffers:
+    """What packing has lost of this rank's gradients, where they go by the new layout: ranks stay the same, and so does
+    the sum of their residuals. Of leaves without feedback there it is dropped; of new ones it is zero."""
+    made = no_residual(layout, spec, run.device)
+    mine = {shard.leaf.path: shard.local for buffer in state.residual.values() for shard in leaf_shards(buffer)}
+    for buffer in made.values():
+        for leaf, _, local in leaf_shards(buffer):
+            if leaf.path in mine:
+                local.copy_(mine[leaf.path])
+    return made
 
 
 def leaf_infos(layout: Layout, spec: Spec) -> list[LeafInfo]:
@@ -165,7 +182,8 @@ def leaf_infos(layout: Layout, spec: Spec) -> list[LeafInfo]:
             leaf, bucket = at[path]
             precision = spec.precision_of(path, *ties[path])
             own = bucket.compute if (precision.compute or precision.main) is None else bucket.main
-            found.append(LeafInfo(path, leaf.shape, own, bucket.trainable, tuple(ties[path])))
+            own = own if leaf.form is None else leaf.form.dtype
+            found.append(LeafInfo(path, leaf.seen_shape, own, bucket.trainable, tuple(ties[path]), leaf.form))
     return found
 
 
@@ -325,8 +343,12 @@ class Mover:
                     dtype = bucket.main if same else buffer.local.dtype
                     found[bucket.name] = self.made(bucket.counts if counts else bucket, "main", dtype)
                     mine |= {shard.leaf.path: shard for shard in leaf_shards(found[bucket.name])}
-                _, first, local = mine[leaf.path]
-                local.copy_(whole[leaf.offset + first : leaf.offset + first + local.numel()])
+                new, first, local = mine[leaf.path]
+                held = whole[leaf.offset : leaf.offset + leaf.numel]
+                if leaf.form is not None or new.form is not None:
+                    held = held.view(leaf.shape) if leaf.form is None else PackedWeight(held, leaf.form)
+                    held = stored_as(held, new.form).reshape(-1)
+                local.copy_(held[first : first + local.numel()])
             self.often[id(buffer)] -= 1
             if not self.often[id(buffer)]:
                 buffer.__dict__["local"] = buffer.local.new_empty(0)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,10 +27,11 @@ from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._common.tree import flatten, match
 from .._engine.carrier import resolve_transport
+from .._nn.packed_weight import PackedWeight
 from .._optim.optimizer import as_optimizer, check_labels, initial
-from .._plan.layout import Bucket, Layout, LeafInfo, aligned, plan_layout
+from .._plan.layout import Bucket, Layout, LeafInfo, Unit, aligned, plan_layout
 from .._plan.records import keeps_copy
-from .._plan.route import states_of
+from .._plan.route import partial_states, states_of
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
@@ -38,10 +40,12 @@ from .._spec.settings import describe_settings
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, leaf_shards
 from .._storage.refresh import no_scales, refresh
+from .._storage.weights import stored_as
 from .state import Lineage, State, Version
 
 __all__ = [
-    "build", "check_source", "describe", "given", "make_layout", "needs_spec", "read_sums", "shard", "spread",
+    "build", "check_source", "describe", "given", "make_layout", "needs_spec", "no_residual", "read_sums", "shard",
+    "spread",
 ]  # fmt: skip
 
 ALIGN = 16  # bytes: where a leaf begins
@@ -107,6 +111,12 @@ def describe(tree: Any) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpe
                 f"the leaf {path!r} is a {type(leaf).__name__}; expected a tensor. Keep what is not a parameter out of "
                 "the tree."
             )
+        packed: Any = leaf if type(leaf) is PackedWeight and not leaf.flipped else None
+        if packed is not None:
+            form, key = packed.form, _identity(packed.bits, path)
+            first = infos.get(key, LeafInfo(path, form.shape, form.dtype, False, (), form))
+            infos[key] = first if first.path == path else replace(first, aliases=(*first.aliases, path))
+            continue
         if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.is_sparse or leaf.is_quantized or leaf.is_complex():
             raise TreeError(
                 f"the leaf {path!r} is a {type(leaf).__name__} of layout {leaf.layout} and dtype {leaf.dtype}; "
@@ -316,7 +326,7 @@ def build(
         for unit in plan.units:
             if fetch is None:
                 break
-            values = fetch(unit)
+            values = _stored(unit, fetch(unit), run.device)
             for bucket in unit.buckets:
                 _fill(main[bucket.name], values)
                 if run.size > 1:
@@ -341,7 +351,7 @@ def build(
     lineage = Lineage(run, plan, spec, 0, count, own, src)
     lineage.enroll()
     static = (spec, plan, optimizer, treedef, Version(lineage, 0))
-    made = State(main, weights, scales, {}, opt, kept, count, rng, {}, *static)
+    made = State(main, weights, scales, {}, opt, kept, count, rng, {}, no_residual(plan, spec, run.device), *static)
     return made._prepared() if fetch or then else made
 
 
@@ -353,6 +363,25 @@ def _empty(bucket: Bucket, kind: str, spec: Spec, device: torch.device) -> FlatB
     stays = bucket.on_host if kind == "main" else bucket.copy_on_host
     local = host_memory(numel, dtype, device) if stays else make(numel, dtype=dtype, device=device)
     return FlatBuffer(local, bucket, states_of(bucket, kind), spec.mesh)
+
+
+def no_residual(layout: Layout, spec: Spec, device: torch.device) -> dict[str, FlatBuffer]:
+    """Zeros, whole on each rank, for each bucket of which what packing loses is kept."""
+    made = {}
+    for name, bucket in layout.trainable.items():
+        if bucket.feedback:
+            local = torch.zeros(bucket.numel, dtype=bucket.wire, device=device)
+            made[name] = FlatBuffer(local, bucket, partial_states(bucket), spec.mesh)
+    return made
+
+
+def _stored(unit: Unit, values: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """A unit's leaves as they are stored: bytes of those that are packed, which a device does; others as given."""
+    found = {}
+    for leaf in (leaf for bucket in unit.buckets for leaf in bucket.leaves):
+        value = values[leaf.path].detach()
+        found[leaf.path] = stored_as(value if leaf.form is None else value.to(device), leaf.form)
+    return found
 
 
 def _fill(buffer: FlatBuffer, values: Any) -> None:

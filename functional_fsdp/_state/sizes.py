@@ -59,7 +59,7 @@ def state_bytes(state: State) -> tuple[dict[str, int], int]:
     """
     near: dict[str, int] = {}
     host = 0
-    for field in ("main", "weights", "opt", "buffers", "extras"):
+    for field in ("main", "weights", "opt", "buffers", "extras", "residual"):
         for node in pytree.tree_leaves(getattr(state, field), is_leaf=lambda x: isinstance(x, FlatBuffer)):
             tensor = node.local if isinstance(node, FlatBuffer) else node
             if not isinstance(tensor, torch.Tensor):

@@ -21,7 +21,7 @@ from .._plan.layout import Layout
 from .._runtime.runtime import runtime_of
 from .._spec.settings import opaque_settings
 from .._spec.spec import Spec
-from .._storage.flat import at_home, summary
+from .._storage.flat import FlatBuffer, at_home, summary
 from .._storage.weights import Stored
 from .lineage import Lineage, Version
 from .transfer import HostTransfer, planned_transfer
@@ -72,6 +72,8 @@ class State(Stored):
         count: int64 tensor [], steps taken.
         rng: int64 tensor [], the seed that everything random derives from.
         extras: {name: pytree}, what transforms carry along.
+        residual: {b: FlatBuffer} of trainable buckets with `Precision(feedback=True)`: what packing has lost of this
+            rank's gradients, [n_b] elements of `Precision.compute`, a summand on each rank. Changed by `step` only.
         spec, layout, optimizer, treedef: static.
         version: which state of its lineage this is.
 
@@ -83,6 +85,7 @@ class State(Stored):
     count: torch.Tensor
     rng: torch.Tensor
     extras: dict[str, Any]
+    residual: dict[str, FlatBuffer]
     spec: Spec = field(metadata={"static": True})
     layout: Layout = field(metadata={"static": True})
     optimizer: Any = field(metadata={"static": True})
@@ -132,7 +135,7 @@ class State(Stored):
     def _executor(self) -> Executor:
         """What carries out this lineage's schedule."""
         lineage = self.version.lineage
-        return lineage.executor or lineage.have_executor(self.layout, self.spec)
+        return lineage.executor or lineage.have_executor(self.layout, self.spec, self.residual)
 
     def _prepared(self) -> State:
         """This state, with what its ranks share made: for whoever makes it while all are there. Collective."""
@@ -257,6 +260,7 @@ class State(Stored):
     def __repr__(self) -> str:
         axes = " × ".join(f"{axis} {n}" for axis, n in self.spec.axes.items())
         trees = {name: getattr(self, name) for name in ("main", "weights", "grads", "opt", "buffers", "extras")}
+        trees |= {"residual": self.residual} if self.residual else {}
         what = f"State of {len(self.units)} units, {len(self.layout.paths)} leaves"
         hidden = opaque_settings(self.optimizer, "optimizer")
         more = f" and {len(hidden) - 2} more" if len(hidden) > 2 else ""

@@ -142,7 +142,11 @@ def fill(
         named = rename(path) if callable(rename) else (rename or {}).get(path, theirs + path.removeprefix(ours))
         return pieces(path, leaves[aliases.get(path, path)][0], convert.get(path, source.held_as(named)))
 
-    leaves = {leaf.path: (leaf.shape, buffer.local.dtype) for buffer in main.values() for leaf in buffer.bucket.leaves}
+    leaves = {
+        leaf.path: (leaf.seen_shape, leaf.form.dtype if leaf.form is not None else buffer.local.dtype)
+        for buffer in main.values()
+        for leaf in buffer.bucket.leaves
+    }
     leaves |= {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in buffers.items()}
     checked(convert, None if partial else (*leaves, *aliases))
     theirs, ours = ("", "") if rename or convert else source.prefix_for((*leaves, *aliases))
@@ -157,7 +161,11 @@ def fill(
     _complain(source, leaves, wanted, found, partial)
     for buffer in main.values():
         for leaf, first, local in leaf_shards(buffer):
-            if local.numel() and leaf.path in found:
+            if local.numel() and leaf.path in found and leaf.form is not None:  # all of it, to pack
+                whole = torch.empty(leaf.form.numel, dtype=leaf.form.dtype, device=local.device)
+                source.read(found[leaf.path], 0, whole)
+                local.copy_(leaf.form.pack(whole)[first : first + local.numel()])
+            elif local.numel() and leaf.path in found:
                 source.read(found[leaf.path], first, local)
                 for other in again.get(leaf.path, ()):
                     _same_there(source, leaf.path, found[leaf.path], other, first, local)

@@ -20,13 +20,16 @@ from weakref import WeakValueDictionary
 import torch
 
 from .._common.device import keeps_released
+from .._common.errors import SpecError
 from .._nn.float8_weight import Float8Weight
-from .._plan.layout import Bucket, Unit
+from .._nn.packed_weight import PackedWeight
+from .._plan.layout import Bucket, Leaf, Unit
+from .._spec.codec import Form
 from .flat import FlatBuffer, leaves_of
 
 __all__ = [
     "Gathered", "LentTree", "Loan", "Stored", "alias_of", "gather", "is_lent", "lent_leaves", "loan_of",
-    "own_of", "owned", "poison", "read", "spoilt", "whole_of",
+    "own_of", "owned", "poison", "read", "refuse_packed", "spoilt", "stored_as", "unpacked_leaves", "whole_of",
 ]  # fmt: skip
 
 
@@ -136,7 +139,7 @@ def is_lent(tensor: torch.Tensor) -> bool:
 
 def _bytes_of(tensor: Any) -> list[torch.Tensor]:
     """The tensors that hold its bytes: itself, or what a wrapper wraps, of which the scale is nobody's loan."""
-    if type(tensor) is Float8Weight:
+    if isinstance(tensor, PackedWeight):
         return [tensor.bits]
     if hasattr(type(tensor), "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
@@ -147,10 +150,36 @@ def _bytes_of(tensor: Any) -> list[torch.Tensor]:
 def lent_leaves(bucket: Bucket, whole: torch.Tensor, scales: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The leaves of a whole bucket by path, as compute sees them; see `leaves_of`."""
     views = leaves_of(bucket, whole)
+    if bucket.packed:
+        return unpacked_leaves(bucket, views)
     if not bucket.in_float8:
         return views
     each = zip(bucket.leaves, scales[bucket.name].unbind(), strict=True)
     return {leaf.path: Float8Weight(views[leaf.path], scale, bucket.compute) for leaf, scale in each}
+
+
+def unpacked_leaves(bucket: Bucket, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same leaves; those that are packed as a `PackedWeight` that has these bytes."""
+    return views | {leaf.path: PackedWeight(views[leaf.path], leaf.form) for leaf in bucket.leaves if leaf.form}
+
+
+def refuse_packed(verb: str, leaf: Leaf) -> None:
+    """Raise the SpecError for a packed leaf, of which a verb's files know nothing."""
+    if leaf.form is not None:
+        raise SpecError(
+            f"{verb}: the leaf {leaf.path!r} is packed by {leaf.form.codec}, which these files do not have. Save a "
+            "checkpoint, fsdp.save; of an adapter its own leaves, fsdp.save_adapter; or unpack it first: "
+            f"redistribute(state, spec) with {{{leaf.path!r}: Precision(main={leaf.form.dtype})}}."
+        )
+
+
+def stored_as(value: torch.Tensor, form: Form | None) -> torch.Tensor:
+    """A whole leaf as a bucket stores it: the bytes of one that has a form, whether it is packed already or not."""
+    if isinstance(value, PackedWeight):
+        if form is not None and value.form.codec == form.codec and not value.flipped:
+            return value.bits
+        value = value.dequantized()
+    return value if form is None else form.pack(value)
 
 
 def whole_of(state: Stored, bucket: Bucket) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ from .._common.errors import ScheduleError, TreeError
 from .._common.torch_names import pytree
 from .._common.tracing import traced_as
 from .._common.tree import flatten
+from .._nn.packed_weight import PackedWeight
 from .._plan.layout import Bucket, Leaf
 from .._plan.route import states_of
 from .._runtime.agree import Topic, agree
@@ -31,6 +32,7 @@ from .._state.shard import read_sums
 from .._state.state import State, Version
 from .._storage.flat import FlatBuffer, leaf_shards, zeros
 from .._storage.refresh import refresh
+from .._storage.weights import stored_as
 from .verbs import finish_reductions
 
 __all__ = ["copies", "renewed", "replace_extras", "replace_grads", "replace_params"]
@@ -96,7 +98,10 @@ def replace_params(state: State, params: Any, *, optimizer: bool = True) -> Stat
 
 def copies(state: State, optimizer: bool) -> dict[str, Any]:
     """Copies of what goes along with other weights, and room for their compute copies."""
-    trees = {name: pytree.tree_map(_copied, getattr(state, name)) for name in ("buffers", "count", "rng", "extras")}
+    trees = {
+        name: pytree.tree_map(_copied, getattr(state, name))
+        for name in ("buffers", "count", "rng", "extras", "residual")
+    }
     trees["opt"] = pytree.tree_map(_copied, state.opt) if optimizer else {}
     anew = {name: pytree.tree_map(empty_as, getattr(state, name)) for name in ("weights", "scales")}
     return {**trees, **anew}
@@ -130,6 +135,8 @@ def _fill(state: State, params: Any, main: dict[str, FlatBuffer]) -> Values | No
     for buffer in main.values():
         for leaf, first, local in leaf_shards(buffer):
             n = local.numel()
+            if isinstance(packed := values[leaf.path], PackedWeight) and leaf.form is not None:
+                values[leaf.path] = stored_as(packed, leaf.form)
             value = _fitting(leaf, buffer.bucket, values[leaf.path], n)
             if tuple(value.shape) == tuple(leaf.shape):
                 value = value.detach().reshape(-1)[first : first + n] if n else value.new_empty(0)

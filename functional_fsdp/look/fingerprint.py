@@ -19,7 +19,7 @@ import torch
 from .._common.calls import outside_inference
 from .._common.device import default_generator
 from .._common.torch_names import pytree
-from .._nn.float8_weight import Float8Weight
+from .._nn.packed_weight import PackedWeight
 from .._runtime.runtime import Runtime, runtime_of
 from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards
@@ -226,7 +226,7 @@ class Watch:
                 self.weight(unit, path, lent[key], use)
 
     def weight(self, unit: str, path: str, tensor: torch.Tensor, use: int | None) -> None:
-        plain = tensor.dequantized() if isinstance(tensor, Float8Weight) else tensor
+        plain = tensor.dequantized() if isinstance(tensor, PackedWeight) else tensor
         self.note("weight", unit, path, digest(plain), None, use, tensor.dtype)
 
     def before_reduce(self, _: str, args: Any, kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -434,6 +435,30 @@ def test_a_model_generates_beside_its_training_with_weights_swapped_between_batc
     assert steps == sorted(steps)
     assert {0, 120} < {*steps} <= {*range(0, 121, 20)}
     assert said[-1][1] == str([*range(20, 29)])  # it has learnt to count
+
+
+def test_qlora_keeps_its_base_packed_and_learns(tmp_path: Path) -> None:
+    printed = run(
+        "qlora.py", "--steps", "8", "--batch", "4", "--length", "32", "--out", tmp_path / "tuned", by=None
+    ).splitlines()
+    layers = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 192 * 3)  # of a Llama: q, o; k, v; gate, up, down
+    found = re.match(r"(\d+) elements of the base in nf4: (\d+) bytes on each of 2 ranks", printed[0])
+    assert found is not None
+    assert int(found[1]) == layers
+    packed = layers // 2 + layers // 64
+    assert packed // 2 < int(found[2]) < 1.1 * packed // 2
+    losses = [float(line.split()[1]) for line in printed[2:]]
+    assert losses[-1] < losses[0] - 0.02
+    written = load_file(tmp_path / "tuned" / "adapter_model.safetensors")
+    assert len(written) == 2 * 7 * 2
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in written
+    assert json.loads((tmp_path / "tuned" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+
+
+def test_wires_prints_what_feedback_is_worth() -> None:
+    printed = run("wires.py", "--wire", "nf4", "--steps", "6", "--width", "16", by=None).splitlines()[1:]
+    far = [float(line.split()[-1]) for line in printed]
+    assert far[0] == 0 < far[1] < far[2] < far[3]
 
 
 def test_convert_is_a_command(tmp_path: Path) -> None:

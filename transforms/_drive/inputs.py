@@ -24,7 +24,7 @@ Precisions = dict[str, tuple[torch.dtype, bool]]
 
 def precisions(state: State) -> Precisions:
     """By path, tied ones included: the dtype in which a leaf computes, and whether inputs are cast to it."""
-    compute = {leaf.path: b.compute for b in state.layout.buckets.values() for leaf in b.leaves}
+    compute = {leaf.path: b.seen_dtype(leaf) for b in state.layout.buckets.values() for leaf in b.leaves}
     names: dict[str, list[str]] = {}
     for path, source in zip(state.layout.paths, state.layout.source, strict=True):
         names.setdefault(source, [source]).append(path)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from functional_fsdp import Float8Weight, ScheduleError
+from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._verbs.seams import torch_private
 
 from .._modules.outputs import map_tensors
@@ -249,7 +249,7 @@ def leave(visit: Visit | None, unit_call: Any, storages: list[int], given: list[
         if type(t) is WeightPlaceholder:
             t = t.value()
         base = base_of(t)
-        if base.layout is torch.strided and (base.untyped_storage()._cdata in storages or type(t) is Float8Weight):
+        if base.layout is torch.strided and (base.untyped_storage()._cdata in storages or isinstance(t, PackedWeight)):
             t = t.clone()
         if visit is not None and (t.is_floating_point() or t.is_complex()):
             found.append(t)

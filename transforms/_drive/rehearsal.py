@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from functional_fsdp import Layout, State
+from functional_fsdp import Layout, PackedWeight, State
 from functional_fsdp._verbs.seams import HostBuffer, torch_private
 from functional_fsdp.extend import CopyLane, HostBuffers, Loan
 
@@ -143,7 +143,10 @@ def weights_of(layout: Layout, device: torch.device) -> dict[str, dict[str, torc
     """Whole weights of every unit in the compute dtype, by name in the unit. Made where fake tensors are."""
     made: dict[str, dict[str, torch.Tensor]] = {}
     for unit in layout.units:
-        leaves = {leaf.path: (leaf.shape, b.compute) for b in unit.buckets for leaf in b.leaves}
-        given = [(key, *leaves[path]) for key, path in zip(unit.keys, unit.paths, strict=True)]
-        made[unit.name] = {key: torch.empty(shape, dtype=dtype, device=device) for key, shape, dtype in given}
+        leaves: dict[str, torch.Tensor] = {}
+        for b in unit.buckets:
+            for leaf in b.leaves:
+                whole = torch.empty(leaf.shape, dtype=b.compute, device=device)
+                leaves[leaf.path] = whole if leaf.form is None else PackedWeight(whole, leaf.form)
+        made[unit.name] = {key: leaves[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
     return made

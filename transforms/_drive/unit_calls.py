@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.modules.module as GLOBAL
 
-from functional_fsdp import Float8Weight, ScheduleError
+from functional_fsdp import PackedWeight, ScheduleError
 from functional_fsdp._verbs.seams import ranges, torch_private
 
 from .._compile.compile_units import Compiled, Compiler
@@ -327,7 +327,7 @@ def _out(out: Any, storages: list[int], call: UnitUse | None, given: Given) -> A
     def look(t: torch.Tensor) -> torch.Tensor:
         if type(t) is WeightPlaceholder:
             t = t.value()
-        if t.layout is torch.strided and (t.untyped_storage()._cdata in storages or type(t) is Float8Weight):
+        if t.layout is torch.strided and (t.untyped_storage()._cdata in storages or isinstance(t, PackedWeight)):
             t = t.clone()
         if call is not None and t.requires_grad and not any(t is one and t._version == now for one, now in given):
             found.append(t)

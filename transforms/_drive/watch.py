@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from functional_fsdp import Float8Weight
+from functional_fsdp import PackedWeight
 from functional_fsdp._verbs.seams import changed, spoilt, torch_private
 
 __all__ = ["WriteWatch", "changed", "clear", "place", "spoilt", "version", "written"]
@@ -37,7 +37,7 @@ def version(t: torch.Tensor) -> int:
 
 def place(t: torch.Tensor) -> tuple[int, int]:
     """Where a tensor's bytes begin, also of one that has none, as where a graph is made."""
-    t = t.bits if type(t) is Float8Weight else t
+    t = t.bits if isinstance(t, PackedWeight) else t
     return t.untyped_storage()._cdata, int(t.storage_offset())
 
 

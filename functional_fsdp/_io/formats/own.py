@@ -34,6 +34,12 @@ class Own:
                 "fsdp.load."
             )
         leaves = note["leaves"]
+        packed = next((name for name, one in leaves.items() if one.get("codec")), None)
+        if packed is not None:
+            raise CheckpointError(
+                f"{path} has leaves that are packed ({packed!r}, by {leaves[packed]['codec']}), which others cannot "
+                "read. Read it by fsdp.load, with the spec that it was saved with."
+            )
         found = {path_: _span(path, there[f"main.{path_}"], tuple(one["shape"])) for path_, one in leaves.items()}
         moments: dict[str, dict[str, Any]] = {}
         steps: dict[str, Any] = {}

@@ -1,0 +1,205 @@
+"""Eight bits an element, and a scale for each block: `int8`, `fp8_block`, `mxfp8`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.nn.functional as F
+
+from .._common.errors import SpecError
+from .._spec.codec import Codec, Planes, Shape
+
+__all__ = ["Fp8Block", "Int8", "Mxfp8", "fp8_block", "in_blocks", "int8", "mxfp8"]
+
+E4M3 = torch.float8_e4m3fn
+MOST = 448.0  # the largest number of float8_e4m3fn
+BIAS = 127  # of an exponent in 8 bits
+OF_E4M3 = 8  # the exponent of its largest power of 2
+
+
+def in_blocks(tensor: torch.Tensor, block: int) -> torch.Tensor:
+    """A tensor, flattened, in float32: [blocks, block], with zeros behind the last element."""
+    flat = tensor.reshape(-1).to(torch.float32)
+    more = -flat.numel() % block
+    return (F.pad(flat, (0, more)) if more else flat).view(-1, block)
+
+
+def spread(data: torch.Tensor, scale: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
+    """data [n], times the scale of its block [blocks], in float32, rounded to a dtype: [n]."""
+    n, more = data.numel(), -data.numel() % block
+    values = data.to(torch.float32)
+    values = (F.pad(values, (0, more)) if more else values).view(-1, block)
+    return values.mul_(scale[:, None]).view(-1)[:n].to(dtype)
+
+
+def check_block(name: str, block: int) -> None:
+    if not isinstance(block, int) or isinstance(block, bool) or block < 2 or block & (block - 1):
+        raise SpecError(f"{name}(block={block!r}): expected a power of 2, as 64: elements that have one scale.")
+
+
+@dataclass(frozen=True)
+class Int8(Codec):
+    """See `int8`."""
+
+    block: int = 0
+
+    def __post_init__(self) -> None:
+        if self.block:
+            check_block("int8", self.block)
+
+    def planes(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        n = prod(shape)
+        rows = -(-n // self.block) if self.block else n // max(shape[-1], 1) if shape else 1
+        return {"data": ((n,), torch.int8), "absmax": ((rows,), torch.float32)}
+
+    def pack(self, tensor: torch.Tensor) -> Planes:
+        width = self.block or (tensor.shape[-1] if tensor.dim() else 1)
+        rows = in_blocks(tensor, width) if width else tensor.new_zeros((0, 1), dtype=torch.float32)
+        most = rows.abs().amax(dim=1)
+        data = torch.round(rows * (127.0 / most)[:, None]).nan_to_num_(nan=0.0).clamp_(-127, 127).to(torch.int8)
+        return {"data": data.view(-1)[: tensor.numel()], "absmax": most}
+
+    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        width = self.block or (shape[-1] if shape else 1)
+        return (
+            spread(planes["data"], planes["absmax"], max(width, 1), torch.float32).mul_(1 / 127).to(dtype).view(shape)
+        )
+
+    def __str__(self) -> str:
+        return f"int8(block={self.block})" if self.block else "int8()"
+
+
+def int8(block: int = 0) -> Codec:
+    """8-bit integers with an absolute maximum in float32 for each row, or each block: x = data · absmax / 127.
+
+    Args:
+        block: elements, flattened, that share a maximum; a power of 2. 0: a row of the last dim, as LLM.int8 has it
+            (Dettmers et al., 2022); only `Precision(main=)` takes that.
+
+    Returns:
+        a codec: 1 byte an element and 4 bytes a row or block. A block that holds NaN or infinity is NaN throughout.
+
+    Example: `fsdp.Precision(main=fsdp.int8(), compute=torch.bfloat16)`.
+    """
+    return Int8(block)
+
+
+@dataclass(frozen=True)
+class Fp8Block(Codec):
+    """See `fp8_block`."""
+
+    block: int = 256
+    tile: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.tile is None:
+            check_block("fp8_block", self.block)
+
+    def planes(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        n = prod(shape)
+        if self.tile is None:
+            return {"data": ((n,), E4M3), "scale": ((-(-n // self.block),), torch.float32)}
+        if len(shape) < 2:
+            raise SpecError(f"{self}: the shape {shape} has no tiles; expected a matrix [n, m]. Name matrices only.")
+        tiles = tuple(-(-size // one) for size, one in zip(shape[-2:], self.tile, strict=True))
+        return {"data": (shape, E4M3), "scale": ((*shape[:-2], *tiles), torch.float32)}
+
+    def pack(self, tensor: torch.Tensor) -> Planes:
+        if self.tile is not None:
+            tiles = self._tiles(tensor.to(torch.float32))
+            scale = _scales(tiles.abs().amax(dim=(-3, -1)))
+            data = (tiles / scale[..., :, None, :, None]).clamp_(-MOST, MOST)
+            n, m = tensor.shape[-2:]
+            whole = data.flatten(-2).flatten(-3, -2)[..., :n, :m]
+            return {"data": whole.to(E4M3), "scale": scale}
+        rows = in_blocks(tensor, self.block)
+        scale = _scales(rows.abs().amax(dim=1))
+        data = (rows / scale[:, None]).clamp_(-MOST, MOST).to(E4M3)
+        return {"data": data.view(-1)[: tensor.numel()], "scale": scale}
+
+    def _tiles(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[..., n, m] -> [..., n / tile, tile, m / tile, tile], with zeros behind the last row and column."""
+        (high, wide), (n, m) = self.tile or (1, 1), tensor.shape[-2:]
+        padded = F.pad(tensor, (0, -m % wide, 0, -n % high))
+        return padded.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high))
+
+    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        data, scale = planes["data"], planes["scale"]
+        if self.tile is None:
+            return spread(data, scale, self.block, dtype).view(shape)
+        (high, wide), (n, m) = self.tile, shape[-2:]
+        by = scale.repeat_interleave(high, dim=-2)[..., :n, :].repeat_interleave(wide, dim=-1)[..., :m]
+        return (data.to(torch.float32) * by).to(dtype)
+
+    def __str__(self) -> str:
+        return f"fp8_block(block={self.block})" if self.tile is None else f"fp8_block(tile={self.tile})"
+
+
+def _scales(most: torch.Tensor) -> torch.Tensor:
+    """What a block is divided by, so that its largest number becomes float8's; 1 for a block of zeros."""
+    scale = most / most.new_full((), MOST)  # by a number a GPU multiplies with its inverse, which it rounds
+    return torch.where(scale > 0, scale, (scale != scale) * scale + 1)  # NaN stays NaN
+
+
+def fp8_block(block: int = 256, tile: tuple[int, int] | None = None) -> Codec:
+    """float8_e4m3fn with a scale in float32 for each block, or for each tile of a matrix: x = data · scale.
+
+    Args:
+        block: elements, flattened, that share a scale; a power of 2. With 256 it is 0.508 of the bytes of bfloat16.
+        tile: rows and columns that share one, as (128, 128) in checkpoints of DeepSeek-V3; in the place of `block`,
+            and for `Precision(main=)` only.
+
+    Returns:
+        a codec: 1 byte an element and 4 bytes a block or tile. A block that holds NaN or infinity is NaN throughout.
+
+    Example: `fsdp.Precision(compute=torch.bfloat16, wire=fsdp.fp8_block(), feedback=True)`.
+    """
+    return Fp8Block(0 if tile is not None else block, tile if tile is None else (int(tile[0]), int(tile[1])))
+
+
+@dataclass(frozen=True)
+class Mxfp8(Codec):
+    """See `mxfp8`."""
+
+    block: int = 32
+
+    def planes(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        n = prod(shape)
+        return {"data": ((n,), E4M3), "scale": ((-(-n // self.block),), torch.uint8)}
+
+    def pack(self, tensor: torch.Tensor) -> Planes:
+        rows = in_blocks(tensor, self.block)
+        most = rows.abs().amax(dim=1)
+        exponent = (most.view(torch.int32) >> 23) - BIAS - OF_E4M3  # its floor; of zeros the least
+        finite = torch.isfinite(most)
+        scale = torch.where(finite, exponent.clamp(-BIAS, BIAS) + BIAS, 255).to(torch.uint8)
+        data = (rows / _power(scale)[:, None]).clamp_(-MOST, MOST).to(E4M3)
+        return {"data": data.view(-1)[: tensor.numel()], "scale": scale}
+
+    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        return spread(planes["data"], _power(planes["scale"]), self.block, dtype).view(shape)
+
+    def __str__(self) -> str:
+        return "mxfp8()"
+
+
+def _power(scale: torch.Tensor) -> torch.Tensor:
+    """Biased exponents [blocks] -> powers of 2 in float32; NaN for 255, as the format says."""
+    return scale.view(torch.float8_e8m0fnu).to(torch.float32)
+
+
+def mxfp8() -> Codec:
+    """float8_e4m3fn with a power of 2 for each 32 elements (OCP Microscaling Formats v1.0, 2023): x = data · 2^scale.
+
+    A scale is the power of 2 at or below a block's largest number, less that of the largest float8; what is then too
+    large is the largest float8. Scales are e8m0 in bytes. Blocks are of 32 elements of the flattened tensor: those of a
+    row where rows have a multiple of 32. Computed by torch's operations on any device.
+
+    Returns:
+        a codec: 1 byte an element and 1 byte for 32. A block that holds NaN or infinity is NaN throughout.
+
+    Example: `fsdp.Precision(main=fsdp.mxfp8(), compute=torch.bfloat16)`.
+    """
+    return Mxfp8()

@@ -1,0 +1,159 @@
+"""nf4: four bits an element, by a codebook whose entries a normal distribution uses alike (QLoRA, Dettmers 2023).
+
+    absmax [blocks] float32       data [n / 2] bytes: two numbers in a byte, the first one in its upper half
+    with `nested`: absmax [blocks] bytes by a codebook of 256, and a maximum for each 256 of them, less their mean
+
+On GPUs one Triton kernel unpacks a weight: it reads half a byte and writes a number. Elsewhere, and without Triton, it
+is an operation after the other. Both give the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .._common.device import runs_triton, tl, triton
+from .._spec.codec import Codec, Planes, Shape
+from .blocks import check_block, in_blocks, spread
+
+__all__ = ["Nf4", "dynamic_map", "nf4"]
+
+#: QLoRA's appendix E: 0 and 15 quantiles of the normal distribution, in float32
+CODE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+NESTED = 256  # maxima that share one
+SIZE = 1024  # numbers of a program of the kernel's
+
+
+def _table(name: str, like: torch.Tensor) -> torch.Tensor:
+    """A codebook where a tensor is; in a trace a constant of the graph."""
+    return _kept(name, like.device) if type(like) is torch.Tensor else _made(name, like.device)
+
+
+def _made(name: str, device: torch.device) -> torch.Tensor:
+    return torch.tensor(CODE if name == "nf4" else dynamic_map(), dtype=torch.float32, device=device)
+
+
+_kept = cache(_made)
+
+
+@cache
+def dynamic_map() -> tuple[float, ...]:
+    """The 256 numbers of the dynamic 8-bit data type, ascending (8-bit Optimizers via Block-wise Quantization, 2022).
+
+    7 decades; in the decade 10^-k there are 2^(6 - k) fractions on each side of zero: the middles of as many steps from
+    0.1 to 1. With them 0 and 1.
+    """
+    found = [0.0, 1.0]
+    for decade in range(7):
+        steps = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
+        middles = ((steps[:-1] + steps[1:]) / 2.0 * 10.0 ** (decade - 6)).tolist()
+        found += middles + [-x for x in middles]
+    return tuple(sorted(found))
+
+
+def _nearest(values: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
+    """Which entry of an ascending codebook is nearest to each value."""
+    return torch.bucketize(values, (code[1:] + code[:-1]) / 2)
+
+
+@dataclass(frozen=True)
+class Nf4(Codec):
+    """See `nf4`."""
+
+    size: int = 64
+    nested: bool = False
+
+    @property
+    def block(self) -> int:  # type: ignore[override]
+        return 0 if self.nested else self.size
+
+    def planes(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        n = prod(shape)
+        data, blocks = ((-(-n // 2),), torch.uint8), -(-n // self.size)
+        if not self.nested:
+            return {"data": data, "absmax": ((blocks,), torch.float32)}
+        outer = ((-(-blocks // NESTED),), torch.float32)
+        return {"data": data, "absmax": ((blocks,), torch.uint8), "outer": outer, "mean": ((1,), torch.float32)}
+
+    def pack(self, tensor: torch.Tensor) -> Planes:
+        rows = in_blocks(tensor, self.size)
+        most = rows.abs().amax(dim=1)
+        scaled = (rows / torch.where(most == 0, 1, most)[:, None]).view(-1)[: tensor.numel()]
+        found = _nearest(scaled, _table("nf4", tensor)).to(torch.uint8)
+        found = F.pad(found, (0, found.numel() % 2))
+        data = (found[::2] << 4) | found[1::2]
+        if not self.nested:
+            return {"data": data, "absmax": most}
+        mean = most.mean() if most.numel() else most.new_zeros(())
+        rows = in_blocks(most - mean, NESTED)
+        outer = rows.abs().amax(dim=1)
+        scaled = (rows / torch.where(outer == 0, 1, outer)[:, None]).view(-1)[: most.numel()]
+        inner = _nearest(scaled, _table("dynamic", tensor)).to(torch.uint8)
+        return {"data": data, "absmax": inner, "outer": outer, "mean": mean.view(1)}
+
+    def absmax(self, planes: Planes) -> torch.Tensor:
+        """The maximum of each block, float32 [blocks]."""
+        if not self.nested:
+            return planes["absmax"]
+        values = _table("dynamic", planes["data"])[planes["absmax"].to(torch.int32)]
+        return spread(values, planes["outer"], NESTED, torch.float32) + planes["mean"]
+
+    def unpack(self, planes: Planes, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        data, absmax, n = planes["data"], self.absmax(planes), prod(shape)
+        code = _table("nf4", data)
+        if triton is not None and n and type(data) is torch.Tensor and runs_triton(data):
+            out = torch.empty(n, dtype=dtype, device=data.device)
+            _kernel()[(triton.cdiv(n, SIZE),)](data, absmax, code, out, n, self.size, SIZE)
+            return out.view(shape)
+        both = torch.stack((data >> 4, data & 15), dim=1).view(-1)[:n]
+        return spread(code[both.to(torch.int32)], absmax, self.size, dtype).view(shape)
+
+    def __str__(self) -> str:
+        said = [f"block={self.size}"] * (self.size != 64) + ["nested=True"] * self.nested
+        return f"nf4({', '.join(said)})"
+
+
+def nf4(block: int = 64, nested: bool = False) -> Codec:
+    """4-bit NormalFloat (QLoRA, Dettmers et al., 2023): x = code[data] · absmax, in float32, rounded.
+
+    Args:
+        block: elements, flattened, that share a maximum; a power of 2.
+        nested: pack the maxima, too, in 8 bits: 0.127 bits an element in the place of 0.5. It needs all of the tensor
+            at once, so only `Precision(main=)` takes it.
+
+    Returns:
+        a codec: half a byte an element, and 4 bytes a block. Its bytes are those of bitsandbytes.
+
+    Example: `fsdp.Precision(main=fsdp.nf4(), compute=torch.bfloat16)`, for a frozen base.
+    """
+    check_block("nf4", block)
+    return Nf4(block, nested)
+
+
+_KERNEL: list[Any] = []
+
+
+def _kernel() -> Any:
+    """The kernel, made when it is first needed: where there is Triton but no GPU, it cannot be."""
+    if not _KERNEL:
+
+        @triton.jit  # type: ignore[untyped-decorator]
+        def unpacked(data, absmax, code, out, n, BLOCK: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+            at = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+            inside = at < n
+            byte = tl.load(data + at // 2, mask=inside, other=0).to(tl.int32)
+            which = tl.where(at % 2 == 0, byte >> 4, byte & 15)
+            value = tl.load(code + which) * tl.load(absmax + at // BLOCK, mask=inside, other=0.0)
+            tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+        _KERNEL.append(unpacked)
+    return _KERNEL[0]

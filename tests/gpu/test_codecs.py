@@ -1,0 +1,269 @@
+"""Packed leaves on GPUs: the kernel's bits, steps of a packed base in every transport, compiled and in a graph; and
+what a base of large matrices takes in nf4 and in bfloat16.
+
+    pytest -s tests/gpu/test_codecs.py        two GPUs, or one that two ranks share; -s shows the figures
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from gpu.machine import own_gpus
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch
+from functional_fsdp import transforms as T
+from functional_fsdp._launch.launch import stop_workers
+from functional_fsdp.codecs import Form
+from functional_fsdp.codecs import nf4 as nf4_file
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic matrix products
+pytestmark = [pytest.mark.timeout(170), pytest.mark.usefixtures("fresh_workers")]
+RANKS, STEPS, WIDTH, DEPTH = 2, 6, 256, 3
+LARGE, LAYERS, TOKENS = 4096, 6, 2048
+WAYS: dict[str, tuple[str, bool, bool]] = {
+    "eager": ("collective", False, False),
+    "a graph": ("collective", False, True),
+    "symmetric": ("symmetric", False, False),
+    "copies": ("copy_engine", False, False),
+    "compiled": ("collective", True, False),
+    "compiled, copies, a graph": ("copy_engine", True, True),
+}
+CODECS = {"nf4": fsdp.nf4(), "nf4 nested": fsdp.nf4(nested=True), "int8": fsdp.int8(), "mxfp8": fsdp.mxfp8()}
+CODECS |= {"fp8_block": fsdp.fp8_block(), "tiles": fsdp.fp8_block(tile=(128, 128))}
+
+
+class Lora(nn.Module):
+    def __init__(self, n: int, m: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(n, m, bias=False)
+        self.lora_A = nn.Parameter(torch.randn(8, n) / n**0.5)
+        self.lora_B = nn.Parameter(torch.randn(m, 8) / 30)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.lora_A), self.lora_B)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(Lora(width, 3 * width), nn.GELU(), Lora(3 * width, width)) for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(F.layer_norm(x, x.shape[-1:]))
+        return x
+
+
+def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(x).float() - x.float().sin()).square().mean()
+    return loss
+
+
+def rules(codec: fsdp.Codec | None) -> dict[str, fsdp.Precision]:
+    half = torch.bfloat16
+    base = fsdp.Precision(main=half, compute=half) if codec is None else fsdp.Precision(main=codec, compute=half)
+    return {"*.base.weight": base, "*": fsdp.Precision(compute=half)}
+
+
+def start(codec: fsdp.Codec | None, transport: str, width: int, depth: int) -> tuple[fsdp.State, Any]:
+    spec = fsdp.Spec(
+        fsdp.local_mesh(), precision=rules(codec), transport=transport, trainable={"*lora*": True, "*": False}
+    )
+    return fsdp.init(lambda: Net(width, depth), spec, fsdp.adamw(lr=1e-3))
+
+
+def batch(step: int, rows: int, width: int) -> torch.Tensor:
+    seeded = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(rows, width, generator=seeded).to("cuda", torch.bfloat16)
+
+
+def trained(packed: bool, way: str, codec: str = "nf4") -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Packed, or with the numbers that the bytes stand for in bfloat16."""
+    transport, compile, graph = WAYS[way]
+    state, model = start(CODECS[codec], transport, WIDTH, DEPTH)
+    if not packed:
+        plain = fsdp.Spec(
+            fsdp.local_mesh(), precision=rules(None), transport=transport, trainable={"*lora*": True, "*": False}
+        )
+        state = fsdp.redistribute(state, plain)
+    forward_backward = T.forward_backward(model, loss_fn, compile=compile)
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+        state, loss = forward_backward(state, x)
+        return fsdp.step(state), loss
+
+    step: Any = T.cuda_graph(train_step) if graph else train_step
+    losses = []
+    for i in range(STEPS):
+        state, loss = step(state, batch(i, 64, WIDTH))
+        losses.append(loss.clone())
+    params = {path: p.clone().cpu() for path, p in fsdp.full_params(state).items()}
+    return [*map(float, losses)], params
+
+
+def both(way: str, codec: str = "nf4") -> tuple[Any, Any]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        return trained(True, way, codec), trained(False, way, codec)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def unpacked() -> dict[str, bool]:
+    """Of each codec: whether a GPU packs and unpacks as a CPU, and nf4's kernel as torch's operations."""
+    found = {}
+    for name, codec in CODECS.items():
+        for shape in ((33, 100), (512, 768)):
+            w = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            form = Form(codec, shape, torch.bfloat16)
+            bits = form.pack(w)
+            same = torch.equal(form.unpack(bits.cuda()).cpu(), form.unpack(bits))
+            with patch.object(nf4_file, "triton", None):
+                same &= torch.equal(form.unpack(bits.cuda()).cpu(), form.unpack(bits))
+            there = form.pack(w.cuda()).cpu()
+            found[f"{name} {shape}"] = same and (there != bits).float().mean().item() < 5e-3
+    return found
+
+
+def measured(codec: fsdp.Codec | None, compile: bool) -> tuple[float, int, int]:
+    """ms a step, the peak in MiB, and bytes of the base on a rank, of large matrices."""
+    torch.cuda.reset_peak_memory_stats()
+    state, model = start(codec, "collective", LARGE, LAYERS)
+    forward_backward = T.forward_backward(model, loss_fn, compile=compile)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for i in range(8):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begun = time.perf_counter()
+        state, _ = forward_backward(state, batch(i, TOKENS, LARGE))
+        state = fsdp.step(state)
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - begun))
+    frozen = [b for b in state.layout.buckets.values() if not b.trainable]
+    return sorted(times[2:])[3], torch.cuda.max_memory_allocated() >> 20, sum(b.nbytes("main") for b in frozen)
+
+
+def wired(way: str, wire: Any, feedback: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """All weights train, gradients travel in a codec."""
+    transport, compile, graph = WAYS[way]
+    precision = fsdp.Precision(compute=torch.bfloat16, wire=wire, feedback=feedback)
+    spec = fsdp.Spec(fsdp.local_mesh(), precision=precision, transport=transport)
+    state, model = fsdp.init(lambda: Net(WIDTH, DEPTH), spec, fsdp.adamw(lr=1e-3))
+    forward_backward = T.forward_backward(model, loss_fn, compile=compile)
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+        state, loss = forward_backward(state, x)
+        return fsdp.step(state), loss
+
+    step: Any = T.cuda_graph(train_step) if graph else train_step
+    losses = []
+    for i in range(2 * STEPS):
+        state, loss = step(state, batch(i, 64, WIDTH))
+        losses.append(loss.clone())
+    found = {path: p.cpu() for path, p in fsdp.full_params(state).items()}
+    return [*map(float, losses)], found | {f"left {b}": one.local.cpu() for b, one in state.residual.items()}
+
+
+def wires() -> list[Any]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        eager = [wired("eager", fsdp.fp8_block, True) for _ in range(2)]
+        return [*eager, wired("a graph", fsdp.fp8_block, True), wired("eager", None, False)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def timed(wire: Any) -> tuple[float, int]:
+    """ms a step, and the peak in MiB, of large matrices that all train."""
+    precision = fsdp.Precision(compute=torch.bfloat16, wire=wire, feedback=wire is not None)
+    state, model = fsdp.init(
+        lambda: Net(LARGE, 4), fsdp.Spec(fsdp.local_mesh(), precision=precision), fsdp.adamw(lr=1e-3)
+    )
+    forward_backward = T.forward_backward(model, loss_fn)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for i in range(8):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begun = time.perf_counter()
+        state, _ = forward_backward(state, batch(i, TOKENS, LARGE))
+        state = fsdp.step(state)
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - begun))
+    return sorted(times[2:])[3], torch.cuda.max_memory_allocated() >> 20
+
+
+def test_packed_wires_have_the_same_bits_in_each_run_and_in_a_graph() -> None:
+    for eager, again, graph, plain in launch(wires, (), nprocs=RANKS):
+        assert eager[0] == again[0] == graph[0]
+        assert eager[0] == pytest.approx(plain[0], rel=2e-2)
+        for path, p in eager[1].items():
+            assert torch.equal(p, again[1][path]), path
+            assert torch.equal(p, graph[1][path]), path
+        assert any(p.any() for path, p in eager[1].items() if path.startswith("left "))
+
+
+def test_figures_of_wires() -> None:
+    """Printed: a step with packed wires beside one with bfloat16's."""
+    for name, wire in {"bfloat16": None, "fp8_block": fsdp.fp8_block()}.items():
+        ms, peak = launch(timed, (wire,), nprocs=RANKS)[0]
+        print(f"\n{name:>20} wires {ms:8.1f} ms {peak:8} MiB peak", end="")
+        assert ms > 0
+    print()
+
+
+def test_kernels_have_the_bits_of_a_cpu() -> None:
+    for found in launch(unpacked, (), nprocs=1):
+        assert all(found.values()), found
+
+
+@pytest.mark.parametrize("way", [way if way != "symmetric" else pytest.param(way, marks=own_gpus) for way in WAYS])
+def test_steps_are_those_of_unpacked_weights(way: str) -> None:
+    """The same bits; compiled units keep float32 between operations, and so beside what they unpack."""
+    found = launch(both, (way,), nprocs=RANKS)
+    if way == "symmetric":  # whose processes can have no peers' memory
+        stop_workers()
+    near = 2e-3 if "compiled" in way else 0
+    for packed, plain in found:
+        assert packed[0] == pytest.approx(plain[0], abs=near)
+        for path, p in plain[1].items():
+            assert torch.allclose(packed[1][path].float(), p.float(), atol=near, rtol=near), path
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_steps_by_every_codec(codec: str) -> None:
+    for packed, plain in launch(both, ("eager", codec), nprocs=RANKS):
+        assert packed[0] == plain[0]
+
+
+def test_figures_of_large_matrices() -> None:
+    """Printed: what a base takes in nf4 and in bfloat16. The peak of the packed one is below the other's."""
+    rows = {}
+    for name, codec in {
+        "bfloat16": None,
+        "nf4": fsdp.nf4(),
+        "nf4 nested": fsdp.nf4(nested=True),
+        "mxfp8": fsdp.mxfp8(),
+    }.items():
+        for compile in (False, True) if name in ("bfloat16", "nf4") else (False,):
+            rows[name, compile] = found = launch(measured, (codec, compile), nprocs=RANKS)[0]
+            ms, peak, base = found
+            said = f"{name + ' compiled' * compile:>20} {ms:8.1f} ms {peak:8} MiB peak"
+            print(f"\n{said} {base >> 20:8} MiB of base a rank", end="")
+    print()
+    assert rows["nf4", False][2] < 0.3 * rows["bfloat16", False][2]
+    assert rows["nf4", False][1] < rows["bfloat16", False][1]
