@@ -50,6 +50,10 @@ from ._optim_extra.updates import from_updates
 from ._plan.layout import Bucket, Layout, Leaf, Unit
 from ._plan.plan import Plan, make_plan
 from ._plan.route import Partial, Replicated, Sharded
+from ._plan.timeline import timeline
+from ._predict.hardware import HARDWARE, Hardware, Link
+from ._predict.links import measure_links
+from ._predict.prediction import Prediction, predict
 from ._simulate.traffic import Traffic
 from ._spec.codec import Codec
 from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
@@ -86,6 +90,7 @@ from .look.timeline import timeline
 __version__ = "0.1.0"
 
 __all__ = [
+    "HARDWARE",
     "Bucket",
     "Checkpoint",
     "CheckpointError",
@@ -98,11 +103,13 @@ __all__ = [
     "Float8Weight",
     "FsdpError",
     "Handle",
+    "Hardware",
     "HostTransfer",
     "Late",
     "LaunchError",
     "Layout",
     "Leaf",
+    "Link",
     "Lowered",
     "Observation",
     "Optimizer",
@@ -111,6 +118,7 @@ __all__ = [
     "Placement",
     "Plan",
     "Precision",
+    "Prediction",
     "Prints",
     "Replicated",
     "RestartError",
@@ -171,6 +179,7 @@ __all__ = [
     "lower",
     "make_layout",
     "make_plan",
+    "measure_links",
     "muon",
     "mxfp8",
     "newest",
@@ -181,6 +190,7 @@ __all__ = [
     "partition",
     "pmax",
     "pmean",
+    "predict",
     "psum",
     "redistribute",
     "reduce",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
-from functional_fsdp import ScheduleError, State
+from functional_fsdp import Plan, ScheduleError, State
 from functional_fsdp._verbs.seams import (
     StepMemory,
     Stretch,
@@ -20,9 +21,10 @@ from functional_fsdp.extend import every_buffer, evolve, state_bytes
 
 from ._drive.driver import Driver
 from ._drive.forward_backward import ForwardBackward
-from ._drive.rehearsal import Alive, Rehearsal, weights_of
+from ._drive.imagined import ImaginedKernels
+from ._drive.rehearsal import Alive, Lap, Rehearsal, moves, weights_of
 
-__all__ = ["step_memory"]
+__all__ = ["Rehearsed", "rehearse", "step_memory"]
 
 pytree = torch_private.pytree
 
@@ -55,16 +57,70 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
 
     Source: torch's FakeTensorMode ("Fake tensor" in PyTorch's documentation).
     """
+    found = rehearse(forward_backward, state, args, kwargs, "step_memory")
+    return found.memory(state)
+
+
+class Rehearsed(NamedTuple):
+    """What a rehearsal of a driven step found.
+
+    Attributes:
+        stretches: see `Stretch`.
+        forward, backward: the units in order of use.
+        moved: bytes of activations that go to the host's memory and come back.
+        laps: what each use computed, where there was a counter.
+        gpu: whether it was as on GPUs.
+    """
+
+    stretches: tuple[Stretch, ...]
+    forward: tuple[Any, ...]
+    backward: tuple[Any, ...]
+    moved: int
+    laps: tuple[Lap, ...]
+    gpu: bool
+
+    def plan(self, state: State) -> tuple[Plan, bool]:
+        """The plan of a state's steps, and whether its transport keeps its memory."""
+        schedule = state.spec.schedule
+        if schedule.order is None or schedule.order == "recorded":
+            schedule = schedule.ordered([*self.forward, *self.backward])
+        return plan_for(state, schedule, len(self.forward))
+
+    def memory(self, state: State) -> StepMemory:
+        """The peak of a step of this state."""
+        plan, keeps = self.plan(state)
+        on_device, on_host = state_bytes(state)
+        return find_peak(
+            state.layout, plan, on_device, self.stretches, host=on_host, moved=self.moved,
+            keeps_memory=keeps, gpu=self.gpu,
+        )  # fmt: skip
+
+
+def rehearse(
+    forward_backward: ForwardBackward[Any], state: State, args: Any, kwargs: Any, verb: str, *, imagined: bool = False,
+    counter: Any = None,
+) -> Rehearsed:  # fmt: skip
+    """Run a step with tensors that have no memory.
+
+    Args:
+        imagined: the kernels are those of a GPU, which need not be there; else those of the device of the state, or of
+            the best there is.
+        counter: a dispatch mode, which sees the operations, and whose `lap()` is called after each use.
+    """
     driver = forward_backward.driver
     if not isinstance(driver, Driver):
-        raise ScheduleError("step_memory: of forward_backward(second_order=True) it is not known. Leave that out.")
+        raise ScheduleError(f"{verb}: of forward_backward(second_order=True) it is not known. Leave that out.")
     where, gives_back = steps_on(state)
-    layout, schedule = state.layout, state.spec.schedule
-    mode = torch_private.fakes_that_die()
+    fakes = not imagined or moves(driver.model)
+    if imagined:
+        where, gives_back = (torch.device("cpu") if fakes else torch.device("meta")), True
+    layout = state.layout
+    mode = torch_private.fakes_that_die() if fakes else nullcontext()
+    kernels = ImaginedKernels(where) if imagined else nullcontext()
     with mode:
         weights = weights_of(layout, where)
     rehearsal = Rehearsal(driver.bare(), where, weights, holds=gives_back)
-    with torch.compiler.set_stance("force_eager"), mode:
+    with torch.compiler.set_stance("force_eager"), mode, kernels:
         own = [(held, name) for _, held, name in every_buffer(rehearsal.model)]
         for held, name in own:
             held[name] = _alike(held[name], where)
@@ -73,30 +129,27 @@ def step_memory(forward_backward: ForwardBackward[Any], state: State, *args: Any
         known = [*pytree.tree_leaves((given, keywords)), *(w for one in weights.values() for w in one.values())]
         known += [*pytree.tree_leaves(lent.buffers), *(held[name] for held, name in own)]
 
-        def rehearse() -> tuple[list[Stretch], tuple[list[Any], list[Any]]]:
+        def run() -> Rehearsed:
             stretches: list[Stretch] = []
             alive = Alive(where, [t for t in known if isinstance(t, torch.Tensor)])
             rehearsal.completed = lambda unit: stretches.append(Stretch(unit, alive.lap()))
-            with rehearsal.running(lent, "step_memory", trains=True), alive:
+            rehearsal.counter, rehearsal.laps, rehearsal.gathered = counter, [], ()
+            if counter is not None:
+                counter.lap()
+            with rehearsal.running(lent, verb, trains=True), alive, counter or nullcontext():
                 forward_backward.rehearse(rehearsal, given, keywords)
-                trace = rehearsal.trace
-            return [*stretches, Stretch("", alive.lap())], trace
+                forward, backward = rehearsal.trace
+                rehearsal.lap()
+            stretches.append(Stretch("", alive.lap()))
+            laps = tuple(rehearsal.laps)
+            return Rehearsed(tuple(stretches), (*forward,), (*backward,), rehearsal.moved, laps, gives_back)
 
         try:
-            stretches, (forward, backward) = rehearse()
-            if rehearsal.moved:  # where there is room for it is known from the second step on
-                stretches, (forward, backward) = rehearse()
+            found = run()
+            return run() if found.moved else found  # where there is room for it is known from the second step on
         except RuntimeError as error:
-            refuse_values(error, "step_memory")
+            refuse_values(error, verb)
             raise
-    if schedule.order is None or schedule.order == "recorded":
-        schedule = schedule.ordered([*forward, *backward])
-    plan, keeps = plan_for(state, schedule, len(forward))
-    on_device, on_host = state_bytes(state)
-    return find_peak(
-        layout, plan, on_device, stretches, host=on_host, moved=rehearsal.moved,
-        keeps_memory=keeps, gpu=gives_back,
-    )  # fmt: skip
 
 
 def _alike(t: torch.Tensor, device: torch.device) -> torch.Tensor:

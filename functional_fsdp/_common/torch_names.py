@@ -63,9 +63,11 @@ __all__ = [
     "dispatch_modes",
     "dual_level_verbs",
     "dynamo",
+    "efficient_attention",
     "enable_python_dispatcher",
     "end_allocate_to_pool",
     "fakes_that_die",
+    "flash_attention",
     "foreach_add_",
     "foreach_clamp_max_",
     "foreach_clamp_min_",
@@ -143,6 +145,10 @@ foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
+
+# ---- attention's kernels on GPUs, by name
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention
 
 # ---- what is going on around a call
 C: Any = torch._C

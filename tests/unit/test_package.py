@@ -21,6 +21,7 @@ from functional_fsdp._verbs import seams
 ROOT = Path(__file__).parents[2]
 CORE = sorted(f for f in (ROOT / "functional_fsdp").rglob("*.py") if "transforms" not in f.parts)
 TRANSFORMS = sorted((ROOT / "transforms").rglob("*.py"))
+SATELLITES = {"_predict"}  # rooms that the core does not know
 FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"}
 FACTORIES |= {"randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -22,7 +22,7 @@ from functional_fsdp.extend import CopyLane, HostBuffers, Loan
 from .driver import Driver
 from .unit_uses import Gradients
 
-__all__ = ["Alive", "Rehearsal", "weights_of"]
+__all__ = ["Alive", "Lap", "Rehearsal", "moves", "weights_of"]
 
 BLOCK = 512  # bytes: what GPUs' allocators round up to
 
@@ -87,6 +87,19 @@ def imagined_buffers(model: nn.Module) -> Iterator[ImaginedBuffers]:
             owner.buffers = before[key]
 
 
+def moves(model: nn.Module) -> bool:
+    """Whether parts of a model move something to the host's memory."""
+    parts = [vars(module).get("_part") for module in model.modules()]
+    return any(part is not None and part.fate == "offload" for part in parts)
+
+
+class Lap(NamedTuple):
+    """What the model did from one gather to the next: the units of the gather, and what the counter gives."""
+
+    units: tuple[str, ...]
+    work: Any
+
+
 class Unconcerned:
     """What a driver's session is where no schedule is followed."""
 
@@ -111,6 +124,9 @@ class Rehearsal(Driver):
         self.moved = 0  # bytes of activations that went to the host's memory
         self.held: Gradients = []  # of the unit before: on GPUs they live until they were copied
         self.completed: Callable[[str], None] = lambda unit: None
+        self.counter: Any = None  # has `lap()`, which gives what was done since the last one
+        self.laps: list[Lap] = []
+        self.gathered: tuple[str, ...] = ()
 
     @contextmanager
     def running(self, state: State, verb: str, trains: bool = False) -> Iterator[int]:
@@ -126,6 +142,17 @@ class Rehearsal(Driver):
         finally:
             self.held = []
             self._stop()
+
+    def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
+        if self.gathered:
+            self.lap()
+        self.gathered = units
+        super().fetch(units, by_plan, others)
+
+    def lap(self) -> None:
+        """The use of the units that were gathered last is over."""
+        if self.counter is not None:
+            self.laps.append(Lap(self.gathered, self.counter.lap()))
 
     def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
         self.weights.update({unit: self.made[unit] for unit in units})

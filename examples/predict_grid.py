@@ -1,0 +1,227 @@
+"""A grid of settings, measured beside what `fsdp.predict` says of them: milliseconds a step, and the peak.
+
+    python examples/predict_grid.py                                   # on all GPUs, 0.16 B and 1.2 B
+    python examples/predict_grid.py --models 1.2b --ranks 2 --limit 240
+    python examples/predict_grid.py --models tiny --ranks 2 --device cpu      # a dry run: no times of worth
+
+| column       | what it is                                                                                       |
+|--------------|--------------------------------------------------------------------------------------------------|
+| ms           | of a step, the median of `--steps`, the slowest rank's                                           |
+| by table     | as `fsdp.predict` says it of this GPU's table, without having measured anything                  |
+| by links     | the same, with the links that `fsdp.measure_links` found here                                    |
+| peak         | MiB, the most that the caching allocator gave in a step, and shared memory; of a graph as it was |
+|              | captured                                                                                         |
+
+Below the table are the links, the host's share of the eager steps, and the lines for docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+from _benchmark_models import MODELS, Config
+
+import functional_fsdp as fsdp
+from functional_fsdp import transforms as T
+
+MIB = 1 << 20
+LR = 3e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A setting. keep: of gathered units; remat: of the blocks, "" for none."""
+
+    placement: str = "zero3"
+    graph: bool = False
+    compiled: bool = False
+    keep: Any = None
+    remat: str = ""
+    transport: str = "collective"
+
+    def __str__(self) -> str:
+        words = [self.placement, "graph" if self.graph else "eager"]
+        words += ["compiled"] * self.compiled + ["kept"] * (self.keep is not None)
+        words += [self.remat] * bool(self.remat) + ["copy engine"] * (self.transport == "copy_engine")
+        return ", ".join(words)
+
+
+CASES = [
+    Case(), Case(graph=True), Case(graph=True, keep="all"), Case(remat="recomputed"),
+    Case(graph=True, remat="recomputed"), Case("zero2"), Case("zero2", graph=True), Case("ddp"),
+    Case("ddp", graph=True), Case(graph=True, transport="copy_engine"), Case(remat="mlp moved"),
+    Case(graph=True, compiled=True), Case(graph=True, compiled=True, transport="copy_engine"),
+]  # fmt: skip
+
+
+def changed(model: Any, case: Case) -> Any:
+    if case.remat == "recomputed":
+        return T.remat(model, "blocks.*")
+    if case.remat == "mlp moved":
+        return T.offload(model, "blocks.0", "blocks.1")
+    return model
+
+
+def spec_of(case: Case, config: Config, mesh: Any) -> fsdp.Spec:
+    names = tuple(mesh) if isinstance(mesh, dict) else mesh.mesh_dim_names
+    schedule = fsdp.Schedule(keep=case.keep, overlap_update=True)
+    return fsdp.Spec(
+        mesh, getattr(fsdp, case.placement)(*names), precision=fsdp.Precision(compute=torch.bfloat16),
+        units=config.units(), schedule=schedule, transport=case.transport,
+    )  # fmt: skip
+
+
+def predictions(config: Config, cases: list[Case], ranks: int, hardware: Any, links: Any) -> list[Any]:
+    """Of each case, with a table's links or measured ones."""
+    found = []
+    for case in cases:
+        with torch.device("meta"):
+            model = changed(config.build(), case)
+        tokens = torch.empty(config.batch, config.seq + 1, dtype=torch.int64, device="meta")
+        spec = spec_of(case, config, {"data": ranks})
+        settings: Any = {"hardware": hardware, "graph": case.graph, "compiled": case.compiled}
+        found.append(fsdp.predict(model, config.loss, tokens, spec, fsdp.adamw(lr=LR), links=links, **settings))
+    return found
+
+
+# ---------------------------------------------------------------- on each rank
+
+
+def links_here(device: str) -> dict[str, fsdp.Link]:
+    return fsdp.measure_links(fsdp.local_mesh(device, data=-1))
+
+
+def measured(config: Config, case: Case, steps: int, device: str) -> dict[str, float]:
+    """Milliseconds and bytes of one case, on this rank."""
+    cuda = device == "cuda"
+    gc.collect()
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated() if cuda else 0
+    mesh = fsdp.local_mesh(device, data=-1)
+    state, model = fsdp.init(config.build, spec_of(case, config, mesh), fsdp.adamw(lr=LR), seed=0)
+    forward_backward = T.forward_backward(changed(model, case), config.loss, compile=case.compiled)
+
+    def train_step(state: fsdp.State, tokens: torch.Tensor) -> Any:
+        state, loss = forward_backward(state, tokens)
+        return fsdp.step(state), loss
+
+    step: Callable[..., Any] = T.cuda_graph(train_step, warmup=2) if case.graph and cuda else train_step
+    where = "cuda" if cuda else "cpu"
+    generator = torch.Generator(device=where).manual_seed(mesh.get_local_rank("data"))
+    shape = (config.batch, config.seq + 1)
+    data = [torch.randint(0, config.vocab, shape, generator=generator, device=where) for _ in range(3)]
+    times, hosts = [], []
+    for i in range(4 + steps):
+        if i == 3 and cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        begun = time.perf_counter()
+        state, _ = step(state, data[i % 3])
+        hosts.append(time.perf_counter() - begun)
+        if cuda and i in (3, 3 + steps):  # in between steps follow each other, as in a run
+            torch.cuda.synchronize()
+            times.append(time.perf_counter())
+    found = {"host": 1e3 * median(hosts[4:]), "ms": 1e3 * median(hosts[4:])}
+    if cuda:
+        found["ms"] = 1e3 * (times[1] - times[0]) / steps
+        most = torch.cuda.max_memory_allocated() - before
+        graphs = getattr(step, "graphs", {})
+        if graphs:
+            most = max(most, torch.cuda.memory_allocated() - before + max(graph.peak for graph in graphs.values()))
+        found["peak"] = most + state.shared_bytes
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    cuda = torch.cuda.device_count()
+    add("--models", nargs="*", default=["0.16b", "1.2b"], choices=tuple(MODELS))
+    add("--ranks", type=int, default=max(1, cuda))
+    add("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    add("--hardware", default=None, help="default: by the GPU's name, or H100")
+    add("--steps", type=int, default=10)
+    add("--limit", type=float, default=330, help="seconds after which no further case begins")
+    add("--cases", type=int, default=len(CASES), help="how many of the cases")
+    args = parser.parse_args()
+    begun = time.perf_counter()
+    rows: list[tuple[str, Case, Any, Any, dict[str, float]]] = []
+    with fsdp.workers(nprocs=args.ranks) as ranks:
+        links = ranks(links_here, args.device).get()[0]
+        name = ranks(device_name, args.device).get()[0]
+        hardware = args.hardware or next((one for one in fsdp.HARDWARE if one in name), "H100")
+        print(f"{args.ranks} × {name}, predicted as {hardware}; links: {links}", flush=True)
+        for model in args.models:
+            config = MODELS[model]
+            if model == "tiny":
+                config = replace(config, batch=2)
+            cases = CASES[: args.cases]
+            said = predictions(config, cases, args.ranks, hardware, None)
+            with_links = predictions(config, cases, args.ranks, hardware, links)
+            for case, by_table, by_links in zip(cases, said, with_links, strict=True):
+                if time.perf_counter() - begun > args.limit:
+                    print(f"{model}, {case}: left out after {args.limit:.0f} s", flush=True)
+                    continue
+                try:
+                    every = ranks(measured, config, case, args.steps, args.device).get()
+                except Exception as error:
+                    print(f"{model}, {case}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                    continue
+                worst = {key: max(one[key] for one in every) for key in every[0]}
+                rows.append((model, case, by_table, by_links, worst))
+                print(line(*rows[-1]), flush=True)
+    print()
+    print(report(rows, name, args.ranks))
+
+
+def device_name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "a CPU"
+
+
+def off(predicted: float, taken: float) -> str:
+    return f"{100 * (predicted / taken - 1):+.1f} %"
+
+
+def line(model: str, case: Case, by_table: Any, by_links: Any, found: dict[str, float]) -> str:
+    ms, one, two = found["ms"], 1e3 * by_table.seconds, 1e3 * by_links.seconds
+    cells = [
+        model,
+        str(case),
+        f"{ms:.1f}",
+        f"{found['host']:.1f}",
+        f"{one:.1f}",
+        off(one, ms),
+        f"{two:.1f}",
+        off(two, ms),
+    ]
+    peak, said = found.get("peak"), by_table.peak / MIB
+    cells += [f"{peak / MIB:,.0f}", f"{said:,.0f}", off(said, peak / MIB)] if peak else ["-", f"{said:,.0f}", "-"]
+    return f"| {' | '.join(cells)} |"
+
+
+def report(rows: list[Any], name: str, ranks: int) -> str:
+    head = "| model | setting | ms | host ms | by table | off by | by links | off by | peak MiB | predicted | off by |"
+    lines = [f"{ranks} × {name}", "", head, "|---|---|" + "---:|" * 9, *(line(*row) for row in rows)]
+    for what, index in (("table", 2), ("links", 3)):
+        sizes = [abs(1e3 * row[index].seconds / row[4]["ms"] - 1) for row in rows]
+        if sizes:
+            within = sum(one <= 0.10 for one in sizes)
+            lines.append(f"\ntime by {what}: median {100 * median(sizes):.1f} %, {within} of {len(sizes)} within 10 %")
+    peaks = [abs(row[2].peak / row[4]["peak"] - 1) for row in rows if "peak" in row[4]]
+    if peaks:
+        within = sum(one <= 0.03 for one in peaks)
+        lines.append(f"\npeak: median {100 * median(peaks):.1f} %, {within} of {len(peaks)} within 3 %")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Steps on paper: how long they take, what they need, which settings are best, from operations, bytes and hardware."""

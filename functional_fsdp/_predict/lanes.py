@@ -1,0 +1,194 @@
+"""Lanes: a step on paper, event by event: the host issues, compute waits for its gather, others work beside it. Pure.
+
+    host     [ a ][ b ][ c ]...               eager steps only: compute comes no earlier than the host
+    gather   [a][ b ][ c ]      [ b ]  [a]    in plan order, each one after the other
+    compute     [ a ][ b ][ c ][ c   ][ b  ][ a  ]   slower while memory is moved beside it
+    reduce                            [ c ][ b ][ a ]
+    update                                         [ a, b, c ]
+
+The next step begins where the updates end; the host may be ahead of it. Of three steps the last one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .._plan.plan import Plan
+from .._plan.timeline import Span
+from .hardware import Hardware
+from .traffic import Traffic, Transfer
+
+__all__ = ["Costs", "Run", "play"]
+
+LANES = ("host", "gather", "compute", "reduce", "outer", "update", "copies")
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a plan's calls take. By call (a group of uses): `device` and `host` seconds. By unit: bytes of `updates`.
+
+    Attributes:
+        overlap: whether updates follow each reduction; else they come after the backward.
+        microbatches: passes of the plan.
+        stays: units that are gathered in the first pass only.
+        to_host: bytes of activations that a pass moves to the host's memory and back.
+        streamed: bytes of a state in the host's memory that a step moves, each way.
+        last: seconds of the host for `step`.
+    """
+
+    device: Sequence[float]
+    host: Sequence[float]
+    updates: Mapping[str, int]
+    overlap: bool = False
+    microbatches: int = 1
+    stays: frozenset[str] = frozenset()
+    to_host: int = 0
+    streamed: int = 0
+    last: float = 0.0
+
+
+@dataclass
+class Run:
+    """The last step. begin, end: seconds. waits: seconds that compute waited, by what for."""
+
+    begin: float = 0.0
+    end: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    waits: dict[str, float] = field(default_factory=dict)
+    slowed: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+def play(plan: Plan, traffic: Traffic, costs: Costs, hardware: Hardware) -> Run:
+    """Carry a plan out, for three steps, and return the last."""
+    lanes = _Lanes(plan, traffic, costs, hardware)
+    for _ in range(STEPS):
+        lanes.step()
+    return lanes.run
+
+
+class _Lanes:
+    def __init__(self, plan: Plan, traffic: Traffic, costs: Costs, hardware: Hardware) -> None:
+        self.plan, self.traffic, self.costs, self.hardware = plan, traffic, costs, hardware
+        self.free = dict.fromkeys(LANES, 0.0)
+        self.busy: list[tuple[float, float, float]] = []  # (begin, end, seconds that compute loses in each second)
+        self.run = Run()
+        self.moving = hardware.bandwidth * hardware.moves
+        self.taken = 0.0 if traffic.by_copies else hardware.taken
+        self.done: list[float] = []  # reductions
+
+    def step(self) -> None:
+        run = self.run = Run(begin=self.run.end)
+        for lane in LANES[1:]:
+            self.free[lane] = max(self.free[lane], run.begin)  # main weights are new from there on
+        updates: dict[str, float] = {}
+        for i in range(self.costs.microbatches):
+            self.microbatch(i, updates)
+        ready = max(self.free["reduce"], self.free["outer"])
+        host = self.free["host"] = self.free["host"] + self.costs.last
+        if not self.costs.overlap:
+            begin = max(self.free["compute"], ready, host if self.costs.last else 0.0)
+            seconds = sum(self.costs.updates.values()) / self.moving
+            self.span("compute", "update", len(self.plan.uses), begin, begin + seconds)
+            self.free["update"] = begin + seconds
+        else:
+            self.free["update"] = max(self.free["update"], ready)
+        end = max(self.free["update"], self.free["compute"], self.free["copies"])
+        end = self.send("gather", "refresh", len(self.plan.uses), self.traffic.refresh, end)
+        if self.costs.streamed:
+            end = max(end, self.free["compute"] + self.costs.streamed / self.hardware.to_host)
+        late = end - self.free["compute"]
+        if late > 0:
+            self.wait("reduce" if ready >= self.free["update"] else "update", late)
+        run.end = max(end, host)
+        if run.end > end:
+            self.wait("host", run.end - end)
+        self.busy = [one for one in self.busy if one[1] > run.end]
+
+    def microbatch(self, number: int, updates: dict[str, float]) -> None:
+        plan, costs = self.plan, self.costs
+        ready: dict[int, float] = {}
+        issued = 0
+        reduced = 0
+        self.done = []
+        forward = max(1, plan.turn)
+        half = costs.to_host / self.hardware.to_host / forward
+        for n, (first, last) in enumerate(plan.groups):
+            host = self.free["host"]
+            here = max(self.free["compute"], host)
+            for item in plan.gathers[issued : plan.due[last]]:
+                if number and item.unit in costs.stays:
+                    ready[item.first] = self.run.begin
+                else:
+                    ready[item.first] = self.send("gather", item.unit, item.first, self.traffic.gather(item.unit), here)
+            issued = max(issued, plan.due[last])
+            weights = max((ready.get(k, 0.0) for k in range(first, last + 1)), default=0.0)
+            begin = max(self.free["compute"], weights, host)
+            if begin > self.free["compute"]:
+                self.wait("gather" if weights >= host else "host", begin - self.free["compute"])
+            self.free["host"] = host + costs.host[n]
+            end = max(self.slowed(begin, costs.device[n]), self.free["host"])
+            if costs.host[n]:
+                self.span("host", plan.uses[first].unit, first, host, self.free["host"])
+            self.span("compute", plan.uses[first].unit, first, begin, end)
+            if half:  # there in the forward, and back in the backward
+                start = max(self.free["copies"], end if first < forward else begin)
+                self.free["copies"] = start + half
+                self.busy.append((start, start + half, self.hardware.beside * self.hardware.to_host / self.moving))
+                end = max(end, self.free["copies"] - 2 * half)
+            self.free["compute"] = end
+            while reduced < len(plan.reductions) and plan.reductions[reduced].use <= last:
+                reduction = plan.reductions[reduced]
+                if reduced >= plan.slots and self.done[reduced - plan.slots] > self.free["compute"]:
+                    self.wait("reduce", self.done[reduced - plan.slots] - self.free["compute"])
+                    self.free["compute"] = self.done[reduced - plan.slots]
+                transfer = self.traffic.reduce(reduction.unit)
+                done = self.send("reduce", reduction.unit, reduction.use, transfer, self.free["compute"])
+                self.done.append(done)
+                reduced += 1
+                if costs.overlap and number == costs.microbatches - 1:
+                    seconds = costs.updates.get(reduction.unit, 0) / self.moving
+                    start = max(done, self.free["update"])
+                    self.free["update"] = start + seconds
+                    self.busy.append((start, start + seconds, self.hardware.beside))
+                    self.span("update", reduction.unit, reduction.use, start, start + seconds)
+
+    def send(self, lane: str, unit: str, use: int, transfer: Transfer, earliest: float) -> float:
+        """Put a transfer on its lanes; returns when it is done."""
+        if not transfer.legs:
+            return earliest
+        at, seconds = earliest, transfer.seconds
+        for named, _, leg in transfer.legs:
+            where = named if named in LANES and named != "side" else lane
+            begin = max(at, self.free[where])
+            at = self.free[where] = begin + leg
+            self.span(where, unit, use, begin, at)
+            loss = self.hardware.beside * transfer.moved / self.moving / seconds if seconds else 0.0
+            self.busy.append((begin, at, loss + (self.taken if named else 0.0)))
+        return at
+
+    def slowed(self, begin: float, seconds: float) -> float:
+        """When so many seconds of compute are done that begin there, with what is moved beside them."""
+        edges = sorted({t for a, b, _ in self.busy for t in (a, b) if t > begin})
+        at, left = begin, seconds
+        for edge in [*edges, float("inf")]:
+            rate = 1.0 / (1.0 + sum(loss for a, b, loss in self.busy if a <= at < b))
+            if left <= (edge - at) * rate:
+                at += left / rate
+                break
+            left -= (edge - at) * rate
+            at = edge
+        self.run.slowed += at - begin - seconds
+        self.busy = [one for one in self.busy if one[1] > begin]
+        return at
+
+    def wait(self, what: str, seconds: float) -> None:
+        self.run.waits[what] = self.run.waits.get(what, 0.0) + seconds
+
+    def span(self, lane: str, unit: str, use: int, begin: float, end: float) -> None:
+        self.run.spans.append(Span(lane, unit, use, begin - self.run.begin, end - self.run.begin))

@@ -1,0 +1,287 @@
+"""predict: seconds of a step on paper, and what they are made of.
+
+model, loss function, batch   ──rehearsal on the meta device──▶  kernels of each use, order of use, bytes alive
+spec                          ──layout, plan, records────────▶  gathers, reductions, updates by unit
+hardware                      ──────────────────────────────▶  seconds of each; lanes, event by event
+"""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from .._common.tree import bytes_text, table
+from .._graph.lower import abstract_state
+from .._nn.module import functionalize
+from .._nn.skeleton import Placeholder, every_buffer
+from .._nn.ties import aliases_of
+from .._optim.adamw import adamw
+from .._plan.layout import Layout
+from .._plan.peak import StepMemory
+from .._plan.plan import Plan
+from .._plan.timeline import Timeline
+from .._spec.spec import Spec
+from .._state.sizes import state_bytes
+from .._state.state import State
+from .hardware import Hardware, Link, hardware_of
+from .lanes import Costs, Run, play
+from .operations import Counter, Work
+from .traffic import Traffic
+
+__all__ = ["Prediction", "Rehearsal", "predict", "predicted", "rehearsed"]
+
+
+def transforms() -> Any:
+    """The transforms, which are above this folder: they import `functional_fsdp`, which imports this."""
+    return import_module("functional_fsdp.transforms")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a model does with a batch, whatever the mesh: `found` of the rehearsal, and the work of each use."""
+
+    found: Any
+    works: tuple[Work, ...]
+    params: Any
+    buffers: Mapping[str, Any]
+
+    def state(self, spec: Spec, optimizer: Any) -> State:
+        return abstract_state(self.params, spec, optimizer, buffers=self.buffers)
+
+
+@dataclass(frozen=True, repr=False)
+class Prediction:
+    """A step on paper. Printing it gives a table.
+
+    Attributes:
+        seconds: of a step, on each rank.
+        timeline: what each lane does when, as of `fsdp.timeline`; lanes are "host", "gather", "compute", "reduce",
+            "outer" (a second axis), "update" and "copies" (to the host's memory).
+        memory: the peak, as `T.step_memory` says it.
+        traffic: bytes that a rank receives in a step, by axis.
+        flops: operations a rank, recomputation included.
+        parts: seconds by what they are: "compute", alone; "slowed", by what moves memory beside it; and what compute
+            waited for: "gather", "reduce", "update", "host", "copies".
+        bound: where it is bound, in words.
+        hardware: on what.
+    """
+
+    seconds: float
+    timeline: Timeline
+    memory: StepMemory
+    traffic: Mapping[str, int]
+    flops: int
+    parts: Mapping[str, float]
+    bound: str
+    hardware: Hardware
+    spec: Spec
+    plan: Plan
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the device at the peak."""
+        return self.memory.peak
+
+    @property
+    def fits(self) -> bool:
+        """Whether 0.94 of the device's memory holds the peak; the rest is the driver's, NCCL's and the allocator's."""
+        return self.peak <= 0.94 * self.hardware.memory
+
+    @property
+    def utilization(self) -> float:
+        """The share of the peak of matrix products in bfloat16 that the step's operations are."""
+        return self.flops / self.seconds / max(self.hardware.flops.values(), default=1.0)
+
+    def __repr__(self) -> str:
+        total = sum(self.parts.values()) or 1.0
+        rows = [(name, f"{1e3 * s:.1f}", f"{100 * s / total:.0f} %") for name, s in self.parts.items() if s > 0]
+        axes = " × ".join(f"{axis} {n}" for axis, n in self.spec.axes.items())
+        sent = ", ".join(f"{axis} {bytes_text(n)}" for axis, n in self.traffic.items()) or "nothing"
+        fits = "" if self.fits else f", which {self.hardware.name} ({bytes_text(self.hardware.memory)}) does not hold"
+        measured = "" if self.hardware.measured else "; nobody has measured this hardware"
+        said = f"{1e3 * self.seconds:.1f} ms a step on {self.hardware.name}, mesh {axes}"
+        return (
+            f"{said}: bound by {self.bound}{measured}\n"
+            f"{table(('part', 'ms', 'share'), rows)}\n"
+            f"received a rank: {sent}\npeak {bytes_text(self.peak)} a rank, {self.memory.where}{fits}"
+        )
+
+
+def predict(
+    model: nn.Module,
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    spec: Spec,
+    optimizer: Any = None,
+    *,
+    hardware: str | Hardware = "H100",
+    graph: bool = False,
+    compiled: bool = False,
+    microbatches: int = 1,
+    links: Mapping[str, Link] | None = None,
+) -> Prediction:
+    """Predict the seconds of a step of `T.forward_backward` and `step`, on each rank. Needs no GPU and no ranks.
+
+    Args:
+        model: with weights or without (built on the meta device); also one of `T.remat` or `T.offload`.
+        loss_fn: `loss_fn(model, *batch)`.
+        batch: a rank's, of one microbatch: a tensor, or a tuple of arguments; only shapes and dtypes count.
+        spec: on a mesh of any size, as `Spec({"replica": 64, "shard": 8}, ...)`. Inner axes are within a host.
+        optimizer: as for `shard`. Default: AdamW.
+        hardware: "H100", "H200", "A100", "B200" (`fsdp.HARDWARE`), or a `fsdp.Hardware`.
+        graph: whether the step is a CUDA graph, which needs no host.
+        compiled: whether units that come again are compiled.
+        microbatches: of a step.
+        links: by axis, as `fsdp.measure_links` gives them; for axes left out those of the hardware.
+
+    Returns:
+        a `Prediction`: seconds, a timeline by unit and lane, the peak, bytes by axis, and where it is bound.
+
+    What is counted of compute are kernels by their operations and bytes; of the model's own collectives (experts,
+    tensor parallelism) nothing. docs/benchmarks.md has predictions beside measurements. Main gradients are counted
+    whole.
+
+    Collective: none.
+
+    Raises:
+        ScheduleError: the loss function asks for a tensor's value.
+        SpecError: an unknown hardware.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, device="meta") for _ in range(4)))
+        >>> spec = Spec({"data": 8}, precision=fsdp.Precision(compute=torch.bfloat16))
+        >>> batch = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
+        >>> found = predict(model, lambda model, x: model(x).square().mean(), batch, spec, hardware="H100", graph=True)
+        >>> found.bound, found.traffic == {"data": 939524096}
+        ('compute', False)
+
+    Source: the roofline of Williams, Waterman and Patterson 2009 (CACM 52:4), kernel by kernel.
+    """
+    found = rehearsed(model, loss_fn, batch, spec, optimizer)
+    return predicted(found, spec, optimizer, hardware, graph, compiled, microbatches, links)
+
+
+def rehearsed(
+    model: nn.Module, loss_fn: Callable[..., Any], batch: Any, spec: Spec, optimizer: Any = None
+) -> Rehearsal:
+    """Run the model once with tensors that have no memory. The mesh, the transport and the placement are of no account;
+    units and precision are."""
+    T = transforms()
+    params, skeleton = abstract(model)
+    buffers = {path: held[name] for path, held, name in every_buffer(model)}
+    args = batch if isinstance(batch, tuple) else (batch,)
+    state = abstract_state(params, spec, _optimizer(optimizer), buffers=buffers)
+    forward_backward = T.forward_backward(skeleton, loss_fn)
+    rehearse = import_module("functional_fsdp.transforms.step_memory").rehearse
+    found = rehearse(forward_backward, state, args, {}, "predict", imagined=True, counter=Counter())
+    return Rehearsal(found, tuple(lap.work for lap in found.laps), params, buffers)
+
+
+def predicted(
+    found: Rehearsal, spec: Spec, optimizer: Any = None, hardware: str | Hardware = "H100", graph: bool = False,
+    compiled: bool = False, microbatches: int = 1, links: Mapping[str, Link] | None = None,
+) -> Prediction:  # fmt: skip
+    """Of a rehearsal, for this spec."""
+    machine = hardware_of(hardware)
+    state = found.state(spec, _optimizer(optimizer))
+    layout = state.layout
+    plan, _ = found.found.plan(state)
+    traffic = Traffic(layout, spec, machine, links)
+    costs = costs_of(found, state, plan, traffic, machine, graph, compiled, microbatches)
+    run = play(plan, traffic, costs, machine)
+    memory = found.found.memory(state)
+    flops = microbatches * sum(work.flops for work in found.works)
+    compute = microbatches * sum(costs.device)
+    parts = {"compute": compute, "slowed": run.slowed, **run.waits}
+    rest = run.seconds - sum(parts.values())
+    parts["update"] = parts.get("update", 0.0) + max(0.0, rest)
+    return Prediction(
+        run.seconds, Timeline(tuple(sorted(run.spans, key=lambda s: (s.begin, s.end)))), memory,
+        _received(plan, traffic, costs), flops, parts, _bound(run, parts, layout, traffic), machine, spec, plan,
+    )  # fmt: skip
+
+
+def costs_of(
+    found: Rehearsal, state: State, plan: Plan, traffic: Traffic, hardware: Hardware, graph: bool, compiled: bool,
+    microbatches: int,
+) -> Costs:  # fmt: skip
+    """What the lanes are given."""
+    layout, spec = state.layout, state.spec
+    again = _repeated(layout) if compiled else frozenset()
+    works, groups = found.works, plan.groups
+    units = [plan.uses[first].unit for first, _ in groups]
+    device = [w.seconds(hardware, unit in again) for w, unit in zip(works, units, strict=True)]
+    issued = [0.0] * len(works)
+    last = hardware.replay if graph else 0.0
+    if not graph:
+        one = hardware.use if plan.arena or len(plan.reductions) else 0.0
+        issued = [w.host_seconds(hardware, unit in again) + one for w, unit in zip(works, units, strict=True)]
+        last = hardware.use * len(layout.trainable) / 4
+    near, _ = state_bytes(state)
+    main = near.get("main weights", 0)
+    ratio = near.get("optimizer state", 0) / main if main else 2.0
+    updates = {} if state.optimizer is None else {unit.name: traffic.update(unit, ratio) for unit in layout.units}
+    on_host = [b for b in layout.trainable.values() if b.on_host]
+    streamed = int(sum(b.nbytes("main") * (1 + ratio) + b.nbytes("grads") for b in on_host))
+    return Costs(
+        device, issued, updates, spec.schedule.overlap_update, microbatches, plan.stays, 2 * found.found.moved // 2,
+        streamed, last,
+    )  # fmt: skip
+
+
+def abstract(model: nn.Module) -> tuple[dict[str, torch.Tensor], nn.Module]:
+    """Parameters without values, tied ones the same, and the skeleton."""
+    params, skeleton = functionalize(model)
+    aliases = aliases_of(model)
+    made = {
+        path: torch.empty_like(p, device="meta", requires_grad=p.requires_grad)
+        if not isinstance(p, Placeholder)
+        else torch.empty(p.size(), dtype=p.dtype, device="meta")
+        for path, p in params.items()
+        if path not in aliases
+    }
+    return {path: made[aliases.get(path, path)] for path in params}, skeleton
+
+
+def _optimizer(optimizer: Any) -> Any:
+    return adamw(lr=1e-3) if optimizer is None else optimizer
+
+
+def _repeated(layout: Layout) -> frozenset[str]:
+    """Units whose leaves have the shapes of another unit's: what is compiled."""
+    shapes = {unit.name: tuple(leaf.shape for b in unit.buckets for leaf in b.leaves) for unit in layout.units}
+    times = Counts(shapes.values())
+    return frozenset(name for name, one in shapes.items() if times[one] > 1)
+
+
+def _received(plan: Plan, traffic: Traffic, costs: Costs) -> dict[str, int]:
+    found: dict[str, int] = {}
+    gathers = [(g.unit, 1 if g.unit in costs.stays else costs.microbatches) for g in plan.gathers]
+    transfers = [(traffic.gather(unit), times) for unit, times in gathers]
+    transfers += [(traffic.reduce(r.unit), costs.microbatches) for r in plan.reductions]
+    for transfer, times in [*transfers, (traffic.refresh, 1)]:
+        for axis, n in transfer.received:
+            found[axis] = found.get(axis, 0) + n * times
+    return found
+
+
+def _bound(run: Run, parts: Mapping[str, float], layout: Layout, traffic: Traffic) -> str:
+    waits = {name: s for name, s in parts.items() if name not in ("compute", "slowed")}
+    worst = max(waits, key=lambda name: waits[name], default="")
+    if not worst or waits[worst] < 0.15 * run.seconds:
+        return "compute"
+    if worst in ("gather", "reduce"):
+        seconds: dict[str, float] = {}
+        for unit in layout.units:
+            for _, axis, s in getattr(traffic, worst)(unit.name).legs:
+                seconds[axis] = seconds.get(axis, 0.0) + s
+        axis = max(seconds, key=lambda name: seconds[name], default="")
+        return f"{worst}s along {axis!r}" if axis else f"{worst}s"
+    return {"host": "the host", "update": "updates", "copies": "copies to the host's memory"}.get(worst, worst)
