@@ -11,6 +11,7 @@ from ._drive.lifted import vmap
 from ._per_sample.clipped import clipped_gradients
 from ._per_sample.per_sample import per_sample_norms, per_sample_vjp
 from .accumulate import accumulate, divide
+from .budget import BudgetChoice, budget
 from .clip import clip_by_global_norm, clip_by_value
 from .compile_report import ClassTimes, CompileReport, compile_report
 from .hvp import hvp
@@ -21,6 +22,7 @@ from .step_memory import step_memory
 from .vjp import vjp
 
 __all__ = [
+    "BudgetChoice",
     "ClassTimes",
     "CompileReport",
     "ForwardBackward",
@@ -31,6 +33,7 @@ __all__ = [
     "accumulate",
     "any_nonfinite",
     "apply",
+    "budget",
     "clip_by_global_norm",
     "clip_by_value",
     "clipped_gradients",

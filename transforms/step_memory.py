@@ -110,6 +110,11 @@ def rehearse(
     driver = forward_backward.driver
     if not isinstance(driver, Driver):
         raise ScheduleError(f"{verb}: of forward_backward(second_order=True) it is not known. Leave that out.")
+    if forward_backward.budget is not None:
+        chosen = forward_backward.budget.locally(forward_backward, state, args, kwargs, imagined)
+        forward_backward = forward_backward.like(chosen)
+        assert isinstance(forward_backward.driver, Driver)
+        driver = forward_backward.driver
     where, gives_back = steps_on(state)
     fakes = not imagined or moves(driver.model)
     if imagined:
@@ -133,7 +138,7 @@ def rehearse(
             stretches: list[Stretch] = []
             alive = Alive(where, [t for t in known if isinstance(t, torch.Tensor)])
             rehearsal.completed = lambda unit: stretches.append(Stretch(unit, alive.lap()))
-            rehearsal.counter, rehearsal.laps, rehearsal.gathered = counter, [], ()
+            rehearsal.counter, rehearsal.laps, rehearsal.gathered, rehearsal.alive = counter, [], (), alive
             if counter is not None:
                 counter.lap()
             with rehearsal.running(lent, verb, trains=True), alive, counter or nullcontext():

@@ -19,7 +19,7 @@ from .torch_names import FakeTensorMode, storage_at
 
 __all__ = [
     "arrival", "as_rate", "being_captured", "best_device", "casts_float8", "clone_as", "computes_on",
-    "count_peak", "current_device", "default_generator", "device_of", "empty_as", "forked_random",
+    "count_peak", "current_device", "default_generator", "device_name", "device_of", "empty_as", "forked_random",
     "fused_sgd_takes", "host_bandwidth", "host_buffer", "host_memory", "in_host_memory", "keeps_released",
     "lies_on_host", "make_fakes_safe_in_threads", "make_room", "on_host", "peak_of", "pin", "random_state",
     "rows_at_once", "runs_triton", "set_random_state", "table_may_stay", "tl", "triton", "unpin", "zeros_as",
@@ -61,6 +61,11 @@ def device_of(leaves: Iterable[Any]) -> torch.device:
 def best_device() -> torch.device:
     """A GPU where there is one, else the CPU."""
     return current_device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_name() -> str:
+    """What this process's GPU is called; "" where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def computes_on(leaves: Iterable[Any]) -> torch.device:

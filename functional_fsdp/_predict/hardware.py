@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from .._common.device import device_name
 from .._common.errors import SpecError
+from .operations import Counter
 
 __all__ = ["HARDWARE", "Hardware", "Link", "hardware_of"]
 
@@ -83,6 +86,17 @@ class Hardware:
     copies: float = 340e9
     launch: float = 30e-6
     measured: bool = False
+
+    @staticmethod
+    def here() -> Hardware:
+        """That of this process's GPU, by its name; the H100's where there is none, or another."""
+        name = device_name()
+        return next((one for key, one in HARDWARE.items() if key in name), H100)
+
+    def counter(self) -> Any:
+        """A dispatch mode that counts what runs in it: `counter.lap()` gives `Work`, whose `seconds(hardware)` are
+        those of the device."""
+        return Counter()
 
     def peak(self, dtype: torch.dtype) -> float:
         """Operations a second of matrix products of this dtype."""

@@ -16,7 +16,6 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from .._common.torch_names import TorchDispatchMode, pytree
-from .hardware import Hardware
 
 __all__ = ["Counter", "Kernel", "Work"]
 
@@ -30,7 +29,8 @@ JOINED = (
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: "product", "attention" or "move"; operations; bytes read and written, eagerly and in compiled code."""
+    """A kernel: "product", "attention" or "move"; operations; bytes read and written, eagerly and in compiled code.
+    `hardware`, here and below, is a `Hardware`."""
 
     kind: str
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Kernel:
     nbytes: int
     compiled: int
 
-    def seconds(self, hardware: Hardware, compiled: bool) -> float:
+    def seconds(self, hardware: Any, compiled: bool) -> float:
         moved = (self.compiled if compiled else self.nbytes) / (hardware.bandwidth * hardware.moves)
         if self.kind == "move":
             return moved + hardware.kernel if moved else 0.0
@@ -59,11 +59,11 @@ class Work:
     def flops(self) -> int:
         return sum(kernel.flops * times for kernel, times in self.kernels)
 
-    def seconds(self, hardware: Hardware, compiled: bool = False) -> float:
+    def seconds(self, hardware: Any, compiled: bool = False) -> float:
         """Of the device."""
         return sum(kernel.seconds(hardware, compiled) * times for kernel, times in self.kernels)
 
-    def host_seconds(self, hardware: Hardware, compiled: bool = False) -> float:
+    def host_seconds(self, hardware: Any, compiled: bool = False) -> float:
         """Of the host in an eager step. Compiled code issues a kernel for each product, and few between."""
         if not compiled:
             return self.issued * hardware.operation

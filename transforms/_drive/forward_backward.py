@@ -136,6 +136,15 @@ class ForwardBackward(Generic[Out]):
                 "forward_backward(compile=..., second_order=True): torch does not differentiate compiled code twice. "
                 "Leave one of them out."
             )
+        self.budget: Any = vars(model).get("_budget")  # what of it is still to be chosen, see `T.budget`
+        self.choice: Any = None
+        self.compile = compile
+        if self.budget is not None and (second_order or compile is not False):
+            raise SpecError(
+                f"forward_backward({'second_order' if second_order else 'compile'}=...) of a model of T.budget: what "
+                "units keep is not the budget's to choose there. Leave one of them out; parts of units may be compiled "
+                "(T.compile_units)."
+            )
         self.driver: Driver | Whole = Whole(model) if second_order else Driver(model, compile)
         self.buffers = Buffers(self.driver.model, buffers)
         self.settings = Settings("forward_backward", model, self.driver.model)
@@ -151,6 +160,8 @@ class ForwardBackward(Generic[Out]):
         return run(self, state, args, kwargs, last_microbatch, scale)
 
     def _run(self, state: State, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor) -> tuple[State, Any]:
+        if self.budget is not None:
+            self._settle(state, args, kwargs)
         driver = self.driver
         begin_round(state, "forward_backward")
         if state.between_steps:
@@ -165,11 +176,37 @@ class ForwardBackward(Generic[Out]):
             state = driver.state
         return self._result(state, out, kept)
 
+    def plain(self) -> nn.Module:
+        """A copy of the model as it is, without what is still to be chosen."""
+        assert isinstance(self.driver, Driver)
+        model = self.driver.bare()
+        vars(model).pop("_budget", None)
+        return model
+
+    def like(self, model: nn.Module) -> ForwardBackward[Any]:
+        """The same of another model."""
+        return ForwardBackward(
+            model, self.loss_fn, self.has_aux, self.buffers.rule, self.compile, False, self.find_nonfinite,
+            self.input_grads, self.reduce,
+        )  # fmt: skip
+
+    def _settle(self, state: State, args: Any, kwargs: Any) -> None:
+        """Choose what the model's budget leaves open. Collective."""
+        model, self.choice = self.budget.settle(self, state, args, kwargs)
+        self.budget, self.driver = None, Driver(model, self.compile)
+        self.buffers = Buffers(self.driver.model, self.buffers.rule)
+        self.settings.copies = [*self.driver.model.modules()]
+
     def _traced(
         self, state: State, args: Any, kwargs: Any, last: bool, scale: float | torch.Tensor
     ) -> tuple[State, Any]:
         """Where a graph is made of the step: the same, on a copy of the model for this graph."""
         graph = graph_for("forward_backward")
+        if self.budget is not None:
+            raise ScheduleError(
+                "T.budget: a graph is made of this step, in which the compiler chooses what is kept. Use T.cuda_graph, "
+                "whose warm-up chooses; or leave the budget out."
+            )
         if self.find_nonfinite or isinstance(self.driver, Whole):
             which, why = ("find_nonfinite", "it waits for the device to say what it found")
             if not self.find_nonfinite:

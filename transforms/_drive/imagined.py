@@ -76,6 +76,6 @@ class Norm(torch.autograd.Function):
         return x * rows[(..., *[None] * dims)].to(x.dtype) if weight is None else x * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         x, weight, _ = ctx.saved_tensors
         return grad * x, None if weight is None else torch.empty_like(weight), None

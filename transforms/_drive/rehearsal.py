@@ -94,10 +94,12 @@ def moves(model: nn.Module) -> bool:
 
 
 class Lap(NamedTuple):
-    """What the model did from one gather to the next: the units of the gather, and what the counter gives."""
+    """What the model did from one gather to the next: the units of the gather, what the counter gives, and the bytes
+    that were alive at its end."""
 
     units: tuple[str, ...]
     work: Any
+    alive: int
 
 
 class Unconcerned:
@@ -126,6 +128,7 @@ class Rehearsal(Driver):
         self.completed: Callable[[str], None] = lambda unit: None
         self.counter: Any = None  # has `lap()`, which gives what was done since the last one
         self.laps: list[Lap] = []
+        self.alive: Any = None  # an `Alive`
         self.gathered: tuple[str, ...] = ()
 
     @contextmanager
@@ -152,7 +155,7 @@ class Rehearsal(Driver):
     def lap(self) -> None:
         """The use of the units that were gathered last is over."""
         if self.counter is not None:
-            self.laps.append(Lap(self.gathered, self.counter.lap()))
+            self.laps.append(Lap(self.gathered, self.counter.lap(), self.alive.now))
 
     def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
         self.weights.update({unit: self.made[unit] for unit in units})

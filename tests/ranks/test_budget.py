@@ -1,0 +1,167 @@
+"""A budget of bytes: what blocks keep follows it, on all ranks alike, and gradients are those of the plain module."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import functional_fsdp as fsdp
+from functional_fsdp import transforms as T
+from functional_fsdp.transforms.budget import KEPT, Cost, Way, best
+
+WIDTH, BLOCKS, ROWS = 32, 4, 512
+
+
+class Part(nn.Module):
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x).tanh()
+        out: torch.Tensor = self.down(h * h)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = Part(WIDTH), Part(4 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.narrow(x)
+        out: torch.Tensor = x + self.wide(x)
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = model(x).square().mean()
+    return out
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def data(rank: int) -> torch.Tensor:
+    """More rows on rank 1."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(ROWS * (1 + rank), WIDTH, dtype=torch.float64, generator=generator)
+
+
+@cache
+def most() -> int:
+    """Bytes that a step of rank 1 takes if everything is kept."""
+    params, model = fsdp.functionalize(net())
+    state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1))
+    return T.step_memory(T.forward_backward(model, loss_fn), state, data(1)).peak
+
+
+def made(nbytes: int, moves: bool) -> tuple[fsdp.State, Any]:
+    params, model = fsdp.functionalize(net())
+    state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    return state, T.forward_backward(T.budget(model, nbytes, moves=moves), loss_fn)
+
+
+def trained(nbytes: int, moves: bool) -> tuple[Any, int, dict[str, torch.Tensor], bool]:
+    """The choice, the peak that rank 1 has by it, weights after a step, and whether a second call kept the choice."""
+    state, forward_backward = made(nbytes, moves)
+    state, _ = forward_backward(state, data(dist.get_rank()))
+    choice = forward_backward.choice
+    state = fsdp.step(state)
+    weights = {path: w.clone() for path, w in fsdp.full_params(state).items()}
+    peak = T.step_memory(forward_backward, state, data(1)).peak if dist.get_rank() else 0
+    state, _ = forward_backward(state, data(dist.get_rank()))
+    fsdp.step(state)
+    return choice, peak, weights, forward_backward.choice is choice
+
+
+@pytest.mark.parametrize(("share", "moves"), [(2.0, True), (0.7, False), (0.7, True)])
+def test_a_budget_is_kept_on_all_ranks_alike_with_the_gradients_of_the_module(share: float, moves: bool) -> None:
+    found = fsdp.launch(trained, (int(share * most()), moves), nprocs=2, simulate=True)
+    plain = net()
+    losses = [loss_fn(plain, data(rank)) for rank in range(2)]
+    right = torch.autograd.grad(sum(losses) / 2, [*plain.parameters()])  # type: ignore[arg-type]
+    choice = found[0][0]
+    for other, peak, weights, same in found:
+        assert other == choice
+        assert same
+        assert peak <= choice.nbytes
+        for (path, before), grad in zip(plain.named_parameters(), right, strict=True):
+            torch.testing.assert_close(weights[path], before.detach() - 0.1 * grad, rtol=1e-9, atol=1e-12)
+    if share > 1:
+        assert not choice.ways
+        assert "nothing is changed" in repr(choice)
+    else:
+        assert choice.before > choice.nbytes >= choice.peak
+        assert [*choice.ways] == [f"blocks.{i}" for i in range(BLOCKS)]
+        assert any("recomputed" in way or "moved" in way for way in choice.ways.values())
+        assert moves or not any("moved" in way for way in choice.ways.values())
+        assert f"peak {choice.peak / 2**30:.2f} GiB" in repr(choice)
+
+
+def refused() -> str:
+    state, forward_backward = made(most() // 20, False)
+    with pytest.raises(fsdp.ScheduleError, match=r"budget: expected at most [\d,]+ bytes, and the least that") as error:
+        forward_backward(state, data(dist.get_rank()))
+    state, _ = T.forward_backward(net(), loss_fn)(state, data(0))  # the state goes on
+    fsdp.step(state)
+    return str(error.value)
+
+
+def test_a_budget_that_nothing_fits_is_refused_on_all_ranks() -> None:
+    one, other = fsdp.launch(refused, nprocs=2, simulate=True)
+    assert one == other
+    assert "Take a smaller batch, more ranks" in one
+
+
+def test_less_is_recomputed_where_the_budget_is_larger() -> None:
+    costs = {KEPT: Cost(0, 0, 0), Way(True): Cost(100, 10, 0), Way(True, ("wide",)): Cost(40, 1, 0)}
+    hardware = fsdp.HARDWARE["H100"]
+    few = best(costs, 4, 30, 1.0, hardware)
+    assert few == (Way(True, ("wide",)), *(KEPT,) * 3)
+    assert best(costs, 4, 120, 1.0, hardware) == (*(Way(True, ("wide",)),) * 3, KEPT)
+    mixed = best(costs, 4, 200, 1.0, hardware)
+    assert mixed == (Way(True), *(Way(True, ("wide",)),) * 3)
+    assert best(costs, 4, 401, 1.0, hardware) is None
+
+
+def test_what_is_moved_costs_what_the_forward_does_not_hide() -> None:
+    moved = Way(False, (), ("",))
+    costs = {KEPT: Cost(0, 0, 0), Way(True): Cost(1e9, 0.010, 0), moved: Cost(1e9, 0, 1e9)}
+    hardware = fsdp.HARDWARE["H100"]
+    assert best(costs, 4, 4e9, 1.0, hardware) == (moved,) * 4  # a second of forward hides 50 GB
+    assert best(costs, 4, 4e9, 0.001, hardware) == (Way(True),) * 4
+
+
+def test_what_cannot_be_chosen_is_refused() -> None:
+    _, model = fsdp.functionalize(net())
+    with pytest.raises(fsdp.SpecError, match=r"budget\(nbytes=-1\): expected bytes, more than 0"):
+        T.budget(model, -1)
+    with pytest.raises(fsdp.SpecError, match=r"budget: Linear has no list of modules of one class"):
+        T.budget(nn.Linear(2, 2), 100)
+    with pytest.raises(fsdp.SpecError, match=r"budget\(hardware='abacus'\): expected one of 'H100'"):
+        T.budget(model, 100, hardware="abacus")
+    with pytest.raises(fsdp.SpecError, match=r"forward_backward\(compile=...\) of a model of T.budget"):
+        T.forward_backward(T.budget(model, 100), loss_fn, compile=True)
+    params, _ = fsdp.functionalize(net())
+    state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}), fsdp.sgd(lr=0.1))
+    with pytest.raises(fsdp.ScheduleError, match=r"T.budget: a graph is made of this step"):
+        fsdp.lower(T.forward_backward(T.budget(model, 100), loss_fn), state, data(0))

@@ -1,0 +1,347 @@
+"""budget: what each block keeps, recomputes or moves, chosen so that a step's peak stays within a number of bytes.
+
+rehearsals   as it is │ all blocks recompute │ all but attn │ all but mlp ...    bytes kept, seconds, of a block
+choice       the first k blocks one way, the others another, least seconds that free enough
+rehearsal    of that choice: its peak, to the byte; the next one if it is over the budget
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch.nn as nn
+
+from functional_fsdp import HARDWARE, Hardware, ScheduleError, SpecError, State
+from functional_fsdp.extend import ranks_of, skeleton_of
+
+from ._drive.forward_backward import ForwardBackward
+from ._modules.patterns import outermost
+from .remat import offload as offloaded
+from .remat import remat
+from .step_memory import Rehearsed, rehearse
+
+__all__ = ["BudgetChoice", "budget"]
+
+log = logging.getLogger(__name__)
+M = TypeVar("M", bound=nn.Module)
+TRIES = 6  # exact peaks that are looked at
+SHARE = 0.05  # of a block's weights that a part has to have to be chosen apart
+HIDDEN = 0.8  # of the forward, in which copies to the host can be hidden
+
+
+def budget(model: M, nbytes: int, *patterns: str, moves: bool = True, hardware: str | Hardware | None = None) -> M:
+    """Have a driven step's peak stay within a number of bytes: blocks keep, recompute or move what they save.
+
+    Args:
+        model: as `init` or `functionalize` gave it, for `T.forward_backward`.
+        nbytes: the most that a step may take on a rank, as `T.step_memory` counts it.
+        patterns: the paths of the modules to choose for (`"blocks.*"`). Default: the largest lists of modules of one
+            class.
+        moves: whether to consider the host's memory.
+        hardware: by whose seconds to choose: "H100", ..., or a `fsdp.Hardware`. Default: the GPU's, where
+            `fsdp.HARDWARE` has it, else the H100.
+
+    Returns:
+        a copy of the model (a skeleton). The first call of its `forward_backward` chooses, by rehearsals without
+        memory, for this state and this batch; later ones follow that. Where everything fits nothing is changed.
+        `forward_backward.choice` is then a `BudgetChoice`: printing it gives a table.
+
+    A part of a block is a direct child that is called. For each there are bytes that it keeps and seconds to run it
+    again, or to move it; of two ways for two groups of blocks those are taken that free enough in the least time. The
+    peak of the choice is then rehearsed, as `T.step_memory` does, and if it is over, the next one is taken. Values and
+    gradients are those of the model as it is, see `T.remat`. A captured step follows the choice of its warm-up. Within
+    a unit a recomputation uses the weights that are gathered for its backward anyway.
+
+    Collective: in the first call an exchange on the host: all ranks follow the one whose batch takes most.
+
+    Raises:
+        SpecError: bytes that are no positive number; no modules to choose for; with `compile=`, where what units keep
+            is the compiler's choice (`T.compile_units` of parts does go).
+        ScheduleError (from the first call, on all ranks): not even the least that blocks can keep fits; in a traced
+            step.
+
+    Example:
+        >>> model = T.budget(model, 60 * 2**30)
+        >>> forward_backward = T.forward_backward(model, loss_fn)
+        >>> state, loss = forward_backward(state, batch)
+        >>> print(forward_backward.choice)
+
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198) choose parts by bytes for each operation; the choice between
+    groups is a multiple-choice knapsack.
+    """
+    if not isinstance(nbytes, int) or nbytes <= 0:
+        raise SpecError(f"budget(nbytes={nbytes!r}): expected bytes, more than 0, as 60 * 2**30.")
+    if isinstance(hardware, str) and hardware not in HARDWARE:
+        raise SpecError(f"budget(hardware={hardware!r}): expected one of {', '.join(map(repr, HARDWARE))}.")
+    copied = skeleton_of(model)
+    paths = [path for path, _ in outermost("budget", copied, patterns)] if patterns else blocks_of(copied)
+    if not paths:
+        raise SpecError(
+            f"budget: {type(model).__name__} has no list of modules of one class. Name what may recompute, as "
+            "budget(model, nbytes, 'encoder')."
+        )
+    vars(copied)["_budget"] = Budget(nbytes, tuple(paths), moves, hardware)
+    return copied
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """The paths of modules in lists of two and more of one class, the outermost ones."""
+    found: list[str] = []
+    for path, part in model.named_modules():
+        if not isinstance(part, nn.ModuleList | nn.Sequential) or any(path.startswith(f"{one}.") for one in found):
+            continue
+        kinds: dict[type, list[str]] = {}
+        for name, child in part.named_children():
+            if any(True for _ in child.parameters()):
+                kinds.setdefault(type(child), []).append(f"{path}.{name}" if path else name)
+        found += [one for some in kinds.values() if len(some) > 1 for one in some]
+    return found
+
+
+class Way(NamedTuple):
+    """What becomes of what a block saves: children that are saved or moved while the rest recomputes; or all of it."""
+
+    recomputes: bool
+    saves: tuple[str, ...] = ()
+    moves: tuple[str, ...] = ()  # "" for all of a block that does not recompute
+
+    def __str__(self) -> str:
+        if not self.recomputes:
+            return "moved" if self.moves else "kept"
+        more = [f"{', '.join(some)} {what}" for what, some in (("kept", self.saves), ("moved", self.moves)) if some]
+        return f"recomputed{f', but {chr(59).join(more)}' if more else ''}"
+
+
+KEPT = Way(False)
+
+
+class Cost(NamedTuple):
+    """Of a block: bytes that are freed, seconds more, bytes that are moved."""
+
+    freed: float
+    seconds: float
+    moved: float
+
+
+@dataclass(frozen=True, repr=False)
+class BudgetChoice:
+    """What `T.budget` chose. Printing it gives a table.
+
+    Attributes:
+        nbytes: the budget; before, peak: bytes of a step as the model is, and as it was chosen.
+        seconds: of compute that the choice costs, a step.
+        ways: by path of a block what becomes of what it saves, in words.
+    """
+
+    nbytes: int
+    before: int
+    peak: int
+    seconds: float
+    ways: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        groups: dict[str, list[str]] = {}
+        for path, way in self.ways.items():
+            groups.setdefault(way, []).append(path)
+        gib = 2**30
+        lines = [f"budget {self.nbytes / gib:.2f} GiB: the model as it is takes {self.before / gib:.2f} GiB"]
+        if self.before <= self.nbytes:
+            return f"{lines[0]}, which fits; nothing is changed"
+        lines += [f"  {len(some):3} blocks  {some[0]} – {some[-1]}: {way}" for way, some in groups.items()]
+        return "\n".join([*lines, f"peak {self.peak / gib:.2f} GiB, {1e3 * self.seconds:.1f} ms more a step"])
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a model of `budget` carries until the first call."""
+
+    nbytes: int
+    paths: tuple[str, ...]
+    moves: bool
+    hardware: str | Hardware | None
+
+    def settle(self, of: ForwardBackward[Any], state: State, args: Any, kwargs: Any) -> tuple[nn.Module, BudgetChoice]:
+        """The model as all ranks run it, and what was chosen. Collective."""
+        trial = Trial(self, of, state, args, kwargs)
+        ways, failed = trial.all(KEPT), ""
+        choice: Any = None
+        try:
+            ways = trial.choose()
+            choice = trial.described(ways)
+        except ScheduleError as error:
+            failed = str(error)
+        ranks = ranks_of(state)
+        every = ranks.everyone((trial.before, failed, ways, choice), "budget")
+        _, failed, ways, choice = max(every, key=lambda one: (bool(one[1]), one[0]))
+        if failed:
+            raise ScheduleError(failed)
+        if ranks.index == 0:
+            log.info("%r", choice)
+        return trial.changed(ways), choice
+
+    def locally(self, of: ForwardBackward[Any], state: State, args: Any, kwargs: Any, imagined: bool) -> nn.Module:
+        """The model as it would run, of a state that need not have ranks."""
+        trial = Trial(self, of, state, args, kwargs, imagined)
+        return trial.changed(trial.choose())
+
+
+class Trial:
+    """The rehearsals of one model, state and batch."""
+
+    def __init__(
+        self, budget: Budget, of: ForwardBackward[Any], state: State, args: Any, kwargs: Any, imagined: bool = False
+    ) -> None:
+        self.budget, self.of, self.state, self.given, self.imagined = budget, of, state, (args, kwargs), imagined
+        self.model = of.plain()
+        self.hardware = hardware_for(budget.hardware)
+        self.seen: dict[tuple[Way, ...], Rehearsed] = {}
+        self.before = self.rehearsed(self.all(KEPT)).memory(state).peak
+
+    def all(self, way: Way) -> tuple[Way, ...]:
+        return (way,) * len(self.budget.paths)
+
+    def changed(self, ways: Sequence[Way]) -> nn.Module:
+        """A copy of the model, its blocks treated so."""
+        model = self.model
+        for way in dict.fromkeys(ways):
+            paths = [path for path, one in zip(self.budget.paths, ways, strict=True) if one == way]
+            if way.recomputes:
+                model = remat(model, *paths, save=way.saves, offload=way.moves)
+            elif way.moves:
+                model = offloaded(model, *paths)
+        return model
+
+    def rehearsed(self, ways: tuple[Way, ...]) -> Rehearsed:
+        if ways not in self.seen:
+            counter = self.hardware.counter()
+            trial = self.of.like(self.changed(ways))
+            args, kwargs = self.given
+            self.seen[ways] = rehearse(
+                trial, self.state, args, kwargs, "budget", imagined=self.imagined, counter=counter
+            )
+        return self.seen[ways]
+
+    def peak(self, ways: tuple[Way, ...]) -> int:
+        return self.rehearsed(ways).memory(self.state).peak
+
+    def seconds(self, ways: tuple[Way, ...]) -> float:
+        return float(sum(lap.work.seconds(self.hardware) for lap in self.rehearsed(ways).laps))
+
+    def kept(self, ways: tuple[Way, ...]) -> int:
+        """Bytes that are alive where the forward ends."""
+        found = self.rehearsed(ways)
+        return found.laps[len(found.forward) - 1].alive
+
+    # ---------------------------------------------------------------- the choice
+
+    def choose(self) -> tuple[Way, ...]:
+        """The way of each block. Raises ScheduleError if none fits."""
+        count, limit = len(self.budget.paths), self.budget.nbytes
+        if self.before <= limit:
+            return self.all(KEPT)
+        costs = self.costs()
+        needed, tried = self.before - limit, 0
+        least = (self.before, self.all(KEPT))
+        while tried < TRIES:
+            found = best(costs, count, needed, self.forward, self.hardware)
+            if found is None:
+                break
+            peak = self.peak(found)
+            if peak <= limit:
+                return found
+            least = min(least, (peak, found))
+            needed += max(peak - limit, 1 << 16)
+            tried += 1
+        frugal = max(costs, key=lambda way: (costs[way].freed, -costs[way].seconds))
+        peak = self.peak(self.all(frugal))
+        if peak <= limit:
+            return self.all(frugal)
+        least = min(least, (peak, self.all(frugal)))
+        raise ScheduleError(
+            f"budget: expected at most {limit:,} bytes, and the least that these {count} blocks can do with is "
+            f"{least[0]:,} ({least[1][0]}); the model as it is takes {self.before:,}. Take a smaller batch, more "
+            "ranks, Placement(memory_kind='pinned_host'), or a larger budget."
+        )
+
+    def costs(self) -> dict[Way, Cost]:
+        """Of a block, by way; parts are taken to add up."""
+        count = len(self.budget.paths)
+        again = Way(True)
+        plain, all_kept, all_again = self.all(KEPT), self.kept(self.all(KEPT)), self.kept(self.all(again))
+        base, recomputed = self.seconds(plain), self.seconds(self.all(again))
+        works = self.rehearsed(plain)
+        self.forward = sum(lap.work.seconds(self.hardware) for lap in works.laps[: len(works.forward)])
+        freed, more = (all_kept - all_again) / count, (recomputed - base) / count
+        found = {KEPT: Cost(0, 0, 0), again: Cost(freed, more, 0)}
+        parts: list[tuple[float, str, float, float]] = []
+        for child in self.children():
+            one = self.all(Way(True, (child,)))
+            kept, spared = (self.kept(one) - all_again) / count, (recomputed - self.seconds(one)) / count
+            if spared > 0:
+                parts.append((kept / spared, child, kept, spared))
+        kept, spared = 0.0, 0.0
+        saved: tuple[str, ...] = ()
+        for _, child, its_bytes, its_seconds in sorted(parts):
+            kept, spared, saved = kept + its_bytes, spared + its_seconds, (*saved, child)
+            found[Way(True, saved)] = Cost(freed - kept, more - spared, 0)
+            if self.budget.moves and its_bytes > 0:
+                found[Way(True, (), (child,))] = Cost(freed, more - its_seconds, its_bytes)
+        if self.budget.moves:
+            found[Way(False, (), ("",))] = Cost(freed, 0, freed)
+        return {way: cost for way, cost in found.items() if cost.freed > 0 or way == KEPT}
+
+    def children(self) -> list[str]:
+        """The parts of the first block that have a share of its weights and are called."""
+        block = self.model.get_submodule(self.budget.paths[0])
+        total = sum(p.numel() for p in block.parameters())
+        return [
+            name
+            for name, child in block.named_children()
+            if type(child).forward is not nn.Module.forward
+            and sum(p.numel() for p in child.parameters()) >= SHARE * total
+        ]
+
+    def described(self, ways: tuple[Way, ...]) -> BudgetChoice:
+        if all(way == KEPT for way in ways):
+            return BudgetChoice(self.budget.nbytes, self.before, self.before, 0.0)
+        found = self.rehearsed(ways)
+        forward = sum(lap.work.seconds(self.hardware) for lap in found.laps[: len(found.forward)])
+        more = self.seconds(ways) - self.seconds(self.all(KEPT)) + moving(found.moved, forward, self.hardware)
+        said = dict(zip(self.budget.paths, map(str, ways), strict=True))
+        return BudgetChoice(self.budget.nbytes, self.before, self.peak(ways), more, said)
+
+
+def best(
+    costs: dict[Way, Cost], count: int, needed: float, forward: float, hardware: Hardware
+) -> tuple[Way, ...] | None:
+    """The first blocks one way and the others another, so that enough is freed in the least time."""
+    found: tuple[float, int, tuple[Way, ...]] | None = None
+    for more, one in costs.items():
+        for less, other in costs.items():
+            if one.freed < other.freed or count * one.freed < needed:
+                continue
+            gain = one.freed - other.freed
+            k = 0 if count * other.freed >= needed else -int(-(needed - count * other.freed) // gain) if gain else count
+            k = min(k, count)
+            moved = k * one.moved + (count - k) * other.moved
+            seconds = k * one.seconds + (count - k) * other.seconds + moving(moved, forward, hardware)
+            candidate = seconds, k, (more,) * k + (less,) * (count - k)
+            if found is None or candidate[:2] < found[:2]:
+                found = candidate
+    return found[2] if found else None
+
+
+def moving(nbytes: float, forward: float, hardware: Hardware) -> float:
+    """Seconds that it takes to move so many bytes to the host and back: what a forward does not hide, and what compute
+    is slowed down by."""
+    late = max(0.0, nbytes / hardware.to_host - HIDDEN * forward)
+    return late + 2 * nbytes / (hardware.bandwidth * hardware.moves) * hardware.beside
+
+
+def hardware_for(said: str | Hardware | None) -> Hardware:
+    if isinstance(said, Hardware):
+        return said
+    return HARDWARE[said] if said else Hardware.here()
