@@ -54,6 +54,7 @@ from ._plan.timeline import timeline
 from ._predict.hardware import HARDWARE, Hardware, Link
 from ._predict.links import measure_links
 from ._predict.prediction import Prediction, predict
+from ._predict.tune import Candidate, Tuned, tune
 from ._simulate.traffic import Traffic
 from ._spec.codec import Codec
 from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
@@ -92,6 +93,7 @@ __version__ = "0.1.0"
 __all__ = [
     "HARDWARE",
     "Bucket",
+    "Candidate",
     "Checkpoint",
     "CheckpointError",
     "Codec",
@@ -135,6 +137,7 @@ __all__ = [
     "Traffic",
     "Transposed",
     "TreeError",
+    "Tuned",
     "Unit",
     "WeightDelta",
     "WeightSnapshot",
@@ -212,6 +215,7 @@ __all__ = [
     "symmetric",
     "tie",
     "timeline",
+    "tune",
     "unfreeze",
     "units",
     "unshard",

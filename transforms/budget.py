@@ -266,6 +266,12 @@ class Trial:
             "ranks, Placement(memory_kind='pinned_host'), or a larger budget."
         )
 
+    def known_costs(self) -> dict[Way, Cost]:
+        """The same, found once."""
+        if not hasattr(self, "found"):
+            self.found = self.costs()
+        return self.found
+
     def costs(self) -> dict[Way, Cost]:
         """Of a block, by way; parts are taken to add up."""
         count = len(self.budget.paths)

@@ -168,20 +168,34 @@ def predict(
     return predicted(found, spec, optimizer, hardware, graph, compiled, microbatches, links)
 
 
+def prepared(
+    model: nn.Module, loss_fn: Callable[..., Any], batch: Any, spec: Spec, optimizer: Any
+) -> tuple[Any, State, tuple[Any, ...]]:
+    """A `T.forward_backward`, an abstract state, and arguments."""
+    params, skeleton = abstract(model)
+    state = abstract_state(params, spec, _optimizer(optimizer), buffers=_buffers(model))
+    return transforms().forward_backward(skeleton, loss_fn), state, batch if isinstance(batch, tuple) else (batch,)
+
+
 def rehearsed(
     model: nn.Module, loss_fn: Callable[..., Any], batch: Any, spec: Spec, optimizer: Any = None
 ) -> Rehearsal:
     """Run the model once with tensors that have no memory. The mesh, the transport and the placement are of no account;
     units and precision are."""
-    T = transforms()
-    params, skeleton = abstract(model)
-    buffers = {path: held[name] for path, held, name in every_buffer(model)}
-    args = batch if isinstance(batch, tuple) else (batch,)
-    state = abstract_state(params, spec, _optimizer(optimizer), buffers=buffers)
-    forward_backward = T.forward_backward(skeleton, loss_fn)
+    forward_backward, state, args = prepared(model, loss_fn, batch, spec, optimizer)
     rehearse = import_module("functional_fsdp.transforms.step_memory").rehearse
     found = rehearse(forward_backward, state, args, {}, "predict", imagined=True, counter=Counter())
-    return Rehearsal(found, tuple(lap.work for lap in found.laps), params, buffers)
+    return rehearsal_of(found, model)
+
+
+def rehearsal_of(found: Any, model: nn.Module) -> Rehearsal:
+    """From what the driver found."""
+    params, _ = abstract(model)
+    return Rehearsal(found, tuple(lap.work for lap in found.laps), params, _buffers(model))
+
+
+def _buffers(model: nn.Module) -> dict[str, Any]:
+    return {path: held[name] for path, held, name in every_buffer(model)}
 
 
 def predicted(
