@@ -132,7 +132,10 @@ class _Lanes:
             if begin > self.free["compute"]:
                 self.wait("gather" if weights >= host else "host", begin - self.free["compute"])
             self.free["host"] = host + costs.host[n]
-            end = max(self.slowed(begin, costs.device[n]), self.free["host"])
+            end = self.slowed(begin, costs.device[n])
+            if self.free["host"] > end:  # the last kernel is issued there
+                self.wait("host", self.free["host"] - end)
+                end = self.free["host"]
             if costs.host[n]:
                 self.span("host", plan.uses[first].unit, first, host, self.free["host"])
             self.span("compute", plan.uses[first].unit, first, begin, end)

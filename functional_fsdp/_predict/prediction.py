@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from .._common.torch_names import NoTorchFunction
 from .._common.tree import bytes_text, table
 from .._graph.lower import abstract_state
-from .._nn.module import functionalize
-from .._nn.skeleton import Placeholder, every_buffer
+from .._nn.skeleton import every_buffer
 from .._nn.ties import aliases_of
 from .._optim.adamw import adamw
 from .._plan.layout import Layout
@@ -96,7 +96,7 @@ class Prediction:
     @property
     def utilization(self) -> float:
         """The share of the peak of matrix products in bfloat16 that the step's operations are."""
-        return self.flops / self.seconds / max(self.hardware.flops.values(), default=1.0)
+        return self.flops / self.seconds / self.hardware.peak(torch.bfloat16)
 
     def __repr__(self) -> str:
         total = sum(self.parts.values()) or 1.0
@@ -172,9 +172,8 @@ def prepared(
     model: nn.Module, loss_fn: Callable[..., Any], batch: Any, spec: Spec, optimizer: Any
 ) -> tuple[Any, State, tuple[Any, ...]]:
     """A `T.forward_backward`, an abstract state, and arguments."""
-    params, skeleton = abstract(model)
-    state = abstract_state(params, spec, _optimizer(optimizer), buffers=_buffers(model))
-    return transforms().forward_backward(skeleton, loss_fn), state, batch if isinstance(batch, tuple) else (batch,)
+    state = abstract_state(abstract(model), spec, _optimizer(optimizer), buffers=_buffers(model))
+    return transforms().forward_backward(model, loss_fn), state, batch if isinstance(batch, tuple) else (batch,)
 
 
 def rehearsed(
@@ -190,8 +189,7 @@ def rehearsed(
 
 def rehearsal_of(found: Any, model: nn.Module) -> Rehearsal:
     """From what the driver found."""
-    params, _ = abstract(model)
-    return Rehearsal(found, tuple(lap.work for lap in found.laps), params, _buffers(model))
+    return Rehearsal(found, tuple(lap.work for lap in found.laps), abstract(model), _buffers(model))
 
 
 def _buffers(model: nn.Module) -> dict[str, Any]:
@@ -250,18 +248,21 @@ def costs_of(
     )  # fmt: skip
 
 
-def abstract(model: nn.Module) -> tuple[dict[str, torch.Tensor], nn.Module]:
-    """Parameters without values, tied ones the same, and the skeleton."""
-    params, skeleton = functionalize(model)
+def abstract(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters without values, tied ones the same."""
+    params = dict(model.named_parameters(remove_duplicate=False))
     aliases = aliases_of(model)
     made = {
-        path: torch.empty_like(p, device="meta", requires_grad=p.requires_grad)
-        if not isinstance(p, Placeholder)
-        else torch.empty(p.size(), dtype=p.dtype, device="meta")
+        path: torch.empty(p.size(), dtype=p.dtype, device="meta").requires_grad_(_trains(p))
         for path, p in params.items()
         if path not in aliases
     }
-    return {path: made[aliases.get(path, path)] for path in params}, skeleton
+    return {path: made[aliases.get(path, path)] for path in params}
+
+
+def _trains(p: torch.Tensor) -> bool:
+    with NoTorchFunction():  # of a placeholder
+        return p.requires_grad
 
 
 def _optimizer(optimizer: Any) -> Any:
