@@ -63,8 +63,12 @@ class Attention(nn.Module):
         self.s, size = s, s.width // s.heads if not s.experts else 128
         self.size = size
         if s.experts:
-            self.q = nn.Sequential(nn.Linear(s.width, 1536, bias=False), nn.Linear(1536, s.heads * size, bias=False))
-            self.kv = nn.Sequential(nn.Linear(s.width, 576, bias=False), nn.Linear(576, 2 * s.heads * size, bias=False))
+            self.q: nn.Module = nn.Sequential(
+                nn.Linear(s.width, 1536, bias=False), nn.Linear(1536, s.heads * size, bias=False)
+            )
+            self.kv: nn.Module = nn.Sequential(
+                nn.Linear(s.width, 576, bias=False), nn.Linear(576, 2 * s.heads * size, bias=False)
+            )
         else:
             self.q = nn.Linear(s.width, s.heads * size, bias=False)
             self.kv = nn.Linear(s.width, 2 * s.kv_heads * size, bias=False)

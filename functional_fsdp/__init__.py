@@ -53,6 +53,7 @@ from ._plan.route import Partial, Replicated, Sharded
 from ._plan.timeline import timeline
 from ._predict.hardware import HARDWARE, Hardware, Link
 from ._predict.links import measure_links
+from ._predict.measured import measure_compute
 from ._predict.prediction import Prediction, predict
 from ._predict.tune import Candidate, Tuned, tune
 from ._simulate.traffic import Traffic
@@ -182,6 +183,7 @@ __all__ = [
     "lower",
     "make_layout",
     "make_plan",
+    "measure_compute",
     "measure_links",
     "muon",
     "mxfp8",

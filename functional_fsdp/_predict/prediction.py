@@ -8,14 +8,15 @@ hardware                      ────────────────�
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn as nn
 
+from .._common.errors import SpecError
 from .._common.torch_names import NoTorchFunction
 from .._common.tree import bytes_text, table
 from .._graph.lower import abstract_state
@@ -50,6 +51,16 @@ class Rehearsal:
     works: tuple[Work, ...]
     params: Any
     buffers: Mapping[str, Any]
+
+    def with_seconds(self, compute: Sequence[float]) -> Rehearsal:
+        """With measured seconds of each use."""
+        if len(compute) != len(self.works):
+            raise SpecError(
+                f"predict(compute=): {len(compute)} uses were measured, and this model has {len(self.works)}. Measure "
+                "it with the same units: fsdp.measure_compute(model, loss_fn, batch, spec)."
+            )
+        works = tuple(replace(work, measured=s) for work, s in zip(self.works, compute, strict=True))
+        return replace(self, works=works)
 
     def state(self, spec: Spec, optimizer: Any) -> State:
         return abstract_state(self.params, spec, optimizer, buffers=self.buffers)
@@ -125,6 +136,7 @@ def predict(
     compiled: bool = False,
     microbatches: int = 1,
     links: Mapping[str, Link] | None = None,
+    compute: Sequence[float] | None = None,
 ) -> Prediction:
     """Predict the seconds of a step of `T.forward_backward` and `step`, on each rank. Needs no GPU and no ranks.
 
@@ -139,6 +151,7 @@ def predict(
         compiled: whether units that come again are compiled.
         microbatches: of a step.
         links: by axis, as `fsdp.measure_links` gives them; for axes left out those of the hardware.
+        compute: seconds of each use, as `fsdp.measure_compute` gives them for this model, batch and units.
 
     Returns:
         a `Prediction`: seconds, a timeline by unit and lane, the peak, bytes by axis, and where it is bound.
@@ -151,7 +164,7 @@ def predict(
 
     Raises:
         ScheduleError: the loss function asks for a tensor's value.
-        SpecError: an unknown hardware.
+        SpecError: an unknown hardware; `compute` of another number of uses.
 
     Example:
         >>> import torch
@@ -165,6 +178,8 @@ def predict(
     Source: the roofline of Williams, Waterman and Patterson 2009 (CACM 52:4), kernel by kernel.
     """
     found = rehearsed(model, loss_fn, batch, spec, optimizer)
+    if compute is not None:
+        found = found.with_seconds(compute)
     return predicted(found, spec, optimizer, hardware, graph, compiled, microbatches, links)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -162,7 +163,7 @@ def test_lanes_do_one_thing_at_a_time_and_compute_waits_for_its_gather() -> None
     found = predicted({"replica": 4, "shard": 8}, fsdp.hsdp("replica", "shard"))
     for lane in ("gather", "compute", "reduce", "outer", "host", "update"):
         spans = sorted(found.timeline.lane(lane), key=lambda span: span.begin)
-        assert all(a.end <= b.begin + 1e-12 for a, b in zip(spans, spans[1:], strict=False)), lane
+        assert all(a.end <= b.begin + 1e-12 for a, b in pairwise(spans)), lane
     ready = {(span.unit, span.use): span.end for span in found.timeline.lane("gather")}
     waits = [span for span in found.timeline.lane("compute") if (span.unit, span.use) in ready]
     assert len(waits) == 2 * BLOCKS - 1
@@ -232,6 +233,20 @@ def test_a_prediction_says_that_it_does_not_fit() -> None:
     assert "which H100 (1.0 MiB) does not hold" in repr(predicted({"data": 2}, hardware=small))
     assert "nobody has measured this hardware" in repr(predicted({"data": 2}, hardware="B200"))
     assert "does not hold" not in repr(predicted({"data": 2}))
+
+
+def test_compute_is_measured_once_and_goes_into_the_prediction() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    spec, x = fsdp.Spec({"data": 4}), torch.randn(4, 8)
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
+    seconds = fsdp.measure_compute(model, loss, x, spec)
+    found = fsdp.predict(model, loss, x, spec, graph=True, compute=seconds)
+    assert len(seconds) == len(found.plan.groups)
+    assert all(s > 0 for s in seconds)
+    assert found.parts["compute"] == pytest.approx(sum(seconds))
+    assert fsdp.measure_compute(model, loss, x, spec) is seconds
+    with pytest.raises(fsdp.SpecError, match=r"predict\(compute=\): 1 uses were measured, and this model has"):
+        fsdp.predict(model, loss, x, spec, compute=[1.0])
 
 
 # ---------------------------------------------------------------- settings

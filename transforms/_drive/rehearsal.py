@@ -155,7 +155,7 @@ class Rehearsal(Driver):
     def lap(self) -> None:
         """The use of the units that were gathered last is over."""
         if self.counter is not None:
-            self.laps.append(Lap(self.gathered, self.counter.lap(), self.alive.now))
+            self.laps.append(Lap(self.gathered, self.counter.lap(), self.alive.now if self.alive else 0))
 
     def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
         self.weights.update({unit: self.made[unit] for unit in units})
