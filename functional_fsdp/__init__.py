@@ -50,7 +50,6 @@ from ._optim_extra.updates import from_updates
 from ._plan.layout import Bucket, Layout, Leaf, Unit
 from ._plan.plan import Plan, make_plan
 from ._plan.route import Partial, Replicated, Sharded
-from ._plan.timeline import timeline
 from ._predict.hardware import HARDWARE, Hardware, Link
 from ._predict.links import measure_links
 from ._predict.measured import measure_compute

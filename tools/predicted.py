@@ -93,6 +93,9 @@ RUNS = [
     Run("llama", "H200", 2, "driven", 97.8, 15562, fitted=False),
     Run("llama", "H200", 2, "graph compiled", 66.2, 13218, fitted=False),
     Run("llama", "H200", 2, "copy engine graph compiled", 61.3, 13635, fitted=False),
+    Run("moe", "H200", 2, "driven", 107.5, 11934, fitted=False),
+    Run("moe", "H200", 2, "graph", 65.6, 11965, fitted=False),
+    Run("moe", "H200", 2, "copy engine graph compiled", 35.1, 11254, fitted=False),
     Run("parts", "H100", 2, "plain", 87.9, 13.55 * 1024, fitted=False),
     Run("parts", "H100", 2, "recomputed", 136.9, 9.43 * 1024, fitted=False),
     Run("parts", "H100", 2, "mlp offloaded", 151.5, 10.42 * 1024, fitted=False),
@@ -128,7 +131,7 @@ def rehearsal(model: str, batch: int, seq: int, way: str) -> Rehearsal:
     with torch.device("meta"):
         whole = c.build()
     tokens = torch.empty(c.batch, c.seq + 1, dtype=torch.int64, device="meta")
-    return rehearsed(whole, c.loss, tokens, spec_of(RUNS[0], c.units()))
+    return rehearsed(whole, c.loss, tokens, spec_of(RUNS[0], c.units()), compiled=True)
 
 
 def prediction(run: Run, hardware: Any = None) -> Prediction:

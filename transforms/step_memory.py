@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -98,14 +99,16 @@ class Rehearsed(NamedTuple):
 
 def rehearse(
     forward_backward: ForwardBackward[Any], state: State, args: Any, kwargs: Any, verb: str, *, imagined: bool = False,
-    counter: Any = None,
+    counter: Any = None, spared: Sequence[int] = (),
 ) -> Rehearsed:  # fmt: skip
     """Run a step with tensors that have no memory.
 
     Args:
         imagined: the kernels are those of a GPU, which need not be there; else those of the device of the state, or of
             the best there is.
-        counter: a dispatch mode, which sees the operations, and whose `lap()` is called after each use.
+        counter: a dispatch mode, which sees the operations, and whose `lap()` is called after each use, and `begin()`
+            before the first one.
+        spared: by use of the forward, bytes that it keeps more than was seen, until its backward.
     """
     driver = forward_backward.driver
     if not isinstance(driver, Driver):
@@ -139,8 +142,9 @@ def rehearse(
             alive = Alive(where, [t for t in known if isinstance(t, torch.Tensor)])
             rehearsal.completed = lambda unit: stretches.append(Stretch(unit, alive.lap()))
             rehearsal.counter, rehearsal.laps, rehearsal.gathered, rehearsal.alive = counter, [], (), alive
+            rehearsal.spare(spared)
             if counter is not None:
-                counter.lap()
+                counter.begin()
             with rehearsal.running(lent, verb, trains=True), alive, counter or nullcontext():
                 forward_backward.rehearse(rehearsal, given, keywords)
                 forward, backward = rehearsal.trace

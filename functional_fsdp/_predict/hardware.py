@@ -122,7 +122,6 @@ def _hopper(name: str, memory: int, bandwidth: float, **more: float) -> Hardware
 
 
 H100 = _hopper("H100", 80 * 10**9, 3.35e12)
-#: by name. NVLink 4 within 8 GPUs, and 400 Gbit/s a GPU between hosts, but for the A100: 200 Gbit/s
 HARDWARE: dict[str, Hardware] = {
     "H100": H100,
     "H200": _hopper("H200", 141 * 10**9, 4.8e12),
@@ -135,6 +134,8 @@ HARDWARE: dict[str, Hardware] = {
         torch.float32: 80e12}, memory=180 * 10**9, bandwidth=8e12, inside=Link(2e-6, 560e9), measured=False,
     ),
 }  # fmt: skip
+"""Hardware by name: H100 and H200 (NVLink 4 within 8 GPUs, 400 Gbit/s a GPU between hosts), A100 (NVLink 3, 200 Gbit/s)
+and B200 (NVLink 5, 400 Gbit/s). The last two have nobody's measurements."""
 
 
 def hardware_of(said: str | Hardware) -> Hardware:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter as Counts
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from .._common.torch_names import TorchDispatchMode, pytree
 
-__all__ = ["Counter", "Kernel", "Work"]
+__all__ = ["Counter", "Kernel", "Logged", "Work"]
 
 FREE = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "alias")
 JOINED = (
@@ -79,8 +79,18 @@ class Work:
         return Work(tuple(Counts(some).items()), issued)
 
 
+class Logged(NamedTuple):
+    """An operation that wrote something: in which use, whether compiled code joins it with others, and the tensors that
+    it read and made, by numbers, with bytes."""
+
+    use: int
+    joined: bool
+    inputs: tuple[int, ...]
+    outputs: tuple[tuple[int, int], ...]
+
+
 class Counter(TorchDispatchMode):
-    """Counts what runs within it; `lap()` gives what ran since the last one."""
+    """Counts what runs within it; `lap()` gives what ran since the last one. `log` has all operations since `begin`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,10 +98,19 @@ class Counter(TorchDispatchMode):
         self.issued = 0
         self.virtual: dict[int, int] = {}  # bytes that compiled code has not written, by storage
         self.read: set[int] = set()  # storages that joined kernels have read in this lap
+        self.begin()
+
+    def begin(self) -> None:
+        """A rehearsal begins."""
+        self.kernels, self.issued, self.read, self.virtual = [], 0, set(), {}
+        self.log: list[Logged] = []
+        self.use = self.made = 0
+        self.numbers: dict[int, int] = {}  # of tensors, by storage
 
     def lap(self) -> Work:
         found = Work.of(self.kernels, self.issued)
         self.kernels, self.issued, self.read = [], 0, set()
+        self.use += 1
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,12 +126,12 @@ class Counter(TorchDispatchMode):
         made = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.numel()]
         inputs, dtype = [*given.values()], made[0].dtype if made else torch.float32
         formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
+        if "attention" in name:
+            flops = _attention(args, name.endswith("_backward"))
+            self._add("attention", dtype, flops, inputs, made, joined=False)
+        elif formula is not None:
             flops = int(formula(*args, **kwargs, out_val=out))
-            kind = "attention" if "attention" in name else "product"
-            if kind == "attention" and any(arg is True for arg in args):
-                flops //= 2  # causal
-            self._add(kind, dtype, flops, inputs, made, joined=False)
+            self._add("product", dtype, flops, inputs, made, joined=False)
         elif name == "_grouped_mm":
             a, b = inputs[0], inputs[1]
             flops = 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]
@@ -124,6 +143,16 @@ class Counter(TorchDispatchMode):
         return out
 
     def _add(self, kind: str, dtype: torch.dtype, flops: int, inputs: list[Any], made: list[Any], joined: bool) -> None:
+        before = {t.untyped_storage()._cdata for t in inputs}
+        given = tuple(self.numbers[key] for key in before if key in self.numbers)
+        outputs = []
+        for t in made:
+            storage = t.untyped_storage()
+            if storage._cdata not in before or storage._cdata not in self.numbers:
+                self.made += 1
+                self.numbers[storage._cdata] = self.made
+            outputs.append((self.numbers[storage._cdata], storage.nbytes()))
+        self.log.append(Logged(self.use, joined, given, tuple(outputs)))
         read, written = sum(map(_nbytes, inputs)), sum(map(_nbytes, made))
         compiled = 0
         for t in inputs:
@@ -142,6 +171,16 @@ class Counter(TorchDispatchMode):
                 self.virtual.pop(key, None)
                 compiled += _nbytes(t)
         self.kernels.append(Kernel(kind, dtype, flops, read + written, compiled))
+
+
+def _attention(args: Any, backward: bool) -> int:
+    """Operations: two products in the forward and five in the backward; half of them where it is causal. There may be
+    fewer heads of keys and values than of queries."""
+    query, key, value = args[1:4] if backward else args[:3]
+    inner, outer = query.shape[-1], value.shape[-1]
+    each = 3 * inner + 2 * outer if backward else inner + outer
+    flops = 2 * query.shape[:-1].numel() * key.shape[-2] * each
+    return flops // 2 if any(arg is True for arg in args) else flops
 
 
 def _nbytes(t: torch.Tensor) -> int:

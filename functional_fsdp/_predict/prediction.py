@@ -33,6 +33,7 @@ from .._state.state import State
 from .hardware import Hardware, Link, hardware_of
 from .lanes import Costs, Run, play
 from .operations import Counter, Work
+from .spared import spared
 from .traffic import Traffic
 
 __all__ = ["Prediction", "Rehearsal", "predict", "predicted", "rehearsed"]
@@ -45,12 +46,14 @@ def transforms() -> Any:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a model does with a batch, whatever the mesh: `found` of the rehearsal, and the work of each use."""
+    """What a model does with a batch, whatever the mesh: `found` of the rehearsal, and the work of each use. compiled:
+    `found` where units that come again are compiled, if it was asked for."""
 
     found: Any
     works: tuple[Work, ...]
     params: Any
     buffers: Mapping[str, Any]
+    compiled: Any = None
 
     def with_seconds(self, compute: Sequence[float]) -> Rehearsal:
         """With measured seconds of each use."""
@@ -148,7 +151,8 @@ def predict(
         optimizer: as for `shard`. Default: AdamW.
         hardware: "H100", "H200", "A100", "B200" (`fsdp.HARDWARE`), or a `fsdp.Hardware`.
         graph: whether the step is a CUDA graph, which needs no host.
-        compiled: whether units that come again are compiled.
+        compiled: whether units that come again are compiled: then these write nothing between elementwise kernels, and
+            keep for the backward what the smallest cut keeps.
         microbatches: of a step.
         links: by axis, as `fsdp.measure_links` gives them; for axes left out those of the hardware.
         compute: seconds of each use, as `fsdp.measure_compute` gives them for this model, batch and units.
@@ -177,7 +181,7 @@ def predict(
 
     Source: the roofline of Williams, Waterman and Patterson 2009 (CACM 52:4), kernel by kernel.
     """
-    found = rehearsed(model, loss_fn, batch, spec, optimizer)
+    found = rehearsed(model, loss_fn, batch, spec, optimizer, compiled)
     if compute is not None:
         found = found.with_seconds(compute)
     return predicted(found, spec, optimizer, hardware, graph, compiled, microbatches, links)
@@ -192,14 +196,22 @@ def prepared(
 
 
 def rehearsed(
-    model: nn.Module, loss_fn: Callable[..., Any], batch: Any, spec: Spec, optimizer: Any = None
-) -> Rehearsal:
+    model: nn.Module, loss_fn: Callable[..., Any], batch: Any, spec: Spec, optimizer: Any = None,
+    compiled: bool = False,
+) -> Rehearsal:  # fmt: skip
     """Run the model once with tensors that have no memory. The mesh, the transport and the placement are of no account;
     units and precision are."""
     forward_backward, state, args = prepared(model, loss_fn, batch, spec, optimizer)
     rehearse = import_module("functional_fsdp.transforms.step_memory").rehearse
-    found = rehearse(forward_backward, state, args, {}, "predict", imagined=True, counter=Counter())
-    return rehearsal_of(found, model)
+    counter = Counter()
+    found = rehearse(forward_backward, state, args, {}, "predict", imagined=True, counter=counter)
+    again = None
+    if compiled:
+        forward, repeated = len(found.forward), _repeated(state.layout)
+        uses = [i for i, lap in enumerate(found.laps[:forward]) if repeated.issuperset(lap.units)]
+        less = spared(counter.log, forward, uses)
+        again = rehearse(forward_backward, state, args, {}, "predict", imagined=True, counter=Counter(), spared=less)
+    return replace(rehearsal_of(found, model), compiled=again)
 
 
 def rehearsal_of(found: Any, model: nn.Module) -> Rehearsal:
@@ -223,7 +235,7 @@ def predicted(
     traffic = Traffic(layout, spec, machine, links)
     costs = costs_of(found, state, plan, traffic, machine, graph, compiled, microbatches)
     run = play(plan, traffic, costs, machine)
-    memory = found.found.memory(state)
+    memory = (found.compiled if compiled and found.compiled is not None else found.found).memory(state)
     flops = microbatches * sum(work.flops for work in found.works)
     compute = microbatches * sum(costs.device)
     parts = {"compute": compute, "slowed": run.slowed, **run.waits}

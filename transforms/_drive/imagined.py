@@ -50,11 +50,11 @@ def attention(
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Flash attention in half precision, without a mask; else the memory-efficient one."""
+    if attn_mask is None and query.dtype in HALF:  # which takes fewer heads of keys and values as they are
+        return torch_private.flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         times = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-    if attn_mask is None and query.dtype in HALF:
-        return torch_private.flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     shape = (*query.shape[:-1], key.shape[-2])
     bias = None if attn_mask is None else attn_mask.to(query.dtype).expand(shape)
     keeps = any(t.requires_grad for t in (query, key, value))

@@ -130,6 +130,7 @@ class Rehearsal(Driver):
         self.laps: list[Lap] = []
         self.alive: Any = None  # an `Alive`
         self.gathered: tuple[str, ...] = ()
+        self.spare(())
 
     @contextmanager
     def running(self, state: State, verb: str, trains: bool = False) -> Iterator[int]:
@@ -146,15 +147,26 @@ class Rehearsal(Driver):
             self.held = []
             self._stop()
 
+    def spare(self, nbytes: Sequence[int]) -> None:
+        """What uses of the forward keep more than is seen, until their backward."""
+        self.spared = nbytes
+        self.kept_more: dict[tuple[str, ...], list[int]] = {}
+
     def fetch(self, units: tuple[str, ...], by_plan: tuple[str, ...], others: tuple[str, ...]) -> None:
         if self.gathered:
             self.lap()
         self.gathered = units
+        if self.differentiating and self.kept_more.get(units):
+            self.alive.now -= self.kept_more[units].pop()
         super().fetch(units, by_plan, others)
 
     def lap(self) -> None:
         """The use of the units that were gathered last is over."""
         if self.counter is not None:
+            if not self.differentiating and len(self.laps) < len(self.spared):
+                more = self.spared[len(self.laps)]
+                self.alive.now += more
+                self.kept_more.setdefault(self.gathered, []).append(more)
             self.laps.append(Lap(self.gathered, self.counter.lap(), self.alive.now if self.alive else 0))
 
     def _unshard(self, units: tuple[str, ...], outside: bool) -> None:
