@@ -210,7 +210,11 @@ def rehearsed(
         forward, repeated = len(found.forward), _repeated(state.layout)
         uses = [i for i, lap in enumerate(found.laps[:forward]) if repeated.issuperset(lap.units)]
         less = spared(counter.log, forward, uses)
-        again = rehearse(forward_backward, state, args, {}, "predict", imagined=True, counter=Counter(), spared=less)
+        again = found
+        if any(less):
+            again = rehearse(
+                forward_backward, state, args, {}, "predict", imagined=True, counter=Counter(), spared=less
+            )
     return replace(rehearsal_of(found, model), compiled=again)
 
 
