@@ -158,7 +158,7 @@ def main() -> None:
     with fsdp.workers(nprocs=args.ranks) as ranks:
         links = ranks(links_here, args.device).get()[0]
         name = ranks(device_name, args.device).get()[0]
-        hardware = args.hardware or next((one for one in fsdp.HARDWARE if one in name), "H100")
+        hardware = args.hardware or next((one for one in fsdp.Hardware.names() if one in name), "H100")
         print(f"{args.ranks} × {name}, predicted as {hardware}; links: {links}", flush=True)
         for model in args.models:
             config = MODELS[model]

@@ -51,6 +51,7 @@ from ._plan.layout import Bucket, Layout, Leaf, Unit
 from ._plan.plan import Plan, make_plan
 from ._plan.route import Partial, Replicated, Sharded
 from ._predict.hardware import HARDWARE, Hardware, Link
+from ._predict.hardware import Hardware, Link
 from ._predict.links import measure_links
 from ._predict.measured import measure_compute
 from ._predict.prediction import Prediction, predict
@@ -91,7 +92,6 @@ from .look.timeline import timeline
 __version__ = "0.1.0"
 
 __all__ = [
-    "HARDWARE",
     "Bucket",
     "Candidate",
     "Checkpoint",

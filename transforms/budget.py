@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.nn as nn
 
-from functional_fsdp import HARDWARE, Hardware, ScheduleError, SpecError, State
+from functional_fsdp import Hardware, ScheduleError, SpecError, State
 from functional_fsdp.extend import ranks_of, skeleton_of
 
 from ._drive.forward_backward import ForwardBackward
-from ._modules.patterns import outermost
+from ._modules.unit_modules import outermost
 from .remat import offload as offloaded
 from .remat import remat
 from .step_memory import Rehearsed, rehearse
@@ -41,8 +41,8 @@ def budget(model: M, nbytes: int, *patterns: str, moves: bool = True, hardware: 
         patterns: the paths of the modules to choose for (`"blocks.*"`). Default: the largest lists of modules of one
             class.
         moves: whether to consider the host's memory.
-        hardware: by whose seconds to choose: "H100", ..., or a `fsdp.Hardware`. Default: the GPU's, where
-            `fsdp.HARDWARE` has it, else the H100.
+        hardware: by whose seconds to choose: "H100", ..., or a `fsdp.Hardware`. Default: the GPU's, by its
+            name, else the H100's.
 
     Returns:
         a copy of the model (a skeleton). The first call of its `forward_backward` chooses, by rehearsals without
@@ -74,8 +74,8 @@ def budget(model: M, nbytes: int, *patterns: str, moves: bool = True, hardware: 
     """
     if not isinstance(nbytes, int) or nbytes <= 0:
         raise SpecError(f"budget(nbytes={nbytes!r}): expected bytes, more than 0, as 60 * 2**30.")
-    if isinstance(hardware, str) and hardware not in HARDWARE:
-        raise SpecError(f"budget(hardware={hardware!r}): expected one of {', '.join(map(repr, HARDWARE))}.")
+    if isinstance(hardware, str):
+        Hardware.named(hardware)
     copied = skeleton_of(model)
     paths = [path for path, _ in outermost("budget", copied, patterns)] if patterns else blocks_of(copied)
     if not paths:
@@ -350,4 +350,4 @@ def moving(nbytes: float, forward: float, hardware: Hardware) -> float:
 def hardware_for(said: str | Hardware | None) -> Hardware:
     if isinstance(said, Hardware):
         return said
-    return HARDWARE[said] if said else Hardware.here()
+    return Hardware.named(said) if said else Hardware.here()

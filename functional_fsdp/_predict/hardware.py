@@ -88,6 +88,23 @@ class Hardware:
     measured: bool = False
 
     @staticmethod
+    def named(said: str | Hardware) -> Hardware:
+        """By name, or itself.
+
+        Raises:
+            SpecError: there is none of that name.
+
+        Example: `dataclasses.replace(fsdp.Hardware.named("H100"), node=4)`.
+        """
+        return hardware_of(said)
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """H100 and H200 (NVLink 4 within 8 GPUs, 400 Gbit/s a GPU between hosts), A100 (NVLink 3, 200 Gbit/s) and B200
+        (NVLink 5, 400 Gbit/s). The last two have nobody's measurements."""
+        return tuple(HARDWARE)
+
+    @staticmethod
     def here() -> Hardware:
         """That of this process's GPU, by its name; the H100's where there is none, or another."""
         name = device_name()
@@ -134,8 +151,6 @@ HARDWARE: dict[str, Hardware] = {
         torch.float32: 80e12}, memory=180 * 10**9, bandwidth=8e12, inside=Link(2e-6, 560e9), measured=False,
     ),
 }  # fmt: skip
-"""Hardware by name: H100 and H200 (NVLink 4 within 8 GPUs, 400 Gbit/s a GPU between hosts), A100 (NVLink 3, 200 Gbit/s)
-and B200 (NVLink 5, 400 Gbit/s). The last two have nobody's measurements."""
 
 
 def hardware_of(said: str | Hardware) -> Hardware:
@@ -149,6 +164,6 @@ def hardware_of(said: str | Hardware) -> Hardware:
     if said not in HARDWARE:
         raise SpecError(
             f"hardware={said!r}: expected one of {', '.join(map(repr, HARDWARE))}, or a fsdp.Hardware, as "
-            "dataclasses.replace(fsdp.HARDWARE['H100'], node=4)."
+            "dataclasses.replace(fsdp.Hardware.named('H100'), node=4)."
         )
     return HARDWARE[said]

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .._plan.plan import Plan
-from .._plan.timeline import Span
+from ..look.timeline import Span
 from .hardware import Hardware
 from .traffic import Traffic, Transfer
 

@@ -26,10 +26,10 @@ from .._optim.adamw import adamw
 from .._plan.layout import Layout
 from .._plan.peak import StepMemory
 from .._plan.plan import Plan
-from .._plan.timeline import Timeline
 from .._spec.spec import Spec
 from .._state.sizes import state_bytes
 from .._state.state import State
+from ..look.timeline import Timeline
 from .hardware import Hardware, Link, hardware_of
 from .lanes import Costs, Run, play
 from .operations import Counter, Work
@@ -149,7 +149,7 @@ def predict(
         batch: a rank's, of one microbatch: a tensor, or a tuple of arguments; only shapes and dtypes count.
         spec: on a mesh of any size, as `Spec({"replica": 64, "shard": 8}, ...)`. Inner axes are within a host.
         optimizer: as for `shard`. Default: AdamW.
-        hardware: "H100", "H200", "A100", "B200" (`fsdp.HARDWARE`), or a `fsdp.Hardware`.
+        hardware: "H100", "H200", "A100", "B200", or a `fsdp.Hardware`.
         graph: whether the step is a CUDA graph, which needs no host.
         compiled: whether units that come again are compiled: then these write nothing between elementwise kernels, and
             keep for the backward what the smallest cut keeps.

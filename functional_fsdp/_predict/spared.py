@@ -75,11 +75,11 @@ def smallest_cut(
     for key in there:
         free = key in kept or key not in size or (key not in made and any(use >= forward for use in read[key]))
         edge((key, 0), (key, 1), 0 if free else size[key])  # what is free to keep cuts its way at once
-        op = made.get(key)
-        if op is None or not op.joined:
+        maker = made.get(key)
+        if maker is None or not maker.joined:
             edge("source", (key, 0), INFINITE)
         else:
-            for given in op.inputs:
+            for given in maker.inputs:
                 if given != key:
                     edge((given, 1), (key, 0), INFINITE)
     for key in wanted:
@@ -97,12 +97,12 @@ def smallest_cut(
         if "sink" not in before:
             return total
         path: list[tuple[object, object]] = []
-        b: object = "sink"
-        while b != "source":
-            path.append((before[b], b))
-            b = before[b]
-        least = min(capacity[one] for one in path)
-        for a, b in path:
-            capacity[a, b] -= least
-            capacity[b, a] += least
+        at: object = "sink"
+        while at != "source":
+            path.append((before[at], at))
+            at = before[at]
+        least = min(capacity[step] for step in path)
+        for one, other in path:
+            capacity[one, other] -= least
+            capacity[other, one] += least
         total += least

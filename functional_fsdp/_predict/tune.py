@@ -21,11 +21,11 @@ import torch.nn as nn
 from .._common.errors import SpecError
 from .._common.torch_names import pytree
 from .._common.tree import bytes_text, table
-from .._plan.canvas import INK, Page
 from .._spec.placement import Placement, ddp, hfsdp, hsdp, zero2, zero3
 from .._spec.precision import Precision
 from .._spec.schedule import Schedule
 from .._spec.spec import Spec
+from ..look.canvas import INK, Page
 from .hardware import Hardware, Link, hardware_of
 from .prediction import Prediction, Rehearsal, predicted, prepared, rehearsal_of
 

@@ -134,7 +134,7 @@ def test_a_budget_that_nothing_fits_is_refused_on_all_ranks() -> None:
 
 def test_less_is_recomputed_where_the_budget_is_larger() -> None:
     costs = {KEPT: Cost(0, 0, 0), Way(True): Cost(100, 10, 0), Way(True, ("wide",)): Cost(40, 1, 0)}
-    hardware = fsdp.HARDWARE["H100"]
+    hardware = fsdp.Hardware.named("H100")
     few = best(costs, 4, 30, 1.0, hardware)
     assert few == (Way(True, ("wide",)), *(KEPT,) * 3)
     assert best(costs, 4, 120, 1.0, hardware) == (*(Way(True, ("wide",)),) * 3, KEPT)
@@ -146,7 +146,7 @@ def test_less_is_recomputed_where_the_budget_is_larger() -> None:
 def test_what_is_moved_costs_what_the_forward_does_not_hide() -> None:
     moved = Way(False, (), ("",))
     costs = {KEPT: Cost(0, 0, 0), Way(True): Cost(1e9, 0.010, 0), moved: Cost(1e9, 0, 1e9)}
-    hardware = fsdp.HARDWARE["H100"]
+    hardware = fsdp.Hardware.named("H100")
     assert best(costs, 4, 4e9, 1.0, hardware) == (moved,) * 4  # a second of forward hides 50 GB
     assert best(costs, 4, 4e9, 0.001, hardware) == (Way(True),) * 4
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_chosen_is_refused() -> None:
         T.budget(model, -1)
     with pytest.raises(fsdp.SpecError, match=r"budget: Linear has no list of modules of one class"):
         T.budget(nn.Linear(2, 2), 100)
-    with pytest.raises(fsdp.SpecError, match=r"budget\(hardware='abacus'\): expected one of 'H100'"):
+    with pytest.raises(fsdp.SpecError, match=r"hardware='abacus': expected one of 'H100'"):
         T.budget(model, 100, hardware="abacus")
     with pytest.raises(fsdp.SpecError, match=r"forward_backward\(compile=...\) of a model of T.budget"):
         T.forward_backward(T.budget(model, 100), loss_fn, compile=True)
