@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.errors import SpecError
 from .._common.torch_names import pytree
@@ -120,6 +121,20 @@ class Tuned:
     def prediction(self) -> Prediction:
         return self.best.prediction
 
+    def on(self, mesh: DeviceMesh) -> Spec:
+        """The spec on the ranks of a mesh.
+
+        Raises:
+            SpecError: the mesh has other axes, or other sizes.
+
+        Example: `state = fsdp.shard(params, found.on(fsdp.local_mesh()), optimizer)`.
+        """
+        spec = self.best.spec
+        made = spec._but("mesh", mesh)
+        if made.axes != spec.axes:
+            raise SpecError(f"on(mesh): these settings are for a mesh of {spec.axes}, and this one is {made.axes}.")
+        return made
+
     def __repr__(self) -> str:
         head = ("setting", "ms", "peak", "received", "")
         rows = [self._row(one, "best" if one is self.best else "front") for one in self.front[:SHOWN]]
@@ -186,8 +201,8 @@ def tune(
         transports: to consider; copies need all ranks that share a bucket in one host.
 
     Returns:
-        a `Tuned`: `.spec` and `.model`, ready for `shard` or `init` and `T.forward_backward`; `.front`; printing it
-        gives a table with the reason why each neighbour of the best loses.
+        a `Tuned`: `.on(mesh)` and `.model`, ready for `shard` or `init` and `T.forward_backward`; `.front`; printing
+        it gives a table with the reason why each neighbour of the best loses.
 
     Searched are: placements by axis, prefetch, `keep`, the transport, and for each block what is kept, recomputed or
     moved. Dtypes are not changed: they are the caller's.
@@ -197,8 +212,8 @@ def tune(
     Raises:
         SpecError: neither a mesh nor a number of GPUs; nothing fits, with the least that is taken and what to do.
 
-    Example: `found = fsdp.tune(model, loss_fn, batch, gpus=64, budget=70 * 2**30); state = fsdp.shard(params,
-    replace_mesh(found.spec), optimizer)`; `print(found)`.
+    Example: `found = fsdp.tune(model, loss_fn, batch, gpus=64, budget=70 * 2**30)`; `print(found)`; on 64 ranks
+    `state = fsdp.shard(params, found.on(mesh), optimizer)` and `T.forward_backward(found.model, loss_fn)`.
     """
     if (mesh is None) == (gpus is None):
         raise SpecError("tune: expected mesh={axis: ranks} or gpus=, one of them.")

@@ -327,6 +327,21 @@ def test_what_does_not_fit_recomputes() -> None:
         fsdp.tune(model, loss_fn, rows(), mesh={"data": 4}, moves=False, budget=1 << 20)
 
 
+def test_settings_that_were_found_run() -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+    x = torch.randn(4, 8)
+    plain = lambda model, x: model(x).square().mean()  # noqa: E731
+    found = fsdp.tune(blocks, plain, x, gpus=1, precision=fsdp.Precision())
+    params, _ = fsdp.functionalize(blocks)
+    state = fsdp.shard(params, found.on(fsdp.local_mesh()), fsdp.sgd(lr=0.1))
+    state, loss = T.forward_backward(found.model, plain)(state, x)
+    torch.testing.assert_close(loss, plain(blocks, x).detach())
+    fsdp.step(state)
+    two = fsdp.tune(blocks, plain, x, gpus=2, precision=fsdp.Precision())
+    with pytest.raises(fsdp.SpecError, match=r"on\(mesh\): these settings are for a mesh of \{'data': 2\}"):
+        two.on(fsdp.local_mesh())
+
+
 def test_other_goals() -> None:
     whole = fsdp.tune(Net(), loss_fn, rows(), gpus=1).best.peak
     fewest = fsdp.tune(Net(), loss_fn, rows(), gpus=16, goal="gpus", budget=int(0.9 * whole), moves=False)
