@@ -68,6 +68,7 @@ def budget(model: M, nbytes: int, *patterns: str, moves: bool = True, hardware: 
         >>> forward_backward = T.forward_backward(model, loss_fn)
         >>> state, loss = forward_backward(state, batch)
         >>> print(forward_backward.choice)
+        budget 60.00 GiB: the model as it is takes 0.00 GiB, which fits; nothing is changed
 
     Source: Korthikanti et al. 2022 (arXiv:2205.05198) choose parts by bytes for each operation; the choice between
     groups is a multiple-choice knapsack.
