@@ -51,7 +51,6 @@ from ._plan.layout import Bucket, Layout, Leaf, Unit
 from ._plan.plan import Plan, make_plan
 from ._plan.route import Partial, Replicated, Sharded
 from ._predict.hardware import HARDWARE, Hardware, Link
-from ._predict.hardware import Hardware, Link
 from ._predict.links import measure_links
 from ._predict.measured import measure_compute
 from ._predict.prediction import Prediction, predict
