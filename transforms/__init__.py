@@ -1,5 +1,6 @@
 """Transforms: small functions around a train step, each in a file of its own. The core does not know them."""
 
+from . import collectives
 from ._compile.compile import compile
 from ._compile.compile_units import compile_units
 from ._compile.startup import StartupReport, startup
@@ -37,6 +38,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_value",
     "clipped_gradients",
+    "collectives",
     "compile",
     "compile_report",
     "compile_units",

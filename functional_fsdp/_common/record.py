@@ -51,6 +51,8 @@ class Collective(NamedTuple):
         """Bytes that a rank receives, by an algorithm that sends no byte twice, along an axis of so many ranks."""
         if self.kind == "barrier":
             return 0
+        if self.kind == "permute":  # of a model's own code
+            return self.nbytes
         return self.nbytes * (ranks - 1) // ranks * (2 if self.kind == "all_reduce" else 1)
 
 

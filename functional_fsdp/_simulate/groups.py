@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._common.record import Collective
+
 __all__ = ["Group", "Work"]
 
 Act = Callable[[list[Any]], None]
@@ -109,6 +111,11 @@ class Group(_Base):  # type: ignore[misc]
             return [came[i] for i in range(self.n)]
         _, given = came[self.here[0]]
         return [came.get(i, (None, given)) for i in range(self.n)]
+
+    def note(self, axis: str, kind: str, x: torch.Tensor) -> None:
+        """A model's own code sends this."""
+        hop = Collective(kind, axis, x.numel(), x.dtype, "", "compute", "(the model)")
+        self.world.traffic.note(self.global_rank, hop, self.n)
 
     # ---- collectives of this package
 

@@ -13,7 +13,8 @@ BY = ("axis", "lane", "unit", "kind")
 
 
 class Traffic:
-    """The collectives of this package that simulated ranks issued, and the bytes that each rank received.
+    """The collectives of this package that simulated ranks issued, and the bytes that each rank received. Those of
+    `T.collectives` in a model are on the lane "compute".
 
     Printing it shows a table by axis, lane, unit and kind, of all ranks together.
     """
