@@ -50,12 +50,13 @@ from ._optim_extra.updates import from_updates
 from ._plan.layout import Bucket, Layout, Leaf, Unit
 from ._plan.plan import Plan, make_plan
 from ._plan.route import Partial, Replicated, Sharded
-from ._predict.hardware import HARDWARE, Hardware, Link
+from ._predict.hardware import Hardware, Link
 from ._predict.links import measure_links
 from ._predict.measured import measure_compute
 from ._predict.prediction import Prediction, predict
 from ._predict.tune import Candidate, Tuned, tune
 from ._simulate.traffic import Traffic
+from ._spec.along import Along
 from ._spec.codec import Codec
 from ._spec.placement import Placement, ddp, hfsdp, hsdp, zero1, zero2, zero3
 from ._spec.precision import Precision
@@ -91,6 +92,7 @@ from .look.timeline import timeline
 __version__ = "0.1.0"
 
 __all__ = [
+    "Along",
     "Bucket",
     "Candidate",
     "Checkpoint",

@@ -24,13 +24,13 @@ RUNNING: list[Microbatch] = []
 
 @contextmanager
 def seeded(state: State, microbatch: int, step: int | None = None) -> Iterator[None]:
-    """Random numbers from (state.rng, steps taken, microbatch, this rank); the caller's own go on afterwards.
+    """Random numbers from (state.rng, steps taken, microbatch, the rank that draws); the caller's own go on afterwards.
 
     Args:
         step: how many steps were taken, where the lineage does not know.
     """
     ranks = ranks_of(state)
-    seed = seeds(state, step=step)(microbatch, ranks.index)
+    seed = seeds(state, step=step)(microbatch, ranks.drawer)
     host = torch.default_generator
     before = host.get_state()
     host.manual_seed(seed)
@@ -72,9 +72,9 @@ def reseed(state: State, again: Mapping[Place, torch.Generator], draws: Mapping[
     ranks = ranks_of(state)
     seed = seeds(state)
     for microbatch, generator in ranks.generators.items():
-        generator.manual_seed(seed(microbatch, ranks.index))
+        generator.manual_seed(seed(microbatch, ranks.drawer))
     for place, generator in again.items():
-        generator.manual_seed(seed(place[0], ranks.index))
+        generator.manual_seed(seed(place[0], ranks.drawer))
         generator.set_offset(draws[place])
 
 

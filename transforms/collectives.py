@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from functional_fsdp import SpecError, TreeError
@@ -38,7 +39,7 @@ from functional_fsdp._verbs.seams import torch_private
 from functional_fsdp.extend import traced_as
 
 __all__ = [
-    *("all_gather", "all_to_all", "pmax", "pmean", "ppermute", "psum", "pvary"),
+    *("all_gather", "all_to_all", "dropout", "pmax", "pmean", "ppermute", "psum", "pvary"),
     *("reduce_scatter", "split"),
 ]
 
@@ -173,6 +174,28 @@ def all_to_all(x: torch.Tensor, axis: DeviceMesh, cut: int = 0, join: int = 0) -
     op = _op("all_to_all", axis, *dims)
     _divides(x, op.dim, op.n, "all_to_all")
     return _call(x, op)
+
+
+def dropout(x: torch.Tensor, p: float, axis: DeviceMesh, dim: int, training: bool = True) -> torch.Tensor:
+    """Dropout of a tensor that is cut along `dim`, by the mask that the whole one would have: varying -> varying.
+
+    Ranks of the axis draw the same numbers, those of the whole [..., ranks · n, ...], and each takes its part: driven
+    steps seed them alike (`Ranks.drawer`). So masks are those of the plain model, where it draws as much.
+
+    Raises:
+        SpecError: a mesh of several axes. TreeError: there is no such dim.
+
+    Collective: none.
+
+    Example, of probabilities [b, h/tp, s, s]: `p = T.collectives.dropout(p, 0.1, tp, 1, self.training)`.
+    """
+    op = _op("dropout", axis, _dim(x, dim, "dropout"))
+    if not training or p == 0.0:
+        return x
+    shape = list(x.shape)
+    shape[op.dim] *= op.n
+    kept = F.dropout(x.new_ones(shape), p)
+    return x * kept.chunk(op.n, op.dim)[op.group.rank()]
 
 
 def ppermute(x: torch.Tensor, axis: DeviceMesh, pairs: Sequence[tuple[int, int]]) -> torch.Tensor:

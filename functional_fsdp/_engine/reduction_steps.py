@@ -88,8 +88,8 @@ def _kernel() -> Any:
 class ReductionSteps:
     """For all reductions of one lineage."""
 
-    def __init__(self, run: Runtime, carrier: Carrier, average: str, marks: dict[str, Mark]) -> None:
-        self.run, self.carrier, self.average = run, carrier, average
+    def __init__(self, run: Runtime, carrier: Carrier, marks: dict[str, Mark]) -> None:
+        self.run, self.carrier = run, carrier
         self.marks = marks  # the newest point on each lane that compute has to wait for
 
     def of(
@@ -137,7 +137,7 @@ class ReductionSteps:
         this lane waits for the sums only: the next gradients are staged on bytes that these read."""
         if collectives[0].lane != "reduce":
             yield collectives[0].lane
-        lanes, mean = self.run.lanes, self.average == "mean"
+        lanes, mean = self.run.lanes, collectives[0].op == "mean"
         portions = Portions(consumer.pieces if consumer.beside else ())
         came, ranks, own = yield from self._exchanged(collectives, stage, spare, portions)
         if not consumer.beside:
@@ -180,7 +180,7 @@ class ReductionSteps:
             begin = aligned(came.numel() * came.element_size(), STAGED)
             whole = spare[begin : begin + 4 * ranks * n].view(torch.float32) if out is None else out
             part = whole[mine * n : (mine + 1) * n]
-        ordered_sum(came, ranks, part, self.average == "mean", own)
+        ordered_sum(came, ranks, part, collectives[0].op == "mean", own)
         if kind != "scatter":
             yield from self.run.collective(collectives[-1], whole, part)
         return whole
@@ -191,7 +191,7 @@ class ReductionSteps:
     ) -> Generator[Any, None, torch.Tensor]:  # fmt: skip
         """The same of gradients that travel in a codec."""
         out = out if out is not None and out.dtype is torch.float32 else None
-        axis, mean = collectives[0].axis, self.average == "mean"
+        axis, mean = collectives[0].axis, collectives[0].op == "mean"
         ranks, mine = self.run.sizes[axis], self.run.coordinate[axis]
         n, size = stage.numel() // ranks, collectives[0].numel
         sent, came = spare[:size], spare[aligned(size, STAGED) :][:size]

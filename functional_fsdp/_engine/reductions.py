@@ -25,6 +25,7 @@ from .._storage.flat import FlatBuffer
 from .._storage.gradients import in_order
 from .._storage.weights import owned
 from .carrier import Carrier
+from .equal_check import check_of
 from .gathers import Gathers
 from .progress import Progress
 from .sink import GradientSink
@@ -61,6 +62,7 @@ class Reductions:
         self.last = True
         self.skipped: set[str] = set()
         self.digest = 0
+        self.check = check_of(self.layout, run, progress.spec.schedule.debug)
         self.prepare()
 
     def prepare(self, depth: int = 0) -> None:
@@ -105,6 +107,8 @@ class Reductions:
     def keep(self, index: int, unit: str, values: Values, last: bool) -> None:
         """The gradients of reduction number `index` of the plan have come, whose turn may come later."""
         self.last = last
+        if self.check is not None:
+            self.check.note(unit, values)
         self.early[index] = owned(values, self.gathers.arena.loan(unit)) if self.run.lanes.copies_on_lanes else values
 
     def set_last(self, last: bool) -> None:
@@ -130,6 +134,8 @@ class Reductions:
         """Reduce gradients that no plan expects. Compute waits for them. `agreed`: ranks come to them alike."""
         if not agreed:
             self.gathers.unplanned.agree(unit, "reduce", self.progress.known)
+        if self.check is not None:
+            self.check.note(unit, values)
         self.staging.outside(self.layout.by_name[unit], values, self.grads, last, self.mesh)
         self.read_while_gathered(unit)
 
@@ -216,6 +222,8 @@ class Reductions:
         self.staging.restart()
         self.grads, self.digest = {}, 0
         self.last = True
+        if self.check is not None:
+            self.check.found.clear()
         self.given.begin()
         self.early.clear()
         self.backlog.clear()

@@ -205,7 +205,7 @@ class Staging:
         self.completing = False  # whether something beside them is under way
         self.unshared = False
         self.marks: dict[str, Mark] = {}  # the end of what is newest, and of all before it, by the lane that it ends on
-        self.steps = ReductionSteps(run, carrier, average, self.marks)
+        self.steps = ReductionSteps(run, carrier, self.marks)
         #: buckets whose gradients came in this step: whether more than once, be it that some were put aside meanwhile
         self.seen: dict[str, bool] = {}
 

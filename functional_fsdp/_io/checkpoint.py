@@ -49,6 +49,7 @@ from .manifest import METADATA, NOTE, Tensor, file_of, read_note, sizes, tensors
 from .parts import SAVED, SavedTensor, content, named, own_place, parts_of, plain_names
 from .pending import finish
 from .reader import read_tensors
+from .recut import read_recut, recut
 from .template import blank, made_for, with_extras
 from .writer import complete, write_tensors
 
@@ -297,7 +298,8 @@ def _filled(
 
     def read() -> None:
         check_same(path, note, state, allow)
-        there = with_replicas(path, state, all_there, allow)
+        placed, again = recut(path, note, state, all_there)
+        there = with_replicas(path, state, placed, allow)
         fresh = as_there(state, there)
         if not own:
             fresh = with_extras(path, note, there, fresh)
@@ -305,7 +307,9 @@ def _filled(
             fresh = fresh._evolve(**{name: pytree.tree_map(blank, getattr(fresh, name), **whole) for name in SAVED})
         chosen, anew = fits(path, note, there, fresh, named(fresh, there), allow)
         chosen, left = with_residuals(fresh, chosen, there)
-        read_tensors(path, note, there, chosen)
+        read_tensors(path, note, there, [part for part in chosen if part.name not in again])
+        cut = [part for part in chosen if part.name in again]
+        read_recut(path, note, all_there, again, cut, joint.run.coordinate)
         share_residuals(fresh, left)
         if anew:
             main = {name: fresh.main[name] for name in state.layout.trainable}

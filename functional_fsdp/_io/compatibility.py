@@ -7,9 +7,8 @@ average, another optimizer, replicas     must be said, by `allow=`
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from .._state.state import State
 from .._state.update import counted, with_counts
 from .._storage.flat import FlatBuffer, Node, nodes_of
 from .manifest import Tensor
-from .parts import PLACE, SAVED, SavedTensor, any_apart, by_place
+from .parts import SAVED, SavedTensor, any_apart, by_place, places_of
 
 __all__ = ["ALLOWED", "about_of", "as_there", "check_same", "fits", "names_of", "share_residuals", "with_residuals"]
 
@@ -35,15 +34,16 @@ ALLOWED = ("average", "optimizer", "replicas")
 
 def about_of(state: State) -> dict[str, Any]:
     """What `layout.json` says of a state beside its tensors."""
-    labels = {leaf.path: leaf.label for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
+    at = {leaf.path: leaf for bucket in state.layout.buckets.values() for leaf in bucket.leaves}
     leaves = {
         info.path: {
             "shape": list(info.shape),
             "dtype": str(info.dtype).removeprefix("torch."),
             "trainable": info.trainable,
-            "label": labels[info.path],
+            "label": at[info.path].label,
             "ties": list(info.aliases),
             **({} if info.form is None else {"codec": str(info.form.codec)}),
+            **({"cuts": [list(cut) for cut in at[info.path].cuts]} if at[info.path].cuts else {}),
         }
         for info in leaf_infos(state.layout, state.spec)
     }
@@ -110,7 +110,7 @@ def check_same(path: Path, note: Mapping[str, Any], state: State, allow: Collect
     Raises:
         TreeError: naming leaves that are missing, unexpected, or of another shape. SpecError: another `average`.
     """
-    shapes = {leaf.path: leaf.seen_shape for b in state.layout.buckets.values() for leaf in b.leaves}
+    shapes = {leaf.path: leaf.whole for b in state.layout.buckets.values() for leaf in b.leaves}
     here = {p: shapes[source] for p, source in zip(state.layout.paths, state.layout.source, strict=True)}
     there = {p: tuple(leaf["shape"]) for path_, leaf in note["leaves"].items() for p in (path_, *leaf["ties"])}
     said = [
@@ -254,13 +254,13 @@ def names_of(state: State, there: Mapping[str, Tensor]) -> dict[str, bool]:
     optimizer keeps by leaf are zero, then."""
     found: dict[str, bool] = {}
     run = runtime_of(state.spec.mesh)
-    everywhere = _places(any_apart(state, run), run.sizes)
+    everywhere = places_of(any_apart(state, run), run.sizes)
     for field in SAVED:
         for node in nodes_of(getattr(state, field)):
             name = ".".join(filter(None, (field, node.path)))
             if isinstance(node.value, FlatBuffer):
                 bucket = node.value.bucket
-                places = _places(bucket.placement.apart(run.sizes), run.sizes)
+                places = places_of(bucket.apart(run.sizes), run.sizes)
                 found |= {
                     f"{name}.{leaf.path}{at}": bucket.by_leaf or field == "residual"
                     for leaf in bucket.leaves
@@ -270,10 +270,3 @@ def names_of(state: State, there: Mapping[str, Tensor]) -> dict[str, bool]:
                 some = {f"{name}{at}": False for at in everywhere}
                 found |= some if name not in there and some.keys() & there.keys() else {name: False}
     return found
-
-
-def _places(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
-    """Every place along these axes, as names of tensors say it."""
-    places = itertools.product(*(range(sizes[axis]) for axis in axes))
-    said = [", ".join(f"{axis} {i}" for axis, i in zip(axes, place, strict=True)) for place in places]
-    return [f"{PLACE}{text}" if text else "" for text in said]

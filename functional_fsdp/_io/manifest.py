@@ -2,7 +2,8 @@
 
 step, save         how many steps were taken; the token of the save, which its files name, too
 placement, mesh, average, optimizer      of the state that wrote it
-leaves             {path: {shape, dtype, trainable, label, ties}}, in the order of the tree; ties are further paths
+leaves             {path: {shape, dtype, trainable, label, ties}}, in the order of the tree; ties are further paths.
+                   Of leaves that were cut along axes of the model's own also "cuts", [[axis, ranks, dim, sizes], ...]
 paths, tree        all paths in the tree's order; its dicts, lists and tuples, with numbers of paths in the leaves'
                    place, or null where it is made of something else
 extras, buffers    [[keys, "leaf" or "plain"], ...], of what lies under these names; null where keys are no text

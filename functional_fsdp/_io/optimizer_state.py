@@ -16,7 +16,7 @@ from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._state.update import with_counts
-from .._storage.flat import FlatBuffer, Node, gather_leaves, nodes_of
+from .._storage.flat import FlatBuffer, Node, nodes_of, whole_leaves
 from .._storage.sources import Source, fill, opened, same_source
 from .._verbs.replace import copies, renewed
 from .compatibility import as_there
@@ -48,7 +48,7 @@ def optimizer_state(state: State) -> dict[str, dict[str, torch.Tensor]]:
         state.version.lineage.touched()
         for node in nodes_of(state.opt):
             if isinstance(node.value, FlatBuffer):
-                for path, leaf in gather_leaves(node.value).items():
+                for path, leaf in whole_leaves(node.value).items():
                     found.setdefault(path, {})[node.path] = leaf.clone()
             elif isinstance(node.value, torch.Tensor):
                 found.setdefault("", {})[node.path] = node.value.clone()

@@ -2,7 +2,8 @@
 
     main.layers.0.w            a leaf: the 1-D tensor of its elements. Each rank has runs of leaves, wherever its slices
     opt.mean.layers.0.w        of buckets are cut; replicas have the same runs, and take turns to write them
-    main.w of expert 1         ranks along an axis that a bucket is not averaged over have leaves of their own
+    main.w of expert 1         ranks along an axis that a bucket is not averaged over have leaves of their own, or
+                               parts of one: `layout.json` then says how it was cut
     extras.seen                a plain tensor, the same on all ranks: the first one writes
     extras.seen of expert 1    or the same on all ranks that have the same experts
     residual.layers.0.w        what packing has lost of a leaf's gradients: that of each rank, end to end
@@ -13,8 +14,9 @@ same experts hold differently is refused: it would be given to all of them.
 
 from __future__ import annotations
 
+import itertools
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from .._storage.flat import FlatBuffer, Node, leaf_shards, nodes_of
 
 __all__ = [
     *("PLACE", "SAVED", "SavedTensor", "any_apart", "by_place", "content", "named"),
-    *("own_place", "parts_of", "plain_names"),
+    *("own_place", "parts_of", "place_at", "places_of", "plain_names"),
 ]
 
 SAVED = ("main", "opt", "buffers", "count", "rng", "extras", "residual")
@@ -108,9 +110,9 @@ def _runs(state: State, tree: str, buffer: FlatBuffer) -> Iterator[SavedTensor]:
             f"checkpoint: State.{tree} is not added up over {', '.join(map(repr, summands))} yet: each rank has a "
             "summand, which no checkpoint tells apart. Call finish_reductions before you keep gradients."
         )
-    own = _at(run, bucket.placement.apart(run.sizes))
+    own = place_at(run, bucket.apart(run.sizes))
     index, replicas = 0, 1
-    for axis in bucket.placement.data:
+    for axis in (*bucket.placement.data, *bucket.equal):
         if axis not in buffer.sharded():
             index, replicas = index * run.sizes[axis] + run.coordinate[axis], replicas * run.sizes[axis]
     first = buffer.span()[0] == 0
@@ -126,7 +128,7 @@ def _summands(run: Runtime, buffer: FlatBuffer) -> Iterator[SavedTensor]:
     bucket, index, ranks = buffer.bucket, 0, 1
     for axis in bucket.placement.data:
         index, ranks = index * run.sizes[axis] + run.coordinate[axis], ranks * run.sizes[axis]
-    own = _at(run, bucket.placement.apart(run.sizes))
+    own = place_at(run, bucket.apart(run.sizes))
     for leaf, _, local in leaf_shards(buffer):
         yield SavedTensor(f"residual.{leaf.path}{own}", local, (ranks * leaf.numel,), index * leaf.numel, True)
 
@@ -137,7 +139,7 @@ def content(part: SavedTensor) -> str:
     return f"{str(part.tensor.dtype).removeprefix('torch.')} {list(part.tensor.shape)} with checksum {number:016x}"
 
 
-def _at(run: Runtime, axes: Iterable[str]) -> str:
+def place_at(run: Runtime, axes: Iterable[str]) -> str:
     """Where on axes that a bucket is not averaged over: ranks there have leaves of their own."""
     said = ", ".join(f"{axis} {run.coordinate[axis]}" for axis in axes)
     return f"{PLACE}{said}" if said else ""
@@ -146,7 +148,7 @@ def _at(run: Runtime, axes: Iterable[str]) -> str:
 def own_place(state: State) -> str:
     """Where on all axes that any bucket is not averaged over: plain tensors may differ there."""
     run = runtime_of(state.spec.mesh)
-    return _at(run, any_apart(state, run))
+    return place_at(run, any_apart(state, run))
 
 
 def by_place(there: Iterable[str]) -> dict[str, str]:
@@ -163,7 +165,7 @@ def by_place(there: Iterable[str]) -> dict[str, str]:
 
 def any_apart(state: State, run: Runtime) -> list[str]:
     """The axes along which ranks have leaves of their own, of any bucket; in the mesh's order."""
-    apart = {axis for bucket in state.layout.buckets.values() for axis in bucket.placement.apart(run.sizes)}
+    apart = {axis for bucket in state.layout.buckets.values() for axis in bucket.apart(run.sizes)}
     return [axis for axis in run.sizes if axis in apart]
 
 
@@ -210,3 +212,10 @@ def named(state: State, there: Mapping[str, Any]) -> list[SavedTensor]:
         else part
         for part in parts
     ]
+
+
+def places_of(axes: Sequence[str], sizes: Mapping[str, int]) -> list[str]:
+    """Every place along these axes, as names of tensors say it."""
+    places = itertools.product(*(range(sizes[axis]) for axis in axes))
+    said = [", ".join(f"{axis} {i}" for axis, i in zip(axes, place, strict=True)) for place in places]
+    return [f"{PLACE}{text}" if text else "" for text in said]

@@ -20,13 +20,13 @@ from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.conversions import Conversions, checked, same_conversions
+from .._storage.conversions import Conversions, checked, part_of, same_conversions
 from .._storage.pieces import Piece, blocks, pieces
 from .._storage.safetensors import DTYPES, Entry, create, entries, write_at
 from .._storage.weights import refuse_packed
 from .checkpoint import same_folder
 from .folder import Claim, check_shared, partial, sync, write_file
-from .parts import parts_of
+from .parts import parts_of, place_at
 
 __all__ = ["save_safetensors"]
 
@@ -124,13 +124,13 @@ def _tensors(state: State, dtype: torch.dtype | None, convert: Conversions) -> t
         if path in at:
             leaf, bucket = at[path]
             refuse_packed("save_safetensors", leaf)
-            own = [*bucket.placement.apart(run.sizes)]
+            own = [*bucket.unlike(run.sizes)]
             if own:
                 raise SpecError(
                     f"save_safetensors: ranks along {own} have {path!r} of their own, and a file has one leaf of a "
                     "name. Save a checkpoint, which has all of them."
                 )
-            leaves[path] = (dtype if dtype and bucket.main.is_floating_point else bucket.main), leaf.shape
+            leaves[path] = (dtype if dtype and bucket.main.is_floating_point else bucket.main), leaf.whole
     for path, held in zip(*flatten(state.buffers)[:2], strict=True):
         if path in leaves:
             raise SpecError(f"save_safetensors: a parameter and a buffer are both called {path!r}. Rename one of them.")
@@ -165,6 +165,10 @@ def _tensors(state: State, dtype: torch.dtype | None, convert: Conversions) -> t
     unknown = [(name, kind) for name, (kind, _) in tensors.items() if kind not in DTYPES.values()]
     if unknown:
         raise SpecError(f"save_safetensors: {unknown[0][0]!r} is {unknown[0][1]}, which safetensors has not.")
+    for path, (leaf, _) in at.items():
+        if leaf.cuts:
+            mine = part_of(convert.get(path, path), leaf.whole, leaf.cuts, run.coordinate)
+            parts[path] = pieces(path, leaf.shape, mine)
     return parts, tensors
 
 
@@ -200,12 +204,15 @@ def _write(state: State, path: Path, parts: Pieces, files: int) -> None:
     places: dict[str, Entry] = {}
     for name in _names(files):
         places |= entries(path / name)
+    run = runtime_of(state.spec.mesh)
+    paths = {
+        f"main.{leaf.path}{place_at(run, bucket.apart(run.sizes))}": leaf.path
+        for bucket in state.layout.buckets.values() for leaf in bucket.leaves
+    }  # fmt: skip
     mine = [
-        (part.name.removeprefix("main."), part.start, part.tensor)
-        for part in parts_of(state)
-        if part.name.startswith("main.") and part.writes
+        (paths[part.name], part.start, part.tensor) for part in parts_of(state) if part.name in paths and part.writes
     ]
-    if runtime_of(state.spec.mesh).rank == 0:
+    if run.rank == 0:
         mine += [(name, 0, held) for name, held in zip(*flatten(state.buffers)[:2], strict=True)]
     opened: dict[Path, int] = {}
     try:

@@ -93,7 +93,7 @@ def check_dtype(what: str, dtype: Any) -> None:
 def none_apart(state: State, what: str) -> None:
     sizes = runtime_of(state.spec.mesh).sizes
     for bucket in state.layout.buckets.values():
-        own = [*bucket.placement.apart(sizes)]
+        own = [*bucket.apart(sizes)]
         if own:
             raise SpecError(
                 f"{what}: ranks along {own} have {bucket.leaves[0].path!r} of their own, which has no one value. Save "

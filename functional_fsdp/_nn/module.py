@@ -130,8 +130,12 @@ M = TypeVar("M", bound=nn.Module)
 ASSIGNED = "by assignment"
 
 
-def functionalize(module: M) -> tuple[dict[str, torch.Tensor], M]:
+def functionalize(module: M, spec: Any = None) -> tuple[dict[str, torch.Tensor], M]:
     """Split a module into its parameters and a skeleton.
+
+    Args:
+        spec: where leaves are cut along axes of the model's own (`Spec(own=)`): parameters are whole, and the skeleton
+            takes this rank's parts, as `unshard` gives them.
 
     Returns:
         `{path: parameter}`, the module's own tensors, tied ones at each of their paths; and the skeleton, for `bind`.
@@ -142,7 +146,7 @@ def functionalize(module: M) -> tuple[dict[str, torch.Tensor], M]:
         torch.Size([1, 3])
     """
     params: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    return params, skeleton_of(module)
+    return params, skeleton_of(module, spec)
 
 
 class Slots:
@@ -162,7 +166,7 @@ class Slots:
         self.keys = [path + name for _, path, name in held]
         self.slots: list[Slot] = [(params, name) for params, _, name in held]
         self.placeholders = [params[name] for params, name in self.slots]
-        self.shapes = [torch.Size(p.size()) for p in self.placeholders]
+        self.shapes = [getattr(p, "part", None) or torch.Size(p.size()) for p in self.placeholders]
         self.buffers: list[dict[str, Any]] = [m._buffers for m in modules]
         self.meta: list[tuple[str, dict[str, Any], str]] = [
             (f"{path}{name}", m._buffers, name)
@@ -492,7 +496,8 @@ def _validate(model: nn.Module, weights: Mapping[str, torch.Tensor], verb: str =
         weight: Any = weights[key]
         if not isinstance(weight, torch.Tensor):
             raise TreeError(f"{verb}: the weight {key!r} is a {type(weight).__name__}; expected a tensor.")
-        if weight.shape != placeholder.shape:
+        if weight.shape != placeholder.shape and weight.shape != (part := getattr(placeholder, "part", None)):
             raise TreeError(
-                f"{verb}: the weight {key!r} has shape {tuple(weight.shape)}; expected {tuple(placeholder.shape)}."
+                f"{verb}: the weight {key!r} has shape {tuple(weight.shape)}; expected {tuple(placeholder.shape)}"
+                f"{f', or {tuple(part)}, the part of a rank' if part else ''}."
             )

@@ -72,6 +72,7 @@ class Placeholder(nn.Parameter):
     """Where a weight belongs in a skeleton: has a shape and a dtype, and refuses everything else."""
 
     tie: Tie | None = None  # what the places of one tied leaf have in common
+    part: torch.Size | None = None  # the shape of a rank's part, of a leaf that is cut along axes of the model's own
     place: tuple[dict[str, Any], str] | None = None  # the slot whose weight it is, of one that lies elsewhere, too
     #: functions that only look at metadata, by name: of these it is what it seems to be
     answers = frozenset((
@@ -121,7 +122,7 @@ class Placeholder(nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made = _rebuild, (tuple(self.shape), self.dtype, self.requires_grad, self.tie)
+        made = _rebuild, (tuple(self.shape), self.dtype, self.requires_grad, self.tie, self.part)
         return made if self.place is None else (*made, self.place)
 
     def __setstate__(self, place: Any) -> None:
@@ -137,19 +138,27 @@ def _shape(args: Any) -> Any:
     return next((tuple(a.shape) for a in args if isinstance(a, Placeholder)), "?")
 
 
-def _rebuild(shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, tie: Tie | None = None) -> Placeholder:
+def _rebuild(
+    shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, tie: Tie | None = None,
+    part: torch.Size | None = None,
+) -> Placeholder:  # fmt: skip
     made = Placeholder(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
-    made.tie = tie
+    made.tie, made.part = tie, part
     return made
 
 
 def _placeholder(param: torch.Tensor, tie: Tie | None = None) -> Placeholder:
-    return _rebuild(tuple(param.shape), param.dtype, param.requires_grad, tie)
+    part = param.part if isinstance(param, Placeholder) else None
+    return _rebuild(tuple(param.shape), param.dtype, param.requires_grad, tie, part)
 
 
 @outside_inference
-def skeleton_of(module: M) -> M:
+def skeleton_of(module: M, spec: Any = None) -> M:
     """A copy of the module, of its own class, whose parameters are `Placeholder`s. Buffers are copied, weights never.
+
+    Args:
+        spec: a Spec by which some leaves are cut along axes of the model's own: weights that are bound have the shapes
+            of this rank's parts. None: whole ones.
 
     Raises:
         TreeError: what a copy cannot have: hooks on parameters, tensors in the middle of a graph, parameters that are
@@ -173,7 +182,9 @@ def skeleton_of(module: M) -> M:
     for path, param in params.items():
         owner, _, name = path.rpartition(".")  # a placeholder for each path
         held = skeleton.get_submodule(owner)._parameters
-        held[name] = _placeholder(param, ties.get(aliases.get(path, path)))
+        made_ = held[name] = _placeholder(param, ties.get(aliases.get(path, path)))
+        if spec is not None and spec.own:
+            made_.part = torch.Size(spec.part_of(path, tuple(param.shape)))
         if id(param) in copier.met and memo[id(param)].place is None:
             memo[id(param)].place = held, name
     take_float8(skeleton)

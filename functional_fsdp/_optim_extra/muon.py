@@ -105,6 +105,11 @@ class Muon(UpdatesSome):
         *batch, m, n = self._shape(leaf, pattern)
         if not leaf.numel:
             return
+        if any(one.ranks > 1 for one in leaf.cuts):
+            flops = self.ns_steps * (4 * min(m, n) ** 2 * max(m, n) + 2 * min(m, n) ** 3)
+            times = math.prod(one.ranks for one in leaf.cuts)
+            yield Part((times, *leaf.shape), self._joins(leaf, pattern), 0, (m, n), math.prod(batch) * flops)
+            return
         small, large, count = min(m, n), max(m, n), math.prod(batch)
         flops = self.ns_steps * (4 * small * small * large + 2 * small**3)
         if pattern is None or _keeps_order(pattern[0]):
@@ -113,23 +118,40 @@ class Muon(UpdatesSome):
         else:
             yield Part(leaf.shape, pattern, 0, (m, n), count * flops)
 
+    def _joins(self, leaf: Leaf, pattern: Pattern | None) -> Pattern:
+        """From the parts [ranks, ...] of a leaf that is cut along an axis of the model's own to its matrices."""
+        own = [one for one in leaf.cuts if one.ranks > 1]
+        if len(own) > 1 or len({*own[0].sizes}) > 1 or pattern is not None:
+            why = "has parts of several sizes" if pattern is None else "has a pattern of matrices"
+            why = why if len(own) == 1 else "that is more than one axis"
+            raise SpecError(
+                f"muon: the leaf {leaf.path!r} is cut along {', '.join(repr(one.axis) for one in own)}, and {why}. "
+                "Muon joins matrices that are cut along one axis, in parts of one size: give it to another optimizer "
+                "by its label (fsdp.partition), or cut it so."
+            )
+        (one,) = own
+        names = [f"d{i}" for i in range(len(leaf.shape))]
+        left, right = list(names), list(names)
+        left[one.dim], right[one.dim] = f"(parts d{one.dim})", f"(parts ranks d{one.dim})"
+        return f"ranks {' '.join(left)} -> {' '.join(right)}", (("parts", len(one.sizes)), ("ranks", one.ranks))
+
     def _pattern(self, label: str) -> Pattern | None:
         return self.matrices.get(label, self.matrices.get("default"))
 
     def _shape(self, leaf: Leaf, pattern: Pattern | None) -> tuple[int, ...]:
         """[..., rows, columns]."""
-        shape = leaf.shape
+        shape = leaf.whole
         if pattern is not None:
             try:
                 shape = rearrange(torch.empty(shape, device="meta"), pattern[0], **dict(pattern[1])).shape
             except Exception as error:
                 raise SpecError(
                     f"muon(matrices=...): {pattern[0]!r} does not fit the leaf {leaf.path!r} of shape "
-                    f"{list(leaf.shape)}: {str(error).strip().splitlines()[-1]}"
+                    f"{list(shape)}: {str(error).strip().splitlines()[-1]}"
                 ) from error
         if len(shape) < 2 or (pattern is None and len(shape) > 2):
             raise SpecError(
-                f"muon: the leaf {leaf.path!r} has shape {list(leaf.shape)}; expected a matrix [rows, columns]. Give "
+                f"muon: the leaf {leaf.path!r} has shape {list(shape)}; expected a matrix [rows, columns]. Give "
                 "it to another optimizer by its label (fsdp.partition), or say how it is made of matrices: "
                 f"muon(matrices={{{leaf.label!r}: 'e i o -> e i o'}}), where the last two are rows and columns."
             )
@@ -196,7 +218,8 @@ class Muon(UpdatesSome):
         left, right = pattern[0].split("->")
         matrices = rearrange(stack, f"stacked {left} -> stacked {right}", **dict(pattern[1]))
         done = orthogonalized(matrices.reshape(-1, *matrices.shape[-2:]), self.ns_coefficients, self.ns_steps, self.eps)
-        return rearrange(done.view(matrices.shape), f"stacked {right} -> stacked {left}").reshape(-1)
+        turned = f"stacked {right} -> stacked {left}"
+        return rearrange(done.view(matrices.shape), turned, **dict(pattern[1])).reshape(-1)
 
     def _apply(
         self, moves: Moves, skip: torch.Tensor | None, weights: Tensors, change: torch.Tensor, count: torch.Tensor

@@ -88,7 +88,8 @@ class Part(NamedTuple):
 
 class Owned(NamedTuple):
     """A part of a leaf and its owner, by number among the ranks that shard the bucket. start: where the part begins in
-    the bucket, in elements. leaf: which of the bucket's leaves."""
+    the bucket, in elements. leaf: which of the bucket's leaves. times, step: of a leaf that is cut along an axis of the
+    model's own, as many ranks have a bucket each with their slice, one after the other in what is counted here."""
 
     bucket: str
     leaf: int
@@ -97,10 +98,13 @@ class Owned(NamedTuple):
     start: int
     part: Part
     owner: int = 0
+    times: int = 1
+    step: int = 0
 
-    @property
-    def stop(self) -> int:
-        return self.start + prod(self.part.shape)
+    def spans(self) -> list[tuple[int, int]]:
+        """The elements [start, stop) that it is made of, in order."""
+        each = prod(self.part.shape) // self.times
+        return [(self.start + k * self.step, self.start + k * self.step + each) for k in range(self.times)]
 
 
 @dataclass(frozen=True, repr=False)
@@ -180,7 +184,7 @@ class Owners:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """Elements of each bucket that a rank has."""
-        return {bucket.name: bucket.numel // self.ranks for bucket in self.buckets}
+        return {bucket.name: bucket.numel // bucket.slices("main") for bucket in self.buckets}
 
     @cached_property
     def digest(self) -> str:
@@ -244,9 +248,10 @@ class Owners:
         for i in which:
             one = self.owned[i]
             size = self.sizes[one.bucket]
-            a, b = max(one.start, rank * size), min(one.stop, (rank + 1) * size)
-            if a < b:
-                found.append((i, a, b))
+            for start, stop in one.spans():
+                a, b = max(start, rank * size), min(stop, (rank + 1) * size)
+                if a < b:
+                    found.append((i, a, b))
         return found
 
     def _place(self, rank: int, k: int) -> int:
@@ -323,17 +328,23 @@ def find_owners(
     for bucket in buckets:
         sharding = [axis for axis in bucket.placement.order if axis in bucket.placement.main]
         axes = tuple((axis, bucket.ranks[axis]) for axis in sharding if bucket.ranks[axis] > 1)
-        groups.setdefault(axes, []).append(bucket)
+        own = tuple((one.axis, one.ranks) for one in bucket.leaves[0].cuts if one.ranks > 1)
+        groups.setdefault((*own, *axes), []).append(bucket)
     found = []
     for axes, some in groups.items():
         owned = [
-            Owned(bucket.name, i, leaf.path, leaf.label, leaf.offset + one.start, one)
+            Owned(bucket.name, i, leaf.path, leaf.label, leaf.offset + one.start, one, 0, _times(leaf), bucket.numel)
             for bucket in some
             for i, leaf in enumerate(bucket.leaves)
             for one in cut(bucket, leaf)
         ]
         found.append(Owners(axes, tuple(some), _balanced(owned, prod(n for _, n in axes), together)))
     return tuple(found)
+
+
+def _times(leaf: Leaf) -> int:
+    """By how many ranks along axes of the model's own a leaf is cut."""
+    return prod(cut.ranks for cut in leaf.cuts)
 
 
 def _balanced(owned: Sequence[Owned], ranks: int, together: Sequence[Iterable[str]]) -> tuple[Owned, ...]:

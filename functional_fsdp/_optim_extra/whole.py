@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -102,11 +102,21 @@ class WholeLeaves(UpdatesSome):
         Ranks are balanced by what they move and compute, in one number: the elements of a leaf and of all that is kept
         of it, and one more for each 256 floating-point operations of a step, as the trial counts them.
         """
+        self._refuse_cut(buckets)
         key = tuple(buckets)
         if key not in self._plans:
             groups = self._groups(buckets)
             self._plans[key] = find_owners(buckets, self._part, groups)
         return self._plans[key]
+
+    def _refuse_cut(self, buckets: Iterable[Bucket]) -> None:
+        for leaf in (leaf for bucket in buckets for leaf in bucket.leaves):
+            if axes := [one.axis for one in leaf.cuts if one.ranks > 1]:
+                raise SpecError(
+                    f"{name_of(self.cls)}: it wants whole leaves ({self.why}), and {leaf.path!r} is cut along "
+                    f"{axes[0]!r}, an axis of the model's own: each rank has its part only. Give such leaves to an "
+                    "optimizer of elements, as adamw, by their label (fsdp.partition)."
+                )
 
     @cached_property
     def _plans(self) -> dict[tuple[Bucket, ...], tuple[Owners, ...]]:
@@ -338,6 +348,7 @@ class WholeLeaves(UpdatesSome):
 
     def init(self, main: Tree) -> Trees:
         check_settings(main, **self.options)
+        self._refuse_cut(buffer.bucket for buffer in main.values())
         opt: Trees = {FORM: {}}
         for bucket, buffer in main.items():
             opt[FORM][bucket] = no_counts(buffer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -10,6 +10,7 @@ from math import prod
 import torch
 
 from .._spec.codec import Codec, Form
+from .._spec.cuts import Cuts, whole_shape
 from .._spec.placement import Placement
 
 __all__ = ["ALIGN", "STAGED", "Bucket", "Leaf", "aligned"]
@@ -30,9 +31,11 @@ class Leaf:
     Attributes:
         path: in the tree of parameters, as "blocks.0.up.weight".
         key: its name among its unit's weights, as "up.weight".
-        shape: the global shape; of a packed leaf (bytes,).
+        shape: the global shape; of a packed leaf (bytes,); of a leaf that is cut along axes of the model's own, that of
+            this rank's part.
         offset: elements from the bucket's beginning.
         label: what the spec calls it for optimizers; "default" where it says nothing.
+        cuts: along which axes of the model's own it is cut, and how.
         form: of a packed leaf what its bytes are; else None.
     """
 
@@ -41,16 +44,22 @@ class Leaf:
     shape: tuple[int, ...]
     offset: int
     label: str
+    cuts: Cuts = ()
     form: Form | None = field(default=None, repr=False)
 
     @property
     def seen_shape(self) -> tuple[int, ...]:
-        """The global shape, of a packed leaf, too: as compute sees it."""
+        """The shape of this rank's part, of a packed leaf, too: as compute sees it."""
         return self.form.shape if self.form is not None else self.shape
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of all ranks' parts together."""
+        return whole_shape(self.seen_shape, self.cuts)
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,10 @@ class Bucket:
         by_leaf: whether it has one number for each leaf, and not the leaf's elements.
         among: whether leaves that are not in `leaves` lie between these.
         codec: in which gradients travel, which are staged in `wire`. feedback: whether what it loses is kept.
+        cut: axes of the model's own along which its leaves are cut: each rank has other elements.
+        equal: axes of the model's own along which ranks have the same, and come to the same gradients.
+        summed: those of the data axes over which gradients are added up, whatever the others do: axes of the model's
+            own along which ranks have the same, and each a summand of the gradient.
     """
 
     name: str
@@ -91,8 +104,20 @@ class Bucket:
     copy: bool = False
     by_leaf: bool = False
     among: bool = False
+    cut: tuple[str, ...] = ()
+    equal: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
     codec: Codec | None = field(default=None, repr=False)
     feedback: bool = field(default=False, repr=False)
+
+    def apart(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes of a mesh along which ranks have leaves, or parts of them, of their own."""
+        return tuple(axis for axis in self.placement.apart(sizes) if axis not in self.equal)
+
+    def unlike(self, sizes: Mapping[str, int]) -> tuple[str, ...]:
+        """Those of them along which these are other leaves, not parts of the same: experts that are given apart,
+        replicas that train apart."""
+        return tuple(axis for axis in self.apart(sizes) if axis not in self.cut)
 
     def __hash__(self) -> int:  # buckets are keys of caches in every verb: leave the leaves out
         return hash((self.name, self.numel, self.placement, self.compute))
@@ -251,7 +276,7 @@ class Bucket:
         whole, number = Placement(data=self.placement.data), torch.int64
         return Bucket(
             self.name, self.unit, leaves, len(leaves), whole, self.sizes, number, number, number, number, False,
-            self.share, False, number, by_leaf=True,
+            self.share, False, number, by_leaf=True, cut=self.cut, equal=self.equal,
         )  # fmt: skip
 
     def only(self, labels: Container[str]) -> Bucket | None:

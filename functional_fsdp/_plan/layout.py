@@ -25,13 +25,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .._common.errors import SpecError
 from .._common.tree import PathIndex, Paths, bytes_text, table
+from .._spec.along import Along
 from .._spec.codec import Codec, Form
+from .._spec.cuts import cuts_of
 from .._spec.placement import Placement
 from .._spec.precision import LeafPrecision, Precision
 from .._spec.spec import Spec
@@ -223,6 +225,7 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
         ("trainable", spec.trainable),
         ("placement", spec.placements),
         ("precision", spec.precisions),
+        ("own", spec.own),
     ):
         for pattern, _ in rules:
             if every_path and pattern != "*" and not index.any(pattern):
@@ -244,40 +247,49 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
     taken = {group.name for group in groups}
     for name, inside, members in groups:
         keys = relative_keys(inside, [paths[i] for i in members])
-        kinds: dict[tuple[Any, ...], list[tuple[LeafInfo, str, str]]] = {}
+        kinds: dict[tuple[Any, ...], list[Leaf]] = {}
         for i, key in zip(members, keys, strict=True):
-            placement, dtypes, trainable, label = kinds_of[i]
+            placement, dtypes, trainable, label, some = kinds_of[i]
             _refuse_float8(leaves[i], placement, dtypes)
             if dtypes.codec is not None and not trainable:
                 dtypes = dtypes._replace(codec=None, feedback=False)
             if dtypes.codec is not None:
                 _refuse_wire(leaves[i], placement, dtypes.codec, spec)
-            leaf = leaves[i]
+            form = None
             if dtypes.packed is not None:  # bytes of all codecs may lie together
-                leaf = replace(leaf, form=Form(dtypes.packed, leaf.shape, dtypes.seen or leaf.dtype))
+                form = Form(dtypes.packed, leaves[i].shape, dtypes.seen or leaves[i].dtype)
                 dtypes = dtypes._replace(packed=None, seen=None)
-            elif leaf.form is not None:
-                leaf = replace(leaf, form=None)  # it is unpacked
-            kinds.setdefault((placement, dtypes, trainable), []).append((leaf, key, label))
+            if some and (form is not None or dtypes.codec is not None):
+                raise SpecError(
+                    f"Spec(own): {leaves[i].path!r} is {some[0]}, and its precision has the codec "
+                    f"{dtypes.codec if form is None else form.codec}, which does not know of axes of the model's own. "
+                    "Leave one of the two out."
+                )
+            placement, along = _own(leaves[i], placement, some, spec)
+            cuts, shape = cuts_of(leaves[i].path, leaves[i].shape, some, axes)
+            leaf = Leaf(leaves[i].path, key, tuple(shape) if form is None else (form.nbytes,), 0, label, cuts, form)
+            kinds.setdefault((placement, dtypes, trainable, along), []).append(leaf)
         names = _bucket_names(name, len(kinds), taken)
         taken |= set(names)
         buckets = []
-        for label, ((placement, dtypes, trainable), some) in zip(names, kinds.items(), strict=True):
-            buckets.append(_bucket(label, name, some, placement, dtypes, trainable, axes, data))
+        for label, ((placement, dtypes, trainable, along), chosen) in zip(names, kinds.items(), strict=True):
+            buckets.append(_bucket(label, name, chosen, placement, dtypes, trainable, along, axes, data))
         units.append(Unit(name, tuple(keys), tuple(paths[i] for i in members), tuple(buckets)))
     source = {path: leaf.path for leaf in leaves for path in (leaf.path, *leaf.aliases)}
     return Layout(tuple(units), order, tuple(source[path] for path in order))
 
 
-def _kinds(
-    leaves: Sequence[LeafInfo], spec: Spec, index: PathIndex
-) -> list[tuple[Placement, LeafPrecision, bool, str]]:
-    """Placement, dtypes, whether it trains, and label of each leaf, by the rules of the spec.
+Kind = tuple[Placement, LeafPrecision, bool, str, tuple[Along, ...]]
+
+
+def _kinds(leaves: Sequence[LeafInfo], spec: Spec, index: PathIndex) -> list[Kind]:
+    """Placement, dtypes, whether it trains, label, and how it lies along the model's own axes, of each leaf, by the
+    rules of the spec.
 
     Args:
         index: of the leaves' paths, and of their aliases after them.
     """
-    rules = (spec.placements, spec.precisions, spec.trainable, spec.labels)
+    rules = (spec.placements, spec.precisions, spec.trainable, spec.labels, spec.own)
     first = [index.first_rules(some) for some in rules]
     dtypes: dict[Any, LeafPrecision] = {}
     found = []
@@ -286,7 +298,7 @@ def _kinds(
         mine = (i, *range(alias, alias + len(leaf.aliases)))
         alias += len(leaf.aliases)
         numbers = [min([n for k in mine if (n := some[k]) is not None], default=None) for some in first]
-        placement, precision, trainable, label = (
+        placement, precision, trainable, label, own = (
             None if n is None else some[n][1] for some, n in zip(rules, numbers, strict=True)
         )
         kind = (numbers[1], leaf.dtype, leaf.form and leaf.form.codec)
@@ -294,7 +306,7 @@ def _kinds(
             dtypes[kind] = _resolved(leaf, precision or Precision(), spec.transport.exact)
         trains = _trains(leaf, trainable, dtypes[kind].packed)
         placement = placement or spec.placement_of(leaf.path, *leaf.aliases)  # which says what there is
-        found.append((placement, dtypes[kind], trains, str(label or "default")))
+        found.append((placement, dtypes[kind], trains, str(label or "default"), own or ()))
     return found
 
 
@@ -313,6 +325,46 @@ def _resolved(leaf: LeafInfo, precision: Precision, exact: bool) -> LeafPrecisio
             f"main out, and it stays so; or unpack it first, by a spec with Precision(main={leaf.dtype})."
         )
     return precision.stored(leaf.form.codec, leaf.dtype)
+
+
+class Lies(NamedTuple):
+    """How leaves of a bucket lie along axes of the model's own: see `Bucket`."""
+
+    cut: tuple[str, ...] = ()
+    equal: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
+
+
+def _own(leaf: LeafInfo, placement: Placement, some: Sequence[Along], spec: Spec) -> tuple[Placement, Lies]:
+    """The placement of a leaf with the axes along which its gradients are added up, and how it lies.
+
+    Raises:
+        SpecError: its placement averages over an axis that a rule names; an axis of the model's own that no rule names.
+    """
+    for one in some:
+        if one.axis in placement.data:
+            raise SpecError(
+                f"Spec(own): {leaf.path!r} is {one}, and its placement, {placement}, averages over {one.axis!r}. Give "
+                f"the placement the other axes, or leave the rule out: what is averaged over {one.axis!r} is equal "
+                "along it."
+            )
+    named = {*placement.data, *(one.axis for one in some)}
+    lacks = next((axis for axis in spec.own_axes if axis not in named), None)
+    if lacks is not None:
+        raise SpecError(
+            f"Spec(own): nothing says how {leaf.path!r} lies along {lacks!r}, along which other leaves have rules. "
+            f"Give it one, as {{'*': {lacks!r}}} at the end for leaves that are equal along it."
+        )
+    equal = [one for one in some if one.dim is None]
+    summed = tuple(one.axis for one in equal if one.grads == "sum")
+    if summed:
+        placement = replace(placement, data=(*summed, *placement.data))
+    axes = spec.axes
+    return placement, Lies(
+        tuple(one.axis for one in some if one.dim is not None and axes[one.axis] > 1),
+        tuple(one.axis for one in equal if one.grads == "equal"),
+        summed,
+    )
 
 
 def _refuse_float8(leaf: LeafInfo, placement: Placement, dtypes: LeafPrecision) -> None:
@@ -376,10 +428,11 @@ def _trains(leaf: LeafInfo, said: bool | None, packed: Codec | None) -> bool:
 def _bucket(
     name: str,
     unit: str,
-    chosen: list[tuple[LeafInfo, str, str]],
+    chosen: list[Leaf],
     placement: Placement,
     dtypes: LeafPrecision,
     trainable: bool,
+    lies: Lies,
     axes: Mapping[str, int],
     data: Sequence[str],
 ) -> Bucket:
@@ -389,18 +442,17 @@ def _bucket(
     """
     sizes = tuple((axis, size) for axis, size in axes.items() if axis in placement.data)
     first: dict[str, int] = {}
-    for _, _, label in chosen:
-        first.setdefault(label, len(first))
+    for leaf in chosen:
+        first.setdefault(leaf.label, len(first))
     cut = ALIGN if dtypes.codec is None else lcm(ALIGN, dtypes.codec.block)  # no block is of two leaves, or two slices
     placed, at = [], 0
-    for leaf, key, label in sorted(chosen, key=lambda item: first[item[2]]):
-        shape = leaf.shape if leaf.form is None else (leaf.form.nbytes,)
-        placed.append(Leaf(leaf.path, key, shape, at, label, leaf.form))
-        at += aligned(placed[-1].numel, cut)
+    for leaf in sorted(chosen, key=lambda leaf: first[leaf.label]):
+        placed.append(replace(leaf, offset=at))
+        at += aligned(leaf.numel, cut)
     numel = aligned(at, prod(size for _, size in sizes) * cut)
     share = prod(axes[axis] for axis in data if axis not in placement.data)
     return Bucket(
         name, unit, tuple(placed), numel, placement, sizes,
         dtypes.main, dtypes.compute, dtypes.grads, dtypes.wire, dtypes.sum == "fp32", share, trainable,
-        dtypes.gather, dtypes.copy, codec=dtypes.codec, feedback=dtypes.feedback,
+        dtypes.gather, dtypes.copy, False, False, *lies, codec=dtypes.codec, feedback=dtypes.feedback,
     )  # fmt: skip

@@ -184,7 +184,8 @@ def _route(steps: list[Step], states: States, size: int, bucket: Bucket, how: Ho
     every = tuple(one for step in steps for one in step.collectives)
     summed = [step for step in steps if step.kind in ("scatter", "reduce")]
     exact = how.exact and bool(summed)
-    added = [] if how.averages or how.op != "mean" else [one.axis for one in every if one.op == "sum"]
+    means = [one for one in every if one.op == "sum" and one.axis not in bucket.summed]
+    added = [] if how.averages or how.op != "mean" else [one.axis for one in means]
     divisor = prod(bucket.ranks[axis] for axis in added) * (how.share if how.op == "mean" else 1)
     single = len(every) <= 1 and all(one.kind != "all_reduce" for one in every)
     ends = every[-1].lane if every else how.lanes[0]
@@ -195,6 +196,7 @@ def _route(steps: list[Step], states: States, size: int, bucket: Bucket, how: Ho
 def _collectives(kind: str, axis: str, size: int, bucket: Bucket, how: How, first: bool) -> tuple[Collective, ...]:
     """What a step issues that leaves `size` elements."""
     dtype, lane = (how.dtype, how.lanes[0]) if first else (how.then, how.lanes[1])
+    wanted = "sum" if axis in bucket.summed and how.op == "mean" else how.op
     larger = size * bucket.ranks[axis] if kind == "scatter" else size
     if kind == "slice":
         return ()
@@ -203,13 +205,13 @@ def _collectives(kind: str, axis: str, size: int, bucket: Bucket, how: How, firs
     if how.exact and first:
         if bucket.codec is not None:  # bytes, as are those of a sum that stays whole
             many, few = bucket.wire_bytes(larger), bucket.wire_bytes(size)
-            sent = Collective("all_to_all", axis, many, torch.uint8, how.op, lane, bucket.name)
+            sent = Collective("all_to_all", axis, many, torch.uint8, wanted, lane, bucket.name)
             whole = Collective("all_gather", axis, few, torch.uint8, "", lane, bucket.name)
             return (sent,) if kind == "scatter" else (sent, whole)
-        sent = Collective("all_to_all", axis, larger, dtype, how.op, lane, bucket.name)
+        sent = Collective("all_to_all", axis, larger, dtype, wanted, lane, bucket.name)
         whole = Collective("all_gather", axis, size, how.then, "", lane, bucket.name)
         return (sent,) if kind == "scatter" else (sent, whole)
-    name, op = "reduce_scatter" if kind == "scatter" else "all_reduce", how.op if how.averages else "sum"
+    name, op = "reduce_scatter" if kind == "scatter" else "all_reduce", wanted if how.averages else "sum"
     return (Collective(name, axis, larger, dtype, op, lane, bucket.name),)
 
 

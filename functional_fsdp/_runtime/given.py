@@ -82,7 +82,7 @@ class Seats:
             paths = layout.by_name[bucket.unit].paths
             bits = tuple(1 << paths.index(leaf.path) if leaf.numel else 0 for leaf in bucket.leaves)
             index = 0
-            axes = bucket.placement.apart(sizes)
+            axes = bucket.apart(sizes)
             for axis in axes:
                 index = index * sizes[axis] + coordinate[axis]
             n, sets = len(bits), prod(sizes[axis] for axis in axes)

@@ -29,7 +29,8 @@ class Schedule:
             A number of bytes: beside the default, the set that saves the most gathers and holds no more than that.
             What is kept so that nothing else lies in its bytes (all of "all") is gathered once a step, for all of its
             microbatches; in a driven step whose order is only found, from the second step on.
-        debug: released bytes are filled with NaN, so that a weight used past its release shows.
+        debug: released bytes are filled with NaN, so that a weight used past its release shows. In the first step
+            gradients of leaves that are equal along axes of the model's own (`Spec(own=)`) are compared along these.
         overlap_update: on GPUs, `step` updates a bucket from the moment when its gradient is reduced, on a lane of its
             own, beside what is left of the backward; in a CUDA graph, and wherever the host is ahead of the device.
             Then between `reduce` and `step` main weights, optimizer state and whatever an update reads beside them (a

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._common.errors import SpecError
 from .._common.tree import first_match, table
+from .along import Along, alongs
+from .cuts import cuts_of
 from .placement import Placement, zero3
 from .precision import Precision
 from .schedule import Schedule
@@ -36,7 +38,13 @@ class Spec:
 
     Args:
         mesh: a torch `DeviceMesh` with named axes, or `{"data": 1024}` to plan without a process group.
-        placement: a `Placement`, or rules `{pattern: Placement}` (first match wins). Default: `zero3` over all axes.
+        placement: a `Placement`, or rules `{pattern: Placement}` (first match wins). Default: `zero3` over all axes
+            that `own` does not name.
+        own: for axes along which the model communicates itself (tensor, sequence, expert parallel), how leaves lie
+            along them, `{pattern: rule}` (first match wins): `("tp", 0)` is a slice along dim 0, "tp" is equal on every
+            rank, an `Along` says more; a list has several axes. Leaves are given whole, and states are saved and
+            exported whole; compute sees this rank's part. Every leaf lies by a rule, or its placement averages over the
+            axis.
         precision: a `Precision`, or rules `{pattern: Precision}` (first match wins; what matches none has the default).
         units: how leaves are grouped. None finds them from the paths: the outermost repeated blocks (`blocks.0`,
             `blocks.1`, ...), and of the rest the largest parts that contain no block. Numbered layers that hold their
@@ -61,6 +69,8 @@ class Spec:
     Raises:
         SpecError: an axis that the mesh does not have, a mesh whose axes have no names, or a value of the wrong kind.
 
+    >>> Spec({"data": 4, "tp": 2}, own={"*.up.*": ("tp", 0), "*.down.weight": ("tp", 1), "*": "tp"}).data
+    ('data',)
     >>> Spec({"data": 8}).placement_of("blocks.0.weight") == zero3("data")
     True
     """
@@ -75,6 +85,7 @@ class Spec:
     average: str
     schedule: Schedule
     transport: Transport
+    own: tuple[tuple[str, tuple[Along, ...]], ...] = ()
 
     def __init__(
         self,
@@ -88,6 +99,7 @@ class Spec:
         average: Literal["mean", "sum"] = "mean",
         schedule: Schedule | None = None,
         transport: str | Transport = "collective",
+        own: Mapping[str, Any] | None = None,
     ) -> None:
         put: Callable[[str, Any], None] = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731
         if not isinstance(mesh, (DeviceMesh, Mapping)):
@@ -97,8 +109,9 @@ class Spec:
             )
         put("mesh", mesh if isinstance(mesh, DeviceMesh) else tuple(mesh.items()))
         names = tuple(self.axes)
+        put("own", tuple((pattern, alongs(pattern, value, self.axes)) for pattern, value in (own or {}).items()))
         if placement is None:
-            placement = zero3(*names)
+            placement = zero3(*(name for name in names if name not in self.own_axes))
         rules = placement if isinstance(placement, Mapping) else {"*": placement}
         for pattern, rule in rules.items():
             if not isinstance(rule, Placement):
@@ -149,6 +162,12 @@ class Spec:
         """The mesh axes over which any leaf's gradients are averaged."""
         return tuple(axis for axis in self.axes if any(axis in rule.data for _, rule in self.placements))
 
+    @property
+    def own_axes(self) -> tuple[str, ...]:
+        """The mesh axes that `own` names, in the mesh's order."""
+        named = {one.axis for _, some in self.own for one in some}
+        return tuple(axis for axis in self.axes if axis in named)
+
     def with_schedule(self, schedule: Schedule) -> Spec:
         """The same with another schedule."""
         return self._but("schedule", schedule)
@@ -185,6 +204,10 @@ class Spec:
         """The label of the leaf at `path`, "default" when no pattern matches."""
         return str(first_match(self.labels, (path, *aliases)) or "default")
 
+    def part_of(self, path: str, shape: Sequence[int], *aliases: str) -> tuple[int, ...]:
+        """The shape of a rank's part of the leaf at `path`, whose whole shape this is."""
+        return tuple(cuts_of(path, shape, first_match(self.own, (path, *aliases)) or (), self.axes)[1])
+
     def __repr__(self) -> str:
         def rules(pairs: Rules) -> str:
             return ", ".join(f"{k}: {v}" for k, v in pairs)
@@ -193,7 +216,7 @@ class Spec:
         apart = [
             f"; {'' if whole else f'{pattern}: '}none over {', '.join(own)}, where ranks have weights of their own"
             for pattern, rule in self.placements
-            if (own := rule.apart(self.axes))
+            if (own := [axis for axis in rule.apart(self.axes) if axis not in self.own_axes])
         ]
         rows = [
             ("mesh", " × ".join(f"{axis} {size}" for axis, size in self.axes.items())),
@@ -205,6 +228,9 @@ class Spec:
             ("gradients", f"{self.average} over data ranks{''.join(apart)}"),
             ("schedule", str(self.schedule)),
             ("transport", repr(self.transport)),
+        ]
+        rows[2:2] = [
+            ("own" if not i else "", f"{k}: {'; '.join(map(str, some))}") for i, (k, some) in enumerate(self.own)
         ]
         if any(rule.on_host for _, rule in self.placements):
             rows.insert(2, ("host's memory", self._said_of_host(whole)))

@@ -18,7 +18,7 @@ from .._nn.skeleton import every_buffer, persistent
 from .._nn.ties import aliases_of
 from .._plan.route import Partial, Replicated
 from .._runtime.runtime import runtime_of
-from .._storage.flat import FlatBuffer, gather_leaves, leaf_shards
+from .._storage.flat import FlatBuffer, leaf_shards, whole_leaves
 from .._storage.weights import unpacked_leaves
 from .state import State
 
@@ -50,7 +50,7 @@ def full_params(state: State) -> Any:
     with state.version.lineage.looking(state):
         state.version.lineage.touched()
         for name in state.layout.buckets:
-            own = {path: leaf.clone() for path, leaf in gather_leaves(state.main[name]).items()}
+            own = {path: leaf.clone() for path, leaf in whole_leaves(state.main[name]).items()}
             views |= unpacked_leaves(state.layout.buckets[name], own)
     return state.treedef.unflatten([views[path] for path in state.layout.source])
 
@@ -99,7 +99,8 @@ def local_shards(
                 f"local_shards(state, {kind!r}, unique=True): the gradients of {name!r} are partial, {buffer!r}: each "
                 "rank holds a summand of every element. Call state = fsdp.finish_reductions(state) first."
             )
-        elsewhere = unique and any(placed is Replicated and at[axis] for axis, placed in buffer.states)
+        same = (axis for axis, placed in buffer.states if placed is Replicated)
+        elsewhere = unique and any(at[axis] for axis in (*same, *buffer.bucket.equal))
         for leaf, _, local in leaf_shards(buffer):
             found[leaf.path] = local[:0] if elsewhere else local
     return found

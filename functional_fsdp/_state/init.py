@@ -249,7 +249,7 @@ def init(
             source, more = same_source(opened(weights), cuts)
             topics += more
         with torch.no_grad(), _Copies(recorder, real=True):
-            skeleton = skeleton_of(module)
+            skeleton = skeleton_of(module, spec)
         views = {path: recorder.view(p) for path, p in params.items()}
         return (infos, paths, treedef, recorder, views, skeleton, source, cuts, plan), topics
 

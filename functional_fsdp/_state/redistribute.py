@@ -29,8 +29,9 @@ from .._plan.route import states_of
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
+from .._spec.cuts import cut_of
 from .._spec.spec import Spec
-from .._storage.flat import FlatBuffer, LeafShard, leaf_shards
+from .._storage.flat import FlatBuffer, LeafShard, gather_leaves, leaf_shards, whole_leaves
 from .._storage.refresh import no_scales, refresh
 from .._storage.weights import stored_as
 from .shard import given, needs_spec, no_residual
@@ -183,7 +184,7 @@ def leaf_infos(layout: Layout, spec: Spec) -> list[LeafInfo]:
             precision = spec.precision_of(path, *ties[path])
             own = bucket.compute if (precision.compute or precision.main) is None else bucket.main
             own = own if leaf.form is None else leaf.form.dtype
-            found.append(LeafInfo(path, leaf.seen_shape, own, bucket.trainable, tuple(ties[path]), leaf.form))
+            found.append(LeafInfo(path, leaf.whole, own, bucket.trainable, tuple(ties[path]), leaf.form))
     return found
 
 
@@ -209,6 +210,14 @@ class Mover:
         self.run: Runtime = runtime_of(spec.mesh)
         self.home = {leaf.path: bucket for bucket in layout.buckets.values() for leaf in bucket.leaves}
         self.label = {leaf.path: leaf.label for bucket in layout.buckets.values() for leaf in bucket.leaves}
+        cuts = [
+            {leaf.path: leaf.cuts for bucket in one.buckets.values() for leaf in bucket.leaves}
+            for one in (self.old, layout)
+        ]
+        #: whether each rank has the same part of each leaf as before, if any leaf is cut along axes of the model's own
+        self.stays_cut = not any(some for one in cuts for some in one.values()) or (
+            cuts[0] == cuts[1] and state.spec.mesh == spec.mesh
+        )
 
     def check(self) -> dict[str, int]:
         """Refuse what cannot be moved, before anything is. Returns what `compare` goes by."""
@@ -333,7 +342,7 @@ class Mover:
         mine: dict[str, LeafShard] = {s.leaf.path: s for b in found.values() for s in leaf_shards(b)}
         for name, buffer in tree.items():
             counts, old = buffer.bucket.by_leaf, self.old.buckets[name]
-            whole = buffer.gather(buffer.local.new_empty(buffer.bucket.numel))
+            values = gather_leaves(buffer) if self.stays_cut else whole_leaves(buffer)
             for leaf in buffer.bucket.leaves:
                 bucket = homes[leaf.path]
                 if bucket.name not in found and into is not None:
@@ -343,12 +352,14 @@ class Mover:
                     dtype = bucket.main if same else buffer.local.dtype
                     found[bucket.name] = self.made(bucket.counts if counts else bucket, "main", dtype)
                     mine |= {shard.leaf.path: shard for shard in leaf_shards(found[bucket.name])}
-                new, first, local = mine[leaf.path]
-                held = whole[leaf.offset : leaf.offset + leaf.numel]
-                if leaf.form is not None or new.form is not None:
-                    held = held.view(leaf.shape) if leaf.form is None else PackedWeight(held, leaf.form)
-                    held = stored_as(held, new.form).reshape(-1)
-                local.copy_(held[first : first + local.numel()])
+                there, first, local = mine[leaf.path]
+                value = values[leaf.path]
+                if leaf.form is not None or there.form is not None:
+                    value = value if leaf.form is None else PackedWeight(value.reshape(-1), leaf.form)
+                    value = stored_as(value, there.form)
+                elif not self.stays_cut:
+                    value = cut_of(value, there.cuts, self.run.coordinate)
+                local.copy_(value.reshape(-1)[first : first + local.numel()])
             self.often[id(buffer)] -= 1
             if not self.often[id(buffer)]:
                 buffer.__dict__["local"] = buffer.local.new_empty(0)
@@ -364,7 +375,7 @@ class Mover:
 
 def _own(bucket: Bucket, run: Runtime) -> dict[str, tuple[int, int]]:
     """The axes along which ranks have leaves of their own, their sizes, and where this rank is."""
-    return {axis: (run.sizes[axis], run.coordinate[axis]) for axis in bucket.placement.apart(run.sizes)}
+    return {axis: (run.sizes[axis], run.coordinate[axis]) for axis in bucket.unlike(run.sizes)}
 
 
 def _said(own: dict[str, tuple[int, int]]) -> str:

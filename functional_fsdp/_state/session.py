@@ -15,7 +15,7 @@ Also here, what a transform sees of who computes with a state: its mesh, this ra
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,16 +36,22 @@ class Ranks:
     Attributes:
         device: where this rank's tensors are.
         size: how many ranks there are; index: which of them this is; rank: its number in torch.distributed.
+        drawer: the index of the rank whose random numbers this one draws in driven steps: its own; along axes of the
+            model's own (`Spec(own=)`) that are no axes of the data ranks draw the same, those of the first of them.
         coordinate: {axis: this rank's place along it}.
         generators: {microbatch: torch.Generator} that captured steps draw from; draws: {(microbatch, place): offset}
             of what a step draws again, in a recomputation; again: generators for it. lanes: those of the mesh, which on
             GPUs have `joined` and `catch_up`. For what captures graphs.
     """
 
-    def __init__(self, run: Runtime) -> None:
+    def __init__(self, run: Runtime, alike: Sequence[str] = ()) -> None:
         self._run = run
         self.device, self.size, self.coordinate = run.device, run.size, run.coordinate
         self.index, self.rank = run.rank, run.ranks[run.rank]
+        self.drawer = self.index
+        if alike:
+            first = run.grid[tuple(0 if axis in alike else at for axis, at in run.coordinate.items())]
+            self.drawer = run.ranks.index(int(first))
         self.generators, self.draws, self.again = run.generators, run.draws, run.again
         self.lanes: Any = run.lanes
 
@@ -87,7 +93,8 @@ def ranks_of(state: State) -> Ranks:
 
     Example: `extend.ranks_of(state).device`.
     """
-    return Ranks(runtime_of(state.spec.mesh))
+    data = state.spec.data
+    return Ranks(runtime_of(state.spec.mesh), [axis for axis in state.spec.own_axes if axis not in data])
 
 
 NO_HOST = "reads state.rng on the host, which a compiled step cannot. Call it outside torch.compile."

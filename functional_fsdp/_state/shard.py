@@ -35,6 +35,7 @@ from .._plan.route import partial_states, states_of
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
+from .._spec.cuts import cut_of
 from .._spec.precision import FLOATS
 from .._spec.settings import describe_settings
 from .._spec.spec import Spec
@@ -56,7 +57,7 @@ def check_source(where: str, src: int, run: Runtime, plan: Layout) -> None:
     if src not in run.ranks:
         raise SpecError(f"{where}(src={src!r}): the mesh has the ranks {run.ranks}. Give one of them.")
     for bucket in plan.buckets.values():
-        own = [*bucket.placement.apart(run.sizes)]
+        own = [*bucket.unlike(run.sizes)]
         if own:
             raise SpecError(
                 f"{where}(src={src}): ranks have {bucket.leaves[0].path!r} of their own along {own}, and rank {src} "
@@ -328,7 +329,7 @@ def build(
                 break
             values = _stored(unit, fetch(unit), run.device)
             for bucket in unit.buckets:
-                _fill(main[bucket.name], values)
+                _fill(main[bucket.name], values, run)
                 if run.size > 1:
                     sums |= {leaf.path: checksum(values[leaf.path]) for leaf in bucket.leaves}
             del values
@@ -384,18 +385,19 @@ def _stored(unit: Unit, values: dict[str, torch.Tensor], device: torch.device) -
     return found
 
 
-def _fill(buffer: FlatBuffer, values: Any) -> None:
+def _fill(buffer: FlatBuffer, values: Any, run: Runtime) -> None:
     """Copy what of the leaves lies in this rank's part of a bucket. Never builds the whole bucket."""
     for leaf, first, local in leaf_shards(buffer):
         if local.numel():
-            local.copy_(values[leaf.path].detach().reshape(-1)[first : first + local.numel()])
+            mine = cut_of(values[leaf.path].detach(), leaf.cuts, run.coordinate)
+            local.copy_(mine.reshape(-1)[first : first + local.numel()])
 
 
 def _values(where: str, sums: dict[str, torch.Tensor], plan: Layout, spec: Spec) -> Topic:
     """The checksum of every leaf. Ranks may have leaves of their own along axes that its gradients do not average."""
     numbers = read_sums(list(sums.values()))
-    data = {leaf.path: bucket.placement.data for bucket in plan.buckets.values() for leaf in bucket.leaves}
-    own = [tuple(axis for axis in spec.axes if axis not in data[path]) for path in sums]
+    own_of = {leaf.path: bucket.unlike(spec.axes) for bucket in plan.buckets.values() for leaf in bucket.leaves}
+    own = [own_of[path] for path in sums]
     alike = "Build the same parameters on every rank (seed them alike, or use init)."
     alike = "Have make() do the same on every rank." if where == "init" else alike
     lines = [f"{path} checksum {n:016x}" for path, n in zip(sums, numbers, strict=True)]

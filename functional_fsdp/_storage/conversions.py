@@ -12,12 +12,13 @@ They nest, and hold for reading as for writing. Each is a value that knows no ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from .._common.errors import SpecError
 from .._runtime.agree import Topic
+from .._spec.cuts import Cuts
 
 __all__ = [
     "Concatenated",
@@ -27,6 +28,7 @@ __all__ = [
     "Stacked",
     "Transposed",
     "checked",
+    "part_of",
     "same_conversions",
 ]
 
@@ -111,6 +113,34 @@ class Sliced:
 
 Conversion: TypeAlias = "str | Stacked | Concatenated | Transposed | Sliced"
 Conversions: TypeAlias = Mapping[str, Conversion]
+
+
+def part_of(said: Conversion, whole: Sequence[int], cuts: Cuts, coordinate: Mapping[str, int]) -> Conversion:
+    """What is to be said of a rank's part of a leaf, from what is said of the whole one."""
+    shape = list(whole)
+    for cut in cuts:
+        spans = cut.spans(coordinate[cut.axis])
+        some = [_narrowed(said, cut.dim, start, count, shape[cut.dim]) for start, count in spans]
+        said = some[0] if len(some) == 1 else Concatenated(some, cut.dim, [count for _, count in spans])
+        shape[cut.dim] //= cut.ranks
+    return said
+
+
+def _narrowed(said: Conversion, dim: int, start: int, count: int, of: int) -> Conversion:
+    """Elements start to start + count along a dim, of so many: of parts along it those that have them."""
+    if isinstance(said, Stacked) and said.dim == dim:
+        return Stacked(said.parts[start : start + count], dim)
+    if not isinstance(said, Concatenated) or said.dim != dim:
+        return Sliced(said, start, of, dim)
+    sizes = said.sizes or (of // max(len(said.parts), 1),) * len(said.parts)
+    found: list[tuple[Conversion, int]] = []
+    at = 0
+    for part, size in zip(said.parts, sizes, strict=True):
+        a, b = max(start, at), min(start + count, at + size)
+        if a < b:
+            found.append((part if b - a == size else _narrowed(part, dim, a - at, b - a, size), b - a))
+        at += size
+    return found[0][0] if len(found) == 1 else Concatenated([p for p, _ in found], dim, [n for _, n in found])
 
 
 def _parts(what: str, parts: Iterable[Conversion]) -> tuple[Conversion, ...]:

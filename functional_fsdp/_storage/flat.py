@@ -18,17 +18,19 @@ import torch
 
 from .._common.device import host_memory, in_host_memory, make_room, zeros_as
 from .._common.errors import SpecError
+from .._common.record import Collective
 from .._common.torch_names import foreach_copy_, foreach_zero_, pytree, unflatten_dense_tensors
 from .._common.tracing import traced_as
 from .._common.tree import bytes_text, dotted, register, table
 from .._plan.layout import Bucket, Leaf
 from .._plan.route import Axis, How, Replicated, Sharded, States, route
 from .._runtime.runtime import runtime_of
+from .._spec.cuts import join
 from .gradients import refuse_meta
 
 __all__ = [
-    "FlatBuffer", "LeafShard", "Node", "at_home", "gather_leaves", "leaf_shards", "leaves_of", "no_counts", "nodes_of",
-    "summary", "templates", "write_leaves", "zeros",
+    "FlatBuffer", "LeafShard", "Node", "at_home", "coordinate_of", "gather_leaves", "leaf_shards", "leaves_of",
+    "no_counts", "nodes_of", "summary", "templates", "whole_leaves", "write_leaves", "zeros",
 ]  # fmt: skip
 
 
@@ -83,7 +85,7 @@ class FlatBuffer:
 
     def span(self) -> tuple[int, int]:
         """The elements [start, stop) of the bucket that `local` holds."""
-        return self.bucket.span(self.sharded(), _coordinate(self.mesh))
+        return self.bucket.span(self.sharded(), coordinate_of(self.mesh))
 
     def by_label(self, given: Sequence[bool] | None = None) -> list[tuple[str, torch.Tensor]]:
         """(label, view) for each run of leaves of one label in `local`: what an optimizer updates with one setting.
@@ -216,7 +218,7 @@ def _places(mesh: Any) -> dict[str, int]:
 
 
 @traced_as(_places)  # compilers cannot look a runtime up
-def _coordinate(mesh: Any) -> dict[str, int]:
+def coordinate_of(mesh: Any) -> dict[str, int]:
     """Where this rank stands on each axis."""
     return runtime_of(mesh).coordinate
 
@@ -332,6 +334,23 @@ def gather_leaves(buffer: FlatBuffer, dtype: torch.dtype | None = None) -> dict[
     """
     bucket = buffer.bucket
     return leaves_of(bucket, buffer.gather(buffer.local.new_empty(bucket.numel, dtype=dtype or buffer.local.dtype)))
+
+
+def whole_leaves(buffer: FlatBuffer) -> dict[str, torch.Tensor]:
+    """As `gather_leaves`, and of leaves that are cut along axes of the model's own the parts of all ranks, joined.
+
+    Collective: one all-gather more for each such axis of a leaf.
+    """
+    run, found = runtime_of(buffer.mesh), gather_leaves(buffer)
+    for leaf in buffer.bucket.leaves:
+        for cut in reversed(leaf.cuts):
+            mine = found[leaf.path].reshape(-1)
+            every = mine.new_empty(cut.ranks * mine.numel())
+            if cut.ranks > 1:
+                hop = Collective("all_gather", cut.axis, every.numel(), every.dtype, "", "side", buffer.bucket.name)
+                run.now(hop, every, mine)
+                found[leaf.path] = join(every.view(cut.ranks, *found[leaf.path].shape).unbind(), cut)
+    return found
 
 
 def write_leaves(bucket: Bucket, whole: torch.Tensor, values: Mapping[str, torch.Tensor | None]) -> None:

@@ -15,13 +15,15 @@ import torch
 
 from .._common.errors import SpecError, TreeError
 from .._runtime.agree import Topic
-from .conversions import Conversions, checked, same_conversions
-from .flat import FlatBuffer, leaf_shards
+from .._spec.cuts import Cuts, whole_shape
+from .conversions import Conversions, checked, part_of, same_conversions
+from .flat import FlatBuffer, coordinate_of, leaf_shards
 from .pieces import Piece, blocks, pieces
 from .spans import Files, entry_values
 
 __all__ = ["Rename", "Source", "fill", "opened", "opens_paths", "same_source"]
 
+Leaves = dict[str, tuple[tuple[int, ...], torch.dtype, Cuts]]  # shape, dtype, and how it is cut, by path
 Rename = Callable[[str], str] | Mapping[str, str]
 Opener = TypeVar("Opener", bound=Callable[..., "Source"])
 OPENERS: list[Callable[[Path], Source]] = []  # by what a path is opened: the reader of checkpoints registers itself
@@ -140,14 +142,17 @@ def fill(
 
     def there(path: str) -> list[Piece]:
         named = rename(path) if callable(rename) else (rename or {}).get(path, theirs + path.removeprefix(ours))
-        return pieces(path, leaves[aliases.get(path, path)][0], convert.get(path, source.held_as(named)))
+        shape, _, cuts = leaves[aliases.get(path, path)]
+        said = part_of(convert.get(path, source.held_as(named)), whole_shape(shape, cuts), cuts, at)
+        return pieces(path, shape, said)
 
-    leaves = {
-        leaf.path: (leaf.seen_shape, leaf.form.dtype if leaf.form is not None else buffer.local.dtype)
+    at = coordinate_of(next(iter(main.values())).mesh) if main else {}
+    leaves: Leaves = {
+        leaf.path: (leaf.seen_shape, leaf.form.dtype if leaf.form is not None else buffer.local.dtype, leaf.cuts)
         for buffer in main.values()
         for leaf in buffer.bucket.leaves
     }
-    leaves |= {path: (tuple(tensor.shape), tensor.dtype) for path, tensor in buffers.items()}
+    leaves |= {path: (tuple(tensor.shape), tensor.dtype, ()) for path, tensor in buffers.items()}
     checked(convert, None if partial else (*leaves, *aliases))
     theirs, ours = ("", "") if rename or convert else source.prefix_for((*leaves, *aliases))
     wanted = {path: there(path) for path in (*leaves, *aliases)}
@@ -196,7 +201,7 @@ def _same_there(
 
 def _complain(
     source: Source,
-    leaves: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    leaves: Leaves,
     wanted: Mapping[str, list[Piece]],
     found: Mapping[str, list[Piece]],
     partial: bool,
@@ -216,7 +221,10 @@ def _complain(
         before = taken.setdefault(piece.name, [])
         if not any(map(piece.meets, before)):
             before.append(piece)
-    filled = {name: sum(piece.numel for piece in some) for name, some in taken.items()}
+    cut_ = {
+        piece.name for path, some in found.items() if leaves[path][2] for piece in some
+    }  # other ranks have the rest
+    filled = {name: sum(piece.numel for piece in some) for name, some in taken.items() if name not in cut_}
     whole = {name: torch.Size(source.shape(name)).numel() for name in filled}
     left = [] if partial or missing or odd else [name for name in filled if filled[name] < whole[name]]
     said = [f"lacks {_some(missing)}"] if missing else []

@@ -45,10 +45,11 @@ def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[A
             `finish_reductions`.
 
     Returns:
-        buffers by the axes of more than one rank that shard them, or that are data of other leaves only, where ranks
-        have leaves of their own (experts). Along other axes of data ranks hold the same. An axis that no placement
-        names is in no key: ranks train apart along it, and each sums its own. The tensors are `.local`, flat
-        [n_b / ranks of the axes]; padding is zero. To change them in place, see `change`.
+        buffers by the axes of more than one rank that shard them, along which their leaves are cut (`Spec(own=)`), or
+        that are data of other leaves only, where ranks have leaves of their own (experts). Along other axes of data
+        ranks hold the same. An axis that no placement names is in no key: ranks train apart along it, and each sums its
+        own. The tensors are `.local`, flat [n_b / ranks of the axes]; padding is zero. To change them in place, see
+        `change`.
 
     Collective: none.
 
@@ -58,7 +59,9 @@ def shards(state: State, tree: Mapping[str, FlatBuffer] | None = None) -> dict[A
     data, sizes = axes_of(state)
     for buffer in (state.grads if tree is None else tree).values():
         split = tuple(axis for axis in buffer.sharded() if sizes[axis] > 1)
-        axes = (*split, *(axis for axis in buffer.bucket.placement.apart(sizes) if axis in data))
+        bucket = buffer.bucket
+        own = (axis for axis in bucket.apart(sizes) if axis in data or axis in bucket.cut)
+        axes = (*split, *own)
         found.setdefault(axes, []).append(buffer)
     return found
 

@@ -27,6 +27,7 @@ from .._plan.route import states_of
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
+from .._spec.cuts import cut_of
 from .._state.rounds import end_round
 from .._state.shard import read_sums
 from .._state.state import State, Version
@@ -131,15 +132,17 @@ def _fill(state: State, params: Any, main: dict[str, FlatBuffer]) -> Values | No
             buffer.local.copy_(params[name].local)
         return None
     values = _leaves(state, params)
-    is_whole = True
+    is_whole, at = True, runtime_of(state.spec.mesh).coordinate
     for buffer in main.values():
         for leaf, first, local in leaf_shards(buffer):
             n = local.numel()
             if isinstance(packed := values[leaf.path], PackedWeight) and leaf.form is not None:
                 values[leaf.path] = stored_as(packed, leaf.form)
             value = _fitting(leaf, buffer.bucket, values[leaf.path], n)
-            if tuple(value.shape) == tuple(leaf.shape):
-                value = value.detach().reshape(-1)[first : first + n] if n else value.new_empty(0)
+            if tuple(value.shape) == leaf.whole:
+                value = (
+                    cut_of(value.detach(), leaf.cuts, at).reshape(-1)[first : first + n] if n else value.new_empty(0)
+                )
             else:
                 is_whole = False
             local.copy_(value.detach())
@@ -177,10 +180,10 @@ def _leaves(state: State, params: Any) -> Values:
 
 
 def _fitting(leaf: Leaf, bucket: Bucket, value: torch.Tensor, mine: int) -> torch.Tensor:
-    if tuple(value.shape) not in (tuple(leaf.shape), (mine,)):
+    if tuple(value.shape) not in (leaf.whole, (mine,)):
         raise TreeError(
             f"replace_params: the leaf {leaf.path!r} has shape {tuple(value.shape)}; expected its global shape "
-            f"{tuple(leaf.shape)}, or ({mine},), this rank's part of it."
+            f"{leaf.whole}, or ({mine},), this rank's part of it."
         )
     if value.dtype is not bucket.main:
         raise TreeError(
@@ -194,23 +197,24 @@ def _compare(joint: Joint, main: dict[str, FlatBuffer], whole: Values | None) ->
     """Raise TreeError unless ranks have the same weights wherever they hold the same, or were given whole leaves."""
     run = joint.run
     values: Values = {}
-    own: list[tuple[str, ...]] = []
+    owns: list[tuple[str, ...]] = []
     for buffer in main.values():
-        placement, start = buffer.bucket.placement, buffer.span()[0]
+        start = buffer.span()[0]
         parted = () if whole is not None else buffer.sharded()
-        apart = tuple(axis for axis in run.sizes if axis in parted or axis not in placement.data)
+        own = buffer.bucket.apart(run.sizes) if whole is None else buffer.bucket.unlike(run.sizes)
+        apart = tuple(axis for axis in run.sizes if axis in parted or axis in own)
         for leaf in buffer.bucket.leaves:
             if whole is not None:
                 values[leaf.path] = whole[leaf.path].detach()
             else:
                 a = max(leaf.offset - start, 0)
                 values[leaf.path] = buffer.local[a : max(leaf.offset + leaf.numel - start, a)]
-            own.append(apart)
+            owns.append(apart)
 
     def look() -> tuple[None, list[Topic]]:
         numbers = read_sums([checksum(value) for value in values.values()])
         lines = [f"{path} checksum {n:016x}" for path, n in zip(values, numbers, strict=True)]
-        return None, [Topic(lines, TreeError, "values", "leaf", "Give every rank the same.", own)]
+        return None, [Topic(lines, TreeError, "values", "leaf", "Give every rank the same.", owns)]
 
     agree(joint, "values", look)
 

@@ -276,7 +276,8 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
 
     Raises:
         ScheduleError: no gradients, no optimizer, or ranks that issued different collectives.
-        StaleStateError: a consumed state.
+        StaleStateError: a consumed state. SpecError: in debug mode, in the first step, a leaf whose gradients along an
+            axis of the model's own are not what `Spec(own=)` says of them.
 
     Collective: what `reduce` left unfinished; an all-gather a bucket where weights are less sharded than main weights;
     one all-reduce of a number a leaf, along each axis that shards them, for those that are gathered in float8;
@@ -300,6 +301,9 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
         executor.finish(state)
         if lineage.runtime.gate is not None:
             lineage.runtime.gate.join()
+        if (check := executor.reductions.check) is not None:  # in debug mode, of leaves along axes of the model's own
+            check.compare()
+            executor.reductions.check = None
         try:
             return _vote_and_take(state, skip)
         except BaseException as error:

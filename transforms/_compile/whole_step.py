@@ -89,7 +89,7 @@ class CompiledStep:
         rng, count = (
             next(k for k, i in enumerate(self.inputs) if call.leaves[i] is t) for t in (state.rng, state.count)
         )
-        change = Seeded(rng, count, len(examples), ranks_of(state).index)
+        change = Seeded(rng, count, len(examples), ranks_of(state).drawer)
         run = through_inductor(module, examples, config, change, *change.key)
         change.refuse(drawn.ops)
         return run

@@ -43,7 +43,8 @@ def add_noise(state: State, std: float | torch.Tensor) -> None:
     ranks, seed = ranks_of(state), seeds(state, "noise")
     generator = torch.Generator(device=ranks.device)
     for buffer in state.grads.values():
-        own = [(axis, i) for axis, i in ranks.coordinate.items() if axis not in buffer.bucket.placement.data]
+        same = (*buffer.bucket.placement.data, *buffer.bucket.equal)
+        own = [(axis, i) for axis, i in ranks.coordinate.items() if axis not in same]
         wide = torch.float64 if buffer.local.dtype is torch.float64 else torch.float32
         for leaf, first, local in leaf_shards(buffer):
             last = first + local.numel()

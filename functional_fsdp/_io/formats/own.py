@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.errors import CheckpointError
+from ..._spec.cuts import Cuts, boxes
+from ..._storage.pieces import Dim, piece_of, strides_of
 from ..._storage.safetensors import Entry
 from ..._storage.spans import Cut, numel_of, run
 from ..contents import Contents, number_of
-from ..manifest import NOTE, Tensor, read_note, sizes, tensors_of
+from ..manifest import NOTE, read_note, sizes, tensors_of
 from ..parts import PLACE
+from ..recut import cuts_in, names_by_place
 
 __all__ = ["Own"]
 
@@ -26,7 +29,10 @@ class Own:
     def read(self, path: Path) -> Contents:
         note = read_note(path)
         sizes(path, note)
-        there = tensors_of(path, note)
+        there: dict[str, Any] = dict(tensors_of(path, note))
+        for leaf, one in note["leaves"].items():
+            if cuts := cuts_in(path, leaf, one):
+                _join(path, there, leaf, cuts, tuple(one["shape"]))
         apart = next((name for name in there if PLACE in name), None)
         if apart is not None:
             raise CheckpointError(
@@ -44,13 +50,13 @@ class Own:
         moments: dict[str, dict[str, Any]] = {}
         steps: dict[str, Any] = {}
         missed: dict[str, int] = {}
-        kept: list[tuple[str, str, Tensor]] = []
+        kept: list[tuple[str, str, Any]] = []
         for name in sorted(n[4:] for n in there if n.startswith("opt.")):
             leaf = max((p for p in leaves if name.endswith(f".{p}")), key=len, default=None)  # "mean.a.w" is not of "w"
             if leaf is None:
                 continue
             kept.append((leaf, name[: -len(leaf) - 1], there[f"opt.{name}"]))
-        numbers = {what for leaf, what, one in kept if one.numel != numel_of(leaves[leaf]["shape"])} | {"missed"}
+        numbers = {what for leaf, what, one in kept if numel(one) != numel_of(leaves[leaf]["shape"])} | {"missed"}
         for leaf, what, one in kept:  # a number for each leaf, or as many as the leaf has
             held = _span(path, one, () if what in numbers else tuple(leaves[leaf]["shape"]))
             if what == "missed":
@@ -73,7 +79,35 @@ class Own:
         )  # fmt: skip
 
 
-def _span(path: Path, one: Tensor, shape: tuple[int, ...]) -> Any:
+def numel(one: Any) -> int:
+    return numel_of(one.shape)
+
+
+def _join(path: Path, there: dict[str, Any], leaf: str, cuts: Cuts, shape: tuple[int, ...]) -> None:
+    """Put the whole tensors in the place of the parts that ranks had of a leaf, cut along axes of the model's own."""
+    local = list(shape)
+    for cut in cuts:
+        local[cut.dim] //= cut.ranks
+    for base in {name.partition(PLACE)[0] for name in there if PLACE in name and f".{leaf}{PLACE}" in name}:
+        names = names_by_place(base, cuts, there)
+        parts, found = [], {at: there.pop(name) for at, name in names.items()}
+        for at, one in found.items():
+            if one.numel != numel_of(local):  # a number of the leaf, the same on all of them
+                there[base] = one
+                break
+            span = _span(path, one, tuple(local))
+            coordinate = {cut.axis: i for cut, i in zip(cuts, at, strict=True)}
+            for begin, own, size in boxes(shape, cuts, coordinate):
+                steps = strides_of(shape)
+                dims = tuple(Dim(*one) for one in zip(size, steps, own, local, strict=True))
+                parts.append((piece_of("", dims, sum(a * step for a, step in zip(begin, steps, strict=True))), span))
+        else:
+            there[base] = Cut(shape, next(iter(found.values())).dtype, tuple(parts))
+
+
+def _span(path: Path, one: Any, shape: tuple[int, ...]) -> Any:
+    if isinstance(one, Cut):
+        return one
     parts = []
     for chunk in one.chunks:
         n = chunk.stop - chunk.start

@@ -1,0 +1,220 @@
+"""Leaves along axes of the model's own: a cut GPT beside the plain one, on ranks along data × tp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tensor_parallel as cut
+
+import functional_fsdp as fsdp
+from functional_fsdp import launch, simulate
+from functional_fsdp import transforms as T
+
+Tree = dict[str, torch.Tensor]
+STEPS = 20
+PLACEMENTS: dict[str, Any] = {
+    "zero3": lambda: fsdp.zero3("data"),
+    "zero1": lambda: fsdp.zero1("data"),
+    "ddp norms": lambda: {"*norm*": fsdp.ddp("data"), "*": fsdp.zero2("data")},
+    "hsdp": lambda: fsdp.hsdp("replica", "shard"),
+    "hfsdp": lambda: fsdp.hfsdp("replica", "shard"),
+}
+
+
+def made(placement: str, sequence: bool, axes: Any = None, **more: Any) -> tuple[Any, fsdp.Spec, Any, Any]:
+    mesh = fsdp.local_mesh(**(axes or {}))
+    spec = fsdp.Spec(mesh, PLACEMENTS[placement](), own=cut.own(sequence), **more)
+    params, model = fsdp.functionalize(cut.cut(mesh["tp"], sequence), spec)
+    return mesh, spec, params, model
+
+
+def step_of(way: str, model: Any) -> Any:
+    driven = T.forward_backward(model, cut.loss_fn)
+
+    def whole(state: fsdp.State, data: Any) -> Any:
+        state, params = fsdp.unshard(state)
+        grads, loss = torch.func.grad_and_value(lambda p: cut.loss_fn(fsdp.bind(model, p), data))(params)
+        return fsdp.reduce(state, grads), loss
+
+    return driven if way == "driven" else whole
+
+
+def trained(placement: str, sequence: bool, way: str, steps: int, **more: Any) -> tuple[list[float], list[float], Tree]:
+    """Losses over the data ranks, norms, and whole weights."""
+    mesh, spec, params, model = made(placement, sequence, **more)
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=0.01, weight_decay=0.01))
+    forward_backward = step_of(way, model)
+    losses, norms = [], []
+    for step in range(steps):
+        state, loss = forward_backward(state, cut.batch(step, cut.rank_on(mesh, spec.data)))
+        state, norm = T.clip_by_global_norm(state, 1.0)
+        state = fsdp.step(state)
+        state, loss = fsdp.pmean(state, loss)
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return losses, norms, fsdp.full_params(state)
+
+
+def same(found: list[Any], steps: int, ranks: int) -> None:
+    losses, norms, weights = cut.whole_losses(steps, ranks, 1.0)
+    for got, lengths, whole in found:
+        assert got == pytest.approx(losses, abs=1e-9)
+        assert lengths == pytest.approx(norms, abs=1e-9)
+        assert whole.keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(whole[name], weight, rtol=0, atol=1e-9)
+
+
+GRID = [
+    ("zero3", {"data": 1, "tp": 2}), ("zero3", {"data": 2, "tp": 2}), ("zero3", {"data": 4, "tp": 2}),
+    ("zero3", {"data": 1, "tp": 4}), ("zero3", {"data": 2, "tp": 4}), ("zero3", {"data": 4, "tp": 4}),
+    ("zero3", {"data": 4, "tp": 1}), ("zero1", {"data": 2, "tp": 2}), ("ddp norms", {"data": 2, "tp": 2}),
+    ("hsdp", {"replica": 2, "shard": 2, "tp": 2}), ("hfsdp", {"replica": 2, "shard": 2, "tp": 2}),
+    ("hsdp", {"tp": 2, "replica": 2, "shard": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("placement", "axes"), GRID, ids=lambda x: str(x).replace("'", ""))
+def test_losses_norms_and_weights_are_the_plain_models(placement: str, axes: Any) -> None:
+    ranks = torch.Size([n for axis, n in axes.items() if axis != "tp"]).numel()
+    sequence = len(axes) == 2 and ranks > 1
+    steps = STEPS if axes == {"data": 2, "tp": 2} and placement == "zero3" else 4
+    with simulate(**axes) as some:
+        found = some(trained, placement, sequence, "whole" if ranks == 2 else "driven", steps)
+        same(by_rank(found), steps, ranks)
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(("placement", "axes"), GRID, ids=lambda x: str(x).replace("'", ""))
+def test_twenty_steps(placement: str, axes: Any) -> None:
+    ranks = torch.Size([n for axis, n in axes.items() if axis != "tp"]).numel()
+    with simulate(**axes) as some:
+        same(by_rank(some(trained, placement, ranks != 2, "driven", STEPS)), STEPS, ranks)
+
+
+def by_rank(handles: Any) -> list[Any]:
+    return [*zip(*(handle.get() for handle in handles), strict=True)]
+
+
+def test_on_processes() -> None:
+    same(launch(trained, ("zero3", True, "driven", 2, {"data": 2, "tp": 2}), nprocs=4), 2, 2)
+
+
+# ---------------------------------------------------------------- a state is global
+
+
+def begun(sequence: bool = True, steps: int = 1, axes: Any = None, **more: Any) -> Any:
+    _, spec, params, model = made("zero3", sequence, axes, **more)
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=0.01, weight_decay=0.01))
+    forward_backward = T.forward_backward(model, cut.loss_fn)
+    for step in range(steps):
+        state, _ = forward_backward(state, cut.batch(step, 0))
+        state = fsdp.step(state)
+    return state, model
+
+
+def saved(folder: str) -> tuple[Tree, Tree]:
+    state, _ = begun()
+    fsdp.save(state, f"{folder}/state")
+    fsdp.save_safetensors(state, f"{folder}/weights")
+    state, params = fsdp.unshard(state)
+    return fsdp.full_params(state), {name: one.clone() for name, one in params.items()}
+
+
+def went_on(folder: str, how: str) -> tuple[Tree, Tree]:
+    """Weights as they were read, and after one step more."""
+    fresh, model = begun(steps=0)
+    if how == "like":
+        state = fsdp.load(f"{folder}/state", like=fresh)
+    elif how == "spec":
+        state = fsdp.load(f"{folder}/state", fresh.spec, fsdp.adamw(lr=0.01, weight_decay=0.01))
+    else:
+        state = fsdp.load_weights(fresh, f"{folder}/weights")
+    read = fsdp.full_params(state)
+    state, _ = T.forward_backward(model, cut.loss_fn)(state, cut.batch(1, 0))
+    return read, fsdp.full_params(fsdp.step(state))
+
+
+@pytest.mark.parametrize("axes", [{"data": 1, "tp": 2}, {"data": 2, "tp": 4}, {"data": 2, "tp": 1}], ids=str)
+@pytest.mark.parametrize("how", ["like", "spec", "weights"])
+def test_a_state_saved_with_tp_2_is_read_with_any(axes: Any, how: str, tmp_path: Path) -> None:
+    with simulate(data=2, tp=2) as ranks:
+        there = by_rank(ranks(saved, str(tmp_path)))
+    whole = there[0][0]
+    assert there[0][1]["blocks.0.mlp.up.weight"].shape == (16, 8)
+    with simulate(data=2, tp=2) as ranks:
+        want = by_rank(ranks(went_on, str(tmp_path), "like" if how == "spec" else how))[0]
+    with simulate(**axes) as ranks:
+        for read, after in by_rank(ranks(went_on, str(tmp_path), how)):
+            assert all(torch.equal(read[name], whole[name]) for name in whole)
+            for name in whole:
+                torch.testing.assert_close(after[name], want[1][name], rtol=0, atol=1e-9)
+
+
+def test_files_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    with simulate(data=2, tp=2) as ranks:
+        whole, _ = by_rank(ranks(saved, str(tmp_path)))[0]
+    from safetensors.torch import load_file
+
+    found = load_file(tmp_path / "weights" / "model.safetensors")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    plain = cut.plain()
+    plain.load_state_dict(found)
+    opened = fsdp.open_checkpoint(tmp_path / "state")
+    assert {name: tuple(one.shape) for name, one in opened.tensors.items()} == {
+        n: tuple(w.shape) for n, w in whole.items()
+    }
+    one = fsdp.shard(fsdp.functionalize(cut.plain())[0], fsdp.Spec(fsdp.local_mesh()))
+    read = fsdp.full_params(fsdp.load_weights(one, opened))
+    assert all(torch.equal(read[name], whole[name]) for name in whole)
+
+
+def moved() -> tuple[Tree, ...]:
+    state, model = begun()
+    before = fsdp.full_params(state)
+    mesh, other = state.spec.mesh, fsdp.local_mesh(data=1, tp=4)
+    found = []
+    for spec in (
+        fsdp.Spec(mesh, fsdp.ddp("data"), own=cut.own(True)),
+        fsdp.Spec(mesh, fsdp.zero3("data", "tp")),
+        fsdp.Spec(other, own=cut.own(True)),
+        fsdp.Spec(mesh, own=cut.own(True)),
+    ):
+        state = fsdp.redistribute(state, spec)
+        found.append(fsdp.full_params(state))
+    state, _ = T.forward_backward(model, cut.loss_fn)(state, cut.batch(1, 0))
+    return before, *found, fsdp.full_params(fsdp.step(state))
+
+
+def test_redistribute_cuts_otherwise(tmp_path: Path) -> None:
+    with simulate(data=2, tp=2) as ranks:
+        ranks(saved, str(tmp_path))
+        want = by_rank(ranks(went_on, str(tmp_path), "like"))[0][1]
+        for before, *others, after in by_rank(ranks(moved)):
+            assert all(torch.equal(other[name], before[name]) for other in others for name in before)
+            for name in want:
+                torch.testing.assert_close(after[name], want[name], rtol=0, atol=1e-12)
+
+
+def initialised() -> tuple[Tree, list[Any]]:
+    mesh = fsdp.local_mesh()
+    spec = fsdp.Spec(mesh, own=cut.own(False), units=["blocks.*"])
+    state, model = fsdp.init(lambda: cut.GPT(mesh["tp"]), spec, fsdp.adamw(lr=1e-3), seed=3)
+    state, loss = T.forward_backward(model, cut.loss_fn)(state, cut.batch(0, 0))
+    return fsdp.full_params(state), [loss.item(), list(model.embed.weight.shape)]
+
+
+def test_init_has_the_bits_of_one_rank() -> None:
+    spec = fsdp.Spec(fsdp.local_mesh(), units=["blocks.*"])
+    state, model = fsdp.init(cut.GPT, spec, fsdp.adamw(lr=1e-3), seed=3)
+    want = fsdp.full_params(state)
+    _, loss = T.forward_backward(model, cut.loss_fn)(state, cut.batch(0, 0))
+    with simulate(data=2, tp=2) as ranks:
+        for whole, (found, shape) in by_rank(ranks(initialised)):
+            assert all(torch.equal(whole[name], want[name]) for name in want)
+            assert found == pytest.approx(loss.item(), abs=1e-6)
+            assert shape == [12, 8]
