@@ -282,11 +282,9 @@ def test_a_wrong_own_is_refused_or_found_in_the_first_step() -> None:
             except fsdp.LaunchError as error:  # an Along that cannot be
                 found = [str(error)]
             assert all("SpecError" in said and text in said for said in found), (what, found)
-    for what in FORWARD:
-        with simulate(data=2, tp=2) as ranks:
+        for what in FORWARD:
             assert all(ranks(planted_forward, what).get()), what
-    for what, (*_, text) in FIRST_STEP.items():
-        with simulate(data=2, tp=2) as ranks:
+        for what, (*_, text) in FIRST_STEP.items():
             for said, same in by_rank(ranks(planted_step, what)):
                 assert text in said, (what, said)
                 assert same
