@@ -121,8 +121,8 @@ def describe(tree: Any) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpe
         if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.is_sparse or leaf.is_quantized or leaf.is_complex():
             raise TreeError(
                 f"the leaf {path!r} is a {type(leaf).__name__} of layout {leaf.layout} and dtype {leaf.dtype}; "
-                "expected a plain, dense, real "
-                f"tensor. Convert it first (a DTensor: .full_tensor())."
+                "expected a plain, dense, real tensor. Convert it first. (A DTensor: .full_tensor(); then Spec(own=) "
+                "says which part of it a rank has.)"
             )
         if leaf.dtype is torch.float16:
             raise SpecError(

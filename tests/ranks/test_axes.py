@@ -144,6 +144,33 @@ def test_on_processes() -> None:
     same(launch(trained, ("zero3", True, "driven", 2), {"axes": {"data": 2, "tp": 2}}, nprocs=4), 2, 2)
 
 
+def compiled(steps: int) -> tuple[list[float], list[float], Tree]:
+    """A whole step as one graph."""
+    mesh, spec, params, model = made("zero3", True, {"data": 2, "tp": 2})
+    state = fsdp.shard(params, spec, fsdp.adamw(lr=0.01, weight_decay=0.01))
+    forward_backward = T.forward_backward(model, cut.loss_fn)
+
+    def train_step(state: fsdp.State, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        state, loss = forward_backward(state, (tokens, targets))
+        state, norm = T.clip_by_global_norm(state, 1.0)
+        state = T.skip_nonfinite(fsdp.step)(state)
+        state, loss = fsdp.pmean(state, loss)
+        return state, (loss, norm)
+
+    step_as_graph = T.compile(train_step)
+    losses, norms = [], []
+    for step in range(steps):
+        state, (loss, norm) = step_as_graph(state, *cut.batch(step, mesh.get_local_rank("data")))
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return losses, norms, fsdp.full_params(state)
+
+
+@pytest.mark.large
+def test_a_step_that_is_compiled_whole() -> None:
+    same(launch(compiled, (3,), nprocs=4), 3, 2)
+
+
 # ---------------------------------------------------------------- a state is global
 
 

@@ -290,6 +290,20 @@ def test_a_wrong_own_is_refused_or_found_in_the_first_step() -> None:
                 assert same
 
 
+def parted() -> str:
+    mesh = fsdp.local_mesh()
+    own = cut.own(mesh.get_rank() == 1)  # one rank says that gradients are summands
+    params = fsdp.functionalize(cut.plain())[0]
+    return raised(lambda: fsdp.shard(params, fsdp.Spec(mesh, own=own)))
+
+
+def test_ranks_that_say_other_rules_are_refused() -> None:
+    with simulate(data=1, tp=2) as ranks:
+        for said in ranks(parted).get():
+            assert "SpecError: shard: ranks have different" in said
+            assert "grads" in said
+
+
 def right_step(sequence: bool) -> int:
     mesh, state, model = made(sequence, schedule=fsdp.Schedule(debug=True))
     return stepped(state, model, mesh, 2).steps
