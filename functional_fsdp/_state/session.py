@@ -93,8 +93,9 @@ def ranks_of(state: State) -> Ranks:
 
     Example: `extend.ranks_of(state).device`.
     """
-    data = state.spec.data
-    return Ranks(runtime_of(state.spec.mesh), [axis for axis in state.spec.own_axes if axis not in data])
+    spec = state.spec
+    alike = [axis for axis in spec.own_axes if axis not in spec.data] if spec.own else ()
+    return Ranks(runtime_of(spec.mesh), alike)
 
 
 NO_HOST = "reads state.rng on the host, which a compiled step cannot. Call it outside torch.compile."
