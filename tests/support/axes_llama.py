@@ -214,7 +214,8 @@ def theirs(c: Config, axes: dict[str, int], steps: int, compute: torch.dtype | N
     warnings.simplefilter("ignore")
     mesh = fsdp.local_mesh(**axes)
     device = torch.empty(0, device=mesh.device_type).device
-    model = make(c).to(device)
+    with torch.device(mesh.device_type):
+        model = make(c)
     tp = mesh["tp"]
     parallelize_module(model, tp, {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)), "norm": SequenceParallel(),
@@ -234,7 +235,7 @@ def theirs(c: Config, axes: dict[str, int], steps: int, compute: torch.dtype | N
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["data"], mp_policy=policy)
     fully_shard(model, mesh=mesh["data"], mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type == "cuda", weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device.type == "cuda", weight_decay=0.01)
 
     def step(i: int) -> Any:
         tokens, targets = batch(c, i, mesh.get_local_rank("data"), device)
