@@ -258,8 +258,8 @@ class _Op:
         """For a tensor with one more dim, the first."""
         return replace(self, dim=self.dim + 1, join=self.join + 1)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """In eager code, and of fake tensors and in graphs."""
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """What it makes of a tensor: in eager code, and of fake tensors and in graphs."""
         n, dim = self.n, self.dim
         if self.kind == "pvary" or n == 1:
             return x.view_as(x)
@@ -283,7 +283,7 @@ class _Compiled(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, op: _Op) -> torch.Tensor:
-        return op(x)
+        return op.of(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -6,6 +6,7 @@ of a step and bytes at most, at 1.2 B parameters in bfloat16.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -18,6 +19,7 @@ from support import tensor_parallel as gpt
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
+from functional_fsdp._launch.launch import stop_workers
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_workers")]
 RANKS = 4 if GPUS >= 4 else 2
@@ -46,6 +48,8 @@ def right() -> list[float]:
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=own_gpus) if w == "symmetric" else w for w in WAYS])
 def test_losses_are_those_of_fsdp2_with_parallelize_module(way: str, right: list[float]) -> None:
+    if way == "symmetric":  # a process has torch's symmetric memory by one backend only
+        stop_workers()
     for found in launch(losses, (WAYS[way],), nprocs=RANKS, timeout=60):
         assert found == pytest.approx(right, abs=2e-4)
 
@@ -82,7 +86,9 @@ def test_float64_is_the_plain_model(sequence: bool) -> None:
 
 def large(which: str, how: dict[str, Any]) -> cut.Found:
     warnings.simplefilter("ignore")
+    gc.collect()  # FSDP2's modules go round in circles
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     make = cut.theirs if which == "theirs" else cut.ours
     return make(LARGE, AXES, 9, torch.bfloat16, **how)
 
