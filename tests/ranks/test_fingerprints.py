@@ -197,8 +197,8 @@ def planted(what: str, unit: str, rank: int) -> Iterator[None]:
                 lent[unit]["linear.weight"].data.view(-1)[2] += 0.5
         return lent
 
-    def reduces(self: Any, way: Any, stage: Any, spare: Any, out: Any, add: Any, arrival: Any = None) -> Any:
-        yield from of(self, way, stage, spare, out, add, arrival)
+    def reduces(self: Any, way: Any, stage: Any, spare: Any, out: Any, add: Any, *others: Any) -> Any:
+        yield from of(self, way, stage, spare, out, add, *others)
         if self.run.rank in PLANTED and way.collectives and way.collectives[0].bucket == unit and out is not None:
             out.mul_(1 + 2**-22 if what == "sum" else 1.01)
 
