@@ -104,6 +104,15 @@ class Reductions:
         event = ("empty" if unit in self.hollow else "reduce") + of, (unit,)
         return self.progress.position.moves.get(event) or self.progress.move(*event)
 
+    def compare_equal(self) -> None:
+        """In debug mode, at the first step: gradients that are to be equal along axes of the model's own are.
+
+        Collective, where there are any.
+        """
+        if self.check is not None:
+            self.check.compare()
+            self.check = None
+
     def keep(self, index: int, unit: str, values: Values, last: bool) -> None:
         """The gradients of reduction number `index` of the plan have come, whose turn may come later."""
         self.last = last

@@ -44,7 +44,7 @@ class Leaf:
     shape: tuple[int, ...]
     offset: int
     label: str
-    cuts: Cuts = ()
+    cuts: Cuts = field(default=(), repr=False)
     form: Form | None = field(default=None, repr=False)
 
     @property
@@ -104,9 +104,9 @@ class Bucket:
     copy: bool = False
     by_leaf: bool = False
     among: bool = False
-    cut: tuple[str, ...] = ()
-    equal: tuple[str, ...] = ()
-    summed: tuple[str, ...] = ()
+    cut: tuple[str, ...] = field(default=(), repr=False)
+    equal: tuple[str, ...] = field(default=(), repr=False)
+    summed: tuple[str, ...] = field(default=(), repr=False)
     codec: Codec | None = field(default=None, repr=False)
     feedback: bool = field(default=False, repr=False)
 

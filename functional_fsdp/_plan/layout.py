@@ -137,6 +137,9 @@ class Layout:
         forms = [(leaf.path, leaf.form) for b in self.buckets.values() for leaf in b.leaves if leaf.form is not None]
         wires = [(name, b.codec, b.feedback) for name, b in self.buckets.items() if b.codec is not None]
         said += (forms, wires) if forms or wires else ()
+        cuts = [(leaf.path, leaf.cuts) for b in self.buckets.values() for leaf in b.leaves if leaf.cuts]
+        own = [(name, b.cut, b.equal, b.summed) for name, b in self.buckets.items() if b.cut or b.equal or b.summed]
+        said += (cuts, own) if cuts or own else ()
         return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
     def nbytes(self, kind: str) -> int:

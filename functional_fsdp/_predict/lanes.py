@@ -69,7 +69,7 @@ def play(plan: Plan, traffic: Traffic, costs: Costs, hardware: Hardware) -> Run:
     lanes = _Lanes(plan, traffic, costs, hardware)
     for _ in range(STEPS):
         lanes.step()
-    return lanes.run
+    return lanes.played
 
 
 class _Lanes:
@@ -77,15 +77,15 @@ class _Lanes:
         self.plan, self.traffic, self.costs, self.hardware = plan, traffic, costs, hardware
         self.free = dict.fromkeys(LANES, 0.0)
         self.busy: list[tuple[float, float, float]] = []  # (begin, end, seconds that compute loses in each second)
-        self.run = Run()
+        self.played = Run()
         self.moving = hardware.bandwidth * hardware.moves
         self.taken = 0.0 if traffic.by_copies else hardware.taken
         self.done: list[float] = []  # reductions
 
     def step(self) -> None:
-        run = self.run = Run(begin=self.run.end)
+        played = self.played = Run(begin=self.played.end)
         for lane in LANES[1:]:
-            self.free[lane] = max(self.free[lane], run.begin)  # main weights are new from there on
+            self.free[lane] = max(self.free[lane], played.begin)  # main weights are new from there on
         updates: dict[str, float] = {}
         for i in range(self.costs.microbatches):
             self.microbatch(i, updates)
@@ -105,10 +105,10 @@ class _Lanes:
         late = end - self.free["compute"]
         if late > 0:
             self.wait("reduce" if ready >= self.free["update"] else "update", late)
-        run.end = max(end, host)
-        if run.end > end:
-            self.wait("host", run.end - end)
-        self.busy = [one for one in self.busy if one[1] > run.end]
+        played.end = max(end, host)
+        if played.end > end:
+            self.wait("host", played.end - end)
+        self.busy = [one for one in self.busy if one[1] > played.end]
 
     def microbatch(self, number: int, updates: dict[str, float]) -> None:
         plan, costs = self.plan, self.costs
@@ -123,7 +123,7 @@ class _Lanes:
             here = max(self.free["compute"], host)
             for item in plan.gathers[issued : plan.due[last]]:
                 if number and item.unit in costs.stays:
-                    ready[item.first] = self.run.begin
+                    ready[item.first] = self.played.begin
                 else:
                     ready[item.first] = self.send("gather", item.unit, item.first, self.traffic.gather(item.unit), here)
             issued = max(issued, plan.due[last])
@@ -186,12 +186,12 @@ class _Lanes:
                 break
             left -= (edge - at) * rate
             at = edge
-        self.run.slowed += at - begin - seconds
+        self.played.slowed += at - begin - seconds
         self.busy = [one for one in self.busy if one[1] > begin]
         return at
 
     def wait(self, what: str, seconds: float) -> None:
-        self.run.waits[what] = self.run.waits.get(what, 0.0) + seconds
+        self.played.waits[what] = self.played.waits.get(what, 0.0) + seconds
 
     def span(self, lane: str, unit: str, use: int, begin: float, end: float) -> None:
-        self.run.spans.append(Span(lane, unit, use, begin - self.run.begin, end - self.run.begin))
+        self.played.spans.append(Span(lane, unit, use, begin - self.played.begin, end - self.played.begin))

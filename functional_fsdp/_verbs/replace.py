@@ -139,7 +139,7 @@ def _fill(state: State, params: Any, main: dict[str, FlatBuffer]) -> Values | No
             if isinstance(packed := values[leaf.path], PackedWeight) and leaf.form is not None:
                 values[leaf.path] = stored_as(packed, leaf.form)
             value = _fitting(leaf, buffer.bucket, values[leaf.path], n)
-            if tuple(value.shape) == leaf.whole:
+            if tuple(value.shape) == _given_shape(leaf):
                 value = (
                     cut_of(value.detach(), leaf.cuts, at).reshape(-1)[first : first + n] if n else value.new_empty(0)
                 )
@@ -179,11 +179,16 @@ def _leaves(state: State, params: Any) -> Values:
     return found
 
 
+def _given_shape(leaf: Leaf) -> tuple[int, ...]:
+    """Of a whole leaf: of all ranks' parts together; of a packed one its bytes."""
+    return leaf.whole if leaf.form is None else leaf.shape
+
+
 def _fitting(leaf: Leaf, bucket: Bucket, value: torch.Tensor, mine: int) -> torch.Tensor:
-    if tuple(value.shape) not in (leaf.whole, (mine,)):
+    if tuple(value.shape) not in (_given_shape(leaf), (mine,)):
         raise TreeError(
             f"replace_params: the leaf {leaf.path!r} has shape {tuple(value.shape)}; expected its global shape "
-            f"{leaf.whole}, or ({mine},), this rank's part of it."
+            f"{_given_shape(leaf)}, or ({mine},), this rank's part of it."
         )
     if value.dtype is not bucket.main:
         raise TreeError(

@@ -301,9 +301,7 @@ def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
         executor.finish(state)
         if lineage.runtime.gate is not None:
             lineage.runtime.gate.join()
-        if (check := executor.reductions.check) is not None:  # in debug mode, of leaves along axes of the model's own
-            check.compare()
-            executor.reductions.check = None
+        executor.reductions.compare_equal()
         try:
             return _vote_and_take(state, skip)
         except BaseException as error:

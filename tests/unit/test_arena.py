@@ -60,7 +60,7 @@ def test_a_place_is_crowded_while_something_that_is_held_lies_there() -> None:
         """`put`: units that are put in place there."""
         places = {unit: SimpleNamespace(loan=SimpleNamespace(held=one)) for unit, one in held.items()}
         others = {"a": ("c", "d"), "b": ()}
-        plan = SimpleNamespace(share=lambda one, other: other in others[one], crowded={"a", "c", "d"})
+        plan = SimpleNamespace(overlap=lambda one, other: other in others[one], crowded={"a", "c", "d"})
         made: Any = SimpleNamespace(arena=SimpleNamespace(places=places), copied=dict.fromkeys(put))
         made.progress = SimpleNamespace(plan=plan)
         made._lain_over = partial(Gathers._lain_over, made)
