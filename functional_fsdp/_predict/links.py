@@ -13,7 +13,8 @@ from .hardware import Link
 
 __all__ = ["measure_links"]
 
-SMALL, LARGE, ROUNDS = 1 << 10, 1 << 24, 5  # elements of a rank, and how often
+SMALL, LARGE, MOST, ROUNDS = 1 << 10, 1 << 24, 1 << 29, 5  # elements: of a rank, of all ranks; and how often
+LONGER = 8  # times what the small one takes: then noise of the host is no part of the bandwidth
 
 
 def measure_links(mesh: DeviceMesh) -> dict[str, Link]:
@@ -24,7 +25,8 @@ def measure_links(mesh: DeviceMesh) -> dict[str, Link]:
 
     Returns:
         a `Link` an axis of more than one rank: seconds a hop, bytes received a second. Each is the middle one of five
-        rounds, on the slowest rank: an all-gather of 1024 elements in bfloat16 a rank, and one of 32 MiB in all.
+        rounds, on the slowest rank: an all-gather of 1024 elements in bfloat16 a rank, and one of 32 MiB in all, or as
+        many more, up to 1 GiB, as take 8 times as long.
 
     Collective: six all-gathers of each size along each axis, on the compute lane, and an exchange on the host.
 
@@ -34,19 +36,23 @@ def measure_links(mesh: DeviceMesh) -> dict[str, Link]:
     Example: `fsdp.predict(model, loss_fn, batch, spec, links=fsdp.measure_links(fsdp.local_mesh()))`.
     """
     run = runtime_of(mesh)
-    found = {axis: _measured(run, axis, ranks) for axis, ranks in run.sizes.items() if ranks > 1}
-    if not found:
-        return {}
-    every = run.everyone(tuple((link.latency, link.bandwidth) for link in found.values()), "links")
-    slowest = [(max(one[0] for one in some), min(one[1] for one in some)) for some in zip(*every, strict=True)]
-    return {axis: Link(*one) for axis, one in zip(found, slowest, strict=True)}
+    return {axis: _measured(run, axis, ranks) for axis, ranks in run.sizes.items() if ranks > 1}
 
 
 def _measured(run: Runtime, axis: str, ranks: int) -> Link:
+    short = _slowest(run, axis, ranks, SMALL)
     size = max(LARGE // ranks, SMALL)
-    short, long = (_seconds(run, axis, ranks, n) for n in (SMALL, size))
+    long = _slowest(run, axis, ranks, size)
+    while long < LONGER * short and 2 * size * ranks <= MOST:
+        size *= 2
+        long = _slowest(run, axis, ranks, size)
     received = 2 * (ranks - 1) * (size - SMALL)
-    return Link(short / (ranks - 1), received / max(long - short, 1e-9))
+    return Link(short / (ranks - 1), received / max(long - short, long / LONGER))
+
+
+def _slowest(run: Runtime, axis: str, ranks: int, size: int) -> float:
+    """What it takes on the slowest rank of the mesh."""
+    return max(run.everyone(_seconds(run, axis, ranks, size), "links"))
 
 
 def _seconds(run: Runtime, axis: str, ranks: int, size: int) -> float:
