@@ -88,6 +88,39 @@ def batch(step: int, rows: int, width: int) -> torch.Tensor:
     return torch.randn(rows, width, generator=seeded).to("cuda", torch.bfloat16)
 
 
+def losses_of(state: fsdp.State, model: Any, compile: bool, graph: bool, steps: int) -> tuple[fsdp.State, list[float]]:
+    """So many steps on small batches, and the loss of each."""
+    forward_backward = T.forward_backward(model, loss_fn, compile=compile)
+
+    def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
+        state, loss = forward_backward(state, x)
+        return fsdp.step(state), loss
+
+    step: Any = T.cuda_graph(train_step) if graph else train_step
+    losses = []
+    for i in range(steps):
+        state, loss = step(state, batch(i, 64, WIDTH))
+        losses.append(loss.clone())
+    return state, [*map(float, losses)]
+
+
+def timed_steps(state: fsdp.State, model: Any, compile: bool = False) -> tuple[float, int]:
+    """ms of the middle one of steps on large batches, and the peak in MiB."""
+    forward_backward = T.forward_backward(model, loss_fn, compile=compile)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for i in range(8):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begun = time.perf_counter()
+        state, _ = forward_backward(state, batch(i, TOKENS, LARGE))
+        state = fsdp.step(state)
+        torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - begun))
+    return sorted(times[2:])[3], torch.cuda.max_memory_allocated() >> 20
+
+
 def trained(packed: bool, way: str, codec: str = "nf4") -> tuple[list[float], dict[str, torch.Tensor]]:
     """Packed, or with the numbers that the bytes stand for in bfloat16."""
     transport, compile, graph = WAYS[way]
@@ -97,19 +130,9 @@ def trained(packed: bool, way: str, codec: str = "nf4") -> tuple[list[float], di
             fsdp.local_mesh(), precision=rules(None), transport=transport, trainable={"*lora*": True, "*": False}
         )
         state = fsdp.redistribute(state, plain)
-    forward_backward = T.forward_backward(model, loss_fn, compile=compile)
-
-    def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
-        state, loss = forward_backward(state, x)
-        return fsdp.step(state), loss
-
-    step: Any = T.cuda_graph(train_step) if graph else train_step
-    losses = []
-    for i in range(STEPS):
-        state, loss = step(state, batch(i, 64, WIDTH))
-        losses.append(loss.clone())
+    state, losses = losses_of(state, model, compile, graph, STEPS)
     params = {path: p.clone().cpu() for path, p in fsdp.full_params(state).items()}
-    return [*map(float, losses)], params
+    return losses, params
 
 
 def both(way: str, codec: str = "nf4") -> tuple[Any, Any]:
@@ -140,20 +163,9 @@ def measured(codec: fsdp.Codec | None, compile: bool) -> tuple[float, int, int]:
     """ms a step, the peak in MiB, and bytes of the base on a rank, of large matrices."""
     torch.cuda.reset_peak_memory_stats()
     state, model = start(codec, "collective", LARGE, LAYERS)
-    forward_backward = T.forward_backward(model, loss_fn, compile=compile)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for i in range(8):
-        torch.cuda.synchronize()
-        dist.barrier()
-        begun = time.perf_counter()
-        state, _ = forward_backward(state, batch(i, TOKENS, LARGE))
-        state = fsdp.step(state)
-        torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - begun))
+    ms, peak = timed_steps(state, model, compile)
     frozen = [b for b in state.layout.buckets.values() if not b.trainable]
-    return sorted(times[2:])[3], torch.cuda.max_memory_allocated() >> 20, sum(b.nbytes("main") for b in frozen)
+    return ms, peak, sum(b.nbytes("main") for b in frozen)
 
 
 def wired(way: str, wire: Any, feedback: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -162,19 +174,9 @@ def wired(way: str, wire: Any, feedback: bool) -> tuple[list[float], dict[str, t
     precision = fsdp.Precision(compute=torch.bfloat16, wire=wire, feedback=feedback)
     spec = fsdp.Spec(fsdp.local_mesh(), precision=precision, transport=transport)
     state, model = fsdp.init(lambda: Net(WIDTH, DEPTH), spec, fsdp.adamw(lr=1e-3))
-    forward_backward = T.forward_backward(model, loss_fn, compile=compile)
-
-    def train_step(state: fsdp.State, x: torch.Tensor) -> tuple[fsdp.State, torch.Tensor]:
-        state, loss = forward_backward(state, x)
-        return fsdp.step(state), loss
-
-    step: Any = T.cuda_graph(train_step) if graph else train_step
-    losses = []
-    for i in range(2 * STEPS):
-        state, loss = step(state, batch(i, 64, WIDTH))
-        losses.append(loss.clone())
+    state, losses = losses_of(state, model, compile, graph, 2 * STEPS)
     found = {path: p.cpu() for path, p in fsdp.full_params(state).items()}
-    return [*map(float, losses)], found | {f"left {b}": one.local.cpu() for b, one in state.residual.items()}
+    return losses, found | {f"left {b}": one.local.cpu() for b, one in state.residual.items()}
 
 
 def wires() -> list[Any]:
@@ -192,19 +194,7 @@ def timed(wire: Any) -> tuple[float, int]:
     state, model = fsdp.init(
         lambda: Net(LARGE, 4), fsdp.Spec(fsdp.local_mesh(), precision=precision), fsdp.adamw(lr=1e-3)
     )
-    forward_backward = T.forward_backward(model, loss_fn)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for i in range(8):
-        torch.cuda.synchronize()
-        dist.barrier()
-        begun = time.perf_counter()
-        state, _ = forward_backward(state, batch(i, TOKENS, LARGE))
-        state = fsdp.step(state)
-        torch.cuda.synchronize()
-        times.append(1000 * (time.perf_counter() - begun))
-    return sorted(times[2:])[3], torch.cuda.max_memory_allocated() >> 20
+    return timed_steps(state, model)
 
 
 def test_packed_wires_have_the_same_bits_in_each_run_and_in_a_graph() -> None:
