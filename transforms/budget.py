@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch.nn as nn
@@ -231,6 +232,14 @@ class Trial:
     def seconds(self, ways: tuple[Way, ...]) -> float:
         return float(sum(lap.work.seconds(self.hardware) for lap in self.rehearsed(ways).laps))
 
+    def forward_of(self, ways: tuple[Way, ...]) -> float:
+        found = self.rehearsed(ways)
+        return float(sum(lap.work.seconds(self.hardware) for lap in found.laps[: len(found.forward)]))
+
+    def in_words(self, ways: tuple[Way, ...]) -> dict[str, str]:
+        """By path of a block its way."""
+        return dict(zip(self.budget.paths, map(str, ways), strict=True))
+
     def kept(self, ways: tuple[Way, ...]) -> int:
         """Bytes that are alive where the forward ends."""
         found = self.rehearsed(ways)
@@ -243,7 +252,7 @@ class Trial:
         count, limit = len(self.budget.paths), self.budget.nbytes
         if self.before <= limit:
             return self.all(KEPT)
-        costs = self.costs()
+        costs = self.costs
         needed, tried = self.before - limit, 0
         least = (self.before, self.all(KEPT))
         while tried < TRIES:
@@ -267,20 +276,18 @@ class Trial:
             "ranks, Placement(memory_kind='pinned_host'), or a larger budget."
         )
 
-    def known_costs(self) -> dict[Way, Cost]:
-        """The same, found once."""
-        if not hasattr(self, "found"):
-            self.found = self.costs()
-        return self.found
+    @cached_property
+    def forward(self) -> float:
+        """Seconds of the forward of the model as it is."""
+        return self.forward_of(self.all(KEPT))
 
+    @cached_property
     def costs(self) -> dict[Way, Cost]:
         """Of a block, by way; parts are taken to add up."""
         count = len(self.budget.paths)
         again = Way(True)
         plain, all_kept, all_again = self.all(KEPT), self.kept(self.all(KEPT)), self.kept(self.all(again))
         base, recomputed = self.seconds(plain), self.seconds(self.all(again))
-        works = self.rehearsed(plain)
-        self.forward = sum(lap.work.seconds(self.hardware) for lap in works.laps[: len(works.forward)])
         freed, more = (all_kept - all_again) / count, (recomputed - base) / count
         found = {KEPT: Cost(0, 0, 0), again: Cost(freed, more, 0)}
         parts: list[tuple[float, str, float, float]] = []
@@ -314,11 +321,9 @@ class Trial:
     def described(self, ways: tuple[Way, ...]) -> BudgetChoice:
         if all(way == KEPT for way in ways):
             return BudgetChoice(self.budget.nbytes, self.before, self.before, 0.0)
-        found = self.rehearsed(ways)
-        forward = sum(lap.work.seconds(self.hardware) for lap in found.laps[: len(found.forward)])
-        more = self.seconds(ways) - self.seconds(self.all(KEPT)) + moving(found.moved, forward, self.hardware)
-        said = dict(zip(self.budget.paths, map(str, ways), strict=True))
-        return BudgetChoice(self.budget.nbytes, self.before, self.peak(ways), more, said)
+        late = moving(self.rehearsed(ways).moved, self.forward_of(ways), self.hardware)
+        more = self.seconds(ways) - self.seconds(self.all(KEPT)) + late
+        return BudgetChoice(self.budget.nbytes, self.before, self.peak(ways), more, self.in_words(ways))
 
 
 def best(

@@ -144,9 +144,8 @@ class Arena:
                 resident.append((bucket, whole))
             aliases.append(alias_of(whole))
             views |= lent_leaves(bucket, aliases[-1], state.scales)
-        aliases += [
-            view for view in views.values() if isinstance(view, PackedWeight)
-        ]  # which have counters of their own
+        # packed weights have counters of their own
+        aliases += [view for view in views.values() if isinstance(view, PackedWeight)]
         weights = {key: views[path] for key, path in zip(unit.keys, unit.paths, strict=True)}
         scales = tuple((b.name, state.scales[b.name]) for b in unit.buckets if b.in_float8)
         return Place(Loan(unit.name, weights, aliases), tuple(parts), tuple(resident), aliases, scales)

@@ -94,10 +94,10 @@ class ReductionSteps:
 
     def of(
         self, way: Route, stage: torch.Tensor, spare: torch.Tensor, out: torch.Tensor | None, add: bool,
-        consumer: BucketConsumer | None = None, codec: Codec | None = None, feedback: Feedback | None = None,
+        consumer: BucketConsumer | None = None, feedback: Feedback | None = None,
     ) -> Steps:  # fmt: skip
         """The steps, in place in `stage`, the last one straight into `out` if it can be; else copied or added. Or they
-        are used up by a consumer. codec: of a way that is packed; feedback: what it loses is kept."""
+        are used up by a consumer. feedback: what a way with a codec loses is kept there."""
         if consumer is not None and not consumer.beside:
             self.run.lanes.wait(self.marks.get("update"))  # which may use the same room
         if consumer is not None and consumer.sums and way.alone:  # the sum is all that is done
@@ -111,8 +111,8 @@ class ReductionSteps:
                 lane = collectives[0].lane
                 yield lane
             last = out if not (add or self.carrier.inside or far) and i == len(way.steps) - 1 else None
-            if way.packed and i == 0 and codec is not None:
-                local = yield from self._packed_sum(kind, collectives, stage, spare, last, codec, feedback)
+            if way.codec is not None and i == 0:
+                local = yield from self._packed_sum(kind, collectives, stage, spare, last, way.codec, feedback)
             elif way.exact and i == 0:
                 local = yield from self._sum(kind, collectives, stage, spare, last)
             elif kind == "scatter":

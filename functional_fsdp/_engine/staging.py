@@ -304,24 +304,24 @@ class Staging:
         name = bucket.name
         have = grads.get(name)
         self.seen[name] = name in self.seen
-        kept = bucket.codec, self._feedback(bucket, way)
+        feedback = self._feedback(bucket, way)
         if have is not None:
-            return self.steps.of(way, stage, spare, have.local, True, None, *kept)
+            return self.steps.of(way, stage, spare, have.local, True, None, feedback)
         consumer = self.sink.consumers.get(name) if self.sink.consumers else None
         if consumer is not None and way.states == states_of(bucket, "main"):
             sums = way.exact or bucket.wire is not bucket.grads  # else they are used as they lie
             beside = beside and consumer.sums and way.alone
             grads[bucket.name] = FlatBuffer(consumer.begin(way.ends, sums, beside), bucket, way.states, mesh)
-            return self.steps.of(way, stage, spare, None, False, consumer, *kept)
+            return self.steps.of(way, stage, spare, None, False, consumer, feedback)
         same = stage.dtype is bucket.grads and not bucket.grads_on_host  # a call without keywords takes half the time
         local = stage.new_empty(way.numel) if same else self.sink.memory.make(bucket, way.numel)
         grads[bucket.name] = FlatBuffer(local, bucket, way.states, mesh)
-        return self.steps.of(way, stage, spare, local, False, None, *kept)
+        return self.steps.of(way, stage, spare, local, False, None, feedback)
 
     def _feedback(self, bucket: Bucket, way: Route) -> Feedback | None:
         """What packing has lost of a bucket, and where what it loses now goes: of the step's first reduction, bytes of
         its own, as the step may not be taken."""
-        if not (way.packed and bucket.name in self.residual):
+        if way.codec is None or bucket.name not in self.residual:
             return None
         old, new = self.residual[bucket.name].local, self.errors.get(bucket.name)
         if new is None:
@@ -390,10 +390,10 @@ class Staging:
     ) -> Steps:
         if not self.run.lanes.waits_on_host:
             self.run.lanes.wait(self.marks.get("outer"))  # the lane does: what is partial may have ended there
-        dtype = bucket.wire if way.packed else way.collectives[0].dtype if way.collectives else have.dtype
+        dtype = bucket.wire if way.codec is not None else way.collectives[0].dtype if way.collectives else have.dtype
         wire = have.to(dtype, copy=in_host_memory(have)) if way.collectives else have
         spare = wire.new_empty(bucket.received if way.exact else 0, dtype=torch.uint8)
-        yield from self.steps.of(way, wire, spare, out, False, None, bucket.codec, feedback)
+        yield from self.steps.of(way, wire, spare, out, False, None, feedback)
         self.run.lanes.keep(have, wire, spare)
 
     def _submit(

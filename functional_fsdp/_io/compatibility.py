@@ -122,9 +122,10 @@ def check_same(path: Path, note: Mapping[str, Any], state: State, allow: Collect
     held = {path_: leaf.get("codec") for path_, leaf in note["leaves"].items()}
     packed = [p for p in held if p in here and held[p] != codecs.get(p)]
     if packed and not said:
-        there_, here_ = (one.get(packed[0]) or "not packed" for one in (held, codecs))
+        by = (one.get(packed[0]) for one in (held, codecs))
+        how = [f"packed by {codec}" if codec else "not packed" for codec in by]
         raise SpecError(
-            f"load: {path} has the leaf {packed[0]!r} {_by(there_)}, and this state has it {_by(here_)}. Load it with "
+            f"load: {path} has the leaf {packed[0]!r} {how[0]}, and this state has it {how[1]}. Load it with "
             "the precision that it was saved with, and change it then: redistribute(state, spec)."
         )
     alias = {p: path_ for path_, leaf in note["leaves"].items() for p in leaf["ties"]}
@@ -144,10 +145,6 @@ def check_same(path: Path, note: Mapping[str, Any], state: State, allow: Collect
             f"average={state.spec.average!r}: its gradients are of another size. Where that is meant, say "
             "load(..., allow=['average'])."
         )
-
-
-def _by(codec: str) -> str:
-    return codec if codec == "not packed" else f"packed by {codec}"
 
 
 def as_there(state: State, there: Collection[str]) -> State:

@@ -111,10 +111,8 @@ def _runs(state: State, tree: str, buffer: FlatBuffer) -> Iterator[SavedTensor]:
             "summand, which no checkpoint tells apart. Call finish_reductions before you keep gradients."
         )
     own = place_at(run, bucket.apart(run.sizes))
-    index, replicas = 0, 1
-    for axis in (*bucket.placement.data, *bucket.equal):
-        if axis not in buffer.sharded():
-            index, replicas = index * run.sizes[axis] + run.coordinate[axis], replicas * run.sizes[axis]
+    sharded = buffer.sharded()
+    index, replicas = _number(run, [axis for axis in (*bucket.placement.data, *bucket.equal) if axis not in sharded])
     first = buffer.span()[0] == 0
     for leaf, at, local in leaf_shards(buffer):
         if local.numel() or (not leaf.numel and first):
@@ -125,12 +123,19 @@ def _runs(state: State, tree: str, buffer: FlatBuffer) -> Iterator[SavedTensor]:
 
 def _summands(run: Runtime, buffer: FlatBuffer) -> Iterator[SavedTensor]:
     """What packing has lost on this rank of each leaf: those of all ranks are saved end to end, [ranks · elements]."""
-    bucket, index, ranks = buffer.bucket, 0, 1
-    for axis in bucket.placement.data:
-        index, ranks = index * run.sizes[axis] + run.coordinate[axis], ranks * run.sizes[axis]
+    bucket = buffer.bucket
+    index, ranks = _number(run, bucket.placement.data)
     own = place_at(run, bucket.apart(run.sizes))
     for leaf, _, local in leaf_shards(buffer):
         yield SavedTensor(f"residual.{leaf.path}{own}", local, (ranks * leaf.numel,), index * leaf.numel, True)
+
+
+def _number(run: Runtime, axes: Iterable[str]) -> tuple[int, int]:
+    """This rank's number among those along the axes, the last one fastest, and how many they are."""
+    index, count = 0, 1
+    for axis in axes:
+        index, count = index * run.sizes[axis] + run.coordinate[axis], count * run.sizes[axis]
+    return index, count
 
 
 def content(part: SavedTensor) -> str:

@@ -18,7 +18,7 @@ import torch
 from .._common.errors import CheckpointError
 from .._plan.layout import Leaf
 from .._runtime.runtime import runtime_of
-from .._spec.cuts import Cut, Cuts, cut_of, join, whole_shape
+from .._spec.cuts import Cut, Cuts, cut_of, join, part_shape, whole_shape
 from .._state.state import State
 from .._storage.flat import FlatBuffer, nodes_of
 from .manifest import NOTE, Tensor
@@ -85,9 +85,7 @@ def read_recut(
     """Read this rank's runs of such leaves. Memory: two whole leaves at a time, on the host."""
     for part in parts:
         leaf, cuts, names = again[part.name]
-        local = list(leaf.whole)
-        for cut in cuts:
-            local[cut.dim] //= cut.ranks
+        local = part_shape(leaf.whole, cuts)
         dtype = there[next(iter(names.values()))].dtype
         held = {at: torch.empty(torch.Size(local).numel(), dtype=dtype, device="cpu") for at in names}
         wanted = [SavedTensor(name, held[at], tuple(held[at].shape)) for at, name in names.items()]

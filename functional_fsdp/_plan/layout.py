@@ -245,7 +245,7 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
     order = tuple(order or (path for leaf in leaves for path in (leaf.path, *leaf.aliases)))
     used = {order[i]: at for at, i in enumerate(in_order_of_use(order))}
     groups.sort(key=lambda group: min(used[paths[i]] for i in group.members))
-    axes, data = spec.axes, spec.data
+    axes, data, own_axes = spec.axes, spec.data, spec.own_axes
     units = []
     taken = {group.name for group in groups}
     for name, inside, members in groups:
@@ -268,7 +268,7 @@ def plan_layout(leaves: Sequence[LeafInfo], spec: Spec, order: Sequence[str] | N
                     f"{dtypes.codec if form is None else form.codec}, which does not know of axes of the model's own. "
                     "Leave one of the two out."
                 )
-            placement, along = _own(leaves[i], placement, some, spec)
+            placement, along = _own(leaves[i], placement, some, own_axes, axes) if own_axes else (placement, NOWHERE)
             cuts, shape = cuts_of(leaves[i].path, leaves[i].shape, some, axes)
             leaf = Leaf(leaves[i].path, key, tuple(shape) if form is None else (form.nbytes,), 0, label, cuts, form)
             kinds.setdefault((placement, dtypes, trainable, along), []).append(leaf)
@@ -338,7 +338,12 @@ class Lies(NamedTuple):
     summed: tuple[str, ...] = ()
 
 
-def _own(leaf: LeafInfo, placement: Placement, some: Sequence[Along], spec: Spec) -> tuple[Placement, Lies]:
+NOWHERE = Lies()  # where a model has no axes of its own
+
+
+def _own(
+    leaf: LeafInfo, placement: Placement, some: Sequence[Along], own_axes: Sequence[str], axes: Mapping[str, int]
+) -> tuple[Placement, Lies]:
     """The placement of a leaf with the axes along which its gradients are added up, and how it lies.
 
     Raises:
@@ -352,7 +357,7 @@ def _own(leaf: LeafInfo, placement: Placement, some: Sequence[Along], spec: Spec
                 "along it."
             )
     named = {*placement.data, *(one.axis for one in some)}
-    lacks = next((axis for axis in spec.own_axes if axis not in named), None)
+    lacks = next((axis for axis in own_axes if axis not in named), None)
     if lacks is not None:
         raise SpecError(
             f"Spec(own): nothing says how {leaf.path!r} lies along {lacks!r}, along which other leaves have rules. "
@@ -362,7 +367,6 @@ def _own(leaf: LeafInfo, placement: Placement, some: Sequence[Along], spec: Spec
     summed = tuple(one.axis for one in equal if one.grads == "sum")
     if summed:
         placement = replace(placement, data=(*summed, *placement.data))
-    axes = spec.axes
     return placement, Lies(
         tuple(one.axis for one in some if one.dim is not None and axes[one.axis] > 1),
         tuple(one.axis for one in equal if one.grads == "equal"),

@@ -22,6 +22,7 @@ import torch
 
 from .._common.errors import SpecError
 from .._common.record import Collective
+from .._spec.codec import Codec
 from .layout import Bucket
 
 __all__ = [
@@ -100,8 +101,8 @@ class Step(NamedTuple):
 class Route(NamedTuple):
     """The steps, all their collectives in a row, the states at the end, and the elements that a rank then holds.
 
-    sums: whether anything is summed. exact: whether the first step adds up in float32; packed: what travels in a
-    codec. divisor: by what the result has to be divided, as its steps add up only, and a mean is wanted.
+    sums: whether anything is summed. exact: whether the first step adds up in float32; codec: of what then travels
+    packed. divisor: by what the result has to be divided, as its steps add up only, and a mean is wanted.
     """
 
     steps: tuple[Step, ...]
@@ -113,18 +114,13 @@ class Route(NamedTuple):
     divisor: int
     single: bool
     ends: str
-    packed: bool = False
+    codec: Codec | None = None
 
     @property
     def alone(self) -> bool:
         """Whether an exact sum is all that it is: each rank is sent summands of its part, and adds them up."""
-        return (
-            self.exact
-            and not self.packed
-            and self.divisor == 1
-            and len(self.steps) == 1
-            and self.steps[0].kind == "scatter"
-        )
+        plain = self.exact and self.codec is None and self.divisor == 1
+        return plain and len(self.steps) == 1 and self.steps[0].kind == "scatter"
 
 
 def states_of(bucket: Bucket, kind: str, rest: Axis = Replicated) -> States:
@@ -189,8 +185,8 @@ def _route(steps: list[Step], states: States, size: int, bucket: Bucket, how: Ho
     divisor = prod(bucket.ranks[axis] for axis in added) * (how.share if how.op == "mean" else 1)
     single = len(every) <= 1 and all(one.kind != "all_reduce" for one in every)
     ends = every[-1].lane if every else how.lanes[0]
-    packed = exact and bucket.codec is not None
-    return Route(tuple(steps), every, states, size, bool(summed), exact, divisor, single, ends, packed)
+    codec = bucket.codec if exact else None
+    return Route(tuple(steps), every, states, size, bool(summed), exact, divisor, single, ends, codec)
 
 
 def _collectives(kind: str, axis: str, size: int, bucket: Bucket, how: How, first: bool) -> tuple[Collective, ...]:

@@ -17,7 +17,7 @@ from .._common.device import device_name
 from .._common.errors import SpecError
 from .operations import Counter
 
-__all__ = ["HARDWARE", "Hardware", "Link", "hardware_of"]
+__all__ = ["HARDWARE", "Hardware", "Link"]
 
 GIB = 1 << 30
 
@@ -96,7 +96,14 @@ class Hardware:
 
         Example: `dataclasses.replace(fsdp.Hardware.named("H100"), node=4)`.
         """
-        return hardware_of(said)
+        if isinstance(said, Hardware):
+            return said
+        if said not in HARDWARE:
+            raise SpecError(
+                f"hardware={said!r}: expected one of {', '.join(map(repr, HARDWARE))}, or a fsdp.Hardware, as "
+                "dataclasses.replace(fsdp.Hardware.named('H100'), node=4)."
+            )
+        return HARDWARE[said]
 
     @staticmethod
     def names() -> tuple[str, ...]:
@@ -151,19 +158,3 @@ HARDWARE: dict[str, Hardware] = {
         torch.float32: 80e12}, memory=180 * 10**9, bandwidth=8e12, inside=Link(2e-6, 560e9), measured=False,
     ),
 }  # fmt: skip
-
-
-def hardware_of(said: str | Hardware) -> Hardware:
-    """By name, or itself.
-
-    Raises:
-        SpecError: there is none of that name.
-    """
-    if isinstance(said, Hardware):
-        return said
-    if said not in HARDWARE:
-        raise SpecError(
-            f"hardware={said!r}: expected one of {', '.join(map(repr, HARDWARE))}, or a fsdp.Hardware, as "
-            "dataclasses.replace(fsdp.Hardware.named('H100'), node=4)."
-        )
-    return HARDWARE[said]

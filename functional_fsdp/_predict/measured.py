@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch.nn as nn
 from .._common.device import best_device, device_name
 from .._common.torch_names import pytree
 from .._spec.spec import Spec
-from .prediction import prepared
+from .prediction import above, prepared
 
 __all__ = ["measure_compute"]
 
@@ -51,6 +50,5 @@ def measure_compute(
     shapes = [(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
     key = device_name(), state.layout.hash, repr(model), str(shapes), rounds
     if key not in _KEPT:
-        clocked = import_module("functional_fsdp.transforms._drive.clocked").clocked
-        _KEPT[key] = clocked(forward_backward, state, args, {}, rounds)
+        _KEPT[key] = above("_drive.clocked").clocked(forward_backward, state, args, {}, rounds)
     return _KEPT[key]

@@ -30,18 +30,18 @@ from .._spec.spec import Spec
 from .._state.sizes import state_bytes
 from .._state.state import State
 from ..look.timeline import Timeline
-from .hardware import Hardware, Link, hardware_of
+from .hardware import Hardware, Link
 from .lanes import Costs, Run, play
 from .operations import Counter, Work
 from .spared import spared
 from .traffic import Traffic
 
-__all__ = ["Prediction", "Rehearsal", "predict", "predicted", "rehearsed"]
+__all__ = ["Prediction", "Rehearsal", "above", "predict", "predicted", "prepared", "rehearsal_of", "rehearsed"]
 
 
-def transforms() -> Any:
-    """The transforms, which are above this folder: they import `functional_fsdp`, which imports this."""
-    return import_module("functional_fsdp.transforms")
+def above(module: str = "") -> Any:
+    """The transforms, or a module of theirs. They import `functional_fsdp`, which imports this folder."""
+    return import_module(f"functional_fsdp.transforms{module and '.'}{module}")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def prepared(
 ) -> tuple[Any, State, tuple[Any, ...]]:
     """A `T.forward_backward`, an abstract state, and arguments."""
     state = abstract_state(abstract(model), spec, _optimizer(optimizer), buffers=_buffers(model))
-    return transforms().forward_backward(model, loss_fn), state, batch if isinstance(batch, tuple) else (batch,)
+    return above().forward_backward(model, loss_fn), state, batch if isinstance(batch, tuple) else (batch,)
 
 
 def rehearsed(
@@ -202,7 +202,7 @@ def rehearsed(
     """Run the model once with tensors that have no memory. The mesh, the transport and the placement are of no account;
     units and precision are."""
     forward_backward, state, args = prepared(model, loss_fn, batch, spec, optimizer)
-    rehearse = import_module("functional_fsdp.transforms.step_memory").rehearse
+    rehearse = above("step_memory").rehearse
     counter = Counter()
     found = rehearse(forward_backward, state, args, {}, "predict", imagined=True, counter=counter)
     again = None
@@ -232,7 +232,7 @@ def predicted(
     compiled: bool = False, microbatches: int = 1, links: Mapping[str, Link] | None = None,
 ) -> Prediction:  # fmt: skip
     """Of a rehearsal, for this spec."""
-    machine = hardware_of(hardware)
+    machine = Hardware.named(hardware)
     state = found.state(spec, _optimizer(optimizer))
     layout = state.layout
     plan, _ = found.found.plan(state)
@@ -274,7 +274,7 @@ def costs_of(
     on_host = [b for b in layout.trainable.values() if b.on_host]
     streamed = int(sum(b.nbytes("main") * (1 + ratio) + b.nbytes("grads") for b in on_host))
     return Costs(
-        device, issued, updates, spec.schedule.overlap_update, microbatches, plan.stays, 2 * found.found.moved // 2,
+        device, issued, updates, spec.schedule.overlap_update, microbatches, plan.stays, found.found.moved,
         streamed, last,
     )  # fmt: skip
 

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -27,8 +26,8 @@ from .._spec.precision import Precision
 from .._spec.schedule import Schedule
 from .._spec.spec import Spec
 from ..look.canvas import INK, Page
-from .hardware import Hardware, Link, hardware_of
-from .prediction import Prediction, Rehearsal, predicted, prepared, rehearsal_of
+from .hardware import Hardware, Link
+from .prediction import Prediction, Rehearsal, above, predicted, prepared, rehearsal_of
 
 __all__ = ["Candidate", "Tuned", "tune"]
 
@@ -217,7 +216,7 @@ def tune(
     """
     if (mesh is None) == (gpus is None):
         raise SpecError("tune: expected mesh={axis: ranks} or gpus=, one of them.")
-    machine = hardware_of(hardware)
+    machine = Hardware.named(hardware)
     most = int(ROOM * machine.memory) if budget is None else budget
     asked = _Asked(
         loss_fn, batch, mesh, most, optimizer, machine, precision or Precision(compute=torch.bfloat16), units, graph,
@@ -290,6 +289,7 @@ class _Search:
 
     def __init__(self, asked: _Asked, model: nn.Module) -> None:
         self.asked, self.model = asked, model
+        self.budgets = above("budget")
         self.tried = 0
         self.least: tuple[int, str] | None = None
         self.trials: dict[int, Any] = {}
@@ -301,10 +301,9 @@ class _Search:
             one = Spec({"data": 1}, precision=asked.precision, units=asked.units)
             args = grown(asked.batch, times)
             forward_backward, state, args = prepared(self.model, asked.loss_fn, args, one, asked.optimizer)
-            budgets = import_module("functional_fsdp.transforms.budget")
-            paths = tuple(budgets.blocks_of(self.model))
-            settings = budgets.Budget(asked.budget, paths, asked.moves, asked.hardware)
-            self.trials[times] = budgets.Trial(settings, forward_backward, state, args, {}, True)
+            paths = tuple(self.budgets.blocks_of(self.model))
+            settings = self.budgets.Budget(asked.budget, paths, asked.moves, asked.hardware)
+            self.trials[times] = self.budgets.Trial(settings, forward_backward, state, args, {}, True)
         return self.trials[times]
 
     def rehearsal(self, times: int, ways: tuple[Any, ...]) -> Rehearsal:
@@ -338,7 +337,7 @@ class _Search:
         """With the cheapest ways of blocks that fit, if there are any."""
         asked, trial = self.asked, self.trial(times)
         self.tried += 1
-        plain = trial.all(import_module("functional_fsdp.transforms.budget").KEPT)
+        plain = trial.all(self.budgets.KEPT)
         one = self.predicted(spec, times, plain)
         if one.peak <= asked.budget:
             return Candidate(spec, one, {}, asked.microbatches, times)
@@ -350,15 +349,14 @@ class _Search:
         asked, trial = self.asked, self.trial(times)
         if not trial.budget.paths:
             return None
-        budgets = import_module("functional_fsdp.transforms.budget")
-        costs, needed = trial.known_costs(), plain.peak - asked.budget
-        ways = budgets.best(costs, len(trial.budget.paths), needed, trial.forward, asked.hardware)
+        costs, needed = trial.costs, plain.peak - asked.budget
+        ways = self.budgets.best(costs, len(trial.budget.paths), needed, trial.forward, asked.hardware)
         if ways is None:
             self.note(int(plain.peak - len(trial.budget.paths) * max(c.freed for c in costs.values())), "recomputed")
             return None
         moved = sum(costs[way].moved for way in ways)
-        longer = sum(costs[way].seconds for way in ways) + budgets.moving(moved, trial.forward, asked.hardware)
-        said = dict(zip(trial.budget.paths, map(str, ways), strict=True))
+        longer = sum(costs[way].seconds for way in ways) + self.budgets.moving(moved, trial.forward, asked.hardware)
+        said = trial.in_words(ways)
         freed = int(sum(costs[way].freed for way in ways))
         times_all = asked.microbatches
         return Candidate(spec, plain, said, times_all, times, freed=freed, longer=times_all * longer)
@@ -372,15 +370,14 @@ class _Search:
                 return best
             found.remove(best)
             trial = self.trial(best.batch)
-            budgets = import_module("functional_fsdp.transforms.budget")
             needed = best.prediction.peak - asked.budget
             for _ in range(2):
-                ways = budgets.best(trial.known_costs(), len(trial.budget.paths), needed, trial.forward, asked.hardware)
+                ways = self.budgets.best(trial.costs, len(trial.budget.paths), needed, trial.forward, asked.hardware)
                 if ways is None:
                     break
                 one = self.predicted(best.spec, best.batch, ways)
                 if one.peak <= asked.budget:
-                    said = dict(zip(trial.budget.paths, map(str, ways), strict=True))
+                    said = trial.in_words(ways)
                     found.append(Candidate(best.spec, one, said, asked.microbatches, best.batch))
                     break
                 self.note(one.peak, f"{best.spec.placements[0][1]}, {ways[0]}")
@@ -416,10 +413,10 @@ class _Search:
 
     def ways_of(self, one: Candidate) -> tuple[Any, ...]:
         trial = self.trial(one.batch)
-        kept = import_module("functional_fsdp.transforms.budget").KEPT
+        kept = self.budgets.KEPT
         if not one.ways:
             return tuple(trial.all(kept))
-        by_name = {str(way): way for way in (kept, *trial.known_costs())}
+        by_name = {str(way): way for way in (kept, *trial.costs)}
         return tuple(by_name[one.ways[path]] for path in trial.budget.paths)
 
 

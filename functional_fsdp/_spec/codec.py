@@ -98,10 +98,13 @@ class Form:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this shape -> its bytes, uint8 [nbytes]."""
-        bits = torch.zeros(self.nbytes, dtype=torch.uint8, device=tensor.device)
-        planes, own = self.codec.pack(tensor.detach().view(self.shape)), self.planes(bits)
-        for place in self.places:
-            own[place.name].copy_(planes[place.name].view(place.shape))
+        return self.bits_of(self.codec.pack(tensor.detach().view(self.shape)), tensor.device)
+
+    def bits_of(self, planes: Planes, device: torch.device) -> torch.Tensor:
+        """Planes -> the bytes that have them, uint8 [nbytes]."""
+        bits = torch.zeros(self.nbytes, dtype=torch.uint8, device=device)
+        for name, own in self.planes(bits).items():
+            own.copy_(planes[name].view(own.shape))
         return bits
 
     def planes(self, bits: torch.Tensor) -> Planes:

@@ -15,7 +15,7 @@ import torch
 from .._common.errors import SpecError
 from .along import Along
 
-__all__ = ["Cut", "Cuts", "boxes", "cut_of", "cuts_of", "join", "whole_shape"]
+__all__ = ["Cut", "Cuts", "boxes", "cut_of", "cuts_of", "join", "part_shape", "whole_shape"]
 
 
 class Cut(NamedTuple):
@@ -71,6 +71,14 @@ def cuts_of(
         found.append(Cut(one.axis, ranks, dim, parts))
         local[dim] = total // ranks
     return tuple(found), local
+
+
+def part_shape(whole: Sequence[int], cuts: Cuts) -> tuple[int, ...]:
+    """Of a rank's part, from the leaf."""
+    shape = list(whole)
+    for cut in cuts:
+        shape[cut.dim] //= cut.ranks
+    return tuple(shape)
 
 
 def whole_shape(local: Sequence[int], cuts: Cuts) -> tuple[int, ...]:

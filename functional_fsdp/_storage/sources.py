@@ -221,10 +221,8 @@ def _complain(
         before = taken.setdefault(piece.name, [])
         if not any(map(piece.meets, before)):
             before.append(piece)
-    cut_ = {
-        piece.name for path, some in found.items() if leaves[path][2] for piece in some
-    }  # other ranks have the rest
-    filled = {name: sum(piece.numel for piece in some) for name, some in taken.items() if name not in cut_}
+    in_parts = {piece.name for path, some in found.items() if leaves[path][2] for piece in some}  # others have the rest
+    filled = {name: sum(piece.numel for piece in some) for name, some in taken.items() if name not in in_parts}
     whole = {name: torch.Size(source.shape(name)).numel() for name in filled}
     left = [] if partial or missing or odd else [name for name in filled if filled[name] < whole[name]]
     said = [f"lacks {_some(missing)}"] if missing else []

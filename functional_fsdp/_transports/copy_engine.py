@@ -241,9 +241,8 @@ class Copies(Carrier):
             return way
         first = way.steps[0]
         sent = first.collectives[0]
-        barrier = Collective(
-            "barrier", sent.axis, 1, torch.float32, sent.op, sent.lane, sent.bucket
-        )  # which says whether it is a mean
+        # `op` stays: it says whether the sum is a mean
+        barrier = Collective("barrier", sent.axis, 1, torch.float32, sent.op, sent.lane, sent.bucket)
         steps = (first._replace(collectives=(barrier, barrier, *first.collectives[1:])), *way.steps[1:])
         every = tuple(one for step in steps for one in step.collectives)
         return way._replace(steps=steps, collectives=every, single=False)

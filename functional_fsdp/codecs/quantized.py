@@ -164,7 +164,4 @@ def _float(dtype: Any) -> torch.dtype:
 
 def _made(codec: Codec, shape: Shape, dtype: torch.dtype, planes: Planes) -> PackedWeight:
     form = Form(codec, shape, dtype)
-    bits = torch.zeros(form.nbytes, dtype=torch.uint8, device=next(iter(planes.values())).device)
-    for name, own in form.planes(bits).items():
-        own.copy_(planes[name].view(own.shape))
-    return PackedWeight(bits, form)
+    return PackedWeight(form.bits_of(planes, next(iter(planes.values())).device), form)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.errors import CheckpointError
-from ..._spec.cuts import Cuts, boxes
+from ..._spec.cuts import Cuts, boxes, part_shape
 from ..._storage.pieces import Dim, piece_of, strides_of
 from ..._storage.safetensors import Entry
 from ..._storage.spans import Cut, numel_of, run
@@ -56,7 +56,8 @@ class Own:
             if leaf is None:
                 continue
             kept.append((leaf, name[: -len(leaf) - 1], there[f"opt.{name}"]))
-        numbers = {what for leaf, what, one in kept if numel(one) != numel_of(leaves[leaf]["shape"])} | {"missed"}
+        size = {leaf: numel_of(one["shape"]) for leaf, one in leaves.items()}
+        numbers = {what for leaf, what, one in kept if numel_of(one.shape) != size[leaf]} | {"missed"}
         for leaf, what, one in kept:  # a number for each leaf, or as many as the leaf has
             held = _span(path, one, () if what in numbers else tuple(leaves[leaf]["shape"]))
             if what == "missed":
@@ -79,15 +80,9 @@ class Own:
         )  # fmt: skip
 
 
-def numel(one: Any) -> int:
-    return numel_of(one.shape)
-
-
 def _join(path: Path, there: dict[str, Any], leaf: str, cuts: Cuts, shape: tuple[int, ...]) -> None:
     """Put the whole tensors in the place of the parts that ranks had of a leaf, cut along axes of the model's own."""
-    local = list(shape)
-    for cut in cuts:
-        local[cut.dim] //= cut.ranks
+    local = part_shape(shape, cuts)
     for base in {name.partition(PLACE)[0] for name in there if PLACE in name and f".{leaf}{PLACE}" in name}:
         names = names_by_place(base, cuts, there)
         parts, found = [], {at: there.pop(name) for at, name in names.items()}
@@ -95,7 +90,7 @@ def _join(path: Path, there: dict[str, Any], leaf: str, cuts: Cuts, shape: tuple
             if one.numel != numel_of(local):  # a number of the leaf, the same on all of them
                 there[base] = one
                 break
-            span = _span(path, one, tuple(local))
+            span = _span(path, one, local)
             coordinate = {cut.axis: i for cut, i in zip(cuts, at, strict=True)}
             for begin, own, size in boxes(shape, cuts, coordinate):
                 steps = strides_of(shape)
