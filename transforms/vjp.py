@@ -14,6 +14,7 @@ units of equal structure take turns at one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import compress
 from operator import is_
 from typing import Any, NamedTuple, TypeVar
@@ -60,7 +61,7 @@ def vjp(fn: Callable[..., Out], weights: Any, *primals: Any) -> tuple[Out, Pullb
         again.
 
     Raises:
-        ScheduleError: weights that were released and not gathered again.
+        ScheduleError: weights that were released and not gathered again; `torch.inference_mode`.
         TreeError: `pullback` with weights or cotangents of another structure than before.
 
     In eager mode this is autograd's graph, so that `fn` may contain compiled modules and activation checkpointing.
@@ -124,7 +125,7 @@ def _of_unit(fn: Callable[..., Any], loan: Loan, unit: UnitWeights, primals: tup
     if torch.is_grad_enabled():
         out = fn(dict(zip(keys, inputs, strict=True)), *others)
     else:
-        with torch.enable_grad():
+        with _recording():
             out = fn(dict(zip(keys, inputs, strict=True)), *others)
     detached, outs, structure = (out.detach(), [out], None) if isinstance(out, torch.Tensor) else _output(out)
     residual = [(others, outs)]  # used once
@@ -141,6 +142,16 @@ def _of_unit(fn: Callable[..., Any], loan: Loan, unit: UnitWeights, primals: tup
         return dict(zip(keys, grads, strict=False)), *[None if t is None else next(grads) for t in others]
 
     return detached, pullback
+
+
+def _recording() -> AbstractContextManager[Any]:
+    """Within, autograd records, whatever the caller turned off."""
+    if torch.is_inference_mode_enabled():
+        raise ScheduleError(
+            "vjp under torch.inference_mode: autograd records nothing there, and all gradients would be None. Call it "
+            "outside, or within torch.inference_mode(False)."
+        )
+    return torch.enable_grad()
 
 
 def _arranged(w: Any, keys: list[str]) -> dict[str, Any]:
@@ -162,7 +173,7 @@ def _of_trees(fn: Callable[..., Any], weights: Any, primals: tuple[Any, ...]) ->
     n, every = len(leaves), leaves + others
     active = [_differentiable(leaf) for leaf in every]
     inputs = [leaf.detach().requires_grad_() if on else leaf for leaf, on in zip(every, active, strict=True)]
-    with torch.enable_grad():
+    with _recording():
         out = fn(structure.unflatten(inputs[:n]), *rest.unflatten(inputs[n:]))
     detached, outs, out_structure = _output(out)
     residual = [(leaves, loans, outs, [*compress(inputs, active)])]

@@ -155,10 +155,15 @@ class HostLanes(Lanes):
                 if run.capturing:
                     continue  # its jobs have numbers of their own, which say nothing to peers
                 try:
-                    awaited = self._awaited()
+                    counts = {name: log.count for name, log in run.issued.items()}
+                    axes = [*{hop.axis for hop in job.hops}]
+                    this = Waiting(dist.get_rank(), job.lane, job.ordinal, axes, job.hops[0].bucket, counts, relents)
+                    waiting = self._waiting()
+                    awaited = [peer for peer in waiting if self._lacks(peer, this)]
                     if relents and any(peer.lane in AHEAD for peer in awaited):
                         return False
-                    before = {peer.lane: peer for peer in awaited if self._before(job, peer)}
+                    late = self._late(this, waiting)
+                    before = {peer.lane: peer for peer in awaited if peer.rank in late}
                     follows = job.lane in BESIDE and self._follows(before)
                     if before and follows:
                         patience = FIRST
@@ -166,23 +171,17 @@ class HostLanes(Lanes):
                     if run.store.check([told := f"apart/{run.meetings}"]):
                         run.void()
                         raise ScheduleError(run.store.get(told).decode())
+                    late = self._late(this, [peer for peer in waiting if not peer.relents])
                     for peer in awaited:
-                        self._part(job, peer)
-                    counts = {name: log.count for name, log in run.issued.items()}
-                    axes = [*{hop.axis for hop in job.hops}]
-                    bucket, goes_on = job.hops[0].bucket, relents or follows
-                    said = Waiting(dist.get_rank(), job.lane, job.ordinal, axes, bucket, counts, goes_on)
+                        if peer.rank in late:
+                            self._part(job, peer)
+                    said = this._replace(relents=relents or follows)
                     run.store.set(f"waits/{run.meetings}/{said.rank}", json.dumps(said))
                 except dist.DistError as why:
                     raise run.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
             return True
         finally:
             job.awaited -= 1
-
-    def _before(self, job: Job, peer: Waiting) -> bool:
-        """Whether a peer that waits for this rank has not come to the job that this rank waits for: neither will ever
-        come. (Who has issued it is past it, and this rank will be, too.)"""
-        return job.ordinal > peer.counts[job.lane] and self._beside(peer.rank, [hop.axis for hop in job.hops])
 
     def _follows(self, before: Mapping[str, Waiting]) -> bool:
         """Whether this rank has started some of what peers wait for who are before it, or would."""
@@ -192,26 +191,38 @@ class HostLanes(Lanes):
         finally:
             self.behind = behind
 
-    def _awaited(self) -> list[Waiting]:
-        """The peers that wait for what this rank has yet to issue."""
+    def _waiting(self) -> list[Waiting]:
+        """What the other ranks say that wait."""
         run, found = self.run, []
         for rank in run.ranks:
             key = f"waits/{run.meetings}/{rank}"
             if rank != dist.get_rank() and run.store.check([key]):
-                said = Waiting(*json.loads(run.store.get(key)))
-                if said.ordinal > run.issued[said.lane].count and self._beside(said.rank, said.axes):
-                    found.append(said)
+                found.append(Waiting(*json.loads(run.store.get(key))))
         return found
 
-    def _beside(self, rank: int, axes: Iterable[str]) -> bool:
-        """Whether a job along these axes ("": along all) that a rank is in comes to its end only if this one issues it:
-        a rank that is along one axis comes to the next only when those along the first have come, too."""
-        some = {*axes}
-        return "" in some or (len(some) > 0 and rank in self.run.along(frozenset(some)))
+    def _lacks(self, waits: Waiting, other: Waiting) -> bool:
+        """Whether what one rank waits for comes to its end only if the other issues it, which it has not done. (Along
+        several axes, too: a rank that is along one axis comes to the next only when those along the first have come.)
+        """
+        if other.counts[waits.lane] >= waits.ordinal or not waits.axes:
+            return False
+        return "" in waits.axes or other.rank in self.run.along(frozenset(waits.axes), waits.rank)
+
+    def _late(self, this: Waiting, waiting: Iterable[Waiting]) -> set[int]:
+        """The ranks, of those that wait, without which a wait does not end: those that it lacks, those that these lack,
+        and so on. Where one of them lacks this rank, none will ever go on by itself."""
+        found: dict[int, Waiting] = {}
+        todo, left = [this], [*waiting]
+        while todo:
+            one = todo.pop()
+            reached = [other for other in left if other.rank not in found and self._lacks(one, other)]
+            found.update({other.rank: other for other in reached})
+            todo += reached
+        return {*found}
 
     def _part(self, job: Job, peer: Waiting) -> None:
-        """Raise if this rank and the peer wait for each other."""
-        if peer.relents or job.lane == "control" or not self._before(job, peer):
+        """Raise: this rank and the peer wait for each other, perhaps by way of others."""
+        if job.lane == "control":
             return
         if peer.what == "metrics" and self.run.forms.form and self.run.forms.presumed:
             return  # it has asked this rank to compare them, which hears of it next

@@ -199,9 +199,10 @@ class Runtime(Agreement):
 
     # ---- jobs
 
-    def along(self, axes: frozenset[str]) -> list[int]:
-        """The ranks with the coordinates of this one but along these axes."""
-        place = tuple(slice(None) if axis in axes else at for axis, at in self.position)
+    def along(self, axes: frozenset[str], rank: int | None = None) -> list[int]:
+        """The ranks with the coordinates of a rank, by default this one, but along these axes."""
+        at_rank = [at for _, at in self.position] if rank is None else (self.grid == rank).nonzero()[0].tolist()
+        place = tuple(slice(None) if axis in axes else at for (axis, _), at in zip(self.position, at_rank, strict=True))
         found: list[int] = self.grid[place].flatten().tolist()
         return found
 

@@ -157,6 +157,8 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
     context = CONTEXTS[case["around"]]
     within = contextlib.nullcontext if case["opened"] == "loop" else context
     before = fsdp.full_params(state)
+    late = case["when"] == "later" or case["way"] == "units"
+    unseen = late and any(how in UNSEEN for how in case["parts"])
     with context() if case["opened"] == "loop" else contextlib.nullcontext():
         for step in range(case["steps"]):
             with _anew(case):
@@ -173,10 +175,13 @@ def play(case: Case, rank: int, folder: str) -> Verdict:
                 writes = any(how in WRITES or how == "restored" for how in case["parts"])
                 if not (hooks or writes or case["around"] in UNPLAIN):
                     raise
-                _goes_on(state, before)
+                try:
+                    _goes_on(state, before)
+                except Wrong as wrong:
+                    if unseen:
+                        return Verdict("unseen", str(wrong))
+                    raise
                 return Verdict("refused", notes={"end": type(error).__name__})
-            late = case["when"] == "later" or case["way"] == "units"
-            unseen = late and any(how in UNSEEN for how in case["parts"])
             try:
                 _close(case, loss, wanted[rank], f"the loss of step {step}")
                 before = fsdp.full_params(state)

@@ -64,6 +64,18 @@ def test_what_failed_once_is_right(name: str) -> None:
     assert verdict.column == ("refused" if kind == "differ" else "right"), verdict.text
 
 
+@pytest.mark.parametrize(
+    ("name", "column"), [("remat:8103:13", "right"), ("functions:8101:99", "right"), ("specs:8102:3", "unfit")]
+)
+def test_what_failed_once_on_simulated_ranks(name: str, column: str) -> None:
+    """A frozen unit that the backward uses last, twice in a step; and ranks that wait for each other in a circle, over
+    two axes, which is said at once."""
+    kind, seed, index = name.split(":")
+    (verdict,) = harness.play_simulated([harness.draw(kind, int(seed), int(index))])
+    assert verdict.column == column, verdict.text
+    assert column == "right" or "waits for this one at 'total'" in verdict.text
+
+
 def test_a_case_that_took_too_long_beside_others_is_what_comes_when_it_is_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

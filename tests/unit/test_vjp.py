@@ -814,3 +814,16 @@ def test_an_autocast_that_stays_open_has_the_weights_of_each_step() -> None:
 
     assert losses(4) == losses(1)
     assert losses(1)[-1] < losses(1)[0]
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_inference_mode_is_refused_in_which_every_gradient_would_be_none(lent: bool) -> None:
+    state = fsdp.shard({"a": weights()}, fsdp.Spec(fsdp.local_mesh(), units=["a"]), fsdp.sgd(lr=0.1))
+    state, w = fsdp.unshard(state, "a")
+    x = torch.ones(2, 3, dtype=torch.float64)
+    with torch.inference_mode():
+        with pytest.raises(ScheduleError, match="inference_mode"):
+            T.vjp(mlp, w if lent else weights(), x)
+        with torch.inference_mode(False), torch.no_grad():
+            out, pullback = T.vjp(mlp, w if lent else weights(), x)
+            assert pullback(w if lent else weights(), torch.ones_like(out))[0]["up"].abs().sum() > 0

@@ -412,6 +412,7 @@ class Driver:
         self.differentiating = True
         self.session.turn(self.state, last)
         grads = self.back(loss, scale, inputs)
+        self.end_others(())  # the last of a frozen unit: no gradient of its weights ends it
         self.session.all_done(self.state)
         return grads
 
