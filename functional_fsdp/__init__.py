@@ -22,6 +22,7 @@ from ._common.errors import (
     StaleStateError,
     TreeError,
 )
+from ._graph import traced as _traced  # noqa: F401  # provides what the core calls by name in a graph
 from ._graph.lower import Lowered, abstract_state, lower
 from ._io.adapters import save_adapter
 from ._io.background import async_save

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import SpecError, TreeError
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 
 from ._modules.outputs import map_tensors
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from functional_fsdp import SpecError, State, TreeError, finish_reductions
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import change, shards
 
 from ._splits import Split, cut

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 from functional_fsdp import FlatBuffer, SpecError, State, finish_reductions, pmax
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import change, refuse, shards, traced_as
 
 from .nonfinite import NonfiniteError, find_nonfinite

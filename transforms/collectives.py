@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from functional_fsdp import SpecError, TreeError
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import traced_as
 
 __all__ = [

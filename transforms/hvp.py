@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import FlatBuffer, State, TreeError, reduce
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import alone, gather_leaves, separate_gradients
 
 from ._drive.chain import stages_of

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functional_fsdp import FsdpError, State, finish_reductions, replace_extras
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import by_unit, leaf_shards, ranks_of, shards, total
 
 __all__ = ["Nonfinite", "NonfiniteError", "NonfiniteWatch", "any_nonfinite", "find_nonfinite", "skip_nonfinite"]

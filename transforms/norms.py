@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from functional_fsdp import FlatBuffer, ScheduleError, SpecError, State, TreeError, finish_reductions
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import all_reduce, leaf_shards, over_shards, shards, total
 
 __all__ = ["Buffers", "WireError", "check_tree", "dot", "global_norm", "norms", "widest", "wire_error"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from functional_fsdp import Plan, ScheduleError, State
-from functional_fsdp._verbs.seams import (
+from functional_fsdp._seams import (
     StepMemory,
     Stretch,
     find_peak,

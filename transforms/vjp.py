@@ -24,7 +24,7 @@ import optree
 import torch
 
 from functional_fsdp import ScheduleError, TreeError
-from functional_fsdp._verbs.seams import residuals_kept, torch_private
+from functional_fsdp._seams import residuals_kept, torch_private
 from functional_fsdp.extend import Loan, loan_of, traced_as
 
 __all__ = ["Pullback", "functional_vjp", "lent", "vjp"]

@@ -2,7 +2,7 @@
 
 A function that is done in another way in a graph names that way where it is defined: `verb`, `alone` (see `calls`) and
 `traced_as` choose between the two, and nothing below them asks again. Traced, a function is plain tensor operations and
-functional collectives (`_graph.traced`), with no stream, no event and no state in Python.
+functional collectives (in the satellite `_graph`), with no stream, no event and no state in Python.
 """
 
 from __future__ import annotations

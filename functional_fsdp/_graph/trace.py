@@ -20,7 +20,7 @@ from .._common.torch_names import functional_collectives
 from .._common.tracing import refuse, tracing_now
 from .._plan.route import Route, Step
 from .._runtime.given import ALL
-from .._state.graph_plan import BucketPlan, GraphPlan
+from .graph_plan import BucketPlan, GraphPlan
 
 if TYPE_CHECKING:
     from .._state.state import State

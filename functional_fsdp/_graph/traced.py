@@ -23,16 +23,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._common.errors import ScheduleError, TreeError
+from .._common.provided import provide
 from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._common.tracing import refuse
 from .._optim.optimizer import Sender, check
 from .._plan.route import Route, States
 from .._runtime.given import ALL, Lacking
-from .._state.graph_plan import BucketPlan, GraphPlan, UnitRecipe
 from .._state.update import counting, keep, may_step, put_back, update
 from .._storage.flat import FlatBuffer
 from .._storage.gradients import like
+from .graph_plan import BucketPlan, GraphPlan, UnitRecipe
 from .trace import Pending, base_of, changing, finished, given_in, graph_plan_of, run, start, then, through, trace_of
 
 if TYPE_CHECKING:
@@ -398,3 +399,6 @@ def finish_reductions(state: State, what: str = "finish_reductions") -> State:
                 zero = torch.zeros_like(main.local, dtype=one.bucket.grads)
                 grads[one.bucket.name] = FlatBuffer(zero, one.bucket, main.states, state.spec.mesh)
     return state._evolve(grads={name: grads[name] for name in state.main if name in grads})
+
+
+provide("graph", unshard, release, reduce, finish_reductions, step, axes_of, over_axes, change, change_weights)

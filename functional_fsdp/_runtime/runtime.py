@@ -67,7 +67,6 @@ class Runtime(Agreement):
         self.generators: dict[int, torch.Generator] = {}  # on GPUs, by microbatch
         self.draws: dict[tuple[int, int], int] = {}  # what a step draws again: offsets, by microbatch and place
         self.again: dict[tuple[int, int], torch.Generator] = {}  # that a captured step draws them from
-        self.given_rows: dict[tuple[str, bytes], list[bytes]] = {}  # of traced steps, see `_state.graph_plan`
         self.lanes = lanes_of(self)
         self.users: dict[int, int] = {}  # under 0 the thread that is in a call, see `_common.calls`
         self.groups: dict[tuple[str, str], dist.ProcessGroup] = {}
@@ -163,13 +162,6 @@ class Runtime(Agreement):
             self.chosen[key] = choose()
         found: T = self.chosen[key]
         return found
-
-    def rows_of(self, layout: str, row: bytes) -> list[bytes]:
-        """Every rank's row of leaves with gradients, for a traced step. Collective, on the host, when the row is new to
-        this layout."""
-        if (layout, row) not in self.given_rows:
-            self.given_rows[layout, row] = self.everyone(row, "leaves with gradients")
-        return self.given_rows[layout, row]
 
     # ---- steps that are watched, or captured
 

@@ -23,6 +23,7 @@ import torch
 
 from .._common.errors import FsdpError, ScheduleError, StaleStateError
 from .._common.interrupts import guard, leave
+from .._common.provided import provided
 from .._common.tracing import refuse
 from .._engine.executor import Executor
 from .._nn.skeleton import changed
@@ -30,12 +31,14 @@ from .._plan.layout import Bucket, Layout
 from .._runtime.runtime import Runtime
 from .._spec.spec import Spec
 from .._storage.weights import LentTree, spoilt
-from .graph_plan import GraphPlan, graph_plan
 
 if TYPE_CHECKING:
     from .._plan.cursor import Cursor
 
 __all__ = ["GRAPHED", "Lineage", "OpenCall", "Position", "Version", "begin_compiled"]
+
+
+_graph_plan = provided("graph.graph_plan")
 
 
 class OpenCall:
@@ -96,7 +99,7 @@ class Lineage:
     ) -> None:  # fmt: skip
         self.runtime, self.layout, self.spec = runtime, layout, spec  # as `State.spec`: both change together
         self.local_buffers, self.src = frozenset(local_buffers), src
-        self.graph_plan: GraphPlan | None = None
+        self.graph_plan: Any = None
         self.busy = False  # whether lanes may be at work on what the state owns: an eager step is under way
         self.steps = steps
         self.counted = True  # whether `steps` is right; traced steps count on the device
@@ -125,7 +128,7 @@ class Lineage:
         """Let restarts compare this lineage's step count across ranks. Called in the same order on every rank."""
         self.number = self.runtime.enroll(self)
 
-    def stand_in(self, run: Runtime, spec: Spec, steps: int, graph_plan: GraphPlan, offset: torch.Tensor) -> Lineage:
+    def stand_in(self, run: Runtime, spec: Spec, steps: int, graph_plan: Any, offset: torch.Tensor) -> Lineage:
         """In this one's place while a function of its state is traced, so that this one stays as it is."""
         new = Lineage(run, self.layout, spec, steps, local_buffers=self.local_buffers)
         new.graph_plan, new.offset = graph_plan, offset
@@ -150,7 +153,7 @@ class Lineage:
         Collective where there is none yet: on CPUs a group of one thread for each axis.
         """
         try:
-            self.graph_plan = self.graph_plan or graph_plan(self.layout, self.spec, self.runtime)
+            self.graph_plan = self.graph_plan or _graph_plan(self.layout, self.spec, self.runtime)
         except FsdpError as error:
             return type(error).__name__, str(error)
         return "", ""

@@ -20,9 +20,9 @@ import torch
 
 from .._common.errors import ScheduleError, TreeError
 from .._common.interrupts import arrive, guard, whole
+from .._common.provided import provided
 from .._common.record import over_each_axis
 from .._common.tracing import refuse, traced_as
-from .._graph import traced
 from .._state.state import State, Version
 from .._storage.flat import FlatBuffer
 from .._storage.gradients import of_tree, of_unit
@@ -140,7 +140,7 @@ def by_unit(state: State, what: str, grads: Any, unit: str | None = None) -> dic
 R = TypeVar("R")
 
 
-@traced_as(traced.change)
+@traced_as(provided("graph.change"))
 def change(state: State, what: str, work: Callable[[], None], by: Any = "", *, every_leaf: bool = False) -> State:
     """The state after `work` has changed its gradients in place. Consumes `state`; if it is stopped in it, the step has
     to begin anew.
@@ -224,7 +224,7 @@ def separate_gradients(
     return state._evolve(grads=grads), out, found
 
 
-@traced_as(traced.change_weights)
+@traced_as(provided("graph.change_weights"))
 def change_weights(state: State, what: str, work: Callable[[], None], by: Any = "") -> State:
     """The state after `work` has changed its main weights in place, between steps. Consumes `state`.
 

@@ -11,10 +11,10 @@ import torch
 
 from .._common.calls import verb
 from .._common.errors import SpecError
+from .._common.provided import provided
 from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._common.tracing import refuse, traced_as
-from .._graph import traced
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 
@@ -190,7 +190,7 @@ def _compared(
         run.forms.end()
 
 
-@traced_as(traced.axes_of)
+@traced_as(provided("graph.axes_of"))
 def axes_of(state: State) -> tuple[tuple[str, ...], dict[str, int]]:
     """The axes of the data, and the ranks along each axis of the mesh."""
     return state.spec.data, state.spec.axes
@@ -207,7 +207,7 @@ def over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, wha
     return largest.masked_fill(nans > 0, torch.nan)
 
 
-@traced_as(traced.over_axes)
+@traced_as(provided("graph.over_axes"))
 def _over_axes(state: State, flat: torch.Tensor, axes: Iterable[str], op: Op, what: str) -> torch.Tensor:
     run, lineage = runtime_of(state.spec.mesh), state.version.lineage
     with lineage.call:  # who is stopped here is out of step with the other ranks

@@ -24,9 +24,9 @@ import torch
 from .._common.calls import verb
 from .._common.errors import ScheduleError, StaleStateError
 from .._common.interrupts import arrive, guard, whole
+from .._common.provided import provided
 from .._common.ranges import ranged
 from .._common.torch_names import profiler, pytree
-from .._graph import traced
 from .._optim.optimizer import check, put, tensors_of
 from .._runtime.given import ALL, Leaves
 from .._state.state import State, Version
@@ -53,7 +53,7 @@ def unshard(state: State) -> tuple[State, Any]: ...
 def unshard(state: State, unit: str, *, outside: bool = False) -> tuple[State, Weights]: ...  # type: ignore[overload-overlap]
 @overload
 def unshard(state: State, unit: Sequence[str], *, outside: bool = False) -> tuple[State, dict[str, Weights]]: ...
-@verb(traced.unshard)
+@verb(provided("graph.unshard"))
 def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: bool = False) -> tuple[State, Any]:
     """Gather weights: shards [n / ranks] -> leaves of their global shapes, in the compute dtype. What is gathered in
     float8 is a `Float8Weight`.
@@ -112,7 +112,7 @@ def unshard(state: State, unit: str | Sequence[str] | None = None, *, outside: b
     return new, weights[unit] if isinstance(unit, str) else weights
 
 
-@verb(traced.release)
+@verb(provided("graph.release"))
 def release(state: State, unit: str | Sequence[str]) -> State:
     """Give back a unit's gathered weights. They must not be used until the unit is gathered again, to the same tensors.
 
@@ -140,7 +140,7 @@ def release(state: State, unit: str | Sequence[str]) -> State:
 # ---------------------------------------------------------------- reduce
 
 
-@verb(traced.reduce)
+@verb(provided("graph.reduce"))
 def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch: bool = True) -> State:
     """Average gradients over the data ranks (or sum, by `Spec`) and add them to `state.grads`.
 
@@ -218,7 +218,7 @@ def has_gradients(state: State, what: str) -> None:
         raise ScheduleError(f"{what}: this state has no gradients. Call state = reduce(state, grads) first.")
 
 
-@verb(traced.finish_reductions)
+@verb(provided("graph.finish_reductions"))
 def finish_reductions(state: State) -> State:
     """Make `state.grads` whole: every trainable bucket, each in its final placement. For whoever reads gradients.
 
@@ -253,7 +253,7 @@ def finish_reductions(state: State) -> State:
 # ---------------------------------------------------------------- step
 
 
-@verb(traced.step)
+@verb(provided("graph.step"))
 def step(state: State, *, skip: torch.Tensor | bool | None = None) -> State:
     """Update main weights with the optimizer, refresh the compute copies, and drop the gradients. Consumes `state`.
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 import functional_fsdp as fsdp
 from functional_fsdp import extend, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 
 WIDTH, ROWS = 32, (2, 16)
 SIZE = ROWS[0] * ROWS[1] * WIDTH * 4  # bytes of what goes from block to block

@@ -14,7 +14,7 @@ from support.problems import mesh_and_placement
 import functional_fsdp as fsdp
 from functional_fsdp import ScheduleError, Spec, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._verbs.seams import Capture, Veto, Vetoed
+from functional_fsdp._seams import Capture, Veto, Vetoed
 from functional_fsdp.extend import lineage_of
 from functional_fsdp.extend import ranks_of as ranks_of_state
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 import functional_fsdp as fsdp
-from functional_fsdp import extend, transforms
+from functional_fsdp import _seams, extend, transforms
 from functional_fsdp._state.state import FIELDS
-from functional_fsdp._verbs import seams
 
 ROOT = Path(__file__).parents[2]
 CORE = sorted(f for f in (ROOT / "functional_fsdp").rglob("*.py") if "transforms" not in f.parts)
@@ -167,6 +166,7 @@ def test_imports_go_in_no_circle(files: list[Path]) -> None:
 
 #: beside the core, which imports none of them (a contract in pyproject.toml), and what each may import of the others
 SATELLITES: dict[str, set[str]] = {
+    "_graph": set(),
     "_transports": set(),
     "_optim_extra": set(),
     "_io": {"_optim_extra"},  # what checkpoints say of an optimizer
@@ -174,7 +174,7 @@ SATELLITES: dict[str, set[str]] = {
     "_launch": {"_io", "_simulate"},
     "codecs": set(),
     "look": set(),
-    "_predict": {"look"},  # the timeline, and what draws
+    "_predict": {"look", "_graph"},  # what draws; states of shapes
 }
 
 
@@ -289,7 +289,7 @@ def test_transforms_are_made_of_public_names(file: Path) -> None:
     """As anybody's are: from the package and from `extend`; and of a State what is public. What is bound to torch's
     compilers and graphs has a list of its own."""
     known = {"functional_fsdp": fsdp.__all__, "functional_fsdp.extend": extend.__all__}
-    known["functional_fsdp._verbs.seams"] = seams.__all__
+    known["functional_fsdp._seams"] = _seams.__all__
     for node in nodes(file):
         if isinstance(node, ast.Import):
             assert not [alias.name for alias in node.names if alias.name.startswith("functional_fsdp")]
@@ -319,8 +319,8 @@ def test_what_transforms_are_made_of_is_used_and_is_no_more_than_one_can_hold() 
     assert not {*extend.__all__} - used - in_docs
     assert len(extend.__all__) <= 45
     assert "torch_private" not in extend.__all__
-    assert not {*seams.__all__} - names_used_of("functional_fsdp._verbs.seams", TRANSFORMS)
-    assert not {*seams.__all__} & {*extend.__all__}
+    assert not {*_seams.__all__} - names_used_of("functional_fsdp._seams", TRANSFORMS)
+    assert not {*_seams.__all__} & {*extend.__all__}
 
 
 @pytest.mark.parametrize("module", [fsdp, transforms, extend], ids=lambda m: m.__name__)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import SpecError, State
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import evolve
 
 __all__ = ["StepCall", "flat_state", "is_state", "kind_of", "named", "refuse_mutable", "refuse_sparse", "resolved"]

@@ -24,7 +24,7 @@ import torch
 import torch.fx as fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 
 from .inductors import graph_pass
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from functional_fsdp import ScheduleError, SpecError, State
-from functional_fsdp._verbs.seams import (
+from functional_fsdp._seams import (
     begin_compiled,
     keep_residuals,
     outside_inference,

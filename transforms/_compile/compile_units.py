@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import SpecError
-from functional_fsdp._verbs.seams import torch_private, tracing_now
+from functional_fsdp._seams import torch_private, tracing_now
 from functional_fsdp.extend import skeleton_of
 
 from .._modules.unit_modules import NEVER_CALLED, UnitModule, outermost

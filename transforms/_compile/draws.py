@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 
 from functional_fsdp import ScheduleError
-from functional_fsdp._verbs.seams import torch_private, users_line
+from functional_fsdp._seams import torch_private, users_line
 
 __all__ = ["Draws", "Seeded", "seeds"]
 

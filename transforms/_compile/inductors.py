@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 
 __all__ = ["graph_pass", "through_inductor"]
 

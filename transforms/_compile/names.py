@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from functional_fsdp._verbs.seams import ranges, torch_private
+from functional_fsdp._seams import ranges, torch_private
 from functional_fsdp.extend import Collective
 
 __all__ = ["named"]

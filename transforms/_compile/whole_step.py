@@ -20,7 +20,7 @@ import torch
 import torch.fx as fx
 
 from functional_fsdp import FsdpError, ScheduleError, State
-from functional_fsdp._verbs.seams import (
+from functional_fsdp._seams import (
     Graph,
     GraphBuild,
     begin_compiled,

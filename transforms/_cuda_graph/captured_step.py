@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import State, TreeError
-from functional_fsdp._verbs.seams import Capture, torch_private
+from functional_fsdp._seams import Capture, torch_private
 
 from .capturing import KEPT, GraphBuffers
 from .guarding import Guard

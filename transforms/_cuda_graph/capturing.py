@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import FsdpError, ScheduleError, State, TreeError
-from functional_fsdp._verbs.seams import Veto, cuda_driver, put, torch_private
+from functional_fsdp._seams import Veto, cuda_driver, put, torch_private
 from functional_fsdp.extend import Ranks, evolve, flatten, lineage_of
 
 from .lines import line_of_error

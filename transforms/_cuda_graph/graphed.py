@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import ScheduleError, State, TreeError
-from functional_fsdp._verbs.seams import Capture, NewCounts, Veto, Vetoed, outside_inference, torch_private
+from functional_fsdp._seams import Capture, NewCounts, Veto, Vetoed, outside_inference, torch_private
 from functional_fsdp.extend import Ranks, all_reduce, check_between_steps, lineage_of, ranks_of
 
 from .._seed import again_from, check_draws, reseed

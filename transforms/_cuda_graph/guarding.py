@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import ScheduleError, State
-from functional_fsdp._verbs.seams import Veto, Vetoed
+from functional_fsdp._seams import Veto, Vetoed
 from functional_fsdp.extend import Ranks, bytes_of
 
 from .capturing import refusal

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import bytes_of
 
 from .capturing import refusal, text_of

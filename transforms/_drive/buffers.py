@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, Spec, SpecError, State
-from functional_fsdp._verbs.seams import objects, refuse_meta, torch_private
+from functional_fsdp._seams import objects, refuse_meta, torch_private
 from functional_fsdp.extend import all_reduce, bytes_of, every_buffer, lineage_of, ranks_of
 
 from .watch import version

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, State, TreeError
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import Session, skeleton_of
 
 from .._modules.unit_modules import UnitModule, find_unit_modules, slots_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import Layout, ScheduleError, State
-from functional_fsdp._verbs.seams import steps_on
+from functional_fsdp._seams import steps_on
 from functional_fsdp.extend import every_buffer
 
 from .driver import Driver

@@ -22,7 +22,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, State, reduce, release, unshard
-from functional_fsdp._verbs.seams import Collision, foreign_tracer, torch_private
+from functional_fsdp._seams import Collision, foreign_tracer, torch_private
 from functional_fsdp.extend import Session, lineage_of, refuse, skeleton_of
 
 from .._compile.compile_units import Compiler, Options, refuse_around

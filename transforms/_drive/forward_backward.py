@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError, reduce
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import alone, begin_round, end_round, evolve
 
 from .._compile.compile_units import Options

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 
 __all__ = ["ImaginedKernels"]
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import FlatBuffer, ScheduleError, State, TreeError
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import Session, alone, lineage_of, separate_gradients
 
 from ..norms import Buffers, check_tree

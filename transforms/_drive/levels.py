@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from functional_fsdp import PackedWeight, ScheduleError
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 
 from .._modules.outputs import map_tensors
 from .._modules.unit_modules import Leaf

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import FlatBuffer, ScheduleError, TreeError
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 
 from .._modules.unit_modules import Leaf
 from ..norms import Buffers

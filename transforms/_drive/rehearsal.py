@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, PackedWeight, State
-from functional_fsdp._verbs.seams import HostBuffer, torch_private
+from functional_fsdp._seams import HostBuffer, torch_private
 from functional_fsdp.extend import CopyLane, HostBuffers, Loan
 
 from .driver import Driver

@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import Layout, ScheduleError, SpecError, State, reduce, unshard
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import Session, ranks_of, skeleton_of
 
 from .._modules.unit_modules import find_unit_modules, slots_of

@@ -27,7 +27,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import SpecError
-from functional_fsdp._verbs.seams import objects
+from functional_fsdp._seams import objects
 from functional_fsdp.extend import Placeholder
 
 from .watch import version

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError, release, unshard
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import Session
 
 __all__ = ["Key", "Stage", "Stages", "dims", "rows"]

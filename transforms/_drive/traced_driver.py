@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError, State
-from functional_fsdp._verbs.seams import GraphBuild, coordinate_of, torch_private, tracing_now
+from functional_fsdp._seams import GraphBuild, coordinate_of, torch_private, tracing_now
 from functional_fsdp.extend import refuse
 
 from .buffers import Buffers, Rule

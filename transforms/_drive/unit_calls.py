@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.modules.module as GLOBAL
 
 from functional_fsdp import PackedWeight, ScheduleError
-from functional_fsdp._verbs.seams import ranges, torch_private
+from functional_fsdp._seams import ranges, torch_private
 
 from .._compile.compile_units import Compiled, Compiler
 from .._modules.outputs import map_tensors

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from functional_fsdp import ScheduleError
-from functional_fsdp._verbs.seams import ranges, torch_private
+from functional_fsdp._seams import ranges, torch_private
 
 from .._modules.unit_modules import Leaf
 

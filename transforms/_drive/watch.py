@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import PackedWeight
-from functional_fsdp._verbs.seams import changed, spoilt, torch_private
+from functional_fsdp._seams import changed, spoilt, torch_private
 
 __all__ = ["WriteWatch", "changed", "clear", "place", "spoilt", "version", "written"]
 

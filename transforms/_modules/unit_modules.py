@@ -24,7 +24,7 @@ from typing import Any
 import torch.nn as nn
 
 from functional_fsdp import Layout, SpecError, TreeError
-from functional_fsdp._verbs.seams import aliases_of
+from functional_fsdp._seams import aliases_of
 from functional_fsdp.extend import match
 
 __all__ = [

@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import SpecError, State, TreeError
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import alone
 
 from .._drive.chain import stages_of

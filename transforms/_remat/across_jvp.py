@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from functional_fsdp import ScheduleError
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 
 from .._modules.outputs import map_tensors
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from functional_fsdp._verbs.seams import objects
+from functional_fsdp._seams import objects
 
 MOST, DEEP = 64, 3  # items and levels of containers that are looked into
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn as nn
 
-from functional_fsdp._verbs.seams import torch_private
+from functional_fsdp._seams import torch_private
 from functional_fsdp.extend import HostBuffers, computes_on
 
 from .._modules.outputs import each_leaf

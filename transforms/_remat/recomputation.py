@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError
-from functional_fsdp._verbs.seams import around_bound_calls, torch_private
+from functional_fsdp._seams import around_bound_calls, torch_private
 
 from .._modules.outputs import map_tensors
 from .kept_outputs import LOST, differentiable

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from functional_fsdp._verbs.seams import around_bound_calls, torch_private
+from functional_fsdp._seams import around_bound_calls, torch_private
 
 from .._drive.watch import version
 from .._modules.outputs import each_leaf

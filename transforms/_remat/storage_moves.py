@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from functional_fsdp._verbs.seams import HostBuffer, torch_private
+from functional_fsdp._seams import HostBuffer, torch_private
 from functional_fsdp.extend import CopyLane, HostBuffers
 
 __all__ = ["StorageMove", "StorageView", "copied", "memory_of", "storage_of"]

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from .._common.errors import FsdpError, ScheduleError
+from .._common.provided import provide
 from .._common.torch_names import disable_current_modes
 from .._distributed.lanes import LANES
 from .._plan.layout import Bucket, Layout, Unit
@@ -115,7 +117,7 @@ class GraphPlan:
         if self.run is not None:
             try:
                 with disable_current_modes():  # ranks really do it, while a graph is made
-                    rows = self.run.rows_of(self.layout, mine)
+                    rows = _rows(self.run, self.layout, mine)
             except FsdpError as error:  # Dynamo would wrap it
                 return (type(error).__name__, str(error)), (), ()
         lacking, parted, amiss = self.seats.lacking(bytes(map(max, *rows, mine))), self.seats.parted(rows), ("", "")
@@ -145,8 +147,22 @@ class GraphPlan:
         return BucketPlan(bucket, keeps_copy(bucket), found, tuple(pieces), empty)
 
 
+_ROWS: WeakKeyDictionary[Runtime, dict[tuple[str, bytes], list[bytes]]] = WeakKeyDictionary()
+
+
+def _rows(run: Runtime, layout: str, row: bytes) -> list[bytes]:
+    """Every rank's row of leaves with gradients. Collective, on the host, when the row is new to this layout."""
+    known = _ROWS.setdefault(run, {})
+    if (layout, row) not in known:
+        known[layout, row] = run.everyone(row, "leaves with gradients")
+    return known[layout, row]
+
+
 def graph_plan(layout: Layout, spec: Spec, run: Runtime) -> GraphPlan:
     """The graph plan of a state that runs. Collective where a mesh of CPUs has none yet."""
     axes = [axis for axis, ranks in run.sizes.items() if ranks > 1]
     groups = {(lane, axis): run.group(run.lanes.traced(lane), axis).group_name for lane in LANES for axis in axes}
     return GraphPlan(layout, spec, run.sizes, run.coordinate, groups, run)
+
+
+provide("graph", graph_plan)
