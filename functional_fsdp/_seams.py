@@ -5,26 +5,26 @@ It follows what torch does and how the core is made, and changes with them witho
 
 from __future__ import annotations
 
+from ._capture.capture import Capture, Veto, Vetoed
 from ._common import objects, ranges
 from ._common import torch_names as torch_private
 from ._common.calls import outside_inference
 from ._common.tracing import KEEPING, GraphBuild, foreign_tracer, keep_residuals, tracing_now, users_line
-from ._distributed import cuda_driver
 from ._graph.graph import Graph, graph_of, refuse_values
 from ._graph.lower import point_at_second_gathers
 from ._graph.trace import coordinate_of
+from ._host_memory.copy_lane import HostBuffer
 from ._nn.module import around_bound_calls
 from ._nn.skeleton import changed, refuse_meta
 from ._nn.ties import aliases_of
 from ._optim.optimizer import put
-from ._plan.peak import StepMemory, Stretch, find_peak
 from ._plan.walk import Collision
-from ._runtime.copy_lane import HostBuffer
 from ._runtime.given import NewCounts
-from ._state.capture import Capture, Veto, Vetoed
 from ._state.lineage import begin_compiled
 from ._state.sizes import plan_for, steps_on
 from ._storage.weights import spoilt
+from ._transports import cuda_driver
+from .look.peak import StepMemory, Stretch, find_peak
 
 __all__ = [
     "Capture",

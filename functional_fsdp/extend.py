@@ -43,9 +43,9 @@ from ._common.record import Collective
 from ._common.tracing import refuse, traced_as
 from ._common.tree import flatten, match
 from ._engine.carrier import Carrier
+from ._host_memory.copy_lane import CopyLane, HostBuffers, copy_lane
 from ._nn.skeleton import Placeholder, every_buffer, skeleton_of
 from ._optim.optimizer import Sender
-from ._runtime.copy_lane import CopyLane, HostBuffers, copy_lane
 from ._spec.transport import Transport
 from ._state.rounds import begin_round, end_round
 from ._state.session import Ranks, Session, check_between_steps, lineage_of, ranks_of, seeds

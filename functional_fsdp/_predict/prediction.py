@@ -24,11 +24,11 @@ from .._nn.skeleton import every_buffer
 from .._nn.ties import aliases_of
 from .._optim.adamw import adamw
 from .._plan.layout import Layout
-from .._plan.peak import StepMemory
 from .._plan.plan import Plan
 from .._spec.spec import Spec
 from .._state.sizes import state_bytes
 from .._state.state import State
+from ..look.peak import StepMemory
 from ..look.timeline import Timeline
 from .hardware import Hardware, Link
 from .lanes import Costs, Run, play

@@ -14,16 +14,17 @@ import torch
 import torch.distributed as dist
 
 from .._common.interrupts import whole
+from .._common.provided import provided
 from .._common.record import Collective
 from .._common.torch_names import all_gather_single, current_stream, reduce_scatter_single, set_stream
 from .._distributed.lanes import LANES, OPS, Job, Lanes, Mark, Steps
-from .._distributed.signals import Signals
 from .agreement import Agreement
 from .host_lanes import HostLanes
 from .restart import twin
 
 __all__ = ["StreamLanes", "lanes_of"]
 
+_signals = provided("transports.Signals")
 STREAMS = ("gather", "reduce", "outer", "update", "fetch", "store")
 
 
@@ -43,7 +44,7 @@ class StreamLanes(HostLanes):
         self.unjoined: set[str] = set()  # lanes that have yet to wait for it
         self.graph = torch.cuda.Event()  # its end
         self.issues = self.skips = 0  # collectives that the job has issued, and that its twin leaves out
-        self.signals: dict[str, Signals] = {}  # by axis: barriers
+        self.signals: dict[str, Any] = {}  # by axis: barriers
 
     # ---- streams
 
@@ -203,7 +204,7 @@ class StreamLanes(HostLanes):
 
     def signalling(self, axis: str) -> None:
         if axis not in self.signals:
-            self.signals[axis] = Signals(self.run, axis, len(LANES))
+            self.signals[axis] = _signals(self.run, axis, len(LANES))
 
     def traced(self, lane: str) -> str:
         return lane

@@ -11,11 +11,11 @@ import torch
 from .._common.calls import alone, ordinary
 from .._common.device import clone_as
 from .._common.errors import StaleStateError
+from .._common.provided import provided
 from .._common.torch_names import pytree
 from .._common.tracing import tracing_now
 from .._common.tree import register
 from .._engine.executor import Executor
-from .._engine.progress import first_plan
 from .._plan.cursor import Cursor, InFlight
 from .._plan.layout import Layout
 from .._runtime.runtime import runtime_of
@@ -24,9 +24,10 @@ from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer, at_home, summary
 from .._storage.weights import Stored
 from .lineage import Lineage, Version
-from .transfer import HostTransfer, planned_transfer
 
 __all__ = ["Context", "Lineage", "State", "Version"]
+
+_transfer = provided("host_memory.planned_transfer")
 
 
 class Context:
@@ -183,12 +184,6 @@ class State(Stored):
         lineage.follow()
         return self.version.serial == lineage.base and not self.grads
 
-    def _transfer(self) -> HostTransfer:
-        """What a step moves between the host's memory and the device. Nothing is measured."""
-        executor = self.version.lineage.executor
-        plan = first_plan(self.layout, self.spec.schedule) if executor is None else executor.progress.plan
-        return planned_transfer(self.layout, plan, self.main, self.opt)
-
     def _valid(self, what: str) -> None:
         """Raise StaleStateError if a step has consumed this state."""
         self.version.lineage.valid(self.version.serial, what)
@@ -265,7 +260,7 @@ class State(Stored):
         hidden = opaque_settings(self.optimizer, "optimizer")
         more = f" and {len(hidden) - 2} more" if len(hidden) > 2 else ""
         unseen = f"\nranks cannot compare {', '.join(hidden[:2])}{more}" if hidden else ""
-        moves = f"\n{self._transfer()!r}; see host_transfer(state)" if self.layout.host_nbytes("main") else ""
+        moves = f"\n{_transfer(self)!r}; see host_transfer(state)" if self.layout.host_nbytes("main") else ""
         return f"{what}, mesh {axes}, step {self._steps}, {self._status()}\n{summary(trees)}{moves}{unseen}"
 
 

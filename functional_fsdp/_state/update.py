@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._common.errors import ScheduleError, TreeError
+from .._common.provided import provided
 from .._common.record import Collective
 from .._common.torch_names import foreach_copy_, pytree
 from .._distributed.lanes import Mark, Steps
@@ -29,7 +30,6 @@ from .._plan.records import copied_alike
 from .._runtime.given import WHOLE, Lacking, Leaves, NewCounts
 from .._storage.flat import FlatBuffer
 from .._storage.refresh import own_part
-from .streamed import Streamed
 
 if TYPE_CHECKING:
     from .state import State
@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 NOTHING = WHOLE.given
+_stream = provided("host_memory.stream")  # the update of what lies in the host's memory
 
 
 def may_step(state: State, skip: torch.Tensor | bool | None) -> torch.Tensor | None:
@@ -186,32 +187,6 @@ def _applied(state: State, main: dict[str, FlatBuffer], skip: torch.Tensor | Non
         _stream(state, far, skip, given)
         executor.settle()
     return main, state.opt
-
-
-def _stream(state: State, names: Sequence[str], skip: torch.Tensor | None, given: Leaves, beside: bool = False) -> None:
-    """Update what lies in the host's memory. `beside`: on lanes, as gradients come."""
-    executor = state._executor
-    lanes, sink = executor.run.lanes, executor.sink
-    streamed = sink.stream_by(Streamed)
-    now = partial(_on_device, state, skip, given)
-    marks = {name: sink.untouched[name] for name in names} if beside else None
-    stored = streamed.run(lanes, streamed.portions(state, names), executor.reductions.grads, now, marks)
-    executor.reductions.staging.ends("store", stored)
-    if not beside:
-        lanes.wait(stored)
-        if not state.spec.schedule.overlap_update:
-            streamed.give()
-
-
-def _on_device(
-    state: State,
-    skip: torch.Tensor | None,
-    given: Leaves,
-    main: dict[str, FlatBuffer],
-    opt: Any,
-    grads: dict[str, FlatBuffer],
-) -> None:
-    in_place(state._evolve(opt=opt), main, skip, given, grads)
 
 
 def in_place(

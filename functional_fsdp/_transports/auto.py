@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 
 from .._common.errors import SpecError
-from .._distributed.peer_memory import check_reach
 from .._engine.carrier import CollectiveTransport
 from .._plan.layout import Layout
 from .._runtime.runtime import Runtime
 from .._spec.transport import Transport
 from .copy_engine import Copies, CopyEngine
+from .peer_memory import check_reach
 from .symmetric import Symmetric, registered
 
 __all__ = ["Auto"]

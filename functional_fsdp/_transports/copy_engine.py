@@ -19,7 +19,6 @@ import torch
 
 from .._common.record import Collective
 from .._distributed.lanes import ARENA, Steps, together
-from .._distributed.peer_memory import PeerMemory, check_reach
 from .._distributed.peers import uneven
 from .._engine.carrier import Carrier, Gathers, Portions
 from .._plan.layout import Bucket, Layout, Unit
@@ -30,6 +29,7 @@ from .._runtime.runtime import Runtime
 from .._spec.transport import Traits, Transport
 from .._storage.place import Filling, Place, span_of
 from .._storage.weights import Stored, read
+from .peer_memory import PeerMemory, check_reach
 
 __all__ = ["Copies", "CopyEngine", "Reading", "RemoteRead"]
 

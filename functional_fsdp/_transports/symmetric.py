@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from .._common.errors import SpecError
 from .._common.torch_names import symmetric_memory
-from .._distributed.peer_memory import use_backend
 from .._distributed.peers import uneven
 from .._engine.carrier import Carrier
 from .._spec.transport import Traits, Transport
+from .peer_memory import use_backend
 
 if TYPE_CHECKING:
     from .._plan.layout import Layout, Unit

@@ -38,9 +38,9 @@ import functional_fsdp as fsdp
 from functional_fsdp import Precision, Schedule, Spec, SpecError, launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.record import Collective
-from functional_fsdp._distributed.peer_memory import PeerMemory
 from functional_fsdp._storage.place import without
 from functional_fsdp._transports.copy_engine import Reading, RemoteRead
+from functional_fsdp._transports.peer_memory import PeerMemory
 
 
 def of_copies(preset: str, loop: str, dtype: torch.dtype, **spec: Any) -> Any:

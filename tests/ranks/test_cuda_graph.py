@@ -28,12 +28,12 @@ from torch._inductor.exc import InductorError
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, ScheduleError, Spec, SpecError, StaleStateError, TreeError, launch
 from functional_fsdp import transforms as T
-from functional_fsdp._distributed.cuda_driver import driver
+from functional_fsdp._capture.capture import Capture
 from functional_fsdp._launch.launch import stop_workers
 from functional_fsdp._runtime.runtime import runtime_of
 from functional_fsdp._seams import torch_private
-from functional_fsdp._state.capture import Capture
 from functional_fsdp._transports import auto, symmetric
+from functional_fsdp._transports.cuda_driver import driver
 from functional_fsdp.extend import Ranks
 from functional_fsdp.transforms._cuda_graph import graphed as graphs
 from functional_fsdp.transforms._cuda_graph.captured_step import signature

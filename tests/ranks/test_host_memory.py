@@ -20,8 +20,8 @@ import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import in_host_memory
+from functional_fsdp._host_memory import streamed
 from functional_fsdp._optim.optimizer import FILL
-from functional_fsdp._state import streamed
 
 HOST = "pinned_host"
 OPTIMIZERS = {

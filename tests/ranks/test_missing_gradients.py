@@ -22,9 +22,9 @@ from support.tables import covering, marked
 import functional_fsdp as fsdp
 from functional_fsdp import Optimizer, ScheduleError, Spec, launch
 from functional_fsdp import transforms as T
+from functional_fsdp._capture.capture import Capture
 from functional_fsdp._plan.layout import LeafInfo, plan_layout
 from functional_fsdp._runtime.given import ALL, FULL, LACKS, GradientMask, NewCounts, Seats
-from functional_fsdp._state.capture import Capture
 from functional_fsdp.transforms._cuda_graph.captured_step import signature
 
 Tree = dict[str, Any]

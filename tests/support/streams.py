@@ -28,10 +28,10 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp._common.device import in_host_memory
 from functional_fsdp._distributed.lanes import gloo
+from functional_fsdp._host_memory import streamed
 from functional_fsdp._optim_extra.muon import Muon
 from functional_fsdp._runtime import runtime, stream_lanes
 from functional_fsdp._runtime.stream_lanes import STREAMS, StreamLanes
-from functional_fsdp._state import streamed
 
 __all__ = ["WAYS", "Order", "Ordered", "ordered", "trained"]
 

@@ -15,8 +15,9 @@ from support.tables import marked
 
 import functional_fsdp as fsdp
 from functional_fsdp._engine.staging import Staging
+from functional_fsdp._host_memory import streamed
 from functional_fsdp._runtime.runtime import runtime_of
-from functional_fsdp._state import streamed, update
+from functional_fsdp._state import update
 
 HOST = "pinned_host"
 MAIN = {"main": HOST}

@@ -18,11 +18,12 @@ from support.streams import ordered
 
 import functional_fsdp as fsdp
 from functional_fsdp import extend
+from functional_fsdp._capture.capture import Capture
 from functional_fsdp._common.device import clone_as, empty_as, host_memory, in_host_memory, zeros_as
+from functional_fsdp._host_memory import streamed
 from functional_fsdp._optim.optimizer import runs
 from functional_fsdp._optim_extra.muon import Muon
-from functional_fsdp._state import streamed, update
-from functional_fsdp._state.capture import Capture
+from functional_fsdp._state import update
 
 HOST = "pinned_host"
 CPU = torch.device("cpu")

@@ -28,9 +28,9 @@ from .._common.errors import ScheduleError
 from .._common.interrupts import arrive, whole
 from .._common.record import Collective
 from .._runtime.given import Fixed
+from .._state.lineage import Lineage
+from .._state.state import State, Version
 from .arrivals import UpdatesOnArrival
-from .lineage import Lineage
-from .state import State, Version
 
 __all__ = ["Capture", "StepStart", "Veto", "Vetoed"]
 

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common.errors import CommError
+from .._common.provided import provide
 from .._common.torch_names import raw_stream
+from .._distributed.peers import Peers
 from .cuda_driver import driver
 from .peer_memory import PeerMemory
-from .peers import Peers
 
 __all__ = ["Operation", "Signals", "operations"]
 
@@ -116,3 +117,6 @@ def _issue(batch: list[Any], device: int) -> Any:
     """On the current stream. Returns the driver's CUresult, 0 for success."""
     (error,) = driver().cuStreamBatchMemOp(raw_stream(device), len(batch), batch, 0)
     return error
+
+
+provide("transports", Signals)

@@ -8,13 +8,13 @@ step                main weights, what the optimizer keeps, main gradients â”€â”
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from .._common.provided import provide
 from .._common.torch_names import pytree
 from .._common.tree import bytes_text
-from .._plan.layout import Layout
-from .._plan.plan import Plan
+from .._engine.progress import first_plan
+from .._state.state import State
 from .._storage.flat import FlatBuffer
 
 __all__ = ["HostTransfer", "planned_transfer"]
@@ -61,8 +61,11 @@ class HostTransfer(NamedTuple):
         return f"a step moves {ways} ({within}){'' if math.isnan(self.bandwidth) else rate}"
 
 
-def planned_transfer(layout: Layout, plan: Plan, main: Mapping[str, FlatBuffer], opt: Any) -> HostTransfer:
-    """What a step by this plan moves. `opt`: what the optimizer keeps. Nothing is measured."""
+def planned_transfer(state: State) -> HostTransfer:
+    """What a step of a state moves, by its plan. Nothing is measured."""
+    layout, executor = state.layout, state.version.lineage.executor
+    plan = first_plan(layout, state.spec.schedule) if executor is None else executor.progress.plan
+    main, opt = state.main, state.opt
     far = {name: bucket for name, bucket in layout.trainable.items() if bucket.on_host}
     nodes = pytree.tree_leaves(opt, is_leaf=lambda x: isinstance(x, FlatBuffer))
     kept = [n for n in nodes if isinstance(n, FlatBuffer) and n.bucket.name in far and not n.bucket.by_leaf]
@@ -74,3 +77,6 @@ def planned_transfer(layout: Layout, plan: Plan, main: Mapping[str, FlatBuffer],
     of_unit = {unit.name: sum(sizes.get(b.name, 0) for b in unit.buckets) for unit in layout.units}
     beside = sum(of_unit[gather.unit] for gather in plan.gathers)
     return HostTransfer(moved + gradients, moved + copies, beside, gradients)
+
+
+provide("host_memory", planned_transfer)

@@ -5,7 +5,7 @@
     captured   ── reduce 3 ─▶ update 3 ── reduce 2 ─▶ update 2 ── ...                   replay: ranks vote, then all
 
 An eager step votes before anything changes, so its main gradients wait. A captured one changes nothing: its replay
-comes after a vote. So there each bucket is updated where its gradients arrive (see `_engine.arrival`), with the same
+comes after a vote. So there each bucket is updated where its gradients arrive (see `_capture.arrival`), with the same
 bits, if the eager step before it has shown that nothing looks at gradients and weights in between.
 """
 
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._common.torch_names import pytree
-from .._engine.arrival import Arrival, Rooms
 from .._engine.sink import BucketConsumer, StepConsumer
 from .._runtime.given import NewCounts
+from .._state.update import in_place, renew
 from .._storage.cut import cut, cuts
 from .._storage.flat import FlatBuffer
-from .update import in_place, renew
+from .arrival import Arrival, Rooms
 
 if TYPE_CHECKING:
-    from .state import State
+    from .._state.state import State
 
 __all__ = ["UpdatesOnArrival"]
 

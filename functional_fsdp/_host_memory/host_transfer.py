@@ -6,8 +6,8 @@ import math
 
 from .._common.device import host_bandwidth
 from .._common.errors import SpecError
-from .state import State
-from .transfer import HostTransfer
+from .._state.state import State
+from .transfer import HostTransfer, planned_transfer
 
 __all__ = ["host_transfer"]
 
@@ -33,4 +33,4 @@ def host_transfer(state: State, bandwidth: float | None = None) -> HostTransfer:
     if bandwidth is None:
         abstract = any(buffer.local.is_meta for buffer in state.main.values())
         bandwidth = math.nan if abstract else host_bandwidth(state.count.device)
-    return state._transfer()._replace(bandwidth=float(bandwidth))
+    return planned_transfer(state)._replace(bandwidth=float(bandwidth))

@@ -13,23 +13,27 @@ portion starts when its gradients are there; else it is compute, after the backw
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from .._common.device import in_host_memory
+from .._common.provided import provide
 from .._common.torch_names import pytree
 from .._distributed.lanes import Mark, Steps
 from .._optim.optimizer import FILL, runs
 from .._plan.bucket import STAGED, Bucket, aligned
+from .._runtime.given import Leaves
+from .._state.update import in_place
 from .._storage.cut import cut, cuts
 from .._storage.flat import FlatBuffer
 from .._storage.refresh import own_part
 
 if TYPE_CHECKING:
-    from .state import State
+    from .._state.state import State
 
-__all__ = ["Streamed"]
+__all__ = ["Streamed", "stream"]
 
 BUFFERS = 2
 ORDERS = 8  # of buckets, for which portions are kept
@@ -213,6 +217,32 @@ class Streamed:
         return last
 
 
+def stream(state: State, names: Sequence[str], skip: torch.Tensor | None, given: Leaves, beside: bool = False) -> None:
+    """Update what lies in the host's memory. `beside`: on lanes, as gradients come."""
+    executor = state._executor
+    lanes, sink = executor.run.lanes, executor.sink
+    streamed = sink.stream_by(Streamed)
+    now = partial(_on_device, state, skip, given)
+    marks = {name: sink.untouched[name] for name in names} if beside else None
+    stored = streamed.run(lanes, streamed.portions(state, names), executor.reductions.grads, now, marks)
+    executor.reductions.staging.ends("store", stored)
+    if not beside:
+        lanes.wait(stored)
+        if not state.spec.schedule.overlap_update:
+            streamed.give()
+
+
+def _on_device(
+    state: State,
+    skip: torch.Tensor | None,
+    given: Leaves,
+    main: dict[str, FlatBuffer],
+    opt: Any,
+    grads: dict[str, FlatBuffer],
+) -> None:
+    in_place(state._evolve(opt=opt), main, skip, given, grads)
+
+
 def _groups(state: State, names: Sequence[str]) -> list[list[BucketPart]]:
     """Parts in a row, in groups of so many bytes of main weights as an update has at least."""
     sizes = {name: state.main[name].local.numel() for name in names}
@@ -274,3 +304,6 @@ def _taken(lanes: Any, after: Sequence[Mark], portion: Portion, grads: Tree, upd
     for main, own in portion.cast:
         own.copy_(main)
     yield from ()
+
+
+provide("host_memory", stream)

@@ -17,7 +17,7 @@ import torch
 
 from .._common.errors import SpecError
 from .._common.torch_names import symmetric_memory
-from .peers import Peers
+from .._distributed.peers import Peers
 
 __all__ = ["PeerMemory", "check_reach", "use_backend"]
 

@@ -4,7 +4,7 @@
 
 Each piece of the sum lies on the bytes of the one before, and its update reads it while the GPU's cache still has it:
 so the sum goes through memory neither way. `Staging` ends a reduction like this where it has an `Arrival` for the
-bucket, which steps that are captured have (see `_state.arrivals`).
+bucket, which steps that are captured have (see `_capture.arrivals`).
 
 The last reductions of a step have little backward left beside which they could travel. Where a sum over one axis is all
 that one does, and the copy engines bring it, each piece is used up while the next ones come; by collectives all pieces
@@ -24,8 +24,8 @@ import torch
 from .._common.errors import ScheduleError
 from .._common.torch_names import make_wrapper
 from .._distributed.lanes import Lanes, Mark
-from .reduction_steps import ordered_sum
-from .sink import BucketConsumer
+from .._engine.reduction_steps import ordered_sum
+from .._engine.sink import BucketConsumer
 
 __all__ = ["Arrival", "Gone", "Rooms", "gone"]
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._common.tree import bytes_text, table
-from .layout import Layout
-from .plan import REDUCTIONS_AT_ONCE, Plan
+from .._plan.layout import Layout
+from .._plan.plan import REDUCTIONS_AT_ONCE, Plan
 
 __all__ = ["StepMemory", "Stretch", "find_peak"]
 

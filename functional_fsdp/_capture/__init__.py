@@ -1,0 +1,1 @@
+"""Steps that are captured once and replayed: votes, vetoes, and updates where gradients arrive."""
