@@ -22,7 +22,9 @@ from ._common.errors import (
     StaleStateError,
     TreeError,
 )
-from ._graph import traced as _traced  # noqa: F401  # this one and the next two provide what the core calls by name
+from ._float8 import scales as _scales  # noqa: F401
+from ._float8.weight import Float8Weight
+from ._graph import traced as _traced  # noqa: F401  # this one and others with a private name provide what the core calls by name
 from ._graph.lower import Lowered, abstract_state, lower
 from ._host_memory import streamed as _streamed  # noqa: F401
 from ._host_memory.host_transfer import host_transfer
@@ -30,6 +32,7 @@ from ._host_memory.transfer import HostTransfer
 from ._io.adapters import save_adapter
 from ._io.background import async_save
 from ._io.checkpoint import latest_checkpoint, load, save
+from ._io.conversions import Concatenated, Sliced, Stacked, Transposed
 from ._io.foreign import Checkpoint, open_checkpoint
 from ._io.hugging_face import conversions_of
 from ._io.load_weights import load_weights
@@ -40,7 +43,6 @@ from ._io.to_dcp import save_dcp
 from ._launch.launch import LaunchError, launch, local_mesh, workers
 from ._launch.simulated import Simulation, simulate
 from ._launch.workers import Handle, WorkerGroup
-from ._nn.float8_weight import Float8Weight
 from ._nn.module import bind, functionalize
 from ._nn.packed_weight import PackedWeight
 from ._nn.ties import tie
@@ -73,7 +75,6 @@ from ._state.redistribute import free_arena, redistribute
 from ._state.rounds import drop_gradients
 from ._state.shard import make_layout, shard
 from ._state.state import State
-from ._storage.conversions import Concatenated, Sliced, Stacked, Transposed
 from ._storage.flat import FlatBuffer
 from ._transports import signals as _signals  # noqa: F401
 from ._transports.registry import symmetric

@@ -16,10 +16,10 @@ from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage.flat import gather_leaves
-from .._storage.safetensors import create, write_at
 from .checkpoint import same_folder
 from .folder import Claim, partial, sync, write_file
 from .formats.peft import CONFIG, in_file
+from .safetensors_file import create, write_at
 from .stream import check_dtype, none_apart
 
 __all__ = ["save_adapter"]

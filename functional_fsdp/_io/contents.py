@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from .._common.errors import CheckpointError
-from .._storage.spans import Cut, Files, entry_values, numel_of
+from .spans import Cut, Files, entry_values, numel_of
 
 __all__ = [
     *("Contents", "Format", "buffers_by_shards", "by_number", "number_of", "plain_name", "plain_names", "sorted_out"),

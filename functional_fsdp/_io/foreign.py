@@ -18,8 +18,6 @@ import torch
 
 from .._common.errors import CheckpointError, FsdpError, SpecError
 from .._common.tree import bytes_text, table
-from .._storage.sources import Source, opens_paths
-from .._storage.spans import Files, Filled, entry_values, numel_of
 from .contents import Contents, Format, number_of
 from .formats.accelerate import Accelerate
 from .formats.dcp import Dcp
@@ -29,6 +27,8 @@ from .formats.own import Own
 from .formats.peft import Peft, onto
 from .formats.rank_files import RankFiles
 from .formats.state_dicts import StateDict
+from .sources import Source, opens_paths
+from .spans import Files, Filled, entry_values, numel_of
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch.nn as nn
 
 from .._common.errors import SpecError
-from .._storage.conversions import Concatenated, Conversion, Sliced, Stacked, Transposed
+from .conversions import Concatenated, Conversion, Sliced, Stacked, Transposed
 
 __all__ = ["conversions_of"]
 

@@ -14,10 +14,10 @@ from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.conversions import Conversions, checked
 from .._storage.flat import zeros
-from .._storage.sources import Rename, Source, fill, opened, same_source
 from .._verbs.replace import copies, renewed
+from .conversions import Conversions, checked
+from .sources import Rename, Source, fill, opened, same_source
 
 __all__ = ["load_weights"]
 

@@ -17,9 +17,9 @@ from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._state.update import with_counts
 from .._storage.flat import FlatBuffer, Node, nodes_of, whole_leaves
-from .._storage.sources import Source, fill, opened, same_source
 from .._verbs.replace import copies, renewed
 from .compatibility import as_there
+from .sources import Source, fill, opened, same_source
 
 __all__ = ["load_optimizer_state", "optimizer_state"]
 

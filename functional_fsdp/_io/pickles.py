@@ -24,8 +24,8 @@ from typing import IO, Any, NamedTuple
 import torch
 
 from .._common.errors import CheckpointError
-from .._storage.safetensors import Entry
-from .._storage.spans import numel_of, strided
+from .safetensors_file import Entry
+from .spans import numel_of, strided
 
 __all__ = ["Distributed", "Held", "Inert", "read_pickle", "read_saved", "saved_tensor", "span_of"]
 

@@ -21,10 +21,10 @@ import torch
 
 from .._common.device import host_buffer, lies_on_host
 from .._common.errors import CheckpointError
-from .._storage.safetensors import bytes_of, read_at
 from .folder import inside
 from .manifest import BLOCK, Chunk, Tensor, head
 from .parts import SavedTensor
+from .safetensors_file import bytes_of, read_at
 from .writer import THREADS, around
 
 __all__ = ["read_tensors"]

@@ -20,13 +20,13 @@ from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.conversions import Conversions, checked, part_of, same_conversions
-from .._storage.pieces import Piece, blocks, pieces
-from .._storage.safetensors import DTYPES, Entry, create, entries, write_at
 from .._storage.weights import refuse_packed
 from .checkpoint import same_folder
+from .conversions import Conversions, checked, part_of, same_conversions
 from .folder import Claim, check_shared, partial, sync, write_file
 from .parts import parts_of, place_at
+from .pieces import Piece, blocks, pieces
+from .safetensors_file import DTYPES, Entry, create, entries, write_at
 
 __all__ = ["save_safetensors"]
 

@@ -23,10 +23,10 @@ from .._plan.layout import Unit
 from .._plan.route import Replicated
 from .._runtime.runtime import runtime_of
 from .._state.state import State
-from .._storage.conversions import Conversions, checked
 from .._storage.flat import gather_leaves, leaf_shards
-from .._storage.pieces import Piece, blocks, pieces
 from .._storage.weights import stored_as, unpacked_leaves
+from .conversions import Conversions, checked
+from .pieces import Piece, blocks, pieces
 
 __all__ = ["WeightDelta", "WeightSnapshot", "apply_delta", "check_dtype", "delta", "none_apart", "snapshot", "stream"]
 

@@ -27,12 +27,12 @@ from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._state.state import State
 from .._storage.flat import FlatBuffer, nodes_of
-from .._storage.spans import numel_of
 from .._storage.weights import refuse_packed
 from .checkpoint import same_folder
 from .folder import Claim, check_shared, partial, sync, write_file
 from .manifest import METADATA, file_of
 from .parts import SavedTensor, parts_of
+from .spans import numel_of
 from .stream import none_apart
 from .writer import Written, write_tensors
 

@@ -23,10 +23,10 @@ import torch
 
 from .._common.device import arrival, host_buffer, lies_on_host
 from .._common.torch_names import storage_info
-from .._storage.safetensors import bytes_of
 from .folder import Claim, prune, write_file
 from .manifest import BLOCK, METADATA, Chunk, Tensor, file_of, head, merged, write_note
 from .parts import SavedTensor
+from .safetensors_file import bytes_of
 
 __all__ = ["THREADS", "Written", "around", "complete", "write_tensors"]
 

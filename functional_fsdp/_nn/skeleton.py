@@ -28,15 +28,16 @@ from torch.nn.parameter import UninitializedParameter
 
 from .._common.calls import outside_inference
 from .._common.errors import ScheduleError, SpecError, TreeError
+from .._common.provided import provided
 from .._common.torch_names import NoTorchFunction, pytree
 from .copies import Copier
-from .float8_linear import take_float8
 from .ties import Tie, aliases_of
 
 __all__ = [
     "Placeholder", "changed", "every_buffer", "persistent", "refuse_meta", "refuse_wrapped", "skeleton_of",
 ]  # fmt: skip
 
+_take_float8 = provided("float8.take_float8")
 INSIDE = "Give the module that it was made from."
 TAKEN: dict[tuple[str, str], tuple[str, str]] = {  # (package, class): by what a part was taken over, and what to do
     ("torch", "FSDPModule"): (
@@ -187,7 +188,7 @@ def skeleton_of(module: M, spec: Any = None) -> M:
             made_.part = torch.Size(spec.part_of(path, tuple(param.shape)))
         if id(param) in copier.met and memo[id(param)].place is None:
             memo[id(param)].place = held, name
-    take_float8(skeleton)
+    _take_float8(skeleton)
     return skeleton
 
 

@@ -20,7 +20,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn as nn
@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from .._common.calls import outside_inference
 from .._common.device import forked_random
 from .._common.errors import FsdpError, SpecError
+from .._common.provided import provided
 from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
 from .._engine.carrier import resolve_transport
 from .._nn.skeleton import skeleton_of
@@ -38,9 +39,7 @@ from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
 from .._spec.spec import Spec
-from .._storage.conversions import Conversions, checked
 from .._storage.flat import FlatBuffer
-from .._storage.sources import Rename, Source, fill, opened, same_source
 from .export import buffers
 from .shard import build, describe, given, needs_spec
 from .state import State
@@ -48,6 +47,14 @@ from .state import State
 __all__ = ["init"]
 
 M = TypeVar("M", bound=nn.Module)
+_weights_given = provided("io.weights_given")
+
+
+class WeightSource(Protocol):
+    """Tensors by name that a model's weights come from, as `open_checkpoint` gives them."""
+
+    what: str
+    tensors: Mapping[str, Any]
 
 
 class View(NamedTuple):
@@ -204,9 +211,9 @@ def init(
     local_buffers: Sequence[str] = (),
     seed: int = 0,
     every_buffer: bool = False,
-    weights: str | os.PathLike[str] | Source | Mapping[str, torch.Tensor] | None = None,
-    rename: Rename | None = None,
-    convert: Conversions | Callable[[M], Conversions] | None = None,
+    weights: str | os.PathLike[str] | WeightSource | Mapping[str, torch.Tensor] | None = None,
+    rename: Callable[[str], str] | Mapping[str, str] | None = None,
+    convert: Mapping[str, Any] | Callable[[M], Mapping[str, Any]] | None = None,
     partial: bool = False,
 ) -> tuple[State, M]:
     """Build a model as shards: one unit at a time is made by the module's own initialisers, sliced and dropped.
@@ -243,18 +250,17 @@ def init(
         shapes = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in params.values()}
         infos, paths, treedef = describe({path: shapes[id(p)] for path, p in params.items()})
         plan, topics = given(infos, paths, spec, as_optimizer(optimizer), seed)
-        source, cuts = None, checked(None)
+        fill = None
         if weights is not None:
-            cuts = checked(convert(module) if callable(convert) else convert)
-            source, more = same_source(opened(weights), cuts)
+            fill, more = _weights_given(weights, convert(module) if callable(convert) else convert, rename, partial)
             topics += more
         with torch.no_grad(), _Copies(recorder, real=True):
             skeleton = skeleton_of(module, spec)
         views = {path: recorder.view(p) for path, p in params.items()}
-        return (infos, paths, treedef, recorder, views, skeleton, source, cuts, plan), topics
+        return (infos, paths, treedef, recorder, views, skeleton, fill, plan), topics
 
     with Joint(run, "init") as joint:
-        infos, paths, treedef, recorder, views, skeleton, source, cuts, plan = agree(joint, "what is given", look)
+        infos, paths, treedef, recorder, views, skeleton, fill, plan = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths, plan)
 
         def fetch(unit: Unit) -> dict[str, torch.Tensor]:
@@ -264,10 +270,10 @@ def init(
         tied = {p: one for p, one in zip(plan.paths, plan.source, strict=True) if p != one}
 
         def read(main: dict[str, FlatBuffer], held: Any) -> None:
-            fill(main, held, source, rename, cuts, partial, tied)
+            fill(main, held, tied)
 
-        maker = fetch if source is None or partial else None
-        then = None if source is None else read
+        maker = fetch if fill is None or partial else None
+        then = None if fill is None else read
         return build(joint, plan, spec, optimizer, treedef, maker, kept, local_buffers, seed, then), skeleton
 
 

@@ -2,37 +2,23 @@
 
     main [n / ranks of main] ──cast──▶ own part of the copy [n / ranks of weights] ──all-gather──▶ the copy
 
-Those in float8 get a scale for each leaf first. It follows from the largest number of the whole leaf, and all leaves of
-all buckets ask the other ranks for it at once:
-
-    main ──▶ the largest number of each leaf's part ── all-reduce, max ──▶ scale ──▶ main · scale, cast
-
-Main weights count as compute would see them, rounded to its dtype, and the numbers are those of torchao's dynamic
-scaling of a whole tensor. So a weight that is gathered in float8 has the bits of one that is gathered in the compute
-dtype and cast where it is used.
+Those in float8 get a scale for each leaf first (`_float8.scales`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Container, Mapping
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._common.record import Collective, over_each_axis
-from .._common.torch_names import foreach_copy_, foreach_norm
-from .._plan.layout import ALIGN, Bucket
-from .._runtime.runtime import runtime_of
+from .._common.provided import provided
+from .._plan.layout import Bucket
 from .flat import FlatBuffer
-from .float8_cast import cast_float8
-from .weights import alias_of
 
 __all__ = ["no_scales", "own_part", "refresh"]
 
 Tree = Mapping[str, FlatBuffer]
-Span = tuple[int, int]
-LEAST = 1e-12  # of the largest number of a leaf: torchao's, so that a leaf of zeros has a scale
+_rescale, _cast_scaled = provided("float8.rescale"), provided("float8.cast_scaled")
 
 
 def no_scales(bucket: Bucket, device: torch.device) -> torch.Tensor:
@@ -69,67 +55,7 @@ def refresh(
         source, kept = main[name], weights[name]
         own = own_part(source, kept)
         if name in scales:
-            bucket, rows, begin = source.bucket, source.local.view(-1, ALIGN), source.span()[0] // ALIGN
-            cast_float8(rows, own.view(-1, ALIGN), scales[name], bucket.compute, begin, bucket.rows)
+            _cast_scaled(source, own, scales[name])
         elif name not in there:
             own.copy_(source.local)
         source.but(own).redistribute(kept.states, out=kept.local)
-
-
-def _rescale(buffers: list[FlatBuffer], scales: Mapping[str, torch.Tensor]) -> None:
-    """The scales of all leaves of these buckets, from their main weights."""
-    if not buffers:
-        return
-    run = runtime_of(buffers[0].mesh)
-
-    def reduced(axis: str, flat: torch.Tensor) -> torch.Tensor:
-        run.now(Collective("all_reduce", axis, flat.numel(), flat.dtype, "max", "side", ""), flat, flat)
-        return flat
-
-    kinds: dict[tuple[torch.dtype, ...], list[FlatBuffer]] = {}
-    for buffer in buffers:  # of one kind, nearly always
-        kinds.setdefault((buffer.bucket.main, buffer.bucket.compute, buffer.bucket.gather), []).append(buffer)
-    ordered = [buffer for some in kinds.values() for buffer in some]
-    largest = [part for some in kinds.values() for part in _largest(some)]
-    axes = [axis for axis, ranks in run.sizes.items() if ranks > 1]
-    found = iter(over_each_axis(largest, [buffer.sharded() for buffer in ordered], axes, reduced))
-    for (_, _, gather), some in kinds.items():
-        most = torch.cat([next(found) for _ in some]).to(torch.float64)  # as torchao: compilers differ in float32
-        new = (torch.finfo(gather).max / most.clamp_(min=LEAST)).to(torch.float32)
-        own = [scales[buffer.bucket.name] for buffer in some]
-        foreach_copy_(own, [*new.split([len(one) for one in own])])
-
-
-def _largest(buffers: list[FlatBuffer]) -> Sequence[torch.Tensor]:
-    """Of buckets of one kind, float32 [leaves] each: the largest number in this rank's part of a leaf, as compute would
-    see it (rounding keeps the order, so it may come after); 0 where this rank has none."""
-    counts = [len(buffer.bucket.leaves) for buffer in buffers]
-    found = torch.zeros(sum(counts), dtype=torch.float32, device=buffers[0].local.device)
-    views = [view for buffer in buffers for view in _views(buffer)]
-    if views:
-        where = _where(tuple([b.bucket for b in buffers]), tuple([b.span() for b in buffers]), found.device)
-        most = torch.stack(foreach_norm(views, float("inf")))
-        found.index_copy_(0, where, most.to(buffers[0].bucket.compute).to(torch.float32))
-    return found.split(counts)
-
-
-_VIEWS = WeakTensorKeyDictionary()  # of main weights: made once, and gone with them
-
-
-def _views(buffer: FlatBuffer) -> list[torch.Tensor]:
-    """This rank's part of each leaf of which it has one."""
-    found: list[torch.Tensor] | None = _VIEWS.get(buffer.local)
-    if found is None:
-        found = _VIEWS[buffer.local] = [view for _, view in buffer.but(alias_of(buffer.local)).by_leaf()]
-    return found
-
-
-@lru_cache(maxsize=1 << 10)
-def _where(buckets: tuple[Bucket, ...], spans: tuple[Span, ...], device: torch.device) -> torch.Tensor:
-    """int64: of the parts that a rank has, which leaves they are of, if those of all buckets are counted on."""
-    found, at = [], 0
-    for bucket, (start, stop) in zip(buckets, spans, strict=True):
-        held = [max(leaf.offset, start) < min(leaf.offset + leaf.numel, stop) for leaf in bucket.leaves]
-        found += [at + i for i, here in enumerate(held) if here]
-        at += len(held)
-    return torch.tensor(found, dtype=torch.int64, device=device)

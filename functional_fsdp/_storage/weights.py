@@ -21,7 +21,7 @@ import torch
 
 from .._common.device import keeps_released
 from .._common.errors import SpecError
-from .._nn.float8_weight import Float8Weight
+from .._common.provided import provided
 from .._nn.packed_weight import PackedWeight
 from .._plan.layout import Bucket, Leaf, Unit
 from .._spec.codec import Form
@@ -43,6 +43,7 @@ class Stored:
     grads: dict[str, FlatBuffer]
 
 
+_float8_weight = provided("float8.Float8Weight")
 _VERSION = attrgetter("_version")
 
 _LOANS: WeakValueDictionary[int, Loan] = WeakValueDictionary()
@@ -155,7 +156,7 @@ def lent_leaves(bucket: Bucket, whole: torch.Tensor, scales: Mapping[str, torch.
     if not bucket.in_float8:
         return views
     each = zip(bucket.leaves, scales[bucket.name].unbind(), strict=True)
-    return {leaf.path: Float8Weight(views[leaf.path], scale, bucket.compute) for leaf, scale in each}
+    return {leaf.path: _float8_weight(views[leaf.path], scale, bucket.compute) for leaf, scale in each}
 
 
 def unpacked_leaves(bucket: Bucket, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -27,8 +27,8 @@ from support.resumed import resumed, start, train
 import functional_fsdp as fsdp
 from functional_fsdp import launch
 from functional_fsdp._io import reader as _reader
+from functional_fsdp._io.safetensors_file import read_at
 from functional_fsdp._io.writer import write_tensors
-from functional_fsdp._storage.safetensors import read_at
 
 
 @pytest.mark.parametrize("preset", PRESETS)

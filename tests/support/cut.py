@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from functional_fsdp._storage.conversions import Conversions
-from functional_fsdp._storage.pieces import blocks, pieces
+from functional_fsdp._io.conversions import Conversions
+from functional_fsdp._io.pieces import blocks, pieces
 
 __all__ = ["written"]
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 
 import functional_fsdp as fsdp
-from functional_fsdp._storage.conversions import Concatenated, Conversion, Sliced, Stacked, Transposed
-from functional_fsdp._storage.pieces import blocks, pieces
+from functional_fsdp._io.conversions import Concatenated, Conversion, Sliced, Stacked, Transposed
+from functional_fsdp._io.pieces import blocks, pieces
 
 Tensors = dict[str, torch.Tensor]
 

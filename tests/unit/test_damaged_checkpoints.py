@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 
 import functional_fsdp as fsdp
 from functional_fsdp._io.parts import parts_of
+from functional_fsdp._io.sources import opened
 from functional_fsdp._io.writer import _Sink
-from functional_fsdp._storage.sources import opened
 
 Bits = dict[str, torch.Tensor]
 

@@ -135,7 +135,7 @@ class Other:
 
 
 TAKE_PART = ("arrival", "veto", "streamed", "remat")  # in steps, through the gradient sink or the runtime's gate
-KNOW = [file for file in CORE if place(file).startswith("_engine/") and file.name != "arrival.py"]
+KNOW = [file for file in CORE if place(file).startswith("_engine/")]
 KNOW += [file for file in CORE if place(file) in ("_verbs/verbs.py", "_runtime/runtime.py", "_runtime/agreement.py")]
 
 

@@ -169,6 +169,7 @@ SATELLITES: dict[str, set[str]] = {
     "_graph": set(),
     "_capture": set(),
     "_host_memory": set(),
+    "_float8": set(),
     "_transports": set(),
     "_optim_extra": set(),
     "_io": {"_optim_extra"},  # what checkpoints say of an optimizer

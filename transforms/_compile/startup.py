@@ -26,11 +26,11 @@ PARTS = (
     ("Inductor: kernels", ("/torch/_inductor/", "/triton/")),
     ("AOTAutograd", ("/torch/_functorch/",)),
     ("Dynamo", ("/torch/_dynamo/", "/torch/fx/", "/torch/_guards", "/sympy/")),
-    ("graph capture", ("/_cuda_graph/",)),
+    ("graph capture", ("/_cuda_graph/", "/_capture/")),
     ("agreement of ranks", ("/_runtime/agree", "/_runtime/joint", "/_runtime/restart", "/_distributed/store",
                             "/_distributed/groups")),
     ("weights and layout", ("/_state/init", "/_state/shard", "/_nn/", "/_spec/", "/_plan/", "/_common/checksum",
-                            "/_storage/sources")),
+                            "/_io/sources")),
     ("steps", ("functional_fsdp/", "/transforms/")),
 )  # fmt: skip
 OTHER = "elsewhere"  # the program's own code, or a wait for the device in it

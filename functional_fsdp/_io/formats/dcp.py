@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ..._common.errors import CheckpointError
-from ..._storage.safetensors import Entry
-from ..._storage.spans import Blob, Cut, box, numel_of
 from ..contents import Contents, buffers_by_shards, sorted_out, steps_from
 from ..pickles import Inert, read_pickle, saved_tensor
+from ..safetensors_file import Entry
+from ..spans import Blob, Cut, box, numel_of
 
 __all__ = ["Dcp", "dcp_tensors"]
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.errors import CheckpointError
-from ..._storage.spans import Cut, numel_of, run
 from ..contents import Contents, by_number, plain_name, steps_from
 from ..pickles import Held, Inert, read_saved, span_of
+from ..spans import Cut, numel_of, run
 from .hugging_face import ties_of
 
 __all__ = ["DeepSpeed"]

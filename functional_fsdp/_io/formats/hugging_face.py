@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.errors import CheckpointError
-from ..._storage.safetensors import Entry, read_header
-from ..._storage.spans import Cut, box, numel_of
 from ..contents import Contents, buffers_by_shards
 from ..pickles import Held, read_saved, span_of
+from ..safetensors_file import Entry, read_header
+from ..spans import Cut, box, numel_of
 
 __all__ = ["HuggingFace", "SafetensorsFile", "files_of", "state_dict_of"]
 

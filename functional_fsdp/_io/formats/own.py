@@ -7,13 +7,13 @@ from typing import Any
 
 from ..._common.errors import CheckpointError
 from ..._spec.cuts import Cuts, boxes, part_shape
-from ..._storage.pieces import Dim, piece_of, strides_of
-from ..._storage.safetensors import Entry
-from ..._storage.spans import Cut, numel_of, run
 from ..contents import Contents, number_of
 from ..manifest import NOTE, read_note, sizes, tensors_of
 from ..parts import PLACE
+from ..pieces import Dim, piece_of, strides_of
 from ..recut import cuts_in, names_by_place
+from ..safetensors_file import Entry
+from ..spans import Cut, numel_of, run
 
 __all__ = ["Own"]
 

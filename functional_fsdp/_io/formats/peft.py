@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.errors import CheckpointError
-from ..._storage.safetensors import entries
 from ..contents import Contents
+from ..safetensors_file import entries
 from .hugging_face import state_dict_of
 
 __all__ = ["Peft", "in_file", "in_model", "onto"]

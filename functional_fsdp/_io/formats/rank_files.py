@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..._common.errors import CheckpointError
-from ..._storage.spans import Cut, box, numel_of
 from ..contents import Contents, buffers_by_shards, by_number, plain_name, plain_names, steps_from, without_prefix
 from ..pickles import Distributed, Held, read_saved, span_of
+from ..spans import Cut, box, numel_of
 
 __all__ = ["RankFiles"]
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from .._common.errors import SpecError
-from .float8_weight import Float8Weight
+from .weight import Float8Weight
 
 __all__ = ["take_float8"]
 

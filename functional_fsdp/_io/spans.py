@@ -1,6 +1,6 @@
 """Spans: tensors that lie in files, or in parts of several, read a run of elements at a time.
 
-    Entry    one run of bytes of a file (see `safetensors`)
+    Entry    one run of bytes of a file (see `safetensors_file`)
     Blob     the same, where only a look into the file says at which byte it begins
     Cut      parts of any of these kinds, each a box of the tensor, or a run of its elements
     Filled   one value everywhere, in no file
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from .pieces import Dim, Line, Piece, blocks, piece_of, strides_of
-from .safetensors import Entry, read_into
+from .safetensors_file import Entry, read_into
 
 __all__ = ["Blob", "Cut", "Files", "Filled", "Part", "Span", "box", "entry_values", "numel_of", "run", "strided"]
 

@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 import torch
 
 from .._common.errors import SpecError, TreeError
+from .._common.provided import provide
 from .._runtime.agree import Topic
 from .._spec.cuts import Cuts, whole_shape
+from .._storage.flat import FlatBuffer, coordinate_of, leaf_shards
 from .conversions import Conversions, checked, part_of, same_conversions
-from .flat import FlatBuffer, coordinate_of, leaf_shards
 from .pieces import Piece, blocks, pieces
 from .spans import Files, entry_values
 
-__all__ = ["Rename", "Source", "fill", "opened", "opens_paths", "same_source"]
+__all__ = ["Rename", "Source", "fill", "opened", "opens_paths", "same_source", "weights_given"]
 
 Leaves = dict[str, tuple[tuple[int, ...], torch.dtype, Cuts]]  # shape, dtype, and how it is cut, by path
 Rename = Callable[[str], str] | Mapping[str, str]
@@ -101,6 +102,19 @@ def same_source(source: Source, convert: Conversions) -> tuple[Source, list[Topi
     lines = [f"{name} {list(one.shape)} {one.dtype}" for name, one in source.tensors.items()]
     remedy = "Give every rank the same weights; a folder must be one that all ranks see."
     return source, [Topic(lines, TreeError, "weights in their sources", "one", remedy), same_conversions(convert)]
+
+
+Fill = Callable[[Mapping[str, FlatBuffer], Mapping[str, torch.Tensor], Mapping[str, str]], set[str]]
+
+
+def weights_given(
+    weights: Any, convert: Conversions | None, rename: Rename | None, partial: bool
+) -> tuple[Fill, list[Topic]]:
+    """What `init(weights=)` was given: a function that fills main weights and buffers from there, of these and of tied
+    leaves; and what ranks compare of it. See `fill`."""
+    cuts = checked(convert)
+    source, topics = same_source(opened(weights), cuts)
+    return lambda main, buffers, aliases: fill(main, buffers, source, rename, cuts, partial, aliases), topics
 
 
 def _tensors(what: str, held: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
@@ -258,3 +272,6 @@ def _holds(mine: torch.dtype, theirs: torch.dtype) -> bool:
 
 def _some(names: list[str]) -> str:
     return f"{names[0]!r}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
+
+
+provide("io", weights_given)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .._common.torch_names import make_wrapper
-from .packed_weight import PackedWeight
+from .._nn.packed_weight import PackedWeight
 
 __all__ = ["Float8Weight"]
 
