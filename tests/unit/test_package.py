@@ -15,6 +15,7 @@ import pytest
 
 import functional_fsdp as fsdp
 from functional_fsdp import _seams, extend, transforms
+from functional_fsdp._common.provided import _FUNCTIONS
 from functional_fsdp._state.state import FIELDS
 
 ROOT = Path(__file__).parents[2]
@@ -189,6 +190,12 @@ def test_satellites_import_each_other_only_where_the_table_says_so() -> None:
         if room and room[0] in SATELLITES:
             found[room[0]] |= {other[0] for other in imports_of(file, there)} & {*SATELLITES} - {room[0]}
     assert found == SATELLITES
+
+
+def test_what_the_core_calls_by_name_a_satellite_has_and_nothing_else() -> None:
+    called = {name for file in CORE for name in re.findall(r'provided\("([\w.]+)"\)', file.read_text())}
+    assert called == {*_FUNCTIONS}
+    assert {place(file).split("/")[0] for file in CORE if "provided(" in file.read_text()} & {*SATELLITES} == set()
 
 
 @pytest.mark.parametrize("folder", [f for f in CORE + TRANSFORMS if f.name == "__init__.py"], ids=place)
