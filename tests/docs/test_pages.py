@@ -213,7 +213,8 @@ def test_the_map_names_every_folder_and_no_other() -> None:
     table = (ROOT / "docs" / "architecture.md").read_text().split("## The folders")[1].split("## ")[0]
     named = re.findall(r"^\| `(\w+)(?:\.py)?` \|", table, re.MULTILINE)
     package = Path(inspect.getfile(fsdp)).parent
-    folders = {file.parent.name for file in package.glob("*/__init__.py")} | {"transforms", "extend", "_seams", "convert"}
+    files = {"transforms", "extend", "_seams", "convert"}
+    folders = {file.parent.name for file in package.glob("*/__init__.py")} | files
     assert sorted(named) == sorted(folders)
     layers = re.findall(
         r'^  "(\w+)",$', (ROOT / "pyproject.toml").read_text().split("layers = [")[1].split("]")[0], re.M
