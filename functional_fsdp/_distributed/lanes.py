@@ -143,7 +143,10 @@ class Job:
 
     def ready(self) -> bool:
         """Whether all that was issued has ended, and well."""
-        return not self.calls and all(work.is_completed() for work in self.works) and not self.failed()
+        for work in self.works:
+            if not work.is_completed():
+                return False
+        return not self.calls and not self.failed()
 
     def failed(self) -> bool:
         """Whether a work has ended with an error. (It may have ended well since `pause` gave up.)"""
@@ -244,8 +247,9 @@ class Queue:
             self.issue(job)
 
     def over(self, job: Job) -> bool:
-        """Whether it and all jobs before it are done."""
-        return all(other.done for other in self.jobs if other.number <= job.number)
+        """Whether it and all jobs before it are done, or come to their end without a wait."""
+        self.progress()
+        return not self.jobs or self.jobs[0].number > job.number
 
     def progress(self) -> None:
         """Go as far as possible without waiting."""
@@ -320,7 +324,7 @@ class Log:
 
 class Waiting(NamedTuple):
     """What a rank says that waits: on which lane, for which of its jobs, along which axes, for what, how many jobs it
-    has issued on each lane, and whether it goes on by itself if others need it, or starts what they need."""
+    has issued on each lane, and whether it starts what others need."""
 
     rank: int
     lane: str
@@ -328,7 +332,7 @@ class Waiting(NamedTuple):
     axes: list[str]
     what: str
     counts: dict[str, int]
-    relents: bool
+    helps: bool
 
 
 class Lanes:
@@ -373,18 +377,13 @@ class Lanes:
         """A point on the compute lane, within a job on the job's lane; None on the CPU, where it is the host's present.
         May use an old one again."""
 
-    def wait(self, mark: Mark, relents: bool = False) -> bool:
+    def wait(self, mark: Mark) -> None:
         """The compute lane waits; within a job its lane does. On the CPU this listens for restarts; a peer that is gone
-        becomes a CommError.
-
-        Args:
-            relents: it stops waiting (False) if a peer waits for something that this rank issues later, perhaps before
-                it comes to what is waited for here.
-        """
+        becomes a CommError."""
         raise NotImplementedError
 
     def passed(self, mark: Mark) -> bool:
-        """Whether nobody would wait for it."""
+        """Whether nobody would wait for it, now that the host has looked."""
         raise NotImplementedError
 
     def collective(self, hop: Collective, out: Any, given: Any, group: Any) -> Steps:

@@ -124,7 +124,7 @@ class Executor:
                 reductions.reduce_off_plan(unit, values, last, agreed)
         if unit in reductions.hollow:
             reductions.keep_hollow(unit, last)
-        elif (reductions.early or reductions.backlog) and not self.run.lanes.copies_on_lanes:
+        elif reductions.early and not self.run.lanes.copies_on_lanes:
             reductions.own(index, unit, values)
 
     def reduce_tree(self, state: Stored, total: Mapping[str, torch.Tensor], last: bool) -> None:
@@ -268,16 +268,12 @@ class Executor:
             actions = self.progress.make(self.progress.move(kind))
             self._carry_out(state, actions)
             moved |= bool(actions)
-        if reduces and self.reductions.backlog:
-            moved |= self.reductions.go_on(relents=True)
         return moved
 
     def look(self, state: Stored) -> None:
         """For who looks at gradients in the middle of a step: all that are due are there, and compute has waited. (Not
         those of a state that has been given others: there they would be lost.)"""
         with self.off_plan(state):
-            if state.grads is self.reductions.grads:
-                self.reductions.issue((), relents=False)
             self.settle()
 
     # ---------------------------------------------------------------- the end of a step

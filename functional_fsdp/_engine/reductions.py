@@ -1,17 +1,12 @@
 """Reductions: how gradients that come in any order are reduced in the plan's.
 
-    reduce ─▶ its turn has not come: early, kept as it is
-         └──▶ due, in the plan's order ─▶ backlog ─▶ staging ─▶ reduce lane
-
-Nearly always the backlog is empty again at once. A reduction stays in it where all staging is taken by reductions that
-a peer has not come to yet, and that peer waits for a gather that this rank issues later: then this rank goes on.
+reduce ─▶ its turn has not come: early, kept as it is
+     └──▶ due, in the plan's order ─▶ staging ─▶ reduce lane
 """
 
 from __future__ import annotations
 
-import weakref
 import zlib
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -39,7 +34,7 @@ class Reductions:
 
     Attributes:
         grads: the main gradients of the step so far. given: which leaves got one.
-        early: gradients whose turn has not come, by reduction. backlog: due reductions, their gradients and `last`.
+        early: gradients whose turn has not come, by reduction.
         last: what the newest gradient came with: zeros in a unit's stead follow it.
         hollow: by unit, the buckets of those in which no trained leaf has elements.
         skipped: units that were used in this step, and get no gradient on this rank.
@@ -58,7 +53,6 @@ class Reductions:
         self.grads: dict[str, FlatBuffer] = {}
         self.given = GradientMask(self.layout, run.sizes, run.coordinate)
         self.early: dict[int, Values] = {}
-        self.backlog: deque[tuple[int, Values, bool]] = deque()
         self.last = True
         self.skipped: set[str] = set()
         self.digest = 0
@@ -84,15 +78,10 @@ class Reductions:
         self.grads = in_order(self.layout, self.grads)
 
     @property
-    def waiting(self) -> bool:
-        """Whether there are gradients that are not on their way yet."""
-        return bool(self.early or self.backlog)
-
-    @property
     def complete(self) -> bool:
         """Whether every main gradient is there and whole."""
         cursor = self.progress.cursor
-        if self.waiting or cursor.reduced or cursor.due or cursor.ahead:
+        if self.early or cursor.reduced or cursor.due or cursor.ahead:
             return False
         grads, trainable = self.grads, self.layout.trainable
         return all(n in grads and grads[n].states == states_of(b, "main") for n, b in trainable.items())
@@ -135,9 +124,6 @@ class Reductions:
         """What of a unit's gradients still waits must not be borrowed: it may be released meanwhile."""
         if index in self.early:
             self.early[index] = owned(values, self.gathers.arena.loan(unit))
-        for i, (number, waiting, flag) in enumerate(self.backlog):
-            if waiting is values:
-                self.backlog[i] = number, owned(values, self.gathers.arena.loan(unit)), flag
 
     def reduce_off_plan(self, unit: str, values: Values, last: bool, agreed: bool) -> None:
         """Reduce gradients that no plan expects. Compute waits for them. `agreed`: ranks come to them alike."""
@@ -163,50 +149,21 @@ class Reductions:
 
     # ---------------------------------------------------------------- reductions that are due
 
-    def issue(self, due: Iterable[tuple[int, bool]], relents: bool = True) -> None:
-        """Reduce what is due, in order; with `relents` what finds no staging is left, if a peer needs this rank to go
-        on before it can come to what holds the staging."""
-        left = self.run.left
-        if left and (other := left[0]()) is not self:  # ranks that did not leave it have issued it before this
-            left.clear()
-            if other is not None:
-                other.go_on(relents=False)
-        if self.backlog:
-            self.go_on(relents)
+    def issue(self, due: Iterable[tuple[int, bool]]) -> None:
+        """Reduce what is due, in order: gradients that have come, or zeros."""
         for index, given in due:
-            values = self.early.pop(index) if given else ()
-            if self.backlog or not self._start(index, values, self.last, relents):
-                self.backlog.append((index, values, self.last))
-        if self.backlog:
-            if not left:
-                left.append(weakref.ref(self))
-        elif left:
-            left.clear()
+            self._start(index, self.early.pop(index) if given else ())
 
-    def go_on(self, relents: bool) -> bool:
-        """Reduce what is in the backlog. Returns whether something of it was started."""
-        started = False
-        while self.backlog:
-            index, values, last = self.backlog[0]
-            if not self._start(index, values, last, relents):
-                return started
-            self.backlog.popleft()
-            started = True
-        self.run.left.clear()
-        return started
-
-    def _start(self, index: int, values: Values, last: bool, relents: bool) -> bool:
-        """Start reduction number `index` of the plan. False: it found no staging."""
+    def _start(self, index: int, values: Values) -> None:
+        """Start reduction number `index` of the plan."""
         unit = self.layout.by_name[self.progress.plan.reductions[index].unit]
         reduce = self.staging.reduce
         if profiler._is_profiler_enabled:
             reduce = ranged(reduce, f"reduce gradients of {unit.name}")
-        if not reduce(index, unit, values, self.grads, last, self.mesh, relents):
-            return False
+        reduce(index, unit, values, self.grads, self.last, self.mesh)
         if unit.name in self.gathers.flying:  # `read_while_gathered`, without a call
             self.sink.touched(unit)
         self.digest = zlib.crc32(unit.name.encode(), self.digest)
-        return True
 
     def read_while_gathered(self, unit: str) -> None:
         """A gather for which compute has not waited when the gradient came may read main weights after that."""
@@ -217,7 +174,6 @@ class Reductions:
 
     def finish(self) -> None:
         """Start what the main gradients still lack: what is partial, zeros where no plan names a unit."""
-        self.issue((), relents=False)  # all gathers that peers may wait for are under way
         for name, bucket in self.layout.trainable.items():
             if name in self.grads:
                 self.staging.complete(bucket, self.grads)
@@ -235,5 +191,4 @@ class Reductions:
             self.check.found.clear()
         self.given.begin()
         self.early.clear()
-        self.backlog.clear()
         self.skipped.clear()

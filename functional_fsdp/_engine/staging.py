@@ -5,12 +5,13 @@
 
 On GPUs the copy runs beside compute, too; the gradients live until compute has waited for it, which it does when the
 next ones come. A reduction's staging is there from its copy until compute has waited for it, at the latest when it
-needs the room. How many reductions have staging at once (their bytes are never more than the plan says):
+needs the room. How many reductions have staging at once (on GPUs their bytes are never more than the plan says):
 
 | lanes and transport                              | at once | where                                          |
 |--------------------------------------------------|---------|------------------------------------------------|
 | GPUs, collectives, one collective a reduction    | 1       | allocated for each; the gradients are a second |
-| GPUs or CPUs, collectives, else                  | 2       | allocated for each                             |
+| GPUs, collectives, else                          | 2       | allocated for each                             |
+| CPUs, collectives                                | all     | allocated for each                             |
 | a transport keeps it, one lane does it all       | 1       | the same bytes for all                         |
 | a transport keeps it, else                       | 2       | at the plan's addresses (`Reduction.address`)  |
 
@@ -170,6 +171,13 @@ def apart(leaves: Tensors, values: Tensors) -> tuple[Tensors, Tensors]:
     return [leaf for leaf, _ in rest], [value for _, value in rest]
 
 
+def _moved(staged: Sequence[StagedBucket], slots: Sequence[StagedBucket]) -> Steps:
+    """What is staged elsewhere, to where it is sent from."""
+    for one, slot in zip(staged, slots, strict=True):
+        slot.whole.copy_(one.whole)
+    yield from ()
+
+
 OLD = 2  # uses
 TAIL = 2  # reductions: the last ones of a step have little backward beside which they could travel
 
@@ -210,23 +218,13 @@ class Staging:
         self.seen: dict[str, bool] = {}
 
     def reduce(
-        self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object,
-        relents: bool,
-    ) -> bool:  # fmt: skip
-        """Stage a unit's gradients for reduction number `index` of the plan and start reducing them into `grads`.
-
-        With `relents` it may leave it (False), because there is no staging before peers have what they wait for.
-        """
+        self, index: int, unit: Unit, values: Values, grads: dict[str, FlatBuffer], last: bool, mesh: object
+    ) -> None:
+        """Stage a unit's gradients for reduction number `index` of the plan and start reducing them into `grads`."""
         if self.unshared:
             self._reduce_unshared(unit, values, grads, last, mesh)
-            return True
-        stage = self.stages.get(index) or self._make(index, unit)
-        room = 1 if self.run.lanes.copies_on_lanes and stage.span is None and stage.short else REDUCTIONS_AT_ONCE
-        side_by_side = self.plan.slots > 1 and stage.span is not None  # else they follow each other on one lane
-        while len(self.busy) >= room or stage in self.busy or (side_by_side and any(map(stage.overlaps, self.busy))):
-            if not self.run.lanes.wait(self.busy[0].done, relents):
-                return False
-            self.busy.popleft().free()
+            return
+        stage = self._slot(index, unit)
         if self.run.lanes.copies_on_lanes:
             self._let_go(self.busy)
         jobs: list[Steps] = []
@@ -254,20 +252,42 @@ class Staging:
                 partial.append(bucket)
             if slot.parts:
                 self._note(bucket, whole)
-        first = None
+        first, waits = None, False
         if self.run.lanes.copies_on_lanes:
             stage.values, stage.age, stage.ready = values, 0, self.run.lanes.mark(stage.ready)
             first = stage.copied(self.run, slots, values)
         else:
-            for slot in slots:
+            staged = slots
+            if waits := stage.span is not None and len(self.busy) > 0:
+                staged = [slot.on(torch.empty_like(slot.whole)) for slot in slots]
+                first = _moved(staged, slots)
+            for slot in staged:
                 slot.write(values)
-        stage.done = self._submit(jobs, ways, stage.ready, stage.done, first=first)
+        stage.done = self._submit(jobs, ways, stage.ready, stage.done, waits, first)
         if self.plan.schedule.overlap_update:
             self.sink.there([slot.bucket for slot in stage.slots], stage.done)
+        if waits and stage in self.busy:
+            self.busy.remove(stage)
         self.busy.append(stage)  # not before: if issuing it is interrupted, its bytes may be written to, and must stay
         for bucket in partial:
             self.complete(bucket, grads)
-        return True
+
+    def _slot(self, index: int, unit: Unit) -> StagingSlot:
+        """Where reduction number `index` is staged, once there is room. On the host nobody waits for room, as peers may
+        wait for what this rank issues later: there each has bytes of its own, or is brought to the transport's bytes
+        when those before it are done."""
+        lanes, busy = self.run.lanes, self.busy
+        stage = self.stages.get(index) or self._make(index, unit)
+        if lanes.waits_on_host:
+            while len(busy) >= REDUCTIONS_AT_ONCE and lanes.passed(busy[0].done):
+                busy.popleft().free()
+            return self._make(index, unit) if stage.span is None and stage in busy else stage
+        room = 1 if lanes.copies_on_lanes and stage.span is None and stage.short else REDUCTIONS_AT_ONCE
+        side_by_side = self.plan.slots > 1 and stage.span is not None  # else they follow each other on one lane
+        while len(busy) >= room or stage in busy or (side_by_side and any(map(stage.overlaps, busy))):
+            lanes.wait(busy[0].done)
+            busy.popleft().free()
+        return stage
 
     def _note(self, bucket: Bucket, whole: bool) -> None:
         self.digest = zlib.crc32(f"{bucket.name} {whole}".encode(), self.digest)

@@ -77,8 +77,6 @@ class Agreement(Peers):
         self.remarks: list[str] = []  # of the step that is captured
         self.lineage_count = 0
         self.lineages: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        #: weakly, the state of which reductions were left for later: nobody else's are issued before
-        self.left: list[Any] = []
         self.epoch = self.meetings = self.restarted = 0
         self.votes = 0  # that ended with all ranks agreed
         self.voted = (0, 0)  # in the last vote: the digest given, and how many remarks a capture had before it

@@ -1,13 +1,8 @@
 """Lanes of the host: how a rank submits jobs to queues on the CPU, and waits for them.
 
-The host carries jobs on while it waits. It waits in short turns, and looks around in between: for works that other
-lanes wait for, for a peer that restarts, and for one that waits for what this rank issues later. The last is how ranks
-get past each other whose gradients come in another order:
-
-    rank 0   gather 1   reduce 1   gather 2 ...   reduce 2: waits for the staging of reduction 1
-    rank 1   gather 1   gather 2   gather 3: waits for rank 0          reduction 1 would come now
-
-Rank 0 then leaves reduction 2 for later, and goes on to gather 3.
+The host carries jobs on while it waits, and as far as they go without that when it submits the next one. It waits in
+short turns, and looks around in between: for works that other lanes wait for, for a peer that restarts, and for one
+that waits for what this rank issues later.
 """
 
 from __future__ import annotations
@@ -33,7 +28,6 @@ from .restart import POLL, twin
 
 __all__ = ["HostLanes"]
 
-AHEAD = {"gather", "side", "control"}  # lanes on which peers may have to be ahead of this rank's reductions
 BESIDE = {"side", "control", "reduce"}  # lanes on which it is waited for in the middle of what no plan names
 FIRST = timedelta(seconds=0.005)  # one turn of waiting, which then double up to POLL
 SAME = (
@@ -66,7 +60,7 @@ class HostLanes(Lanes):
     ) -> Mark:  # fmt: skip
         queue = self.queues[lane]
         if queue.jobs and (ordered or not queue.jobs[-1].single):
-            self.wait(queue.jobs[-1], relents=True)
+            queue.progress()
         log = self.run.logs[lane] if self.run.size > 1 else None
         new = Job(job, lane, hops, single, ordered)
         if self.run.host_vote is not None and log is not None and hops and lane != "control":
@@ -109,19 +103,18 @@ class HostLanes(Lanes):
         for _ in job:
             pass
 
-    def wait(self, mark: Mark, relents: bool = False) -> bool:
+    def wait(self, mark: Mark) -> None:
         if mark is None:
-            return True
+            return
         queue = self.queues[mark.lane]
         jobs = queue.jobs
         while jobs and jobs[0].number <= mark.number:  # all that is before it, too: it may be done already
             job, finish = jobs[0], self._finish
             if profiler._is_profiler_enabled and job.hops:
                 finish = ranged(finish, f"wait {job.lane} {job.hops[0].bucket}")
-            if not job.done and not finish(queue, job, relents):
-                return False
+            if not job.done:
+                finish(queue, job)
             queue.start()
-        return True
 
     def passed(self, mark: Mark) -> bool:
         return mark is None or self.queues[mark.lane].over(mark)
@@ -138,7 +131,7 @@ class HostLanes(Lanes):
 
     # ---- waiting
 
-    def _finish(self, queue: Queue, job: Job, relents: bool) -> bool:
+    def _finish(self, queue: Queue, job: Job) -> None:
         """Wait for a job. Only that a work has not ended means "not yet": what its own code raises goes on its way."""
         run, begun, patience = self.run, self.run.medium.now(), FIRST
         job.awaited += 1
@@ -157,11 +150,9 @@ class HostLanes(Lanes):
                 try:
                     counts = {name: log.count for name, log in run.issued.items()}
                     axes = [*{hop.axis for hop in job.hops}]
-                    this = Waiting(dist.get_rank(), job.lane, job.ordinal, axes, job.hops[0].bucket, counts, relents)
+                    this = Waiting(dist.get_rank(), job.lane, job.ordinal, axes, job.hops[0].bucket, counts, False)
                     waiting = self._waiting()
                     awaited = [peer for peer in waiting if self._lacks(peer, this)]
-                    if relents and any(peer.lane in AHEAD for peer in awaited):
-                        return False
                     late = self._late(this, waiting)
                     before = {peer.lane: peer for peer in awaited if peer.rank in late}
                     follows = job.lane in BESIDE and self._follows(before)
@@ -171,15 +162,14 @@ class HostLanes(Lanes):
                     if run.store.check([told := f"apart/{run.meetings}"]):
                         run.void()
                         raise ScheduleError(run.store.get(told).decode())
-                    late = self._late(this, [peer for peer in waiting if not peer.relents])
+                    late = self._late(this, [peer for peer in waiting if not peer.helps])
                     for peer in awaited:
                         if peer.rank in late:
                             self._part(job, peer)
-                    said = this._replace(relents=relents or follows)
+                    said = this._replace(helps=follows)
                     run.store.set(f"waits/{run.meetings}/{said.rank}", json.dumps(said))
                 except dist.DistError as why:
                     raise run.fail(f"{_said(job)} failed: the ranks' store cannot be reached", why) from why
-            return True
         finally:
             job.awaited -= 1
 

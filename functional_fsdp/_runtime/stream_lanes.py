@@ -110,13 +110,11 @@ class StreamLanes(HostLanes):
         event.record(self.current())
         return event
 
-    def wait(self, mark: Mark, relents: bool = False) -> bool:
-        if mark is None:
-            return True
+    def wait(self, mark: Mark) -> None:
         if isinstance(mark, Job):
-            return super().wait(mark, relents)
-        self.current().wait_event(mark)
-        return True
+            super().wait(mark)
+        elif mark is not None:
+            self.current().wait_event(mark)
 
     def passed(self, mark: Mark) -> bool:
         return super().passed(mark) if mark is None or isinstance(mark, Job) else bool(mark.query())

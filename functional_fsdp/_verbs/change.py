@@ -210,7 +210,7 @@ def separate_gradients(
     state.version.lineage.enter(state.version.serial, what)
     executor = state._executor
     reductions = executor.reductions
-    if state.grads or reductions.waiting:  # those whose turn has not come, too
+    if state.grads or reductions.early:  # those whose turn has not come, too
         state = finish_reductions(state)
     grads, noted = state.grads, reductions.given.begin()
     round_complete = executor.end_round(False)

@@ -255,7 +255,7 @@ def replace_grads(state: State, grads: Any) -> State:
     main = {name: state.main[name] for name in state.layout.trainable}
     _fit("replace_grads", grads, main, {name: b.bucket.grads for name, b in main.items()})
     reductions = state._executor.reductions
-    if state.grads or reductions.waiting:  # what is under way would be added to the new ones
+    if state.grads or reductions.early:  # what is under way would be added to the new ones
         state = finish_reductions(state)
     state.version.lineage.enter(state.version.serial, "replace_grads")
     with state.version.lineage.call:

@@ -214,7 +214,7 @@ def reduce(state: State, grads: Any, unit: str | None = None, *, last_microbatch
 def has_gradients(state: State, what: str) -> None:
     if not state.layout.trainable:
         raise ScheduleError(f"{what}: nothing is trainable: every leaf is frozen. See print(state.layout).")
-    if not state.grads and not (state.version.lineage.executor and state.version.lineage.executor.reductions.waiting):
+    if not state.grads and not (state.version.lineage.executor and state.version.lineage.executor.reductions.early):
         raise ScheduleError(f"{what}: this state has no gradients. Call state = reduce(state, grads) first.")
 
 

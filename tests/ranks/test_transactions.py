@@ -244,7 +244,8 @@ def test_a_state_is_consumed_by_name(loop: str) -> None:
 
 
 def looks_at_the_base(how: str, folder: str) -> tuple[str, bool]:
-    """Rank 1 abandons a step and, before it trains on, exports or saves the state before it; its peer is in reduce."""
+    """Rank 1 abandons a step and, before it trains on, exports or saves the state before it; its peer waits for
+    reductions."""
     state, _ = start()
     before = fsdp.full_params(state)
     met = ""
@@ -252,7 +253,7 @@ def looks_at_the_base(how: str, folder: str) -> tuple[str, bool]:
         middle, params = fsdp.unshard(state)
         if dist.get_rank() == 1:
             raise Boom
-        fsdp.reduce(middle, params)
+        fsdp.finish_reductions(fsdp.reduce(middle, params))
     except (Boom, fsdp.RestartError) as error:
         met = type(error).__name__
     if how == "save":

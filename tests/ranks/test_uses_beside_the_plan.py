@@ -181,10 +181,10 @@ def slow_ranks(steps: int) -> list[Any]:
     draw = random.Random(dist.get_rank())
     real = HostLanes.wait
 
-    def wait(self: Any, mark: Any, relents: bool = False) -> bool:
+    def wait(self: Any, mark: Any) -> None:
         if draw.random() < 0.2:
             time.sleep(0.02 * draw.random())
-        return real(self, mark, relents)
+        real(self, mark)
 
     HostLanes.wait = wait  # type: ignore[method-assign]
     try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -194,76 +192,76 @@ def test_ranks_that_wait_for_each_other_say_so_at_once() -> None:
     assert [values for _, values in found] == [[-1.5], [-1.5]]
 
 
-# ---------------------------------------------------------------- reductions that are left for later
+# ---------------------------------------------------------------- reductions that are under way
 
 
-@contextmanager
-def leaves_reductions(state: fsdp.State, rank: int) -> Iterator[list[Any]]:
-    """On this rank no staging comes free for as long as a reduction may be left for later. What it left."""
-    lanes: Any = state.version.lineage.runtime.lanes
-    wait, left = type(lanes).wait, []
-
-    def relent(self: Any, mark: Any, relents: bool = False) -> bool:
-        if relents and mark is not None and mark.lane == "reduce" and dist.get_rank() == rank:
-            left.append(mark)
-            return False
-        return bool(wait(self, mark, relents))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(lanes), "wait", relent)
-        yield left
-
-
-def looked_at(who: int, whole_tree: bool) -> tuple[int, list[float], bool]:
-    """A look at gradients, some of which one rank had left for later; then another look, in which ranks communicate.
+def looked_at(whole_tree: bool, rebuild: bool) -> tuple[int, list[float], list[float]]:
+    """A look at gradients that are under way, perhaps of a State that somebody has rebuilt; then another one, in which
+    ranks communicate.
 
     Returns:
-        of how many units the state has gradients once `reduce` is over, the sums of what the look finds, and whether
-        this rank had left some.
+        of how many units the state has gradients once `reduce` is over, the sums of what the look finds, and those of
+        the weights after the step.
     """
     params = {f"u{i}.w": torch.zeros(300) for i in range(4)}
     state = one_step(fsdp.shard(params, Spec(fsdp.local_mesh(), units=["u*"]), fsdp.sgd(lr=1.0)))
-    with leaves_reductions(state, who) as left:
-        if whole_tree:
-            state = fsdp.reduce(state, {path: torch.ones(300) for path in params})
-        else:
-            for unit in reversed(state.units):
-                state = fsdp.reduce(state, {"w": torch.ones(300)}, unit)
-        units = len(state.grads)
-        found = fsdp.local_shards(state, "grads")
-        fsdp.full_params(state)
-        fsdp.step(state)
-    return units, [float(part.sum()) for part in found.values()], bool(left)
-
-
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("whole_tree", [False, True])
-def test_a_look_at_gradients_finds_those_that_were_left_for_later(who: int, whole_tree: bool) -> None:
-    for rank, (units, sums, left) in enumerate(launch(looked_at, (who, whole_tree), nprocs=2)):
-        assert left == (rank == who)
-        assert units == (2 if left else 4)
-        assert sum(sums) == (256.0 if rank == 0 else 44.0) * 4
-
-
-def rebuilt(look: bool) -> tuple[list[float], bool]:
-    """A State that somebody has rebuilt while reductions were left for later, with a look at it or without."""
-    params = {f"u{i}.w": torch.zeros(300) for i in range(4)}
-    state = one_step(fsdp.shard(params, Spec(fsdp.local_mesh(), units=["u*"]), fsdp.sgd(lr=1.0)))
-    with leaves_reductions(state, 0) as left:
+    if whole_tree:
+        state = fsdp.reduce(state, {path: torch.ones(300) for path in params})
+    else:
         for unit in reversed(state.units):
             state = fsdp.reduce(state, {"w": torch.ones(300)}, unit)
+    units = len(state.grads)
+    if rebuild:
         state = pytree.tree_map(lambda t: t, state)
-        if look:
-            fsdp.local_shards(state, "grads")
+    found = fsdp.local_shards(state, "grads")
+    fsdp.full_params(state)
+    state = fsdp.step(state)
+    return (
+        units,
+        [float(part.sum()) for part in found.values()],
+        [float(w.sum()) for w in fsdp.full_params(state).values()],
+    )
+
+
+@pytest.mark.parametrize(("whole_tree", "rebuild"), [(False, False), (False, True), (True, False)])
+def test_a_look_at_gradients_finds_those_that_are_under_way(whole_tree: bool, rebuild: bool) -> None:
+    for rank, (units, sums, weights) in enumerate(launch(looked_at, (whole_tree, rebuild), nprocs=2)):
+        assert units == 4
+        assert sum(sums) == (256.0 if rank == 0 else 44.0) * 4
+        assert weights == [-600.0] * 4
+
+
+def staged(microbatches: int) -> tuple[int, list[float]]:
+    """One rank's reductions come to no end before the step, as those of a rank do whose peers are behind.
+
+    Returns:
+        how often this rank has waited for one before the step, and the sums of the weights after it.
+    """
+    params = {f"u{i}.w": torch.zeros(300) for i in range(6)}
+    state = one_step(fsdp.shard(params, Spec(fsdp.local_mesh(), units=["u*"]), fsdp.sgd(lr=1.0)))
+    lanes: Any = state.version.lineage.runtime.lanes
+    kind, waits = type(lanes), 0
+
+    def wait(self: Any, mark: Any) -> None:
+        nonlocal waits
+        waits += mark is not None and mark.lane == "reduce"
+        real(self, mark)
+
+    real = kind.wait
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "passed", lambda self, mark: False)
+        patch.setattr(kind, "wait", wait)
+        for _ in range(microbatches):
+            for unit in reversed(state.units):
+                state = fsdp.reduce(state, {"w": torch.ones(300)}, unit)
+        before = waits
         state = fsdp.step(state)
-    return [float(w.sum()) for w in fsdp.full_params(state).values()], bool(left)
+    return before, [float(w.sum()) for w in fsdp.full_params(state).values()]
 
 
-@pytest.mark.parametrize("look", [False, True])
-def test_a_look_at_a_rebuilt_state_loses_nothing(look: bool) -> None:
-    for rank, (sums, left) in enumerate(launch(rebuilt, (look,), nprocs=2)):
-        assert left == (rank == 0)
-        assert sums == [-600.0] * 4
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_no_rank_waits_for_room_in_the_hosts_staging(microbatches: int) -> None:
+    assert launch(staged, (microbatches,), nprocs=2) == [(0, [-300.0 * (1 + microbatches)] * 6)] * 2
 
 
 def whole_tree_after(skips: int) -> list[float]:
@@ -285,21 +283,19 @@ def test_a_whole_tree_starts_what_a_peer_waits_for(skips: int) -> None:
 # ---------------------------------------------------------------- two states
 
 
-def interleaved(first: bool) -> tuple[list[float], bool]:
-    """One rank leaves reductions of a state for later; then another state's step begins, and ends."""
+def interleaved() -> list[float]:
+    """Reductions of a state are under way; then another state's step begins, and ends."""
     params = {f"u{i}.w": torch.zeros(300) for i in range(4)}
     spec = Spec(fsdp.local_mesh(), units=["u*"])
     one, two = (fsdp.shard(params, spec, fsdp.sgd(lr=1.0)) for _ in range(2))
     for state in (one, two):  # from here on the order is known
         one_step(state)
     one, two = fsdp.newest(one), fsdp.newest(two)
-    with leaves_reductions(one, int(first)) as left:
-        for unit in reversed(one.units):
-            one = fsdp.reduce(one, {"w": torch.ones(300)}, unit)
-        two = one_step(two)
-        one = fsdp.step(one)
-    values = [float(w.sum()) for state in (one, two) for w in fsdp.full_params(state).values()]
-    return values, bool(left) == (dist.get_rank() == int(first))
+    for unit in reversed(one.units):
+        one = fsdp.reduce(one, {"w": torch.ones(300)}, unit)
+    two = one_step(two)
+    one = fsdp.step(one)
+    return [float(w.sum()) for state in (one, two) for w in fsdp.full_params(state).values()]
 
 
 def one_step(state: fsdp.State) -> fsdp.State:
@@ -308,8 +304,5 @@ def one_step(state: fsdp.State) -> fsdp.State:
     return fsdp.step(state)
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_what_was_left_of_one_state_comes_before_another_states(first: bool) -> None:
-    for values, left in launch(interleaved, (first,), nprocs=2):
-        assert left
-        assert values == [-600.0] * 8
+def test_a_states_reductions_may_be_under_way_while_another_takes_a_step() -> None:
+    assert launch(interleaved, nprocs=2) == [[-600.0] * 8] * 2
