@@ -61,6 +61,8 @@ from ._predict.links import measure_links
 from ._predict.measured import measure_compute
 from ._predict.prediction import Prediction, predict
 from ._predict.tune import Candidate, Tuned, tune
+from ._redistribute.freeze import freeze, unfreeze
+from ._redistribute.redistribute import free_arena, redistribute
 from ._simulate.traffic import Traffic
 from ._spec.along import Along
 from ._spec.codec import Codec
@@ -71,14 +73,12 @@ from ._spec.spec import Spec
 from ._spec.units import units
 from ._state.export import as_module, buffers, full_params, local_shards, state_dict
 from ._state.init import init
-from ._state.redistribute import free_arena, redistribute
 from ._state.rounds import drop_gradients
 from ._state.shard import make_layout, shard
 from ._state.state import State
 from ._storage.flat import FlatBuffer
 from ._transports import signals as _signals  # noqa: F401
 from ._transports.registry import symmetric
-from ._verbs.freeze import freeze, unfreeze
 from ._verbs.metrics import pmax, pmean, psum
 from ._verbs.replace import replace_extras, replace_grads, replace_params
 from ._verbs.verbs import finish_reductions, newest, reduce, release, step, unshard

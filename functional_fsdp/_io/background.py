@@ -31,7 +31,6 @@ from .._common.calls import alone
 from .._common.device import arrival, pin, unpin
 from .._common.errors import CheckpointError
 from .._common.interrupts import whole
-from .._common.processes import started
 from .._plan.layout import aligned
 from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
@@ -41,6 +40,7 @@ from .checkpoint import same_folder, told_of
 from .folder import partial
 from .parts import SavedTensor, own_place, parts_of
 from .pending import Saving, pending
+from .processes import started
 from .writer_process import PoolTensor, SaveJob
 
 __all__ = ["async_save"]

@@ -29,8 +29,8 @@ from multiprocessing import connection
 from typing import Any, NoReturn
 
 from .._common.device import forks_after_inductor
-from .._common.processes import started
 from .._common.torch_names import inductor
+from .._io.processes import started
 from . import worker
 
 __all__ = ["Server", "exit_code", "serve"]

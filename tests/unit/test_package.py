@@ -173,7 +173,8 @@ SATELLITES: dict[str, set[str]] = {
     "_float8": set(),
     "_transports": set(),
     "_optim_extra": set(),
-    "_io": {"_optim_extra"},  # what checkpoints say of an optimizer
+    "_redistribute": set(),
+    "_io": {"_optim_extra", "_redistribute"},  # what checkpoints say of an optimizer, and of leaves
     "_simulate": {"_io"},  # a save that goes on beside the training
     "_launch": {"_io", "_simulate"},
     "codecs": set(),

@@ -31,11 +31,11 @@ from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.cuts import cut_of
 from .._spec.spec import Spec
+from .._state.shard import given, needs_spec, no_residual
+from .._state.state import State, Version
 from .._storage.flat import FlatBuffer, LeafShard, gather_leaves, leaf_shards, whole_leaves
 from .._storage.refresh import no_scales, refresh
 from .._storage.weights import stored_as
-from .shard import given, needs_spec, no_residual
-from .state import State, Version
 
 __all__ = ["Mover", "free_arena", "leaf_infos", "moved", "redistribute"]
 

@@ -20,9 +20,9 @@ from .._common.tree import match
 from .._optim.optimizer import initial
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
-from .._state.redistribute import Mover, moved
 from .._state.state import State
 from .._storage.flat import FlatBuffer, leaf_shards, nodes_of
+from .redistribute import Mover, moved
 
 __all__ = ["freeze", "unfreeze"]
 
