@@ -112,7 +112,7 @@ def test_gathers_are_no_collectives(preset: str, passes: dict[str, int], after: 
             assert gathers > units
             expected["barrier"] += gathers + 1  # one in each, and one when a pass begins
         assert Counter(found) + Counter(later) == expected
-        assert ("all_gather" in found) == ("all_gather" in passes)
+        assert preset == "ddp" or "all_gather" not in found
 
 
 def test_sums_may_be_the_backends() -> None:

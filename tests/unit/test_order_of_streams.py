@@ -17,7 +17,6 @@ import functional_fsdp as fsdp
 from functional_fsdp._engine.staging import Staging
 from functional_fsdp._host_memory import streamed
 from functional_fsdp._runtime.runtime import runtime_of
-from functional_fsdp._state import update
 
 HOST = "pinned_host"
 MAIN = {"main": HOST}
@@ -152,7 +151,7 @@ def left_out(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif what == "reduction":
         monkeypatch.setattr(streamed, "_taken", lambda lanes, after, *rest: taken(lanes, after[:1], *rest))
     elif what == "fresh":
-        monkeypatch.setattr(update, "Streamed", NeverFresh)
+        monkeypatch.setattr(streamed, "Streamed", NeverFresh)
     else:
 
         def settled(staging: Staging) -> None:
