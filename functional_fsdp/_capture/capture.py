@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from .._common.errors import ScheduleError
-from .._common.interrupts import arrive, whole
+from .._common.interrupts import arrive, uninterruptible
 from .._common.record import Collective
 from .._runtime.given import Fixed
 from .._state.lineage import Lineage
@@ -234,7 +234,7 @@ class Capture:
             run.withdraw(error)
             raise
 
-    @whole
+    @uninterruptible
     def _take(
         self,
         start: StepStart,

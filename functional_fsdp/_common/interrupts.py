@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-__all__ = ["arrive", "guard", "leave", "must_wait", "of_the_program", "resume", "whole"]
+__all__ = ["arrive", "guard", "leave", "must_wait", "of_the_program", "resume", "uninterruptible"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 SOON, PATIENCE = 0.003, 1.0  # seconds
@@ -33,7 +33,7 @@ _waiting: list[float] = []  # when the interrupt came that waits: one at most, a
 _places: list[tuple[FrameType, int]] = []  # the callers of a `step` that was taken, and the lines that they were at
 
 
-def whole(fn: F) -> F:
+def uninterruptible(fn: F) -> F:
     """A function that an interrupt does not stop. It waits for no other rank, or no longer than a message takes."""
     _codes.add(fn.__code__)
     return fn

@@ -36,7 +36,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .._common.interrupts import whole
+from .._common.interrupts import uninterruptible
 from .._common.record import Collective
 
 __all__ = [
@@ -189,7 +189,7 @@ class Queue:
         self.jobs: deque[Job] = deque()
         self.count = 0
 
-    @whole
+    @uninterruptible
     def add(self, job: Job, log: Log | None = None) -> None:
         """The newest job; it starts if it may. What is logged is issued, even if an interrupt comes."""
         if log is not None:
@@ -222,7 +222,7 @@ class Queue:
                     return
                 self.advance(job)
 
-    @whole
+    @uninterruptible
     def advance(self, job: Job, quiet: bool = False) -> None:
         """Take a job that waits for nothing on to what it waits for next: run its own code up to what it issues, and
         issue that.

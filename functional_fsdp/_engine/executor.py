@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from .._common.interrupts import whole
+from .._common.interrupts import uninterruptible
 from .._distributed.lanes import Waiting
 from .._plan.cursor import InFlight
 from .._plan.layout import Layout
@@ -68,7 +68,7 @@ class Executor:
         self.gathers = Gathers(run, self.progress, self.carrier, self.sink)
         self.reductions = Reductions(run, self.progress, self.carrier, self.gathers, self.sink, residual)
 
-    @whole
+    @uninterruptible
     def _follow(self, plan: Plan | None) -> None:
         """Go by another plan, if there is one."""
         if plan is not None:

@@ -30,7 +30,7 @@ import torch
 from .._common.calls import alone
 from .._common.device import arrival, pin, unpin
 from .._common.errors import CheckpointError
-from .._common.interrupts import whole
+from .._common.interrupts import uninterruptible
 from .._plan.layout import aligned
 from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
@@ -192,7 +192,7 @@ class Background:
             tensors.append(PoolTensor(part.name, held.dtype, part.shape, part.start, part.plain, at, tuple(held.shape)))
         return tensors, arrival(part.tensor for part in parts)
 
-    @whole
+    @uninterruptible
     def write(self, job: SaveJob, arrived: Callable[[], None], run: Runtime) -> Saving:
         """Have the scribe write what was copied, once it is in the pool. An interrupt waits: else there would be a save
         that nobody writes."""

@@ -27,7 +27,7 @@ from stat import S_ISREG
 from typing import IO, Any
 
 from .._common.errors import CheckpointError
-from .._common.interrupts import whole
+from .._common.interrupts import uninterruptible
 
 locks: Any = None
 with suppress(ImportError):  # no Unix: leftovers go by their age
@@ -114,7 +114,7 @@ class Claim:
             raise
         sync(self.final.parent)
 
-    @whole
+    @uninterruptible
     def drop(self) -> None:
         """Remove what has not appeared, and let go of the lock."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -17,7 +17,7 @@ import torch
 
 from .._common.calls import alone
 from .._common.errors import SpecError, TreeError
-from .._common.interrupts import whole
+from .._common.interrupts import uninterruptible
 from .._common.tree import bytes_text, flatten
 from .._plan.layout import Unit
 from .._plan.route import Replicated
@@ -356,7 +356,7 @@ def delta(
     return found
 
 
-@whole
+@uninterruptible
 def _bring_up(since: WeightSnapshot, moved: list[tuple[torch.Tensor, torch.Tensor]], steps: int) -> None:
     """The snapshot gets these values at last: what a call that failed had found would never be sent."""
     for before, local in moved:

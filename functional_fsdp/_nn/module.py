@@ -21,7 +21,7 @@ import torch
 import torch.nn as nn
 
 from .._common.errors import TreeError
-from .._common.interrupts import whole
+from .._common.interrupts import uninterruptible
 from .._common.torch_names import (
     FakeTensor,
     autograd_node,
@@ -192,7 +192,7 @@ class Slots:
         except (KeyError, TypeError):  # TypeError: not a tensor
             return None
 
-    @whole
+    @uninterruptible
     def restore(self, module: nn.Module, keeps: bool = False) -> list[Slot]:
         """Placeholders and buffers back in their places.
 

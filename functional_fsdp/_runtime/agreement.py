@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .._common.errors import CommError, RestartError, ScheduleError
-from .._common.interrupts import whole
+from .._common.interrupts import uninterruptible
 from .._common.record import Collective
 from .._distributed.lanes import QUEUES, Log, Mark
 from .._distributed.medium import medium_of
@@ -212,7 +212,7 @@ class Agreement(Peers):
             "before that of another, have it call fsdp.drop_gradients on each of them before it goes on."
         )
 
-    @whole
+    @uninterruptible
     def withdraw(self, error: BaseException) -> None:
         """A step ends by an error. If this rank has voted for it, its peers wait in `confirm`, where no interrupt comes
         through: they hear of it now, and not only when this rank uses the state again."""

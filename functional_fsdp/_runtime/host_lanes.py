@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch.distributed as dist
 
 from .._common.errors import ScheduleError
-from .._common.interrupts import whole
+from .._common.interrupts import uninterruptible
 from .._common.ranges import ranged
 from .._common.record import Collective
 from .._common.torch_names import profiler
@@ -69,7 +69,7 @@ class HostLanes(Lanes):
             queue.add(new, log)
         return new
 
-    @whole
+    @uninterruptible
     def _add(self, queue: Queue, job: Job, log: Log) -> None:
         """Log a job and start it, unless another rank has issued something else in its place.
 

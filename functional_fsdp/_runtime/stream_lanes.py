@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._common.interrupts import whole
+from .._common.interrupts import uninterruptible
 from .._common.provided import provided
 from .._common.record import Collective
 from .._common.torch_names import all_gather_single, current_stream, reduce_scatter_single, set_stream
@@ -129,7 +129,7 @@ class StreamLanes(HostLanes):
             return super().submit(lane, hops, job, after, single, ordered, mark)
         return self._submit(lane, hops, job, after, mark)
 
-    @whole
+    @uninterruptible
     def _submit(self, lane: str, hops: tuple[Collective, ...], job: Steps, after: Mark, mark: Mark) -> Mark:
         """What is logged is issued, even if an interrupt comes. If the job's own code raises, what it did not issue is
         issued for those who wait."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._common.errors import ScheduleError, TreeError
-from .._common.interrupts import arrive, guard, whole
+from .._common.interrupts import arrive, guard, uninterruptible
 from .._common.provided import provided
 from .._common.record import over_each_axis
 from .._common.tracing import refuse, traced_as
@@ -253,7 +253,7 @@ def change_weights(state: State, what: str, work: Callable[[], None], by: Any = 
         return _changed(state, what, work, by)
 
 
-@whole
+@uninterruptible
 def _changed(state: State, what: str, work: Callable[[], None], by: Any) -> State:
     """The change itself, which cannot be taken back. An interrupt waits (and one a second later does not)."""
     lineage = state.version.lineage

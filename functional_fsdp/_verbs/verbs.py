@@ -23,7 +23,7 @@ import torch
 
 from .._common.calls import verb
 from .._common.errors import ScheduleError, StaleStateError
-from .._common.interrupts import arrive, guard, whole
+from .._common.interrupts import arrive, guard, uninterruptible
 from .._common.provided import provided
 from .._common.ranges import ranged
 from .._common.torch_names import profiler, pytree
@@ -340,7 +340,7 @@ def _vote_and_take(state: State, skip: Any) -> State:
     return new
 
 
-@whole
+@uninterruptible
 def _take(
     state: State, main: Any, skip: Any, given: Leaves, before: Kept, touched: list[torch.Tensor], versions: list[int]
 ) -> State:
