@@ -47,7 +47,7 @@ from .packed_sum import Feedback
 from .reduction_steps import ReductionSteps
 from .sink import GradientSink
 
-__all__ = ["LARGE", "StagedBucket", "Staging", "StagingSlot", "Values", "apart", "differ", "leaves_and_gaps"]
+__all__ = ["LARGE", "StagedBucket", "Staging", "StagingSlot", "Values", "copy_large", "differ", "leaves_and_gaps"]
 
 LARGE = 1 << 23  # bytes of a gradient that a kernel of its own copies faster than one for all of a unit
 
@@ -87,7 +87,7 @@ class StagedBucket(NamedTuple):
         elif self.gaps:
             foreach_zero_(self.gaps)
         if self.large:
-            leaves, tensors = apart(leaves, tensors)
+            leaves, tensors = copy_large(leaves, tensors)
         if leaves:
             try:
                 foreach_copy_(leaves, tensors)
@@ -158,7 +158,7 @@ def leaves_and_gaps(bucket: Bucket, whole: torch.Tensor) -> tuple[Tensors, Tenso
     return leaves, [piece for i, piece in enumerate(pieces) if i not in held]
 
 
-def apart(leaves: Tensors, values: Tensors) -> tuple[Tensors, Tensors]:
+def copy_large(leaves: Tensors, values: Tensors) -> tuple[Tensors, Tensors]:
     """Copy large gradients, each by a kernel of its own, and return what is left: beside matrix products that
     takes three quarters of the time of one kernel for all. (`copy_` would ask the copy engines, which may have gathers
     to do.)"""

@@ -90,7 +90,7 @@ class Streamed:
         """Of the device, while a step updates; where updates go beside the backward, always."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
-    def take(self) -> None:
+    def allocate(self) -> None:
         """Have memory for the buffers. Where it is new, compute may still do something there."""
         for buffer in self.buffers:
             storage = buffer.untyped_storage()
@@ -98,7 +98,7 @@ class Streamed:
                 storage.resize_(buffer.nbytes)
                 self.fresh = True
 
-    def give(self) -> None:
+    def free(self) -> None:
         """Compute has waited for all that was done in the buffers: give their memory back."""
         for buffer in self.buffers:
             buffer.untyped_storage().resize_(0)
@@ -121,7 +121,7 @@ class Streamed:
             self.trees, self.found = trees, {}
         groups = [] if key in self.found else _groups(state, names)
         self._make_room(max((sum(_nbytes(state, part) for part in some) for some in groups), default=0))
-        self.take()
+        self.allocate()
         if key not in self.found:
             self.found[key] = tuple(self._portion(state, some, i % BUFFERS) for i, some in enumerate(groups))
         return self.found[key]
@@ -229,7 +229,7 @@ def stream(state: State, names: Sequence[str], skip: torch.Tensor | None, given:
     if not beside:
         lanes.wait(stored)
         if not state.spec.schedule.overlap_update:
-            streamed.give()
+            streamed.free()
 
 
 def _on_device(

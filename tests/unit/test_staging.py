@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from functional_fsdp._engine import staging as _stage
-from functional_fsdp._engine.staging import apart
+from functional_fsdp._engine.staging import copy_large
 
 
 def test_large_gradients_are_copied_apart_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,7 +15,7 @@ def test_large_gradients_are_copied_apart_bit_for_bit(monkeypatch: pytest.Monkey
     numbers = every[~every.isnan()]
     values = [numbers[:2048].view(64, 32).t(), torch.ones(4, dtype=torch.bfloat16), numbers, torch.ones(64)]
     leaves = [torch.full(value.shape, 7.0, dtype=torch.bfloat16) for value in values]
-    left, given = apart(leaves, values)
+    left, given = copy_large(leaves, values)
     assert [a is b for a, b in zip(left, (leaves[1], leaves[3]), strict=True)] == [True, True]  # small; another dtype
     assert [a is b for a, b in zip(given, (values[1], values[3]), strict=True)] == [True, True]
     assert bool((leaves[1] == 7).all() & (leaves[3] == 7).all())
