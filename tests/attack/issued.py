@@ -48,11 +48,9 @@ class Issued:
     def _watch_reductions(self) -> None:
         reduce = self.executor.reductions.staging.reduce
 
-        def reduced(index: int, *args: Any) -> bool:
-            started: bool = reduce(index, *args)
-            if started:
-                self.reductions.append(index)
-            return started
+        def reduced(index: int, *args: Any) -> None:
+            reduce(index, *args)
+            self.reductions.append(index)
 
         self.executor.reductions.staging.reduce = reduced
 
