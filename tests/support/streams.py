@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -36,7 +37,29 @@ from functional_fsdp._runtime.stream_lanes import STREAMS, StreamLanes
 __all__ = ["WAYS", "Order", "Ordered", "ordered", "trained"]
 
 Clock = dict[str, int]
+What = tuple[Any, ...]  # an operation, and the shape
 COMPUTE = "compute"
+PLAIN = frozenset((bool, int, float, str, torch.dtype, torch.device))
+
+
+@lru_cache(10_000)
+def accesses_of(func: Any) -> tuple[bool, list[tuple[int, str, bool]], bool, str]:
+    """Whether an operation is looked at, each argument that it reads or writes, whether its result is new, its name."""
+    schema, name = func._schema, func.overloadpacket.__name__
+    returned = [one.alias_info for one in schema.returns]
+    views = bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
+    looks = not (views or func.namespace == "c10d" or name == "set_")
+    reads = not (name.startswith("new_") or name.endswith("_like"))  # those look at shapes only
+    read = [
+        (i, one.name, one.alias_info is not None and one.alias_info.is_write)
+        for i, one in enumerate(schema.arguments)
+        if reads and "Tensor" in str(one.type)
+    ]
+    return looks, read, not any(returned), str(func)
+
+
+def said(what: What) -> str:
+    return " ".join(map(str, what))
 
 
 class Stream:
@@ -71,7 +94,7 @@ class Memory:
     def __init__(self, home: Stream, pinned: bool) -> None:
         self.home, self.pinned = home, pinned
         #: by stream, the bytes from and to, and whether they were written: the last time, and by what
-        self.accesses: dict[tuple[str, int, int, bool], tuple[int, str]] = {}
+        self.accesses: dict[tuple[str, int, int, bool], tuple[int, What]] = {}
         self.recorded = False  # whether the allocator knows who else uses it
         self.ref: Any = None
 
@@ -125,30 +148,27 @@ class Order(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = func._schema
-        returned = [one.alias_info for one in schema.returns]
-        views = returned and all(alias is not None and not alias.is_write for alias in returned)
-        name = func.overloadpacket.__name__
-        looks = self.on and not (views or func.namespace == "c10d" or name == "set_")
-        given = {**dict(zip([one.name for one in schema.arguments], args, strict=False)), **kwargs}
-        reads = looks and not (name.startswith("new_") or name.endswith("_like"))  # those look at shapes only
-        for argument in schema.arguments if reads else ():
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            self.access(given.get(argument.name), written, str(func))
+        looks, read, fresh, what = accesses_of(func)
+        if not (looks and self.on):
+            return func(*args, **kwargs)
+        for i, name, written in read:
+            self.access(args[i] if i < len(args) else kwargs.get(name), written, what)
         out = func(*args, **kwargs)
-        if looks:
-            self.access(out, not any(returned), str(func))
+        self.access(out, fresh, what)
         return out
 
     def access(self, value: Any, written: bool, what: str) -> None:
         """The current stream reads or writes these tensors."""
-        for tensor in torch.utils._pytree.tree_leaves(value):
+        if value is None or type(value) in PLAIN:
+            return
+        for tensor in [value] if isinstance(value, torch.Tensor) else torch.utils._pytree.tree_leaves(value):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.layout is torch.strided:
-                memory = self._memory(tensor)
-                size, begin = tensor.element_size(), int(tensor.storage_offset()) * tensor.element_size()
-                extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-                span = range(begin, begin + (extent * size if tensor.numel() else 0))
-                self._note(memory, span, written, f"{what} {tuple(tensor.shape)}")
+                memory, shape = self._memory(tensor), tuple(tensor.shape)
+                size = tensor.element_size()
+                begin = int(tensor.storage_offset()) * size
+                extent = 1 + sum([(n - 1) * s for n, s in zip(shape, tensor.stride(), strict=True)])
+                span = range(begin, begin + (extent * size if 0 not in shape else 0))
+                self._note(memory, span, written, (what, shape))
 
     def _memory(self, tensor: torch.Tensor) -> Memory:
         storage = tensor.untyped_storage()
@@ -157,17 +177,17 @@ class Order(TorchDispatchMode):
         if found is None:
             found = self.known[key] = Memory(self.now, in_host_memory(tensor))
             found.ref = weakref.ref(storage, lambda _: self._gone(key))
-            self._note(found, range(1 << 62), True, "made")
+            self._note(found, range(1 << 62), True, ("made",))
         return found
 
-    def _note(self, memory: Memory, span: range, written: bool, what: str) -> None:
+    def _note(self, memory: Memory, span: range, written: bool, what: What) -> None:
         name, clock = self.now.name, self.now.clock
         for (other, start, stop, wrote), (time, by) in [*memory.accesses.items()]:
             before = other == name or clock.get(other, 0) >= time
             if before and written and span.start <= start and stop <= span.stop:
                 del memory.accesses[other, start, stop, wrote]  # who comes after this one comes after that one
             elif not before and (written or wrote) and span.start < stop and start < span.stop:
-                self._race(f"{what} on {name}, {by} on {other}")
+                self._race(f"{said(what)} on {name}, {said(by)} on {other}")
         clock[name] = clock.get(name, 0) + 1
         memory.accesses[name, span.start, span.stop, written] = clock[name], what
 
@@ -177,18 +197,18 @@ class Order(TorchDispatchMode):
             return
         for (other, *_), (time, by) in memory.accesses.items():
             if other != memory.home.name and memory.home.clock.get(other, 0) < time:
-                self._race(f"memory of {memory.home.name} goes, and {by} on {other}")
+                self._race(f"memory of {memory.home.name} goes, and {said(by)} on {other}")
 
-    def _race(self, said: str) -> None:
-        if said not in self.races:
-            self.races.append(said)
+    def _race(self, text: str) -> None:
+        if text not in self.races:
+            self.races.append(text)
 
     def _resizing(self, resize: Any) -> Any:
         def resized(storage: Any, nbytes: int) -> Any:
             memory = self.known.get(storage._cdata)
             if memory is not None and self.on and storage.nbytes() != nbytes:
                 before, self.now = self.now, memory.home
-                self._note(memory, range(1 << 62), True, f"resize_({nbytes})")
+                self._note(memory, range(1 << 62), True, (f"resize_({nbytes})",))
                 self.now = before
             return resize(storage, nbytes)
 
