@@ -1,5 +1,6 @@
 """make attack N=5000 SEED=0: so many specs and, in proportion, of the other kinds; KIND=kills: so many of one kind;
-CASE=specs:0:17: one case alone, shrunk; PACKAGE=/path/to/a/checkout: the package that is there."""
+CASE=specs:0:17: one case alone, shrunk; PACKAGE=/path/to/a/checkout: the package that is there;
+ARGS="--worlds 4,8 --simulate ranks,random:1,random:2": specs and driven on so many simulated ranks, in these orders."""
 
 from __future__ import annotations
 
@@ -36,10 +37,15 @@ def main() -> int:
     parser.add_argument("--players", type=int, default=os.cpu_count(), help="processes, each with its own ranks")
     parser.add_argument("--shrink", type=float, default=30.0, help="seconds for each group of failures; 0: none")
     parser.add_argument("--without", default="", help="features of specs that are known to fail: absent,replace,late")
+    parser.add_argument("--worlds", default="", help="numbers of ranks of specs and driven, as 4,8")
+    parser.add_argument(
+        "--simulate", default="", help="orders of turns in which specs and driven run, as ranks,random:1"
+    )
     parser.add_argument("--json", help="a file for all verdicts")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["ATTACK_WITHOUT"] = args.without
+    os.environ["ATTACK_WORLDS"], os.environ["ATTACK_ORDERS"] = args.worlds, args.simulate
 
     import functional_fsdp as fsdp
     from attack import harness, players, shrink
@@ -55,6 +61,8 @@ def main() -> int:
             print(f"\n{'shrunk' if again else 'did not come again'}:\n{again and again.text}\n{shrink.described(case)}")
         return not verdict.fine
     counts = {args.kind: args.n} if args.kind else {kind: max(1, round(n * args.n)) for kind, n in SHARES.items()}
+    if args.simulate or args.worlds:
+        counts = {kind: args.n for kind in counts if kind in harness.SIMULATED}
     begun = time.monotonic()
     found = players.play_all(counts, args.seed, args.players)
     print(players.table(found))

@@ -27,6 +27,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 
 from .issued import Issued
+from .settings import draw_world
 from .verdict import Verdict, Wrong
 
 __all__ = ["Model", "draw", "fixed", "play", "smaller"]
@@ -125,7 +126,7 @@ def _first(part: nn.Module) -> Any:
 def draw(seed: int, index: int) -> Case:
     """The case of this seed and index."""
     rng = Random(f"driven:{seed}:{index}")
-    world = rng.choice((1, 1, 2, 2, 2, 2, 4))
+    world = draw_world(rng, (1, 1, 2, 2, 2, 2, 4))
     parts = [rng.choice(("linear", "linear", "block", "block", "norm", "pair")) for _ in range(rng.randint(2, 6))]
     numbers = list(range(len(parts)))
     registered = rng.sample(numbers, len(numbers)) if rng.random() < 0.4 else numbers
@@ -318,7 +319,7 @@ def _units(mesh: Any, placed: Any, params: Any) -> tuple[str, ...]:
 
 
 def _two_axes(case: Case) -> bool:
-    return case["world"] == 4 and case["preset"] in ("hsdp", "hfsdp")
+    return case["world"] in (4, 8) and case["preset"] in ("hsdp", "hfsdp")
 
 
 def _placement(preset: str, axes: tuple[str, ...]) -> Any:

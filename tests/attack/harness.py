@@ -34,7 +34,7 @@ import functional_fsdp as fsdp
 
 from .verdict import LATE, LIMIT, PATIENCE, SCALE, Verdict, judged, worst
 
-__all__ = ["KINDS", "draw", "module_of", "play", "play_here", "play_one", "play_simulated"]
+__all__ = ["KINDS", "SIMULATED", "draw", "module_of", "play", "play_here", "play_one", "play_simulated"]
 
 Case = dict[str, Any]
 KINDS = (
@@ -50,6 +50,7 @@ KINDS = (
     "files",
     "differ",
 )
+SIMULATED = ("specs", "driven")  # kinds that are played on simulated ranks, too
 CELLS = 5
 
 
@@ -138,6 +139,8 @@ def _on_a_rank(cases: list[Case], folder: str) -> int:
 def play(cases: list[Case]) -> list[Verdict]:
     """The verdicts of cases of one kind and world, in order."""
     verdicts: list[Verdict] = []
+    if orders := [*filter(None, os.environ.get("ATTACK_ORDERS", "").split(","))]:
+        return [_in_orders(case, orders) for case in cases]
     if cases and getattr(module_of(cases[0]["kind"]), "ALONE", False):
         return [_alone(case) for case in cases]
     while len(verdicts) < len(cases):
@@ -149,6 +152,21 @@ def play_one(case: Case) -> Verdict:
     """A case alone, on fresh ranks."""
     _kill_ranks(_workers.pop(case["world"], []))
     return play([case])[0]
+
+
+def _in_orders(case: Case, orders: list[str]) -> Verdict:
+    """The verdict on simulated ranks, in orders of turns as "ranks" and "random:3": the first that is not fine."""
+    if any(model["settings"]["traced"] for model in case.get("models", ())):
+        return Verdict("right", "not played: simulated ranks do not wait for each other in a compiled step")
+    verdict, begun = Verdict("right"), time.monotonic()
+    for said in orders:
+        order, _, seed = said.partition(":")
+        (verdict,) = play_simulated([case], order, int(seed or 0))
+        if not verdict.fine:
+            verdict.text = f"in the order {said}: {verdict.text}"
+            break
+    verdict.notes["seconds"] = time.monotonic() - begun
+    return verdict
 
 
 def _alone(case: Case) -> Verdict:

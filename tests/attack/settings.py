@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import os
 from random import Random
 from typing import Any
 
@@ -12,11 +13,17 @@ import functional_fsdp as fsdp
 
 from .trees import escaped, paths_of
 
-__all__ = ["draw", "draw_mesh", "optimizer_of", "schedule_of", "spec_of"]
+__all__ = ["draw", "draw_mesh", "draw_world", "optimizer_of", "schedule_of", "spec_of"]
 
 Settings = dict[str, Any]
 PRESETS = ("ddp", "zero1", "zero2", "zero3")
 FLOATS = ("float32", "bfloat16", "float64")
+
+
+def draw_world(rng: Random, worlds: tuple[int, ...]) -> int:
+    """How many ranks: one of these numbers, or of those of `--worlds`."""
+    asked = os.environ.get("ATTACK_WORLDS", "")
+    return rng.choice([*map(int, asked.split(","))] if asked else worlds)
 
 
 def draw_mesh(rng: Random, world: int) -> list[list[Any]]:
@@ -26,6 +33,7 @@ def draw_mesh(rng: Random, world: int) -> list[list[Any]]:
         2: [[2], [2], [1, 2], [2, 1]],
         3: [[3], [3], [1, 3], [3, 1]],
         4: [[4], [2, 2], [2, 2], [1, 4], [4, 1]],
+        8: [[8], [2, 4], [4, 2], [1, 8]],
     }
     sizes = rng.choice(shapes[world])
     return [["data", sizes[0]]] if len(sizes) == 1 else [["replica", sizes[0]], ["shard", sizes[1]]]

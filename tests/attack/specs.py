@@ -34,7 +34,7 @@ MUST_REFUSE = (
 def draw(seed: int, index: int) -> Case:
     """The case of this seed and index."""
     rng = Random(f"specs:{seed}:{index}")
-    world = rng.choice((1, 2, 2, 2, 2, 3, 3, 4, 4, 4))
+    world = settings.draw_world(rng, (1, 2, 2, 2, 2, 3, 3, 4, 4, 4))
     mesh = settings.draw_mesh(rng, world)
     case: Case = {"kind": "specs", "world": world, "mesh": mesh, "seed": rng.randint(0, 10**6), "models": []}
     if rng.random() < 0.03:
