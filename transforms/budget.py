@@ -265,11 +265,12 @@ class Trial:
             least = min(least, (peak, found))
             needed += max(peak - limit, 1 << 16)
             tried += 1
-        frugal = max(costs, key=lambda way: (costs[way].freed, -costs[way].seconds))
-        peak = self.peak(self.all(frugal))
-        if peak <= limit:
-            return self.all(frugal)
-        least = min(least, (peak, self.all(frugal)))
+        most = max(cost.freed for cost in costs.values())
+        for frugal in sorted((way for way in costs if costs[way].freed == most), key=lambda way: costs[way].seconds):
+            peak = self.peak(self.all(frugal))  # of those that free as much, one may take more at its peak
+            if peak <= limit:
+                return self.all(frugal)
+            least = min(least, (peak, self.all(frugal)))
         raise ScheduleError(
             f"budget: expected at most {limit:,} bytes, and the least that these {count} blocks can do with is "
             f"{least[0]:,} ({least[1][0]}); the model as it is takes {self.before:,}. Take a smaller batch, more "

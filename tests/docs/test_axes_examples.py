@@ -16,7 +16,7 @@ from functional_fsdp import launch
 
 Tree = dict[str, torch.Tensor]
 D = torch.float64
-STEPS = [3, pytest.param(20, marks=pytest.mark.large)]
+STEPS = [2, pytest.param(20, marks=pytest.mark.large)]
 NAMES = ("tensor_parallel.py", "context_parallel.py", "expert_parallel.py", "pipeline.py")
 
 
@@ -88,7 +88,7 @@ def test_pipeline(simulated: bool, steps: int) -> None:
     alike(found[2:], losses, weights[1])
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel", "expert_parallel"])
+@pytest.mark.parametrize("name", ["tensor_parallel", pytest.param("expert_parallel", marks=pytest.mark.large)])
 def test_on_processes(name: str) -> None:
     main = {"tensor_parallel": tensor_parallel.main, "expert_parallel": expert_parallel.main}[name]
     right = launch(main, (2, 2, D), nprocs=4, simulate=True)[0]

@@ -110,7 +110,7 @@ ALONE = ("exact", "copies", "mixed", "several mains", "mixed in units", "cast on
 ROWS = [*itertools.product(PRESETS, PRECISIONS, OPTIMIZERS)]
 QUICK = [
     ("zero3", "exact", "adamw"), ("zero2", "native", "partition"), ("zero1", "float32", "adamax"),
-    ("hsdp", "exact, halved", "sgd"), ("ddp", "copies", "adamw"), ("zero3", "mixed in units", "adamw"),
+    ("zero3", "exact, halved", "sgd"), ("ddp", "copies", "adamw"), ("zero3", "mixed in units", "adamw"),
     ("hfsdp", "cast once", "adamw"), ("zero3", "several mains", "sgd"),
 ]  # fmt: skip
 

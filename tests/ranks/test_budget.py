@@ -14,7 +14,7 @@ import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
 from functional_fsdp.transforms.budget import KEPT, Cost, Way, best
 
-WIDTH, BLOCKS, ROWS = 32, 4, 512
+WIDTH, BLOCKS, ROWS = 32, 3, 512
 
 
 class Part(nn.Module):

@@ -132,13 +132,13 @@ def llama(depth: int) -> nn.Module:
 
 
 def one_graph_for_all() -> tuple[list[int], float]:
-    """Of a model of 8 layers: graphs after each step, then after an evaluation and another; at last all units."""
-    state, model = start(llama(8))
+    """Of a model of 3 layers: graphs after each step, then after an evaluation and another; at last all units."""
+    state, model = start(llama(3))
     counter, counts = counting(), []
     case = CASES["llama"]
     model = T.compile_units(model, "model.layers.*", backend=counter)
     forward_backward, predict = T.forward_backward(model, own_loss), T.apply(model, own_loss)
-    eager = T.apply(fsdp.functionalize(llama(8))[1], own_loss)
+    eager = T.apply(fsdp.functionalize(llama(3))[1], own_loss)
     for step in range(3):
         state, _ = forward_backward(state, batch_of(case, step, dist.get_rank()))
         state = fsdp.step(state)
@@ -148,7 +148,7 @@ def one_graph_for_all() -> tuple[list[int], float]:
         state, same = eager(state, batch_of(case, step, dist.get_rank()))
         counts.append(counter.frame_count)
     counter = counting()
-    state, also = T.apply(fsdp.functionalize(llama(8))[1], own_loss, compile={"backend": counter})(
+    state, also = T.apply(fsdp.functionalize(llama(3))[1], own_loss, compile={"backend": counter})(
         state, batch_of(case, 1, dist.get_rank())
     )
     return [*counts, counter.frame_count], max((loss - same).abs().item(), (also - same).abs().item())
@@ -171,8 +171,8 @@ def compile_time(depth: int) -> tuple[int, float]:
 
 def test_the_number_of_layers_costs_no_compilation() -> None:
     """Counted: seconds vary with the machine, and are printed."""
-    (few, short), (many, long) = compile_time(2), compile_time(32)
-    print(f"the first step: 2 layers {short:.2f} s, 32 layers {long:.2f} s")
+    (few, short), (many, long) = compile_time(2), compile_time(12)
+    print(f"the first step: 2 layers {short:.2f} s, 12 layers {long:.2f} s")
     assert few == many == 1
 
 
@@ -297,7 +297,7 @@ def layers_that_differ(rates: tuple[float, ...]) -> tuple[int, float, float]:
 
 
 @pytest.mark.parametrize(
-    ("rates", "count"), [((0.5,) * 4, 1), ((0.0, 0.5, 0.0, 0.5), 2), (tuple(i / 20 for i in range(12)), 12)]
+    ("rates", "count"), [((0.5,) * 4, 1), ((0.0, 0.5, 0.0, 0.5), 2), (tuple(i / 20 for i in range(9)), 9)]
 )
 def test_layers_that_differ_are_compiled_apart(rates: tuple[float, ...], count: int) -> None:
     """More of them than torch's recompile limit, too. Under aot_eager random numbers are eager's."""
@@ -499,7 +499,9 @@ def with_hooks(hook: str) -> tuple[list[float], int]:
     return [max(abs(a - b) for a, b in zip(found[0], other, strict=True)) for other in found[1:]], kept
 
 
-@pytest.mark.parametrize("hook", ["own", "inner", "pre", "keeps"])
+@pytest.mark.parametrize(
+    "hook", [*(pytest.param(x, marks=pytest.mark.large) for x in ("own", "pre")), "inner", "keeps"]
+)
 def test_hooks_of_some_layers_run_in_every_call(hook: str) -> None:
     ((apart, kept),) = launch(with_hooks, (hook,), nprocs=1)
     assert max(apart) < 1e-6

@@ -16,7 +16,7 @@ from functional_fsdp import transforms as T
 
 def lived(folder: str, device: str, transport: str) -> Any:
     """Losses and weights of a State's life; the default device is one that no tensor of it may lie on."""
-    whole = net()
+    whole = net(depth=1)  # to trace them is what takes time
     with torch.device(device):
         mesh = fsdp.local_mesh()
         with torch.device("cpu"):

@@ -83,7 +83,7 @@ def test_only_experts_may_differ() -> None:
 
 
 def test_the_example_learns() -> None:
-    for losses in launch(moe.main, (12,), nprocs=4):
+    for losses in launch(moe.main, (8,), nprocs=4):
         assert losses[-1] < losses[0] - 0.5
 
 

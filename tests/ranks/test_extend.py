@@ -18,7 +18,7 @@ from support.commands import code_under
 from support.driven import raised
 from support.presets import PRESETS
 from support.problems import batch, by_unit, full_grads, largest, loss_fn, mesh_and_placement, net, on, whole_tree
-from support.tables import marked
+from support.tables import FULL, marked
 from support.traced import compiled
 
 import functional_fsdp as fsdp
@@ -336,7 +336,7 @@ def filled(way: str, every_leaf: bool) -> Tree:
 @pytest.mark.parametrize("way", ["eager", "aot_eager"])
 def test_a_change_may_give_every_leaf_a_gradient(way: str) -> None:
     for every in (False, True):
-        for found in launch(filled, (way, every), nprocs=2):
+        for found in launch(filled, (way, every), nprocs=2 if way == "eager" else 1):
             assert (found["a"] == 1 - 0.1 * 0.5).all()
             assert (found["b"] == (1 - 0.1 * 0.5 if every else 1)).all()
 
@@ -399,8 +399,9 @@ WAYS = [
 
 @pytest.mark.parametrize(("preset", "way"), WAYS)
 def test_weights_are_changed_between_steps(preset: str, way: str) -> None:
-    want = plain_clamped(2)
-    for weights, seen, found in launch(clamped, (preset, way), nprocs=2):
+    ranks = 2 if FULL or way == "eager" else 1
+    want = plain_clamped(ranks)
+    for weights, seen, found in launch(clamped, (preset, way), nprocs=ranks):
         assert largest(weights, {path: want[path] for path in weights}) < 1e-6  # computed in float32
         assert (found["steps"], found["between"]) == (2, True)
         assert all(torch.equal(seen[path], weights[path].float()) for path in weights)
@@ -474,16 +475,15 @@ def test_gradients_apart_leave_those_that_are_there(begun: bool) -> None:
 
 
 def refused(which: str) -> str:
-    state, model = made("zero3")
+    state, _ = made("zero3")
 
     def train_step(state: fsdp.State, data: Any) -> Any:
-        state, loss = whole_tree(model, state, data, True)
         if which == "seeds":
             extend.seeds(state, "noise")
         if which == "weights":
             state, _ = fsdp.unshard(state, "tail")
-            return extend.change_weights(state, "clamp()", lambda: None), loss
-        return extend.separate_gradients(state, "penalty", lambda state: (state, loss))[0], loss
+            return extend.change_weights(state, "clamp()", lambda: None), data[0].sum()
+        return extend.separate_gradients(state, "penalty", lambda state: (state, data[0].sum()))[0], data[0].sum()
 
     step = torch.compile(train_step, fullgraph=True, backend="aot_eager")
     return raised(lambda: step(state, batch(0, dist.get_rank())))

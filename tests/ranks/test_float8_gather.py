@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from support.commands import TORCHAO
 from support.problems import mesh_and_placement
+from support.tables import FULL
 
 import functional_fsdp as fsdp
 from functional_fsdp import extend, launch
@@ -143,6 +144,7 @@ WAYS: dict[str, Any] = {
     "recorded": lambda on: by_hand(on, "recorded"),  # in its first step no plan names a use
     "whole": whole,
 }
+QUICK = [*WAYS] if FULL else ["zero3", "compiled units", "copies, poisoned", "recomputed", "recorded", "whole"]
 
 
 class Gated(nn.Module):
@@ -182,10 +184,8 @@ def between_passes(in_float8: bool, options: Any) -> tuple[list[float], list[str
     return losses, kept
 
 
-LARGE = [{"mode": "default"}, {"options": {"max_autotune": False}}]
-
-
-@pytest.mark.parametrize("options", [True, *(pytest.param(one, marks=pytest.mark.large) for one in LARGE)])
+@pytest.mark.large  # Inductor's code; `compiled units` of WAYS are compiled, too
+@pytest.mark.parametrize("options", [True, {"mode": "default"}, {"options": {"max_autotune": False}}])
 def test_copies_of_weights_do_not_stay_between_forward_and_backward(options: Any) -> None:
     found = launch(between_passes, (True, options), nprocs=1)  # each rank would run Inductor, for the same code
     plain = launch(between_passes, (False, options), nprocs=1) if options is True else found
@@ -205,7 +205,7 @@ def same_bits(ways: dict[str, Any]) -> dict[str, tuple[Result, Result]]:
 
 
 def compared() -> dict[str, tuple[Result, Result]]:
-    return same_bits(WAYS)
+    return same_bits({name: WAYS[name] for name in QUICK})
 
 
 def two_axes(preset: str) -> dict[str, tuple[Result, Result]]:
@@ -226,7 +226,7 @@ def test_bits_are_those_of_bfloat16_gathers_that_are_cast_at_use() -> None:
         assert found["zero3"][0][0][-1] < found["zero3"][0][0][0]
 
 
-@pytest.mark.parametrize("preset", ["hsdp", "hfsdp"])
+@pytest.mark.parametrize("preset", [pytest.param("hsdp", marks=pytest.mark.large), "hfsdp"])
 def test_bits_on_two_axes(preset: str) -> None:
     for found in launch(two_axes, (preset,), nprocs=4):
         assert differ(found) == []

@@ -79,7 +79,7 @@ def test_microbatches_share_one_gather_of_each_unit(preset: str, how: str, trans
 
 def accumulated(keep: Any) -> tuple[list[Any], Counter[str]]:
     """One compiled step over two microbatches; what the graph has, by kind."""
-    params, model = fsdp.functionalize(net())
+    params, model = fsdp.functionalize(net(depth=1))  # to trace them is what takes time
     state = fsdp.shard(params, fsdp.Spec(fsdp.local_mesh(), schedule=Schedule(keep=keep)), fsdp.sgd(lr=0.1))
     forward_backward = T.accumulate(T.forward_backward(model, lambda model, *data: loss_fn(model, data)), 2)
 
@@ -100,8 +100,8 @@ def test_a_compiled_step_gathers_what_stays_once() -> None:
     each, once = (launch(accumulated, (keep,), nprocs=2) for keep in ((), "all"))
     for (kept, few), (anew, many) in zip(once, each, strict=True):
         torch.testing.assert_close(kept, anew, rtol=1e-12, atol=1e-13)
-        assert few["all_gather"] == 6
-        assert many["all_gather"] > 12
+        assert few["all_gather"] == 4
+        assert many["all_gather"] > 8
         assert few["reduce_scatter"] == many["reduce_scatter"]
 
 

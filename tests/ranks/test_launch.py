@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.commands import ROOT, run_script
+from support.tables import FULL
 
 import functional_fsdp as fsdp
 from functional_fsdp import LaunchError, launch, local_mesh
@@ -207,6 +208,7 @@ def test_definitions_in_main_after_the_workers_started(stdin: bool, tmp_path: Pa
     run_script("", str(script))
 
 
+@pytest.mark.large  # `docs/test_notebooks` runs one that launches
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,6 +559,8 @@ ENDS = {
     "SIGKILL in a call": "threading.Timer(1, os.kill, [os.getpid(), 9]).start(); f.launch(stuck, nprocs=2)",
     "SIGKILL of a worker": "os.kill(pids[0], signal.SIGKILL)",
 }
+if not FULL:  # each imports torch anew
+    ENDS = {end: ENDS[end] for end in ("exception", "SIGKILL in a call", "SIGKILL of a worker")}
 PROGRAMS = """  # forks of a process that has imported all and done nothing
 import os, signal, sys, tempfile, threading, torch, torch.distributed as dist, functional_fsdp as f
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from support.driven import raised
 from support.initialised import initialised
-from support.presets import PRESETS
+from support.presets import PRESETS, ranks_of
 from support.problems import Block, mesh_and_placement, net
+from support.tables import FULL
 
 import functional_fsdp as fsdp
 from functional_fsdp import FlatBuffer, extend, launch
@@ -100,7 +101,7 @@ def complex_ones(traced: bool) -> tuple[Any, ...]:
     return mean, total, own, [*said, raised(lambda: extend.all_reduce(state, [z], "max"))], z
 
 
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.large)])
 def test_metrics_may_be_complex_or_bool(traced: bool) -> None:
     for rank, (mean, total, own, said, z) in enumerate(launch(complex_ones, (traced,), nprocs=4)):
         want = torch.tensor([[4 + 12j, 6 - 4j]], dtype=torch.complex128)
@@ -242,7 +243,7 @@ def test_init_gives_the_same_bits_for_every_world_size_and_placement() -> None:
     expected = launch(initialised, ("ddp",), nprocs=1)[0]
     assert expected["blocks.0.up.weight"].std() > 0.1
     for preset in PRESETS:
-        for ranks in (1, 2, 4):
+        for ranks in (1, 2, 4) if FULL else (ranks_of(preset),):
             got = launch(initialised, (preset,), nprocs=ranks)[-1]
             assert all(torch.equal(got[key], expected[key]) for key in expected)
 

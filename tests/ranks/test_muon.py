@@ -24,7 +24,7 @@ ROWS = [
 ]
 QUICK = [
     ("hfsdp", "eager", 4),
-    ("zero2", "aot_eager", 2),
+    ("zero2", "aot_eager", 1),
 ]
 
 

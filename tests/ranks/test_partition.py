@@ -90,8 +90,8 @@ def apart(found: Tree, wanted: Tree) -> float:
 
 
 def beside_torch(kinds: tuple[str, str]) -> float:
-    """How far weights are from torch's, at most; of all placements, or, unless all rows are asked for, of three."""
-    worst, presets = 0.0, PRESETS if FULL else ("zero3", "zero1", "hfsdp")
+    """How far weights are from torch's, at most; of all placements, or, unless all rows are asked for, of two."""
+    worst, presets = 0.0, PRESETS if FULL else ("zero3", "zero1")
     for lacking in (False, True):
         wanted = plainly(kinds, lacking=lacking)
         for preset in presets:
@@ -197,7 +197,7 @@ WAYS = [(way, kinds) for way in ("eager", "inductor") for kinds in (("nadam", "a
 
 @pytest.mark.parametrize(("way", "kinds"), marked(WAYS, WAYS[:1]))
 def test_a_compiled_step_does_the_same(way: str, kinds: tuple[str, str]) -> None:
-    assert max(launch(compiled, (kinds, way), nprocs=2)) < 1e-12
+    assert max(launch(compiled, (kinds, way), nprocs=2 if FULL else 1)) < 1e-12
 
 
 # ---------------------------------------------------------------- errors

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from support.driven import Boom, raised
 from support.problems import Tree, batch, full_grads, largest, mesh_and_placement
 from support.staged import HEAD, loss_fn, plain, stages, start, weights
-from support.tables import marked
+from support.tables import each, marked
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -166,8 +166,7 @@ def norms(preset: str, chunk: int | None) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4])
-@pytest.mark.parametrize("preset", [*PRESETS, "hsdp"])
+@pytest.mark.parametrize(("preset", "chunk"), each([*PRESETS, "hsdp"], [None, 1, 4]))
 def test_norms_of_each_samples_gradient(preset: str, chunk: int | None) -> None:
     both = [per_sample(rank)[0] for rank in range(2)]
     grads = {k: both[0][k].mean(0) + both[1][k].mean(0) for k in both[0]}
@@ -260,9 +259,9 @@ def clipped(preset: str, average: Any, micro: int) -> tuple[torch.Tensor, list[T
     return losses, grads, most[0]
 
 
-@pytest.mark.parametrize(("average", "micro"), [("mean", 1), ("mean", 3), ("sum", 1)])
-@pytest.mark.parametrize("preset", [*PRESETS, "ddp", "hfsdp"])
-def test_each_samples_gradient_is_clipped(preset: str, average: str, micro: int) -> None:
+@pytest.mark.parametrize(("preset", "how"), each([*PRESETS, "ddp", "hfsdp"], [("mean", 1), ("mean", 3), ("sum", 1)]))
+def test_each_samples_gradient_is_clipped(preset: str, how: tuple[str, int]) -> None:
+    average, micro = how
     _, _, found = per_sample(0)
     assert (found > BOUND).any()
     assert (found < BOUND).any()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from support.presets import ranks_of
 from support.problems import batch as net_batch
 from support.problems import by_unit, full_grads, mesh_and_placement, net
-from support.tables import marked, product
+from support.tables import each, marked
 from torch import Tensor
 
 import functional_fsdp as fsdp
@@ -497,24 +497,22 @@ def check_skipping(
 SCHEDULES = [Schedule(), Schedule(prefetch=0, keep=()), Schedule(prefetch=2, debug=True), Schedule(keep="all")]
 
 
-@pytest.mark.parametrize(
-    "skips",
-    [
-        {1: (("u2",),)},
-        {0: (("u0",),)},
-        {1: (("u4",),)},  # trailing: nothing of this rank comes after it
-        {0: (("u1", "u3"),), 1: (("u0", "u4"),)},
-        {1: (("u1", "u2", "u3", "u4"),)},
-    ],
-    ids=["middle", "first", "last", "each its own", "all but one"],
-)
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+ONE_SKIPS: list[dict[int, Skips]] = [
+    {1: (("u2",),)},  # in the middle
+    {0: (("u0",),)},
+    {1: (("u4",),)},  # trailing: nothing of this rank comes after it
+    {0: (("u1", "u3"),), 1: (("u0", "u4"),)},
+    {1: (("u1", "u2", "u3", "u4"),)},
+]
+
+
+@pytest.mark.parametrize(("schedule", "skips"), each(SCHEDULES, ONE_SKIPS))
 def test_a_unit_skipped_by_a_rank_counts_as_zero_there(schedule: Schedule, skips: dict[int, Skips]) -> None:
     check_skipping(2, schedule, "zero3", skips)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "units", "which"), product(SCHEDULES, [("u2",), ("u0",), ("u4",), ("u0", "u1")], range(3))
+    ("schedule", "units", "which"), each(SCHEDULES, [("u2",), ("u0",), ("u4",), ("u0", "u1")], range(3))
 )
 def test_a_unit_skipped_in_one_of_three_microbatches(schedule: Schedule, units: tuple[str, ...], which: int) -> None:
     skips: list[tuple[str, ...]] = [(), (), ()]
@@ -527,7 +525,7 @@ FLAGS = [(False, True), (False, False), (True, True), (True, False)]
 
 @pytest.mark.parametrize(
     ("preset", "flags", "skips"),
-    product(("ddp", "zero1", "zero2", "hsdp", "hfsdp"), FLAGS, [(("u0",), ()), (("u2",), ("u0", "u4"))]),
+    each(("ddp", "zero1", "zero2", "hsdp", "hfsdp"), FLAGS, [(("u0",), ()), (("u2",), ("u0", "u4"))]),
 )
 def test_a_skipped_unit_where_gradients_stay_partial_between_microbatches(
     preset: str, flags: tuple[bool, ...], skips: Skips
@@ -536,8 +534,10 @@ def test_a_skipped_unit_where_gradients_stay_partial_between_microbatches(
     check_skipping(ranks, Schedule(), preset, {ranks - 1: skips}, 2, flags)
 
 
-@pytest.mark.parametrize("late", [("", "swapped"), ("in turn", "reversed"), ("shuffled", "reversed")], ids=" and ".join)
-@pytest.mark.parametrize("preset", ["zero3", "ddp", "hfsdp"])
+@pytest.mark.parametrize(
+    ("preset", "late"),
+    each(["zero3", "ddp", "hfsdp"], [("", "swapped"), ("in turn", "reversed"), ("shuffled", "reversed")]),
+)
 def test_gradients_reduced_in_another_order_on_one_rank(preset: str, late: tuple[str, str]) -> None:
     """A rank must not hold back more than two while its peers go on: they have staging for no more."""
     check_skipping(2, Schedule(), preset, {}, 2, (), late)

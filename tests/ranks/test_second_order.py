@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support.driven import Boom, Dropout, raised, start
 from support.models import CASES, Stack, batch_of, entropy, made
 from support.problems import full_grads, largest
+from support.tables import each
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -173,8 +174,7 @@ def plain(name: str, micro: int) -> tuple[list[list[float]], list[Tree]]:
     return losses, grads
 
 
-@pytest.mark.parametrize("preset", ["zero3", "zero2"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(("name", "preset"), each(LOSSES, ["zero3", "zero2"]))
 def test_gradients_of_gradients_are_the_plain_modules(name: str, preset: str) -> None:
     micro = 2 if name == "the embedding" else 1
     losses, grads = plain(name, micro)
@@ -288,8 +288,7 @@ def breaks(where: str, who: tuple[int, ...]) -> tuple[Tree, list[str]]:
     return fsdp.full_params(state), said
 
 
-@pytest.mark.parametrize("who", [(0, 1), (1,)])
-@pytest.mark.parametrize("where", ["forward", "inner backward", "backward"])
+@pytest.mark.parametrize(("where", "who"), each(["forward", "inner backward", "backward"], [(0, 1), (1,)]))
 def test_an_error_inside_the_model_costs_nothing(where: str, who: tuple[int, ...]) -> None:
     good, _ = launch(breaks, ("", ()), nprocs=2)[0]
     for rank, (weights, said) in enumerate(launch(breaks, (where, who), nprocs=2)):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from support.presets import PRESETS
 from support.problems import LOOPS, batch, loss_fn, mesh_and_placement, net
+from support.tables import each
 
 import functional_fsdp as fsdp
 from functional_fsdp import LaunchError, launch, simulate, workers
@@ -58,8 +59,7 @@ def by_rank(handles: Any) -> list[Any]:
 WAYS = (*LOOPS, "driven")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "way"), each(PRESETS, WAYS))
 def test_two_ranks_have_the_bits_of_two_processes(preset: str, way: str) -> None:
     """The sum of two is the same in any order."""
     simulated = launch(trained, (preset, way), nprocs=2, simulate=True)

@@ -19,6 +19,7 @@ from support.models import CASES, LENGTH, Batch, Stack, batch_of, entropy, made
 from support.problems import batch as small_batch
 from support.problems import full_grads, largest, mesh_and_placement, net, on, reference
 from support.problems import loss_fn as small_loss
+from support.tables import each
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -507,9 +508,12 @@ def clipped(placement: str, how: str, bound: float) -> tuple[float, Tree, bool]:
     return norm.item(), grads, consumed
 
 
-@pytest.mark.parametrize("how", ["norm", "large norm", "value"])
-@pytest.mark.parametrize(("ranks", "placement"), [*itertools.product([2], PLACEMENTS), (4, "hsdp"), (4, "hfsdp")])
-def test_clipping_is_torchs(ranks: int, placement: str, how: str) -> None:
+@pytest.mark.parametrize(
+    ("on", "how"),
+    each([*itertools.product([2], PLACEMENTS), (4, "hsdp"), (4, "hfsdp")], ["norm", "large norm", "value"]),
+)
+def test_clipping_is_torchs(on: tuple[int, str], how: str) -> None:
+    ranks, placement = on
     _, grads, _ = next(iter(reference(ranks, 1, 1)))
     parameters = [nn.Parameter(g.clone()) for g in grads.values()]
     for p, g in zip(parameters, grads.values(), strict=True):

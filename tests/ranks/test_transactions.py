@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.problems import LOOPS, batch, loss_fn, on
-from support.tables import product
+from support.tables import each
 from support.transactions import (
     STEPS,
     Boom,
@@ -31,7 +31,7 @@ from functional_fsdp._runtime.forms import APART
 PLACES = ("before", "unshard", "grad", "reduce")
 
 
-@pytest.mark.parametrize(("ranks", "preset", "place"), product((2, 4), ("zero3", "zero1", "hfsdp"), PLACES))
+@pytest.mark.parametrize(("ranks", "preset", "place"), each((2, 4), ("zero3", "zero1", "hfsdp"), PLACES))
 def test_an_exception_on_every_rank_costs_nothing(ranks: int, preset: str, place: str) -> None:
     expected = launch(undisturbed, (preset,), nprocs=ranks)[0]
     for weights, raised, restarts in launch(disturbed, (preset, place, list(range(ranks)), Boom), nprocs=ranks):
@@ -40,7 +40,7 @@ def test_an_exception_on_every_rank_costs_nothing(ranks: int, preset: str, place
         assert all(torch.equal(weights[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize(("ranks", "preset", "place"), product((2, 4), ("zero3", "ddp", "hsdp"), PLACES[1:]))
+@pytest.mark.parametrize(("ranks", "preset", "place"), each((2, 4), ("zero3", "ddp", "hsdp"), PLACES[1:]))
 def test_an_exception_on_one_rank_restarts_the_others(ranks: int, preset: str, place: str) -> None:
     expected = launch(undisturbed, (preset,), nprocs=ranks)[0]
     for rank, (weights, raised, restarts) in enumerate(

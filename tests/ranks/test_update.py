@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 from support.problems import LOOPS, batch, mesh_and_placement, net
+from support.tables import each, product
 
 import functional_fsdp as fsdp
 from functional_fsdp import Schedule, TreeError, launch
@@ -64,8 +65,7 @@ def waited_for(preset: str, flags: tuple[bool, ...]) -> tuple[set[str], set[str]
     return set(state._executor.sink.untouched), set(state.layout.trainable)
 
 
-@pytest.mark.parametrize("flags", [(True,), (False, True), (True, True), (False, False)], ids=str)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "flags"), each(PRESETS, [(True,), (False, True), (True, True), (False, False)]))
 def test_every_gradient_has_a_mark_of_its_own(preset: str, flags: tuple[bool, ...]) -> None:
     for found, trainable in launch(waited_for, (preset, flags), nprocs=4):
         assert found == trainable
@@ -158,8 +158,7 @@ def test_an_update_of_others_on_the_lane_is_that_of_a_step(optimizer: str) -> No
         assert (taken > 0, left) == (True, 0)
 
 
-@pytest.mark.parametrize("flags", [(True,), (False, True)], ids=str)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("preset", "flags"), each(PRESETS, [(True,), (False, True)]))
 def test_an_update_on_the_lane_is_that_of_a_step(preset: str, flags: tuple[bool, ...]) -> None:
     for taken, left, same in launch(updated, (preset, flags), nprocs=4):
         assert same
@@ -211,13 +210,14 @@ def as_on_gpus(optimizer: Any, overlapped: bool, skip: bool | None, lacks: tuple
     return all(torch.equal(a, b) for a, b in pairs), lanes.jobs, kept
 
 
-@pytest.mark.parametrize("lacks", [(), ("u1.b", "u3.a", "u3.b")])
-@pytest.mark.parametrize("skip", [None, False, True])
-@pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("optimizer", [Plain(), fsdp.adamw(lr=0.1)], ids=["plain", "adamw"])
+@pytest.mark.parametrize(
+    ("name", "overlapped", "skip", "lacks"),
+    product(["plain", "adamw"], [False, True], [None, False, True], [(), ("u1.b", "u3.a", "u3.b")]),
+)
 def test_an_update_in_parts_is_that_of_a_step(
-    optimizer: Any, overlapped: bool, skip: bool | None, lacks: tuple[str, ...]
+    name: str, overlapped: bool, skip: bool | None, lacks: tuple[str, ...]
 ) -> None:
+    optimizer: Any = Plain() if name == "plain" else fsdp.adamw(lr=0.1)
     for same, taken, kept in launch(as_on_gpus, (optimizer, overlapped, skip, lacks), nprocs=2):
         assert same
         assert (taken > 0) == (overlapped and skip is None)

@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from support.models import CASES, Batch, batch_of, made
 from support.problems import mesh_and_placement
-from support.tables import marked
+from support.tables import FULL, marked
 from support.traced import in_order
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
@@ -125,7 +125,8 @@ def test_a_graph_of_any_model_does_what_eager_steps_do(name: str, preset: str, p
 
 # ---------------------------------------------------------------- the graph
 
-WIDTH, DEPTH = 64, 5
+WIDTH, DEPTH = 64, 4
+FEW = 2 if FULL else 1  # ranks, where others would trace the same
 LAYER = 4 * (WIDTH * WIDTH + WIDTH + 192)  # with padding
 
 
@@ -163,7 +164,7 @@ def test_no_gather_of_the_forward_is_alive_in_the_backward(kept: int) -> None:
     """ZeRO-3: two gathered layers at any time, and no second forward."""
     with torch.device("meta"):
         params, model = fsdp.functionalize(Layers())
-    schedule = fsdp.Schedule(keep={"layers.2"} if kept else None)
+    schedule = fsdp.Schedule(keep={"layers.1"} if kept else None)
     state = fsdp.abstract_state(params, fsdp.Spec({"data": 2}, schedule=schedule), fsdp.sgd(lr=0.1))
     lowered = fsdp.lower(step_of(model), state, torch.empty(4, WIDTH, device="meta"))
     plan = fsdp.make_plan(state.layout, schedule)
@@ -602,7 +603,7 @@ def looked_at(way: str) -> tuple[Losses, dict[str, torch.Tensor]]:
 
 
 def test_evaluations_leave_a_state_between_steps_as_it_is() -> None:
-    eager, compiled = (launch(looked_at, (way,), nprocs=2) for way in ("", "aot_eager"))
+    eager, compiled = (launch(looked_at, (way,), nprocs=FEW) for way in ("", "aot_eager"))
     for a, b in zip(eager, compiled, strict=True):
         assert b[0] == pytest.approx(a[0], abs=1e-12)
         torch.testing.assert_close(b[1], a[1], rtol=0, atol=1e-12)
@@ -811,7 +812,7 @@ def cast_automatically(way: str) -> list[Any]:
 
 def test_autocast_and_bfloat16_are_as_in_eager_steps() -> None:
     for eager, compiled in zip(
-        launch(cast_automatically, ("",), nprocs=2), launch(cast_automatically, ("aot_eager",), nprocs=2), strict=True
+        *(launch(cast_automatically, (way,), nprocs=FEW) for way in ("", "aot_eager")), strict=True
     ):
         for a, b in zip(eager, compiled, strict=True):
             torch.testing.assert_close(b, a, rtol=0, atol=1e-6)
@@ -843,8 +844,8 @@ def test_a_backward_of_ones_own_is_in_the_graph_and_compiled_units_are_as_any() 
             model = T.compile_units(model, "layers.*", backend="eager")
         step = step_of(model, lambda model, x, units=units: (compiled if units else torch.sum)(model(x)))
         state, _ = T.compile(step, "aot_eager")(state, torch.ones(4, WIDTH))
-        weights.append(fsdp.full_params(state)["layers.4.bias"])
-    before = dict(Layers().named_parameters())["layers.4.bias"].detach()
+        weights.append(fsdp.full_params(state)[f"layers.{DEPTH - 1}.bias"])
+    before = dict(Layers().named_parameters())[f"layers.{DEPTH - 1}.bias"].detach()
     torch.testing.assert_close(weights[1] - before, 3 * (weights[0] - before))
     assert torch.equal(weights[2], weights[0])
 
@@ -901,8 +902,8 @@ def taking_turns(compiled: tuple[bool, ...]) -> tuple[Losses, int]:
 
 def test_eager_and_compiled_steps_take_turns_on_one_state() -> None:
     alone, turns = (
-        launch(taking_turns, ((False,) * 6,), nprocs=2),
-        launch(taking_turns, ((True, True, False, False, True, False),), nprocs=2),
+        launch(taking_turns, ((False,) * 6,), nprocs=FEW),
+        launch(taking_turns, ((True, True, False, False, True, False),), nprocs=FEW),
     )
     for a, b in zip(alone, turns, strict=True):
         assert b[0] == pytest.approx(a[0], rel=1e-9)

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from support.presets import PRESETS
 from support.problems import mesh_and_placement
+from support.tables import each, product
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -87,9 +89,7 @@ def reduced(preset: str, codec: str, feedback: bool, average: str, steps: int) -
     return found
 
 
-@pytest.mark.parametrize("average", ["mean", "sum"])
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize(("codec", "feedback", "average"), product(CODECS, [True, False], ["mean", "sum"]))
 def test_sums_are_of_packed_values_in_the_order_of_ranks(codec: str, feedback: bool, average: str) -> None:
     """Every bit: what each rank packs is unpacked, added up in float32, and divided."""
     ranks, steps = 3, 3
@@ -110,8 +110,7 @@ def test_sums_are_of_packed_values_in_the_order_of_ranks(codec: str, feedback: b
     assert bool(found[0][0][1]) is feedback
 
 
-@pytest.mark.parametrize("average", ["mean", "sum"])
-@pytest.mark.parametrize("preset", ["zero3", "zero2", "zero1", "ddp", "hsdp", "hfsdp"])
+@pytest.mark.parametrize(("preset", "average"), each(PRESETS, ["mean", "sum"]))
 def test_nothing_is_lost_but_late(preset: str, average: str) -> None:
     """What gradients add up to over steps, and what is still owed, is what they are: in every strategy."""
     ranks, steps = 4, 6

@@ -1,4 +1,5 @@
-"""Tables of cases: `make test` runs chosen rows, or all pairs of two columns' values; `make test-all` runs all."""
+"""Tables of cases: `make test` runs chosen rows, all pairs of two columns' values, or each value of each column;
+`make test-all` runs all."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["FULL", "covering", "marked", "product"]
+__all__ = ["FULL", "covering", "each", "marked", "product"]
 
 Row = tuple[Any, ...]
 FULL = os.environ.get("LAWS") == "full"  # `make test-all` and `make laws`: sizes and numbers of examples, too
@@ -19,6 +20,13 @@ def product(*columns: Iterable[Any]) -> list[Any]:
     """The product of these columns, for `parametrize`."""
     rows = list(itertools.product(*columns))
     return marked(rows, covering(rows))
+
+
+def each(*columns: Iterable[Any]) -> list[Any]:
+    """The product of these columns, of which as many rows are chosen as the longest has: each value comes in one."""
+    lists = [[*column] for column in columns]
+    chosen = [tuple(some[i % len(some)] for some in lists) for i in range(max(map(len, lists)))]
+    return marked([*itertools.product(*lists)], chosen)
 
 
 def marked(rows: Sequence[Row], chosen: Sequence[Row]) -> list[Any]:
