@@ -96,7 +96,7 @@ ONCE = [
     ("both", "zero3", 2, "eager"),
     ("offload attn", "ddp", 2, "eager"),
     ("only offload", "zero2", 2, "eager"),
-    ("save attn", "hfsdp", 4, "eager"),
+    ("save attn", "hfsdp", 2, "eager"),
     ("offload inputs", "zero1", 2, "eager"),
     ("both", "zero3", 2, "parts"),
     ("save mlp", "zero2", 1, "units"),

@@ -14,6 +14,7 @@ import torch.nn as nn
 import torch.utils._pytree as pytree
 from support.presets import PRESETS
 from support.problems import LOOPS, Tree, batch, loss_fn, mesh_and_placement, net
+from support.tables import marked
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -85,7 +86,7 @@ def replaced(preset: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero3",), ("zero1",), ("hfsdp",)]))
 def test_every_reader_sees_the_new_weights(preset: str) -> None:
     for found in launch(replaced, (preset,), nprocs=2):
         assert all(off == 0 for off in found.values()), found
@@ -229,7 +230,7 @@ def averaged(preset: str) -> tuple[Tree, float, Tree, Tree]:
     return seen, loss.item(), fsdp.full_params(state), fsdp.full_params(average)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero2",), ("hsdp",)]))
 def test_an_average_of_the_weights_beside_the_plain_module(preset: str) -> None:
     model = net()
     average = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -266,7 +267,7 @@ def sharpness_aware(preset: str) -> Tree:
     return fsdp.full_params(state)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", marked([(p,) for p in PRESETS], [("zero3",), ("ddp",)]))
 def test_sharpness_aware_minimisation_beside_the_plain_module(preset: str) -> None:
     model = net()
     trained = [p for p in model.parameters() if p.requires_grad]

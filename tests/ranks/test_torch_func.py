@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from support.driven import raised
 from support.problems import Tree, batch, full_grads, largest
 from support.staged import HEAD, loss_fn, plain, stages, start, weights
+from support.tables import each
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -205,8 +206,7 @@ def products(preset: str, order: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("order", ["default", "recorded"])
-@pytest.mark.parametrize("preset", [*PRESETS, "hsdp"])
+@pytest.mark.parametrize(("preset", "order"), each([*PRESETS, "hsdp"], ["default", "recorded"]))
 def test_a_hessian_vector_product_unit_by_unit(preset: str, order: str) -> None:
     once = mean(lambda data: hessian_vector(data, direction()))
     twice = mean(lambda data: hessian_vector(data, once))

@@ -107,7 +107,7 @@ def of_random(preset: str, seeds: Sequence[int], depth: int = 2) -> list[str]:
     return wrong
 
 
-ROWS = [("zero3", 1, range(3)), ("zero3", 2, range(3, 6)), ("zero2", 2, (6,)), ("zero1", 2, (7,)), ("hfsdp", 4, (8,))]
+ROWS = [("zero3", 1, range(2)), ("zero3", 2, range(3, 5)), ("zero2", 2, (6,)), ("hfsdp", 4, (8,))]
 LARGE = [(preset, n, range(1000 + 100 * i, 1050 + 100 * i)) for i, (preset, n) in enumerate(WORLDS)]
 
 
@@ -133,7 +133,7 @@ def of_losses(preset: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("preset", "nprocs", "simulate"), [
-    ("zero3", 2, True), ("ddp", 2, True), ("zero3", 2, False),
+    pytest.param("zero3", 2, True, marks=pytest.mark.large), ("ddp", 2, True), ("zero3", 2, False),
 ])  # fmt: skip
 def test_losses_that_people_write(preset: str, nprocs: int, simulate: bool) -> None:
     for found in launch(of_losses, (preset,), nprocs=nprocs, simulate=simulate):
