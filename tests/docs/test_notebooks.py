@@ -92,6 +92,7 @@ def test_first_steps() -> None:
     assert pictures == 1
 
 
+@pytest.mark.large
 @as_stored
 def test_per_sample_gradients(stored: bool) -> None:
     text, pictures = execute("per_sample_gradients", stored)

@@ -118,7 +118,7 @@ def several() -> list[float]:
         return [worst(name, hows, **schedule) for name, hows, schedule in CASES]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.large), 2])
 def test_weights_are_the_plain_modules(ranks: int) -> None:
     for found in launch(several, nprocs=ranks, timeout=100):
         bad = [(case, value) for case, value in zip(CASES, found, strict=True) if value > 1e-12]

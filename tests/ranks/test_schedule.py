@@ -768,7 +768,7 @@ def disturbed(schedule: Schedule, preset: str, who: tuple[int, ...], error: type
         (2, (1,), Boom, "zero3"),
         (2, (0,), KeyboardInterrupt, "zero3"),
         pytest.param(2, (0, 1), Boom, "zero3", marks=pytest.mark.large),
-        (2, (1,), Boom, "hfsdp"),
+        pytest.param(2, (1,), Boom, "hfsdp", marks=pytest.mark.large),
         (4, (2,), Boom, "hsdp"),
     ],
 )
