@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support import tensor_parallel as cut
 from support.driven import raised
+from support.tables import FULL
 
 import functional_fsdp as fsdp
 from functional_fsdp import simulate
@@ -275,16 +276,17 @@ def planted_step(what: str) -> tuple[str, bool]:
 
 def test_a_wrong_own_is_refused_or_found_in_the_first_step() -> None:
     assert len(SAID) + len(FORWARD) + len(FIRST_STEP) >= 30
+    step = 1 if FULL else 2
     with simulate(data=2, tp=2) as ranks:
-        for what, (_, text) in SAID.items():
+        for what, (_, text) in [*SAID.items()][::step]:
             try:
                 found = ranks(planted, what).get()
             except fsdp.LaunchError as error:  # an Along that cannot be
                 found = [str(error)]
             assert all("SpecError" in said and text in said for said in found), (what, found)
-        for what in FORWARD:
+        for what in [*FORWARD][::step]:
             assert all(ranks(planted_forward, what).get()), what
-        for what, (*_, text) in FIRST_STEP.items():
+        for what, (*_, text) in [*FIRST_STEP.items()][::step]:
             for said, same in by_rank(ranks(planted_step, what)):
                 assert text in said, (what, said)
                 assert same

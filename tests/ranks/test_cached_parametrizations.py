@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.utils.parametrize as P
+from support.tables import each
 
 import functional_fsdp as fsdp
 from functional_fsdp import transforms as T
@@ -104,8 +105,7 @@ def losses(way: str, preset: str, around: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("preset", ["zero3", "ddp"])
+@pytest.mark.parametrize(("way", "preset"), each(WAYS, ["zero3", "ddp"]))
 def test_a_cache_that_is_open_has_the_weights_of_each_call(way: str, preset: str) -> None:
     """Also one that is shut by a rank while another one, that takes turns with it, has it open."""
     every = [fsdp.launch(losses, (way, preset, around), nprocs=2, simulate=True) for around in ("", "step", "steps")]

@@ -269,7 +269,7 @@ def cases() -> Iterator[Any]:
 
 
 CASES = [
-    pytest.param(*one.values, id=one.id, marks=pytest.mark.large) if i % 2 else one for i, one in enumerate(cases())
+    pytest.param(*one.values, id=one.id, marks=pytest.mark.large) if i % 3 else one for i, one in enumerate(cases())
 ]
 
 

@@ -17,6 +17,7 @@ from support.driven import Boom, Dropout, raised, start
 from support.functions import KINDS, PLACES, Placed
 from support.models import CASES, VOCABULARY, Layer, Routed, Stack, batch_of, entropy, made
 from support.problems import batch, full_grads, largest, loss_fn, mesh_and_placement, net, on
+from support.tables import each
 
 import functional_fsdp as fsdp
 from functional_fsdp import launch
@@ -690,11 +691,12 @@ def several(name: str, order: Any, clip: bool) -> list[Tree]:
     return seen
 
 
-@pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize(
-    ("name", "order"), [("siamese", None), ("siamese", "recorded"), ("skips", None), ("detached", None)]
+    ("passes", "clip"),
+    each([("siamese", None), ("siamese", "recorded"), ("skips", None), ("detached", None)], [False, True]),
 )
-def test_more_passes_than_one_and_units_without_a_gradient(name: str, order: Any, clip: bool) -> None:
+def test_more_passes_than_one_and_units_without_a_gradient(passes: tuple[str, Any], clip: bool) -> None:
+    name, order = passes
     runs = launch(several, (name, order, clip), nprocs=2)
     torch.manual_seed(0)
     model = AGAIN[name]().double()

@@ -73,7 +73,7 @@ def short(row: Any) -> str:
     return "-".join(str(one).removeprefix("torch.") for one in row)
 
 
-@pytest.mark.parametrize("row", ROWS if FULL else covering(ROWS[::7])[:6], ids=short)
+@pytest.mark.parametrize("row", ROWS if FULL else covering(ROWS[::7])[:4], ids=short)
 def test_any_state_reads_what_any_other_wrote(row: Any, written: Any) -> None:
     preset, world, dtype, other, size, compute, like = row
     folder = written(preset, world, dtype)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from support.presets import ranks_of
 from support.problems import batch as net_batch
 from support.problems import by_unit, full_grads, mesh_and_placement, net
-from support.tables import each, marked
+from support.tables import FULL, each, marked
 from torch import Tensor
 
 import functional_fsdp as fsdp
@@ -281,11 +281,11 @@ ON_FOUR = [(preset, half) for preset in ("zero3", "hsdp", "hfsdp") for half in (
 
 @pytest.mark.parametrize(("preset", "micro", "half"), marked(SAME, SOME))
 def test_every_schedule_gives_the_same_bits(preset: str, micro: int, half: int) -> None:
-    few = preset != "zero3"
+    few = preset != "zero3" or not FULL
     assert run(those_that_differ, 2, preset, micro, few, half) == [[], []]
 
 
-@pytest.mark.parametrize(("preset", "half"), marked(ON_FOUR, [("hsdp", 1)]))
+@pytest.mark.parametrize(("preset", "half"), marked(ON_FOUR, []))
 def test_every_schedule_gives_the_same_bits_on_4_ranks(preset: str, half: int) -> None:
     assert run(those_that_differ, 4, preset, 2, True, half) == [[]] * 4
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from support.presets import PRESETS
 from support.problems import LOOPS, batch, loss_fn, mesh_and_placement, net
-from support.tables import each
+from support.tables import each, marked
 
 import functional_fsdp as fsdp
 from functional_fsdp import LaunchError, launch, simulate, workers
@@ -67,7 +67,9 @@ def test_two_ranks_have_the_bits_of_two_processes(preset: str, way: str) -> None
     assert len(simulated[0][0]) == 3
 
 
-@pytest.mark.parametrize(("preset", "way"), [("zero3", "driven"), ("hsdp", "by_unit"), ("ddp", "whole")])
+@pytest.mark.parametrize(
+    ("preset", "way"), marked([("zero3", "driven"), ("hsdp", "by_unit"), ("ddp", "whole")], [("hsdp", "by_unit")])
+)
 def test_exact_sums_have_the_bits_of_processes_in_any_order_of_turns(preset: str, way: str) -> None:
     args = preset, way, "fp32"
     right = launch(trained, args, nprocs=4)

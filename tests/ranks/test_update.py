@@ -151,7 +151,7 @@ def updated(preset: str, flags: tuple[bool, ...], optimizer: str = "adamw") -> t
     return len(main) - len(left), len(left), same
 
 
-@pytest.mark.parametrize("optimizer", ["nadam", "partition"])
+@pytest.mark.parametrize("optimizer", [pytest.param("nadam", marks=pytest.mark.large), "partition"])
 def test_an_update_of_others_on_the_lane_is_that_of_a_step(optimizer: str) -> None:
     for taken, left, same in launch(updated, ("hfsdp", (True,), optimizer), nprocs=4):
         assert same

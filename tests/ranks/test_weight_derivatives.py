@@ -133,7 +133,8 @@ def of_losses(preset: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("preset", "nprocs", "simulate"), [
-    pytest.param("zero3", 2, True, marks=pytest.mark.large), ("ddp", 2, True), ("zero3", 2, False),
+    pytest.param("zero3", 2, True, marks=pytest.mark.large), ("ddp", 2, True),
+    pytest.param("zero3", 2, False, marks=pytest.mark.large),
 ])  # fmt: skip
 def test_losses_that_people_write(preset: str, nprocs: int, simulate: bool) -> None:
     for found in launch(of_losses, (preset,), nprocs=nprocs, simulate=simulate):
