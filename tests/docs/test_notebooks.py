@@ -22,7 +22,7 @@ SHORTER = {
     "gradient_penalty": ("steps=150", "steps=15"),
 }
 #: `make test` runs these, in one kernel: starting one takes long
-QUICK = ("first_steps", "simulate", "derivatives", "gradient_penalty")
+QUICK = ("first_steps", "simulate", "derivatives")
 as_stored = pytest.mark.parametrize("stored", [False, pytest.param(True, marks=pytest.mark.large)])
 
 
@@ -120,6 +120,7 @@ def test_hessian_vector(stored: bool) -> None:
     assert pictures == 1
 
 
+@pytest.mark.large
 @as_stored
 def test_gradient_penalty(stored: bool) -> None:
     text, pictures = execute("gradient_penalty", stored)

@@ -208,7 +208,7 @@ def test_definitions_in_main_after_the_workers_started(stdin: bool, tmp_path: Pa
     run_script("", str(script))
 
 
-@pytest.mark.large  # `docs/test_notebooks` runs one that launches
+@pytest.mark.large  # `docs/test_notebooks` runs one that has workers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

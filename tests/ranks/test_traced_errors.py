@@ -412,10 +412,10 @@ def test_a_compiled_step_leaves_alone_what_gets_no_gradient_in_it(which: str, la
     mine, torchs = pairs[which]
     plain = {name: torch.nn.Parameter(torch.ones(shape, dtype=torch.float64)) for name, shape in SMALL.items()}
     optimizer = torchs([*plain.values()], lr=0.1, weight_decay=0.2)
-    ranks = launch(compiled_without, (mine, late), nprocs=2)
+    ranks = launch(compiled_without, (mine, late), nprocs=FEW)
     for i in range(4):
         for name, p in plain.items():
-            p.grad = None if name == "never" or (name == "u.a" and late and i < 2) else p.detach() * (1.5 + i)
+            p.grad = None if name == "never" or (name == "u.a" and late and i < 2) else p.detach() * ((1 + FEW) / 2 + i)
         optimizer.step()
         for seen, _, _ in ranks:
             for name, p in plain.items():
