@@ -461,6 +461,7 @@ def test_wires_prints_what_feedback_is_worth() -> None:
     assert far[0] == 0 < far[1] < far[2] < far[3]
 
 
+@pytest.mark.large  # two processes; above it runs in this one
 def test_convert_is_a_command(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2, 3)}, tmp_path / "w.pt")
 
