@@ -32,6 +32,7 @@ from .._common.torch_names import (
     reparametrize_module,
 )
 from .._common.tracing import refuse, tracing
+from .dtensors import Form, form_of
 from .skeleton import Placeholder, changed, persistent, refuse_meta, skeleton_of
 from .ties import aliases_of, tied
 
@@ -167,6 +168,7 @@ class Slots:
         self.slots: list[Slot] = [(params, name) for params, _, name in held]
         self.placeholders = [params[name] for params, name in self.slots]
         self.shapes = [getattr(p, "part", None) or torch.Size(p.size()) for p in self.placeholders]
+        self.forms = {key: form for key, p in zip(self.keys, self.placeholders, strict=True) if (form := form_at(p))}
         self.buffers: list[dict[str, Any]] = [m._buffers for m in modules]
         self.meta: list[tuple[str, dict[str, Any], str]] = [
             (f"{path}{name}", m._buffers, name)
@@ -454,14 +456,30 @@ def bind(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> Bound:
         weights = tied(weights, aliases)
     if place is None:
         _validate(model, weights)
+    forms = _forms(model) if place is None else place[0].forms
+    if forms:
+        weights = {key: forms[key](weight) if key in forms else weight for key, weight in weights.items()}
+        place = place and (place[0], [weights[key] for key in place[0].keys])
     return Bound(model, weights, place)
+
+
+def _forms(model: nn.Module) -> dict[str, Form]:
+    """By path, how weights lie that the module's own code sees as DTensors."""
+    params = model.named_parameters(remove_duplicate=False)
+    return {path: form for path, p in params if (form := form_at(p))}
+
+
+def form_at(placeholder: torch.Tensor) -> Form | None:
+    """Of a parameter of a skeleton, or of a module that has DTensors itself."""
+    return placeholder.form if isinstance(placeholder, Placeholder) else form_of(placeholder)
 
 
 def filled(model: M, weights: Mapping[str, torch.Tensor]) -> M:
     """A copy of a module, of its own class, whose parameters are these weights; see `as_module`."""
     _validate(model, weights, "as_module")
-    aliases = aliases_of(model)
+    aliases, forms = aliases_of(model), _forms(model)
     weights = tied(weights, aliases) if aliases else weights
+    weights = {path: forms[path](weight) if path in forms else weight for path, weight in weights.items()}
     module = skeleton_of(model)
     made: dict[str, Any] = {}
     for path, placeholder in [*module.named_parameters(remove_duplicate=False)]:

@@ -30,7 +30,9 @@ from .._common.calls import outside_inference
 from .._common.errors import ScheduleError, SpecError, TreeError
 from .._common.provided import provided
 from .._common.torch_names import NoTorchFunction, pytree
+from .._common.tree import first_match
 from .copies import Copier
+from .dtensors import Form, form_of
 from .ties import Tie, aliases_of
 
 __all__ = [
@@ -74,6 +76,7 @@ class Placeholder(nn.Parameter):
 
     tie: Tie | None = None  # what the places of one tied leaf have in common
     part: torch.Size | None = None  # the shape of a rank's part, of a leaf that is cut along axes of the model's own
+    form: Form | None = None  # of a weight that the module's own code sees as a DTensor
     place: tuple[dict[str, Any], str] | None = None  # the slot whose weight it is, of one that lies elsewhere, too
     #: functions that only look at metadata, by name: of these it is what it seems to be
     answers = frozenset((
@@ -123,7 +126,7 @@ class Placeholder(nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made = _rebuild, (tuple(self.shape), self.dtype, self.requires_grad, self.tie, self.part)
+        made = _rebuild, (tuple(self.shape), self.dtype, self.requires_grad, self.tie, self.part, self.form)
         return made if self.place is None else (*made, self.place)
 
     def __setstate__(self, place: Any) -> None:
@@ -141,16 +144,17 @@ def _shape(args: Any) -> Any:
 
 def _rebuild(
     shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, tie: Tie | None = None,
-    part: torch.Size | None = None,
+    part: torch.Size | None = None, form: Form | None = None,
 ) -> Placeholder:  # fmt: skip
     made = Placeholder(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=requires_grad)
-    made.tie, made.part = tie, part
+    made.tie, made.part, made.form = tie, part, form
     return made
 
 
 def _placeholder(param: torch.Tensor, tie: Tie | None = None) -> Placeholder:
-    part = param.part if isinstance(param, Placeholder) else None
-    return _rebuild(tuple(param.shape), param.dtype, param.requires_grad, tie, part)
+    form = param.form if isinstance(param, Placeholder) else form_of(param)
+    part = param.part if isinstance(param, Placeholder) else form and form.part
+    return _rebuild(tuple(param.shape), param.dtype, param.requires_grad, tie, part, form)
 
 
 @outside_inference
@@ -184,7 +188,10 @@ def skeleton_of(module: M, spec: Any = None) -> M:
         owner, _, name = path.rpartition(".")  # a placeholder for each path
         held = skeleton.get_submodule(owner)._parameters
         made_ = held[name] = _placeholder(param, ties.get(aliases.get(path, path)))
-        if spec is not None and spec.own:
+        if spec is not None and spec.own and made_.form is not None:
+            summed = [one.axis for one in first_match(spec.own, (path,)) or () if one.grads == "sum"]
+            made_.form = form_of(param, summed) or made_.form
+        elif spec is not None and spec.own:
             made_.part = torch.Size(spec.part_of(path, tuple(param.shape)))
         if id(param) in copier.met and memo[id(param)].place is None:
             memo[id(param)].place = held, name

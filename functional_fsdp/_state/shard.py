@@ -12,8 +12,9 @@ Zeros are the least of bytes, so the largest is what `src` has: any dtype, NaN a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -27,15 +28,17 @@ from .._common.record import Collective
 from .._common.torch_names import pytree
 from .._common.tree import flatten, match
 from .._engine.carrier import resolve_transport
+from .._nn.dtensors import is_dtensor, local_part
 from .._nn.packed_weight import PackedWeight
 from .._optim.optimizer import as_optimizer, check_labels, initial
-from .._plan.layout import Bucket, Layout, LeafInfo, Unit, aligned, plan_layout
+from .._plan.layout import Bucket, Layout, Leaf, LeafInfo, Unit, aligned, plan_layout
 from .._plan.records import keeps_copy
 from .._plan.route import partial_states, states_of
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import Runtime, runtime_of
 from .._spec.cuts import cut_of
+from .._spec.dtensors import with_dtensors
 from .._spec.precision import FLOATS
 from .._spec.settings import describe_settings
 from .._spec.spec import Spec
@@ -118,11 +121,11 @@ def describe(tree: Any) -> tuple[list[LeafInfo], tuple[str, ...], pytree.TreeSpe
             first = infos.get(key, LeafInfo(path, form.shape, form.dtype, False, (), form))
             infos[key] = first if first.path == path else replace(first, aliases=(*first.aliases, path))
             continue
-        if type(leaf) not in (torch.Tensor, nn.Parameter) or leaf.is_sparse or leaf.is_quantized or leaf.is_complex():
+        known = type(leaf) in (torch.Tensor, nn.Parameter) or is_dtensor(leaf)
+        if not known or leaf.is_sparse or leaf.is_quantized or leaf.is_complex():
             raise TreeError(
                 f"the leaf {path!r} is a {type(leaf).__name__} of layout {leaf.layout} and dtype {leaf.dtype}; "
-                "expected a plain, dense, real tensor. Convert it first. (A DTensor: .full_tensor(); then Spec(own=) "
-                "says which part of it a rank has.)"
+                "expected a plain, dense, real tensor, or a DTensor. Convert it first."
             )
         if leaf.dtype is torch.float16:
             raise SpecError(
@@ -146,6 +149,7 @@ def _identity(leaf: torch.Tensor, path: str) -> Any:
     """Equal for two leaves that are the same tensor, or views of the same bytes in the same way."""
     if leaf.device.type == "meta":
         return id(leaf)
+    leaf = local_part(leaf)
     if not leaf.numel():
         return path
     return (leaf.untyped_storage().data_ptr(), leaf.storage_offset(), leaf.shape, leaf.stride(), leaf.dtype)
@@ -166,7 +170,7 @@ def make_layout(params: Any, spec: Spec) -> Layout:
     True
     """
     infos, paths, _ = describe(params)
-    return plan_layout(infos, spec, paths)
+    return plan_layout(infos, with_dtensors(spec, *flatten(params)[:2]), paths)
 
 
 @outside_inference
@@ -225,21 +229,23 @@ def shard(
 
     def look() -> tuple[Any, list[Topic]]:
         infos, paths, treedef = describe(params)
-        values = dict(zip(paths, (leaf.detach() for leaf in flatten(params)[1]), strict=True))
+        leaves = flatten(params)[1]
+        spec_ = with_dtensors(spec, paths, leaves)
+        values = dict(zip(paths, (local_part(leaf).detach() for leaf in leaves), strict=True))
         for path, leaf in values.items():
             if leaf.device.type == "meta" and read:
                 raise TreeError(
                     f"shard: the leaf {path!r} is on the meta device and has no values. Use init(lambda: Model(...), "
                     "spec), which materialises one unit at a time."
                 )
-        plan, topics = given(infos, paths, spec, as_optimizer(optimizer), seed)
+        plan, topics = given(infos, paths, spec_, as_optimizer(optimizer), seed)
         if src is not None:
             alike = "Give every rank the same src, and buffers of the same names, shapes and dtypes."
             topics.append(Topic(_sources(src, buffers or {}), SpecError, "sources", "one", alike))
-        return (infos, paths, treedef, values, plan), topics
+        return (infos, paths, treedef, values, spec_, plan), topics
 
     with Joint(run, "shard") as joint:
-        infos, paths, treedef, values, plan = agree(joint, "what is given", look)
+        infos, paths, treedef, values, spec, plan = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths, plan)
         if src is not None:
             check_source("shard", src, run, plan)
@@ -324,6 +330,7 @@ def build(
         make_room([bucket.nbytes("main") for bucket in plan.buckets.values() if not bucket.on_host], run.device)
         main = {name: _empty(bucket, "main", spec, run.device) for name, bucket in plan.buckets.items()}
         sums: dict[str, torch.Tensor] = {}
+        parts: set[str] = set()
         for unit in plan.units:
             if fetch is None:
                 break
@@ -332,6 +339,7 @@ def build(
                 _fill(main[bucket.name], values, run)
                 if run.size > 1:
                     sums |= {leaf.path: checksum(values[leaf.path]) for leaf in bucket.leaves}
+                parts |= {leaf.path for leaf in bucket.leaves if _is_part(leaf, values[leaf.path])}
             del values
         copies = {name: _empty(b, "weights", spec, run.device) for name, b in plan.buckets.items() if keeps_copy(b)}
         scales = {name: no_scales(b, run.device) for name, b in plan.buckets.items() if b.in_float8}
@@ -342,7 +350,7 @@ def build(
         count = torch.zeros((), dtype=torch.int64, device=run.device)
         rng = torch.tensor(seed, dtype=torch.int64, device="cpu")
         held = _buffers(where, kept, local_buffers, run.size > 1)
-        return (main, copies, scales, opt, kept, count, rng), [_values(where, sums, plan, spec), held]
+        return (main, copies, scales, opt, kept, count, rng), [_values(where, sums, parts, plan, spec), held]
 
     with torch.no_grad():
         main, weights, scales, opt, kept, count, rng = agree(joint, "values", assemble)
@@ -389,14 +397,25 @@ def _fill(buffer: FlatBuffer, values: Any, run: Runtime) -> None:
     """Copy what of the leaves lies in this rank's part of a bucket. Never builds the whole bucket."""
     for leaf, first, local in leaf_shards(buffer):
         if local.numel():
-            mine = cut_of(values[leaf.path].detach(), leaf.cuts, run.coordinate)
+            mine = values[leaf.path].detach()
+            if leaf.cuts and not _is_part(leaf, mine):
+                mine = cut_of(mine, leaf.cuts, run.coordinate)
             local.copy_(mine.reshape(-1)[first : first + local.numel()])
 
 
-def _values(where: str, sums: dict[str, torch.Tensor], plan: Layout, spec: Spec) -> Topic:
-    """The checksum of every leaf. Ranks may have leaves of their own along axes that its gradients do not average."""
+def _is_part(leaf: Leaf, value: torch.Tensor) -> bool:
+    """Whether a value of a leaf that is cut, along axes of the model's own, is this rank's part of it."""
+    return bool(leaf.cuts) and leaf.form is None and value.numel() != prod(leaf.whole)
+
+
+def _values(where: str, sums: dict[str, torch.Tensor], parts: Container[str], plan: Layout, spec: Spec) -> Topic:
+    """The checksum of every leaf. Ranks may have leaves of their own along axes that its gradients do not average, and
+    have parts of their own of those in `parts`."""
     numbers = read_sums(list(sums.values()))
-    own_of = {leaf.path: bucket.unlike(spec.axes) for bucket in plan.buckets.values() for leaf in bucket.leaves}
+    own_of = {
+        leaf.path: (*bucket.unlike(spec.axes), *(bucket.cut if leaf.path in parts else ()))
+        for bucket in plan.buckets.values() for leaf in bucket.leaves
+    }  # fmt: skip
     own = [own_of[path] for path in sums]
     alike = "Build the same parameters on every rank (seed them alike, or use init)."
     alike = "Have make() do the same on every rank." if where == "init" else alike

@@ -149,6 +149,7 @@ class Driver:
         self.places = Places(self, wanted)
         for path, (held, name) in slots.items():
             self.places.at[path].tie = getattr(held[name], "tie", None)
+            self.places.at[path].form = getattr(held[name], "form", None)
             held[name] = self.places.at[path]
         modules = [self.model.get_submodule(unit_module.path) for unit_module in unit_modules]
         compiled = self.compiler.chosen(modules) if self.compiler else ()

@@ -160,6 +160,7 @@ def entered(unit_call: Any, function: Callable[..., Any], args: Any, kwargs: Any
             visit.lent, visit.tensors, visit.outside = lent, tensors, outside
     if driver.lifted:
         tensors[:] = driver.lift(tensors, unit_call.leaves)  # `visit.tensors`, too
+    unit_call.form(tensors)
     given = [Given(t) for t in each_tensor((args, kwargs))]
     if visit is not None and differentiates:
         args, kwargs = enter_inputs(visit, given, args, kwargs)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from functional_fsdp._seams import torch_private
+from functional_fsdp._seams import local_part, torch_private
 from functional_fsdp.extend import Placeholder
 
 from .._modules.outputs import map_tensors
@@ -54,7 +54,7 @@ class WeightPlaceholder(Placeholder):
         driver, leaf = self.home
         copied = driver.leaf(leaf)
         driver.note(self.path, copied)
-        return copied
+        return copied if self.form is None else self.form(copied)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -86,7 +86,7 @@ class WeightPlaceholder(Placeholder):
                 return t
             driver, leaf = t.home
             copies.append((copied := driver.leaf(leaf), version(copied), t))
-            return copied
+            return copied if t.form is None else t.form(copied)
 
         given = map_tensors(value, args), map_tensors(value, kwargs or {})
         try:
@@ -98,7 +98,7 @@ class WeightPlaceholder(Placeholder):
         for copied, before, placeholder in copies:
             if version(copied) != before:
                 raise changed([placeholder.path], f"in place, by {name}")
-            placeholder.home[0].note(placeholder.path, out if attribute == "data" else copied)
+            placeholder.home[0].note(placeholder.path, local_part(out) if attribute == "data" else copied)
         return out
 
     @classmethod

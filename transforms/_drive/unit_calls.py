@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.modules.module as GLOBAL
 
 from functional_fsdp import PackedWeight, ScheduleError
-from functional_fsdp._seams import ranges, torch_private
+from functional_fsdp._seams import local_part, ranges, torch_private
 
 from .._compile.compile_units import Compiled, Compiler
 from .._modules.outputs import map_tensors
@@ -66,6 +66,8 @@ class UnitCall:
         self.paths = {number[leaf]: path for path, leaf in reversed(unit_module.leaves)}
         self.rebound = [number[leaf] for path, leaf in unit_module.leaves if _rebinds(module, unit_module.path, path)]
         self.dtypes, self.inputs = dtypes_of(unit_module, driver.precisions)
+        forms = {number[leaf]: slots[path][0][slots[path][1]].form for path, leaf in unit_module.leaves}
+        self.forms = [(i, form) for i, form in forms.items() if form is not None]  # of DTensors
         self.watched = False  # whether it was called, and what it does to its weights was looked at
         self.inside = 0
         self.call: UnitUse | None = None  # of the forward that is under way
@@ -96,6 +98,11 @@ class UnitCall:
                 held[name] = tensors[i]
         except KeyError:
             raise self.refuse([i], "by assignment, outside the module that holds it") from None
+
+    def form(self, tensors: list[torch.Tensor]) -> None:
+        """Weights as the module's own code sees them: DTensors where it had such."""
+        for i, form in self.forms:
+            tensors[i] = form(tensors[i])
 
     def take(self) -> None:
         """Weights out of the slots, once for each `put`."""
@@ -146,7 +153,7 @@ class UnitCall:
     def watch(self, function: Callable[..., Any], args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> Any:
         """`run`, looking at each operation, and at what the backward reads of weights."""
         with levels.outside_levels():
-            tensors = [*map(levels.base_of, tensors)]
+            tensors = [*map(local_part, map(levels.base_of, tensors))]
             before = [(t, t.detach()) for t in tensors]
         weights = {path: tensors[i] for i, path in self.paths.items()}
         with WriteWatch(weights, lambda: self.driver.gathering), self.saves():
@@ -222,6 +229,7 @@ class UnitCall:
             self.record(call, tensors, self.trained, outside)
             if not call.again:
                 call.lent, call.tensors, call.outside = lent, tensors, outside
+        self.form(tensors)
         self.call, self.storages, self.given = call, storages, given
         try:
             out = self.run_with(tensors, lent, versions, call, function, args, kwargs)

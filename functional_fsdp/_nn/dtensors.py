@@ -1,0 +1,83 @@
+"""DTensors: a weight of a module that `parallelize_module` has cut, from this rank's part of it, and how it lies.
+
+    leaf         DTensor [n, m], Shard(0) on mesh["tp"]      whole in a state's files, [n / tp, m] in its buffers
+    placeholder  has the DTensor's `Form`
+    forward      the module's own code sees a DTensor again, made from the part that was gathered: nothing is sent
+    backward     torch brings the gradient to the leaf's placements, and gives its part
+
+Source: torch's DTensor.from_local, whose gradient has the placements of the forward.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .._common.errors import TreeError
+from .._common.torch_names import func_interpreter
+
+__all__ = ["Form", "form_of", "is_dtensor", "local_part"]
+
+
+def is_dtensor(t: Any) -> bool:
+    """Whether it is one. Where nobody has imported them, which takes seconds, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
+class Form(NamedTuple):
+    """How a DTensor lies on its mesh, without its values.
+
+    Attributes:
+        shape, stride: of the whole leaf. part: the shape that this rank has.
+        summed: axes along which each rank's gradient is to stay a summand.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+    part: torch.Size
+    summed: tuple[str, ...] = ()
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        """The DTensor of this rank's part, or of the whole leaf, differentiable. A DTensor stays as it is."""
+        if is_dtensor(weight):
+            return weight
+        if func_interpreter() is not None:
+            raise TreeError(
+                "the model has DTensors, which torch.func does not know (grad, vjp, jvp, vmap). Use T.forward_backward "
+                "or, of weights that you have gathered, T.vjp."
+            )
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        if weight.shape != self.part:
+            every: Any = DTensor.from_local(weight, self.mesh, [Replicate()] * len(self.placements), run_check=False)
+            return every.redistribute(placements=self.placements)
+        grads = None
+        if self.summed:
+            names = self.mesh.mesh_dim_names
+            grads = [Partial() if n in self.summed else p for n, p in zip(names, self.placements, strict=True)]
+        return DTensor.from_local(
+            weight, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride,
+            grad_placements=grads,
+        )  # fmt: skip
+
+
+def form_of(t: Any, summed: Sequence[str] = ()) -> Form | None:
+    """Of a DTensor; None of another tensor. `summed`: axes along which gradients of what is equal stay summands."""
+    if not is_dtensor(t):
+        return None
+    names = t.device_mesh.mesh_dim_names or ()
+    equal = tuple(name for name, placed in zip(names, t.placements, strict=False) if placed.is_replicate())
+    kept = tuple(name for name in equal if name in summed)
+    return Form(t.device_mesh, tuple(t.placements), t.shape, t.stride(), local_part(t).shape, kept)
+
+
+@torch.no_grad()
+def local_part(t: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, without a graph; another tensor itself."""
+    return t.to_local() if is_dtensor(t) else t  # type: ignore[attr-defined]
