@@ -14,7 +14,7 @@ from ._graph.graph import Graph, graph_of, refuse_values
 from ._graph.lower import point_at_second_gathers
 from ._graph.trace import coordinate_of
 from ._host_memory.copy_lane import HostBuffer
-from ._nn.dtensors import local_part
+from ._nn.dtensors import full_tensor, local_part
 from ._nn.module import around_bound_calls
 from ._nn.skeleton import changed, refuse_meta
 from ._nn.ties import aliases_of
@@ -46,6 +46,7 @@ __all__ = [
     "cuda_driver",
     "find_peak",
     "foreign_tracer",
+    "full_tensor",
     "graph_of",
     "keep_residuals",
     "local_part",

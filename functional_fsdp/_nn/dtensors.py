@@ -19,7 +19,7 @@ import torch
 from .._common.errors import TreeError
 from .._common.torch_names import func_interpreter
 
-__all__ = ["Form", "form_of", "is_dtensor", "local_part"]
+__all__ = ["Form", "form_of", "full_tensor", "is_dtensor", "local_part"]
 
 
 def is_dtensor(t: Any) -> bool:
@@ -81,3 +81,8 @@ def form_of(t: Any, summed: Sequence[str] = ()) -> Form | None:
 def local_part(t: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor, without a graph; another tensor itself."""
     return t.to_local() if is_dtensor(t) else t  # type: ignore[attr-defined]
+
+
+def full_tensor(t: Any) -> Any:
+    """A DTensor as a plain tensor, differentiable; anything else itself. Collective, where it is cut or partial."""
+    return t.full_tensor() if is_dtensor(t) else t

@@ -52,7 +52,8 @@ def with_dtensors(spec: Spec, paths: Sequence[str], leaves: Sequence[Any]) -> Sp
     rest = (("*", tuple(map(Along, axes))),) if "*" not in dict(spec.own) else ()
     short = tuple(dict.fromkeys((re.sub(r"(?<![^.])\d+(?![^.])", "*", p), own) for p, own in lie.items()))
     exact = tuple((path, own) for path, own in want.items() if path in lie or (own and path not in said))
-    for rules in (spec.own, (*short, *spec.own, *rest), (*exact, *spec.own)):
+    few = tuple(rule for rule in short if rest and rule[1] != rest[0][1])
+    for rules in (spec.own, (*few, *spec.own, *rest), (*short, *spec.own, *rest), (*exact, *spec.own)):
         found = [() if n is None else rules[n][1] for n in index.first_rules(rules)]
         if found == [*map(want.get, paths)]:
             break

@@ -32,12 +32,14 @@ from .._common.errors import FsdpError, SpecError
 from .._common.provided import provided
 from .._common.torch_names import Fakes, FakeTensor, TorchDispatchMode, disable_current_modes, pytree, to_scalar
 from .._engine.carrier import resolve_transport
+from .._nn.dtensors import local_part
 from .._nn.skeleton import skeleton_of
 from .._optim.optimizer import as_optimizer
 from .._plan.layout import Unit
 from .._runtime.agree import Topic, agree
 from .._runtime.joint import Joint
 from .._runtime.runtime import runtime_of
+from .._spec.dtensors import with_dtensors
 from .._spec.spec import Spec
 from .._storage.flat import FlatBuffer
 from .export import buffers
@@ -48,6 +50,7 @@ __all__ = ["init"]
 
 M = TypeVar("M", bound=nn.Module)
 _weights_given = provided("io.weights_given")
+BY_ITSELF = "parallelize_module(..., src_data_rank=None) has each rank cut what it has made, and sends nothing."
 
 
 class WeightSource(Protocol):
@@ -97,6 +100,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "c10d":  # it changes what it is given, of which its schema does not tell
+            raise SpecError(
+                f"init: the module's construction sends tensors to other ranks ({func}), which have no values yet. "
+                f"{BY_ITSELF} Or build the module for real, and use functionalize(module) and shard(params, spec)."
+            )
         if func is to_scalar and isinstance(args[0], FakeTensor):
             with disable_current_modes():
                 return self.replay([self.view(args[0])])[0].item()
@@ -131,7 +139,7 @@ class Recorder(TorchDispatchMode):
             if v.storage not in real:
                 raise SpecError(
                     f"init: a tensor of shape {v.size} was made where it could not be recorded. Build the module for "
-                    f"real and use functionalize(module) and shard(params, spec)."
+                    f"real and use functionalize(module) and shard(params, spec). {BY_ITSELF}"
                 )
             storage = real[v.storage]
             return torch.empty(0, dtype=v.dtype, device=storage.device).set_(storage, v.offset, v.size, v.stride)
@@ -249,18 +257,19 @@ def init(
         params = dict(module.named_parameters(remove_duplicate=False))
         shapes = {id(p): nn.Parameter(_meta(p), requires_grad=p.requires_grad) for p in params.values()}
         infos, paths, treedef = describe({path: shapes[id(p)] for path, p in params.items()})
-        plan, topics = given(infos, paths, spec, as_optimizer(optimizer), seed)
+        spec_ = with_dtensors(spec, paths, [*params.values()])
+        plan, topics = given(infos, paths, spec_, as_optimizer(optimizer), seed)
         fill = None
         if weights is not None:
             fill, more = _weights_given(weights, convert(module) if callable(convert) else convert, rename, partial)
             topics += more
         with torch.no_grad(), _Copies(recorder, real=True):
-            skeleton = skeleton_of(module, spec)
-        views = {path: recorder.view(p) for path, p in params.items()}
-        return (infos, paths, treedef, recorder, views, skeleton, fill, plan), topics
+            skeleton = skeleton_of(module, spec_)
+        views = {path: recorder.view(local_part(p)) for path, p in params.items()}
+        return (infos, paths, treedef, recorder, views, skeleton, fill, spec_, plan), topics
 
     with Joint(run, "init") as joint:
-        infos, paths, treedef, recorder, views, skeleton, fill, plan = agree(joint, "what is given", look)
+        infos, paths, treedef, recorder, views, skeleton, fill, spec, plan = agree(joint, "what is given", look)
         spec, plan = resolve_transport(spec, infos, paths, plan)
 
         def fetch(unit: Unit) -> dict[str, torch.Tensor]:

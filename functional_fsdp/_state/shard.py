@@ -231,6 +231,12 @@ def shard(
         infos, paths, treedef = describe(params)
         leaves = flatten(params)[1]
         spec_ = with_dtensors(spec, paths, leaves)
+        if src is not None and (
+            cut := next((path for path, t in zip(paths, leaves, strict=True) if is_dtensor(t)), None)
+        ):
+            raise SpecError(
+                f"shard(src={src}): the leaf {cut!r} is a DTensor, of which each rank has its part. Leave src out."
+            )
         values = dict(zip(paths, (local_part(leaf).detach() for leaf in leaves), strict=True))
         for path, leaf in values.items():
             if leaf.device.type == "meta" and read:

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from functional_fsdp import ScheduleError, SpecError, State, TreeError, reduce
-from functional_fsdp._seams import torch_private
+from functional_fsdp._seams import full_tensor, torch_private
 from functional_fsdp.extend import alone, begin_round, end_round, evolve
 
 from .._compile.compile_units import Options
@@ -270,6 +270,7 @@ class ForwardBackward(Generic[Out]):
                 f"forward_backward: loss_fn returned a {type(out).__name__}; with has_aux=True expected (loss, aux)."
             )
         loss, aux = out if self.has_aux else (out, None)
+        loss = full_tensor(loss)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TreeError(

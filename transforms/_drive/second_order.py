@@ -49,6 +49,11 @@ class Whole:
                     "(T.offload, T.remat(offload=)), and whole weights with it. Leave one of them out."
                 )
         self.slots = [(path, held, name, held[name]) for path, held, name in slots_of(self.model)]
+        if dtensor := next((path for path, _, _, p in self.slots if getattr(p, "form", None)), None):
+            raise SpecError(
+                f"forward_backward(second_order=True): the weight {dtensor!r} is a DTensor in the model, of which "
+                "torch has no derivatives of derivatives. Cut the model by Spec(own=) and T.collectives instead."
+            )
         self.layout: Layout | None = None
         self.watched = False  # whether it ran, and what it does to weights was looked at
         self.state: Any = None
